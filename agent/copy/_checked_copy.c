@@ -275,6 +275,29 @@ static inline uint64_t mixed(uint64_t number)
 
 enum { AHEAD = 24, MOST_BYTES = 128 }; /* lines that are fetched while others are digested: nearly every line is a miss */
 
+/* Replaces the start of each tensor by the address of its piece: as `_Pieces.offsets` of replica_samples.py computes it for one piece each. */
+static PyObject *choose_pieces(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer starts, seeds, room;
+    unsigned long long salt;
+    if (!PyArg_ParseTuple(args, "w*y*y*K", &starts, &seeds, &room, &salt))
+        return NULL;
+    uint64_t *places = starts.buf;
+    const uint64_t *of_seed = seeds.buf, *of_room = room.buf;
+    int sound = starts.len == seeds.len && starts.len == room.len;
+    for (Py_ssize_t i = 0; sound && i < starts.len / (Py_ssize_t)sizeof *places; i++)
+        if (of_room[i])
+            places[i] += mixed(of_seed[i] + salt) % of_room[i];
+    PyBuffer_Release(&starts);
+    PyBuffer_Release(&seeds);
+    PyBuffer_Release(&room);
+    if (!sound) {
+        PyErr_SetString(PyExc_ValueError, "expected as many seeds and rooms as starts");
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 static PyObject *digest_pieces(PyObject *Py_UNUSED(module), PyObject *args)
 {
     Py_buffer addresses, factors, digests;
@@ -310,6 +333,7 @@ static PyObject *digest_pieces(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 static PyMethodDef methods[] = {
+    {"choose_pieces", choose_pieces, METH_VARARGS, "choose_pieces(starts, seeds, room, salt)\n\nAdd the place of a piece to each start."},
     {"digest_pieces", digest_pieces, METH_VARARGS,
      "digest_pieces(addresses, width, factors, digests)\n\nDigest `width` bytes at each address into `digests`."},
     {"copy", copy, METH_VARARGS, "copy(targets, sources, lengths, ends, threads, crc)\n\nCopy bytes, and return the crc32c of each part."},

@@ -36,10 +36,11 @@ from ckptd.shared.replicas import DIGEST, GROUP, MOST_DIGESTS, MOST_GROUPS, MOST
 
 log = logging.getLogger("ckptd.agent")
 
+choose_pieces: Callable[[Any, Any, Any, int], None] | None = None
 digest_pieces: Callable[[Any, int, Any, Any], None] | None = None
-"""`digest_pieces` of `_checked_copy.c`, or None where that could not be compiled."""
+"""The functions of `_checked_copy.c`, or None where that could not be compiled."""
 with suppress(ImportError):
-    from ckptd.agent.copy._checked_copy import digest_pieces
+    from ckptd.agent.copy._checked_copy import choose_pieces, digest_pieces
 
 SAMPLE = 128
 """The bytes that are sampled of each tensor at each snapshot: two cache lines side by side, which cost one miss."""
@@ -126,6 +127,14 @@ class _Pieces:
     extent: Numbers
     shape: Numbers | None = None
     stride: npt.NDArray[np.int64] | None = None
+
+    def addresses(self, starts: Numbers, step: int) -> Numbers:
+        """Return the addresses of the pieces at this step, given those of all compared tensors."""
+        found = starts[self.tensors]
+        if choose_pieces is None or self.each > 1 or self.shape is not None:
+            return (found + self.offsets(step)).ravel()
+        choose_pieces(found, self.seeds, self.room, int(_of_step(step, 0)))
+        return found
 
     def offsets(self, step: int) -> Numbers:
         """Return the places of the pieces at this step, in bytes from the start of each tensor, one row for each piece."""
@@ -250,7 +259,7 @@ class ReplicaSamples:
         for device, pieces in self._pieces.items():
             if device.type == "cpu":
                 for each in pieces:
-                    _add(sampled.values, each, _digested_at((starts[each.tensors] + each.offsets(step)).ravel(), each.width))
+                    _add(sampled.values, each, _digested_at(each.addresses(starts, step), each.width))
             else:
                 queue(device, partial(_sample_on, device, pieces, starts, parts, self._numbers, step, sampled))
         for number in self._slow:

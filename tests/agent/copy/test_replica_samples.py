@@ -206,3 +206,12 @@ def test_a_width_that_cannot_be_is_refused() -> None:
         for width in (0, -1, SAMPLE + 1):
             with pytest.raises(ValueError, match="expected a width of 1 to 128 bytes"):
                 replica_samples.digest_pieces(some, width, np.zeros(16, dtype=np.uint64), np.zeros(1, dtype=np.uint64))
+
+
+def test_c_and_numpy_choose_the_same_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = states()
+    samples = made(state, scattered=["transposed", "gaps", "channels", "expanded"])
+    starts = np.array([part.data_ptr() for part in state.values()], dtype=np.uint64)[samples._picked]
+    chosen = [[each.addresses(starts, step).tolist() for each in samples._pieces[torch.device("cpu")]] for step in range(5)]
+    monkeypatch.setattr(replica_samples, "choose_pieces", None)
+    assert chosen == [[each.addresses(starts, step).tolist() for each in samples._pieces[torch.device("cpu")]] for step in range(5)]
