@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, SupportsIndex
 
+import msgspec
 import torch
 import torch.distributed
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -27,10 +28,11 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ckptd.agent.advice import Advice
 from ckptd.agent.copy.mapped_slot import Documents, document_offsets
+from ckptd.agent.copy.replica_check import ReplicaCheck
 from ckptd.agent.dcp.planner_rounds import plan_save
 from ckptd.agent.handover.handover import Handover
 from ckptd.agent.handover.rank_link import CLOSE_SECONDS, RankLink
-from ckptd.agent.link.arguments import as_step, check_choice, check_state, make_request, ranks_of
+from ckptd.agent.link.arguments import as_step, check_choice, check_state, make_request, ranks_of, snapshots_of_a_comparison
 from ckptd.agent.link.attempt import begin
 from ckptd.agent.link.script import DEFAULT, check_not_default
 from ckptd.agent.outcomes import MISTAKES, Outcomes
@@ -46,7 +48,9 @@ from ckptd.agent.step_times import StepTimes
 from ckptd.agent.threads.call_lock import Nested
 from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed
+from ckptd.shared.replicas import ReplicaDigests
 from ckptd.shared.retention import Policy, checked
+from ckptd.shared.session import REPLICAS
 from ckptd.shared.snapshot_request import SnapshotRequest
 
 log = logging.getLogger("ckptd.agent")
@@ -77,6 +81,9 @@ class Agent:
     takeover: True begins the attempt although another run of the job is alive. If that run is on this node, it can then no longer save.
         False waits up to 10 s for its end, and then raises JobRunning. Workers of one torchrun are one run. Default: CKPTD_TAKEOVER, which
         is 0 or 1.
+    compare_replicas: within so many snapshots, at regular distances, all bytes that several ranks hold are compared between these ranks, a
+        part at each snapshot. A sample of each tensor is compared at every snapshot. A snapshot in which ranks differ fails. 1 compares
+        all bytes at every snapshot, and 0 compares nothing. Pass the same on all ranks. Default: CKPTD_COMPARE_REPLICAS, or 1000.
 
     Raises InvalidName for the name of the job. Raises InvalidRequest for any other argument, for WORLD_SIZE above 1 without a process
     group, and for ranks that differ in root or job. Raises DaemonUnreachable if no daemon is found or answers, Forbidden if it belongs to
@@ -98,10 +105,12 @@ class Agent:
         process_group: torch.distributed.ProcessGroup | None = None,
         retention: Policy | Iterable[Policy] | None = None,
         takeover: bool | None = None,
+        compare_replicas: int | None = None,
     ) -> None:
         ranks = ranks_of(process_group)
         try:
             self.retention = None if retention is None else checked(retention)  # `smp.save_checkpoint` sets this between snapshots
+            every = snapshots_of_a_comparison(compare_replicas)
         except (ValueError, TypeError) as error:
             refusal = InvalidRequest(str(error))
             begin(ranks, refusal)  # raises it on all ranks: the others are waiting for this one
@@ -116,6 +125,7 @@ class Agent:
         self.schedules = 0
         self._rng_room = 1 << 14  # bytes to reserve for the states of the random generators: the most seen so far
         self._kept_plan = KeptPlan(self._link.client, self._link.ranks)
+        self._replica_check = ReplicaCheck(every)
 
     @property
     def job(self) -> str:
@@ -263,16 +273,21 @@ class Agent:
         found = self._kept_plan.reuse(captured)
 
         def needed(layout: Layout) -> int:
-            return document_offsets(layout, captured.encoded_bytes + self._rng_room, len(encoded))[-1]
+            return document_offsets(layout, captured.encoded_bytes + self._rng_room, len(encoded) + self._replica_check.room)[-1]
 
-        if found is None or not link.handovers.slots.fit(needed(found[0])):
+        if found is None or not link.handovers.slots.fit(needed(found.layout)):
             handover.check_not_refused()  # before the ranks plan, since a step that is refused is refused on all ranks
-        layout, sources, unlike = found or self._kept_plan.renew(captured, state, handover.pending, link.stall_budget)
+        found = found or self._kept_plan.renew(captured, state, handover.pending, link.stall_budget)
+        layout, check = found.layout, self._replica_check
+        if REPLICAS in link.client.welcome.features:
+            check.use(self._kept_plan.shared, captured.tensors, found.parts, self.rank, link.node)
         handover.reserve(needed(layout), deadline)
-        documents = Documents(values_document(captured, rng=rng), encoded)
-        self._rng_room = max(self._rng_room, len(documents.values) - captured.encoded_bytes)
+        values = values_document(captured, rng=rng)
+        self._rng_room = max(self._rng_room, len(values) - captured.encoded_bytes)
         handover.acquire()
-        transfer = handover.copy(sources, layout, modules_of(state), unlike)
+        finish = check.begin(found, handover.pending.step, handover.beside)
+        transfer = handover.copy(found.sources, layout, modules_of(state), found.unlike)
+        documents = Documents(values, encoded, None if finish is None else partial(_with_replicas, request, finish))
         handover.seal_after(transfer, layout, documents)
 
     def _hand_over_planned(
@@ -401,3 +416,7 @@ class Agent:
         self._link.close(timeout)
         if not again and (complaint := self._outcomes.complaint()):
             raise SnapshotFailed(complaint)
+
+
+def _with_replicas(request: SnapshotRequest, digests: Callable[[], list[ReplicaDigests]]) -> bytes:
+    return msgspec.structs.replace(request, replicas=digests()).encode()

@@ -27,7 +27,7 @@ from ckptd.shared import __version__, settings
 from ckptd.shared import messages as m
 from ckptd.shared.errors import StorageError, VersionMismatch
 from ckptd.shared.fs import FileSystem, PosixFileSystem
-from ckptd.shared.session import MAX_VERSION, NODES, STAGE
+from ckptd.shared.session import MAX_VERSION, NODES, REPLICAS, STAGE
 
 log = logging.getLogger("ckptd")
 
@@ -200,7 +200,7 @@ class Serving:
                 f"{hello.client or 'this client'} knows nothing of stages, and would miss the newest checkpoints: "
                 "install the same ckptd in both places"
             )
-        features = [NODES] if config.stage is None else [NODES, STAGE]
+        features = [NODES, REPLICAS] if config.stage is None else [NODES, REPLICAS, STAGE]
         return m.Welcome(
             re=hello.id, version=MAX_VERSION, features=features, daemon=__version__, root=str(config.root), private=config.private,
             slots=config.slots, chunk_size=config.chunk_size, stall_budget=config.stall_budget,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ckptd.daemon.catalog import Job, Step
 from ckptd.daemon.snapshot import Key, RankSeal, Snapshot
+from ckptd.shared import replicas
 from ckptd.shared.errors import (
     AlreadyExists,
     CallerError,
@@ -131,7 +132,8 @@ def expired(job: Job, step: Step, rank_timeout: float) -> list[Action]:
     came = step.snapshot.seals if step.snapshot is not None else step.planned
     everyone = list(job.ranks_here)
     late = [rank for rank in everyone if rank not in came] or everyone  # if all ranks plan, any of them may be late
-    return fail(step, SnapshotFailed(f"step {step.number} failed: {ranks(late)} did not seal it within {rank_timeout:g} s"))
+    why = f"step {step.number} failed: {ranks(late)} did not seal it within {rank_timeout:g} s"
+    return fail(step, SnapshotFailed(f"{why}: every rank must call snapshot(step={step.number}), not only some of them"))
 
 
 def passed_over(job: Job, step: Step, rank: int, reason: str, code: str) -> list[Action]:
@@ -297,12 +299,17 @@ def seal_journaled(step: Step, seal: RankSeal) -> list[Action]:
 
 
 def sealed(job: Job, step: Step) -> list[Action]:
-    """Start the timer of a step after its first seal, and save its snapshot after the last."""
+    """Start the timer of a step after its first seal, and save its snapshot after the last, unless its ranks differ in what they share.
+
+    The digests that show this are in the slots. A daemon that adopts the slots decides the same, so that such a step never comes back.
+    """
     assert step.snapshot is not None
     if not step.snapshot.complete:
         return _expect(step)
     if step.snapshot.state is not SnapshotState.FILLING:
         return []
+    if differences := replicas.compare({rank: seal.replicas for rank, seal in step.snapshot.seals.items()}):
+        return fail(step, SnapshotFailed(replicas.sentence(step.number, differences)))
     after = Move(step.key, Event.COMMIT) if job.is_durable(*step.key) else Save(step.key)
     return [Settle(step.key), Move(step.key, Event.SEAL), after]
 

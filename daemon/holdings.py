@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from ckptd.daemon import decisions as d
 from ckptd.daemon.catalog import Job, Step
+from ckptd.daemon.snapshot import Snapshot
 from ckptd.shared.board import MOST_STEPS, MOST_TEXT, Holding
 from ckptd.shared.errors import SnapshotFailed, from_wire
 from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.messages import Progress
+from ckptd.shared.replicas import Brief, briefs, of_node
 
 _MOST_REASONS = 8
 
@@ -24,7 +26,17 @@ def holding(job: Job, host: str) -> Holding:
         done=min(open_) - 1 if open_ else seen,
         durable=max((c.step for c in job.durable_checkpoints() if c.attempt == job.attempt and c.step is not None), default=-1),
         failed={s.number: _failure(s, host) for s in told[-_MOST_REASONS:]},
+        replicas={number: found for number in held[-MOST_STEPS:] if (found := _briefs(job.step((job.attempt, number)).snapshot))},
     )
+
+
+def _briefs(snapshot: Snapshot | None) -> list[Brief]:
+    """Return what other nodes need to compare a snapshot with theirs. All ranks of this node have sealed it, so it never changes."""
+    if snapshot is None:
+        return []
+    if snapshot.briefs is None:
+        snapshot.briefs = briefs(of_node({rank: seal.replicas for rank, seal in snapshot.seals.items()}))
+    return snapshot.briefs
 
 
 def _has_failed(step: Step) -> bool:

@@ -19,7 +19,7 @@ from ckptd.daemon.committer import Document
 from ckptd.daemon.destination import Destination
 from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.stored_checkpoint import StoredCheckpoint
-from ckptd.shared import names
+from ckptd.shared import names, replicas
 from ckptd.shared import receipt as rc
 from ckptd.shared.errors import AlreadyExists, CkptdError, Fenced, IntegrityError, SnapshotFailed, StorageError, from_wire
 from ckptd.shared.failpoints import failpoint
@@ -117,7 +117,10 @@ class Joint:
         """
         if len({plan.global_plan for _, plan, _ in documents}) != 1:
             raise IntegrityError(f"{snapshot.job}/{snapshot.tag}: its ranks sealed different plans")
-        receipt = self._receipt(snapshot, [entry for entry, _, _ in documents], documents[0][1].global_plan.hex(), None)
+        receipt = self._receipt(
+            snapshot, [entry for entry, _, _ in documents], documents[0][1].global_plan.hex(), None,
+            replicas.of_node({entry.rank: request.replicas for entry, _, request in documents}),
+        )  # fmt: skip
         failpoint("receipt.starting")
         counts = await self._publish(snapshot, receipt)
         failpoint("receipt.durable")
@@ -134,12 +137,15 @@ class Joint:
             return await self._own_receipt(snapshot) or receipt
         return receipt
 
-    def _receipt(self, snapshot: Snapshot, parts: list[PartEntry], global_plan: str, error: CkptdError | None) -> rc.Receipt:
+    def _receipt(
+        self, snapshot: Snapshot, parts: list[PartEntry], global_plan: str, error: CkptdError | None,
+        shared: Sequence[replicas.OfNode] = (),
+    ) -> rc.Receipt:  # fmt: skip
         assert snapshot.node is not None
         return rc.Receipt(
             job=snapshot.job, attempt=snapshot.attempt, step=snapshot.step, tag=snapshot.directory, node=snapshot.node, host=names.host(),
             world_size=snapshot.world_size, global_plan=global_plan, parts=parts, code=error.code if error is not None else "",
-            reason="" if error is None else f"{self._named(snapshot)}: {error}"[: rc.MAX_REASON],
+            reason="" if error is None else f"{self._named(snapshot)}: {error}"[: rc.MAX_REASON], replicas=list(shared),
         )  # fmt: skip
 
     @staticmethod

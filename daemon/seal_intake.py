@@ -66,7 +66,10 @@ class SealIntake:
         snapshot = step.snapshot = step.snapshot or Snapshot(job.name, *step.key, tag, header.world_size, persist, node=node)
         snapshot.persist = snapshot.persist and persist
         self._journal_seal(header, tag, slot.name, persist=persist)
-        seal = RankSeal(header.rank, slot.name, header.generation, header.signature, sealed.plan.global_plan, persist, node=node)
+        seal = RankSeal(
+            header.rank, slot.name, header.generation, header.signature, sealed.plan.global_plan, persist, node=node,
+            replicas=sealed.request.replicas,
+        )  # fmt: skip
         if sealed.crcs is not None and not adopted:
             seal.checks = list(map(ChunkCheck, sealed.crcs))
         self._steps.perform(job, d.seal_journaled(step, seal))

@@ -16,6 +16,7 @@ from ckptd.shared import lifecycle
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.membership import Membership
 from ckptd.shared.messages import TrainingCost
+from ckptd.shared.replicas import Brief, ReplicaDigests
 from ckptd.shared.reuse import ChunkCheck
 
 log = logging.getLogger("ckptd.catalog")
@@ -31,6 +32,7 @@ class RankSeal:
     `generation`: that of the slot at the seal. `checks`: the checksum of each chunk of the slot, or None until they have been computed.
     `training_held`: seconds for which the snapshot held the training of this rank, or 0.0 if the rank has not said so.
     `cost`: what an earlier snapshot has cost the training of this rank, or None. `node`: the share of this node, by the rank's word.
+    `replicas`: digests of what other ranks hold too.
     """
 
     rank: int
@@ -43,6 +45,7 @@ class RankSeal:
     checks: list[ChunkCheck] | None = None
     training_held: float = 0.0
     cost: TrainingCost | None = None
+    replicas: Sequence[ReplicaDigests] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +78,9 @@ class Snapshot:
     """True once the receipt of this node is durable, until its try is abandoned."""
     abandoned: int = 0
     """The number of its tries that were abandoned."""
+
+    briefs: list[Brief] | None = None
+    """What the board says of its replica groups; None until that is needed."""
 
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the slots are being checked."""

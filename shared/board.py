@@ -12,6 +12,8 @@ from typing import Annotated
 
 import msgspec
 
+from ckptd.shared.replicas import MOST_BRIEFS, Brief, apart
+
 MOST_STEPS = 64
 """The most steps that one value on the board lists. A node has at most 8 slots for each rank, so it holds fewer at any time."""
 MOST_TEXT = 400
@@ -28,12 +30,14 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     done: the node will seal no step up to this one that it does not hold; -1 if it has taken no step.
     durable: the newest step that the node knows to be durable, or -1.
     failed: the code and the reason of the last steps that the node could not take.
+    replicas: for the steps in `held`, digests of what ranks of the node share with other ranks.
     """
 
     held: Annotated[list[Step], msgspec.Meta(max_length=MOST_STEPS)] = []
     done: Annotated[int, msgspec.Meta(ge=-1, lt=10**18)] = -1
     durable: Annotated[int, msgspec.Meta(ge=-1, lt=10**18)] = -1
     failed: Annotated[dict[Step, tuple[Text, Text]], msgspec.Meta(max_length=MOST_STEPS)] = {}
+    replicas: Annotated[dict[Step, Annotated[list[Brief], msgspec.Meta(max_length=MOST_BRIEFS)]], msgspec.Meta(max_length=MOST_STEPS)] = {}
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,14 +55,17 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 def answer(nodes: Mapping[str, Holding], before: Answer) -> Answer:
     """Return the answer to the holdings of all nodes, by the name of the node. `before` is the answer that was given last.
 
-    A step is common once every node lists it, and stays so. A step is dead once a node lists it and another node, which does not list
-    it, is done with it: no rank of that node will seal it any more. It stays so, too. A step that is durable, or older than a durable
+    A step is common once every node lists it, and stays so, unless ranks of different nodes share tensors that differ: then it is dead. A
+    step is also dead once a node lists it and another node, which does not list it, is done with it: no rank of that node will seal it
+    any more. It stays so, too. A step that is durable, or older than a durable
     one, is never dead. A node that has freed it could otherwise be taken for one that has never held it.
     """
     listed = [set(node.held) for node in nodes.values()]
-    common = set(before.common).union(set.intersection(*listed) - before.dead.keys() if listed else ())
+    everywhere = set.intersection(*listed) - before.dead.keys() - set(before.common) if listed else set()
+    differ = {step: why for step in everywhere if (why := apart(node.replicas.get(step, ()) for node in nodes.values()))}
+    common = set(before.common).union(everywhere - differ.keys())
     durable = max((node.durable for node in nodes.values()), default=-1)
-    dead = dict(before.dead)
+    dead = before.dead | {step: ("snapshot-failed", f"step {step} failed: {why}"[:MOST_TEXT]) for step, why in differ.items()}
     for step in set().union(*listed) - common - dead.keys():
         if step <= durable:
             continue

@@ -16,9 +16,10 @@ import msgspec
 from ckptd.shared import sealed_json
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.manifest import Name, PartEntry
-from ckptd.shared.membership import Membership
+from ckptd.shared.membership import MOST_RANKS, Membership
 from ckptd.shared.names import parse_part_file
 from ckptd.shared.plan import Size
+from ckptd.shared.replicas import OfNode, compare_nodes, sentence
 from ckptd.shared.units import some_text
 
 VERSION = 1
@@ -33,7 +34,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
     tag: the name of the directory of the try. node: the share of the node. host: the name of the node, for messages. world_size: the ranks
     of the job. global_plan: the digest of the plan of all ranks, in hexadecimal digits; "" if the save has failed. parts: one entry for
-    each rank of the node, in their order; empty if the save has failed. code, reason: why the node has no parts, or "".
+    each rank of the node, in their order; empty if the save has failed. code, reason: why the node has no parts, or "". replicas: digests
+    of the tensors that ranks of the node share with other ranks.
     """
 
     format: str = "ckptd-receipt"
@@ -49,6 +51,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     parts: list[PartEntry] = []
     code: Code = ""
     reason: Reason = ""
+    replicas: Annotated[list[OfNode], msgspec.Meta(max_length=MOST_RANKS)] = []
 
     @classmethod
     def decode(cls, data: bytes) -> Receipt:
@@ -102,7 +105,10 @@ def is_abandonment(data: bytes) -> bool:
 
 def encode(document: Receipt | Abandonment) -> bytes:
     """Return the bytes of the object."""
-    return sealed_json.encode(msgspec.to_builtins(document))
+    members = msgspec.to_builtins(document)
+    if not members.get("replicas", True):
+        del members["replicas"]
+    return sealed_json.encode(members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +131,7 @@ def decide(receipts: Sequence[Receipt], world_size: int, *, late: bool) -> Commi
     """Return the outcome of a try, given the receipts that are there. Return None while a node may still deliver.
 
     late: True if no receipt is waited for any more. Receipts that differ in the identity of their attempt or in their plan are of ranks
-    that did not save the same, so that their parts must never be joined.
+    that did not save the same, so that their parts must never be joined. The same holds for nodes whose ranks share tensors and differ.
     """
     for receipt in receipts:
         if receipt.code:
@@ -137,6 +143,8 @@ def decide(receipts: Sequence[Receipt], world_size: int, *, late: bool) -> Commi
             return AbandonTry("snapshot-failed", f"{one.who} and {other.who} have saved steps {one.step} and {other.step} under one tag")
         if one.global_plan != other.global_plan:
             return AbandonTry("snapshot-failed", f"{one.who} and {other.who} have saved different plans")
+    if differences := compare_nodes(receipt.replicas for receipt in receipts):
+        return AbandonTry("snapshot-failed", sentence(receipts[0].step, differences))
     parts = sorted((part for receipt in receipts for part in receipt.parts), key=lambda part: part.rank)
     here = [part.rank for part in parts]
     if here == list(range(world_size)):

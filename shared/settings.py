@@ -17,7 +17,7 @@ SETTINGS = frozenset({
 FOREIGN_MEMORY = "foreign_memory"
 FOREIGN_MEMORY_CHOICES = ("refuse", "adopt", "drop")
 """What to do with snapshots in memory that were saved for another root: a setting of a daemon, which a training process may override."""
-NOT_OF_THE_DAEMON = frozenset({"job", "takeover", "failpoints", "python", "config"})
+NOT_OF_THE_DAEMON = frozenset({"job", "takeover", "compare_replicas", "failpoints", "python", "config"})
 """The other variables, which the training process, the tests and the command line read."""
 
 

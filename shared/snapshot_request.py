@@ -9,6 +9,7 @@ import msgspec
 from ckptd.shared.bounds import MAX_DEPTH_READ, deeper_than
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.membership import Membership
+from ckptd.shared.replicas import Replicas
 from ckptd.shared.retention import MAX_TEXT, MOST_POLICIES
 
 MAX_REQUEST = 1 << 20
@@ -26,6 +27,7 @@ class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
     created: the time of the snapshot in Unix seconds, by the trainer's clock. Nothing is ordered by it.
     retention: the retention policies of the job as text, or None if it has none of its own.
     node: the share of the node in an attempt of several nodes, or None if all ranks are on one node.
+    replicas: digests of the tensors that other ranks hold too, by which these ranks are compared.
     """
 
     tag: Annotated[str, msgspec.Meta(max_length=128)] | None = None
@@ -35,11 +37,12 @@ class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
     created: float = 0.0
     retention: Annotated[list[Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]], msgspec.Meta(max_length=MOST_POLICIES)] | None = None
     node: Membership | None = None
+    replicas: Replicas = []
 
     def encode(self) -> bytes:
-        members = msgspec.to_builtins(self)
-        for optional in ("retention", "node"):
-            if members[optional] is None:
+        members = msgspec.to_builtins(self, builtin_types=(bytes,))
+        for optional in ("retention", "node", "replicas"):
+            if members[optional] in (None, []):
                 del members[optional]
         return msgspec.msgpack.encode(members)
 

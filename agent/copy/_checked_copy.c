@@ -1,4 +1,5 @@
-/* Copies bytes and computes their checksums in one pass: the inner loop of agent/copy/checked_copy.py.
+/* Copies bytes and computes their checksums in one pass: the inner loop of agent/copy/checked_copy.py. Digests samples of tensors: that of
+ * agent/copy/replica_samples.py.
  *
  * copy(targets, sources, lengths, ends, threads, crc): copy lengths[i] bytes from the address sources[i] to the address targets[i], for each i.
  * Return the crc32c (RFC 3720, section 12.1) of each part of these bytes, in their order. Part k ends where ends[k] bytes are copied. `crc` is
@@ -264,7 +265,77 @@ done:
     return result;
 }
 
+/* The finalizer of MurmurHash3. */
+static inline uint64_t mixed(uint64_t number)
+{
+    number = (number ^ number >> 33) * 0xFF51AFD7ED558CCDu;
+    number = (number ^ number >> 33) * 0xC4CEB9FE1A85EC53u;
+    return number ^ number >> 33;
+}
+
+enum { AHEAD = 24, MOST_BYTES = 128 }; /* lines that are fetched while others are digested: nearly every line is a miss */
+
+/* Replaces the start of each tensor by the address of its piece: as `_Pieces.offsets` of replica_samples.py computes it for one piece each. */
+static PyObject *choose_pieces(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer starts, seeds, room;
+    unsigned long long salt;
+    if (!PyArg_ParseTuple(args, "w*y*y*K", &starts, &seeds, &room, &salt))
+        return NULL;
+    uint64_t *places = starts.buf;
+    const uint64_t *of_seed = seeds.buf, *of_room = room.buf;
+    int sound = starts.len == seeds.len && starts.len == room.len;
+    for (Py_ssize_t i = 0; sound && i < starts.len / (Py_ssize_t)sizeof *places; i++)
+        if (of_room[i])
+            places[i] += mixed(of_seed[i] + salt) % of_room[i];
+    PyBuffer_Release(&starts);
+    PyBuffer_Release(&seeds);
+    PyBuffer_Release(&room);
+    if (!sound) {
+        PyErr_SetString(PyExc_ValueError, "expected as many seeds and rooms as starts");
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *digest_pieces(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    Py_buffer addresses, factors, digests;
+    Py_ssize_t width;
+    if (!PyArg_ParseTuple(args, "y*ny*w*", &addresses, &width, &factors, &digests))
+        return NULL;
+    const uint64_t *of_word = factors.buf, *places = addresses.buf;
+    uint64_t *found = digests.buf;
+    Py_ssize_t count = addresses.len / (Py_ssize_t)sizeof *places;
+    int sound = width > 0 && width <= MOST_BYTES && factors.len >= (width + 7) / 8 * 8 && digests.len == addresses.len;
+    for (Py_ssize_t i = 0; sound && i < count; i++) {
+        const char *piece = (const char *)places[i];
+        uint64_t sum = (uint64_t)width;
+        if (i + AHEAD < count) {
+            __builtin_prefetch((const char *)places[i + AHEAD]);
+            __builtin_prefetch((const char *)places[i + AHEAD] + width - 1);
+        }
+        for (Py_ssize_t at = 0; at < width; at += 8) {
+            uint64_t word = 0;
+            memcpy(&word, piece + at, (size_t)(width - at < 8 ? width - at : 8));
+            sum += word * of_word[at / 8];
+        }
+        found[i] = mixed(sum);
+    }
+    PyBuffer_Release(&addresses);
+    PyBuffer_Release(&factors);
+    PyBuffer_Release(&digests);
+    if (!sound) {
+        PyErr_SetString(PyExc_ValueError, "expected a width of 1 to 128 bytes, a factor for each word and room for each digest");
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
+    {"choose_pieces", choose_pieces, METH_VARARGS, "choose_pieces(starts, seeds, room, salt)\n\nAdd the place of a piece to each start."},
+    {"digest_pieces", digest_pieces, METH_VARARGS,
+     "digest_pieces(addresses, width, factors, digests)\n\nDigest `width` bytes at each address into `digests`."},
     {"copy", copy, METH_VARARGS, "copy(targets, sources, lengths, ends, threads, crc)\n\nCopy bytes, and return the crc32c of each part."},
     {NULL, NULL, 0, NULL},
 };

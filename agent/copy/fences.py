@@ -42,6 +42,11 @@ class Transfer:
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     torn: bool = False
 
+    def joined(self, other: Transfer) -> Transfer:
+        """Add the marks of a transfer without late copies to this one, and return it."""
+        self.marks += other.marks
+        return self
+
     def wait(self) -> None:
         """Wait on the CPU until every copy is done."""
         for _, mark in self.marks:
@@ -106,6 +111,15 @@ class Fences:
                 else:
                     transfer.late.append(transfer.marks[-1])
                     transfer.versions += [(sources[n], sources[n]._version) for n in numbers]
+
+    def beside(self, device: torch.device, work: Callable[[], None]) -> Transfer:
+        """Run work that reads tensors in the lane of a device. Everything that the caller enqueues from now on waits for it."""
+        lane = self._lane(device)
+        lane.begin()
+        lane.run(work)
+        mark = lane.mark()
+        lane.hold_back(mark)
+        return Transfer(marks=[(lane, mark)])
 
     def finish(self, transfer: Transfer) -> None:
         """Wait on the CPU until every copy is done. Raises SnapshotFailed if a source may have changed while it was copied.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -38,6 +38,9 @@ class Lane(Protocol):
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None: ...
 
+    def run(self, work: Callable[[], None]) -> None:
+        """Run work whose kernels and copies are enqueued in this lane."""
+
     def mark(self) -> Mark: ...
 
     def hold_back(self, mark: Mark) -> None:
@@ -61,6 +64,10 @@ class StreamLane:
                     targets[run[0]].copy_(sources[run[0]], non_blocking=True)
                 else:
                     self._gather([targets[n] for n in run], [sources[n] for n in run])
+
+    def run(self, work: Callable[[], None]) -> None:
+        with torch.no_grad(), self._stream:
+            work()
 
     def _gather(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         first, length = targets[0].data_ptr(), sum(target.nbytes for target in targets)

@@ -42,11 +42,16 @@ class Documents:
     """The encoded values document and request of a snapshot, which are written behind its tensors.
 
     The values come first, because they are the last region of the packed slot. Then come the plan document, which the layout has, and the
-    request.
+    request. `late` makes the request anew once the copies into the slot are done, for what is known only then. It must fit into the slot.
     """
 
     values: bytes
     request: bytes
+    late: Callable[[], bytes] | None = None
+
+    def finished(self) -> Documents:
+        """Return the documents with their final request. Call this once the copies are done."""
+        return self if self.late is None else Documents(self.values, self.late())
 
     def offsets(self, layout: Layout) -> tuple[int, int, int, int]:
         """Return where values, plan and request begin and where the request ends, in bytes from the start of the slot's data."""
@@ -188,7 +193,7 @@ class MappedSlot:
 
     def seal(self, layout: Layout, documents: Documents) -> None:
         """Write the documents, then the header that says that the slot is sealed. Raises QuotaExceeded if the documents do not fit."""
-        header = self.header
+        header, documents = self.header, documents.finished()
         values, plan, request, end = documents.offsets(layout)
         if end > header.capacity:
             raise QuotaExceeded(f"the plain values of this state need {end - header.capacity} bytes more than the slot has")

@@ -28,6 +28,12 @@ class Sealer:
             self._fences = Fences()
         return self._fences.start(targets, sources, modules)
 
+    def beside(self, device: torch.device, work: Callable[[], None]) -> Transfer:
+        """Run work in the lane of a device, and return its transfer. Later writes of the training wait for the work at once."""
+        if self._fences is None:
+            self._fences = Fences()
+        return self._fences.beside(device, work)
+
     def later(self, segment: str, transfer: Transfer, seal: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """Call `seal` on the thread once the transfer is finished.
 

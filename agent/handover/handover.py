@@ -52,6 +52,7 @@ class Handover:
         """The segment that `settle` does not give back, because its seal is under way or the caller holds it; "" if there is none."""
         self._all = handovers
         self._slot: MappedSlot | None = None
+        self._beside: Transfer | None = None
         self._held = False
 
     def __repr__(self) -> str:
@@ -118,7 +119,14 @@ class Handover:
         Returns the transfer of the sources on accelerators, for `seal_after`, or None if there are none. If it is still running when
         `load_state_dict` of one of the `modules` is called, the load is ordered behind it.
         """
-        return self.slot.fill(sources, layout, self.pending.step, lambda to, of: self._all.sealer.carry(to, of, modules), unlike)
+        transfer = self.slot.fill(sources, layout, self.pending.step, lambda to, of: self._all.sealer.carry(to, of, modules), unlike)
+        beside, self._beside = self._beside, None
+        return transfer if beside is None else beside if transfer is None else transfer.joined(beside)
+
+    def beside(self, device: torch.device, work: Callable[[], None]) -> None:
+        """Run work that reads tensors on an accelerator, in the lane of the copies. The seal waits for it. Call this before `copy`."""
+        done = self._all.sealer.beside(device, work)
+        self._beside = done if self._beside is None else self._beside.joined(done)
 
     def fill(self, layout: Layout, source: Callable[[int], torch.Tensor], *, singly: bool) -> None:
         """Copy `source(number)` into the slot for the number of every item of the layout, and wait until all items are copied.

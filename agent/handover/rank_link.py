@@ -12,6 +12,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 from ckptd.agent.handover.handover import Handover, Handovers
@@ -20,9 +21,10 @@ from ckptd.agent.link.attempt import begin
 from ckptd.agent.link.board import Board
 from ckptd.agent.link.client import CALL_SECONDS, Client
 from ckptd.agent.link.launch import find_place
-from ckptd.agent.link.rounds import Exchange, Ranks, Told
+from ckptd.agent.link.rounds import WARN_SECONDS, Exchange, Ranks, Told
 from ckptd.agent.pending import Pending
 from ckptd.agent.threads.call_lock import CallLock
+from ckptd.agent.threads.reminder import reminder
 from ckptd.shared import messages as m
 from ckptd.shared.board import Answer
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, InvalidRequest, StructureChanged, from_wire
@@ -288,7 +290,8 @@ class RankLink:
             try:
                 if not self.client.wait_connected(self.stall_budget):
                     raise self.client.foreign or DaemonUnreachable(_GONE)
-                self.client.call(lambda n: m.Persist(id=n), m.Done, timeout)
+                with reminder(log, _CLOSING, WARN_SECONDS) if self.world_size > 1 else nullcontext():
+                    self.client.call(lambda n: m.Persist(id=n), m.Done, timeout)
                 self.client.call(lambda n: m.Detach(id=n), m.Done, CALL_SECONDS)
             finally:
                 self.let_go()
@@ -312,6 +315,10 @@ class RankLink:
         self.handovers.slots.forget()
 
 
+_CLOSING = (
+    "close() waits until the newest snapshot is durable. If it was sealed on some ranks only, it waits for the others, too: every rank "
+    "must make the same calls of snapshot(), and then call close()"
+)
 _GONE = "the daemon is gone; sealed snapshots stay in shared memory, and the next daemon will save them"
 
 

@@ -55,6 +55,25 @@ def foreign_memory() -> str:
     return setting
 
 
+COMPARE_REPLICAS = 1000
+"""The default of CKPTD_COMPARE_REPLICAS."""
+
+
+def snapshots_of_a_comparison(compare_replicas: int | None) -> int:
+    """Return `compare_replicas`, or else CKPTD_COMPARE_REPLICAS, or else the default. Raises InvalidRequest if that is no such number."""
+    setting: Any = os.environ.get("CKPTD_COMPARE_REPLICAS", "") if compare_replicas is None else compare_replicas
+    name = "CKPTD_COMPARE_REPLICAS" if compare_replicas is None else "compare_replicas"
+    if setting == "":
+        return COMPARE_REPLICAS
+    try:
+        number = -1 if isinstance(setting, bool) else int(setting) if isinstance(setting, str) else operator.index(setting)
+    except (TypeError, ValueError):
+        number = -1
+    if not 0 <= number <= 1_000_000:
+        raise InvalidRequest(f"{name} is {setting!r}; expected a number of snapshots from 0 to 1,000,000")
+    return number
+
+
 def launch_id() -> str:
     """Return an id that all workers of one torchrun share, even after it has restarted them. Return "" if torchrun does not run this.
 

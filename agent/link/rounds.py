@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from ckptd.agent.link.store_values import GONE_SECONDS, PREFIX, StoreValues, Unwanted, pieces
 from ckptd.agent.threads.flag import Flag
 from ckptd.shared.errors import CkptdError, InternalError, SnapshotFailed, from_wire
+from ckptd.shared.units import some_text
 
 log = logging.getLogger("ckptd.agent")
 
@@ -31,6 +32,8 @@ _SHARED_BYTES = 1024  # an answer to several ranks that is larger than this is s
 SILENT_SECONDS = 5.0  # the store must answer in this time; its own client would wait for minutes, or for ever
 PATIENT_SECONDS = 30.0  # the same for a round that may take longer than this: while a job starts or recovers, its nodes may be busy
 _LOOK_SECONDS = 0.1
+WARN_SECONDS = 5.0
+"""Seconds after which a rank that waits for others says once which of them have not come. Only rank 0 may have made the call."""
 _GRACE_SECONDS = 2.0  # rank 0 decides this long before the deadline, so that the other ranks learn in time which rank is late
 
 
@@ -208,19 +211,50 @@ class Exchange:
             answers, asked = self._decide(topic, mine, decide, deadline - min(_GRACE_SECONDS, seconds / 4), unwanted)
             self._answer(topic, answers, asked)
             return answers[0]
-        nonce, said = secrets.token_hex(8), _encode(mine)
+        nonce, said, begun, warned = secrets.token_hex(8), _encode(mine), time.monotonic(), False
+
+        def over() -> CkptdError | None:
+            nonlocal warned
+            if not warned and time.monotonic() > begun + WARN_SECONDS:
+                warned = True
+                self._warn_of_rank_0(topic)
+            return unwanted()
+
         self._values.put(f"{topic}/said/{nonce}", said)
         self._values.put(f"{topic}/from/{self.rank}", nonce.encode())
         found = None
         try:
-            found = self._values.take(f"{topic}/to/{nonce}", deadline, unwanted)
+            found = self._values.take(f"{topic}/to/{nonce}", deadline, over)
         finally:
             if found is None:  # without this, rank 0 would take the request for one of a later round
                 self._values.remove(f"{topic}/from/{self.rank}", 1)
                 self._values.remove(f"{topic}/said/{nonce}", pieces(said))
         if found is None:
-            raise SnapshotFailed(f"rank 0 has not answered within {seconds:.0f} s{self._elsewhere(topic, [0])}")
+            raise SnapshotFailed(f"rank 0 has not answered within {seconds:.0f} s{self._elsewhere(topic, [0]) or self._advice(topic)}")
         return found
+
+    def _advice(self, topic: str) -> str:
+        return f": every rank must call {_call(topic.removeprefix(f'{self.scope}/'))}, not only some of them"
+
+    def _warn_of_rank_0(self, topic: str) -> None:
+        """Say that rank 0 has not come to this round. If it has, it waits for another rank, and says so itself.
+
+        Each begin has the same topic. So the last topic of rank 0 does not tell whether it has come to this one, and only rank 1 says so.
+        """
+        key = f"{self.scope}/at/0"
+        came = self._values.there(key) and self._values.read(key) == topic.encode()
+        if not came or (self.rank == 1 and topic.rpartition("/")[2] in _BEGINS):
+            log.warning("%s", self._missing(topic, [0]))
+
+    def _missing(self, topic: str, late: list[int]) -> str:
+        """Return a sentence that says which ranks have not come to a round, and that all ranks must."""
+        call, shown = _call(topic.removeprefix(f"{self.scope}/")), some_text(late)
+        has = f"rank {shown} has" if len(late) == 1 else f"ranks {shown} have"
+        only = " Is it called on rank 0 only?" if self.rank == 0 and len(late) == self.world_size - 1 else ""
+        return (
+            f"{has} not called {call} yet, and rank {self.rank} has waited for {WARN_SECONDS:g} s: every rank must call it, because each "
+            f"saves its part and waits for the others{self._elsewhere(topic, late)}.{only}"
+        )
 
     def _elsewhere(self, topic: str, ranks: list[int]) -> str:
         """Return what to add to an error about late ranks: the last call of the first one, if it was another call. Otherwise ""."""
@@ -258,7 +292,8 @@ class Exchange:
             values = [_decode(_encode(mine), 0), *(_decode(said, rank) for rank, (_, said) in sorted(found.items()))]
             if late := [rank for rank in range(1, self.world_size) if rank not in asked]:
                 named = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late[:8]))}"
-                raise SnapshotFailed(f"{named} sent nothing within {time.monotonic() - begun:.0f} s{self._elsewhere(topic, late)}")
+                why = self._elsewhere(topic, late) or self._advice(topic)
+                raise SnapshotFailed(f"{named} sent nothing within {time.monotonic() - begun:.0f} s{why}")
             return [_encode(answer) for answer in _decided(decide, values)], asked
         except CkptdError as error:
             return [_encode(error)] * self.world_size, asked
@@ -270,6 +305,7 @@ class Exchange:
         value, so that those that have come are taken from time to time. Returns after the deadline. Raises the error of `unwanted`.
         """
         sweep, pause = time.monotonic() + _SWEEP_SECONDS, _FIRST_LOOK
+        warn_at: float | None = time.monotonic() + WARN_SECONDS
         while missing := [rank for rank in range(1, self.world_size) if rank not in found]:
             now = time.monotonic()
             if self._values.there(*(f"{topic}/from/{rank}" for rank in missing)):
@@ -282,6 +318,10 @@ class Exchange:
                 sweep = time.monotonic() + _SWEEP_SECONDS
             if now > deadline:
                 return
+            if warn_at is not None and now > warn_at:
+                late, warn_at = [rank for rank in missing if not self._values.there(f"{topic}/from/{rank}")], None
+                if late:
+                    log.warning("%s", self._missing(topic, late))
             if (error := unwanted()) is not None:
                 raise error
             time.sleep(pause)
@@ -331,6 +371,8 @@ def _decided(decide: Callable[[list[bytes]], list[bytes]], values: list[bytes]) 
 
 def _call(topic: str) -> str:
     """Return the public call that a topic belongs to."""
+    if topic in _BEGINS:
+        return "Agent(), snapshot() or recover()"
     planned = _PLANNED.match(topic)
     return f"snapshot(step={planned[1]})" if planned else f"{topic.partition('/')[0]}()"
 
@@ -360,6 +402,8 @@ def _decode(data: bytes, rank: int | None = None) -> bytes:
 Ranks = Alone | Exchange
 
 
+_BEGINS = ("begin", "joined")
+"""The topics of the rounds that begin an attempt. The first call of a rank makes its agent, which begins one."""
 _PLANNED = re.compile(r"plan/[0-9]+/([0-9]+)")
 """The topic of a round that plans a step of an attempt."""
 _DECODER = msgspec.msgpack.Decoder(tuple[str, str, bytes])

@@ -19,6 +19,7 @@ import zstandard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ckptd.agent.plan.layout import Layout, Local, Row, lay_out
+from ckptd.agent.plan.replica_groups import ALONE, ReplicaGroup, SharedRows, grouped, members
 from ckptd.agent.plan.structure import PLAIN
 from ckptd.agent.state.dtypes import dtype_name
 from ckptd.shared.plan import element_size
@@ -33,6 +34,7 @@ class Ruled(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     size: of the whole tensor, in elements. mesh: the number of its mesh in the summary, or WHOLE if the rank has the whole tensor. splits:
     how it is divided along the mesh. buffer, base: as in `Row`. digest: of the bytes, for a whole tensor that is compared between ranks.
+    in_order: as in `Row`, which may differ between ranks.
     """
 
     fqn: str
@@ -43,6 +45,7 @@ class Ruled(msgspec.Struct, frozen=True, array_like=True, gc=False):
     buffer: bool = False
     base: str = ""
     digest: bytes = b""
+    in_order: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +102,9 @@ class RuledShare(msgspec.Struct, frozen=True):
 
     meshes: those of all tensors of the job. mesh: for each tensor of the structure the number of its mesh among these, or WHOLE. choice:
     for each tensor the number of the replica that is stored, or for a whole tensor the rank that stores it. dropped: by rank, the numbers
-    of the extras that it does not write. global_plan: the digest of the plan that all ranks share.
+    of the extras that it does not write. global_plan: the digest of the plan that all ranks share. groups: the ranks of each replica group
+    of whole tensors. group: for each whole tensor the number of its group, and ALONE for any other tensor. held: by rank, the replica
+    groups of its extras. scattered: the numbers of the tensors of the structure that are not in C order on every rank.
     """
 
     meshes: list[Mesh]
@@ -107,6 +112,10 @@ class RuledShare(msgspec.Struct, frozen=True):
     choice: list[int]
     dropped: dict[int, list[int]]
     global_plan: bytes
+    groups: list[list[int]] = []
+    group: list[int] = []
+    held: dict[int, SharedRows] = {}
+    scattered: list[int] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +155,7 @@ class ByRule:
                 continue
             if tensor is None or type(tensor) in PLAIN:
                 row = local.rows[own[0]]
-                found.append(Ruled(row.fqn, row.dtype, row.size, WHOLE, (), row.buffer, row.base, row.digest))
+                found.append(Ruled(row.fqn, row.dtype, row.size, WHOLE, (), row.buffer, row.base, row.digest, row.in_order))
                 numbers.append(own[0])
                 continue
             ruled = meshes.describe(name, tensor, [local.rows[number] for number in own])
@@ -188,6 +197,32 @@ class ByRule:
         meshes = [] if metadata is None else share.meshes
         return lay_out(self.local, sorted(kept), aliases=aliases, metadata=metadata, global_plan=share.global_plan, meshes=meshes)
 
+    def replica_groups(self, share: RuledShare, rank: int) -> list[ReplicaGroup]:
+        """Return the replica groups of this rank."""
+        coordinates = [mesh.coordinate_of(rank) for mesh in share.meshes]
+        wholes = [tuple(group) for group in share.groups]
+        known: dict[tuple[int, Splits], tuple[int, ...]] = {}
+        found: list[tuple[int, tuple[int, ...]]] = []
+        scattered = [row for number in share.scattered if (row := self.rows[number]) is not None]
+        for tensor, number, mesh, group in zip(self.structured.tensors, self.rows, share.mesh, share.group, strict=False):
+            if number is None or tensor.buffer or not self.local.rows[number].nbytes:
+                continue
+            if mesh == WHOLE:
+                if group != ALONE and self.local.rows[number].digest:
+                    found.append((number, wholes[group]))
+                continue
+            coordinate = coordinates[mesh]
+            assert coordinate is not None
+            place = mesh, stacked(tensor.splits, share.meshes[mesh], self.structured.shapes[tensor.mesh])
+            if place not in known:
+                known[place] = members(share.meshes[mesh], sorted(along for along, _ in place[1]), coordinate)
+            found.append((number, known[place]))
+        if (held := share.held.get(rank)) is not None:
+            ranks = [tuple(group) for group in held.groups]
+            found += [(self.extras[place], ranks[group]) for place, group in enumerate(held.of_row) if group != ALONE]
+            scattered += [self.extras[place] for place in held.scattered]
+        return grouped(self.local.rows, found, scattered)
+
 
 def stacked(splits: Splits, mesh: Mesh, shape: Sequence[int]) -> Splits:
     """Return the splits of a tensor along `mesh`, given those along its own mesh, which has this shape.
@@ -223,7 +258,7 @@ class _Meshes:
         if (0 not in where[1]) if not rows else (rows[0].size, (rows[0].offsets, rows[0].sizes)) != (size, where):
             return None
         dtype = rows[0].dtype if rows else dtype_name(tensor._local_tensor.dtype)
-        return Ruled(name, dtype, size, number, splits, name in self._buffers)
+        return Ruled(name, dtype, size, number, splits, name in self._buffers, in_order=not rows or rows[0].in_order)
 
     def _rule_of(self, tensor: DTensor) -> tuple[int, Splits, tuple[int, ...]] | None:
         """Return the number of the tensor's mesh, its splits, and this rank's coordinate, or None if there is no rule."""

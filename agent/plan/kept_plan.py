@@ -7,6 +7,7 @@ ranks. If another rank seals the step with its kept plan, the step fails on all 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.pending import Pending
-from ckptd.agent.plan.layout import Layout, plan_locally, savable
-from ckptd.agent.plan.plan_rounds import Description, PlanRounds
+from ckptd.agent.plan.layout import Layout, Local, plan_locally, savable
+from ckptd.agent.plan.plan_rounds import Description, PlanResult, PlanRounds
+from ckptd.agent.plan.replica_groups import ReplicaGroup
 from ckptd.agent.plan.shares import Offer, share_out
 from ckptd.agent.plan.structure import PLAIN, Sources, Structure, difference, local_part
 from ckptd.agent.state import values
@@ -36,8 +38,27 @@ _ITEM_BYTES = 300
 """An estimate of the bytes that one item takes in plan and metadata."""
 
 
-Found = tuple[Layout, list[torch.Tensor], list[int] | None]
-"""A layout, the live tensor behind each of its items, and `Sources.unlike`, or None if these tensors must be looked at for that."""
+@dataclass(frozen=True, slots=True)
+class PlanInUse:
+    """A layout and the live tensors of this snapshot.
+
+    sources: the tensor behind each item. unlike: `Sources.unlike`, or None if the sources must be looked at for that. parts, addresses:
+    this rank's part of each tensor of the state, and its address.
+    """
+
+    layout: Layout
+    sources: list[torch.Tensor]
+    unlike: list[int] | None
+    parts: list[torch.Tensor]
+    addresses: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What this rank shares with other ranks by the kept plan: the replica groups, the rows that they name, and the tensors of the rows."""
+
+    groups: list[ReplicaGroup]
+    local: Local
 
 
 class KeptPlan:
@@ -48,6 +69,8 @@ class KeptPlan:
         self._kept: tuple[Structure, Layout, Sources] | None = None
         self._wanted = 1  # the version of the plan that the next snapshot needs; higher than _has while the kept layout must not be used
         self._has = 0  # the version of the kept plan; 0 before the first
+        self.shared: Shared | None = None
+        """What this rank shares by the last plan, or None if there are no other ranks. Another object after each planning."""
 
     def invalidate(self) -> None:
         """Make the next snapshot plan again, even if the structure on this rank is the same. May be called from any thread."""
@@ -65,7 +88,7 @@ class KeptPlan:
         Raises UnsavableValue.
         """
         if (same := self.reuse(captured)) is not None:
-            return same[0]
+            return same.layout
         if self._ranks.world_size > 1:
             return None
         wanted = self._wanted
@@ -80,16 +103,16 @@ class KeptPlan:
         local = plan_locally(captured.tensors)
         return share_out([Offer(local.rows)])[0].lay_out(local)
 
-    def reuse(self, captured: Captured) -> Found | None:
+    def reuse(self, captured: Captured) -> PlanInUse | None:
         """Return the kept layout and its live tensors, or None if the layout is not valid or the structure has changed."""
         if self._kept is None or not self.valid or (same := self._kept[0].again(captured.tensors)) is None:
             return None
         _, layout, sources = self._kept
         self._kept = same[0], layout, sources
         unlike = sources.unlike if same[0].guard is not None else None  # the columns do not tell a negative view from another tensor
-        return layout, sources.of(same[1], captured.tensors), unlike
+        return PlanInUse(layout, sources.of(same[1], captured.tensors), unlike, same[1], same[0].addresses)
 
-    def renew(self, captured: Captured, state: Any, pending: Pending, budget: float) -> Found:
+    def renew(self, captured: Captured, state: Any, pending: Pending, budget: float) -> PlanInUse:
         """Plan with the other ranks, keep the layout, and return it with its live tensors.
 
         Raises UnsavableValue if a value cannot be saved or differs between ranks, and StructureChanged if another rank has sealed this step
@@ -99,20 +122,22 @@ class KeptPlan:
         with paused_collector():
             return self._renew(captured, state, pending, time.monotonic() + max(budget, PLAN_SECONDS))
 
-    def _renew(self, captured: Captured, state: Any, pending: Pending, deadline: float) -> Found:
+    def _renew(self, captured: Captured, state: Any, pending: Pending, deadline: float) -> PlanInUse:
         found, parts = Structure.of(captured.tensors)
         wanted = self._wanted = self._wanted + 1  # the kept layout is not valid until this planning has succeeded
         if self._ranks.world_size > 1:
             why = difference(self._kept[0] if self._kept is not None else None, found) if self._has else "it has no plan yet"
             self._client.call(lambda n: m.Replan(id=n, step=pending.step, why=why[:_MAX_WHY]), m.Done, TELL_SECONDS)
-        layout = self._plan(captured, state, pending, deadline)
+        if self._ranks.world_size == 1:
+            layout = self._lay_out_alone(captured)
+        else:
+            planned = self._plan(captured, state, pending, deadline)
+            layout, self.shared = planned.layout, Shared(planned.groups, planned.local)
         sources = Sources(found, captured.tensors, layout.plan)
         self._kept, self._has = (found, layout, sources), wanted
-        return layout, sources.of(parts, captured.tensors), sources.unlike
+        return PlanInUse(layout, sources.of(parts, captured.tensors), sources.unlike, parts, found.addresses)
 
-    def _plan(self, captured: Captured, state: Any, pending: Pending, deadline: float) -> Layout:
-        if self._ranks.world_size == 1:
-            return self._lay_out_alone(captured)
+    def _plan(self, captured: Captured, state: Any, pending: Pending, deadline: float) -> PlanResult:
         rounds = PlanRounds(self._ranks, f"plan/{pending.attempt}/{pending.step}", deadline, lambda: pending.error)
         return rounds.run(lambda: self._describe(captured, state))
 

@@ -118,7 +118,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     `replicated` is True if other ranks hold the same shard, as far as this rank knows. `buffer` is True for a buffer of a module. `digest`
     is the digest of the shard's bytes if ranks must compare them, and empty otherwise. `base` is the fqn of the item that contains this
-    row's bytes, and empty if there is none. A row with a base can be stored as an alias of it.
+    row's bytes, and empty if there is none. A row with a base can be stored as an alias of it. `in_order` is True if the elements lie in
+    memory in C order, without gaps.
     """
 
     fqn: str
@@ -133,6 +134,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     buffer: bool = False
     digest: bytes = b""
     base: str = ""
+    in_order: bool = True
 
     @property
     def key(self) -> Key:
@@ -170,7 +172,7 @@ def plan_locally(tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (
             size = tuple(tensor.shape)
             rows.append(Row(
                 name, dtype_names[tensor.dtype], size, (0,) * len(size), size, _stride(tensor), tensor.device.type, tensor.requires_grad,
-                True, buffer, digest(tensor) if world_size > 1 and not buffer else b"", base,
+                True, buffer, digest(tensor) if world_size > 1 and not buffer else b"", base, tensor.is_contiguous(),
             ))  # fmt: skip
         else:
             assert isinstance(tensor, DTensor | ShardedTensor)  # `check_tensor` refuses any other class
@@ -242,7 +244,7 @@ def _rows_of_shards(
         compare = world_size > 1 and not buffer and (replicated or holders < world_size)  # ranks outside its mesh may have the same key
         rows.append(Row(
             name, dtype_name(local.dtype), tuple(tensor.shape), offsets, sizes, _stride(local),
-            local.device.type, tensor.requires_grad, replicated, buffer, digest(local) if compare else b"", base,
+            local.device.type, tensor.requires_grad, replicated, buffer, digest(local) if compare else b"", base, local.is_contiguous(),
         ))  # fmt: skip
     return rows
 
@@ -257,15 +259,25 @@ def _stride(local: torch.Tensor) -> tuple[int, ...] | None:
 
 def digest(tensor: torch.Tensor) -> bytes:
     """Return 8 bytes that tell replicas apart: a crc32c on the CPU, and on an accelerator a sum of the bytes, weighted by position."""
-    flat = copyable(tensor.detach()).resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if tensor.device.type == "cpu":
+        flat = _flat(tensor)
         return crc32c(memory(flat, flat.numel())).to_bytes(8, "little")
-    total = 0
+    return (int(weigh(tensor)) % (1 << 64)).to_bytes(8, "little")
+
+
+def weigh(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the bytes, weighted by position, as a tensor on the same device. Nothing waits for the device."""
+    flat = _flat(tensor)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for at in range(0, flat.numel(), _DIGESTED):
         words = flat[at : at + _DIGESTED].to(torch.int64)
         places = torch.arange(at, at + len(words), dtype=torch.int64, device=flat.device) * 2 + 1
-        total += int(((words + 1) * places * places).sum())
-    return (total % (1 << 64)).to_bytes(8, "little")
+        total += ((words + 1) * places * places).sum()
+    return total
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return copyable(tensor.detach()).resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def memory(tensor: torch.Tensor, length: int) -> memoryview:

@@ -18,6 +18,7 @@ import zstandard
 from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.plan.by_rule import ByRule, RuledShare, Structured, Summary
 from ckptd.agent.plan.layout import Layout, Local
+from ckptd.agent.plan.replica_groups import ReplicaGroup
 from ckptd.agent.plan.rule_shares import Decision, decide, representatives
 from ckptd.agent.plan.shares import Offer, Share, share_out
 from ckptd.shared.errors import CkptdError
@@ -37,6 +38,15 @@ class Description:
         return cls(local, values, ByRule.of(local, tensors, values, rank, buffers))
 
 
+@dataclass(frozen=True, slots=True)
+class PlanResult:
+    """The result of a planning for this rank: what it could write, the layout of what it does write, and its replica groups."""
+
+    local: Local
+    layout: Layout
+    groups: list[ReplicaGroup]
+
+
 @dataclass(slots=True)
 class PlanRounds:
     """The rounds of one planning. `topic` is its name in the job's store, `deadline` a time of the monotonic clock.
@@ -52,8 +62,8 @@ class PlanRounds:
     _representatives: dict[bytes, int] = field(default_factory=dict)
     _decision: Decision | None = None
 
-    def run(self, describe: Callable[[], Description]) -> Layout:
-        """Plan with the other ranks, and return the layout of what this rank writes. An error of `describe` is raised on all ranks.
+    def run(self, describe: Callable[[], Description]) -> PlanResult:
+        """Plan with the other ranks, and return the result for this rank. An error of `describe` is raised on all ranks.
 
         Raises UnsavableValue if the ranks contradict each other, and the errors of a round.
         """
@@ -68,9 +78,12 @@ class PlanRounds:
         answer = self._round("structures", lambda: mine.by_rule.structured.encode() if wanted else b"", self._decide)
         if answer:
             metadata = None if self._decision is None else self._decision.metadata
-            return mine.by_rule.lay_out(_RULED_SHARE.decode(zstandard.decompress(answer)), self.ranks.rank, metadata)
+            ruled = _RULED_SHARE.decode(zstandard.decompress(answer))
+            layout = mine.by_rule.lay_out(ruled, self.ranks.rank, metadata)
+            return PlanResult(mine.local, layout, mine.by_rule.replica_groups(ruled, self.ranks.rank))
         answer = self._round("items", lambda: msgspec.msgpack.encode(Offer(mine.local.rows, mine.values)), _share_out)
-        return _SHARE.decode(answer).lay_out(mine.local)
+        share = _SHARE.decode(answer)
+        return PlanResult(mine.local, share.lay_out(mine.local), share.replica_groups(mine.local))
 
     def _round(self, name: str, say: Callable[[], bytes], decided: Callable[[list[bytes]], list[bytes]]) -> bytes:
         mine: bytes | CkptdError

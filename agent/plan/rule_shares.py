@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from ckptd.agent.plan.by_rule import WHOLE, Family, Ruled, RuledShare, Structured, Summary, stacked
+from ckptd.agent.plan.replica_groups import ALONE, SharedRows
 from ckptd.agent.plan.shares import Offer, share_out
 from ckptd.shared.plan import HIDDEN
 from ckptd.shared.sharding import Mesh, Splits, replicas
@@ -91,12 +92,21 @@ class _Planning:
                 held[tensor.fqn].append((name, tensor))
         placed = {fqn: self._place(having) for fqn, having in held.items()}
         choices = self._choose({fqn: having[0][1] for fqn, having in held.items()}, placed)
-        dropped, extra_metadata = self._plan_extras(held.keys())
+        dropped, extra_metadata, extra_groups = self._plan_extras(held.keys())
         meshes = list(self._meshes)
         decided = {name: _mesh_and_choice(structure, placed, choices) for name, structure in sorted(self._structures.items())}
         told = [[summary.structure for summary in self._summaries], *decided.values(), meshes, sorted(dropped.items()), extra_metadata]
         global_plan = hashlib.sha256(msgspec.msgpack.encode(told)).digest()
-        shares = {name: RuledShare(meshes, *each, dropped, global_plan) for name, each in decided.items()}
+        wholes = {each: number for number, each in enumerate(self._wholes.values())}
+        groups = [list(each.ranks) for each in wholes]
+        group_of = {fqn: wholes[where] if isinstance(where, _Whole) and len(where.ranks) > 1 else ALONE for fqn, where in placed.items()}
+        scattered = {fqn for fqn, having in held.items() if not all(tensor.in_order for _, tensor in having)}
+        shares = {}
+        for name, each in decided.items():
+            fqns = [tensor.fqn for tensor in self._structures[name].tensors]
+            out_of_order = [number for number, fqn in enumerate(fqns) if fqn in scattered]
+            group = [group_of[fqn] for fqn in fqns]
+            shares[name] = RuledShare(meshes, *each, dropped, global_plan, groups, group, extra_groups, out_of_order)
         metadata = {fqn: _described(having[0][1], placed[fqn], choices[fqn]) for fqn, having in held.items() if not fqn.startswith(HIDDEN)}
         return Decision(shares, metadata | extra_metadata)
 
@@ -176,10 +186,13 @@ class _Planning:
                 choices[fqn] = choices[tensor.base]
         return choices
 
-    def _plan_extras(self, ruled: Any) -> tuple[dict[int, list[int]], dict[str, Any]]:
-        """Plan the tensors without a rule. Return the extras that each rank does not write, and the metadata of all of them."""
+    def _plan_extras(self, ruled: Any) -> tuple[dict[int, list[int]], dict[str, Any], dict[int, SharedRows]]:
+        """Plan the tensors without a rule.
+
+        Return the extras that each rank does not write, the metadata of all of them, and the replica groups of the extras of each rank.
+        """
         if not any(summary.extras for summary in self._summaries):
-            return {}, {}
+            return {}, {}, {}
         if any(row.fqn in ruled for summary in self._summaries for row in summary.extras):
             raise _GivesUp
         shares = share_out([Offer(summary.extras) for summary in self._summaries])
@@ -187,7 +200,8 @@ class _Planning:
             rank: sorted(set(range(len(summary.extras))).difference(share.rows))
             for rank, (summary, share) in enumerate(zip(self._summaries, shares, strict=True))
         }
-        return {rank: rows for rank, rows in dropped.items() if rows}, shares[0].metadata or {}
+        held = {rank: share.held for rank, share in enumerate(shares) if share.held.groups}
+        return {rank: rows for rank, rows in dropped.items() if rows}, shares[0].metadata or {}, held
 
 
 def _mesh_and_choice(

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from ckptd.agent.plan.layout import Key, Layout, Local, Row, lay_out
+from ckptd.agent.plan.replica_groups import ALONE, ReplicaGroup, SharedRows, grouped, held_by_each
 from ckptd.agent.state.dtypes import dtype_of, sizeless
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.plan import HIDDEN
@@ -36,16 +37,23 @@ class Share(msgspec.Struct, frozen=True):
     """The items that one rank is to write.
 
     `rows` are the numbers of the rank's rows, and `aliases` the fqns of its aliases. `global_plan` is the digest of the plan that all ranks
-    share. `metadata` describes the tensors of all ranks. It is None on every rank but rank 0.
+    share. `metadata` describes the tensors of all ranks. It is None on every rank but rank 0. `held` has the replica groups of the rank's
+    rows.
     """
 
     rows: list[int]
     aliases: list[str]
     global_plan: bytes
     metadata: dict[str, Any] | None = None
+    held: SharedRows = SharedRows()
 
     def lay_out(self, local: Local) -> Layout:
         return lay_out(local, self.rows, aliases=set(self.aliases), metadata=self.metadata, global_plan=self.global_plan)
+
+    def replica_groups(self, local: Local) -> list[ReplicaGroup]:
+        ranks = [tuple(group) for group in self.held.groups]
+        shared = ((number, ranks[group]) for number, group in enumerate(self.held.of_row) if group != ALONE)
+        return grouped(local.rows, shared, self.held.scattered)
 
 
 def share_out(offers: list[Offer]) -> list[Share]:
@@ -60,7 +68,8 @@ def share_out(offers: list[Offer]) -> list[Share]:
     aliases = _place_aliases(offers, kept)
     metadata = _metadata(offers, kept, aliases)
     global_plan = hashlib.sha256(msgspec.msgpack.encode([metadata, kept, aliases])).digest()
-    return [Share(rows, aliases[rank], global_plan, metadata if rank == 0 else None) for rank, rows in enumerate(kept)]
+    held = held_by_each([offer.rows for offer in offers]) if len(offers) > 1 else [SharedRows()]
+    return [Share(rows, aliases[rank], global_plan, metadata if rank == 0 else None, held[rank]) for rank, rows in enumerate(kept)]
 
 
 def _planned(offers: list[Offer]) -> list[list[int]]:

@@ -126,7 +126,9 @@ class Structure:
             addresses = list(map(torch.Tensor.data_ptr, parts))
         except RuntimeError:  # raised by torch for sparse and nested tensors, which have no single address
             return None
-        if not (self.sharing.holds(parts) if addresses == self.addresses else Sharing.of(parts) == self.sharing):
+        if addresses == self.addresses:
+            addresses = self.addresses  # the same object, so that what is derived from it can be kept
+        if not (self.sharing.holds(parts) if addresses is self.addresses else Sharing.of(parts) == self.sharing):
             return None
         return replace(self, addresses=addresses, guard=guard), parts
 

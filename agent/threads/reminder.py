@@ -11,13 +11,18 @@ REMINDER_SECONDS = 30.0
 
 
 @contextmanager
-def reminder(log: logging.Logger, text: str) -> Iterator[None]:
-    """Context manager. Log `text` every 30 seconds until the block ends. Nothing is logged in a block that ends sooner."""
+def reminder(log: logging.Logger, text: str, first: float | None = None) -> Iterator[None]:
+    """Context manager. Log `text` every 30 seconds until the block ends, and for the first time after `first` seconds if that is given.
+
+    Nothing is logged in a block that ends sooner.
+    """
     over = threading.Event()
 
     def remind() -> None:
-        while not over.wait(REMINDER_SECONDS):
+        pause = REMINDER_SECONDS if first is None else first
+        while not over.wait(pause):
             log.warning("%s", text)
+            pause = REMINDER_SECONDS
 
     threading.Thread(target=remind, name="ckptd-reminder", daemon=True).start()
     try:

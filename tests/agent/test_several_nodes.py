@@ -228,6 +228,38 @@ def _take_fast(first: int, last: int) -> list[str]:
     return take_some(first, last, on_busy="skip")
 
 
+def experts(step: int, persist: bool) -> str:
+    """Take a step with experts that the ranks train on their own from step 2 on. Return why it failed, or ""."""
+    own = dist.get_rank() if step > 1 else 0
+    state = {"router": torch.ones(40), "expert": torch.full((60,), 5.0 + own)}
+    pending = HERE["agent"].snapshot(state, step=step, persist=persist)
+    try:
+        pending.wait("durable" if persist or step > 1 else "sealed", timeout=30)
+    except CkptdError as error:
+        return str(error)
+    return ""
+
+
+def recover_experts(where: Sockets) -> tuple[int, float]:
+    begin(where)
+    state = {"router": torch.zeros(40), "expert": torch.zeros(60)}
+    found = HERE["agent"].recover(state)
+    return found.step, float(state["expert"][0])
+
+
+@pytest.mark.parametrize("persist", [True, False])
+def test_a_step_in_which_ranks_of_two_nodes_differ_is_no_checkpoint(two: Nodes, persist: bool) -> None:
+    with Ranks(2) as ranks:
+        ranks.call(begin, sockets(two, 0, 1))
+        assert ranks.call(experts, 1, persist) == [""] * 2
+        for why in ranks.call(experts, 2, persist):
+            assert why.startswith("step 2 failed: "), why
+            assert "expert" in why
+            assert "per_rank(...)" in why
+    with Ranks(2) as ranks:
+        assert ranks.call(recover_experts, sockets(two, 0, 1)) == [(1, 5.0)] * 2
+
+
 # -- deaths
 
 

@@ -336,5 +336,6 @@ def test_a_failed_recovery_on_one_rank_does_not_disturb_a_later_one(ranks: Ranks
     assert second == "InvalidRequest: step is True; expected an integer from 0 to 10**18 - 1"
     assert ranks.call(recover_step, "alone", [None, None]) == ["", ""]
     for alone, said in ((1, "rank 0 has not answered within 1 s"), (0, "rank 1 sent nothing within 1 s")):
+        said += ": every rank must call recover(), not only some of them"
         assert ranks.call(recover_alone, 1.0, only=[alone]) == [f"SnapshotFailed: {said}"]
         assert ranks.call(recover_alone, 60.0) == ["", ""]

@@ -129,7 +129,9 @@ def test_ranks_plan_again_if_only_some_of_them_did(planned: tuple[int, ...], kep
 )
 def test_a_timeout_names_the_ranks_that_are_late(before: Step, late: str) -> None:
     found = told(d.expired(job(before), before, 60.0))
-    assert [reason for _, _, reason in found] == [f"step 5 failed: {late} did not seal it within 60 s"]
+    assert [reason for _, _, reason in found] == [
+        f"step 5 failed: {late} did not seal it within 60 s: every rank must call snapshot(step=5), not only some of them"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,9 @@ def test_persist_waits_for_the_other_ranks_until_their_time_is_over(ranks: Conne
     assert not waiting.done()
     ranks.core.advance(2)
     assert waiting.result() is None  # nothing is sealed by all ranks, so nothing is owed
-    assert ranks.clients[0].failures(1, 5) == ["step 5 failed: rank 1 did not seal it within 60 s"]
+    assert ranks.clients[0].failures(1, 5) == [
+        "step 5 failed: rank 1 did not seal it within 60 s: every rank must call snapshot(step=5), not only some of them"
+    ]
 
 
 def test_persist_of_a_snapshot_that_a_newer_one_has_replaced_meanwhile() -> None:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from ckptd.shared.board import MOST_STEPS, Answer, Holding, answer, is_news, is_quiet
+from ckptd.shared.replicas import Brief
 
 NOTHING = Answer()
 
@@ -111,3 +112,21 @@ def test_only_what_another_node_may_wait_for_is_news(before: Holding | None, aft
 def test_it_is_quiet_only_while_no_node_waits_for_another_one(one: Holding, other: Holding, quiet: bool) -> None:
     given = Answer(common=[1], dead={3: ("storage", "full")})
     assert is_quiet({"a": one, "b": other}, given) == is_quiet({"a": other, "b": one}, given) == quiet
+
+
+def brief(digest: bytes, ranks: str = "rank 0", key: str = "") -> Brief:
+    return Brief(b"groupAAA", digest, ranks, key)
+
+
+def test_a_step_in_which_nodes_differ_is_dead_instead_of_common() -> None:
+    alike = {"a": Holding(held=[1], done=1, replicas={1: [brief(b"x")]}), "b": Holding(held=[1], done=1, replicas={1: [brief(b"x")]})}
+    assert answer(alike, NOTHING) == Answer(common=[1])
+    older = alike | {"b": Holding(held=[1], done=1)}
+    assert answer(older, NOTHING) == Answer(common=[1]), "a node of an older version shows no digests"
+    unlike = alike | {"b": Holding(held=[1], done=1, replicas={1: [brief(b"y", "ranks 1, 2", "experts.0.weight")]})}
+    why = (
+        "step 1 failed: tensors that rank 0 and ranks 1, 2 share, experts.0.weight or others in the same place, are not the same there: "
+        "mark them with per_rank(...)"
+    )
+    assert answer(unlike, NOTHING) == Answer(dead={1: ("snapshot-failed", why)})
+    assert answer(alike, Answer(dead={1: ("snapshot-failed", why)})).common == [], "it stays so"

@@ -22,6 +22,7 @@ from ckptd.shared import messages as m
 from ckptd.shared.board import Answer, Holding
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.membership import Membership
+from ckptd.shared.replicas import Brief
 from ckptd.shared.snapshot_request import SnapshotRequest
 from tests.golden import make
 from tests.shared.wire import MESSAGES
@@ -356,7 +357,7 @@ def test_every_error_code_on_the_wire_is_in_the_document_and_comes_back() -> Non
 
 INNER: dict[type[Any], str] = {
     m.HeldSegment: "segment", m.RecoveryCandidate: "candidate", m.TrainingCost: "cost", Membership: "node", Holding: "holding",
-    Answer: "answer",
+    Answer: "answer", Brief: "brief",
 }  # fmt: skip
 
 
@@ -374,6 +375,8 @@ def spoken(kind: Any) -> str:
             return "32 hexadecimal digits"
         case info.StrType():
             return "text" + (f" of at most {kind.max_length:,d} characters" if kind.max_length is not None else "")
+        case info.BytesType():
+            return f"{'' if kind.min_length else 'at most '}{kind.max_length} bytes"
         case info.IntType() | info.FloatType():
             most = kind.le if kind.lt is None else kind.lt - 1
             bounds = "" if kind.ge is None else f" from {kind.ge:,} up" if most is None else f" from {kind.ge:,} to {most:,}"

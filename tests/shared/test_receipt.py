@@ -13,6 +13,7 @@ from ckptd.shared import sealed_json
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.manifest import PartEntry
 from ckptd.shared.membership import Membership
+from ckptd.shared.replicas import OfNode, ReplicaDigests, encode_keys
 
 CLAIM = "0123456789abcdef" * 2
 TAG = "step-00000005.a0002"
@@ -123,3 +124,18 @@ def test_receipts_that_differ_are_never_joined() -> None:
         assert verdict == rc.AbandonTry("snapshot-failed", "ranks 0, 1 on node0 and ranks 2, 3 on node2 have saved different plans")
         verdict = rc.decide([receipt(0, 1), receipt(1, 2)], 4, late=late)
         assert verdict == rc.AbandonTry("internal", "two nodes have delivered parts of the same rank")
+
+
+def of_rank(rank: int, digests: bytes) -> rc.Receipt:
+    keys = encode_keys(["a", "b"]) if rank == 0 else b""
+    return receipt(rank, world_size=2, replicas=[OfNode([rank], ReplicaDigests(b"groupAAA", digests, 1, keys))])
+
+
+def test_receipts_of_nodes_whose_ranks_differ_in_what_they_share_are_never_joined() -> None:
+    first, alike, unlike = of_rank(0, b"aaaabbbb"), of_rank(1, b"aaaabbbb"), of_rank(1, b"aaaaXXXX")
+    assert rc.Receipt.decode(rc.encode(unlike)) == unlike
+    assert isinstance(rc.decide([first, alike], 2, late=False), rc.CommitTry)
+    found = rc.decide([first, unlike], 2, late=False)
+    assert isinstance(found, rc.AbandonTry)
+    assert found.reason.startswith("step 5 failed: b is not the same on ranks 0 and 1. ")
+    assert isinstance(rc.decide([first, receipt(1, world_size=2)], 2, late=False), rc.CommitTry), "an older node has no digests"

@@ -378,7 +378,7 @@ class Core:
         if segment.damaged or segment.written.generation != header.generation:
             raise IntegrityError(f"{segment.name} is damaged")
         return SimpleNamespace(
-            request=SimpleNamespace(tag=segment.tag, persist=segment.persist, node=None),
+            request=SimpleNamespace(tag=segment.tag, persist=segment.persist, node=None, replicas=[]),
             plan=SimpleNamespace(global_plan=segment.plan),
             crcs=segment.crcs,
         )

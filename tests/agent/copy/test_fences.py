@@ -79,6 +79,9 @@ class FakeLane:
         for target, source in zip(targets, sources, strict=True):
             self._device.side.operations.append(lambda target=target, source=source: target.copy_(source.detach()))  # type: ignore[misc]
 
+    def run(self, work: Callable[[], None]) -> None:
+        self._device.side.operations.append(work)
+
     def mark(self) -> Mark:
         return FakeMark(self._device, self._device.side)
 
@@ -279,3 +282,26 @@ def test_small_neighbouring_copies_are_merged() -> None:
     many = torch.empty(2 * GATHERED, dtype=torch.uint8).split(SMALL)
     assert [len(run) for run in runs(many)] == [GATHERED // SMALL] * 2
     assert runs([]) == []
+
+
+def test_work_beside_the_copies_reads_what_was_written_before_and_nothing_later(
+    fences: Fences, device: Device, order: Callable[[], None]
+) -> None:
+    """This is how a sample of tensors that this rank does not copy is taken."""
+    source, read = torch.zeros(4), list[float]()
+    device.does(lambda: source.fill_(1))
+    beside = fences.beside(torch.device("cpu"), lambda: read.extend(source.tolist()))
+    device.does(lambda: source.fill_(2))
+    slot = torch.empty(4)
+    transfer = fences.start([slot], [source], []).joined(beside)
+    order()
+    assert (read, slot.tolist()) == ([1, 1, 1, 1], [2, 2, 2, 2])
+    fences.finish(transfer)
+
+
+def test_a_transfer_is_done_once_the_work_beside_it_is(fences: Fences, device: Device) -> None:
+    done: list[bool] = []
+    transfer = fences.start([torch.empty(4)], [torch.ones(4)], []).joined(fences.beside(torch.device("cpu"), lambda: done.append(True)))
+    assert done == []
+    fences.finish(transfer)
+    assert done == [True]

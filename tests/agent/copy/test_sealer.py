@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -17,7 +18,7 @@ from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.copy.fences import Fences, Transfer
 from ckptd.agent.copy.lanes import Mark
 from ckptd.agent.copy.sealer import Sealer
-from ckptd.agent.plan.kept_plan import Found, KeptPlan
+from ckptd.agent.plan.kept_plan import KeptPlan, PlanInUse
 from ckptd.agent.plan.layout import Layout
 from ckptd.shared.errors import SnapshotFailed
 from ckptd.shared.plan import signature
@@ -55,11 +56,12 @@ def device() -> Gated:
 def agent(daemon: Daemon, device: Gated, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     original = KeptPlan.renew
 
-    def elsewhere(self: KeptPlan, *arguments: Any) -> Found:
-        layout, sources, _ = original(self, *arguments)
+    def elsewhere(self: KeptPlan, *arguments: Any) -> PlanInUse:
+        found = original(self, *arguments)
+        layout = found.layout
         items = [msgspec.structs.replace(item, device="cuda") for item in layout.plan.items]
         plan = msgspec.structs.replace(layout.plan, items=items)
-        return Layout(plan, plan.encode(), signature(plan.encode())), sources, None
+        return replace(found, layout=Layout(plan, plan.encode(), signature(plan.encode())), unlike=None)
 
     monkeypatch.setattr(KeptPlan, "renew", elsewhere)
     monkeypatch.setattr(KeptPlan, "valid", False)  # so that the plan is made at every snapshot

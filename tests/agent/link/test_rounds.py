@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -95,7 +96,9 @@ def test_a_missing_rank_is_named_to_all(ranks: list[Exchange], late: int) -> Non
 
 def test_a_missing_rank_0_is_an_error_on_the_others(ranks: list[Exchange]) -> None:
     found = together(ranks, [None, b"", b""], reverse, seconds=0.2)
-    assert [str(error) for error in found[1:]] == ["rank 0 has not answered within 0 s"] * 2
+    assert [str(error) for error in found[1:]] == [
+        "rank 0 has not answered within 0 s: every rank must call topic(), not only some of them"
+    ] * 2
 
 
 def test_ranks_in_different_calls_are_told_of_the_other_call(two: list[Exchange]) -> None:
@@ -282,7 +285,10 @@ def test_a_rank_whose_value_is_missing_has_not_come(fake: FakeStore, two: list[E
 
 def test_a_round_that_a_rank_has_left_is_not_answered_later(fake: FakeStore, two: list[Exchange]) -> None:
     """Rank 1 leaves nothing behind, so rank 0 does not take its old request for one of the same topic."""
-    assert str(attempt(round_of(two[1], "plan", b"old", 0.0))) == "rank 0 has not answered within 0 s"
+    assert (
+        str(attempt(round_of(two[1], "plan", b"old", 0.0)))
+        == "rank 0 has not answered within 0 s: every rank must call plan(), not only some of them"
+    )
     assert fake.values == {}
     with started(round_of(two[0], "plan", b"0")) as first:
         assert attempt(round_of(two[1], "plan", b"new")) == b"0"
@@ -327,7 +333,10 @@ def test_a_store_that_does_not_answer_is_left_alone_until_it_does(
     assert len(fake.asked) == 1, "one thread waits for the store, however often a round is tried"
     fake.silent.set()
     until(two[1]._done.is_set, "end of the thread")
-    assert str(attempt(round_of(two[1], "plan", seconds=0.0))) == "rank 0 has not answered within 0 s"
+    assert (
+        str(attempt(round_of(two[1], "plan", seconds=0.0)))
+        == "rank 0 has not answered within 0 s: every rank must call plan(), not only some of them"
+    )
     assert fake.values == {}
 
 
@@ -367,7 +376,7 @@ def test_a_round_of_another_thread_is_waited_for_a_moment_only(fake: FakeStore, 
         until(lambda: fake.asked, "request")
         assert str(attempt(round_of(two[1], "other"))).startswith("the job's store has not answered")
         fake.silent.set()
-        assert str(first.result(60)) == "rank 0 has not answered within 0 s"
+        assert str(first.result(60)) == "rank 0 has not answered within 0 s: every rank must call plan(), not only some of them"
 
 
 def test_a_bug_in_the_decision_is_raised_on_all(two: list[Exchange], caplog: pytest.LogCaptureFixture) -> None:
@@ -477,3 +486,39 @@ def test_a_new_client_has_long_to_connect_because_a_job_that_starts_is_busy() ->
     with pytest.raises(SnapshotFailed, match="^the job's store cannot be reached: The client socket has timed out$"):
         exchange.new_client()
     assert store.timeout_now == store_values.GONE_SECONDS
+
+
+@pytest.mark.parametrize(("topic", "call"), [
+    ("begin", "Agent(), snapshot() or recover()"), ("plan/3/40/classes", "snapshot(step=40)"), ("recover/1/find", "recover()"),
+])  # fmt: skip
+def test_ranks_that_have_not_called_are_named_once(
+    ranks: list[Exchange], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, topic: str, call: str
+) -> None:
+    monkeypatch.setattr(rounds, "WARN_SECONDS", 0.2)
+    with pytest.raises(SnapshotFailed, match="ranks 1, 2 sent nothing within 1 s: every rank must call " + re.escape(call)):
+        round_of(ranks[0], topic, seconds=1.2)()
+    (said,) = [record.getMessage() for record in caplog.records if "not called" in record.getMessage()]
+    assert said == (
+        f"ranks 1, 2 have not called {call} yet, and rank 0 has waited for 0.2 s: every rank must call it, because each saves its part and "
+        "waits for the others. Is it called on rank 0 only?"
+    )
+
+
+def test_only_the_rank_that_has_not_called_is_named(
+    ranks: list[Exchange], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 waits, too, but says nothing: rank 0 has come, and names rank 2."""
+    monkeypatch.setattr(rounds, "WARN_SECONDS", 0.3)
+    together(ranks, [b"", b"", None], reverse, seconds=1.6)
+    (said,) = [record.getMessage() for record in caplog.records if "not called" in record.getMessage()]
+    assert said.startswith("rank 2 has not called ")
+    assert "on rank 0 only" not in said
+
+
+def test_a_rank_0_that_has_not_called_is_named(
+    ranks: list[Exchange], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "WARN_SECONDS", 0.2)
+    attempt(round_of(ranks[2], "recover/1/find", seconds=0.8))
+    (said,) = [record.getMessage() for record in caplog.records if "not called" in record.getMessage()]
+    assert said.startswith("rank 0 has not called recover() yet, and rank 2 has waited for 0.2 s: every rank must call it")

@@ -67,13 +67,14 @@ def test_a_kept_plan_gives_the_live_tensors_of_the_next_state() -> None:
     plan, client = made()
     state = {"w": torch.ones(4), "b": torch.zeros(2, dtype=torch.int64), "n": 1}
     assert (plan.valid, plan.reuse(capture(state))) == (False, None)
-    layout, sources, _ = plan.renew(capture(state), state, Pending(1, 1), 5.0)
+    first = plan.renew(capture(state), state, Pending(1, 1), 5.0)
+    layout, sources = first.layout, first.sources
     assert plan.valid
     later = {"w": torch.full((4,), 7.0), "b": torch.ones(2, dtype=torch.int64), "n": 2}
     found = plan.reuse(capture(later))
     assert found is not None
-    assert found[0] is layout
-    assert [source is later[item.fqn] for item, source in zip(layout.plan.items, found[1], strict=True)] == [True, True]
+    assert found.layout is layout
+    assert [source is later[item.fqn] for item, source in zip(layout.plan.items, found.sources, strict=True)] == [True, True]
     assert client.replans == [], "one rank has nobody to tell"
     assert [source is state[item.fqn] for item, source in zip(layout.plan.items, sources, strict=True)] == [True, True]
 
@@ -152,7 +153,7 @@ def test_a_planning_that_fails_leaves_no_valid_plan() -> None:
 def test_replicas_are_shared() -> None:
     plan, _ = made(TwoRanks())
     state = {"a": torch.ones(1000), "b": torch.ones(1000), "n": 1}
-    layout, _, _ = plan.renew(capture(state), state, Pending(1, 3), 5.0)
+    layout = plan.renew(capture(state), state, Pending(1, 3), 5.0).layout
     assert len(layout.plan.items) == 1
 
 
@@ -183,9 +184,10 @@ def test_a_plan_made_ahead_is_the_one_that_a_snapshot_would_make() -> None:
     assert plan.valid
     ahead = plan.reuse(capture(state))
     assert ahead is not None
-    layout, sources, _ = made()[0].renew(capture(state), state, Pending(1, 1), 5.0)
-    assert ahead[0] == layout
-    assert [id(source) for source in ahead[1]] == [id(source) for source in sources]
+    fresh = made()[0].renew(capture(state), state, Pending(1, 1), 5.0)
+    layout, sources = fresh.layout, fresh.sources
+    assert ahead.layout == layout
+    assert [id(source) for source in ahead.sources] == [id(source) for source in sources]
 
 
 def test_the_tensors_that_a_copy_converts_are_known_unless_they_may_have_changed() -> None:
@@ -196,15 +198,16 @@ def test_the_tensors_that_a_copy_converts_are_known_unless_they_may_have_changed
         "transposed": torch.ones(2, 3).T,
         "negative": torch._neg_view(torch.ones(4)),
     }
-    layout, _, unlike = plan.renew(capture(state), state, Pending(1, 1), 5.0)
+    first = plan.renew(capture(state), state, Pending(1, 1), 5.0)
+    layout, unlike = first.layout, first.unlike
     assert unlike is not None
     assert {layout.plan.items[n].fqn for n in unlike} == {"strided", "negative"}
     again = plan.reuse(capture(state))
     assert again is not None
-    assert again[2] in (unlike, None), "None if this torch has no guard"
+    assert again.unlike in (unlike, None), "None if this torch has no guard"
     changed = plan.reuse(capture(state | {"plain": torch._neg_view(torch.ones(4))}))
     assert changed is not None
-    assert changed[2] is None
+    assert changed.unlike is None
 
 
 def test_a_plan_made_ahead_of_another_structure_is_made_again() -> None:

@@ -69,7 +69,7 @@ def plan(meeting: Meeting, describers: list[Callable[[], Description]]) -> list[
 
     def run(rank: int) -> Layout:
         rounds = PlanRounds(meeting.rank(rank), "plan/1/7", 1e12, lambda: None)
-        return rounds.run(describers[rank])
+        return rounds.run(describers[rank]).layout
 
     with ThreadPoolExecutor(meeting.world_size) as pool:
         futures = [pool.submit(run, rank) for rank in range(meeting.world_size)]

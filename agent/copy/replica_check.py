@@ -1,0 +1,50 @@
+"""Compares this rank with the other ranks that hold the same tensors: digests for the request document of each snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ckptd.agent.copy.replica_samples import Queue, ReplicaSamples
+from ckptd.agent.plan.kept_plan import PlanInUse, Shared
+from ckptd.shared.membership import Membership
+from ckptd.shared.replicas import ReplicaDigests
+
+
+class ReplicaCheck:
+    """The samples of the kept plan. `every`: the setting `compare_replicas`. Call `use` when a plan is known, then `begin`."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._shared: Shared | None = None
+        self._samples: ReplicaSamples | None = None
+        self._before = -1  # the last step that was sampled by this plan
+
+    @property
+    def room(self) -> int:
+        """The most bytes that the digests add to a request document."""
+        return 0 if self._samples is None else self._samples.room
+
+    def use(
+        self, shared: Shared | None, tensors: dict[str, torch.Tensor], parts: Sequence[torch.Tensor], rank: int, node: Membership | None
+    ) -> None:
+        """Sample what `shared` names from now on. Does nothing if the plan is the same as before."""
+        if shared is self._shared:
+            return
+        self._samples, self._before = None, -1
+        if shared is not None and shared.groups and self._every:
+            self._samples = ReplicaSamples(shared.groups, shared.local.rows, tensors, parts, rank, node, self._every)
+        self._shared = shared
+
+    def begin(self, found: PlanInUse, step: int, queue: Queue) -> Callable[[], list[ReplicaDigests]] | None:
+        """Sample the tensors of this snapshot. Return a function for the digests, or None if no other rank holds any of the tensors.
+
+        Call that function once the copies that `queue` has enqueued are done.
+        """
+        samples = self._samples
+        if samples is None:
+            return None
+        before, self._before = self._before, step
+        sampled = samples.take(found.parts, found.addresses, step, before, queue)
+        return lambda: samples.digests(sampled)
