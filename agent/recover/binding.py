@@ -19,7 +19,7 @@ from ckptd.agent.plan.structure import PLAIN
 from ckptd.agent.read.saved import Saved
 from ckptd.agent.recover.conversions import Read
 from ckptd.agent.recover.differences import grouped
-from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, keep
+from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, unchanged
 from ckptd.agent.recover.module_binding import Modules, load_into
 from ckptd.agent.recover.optimizer_binding import Optimizers
 from ckptd.agent.recover.optimizer_check import class_difference
@@ -116,12 +116,12 @@ class Binding:
 
     def _bind(self, place: Any, saved: Any, path: str) -> Value:
         if self._leaves.is_kept(path):
-            return keep
+            return unchanged
         if type(saved) is TensorRef and type(place) in PLAIN and not kind_of_tensor(place):  # nearly all values of a large state
             return self._leaves.tensor(place, saved, path)
         if isinstance(saved, Unsaved):
             self._leaves.unsaved.append(path)
-            return keep
+            return unchanged
         if isinstance(saved, Unavailable):
             return self._leaves.make(saved, path)
         if isinstance(saved, OfRanks):
@@ -196,7 +196,7 @@ class Binding:
         if not any(isinstance(item, Unsaved) for item in saved) and not any(map(_is_compared, place)):
             return self._leaves.into(partial(place.__setitem__, slice(None)), saved, path)  # plain values, like a history: any length fits
         if len(place) != len(saved):
-            return self._leaves.differ(f"{path}: the checkpoint has a list of {len(saved)}, the state one of {len(place)}")
+            return self._leaves.differ(f"{path}: the checkpoint has a list of {len(saved)}, the state one of {len(place)}", keep=path)
         values = [self._bind(item, saved[n], f"{path}.{n}" if path else str(n)) for n, item in enumerate(place)]
 
         def put(resolve: Resolve) -> Any:
@@ -224,7 +224,7 @@ class Binding:
         if not isinstance(saved, ObjectNode) or saved.kind != name:
             return leaves.other_kind(path, saved, f"a {name}")
         if why := kind.differs(place, saved.tree):
-            return leaves.differ(f"{path}: {why}")
+            return leaves.differ(f"{path}: {why}", keep=path)
         own = {} if kind.whole else kind.fields(place)
         if not own:
             fresh = leaves.make(saved.tree, path, place.device if isinstance(place, torch.Tensor) else None)
@@ -246,12 +246,11 @@ class Binding:
         """Bind an object with load_state_dict. It loads its whole saved state, each tensor placed and sharded like its own of that name."""
         leaves = self._leaves
         if leaves.options.strict and isinstance(saved, ObjectNode):
-            leaves.differ(*class_difference(place, saved.cls, path))
+            leaves.differ(*class_difference(place, saved.cls, path), keep=path)
         tree = saved.tree if isinstance(saved, ObjectNode) else saved
         if isinstance(template, dict) and template and tree == {} and isinstance(place, torch.amp.GradScaler):
-            leaves.differences.to_keep.append(path)
             return leaves.differ(
-                f"{path}: the checkpoint has a scaler that was disabled, and has no state; the scaler of the state is enabled"
+                f"{path}: the checkpoint has a scaler that was disabled, and has no state; the scaler of the state is enabled", keep=path
             )
         tree, kept = self._without_kept(tree, template, path)
         leaves.changed += _changed_values(template, tree, path)

@@ -47,10 +47,10 @@ class Modules:
         plain_names = [name for name in raw_of if name not in to_loaders]
         saved_names = [name for name in tree if name not in to_loaders]
         if not leaves.options.strict and plain_names and saved_names and set(plain_names).isdisjoint(saved_names):
-            leaves.differences.to_keep.append(f"{path}.*" if path else "*")
             return leaves.differ(
                 f"{path or 'the state'}: no key of the module is in the checkpoint, which has {', '.join(saved_names[:3])}, while the "
-                f"state has {', '.join(plain_names[:3])}"
+                f"state has {', '.join(plain_names[:3])}",
+                keep=path,
             )
         leaves.compare(saved_names, plain_names, path)
         inside = f"{path}." if path else ""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, keep
+from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, unchanged
 from ckptd.agent.recover.module_binding import load_into
 from ckptd.agent.recover.optimizer_check import (
     changed_settings,
@@ -45,8 +45,7 @@ class Optimizers:
         leaves = self._leaves
         tree = saved.tree if isinstance(saved, ObjectNode) else saved
         if leaves.options.strict and isinstance(saved, ObjectNode) and (other := class_difference(place, saved.cls, path)):
-            leaves.differences.others += other
-            return keep
+            return leaves.differ(*other, keep=path)
         if not is_optimizer(tree):
             return self._whole(place, tree, path) if optimizer_loads_by_itself(place) else leaves.other_kind(path, saved, "an optimizer")
         tree = with_current_names(tree, place, self._names)
@@ -54,10 +53,12 @@ class Optimizers:
         saved_names = {name for group in tree["param_groups"] for name in group["params"]}
         flat = self._names.flattened_by(place)
         if keys and saved_names and saved_names.isdisjoint(keys) and flat is None:
-            leaves.differences.to_keep.append(f"{path}.*" if path else "*")
+            unnamed = all(type(key) is int for key in keys)
             return leaves.differ(
                 f"{path or 'the state'}: no parameter of the optimizer is in the checkpoint, which has "
                 f"{', '.join(map(str, list(saved_names)[:3]))}, while the optimizer has {', '.join(map(str, keys[:3]))}"
+                + (": the names are those of the modules, so have the modules in the state, too" if unnamed else ""),
+                keep=path,
             )
         if flat is not None:
             return self._flattened_optimizer(place, flat, tree, path)
@@ -82,12 +83,13 @@ class Optimizers:
             position += len(group["params"])
         settings = self._settings(tree["param_groups"], own, path)
         if leaves.options.strict:
-            leaves.differences.others += settings_differences(place.param_groups, settings, path)
+            leaves.differ(*settings_differences(place.param_groups, settings, path), keep=path)
         if leaves.differences.others or leaves.differences.missing:
-            return keep
-        parameter_of = {key: p for key, p in zip(keys, parameters, strict=True) if id(p) not in self._kept}
+            return unchanged
+        kept = {key for key, p in zip(keys, parameters, strict=True) if id(p) in self._kept or leaves.is_kept(f"{path}.state.{key}")}
         not_saved = set(keys).difference(name for group in tree["param_groups"] for name in group["params"])
-        staying = [p for key, p in zip(keys, parameters, strict=True) if key in not_saved or id(p) in self._kept]
+        parameter_of = {key: p for key, p in zip(keys, parameters, strict=True) if key not in kept}
+        staying = [p for key, p in zip(keys, parameters, strict=True) if key in not_saved or key in kept]
         by_itself = optimizer_loads_by_itself(place) or tree.keys() != {"state", "param_groups"}
         values: dict[Any, dict[Any, Value]] = {}
         for key, entry in tree["state"].items():
@@ -161,11 +163,10 @@ class Optimizers:
         shapes = {form.shape for form in self._parameters.forms(path, key)}
         if not shapes or is_uninitialized(parameter) or tuple(parameter.shape) in shapes:
             return True
-        where = self._parameters.key_of(key)
-        self._leaves.differences.to_keep.append(where)
         self._leaves.differ(
             f"{path}.state.{key}: the parameter had shape {' or '.join(str(list(shape)) for shape in shapes)} when it was saved, and has "
-            f"{list(parameter.shape)} now"
+            f"{list(parameter.shape)} now",
+            keep=f"{path}.state.{key}",
         )
         return False
 
@@ -174,16 +175,19 @@ class Optimizers:
         leaves = self._leaves
         group_of = {name: group for group in saved for name in group["params"]}
         if leaves.options.strict:
-            leaves.differences.others += group_differences(own, [group["params"] for group in saved], path)
+            apart = group_differences(own, [group["params"] for group in saved], path)
+            leaves.differ(*apart)
+            leaves.differences.loose |= bool(apart)
         leaves.compare(list(group_of), [name for names in own for name in names], f"{path}.param_groups")
         found = []
         for number, names in enumerate(own):
             groups = [group_of[name] for name in names if name in group_of] if names else saved[number : number + 1]
             plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
             if any(other != plain[0] for other in plain):
-                leaves.differences.others.append(
+                leaves.differ(
                     f"{path}.param_groups.{number}: the checkpoint has the parameters of this group in groups with different settings "
-                    f"(it has {len(saved)} groups, the optimizer {len(own)})"
+                    f"(it has {len(saved)} groups, the optimizer {len(own)})",
+                    keep=path,
                 )
             found.append(plain[0] if plain else {})
         return found
@@ -223,7 +227,7 @@ class Optimizers:
         own["state"] = {key: value for key, value in own["state"].items() if any(key in group["params"] for group in groups)}
         settings = self._settings(tree["param_groups"], [list(group["params"]) for group in groups], path)
         if leaves.options.strict:
-            leaves.differences.others += settings_differences(groups, settings, path)
+            leaves.differ(*settings_differences(groups, settings, path), keep=path)
         restored = self._without_kept(settings, path)
         for number, (group, found) in enumerate(zip(groups, restored, strict=True)):
             leaves.changed += changed_settings(group, found, f"{path}.param_groups.{number}")
@@ -255,7 +259,7 @@ class Optimizers:
             return {}
         mine = place.state.get(parameter, {}) if in_place else {}
         if leaves.options.strict:
-            leaves.differences.others += state_difference(mine, entry, path)
+            leaves.differ(*state_difference(mine, entry, path), keep=optimizer)
         values: dict[Any, Value] = {}
         for name, saved in entry.items():
             own = mine.get(name)

@@ -45,10 +45,6 @@ class SavedParameters:
         known = (self._saved.describe(fqn) for fqn in self._tensors.get(name, ()))
         return [Form(tuple(one.size), self._saved.dtype(fqn)) for one, fqn in zip(known, self._tensors.get(name, ()), strict=True)]
 
-    def key_of(self, name: Any) -> str:
-        """Return a key of the parameter of this name, or its name if the checkpoint does not have it."""
-        return next(iter(self._tensors.get(name, [str(name)])))
-
     def _collect(self, tree: Any, path: str) -> None:
         if isinstance(tree, ObjectNode) and tree.kind == "module" and isinstance(tree.tree, dict):
             for name, value in tree.tree.items():
