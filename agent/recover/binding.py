@@ -264,9 +264,15 @@ class Binding:
 
     def _without_kept(self, saved: Any, own: Any, path: str) -> tuple[Any, dict[str, Any]]:
         """Return the saved tree without the keys that the caller keeps, and the caller's values of these keys, nested alike."""
-        if not self._leaves.options.keep or not isinstance(saved, dict) or not isinstance(own, dict):
+        if not self._leaves.options.keep:
             return saved, {}
         kept: dict[Any, Any] = {}
+        if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
+            items = [self._without_kept(value, own[n], f"{path}.{n}" if path else str(n)) for n, value in enumerate(saved)]
+            kept = {n: _Kept(deeper) for n, (_, deeper) in enumerate(items) if deeper}
+            return ([item for item, _ in items] if kept else saved), kept
+        if not isinstance(saved, dict) or not isinstance(own, dict):
+            return saved, {}
         made = empty_like(saved)
         for key, value in saved.items():
             inside = f"{path}.{key}" if path else str(key)
@@ -281,12 +287,13 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The values inside a dict that the caller keeps. A kept dict itself is no _Kept."""
+    """The values inside a dict or a list that the caller keeps. A kept dict itself is no _Kept."""
 
     values: dict[Any, Any]
 
 
 def _with_kept(made: Any, kept: dict[Any, Any]) -> Any:
+    """Put the kept values of a dict, or of the dicts in a list, back into their places."""
     for key, value in kept.items():
         if isinstance(value, _Kept):
             _with_kept(made[key], value.values)
@@ -301,13 +308,19 @@ _PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "_get_lr_called_
 
 def _changed_values(own: Any, saved: Any, path: str) -> list[str]:
     """Return a phrase for each plain setting of an object with a state dict that the recovery changes."""
+    if isinstance(own, list) and isinstance(saved, list) and len(own) == len(saved) and not is_flat(saved):  # a chain of schedulers
+        return [text for n, value in enumerate(saved) for text in _changed_values(own[n], value, f"{path}.{n}")]
     if not isinstance(own, dict) or not isinstance(saved, dict):
         return []
-    return [
-        f"{path}.{name} {value!r} (was {own[name]!r})"
-        for name, value in saved.items()
-        if name in own and name not in _PROGRESS and type(value) in _SETTINGS and type(own[name]) in _SETTINGS and value != own[name]
-    ]
+    found = []
+    for name, value in saved.items():
+        if name not in own or name in _PROGRESS:
+            continue
+        if type(value) in _SETTINGS and type(own[name]) in _SETTINGS and value != own[name]:
+            found.append(f"{path}.{name} {value!r} (was {own[name]!r})")
+        elif isinstance(value, list):
+            found += _changed_values(own[name], value, f"{path}.{name}")
+    return found
 
 
 _SETTINGS = (bool, int, float, str)

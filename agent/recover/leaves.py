@@ -43,7 +43,8 @@ class Leaves:
     the patterns in `options.keep` that match a key. changed: a phrase for each setting of an optimizer that gets another value. left: with
     `strict` off, the keys of the state that the checkpoint does not have. unsaved: the keys of values that the checkpoint leaves out.
     as_dicts: the keys under which records come back as dicts of their fields. undo: the calls that take back everything that the comparison
-    had to make in the state. paths: the keys of the tensors in the state, by name. of_ranks: binds a `per_rank` value.
+    had to make in the state. paths: the keys of the tensors in the state, by name. wholes: the key that can be
+    kept, for each key that cannot be kept alone. of_ranks: binds a `per_rank` value.
     """
 
     def __init__(self, saved: Saved, options: Options, foreign: Foreign, of_ranks: Callable[[Any, OfRanks, str], Value]) -> None:
@@ -60,6 +61,7 @@ class Leaves:
         self.as_dicts: list[str] = []
         self.undo: list[Callable[[], None]] = []
         self.paths: dict[str, str] = {}
+        self.wholes: dict[str, str] = {}
         self._foreign, self._of_ranks = foreign, of_ranks
 
     def differ(self, *sentences: str, keep: str = "") -> Value:
@@ -68,7 +70,7 @@ class Leaves:
         keep: the key that the caller can keep so that these differences do not matter.
         """
         self.differences.others += sentences
-        self.differences.to_keep += [keep] if keep and sentences else []
+        self.differences.to_keep += [self.wholes.get(keep, keep)] if keep and sentences else []
         return unchanged
 
     def is_kept(self, path: str) -> bool:
@@ -91,7 +93,9 @@ class Leaves:
         """Bind a tensor, which is filled in place."""
         if not isinstance(saved, TensorRef):
             return self.other_kind(path, saved, "a tensor")
-        if is_uninitialized(place) or is_fake(place):
+        if is_fake(place):
+            return self.differ(f"{path}: the state's tensor is a fake one, which has no memory; make it outside of FakeTensorMode")
+        if is_uninitialized(place):
             return self.differ(f"{path}: the state's tensor has no memory yet; run one forward pass of the lazy module first")
         self.matched += 1
         size, dtype = self.saved.describe(saved.fqn).size, self.saved.dtype(saved.fqn)

@@ -48,15 +48,17 @@ class Optimizers:
             return leaves.differ(*other, keep=path)
         if not is_optimizer(tree):
             return self._whole(place, tree, path) if optimizer_loads_by_itself(place) else leaves.other_kind(path, saved, "an optimizer")
+        former = _names_in(tree)
         tree = with_current_names(tree, place, self._names)
         keys = self._names.of(place)
-        saved_names = {name for group in tree["param_groups"] for name in group["params"]}
+        saved_names = _names_in(tree)
+        self._parameters.rename(path, {new: old for new, old in zip(saved_names, former, strict=True) if new != old})
         flat = self._names.flattened_by(place)
-        if keys and saved_names and saved_names.isdisjoint(keys) and flat is None:
+        if keys and saved_names and set(saved_names).isdisjoint(keys) and flat is None:
             unnamed = all(type(key) is int for key in keys)
             return leaves.differ(
                 f"{path or 'the state'}: no parameter of the optimizer is in the checkpoint, which has "
-                f"{', '.join(map(str, list(saved_names)[:3]))}, while the optimizer has {', '.join(map(str, keys[:3]))}"
+                f"{', '.join(map(str, saved_names[:3]))}, while the optimizer has {', '.join(map(str, keys[:3]))}"
                 + (": the names are those of the modules, so have the modules in the state, too" if unnamed else ""),
                 keep=path,
             )
@@ -265,6 +267,7 @@ class Optimizers:
             own = mine.get(name)
             device = torch.device("cpu") if name == "step" and not steps_on_device(place, parameter) else parameter.device
             if isinstance(saved, TensorRef):
+                leaves.wholes[f"{path}.{name}"] = path  # an optimizer that had some of the state of a parameter would fail at its next step
                 described = leaves.saved.describe(saved.fqn)
                 dtype = self._dtype_for(saved, name, key, parameter, optimizer)
                 if isinstance(own, torch.Tensor) and tuple(own.shape) == tuple(described.size) and own.dtype == dtype:
@@ -313,6 +316,11 @@ class Optimizers:
             else:
                 values[name] = leaves.make(value, f"{path}.{name}")
         return values
+
+
+def _names_in(tree: dict[str, Any]) -> list[Any]:
+    """Return the names of the parameters in all groups of an optimizer's saved state, in their order."""
+    return [name for group in tree["param_groups"] for name in group["params"]]
 
 
 def _settings_of_several(groups: list[dict[str, Any]]) -> frozenset[int]:
