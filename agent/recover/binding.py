@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from ckptd.agent.plan.structure import PLAIN
 from ckptd.agent.read.saved import Saved
@@ -30,7 +31,8 @@ from ckptd.agent.state.capture import expand_object
 from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.merge import Foreign, OfRanks
 from ckptd.agent.state.naming import Names
-from ckptd.agent.state.records import kind_of
+from ckptd.agent.state.optimizers import without_wrappers
+from ckptd.agent.state.records import as_dict, kind_of
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unavailable, Unsaved, empty_like
 from ckptd.shared.bounds import PLAIN_TYPES, is_flat
 
@@ -147,6 +149,8 @@ class Binding:
             return self._list(place, saved, path)
         if type(place) is tuple:
             return self._tuple(place, saved, path)
+        if isinstance(saved, ObjectNode) and RECORDS[saved.kind].alone is as_dict and place is not None:
+            return self._leaves.other_kind(path, saved, f"a {type(place).__name__}")
         return self._leaves.make(saved, path)
 
     def _of_ranks(self, place: Any, saved: OfRanks, path: str) -> Value:
@@ -253,6 +257,11 @@ class Binding:
             return leaves.differ(
                 f"{path}: the checkpoint has a scaler that was disabled, and has no state; the scaler of the state is enabled"
             )
+        if isinstance(inner := without_wrappers(place), LRScheduler) and (count := _other_groups(tree, len(inner.optimizer.param_groups))):
+            leaves.differences.to_keep.append(path)
+            return leaves.differ(
+                f"{path}: the scheduler was saved for {count} parameter groups, and its optimizer has {len(inner.optimizer.param_groups)}"
+            )
         tree, kept = self._without_kept(tree, template, path)
         leaves.changed += _changed_values(template, tree, path)
         fresh = leaves.alike(tree, template, path)
@@ -298,6 +307,16 @@ def _with_kept(made: Any, kept: dict[Any, Any]) -> Any:
 
 _PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "num_bad_epochs", "best"})
 """What a scheduler counts, in contrast to what it was made with."""
+
+
+def _other_groups(saved: Any, groups: int) -> int:
+    """Return how many learning rates a saved scheduler or one inside it has, if it is not one for each parameter group. Otherwise 0."""
+    if isinstance(saved, dict):
+        rates = saved.get("base_lrs")
+        if isinstance(rates, list) and len(rates) != groups:
+            return len(rates)
+        saved = list(saved.values())
+    return next(filter(None, (_other_groups(one, groups) for one in saved)), 0) if isinstance(saved, (list, tuple)) else 0
 
 
 def _changed_values(own: Any, saved: Any, path: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -60,6 +60,7 @@ class Leaves:
         self.as_dicts: list[str] = []
         self.undo: list[Callable[[], None]] = []
         self.paths: dict[str, str] = {}
+        self._judged: dict[str, torch.dtype] = {}  # dtypes to which a loader of the caller's will convert tensors
         self._foreign, self._of_ranks = foreign, of_ranks
 
     def differ(self, *sentences: str) -> Value:
@@ -93,13 +94,11 @@ class Leaves:
         size, dtype = self.saved.describe(saved.fqn).size, self.saved.dtype(saved.fqn)
         if place.shape != size:
             return self.differ(self._other_shape(path, list(size), list(place.shape)))
-        if not isinstance(place, ShardedTensor) and place.is_meta:
-            return self.differ(f"{path}: the state's tensor is on the meta device; give it memory first (module.to_empty(device=...))")
         part = local_part(place)
+        if lacking := _without_memory(part):
+            return self.differ(f"{path}: {lacking}")
         if _expanded(part):
             return self.differ(f"{path}: the state's tensor is expanded, so that its elements share memory; clone() it first")
-        if lacking := _lacking_memory(part):
-            return self.differ(f"{path}: {lacking}")
         if why := refused(dtype, place.dtype):
             return self.differ(self._other_dtype(path, dtype, place.dtype, why))
         self.in_place[saved.fqn] = place if isinstance(place, ShardedTensor) else place.detach()
@@ -124,10 +123,18 @@ class Leaves:
         self.paths[saved.fqn] = path
         return self.make(saved, path, device)
 
+    def check_memory(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Record each tensor that a loader of the caller's would write to although it has no memory. `tensors` has keys and tensors."""
+        for path, tensor in tensors:
+            if is_uninitialized(tensor) or isinstance(tensor, ShardedTensor):
+                continue
+            if lacking := _without_memory(local_part(tensor)):
+                self.differ(f"{path}: {lacking}")
+
     def judge(self, read: Read) -> None:
         """Read the values on which it depends whether anything would be lost, and record what would be."""
         wanted: dict[str, tuple[torch.Tensor | None, torch.dtype]] = {name: (place, place.dtype) for name, place in self.in_place.items()}
-        wanted |= {name: (None, dtype) for name, dtype in self.fresh_dtypes.items()}
+        wanted |= {name: (None, dtype) for name, dtype in (self._judged | self.fresh_dtypes).items()}
         for name, loss in converted_losses(self.saved, wanted, read):
             path = self.paths[name]
             self.differ(self._other_dtype(path, self.saved.dtype(name), wanted[name][1], loss))
@@ -172,8 +179,11 @@ class Leaves:
             self.fresh.setdefault(name, device or torch.device("cpu"))
         return lambda resolve: filled(saved, resolve)
 
-    def alike(self, saved: Any, template: Any, path: str) -> Value:
-        """Make the saved value itself, each tensor on the device and with the placements of the template's tensor of that name."""
+    def alike(self, saved: Any, template: Any, path: str, *, lossless: bool = False) -> Value:
+        """Make the saved value itself, each tensor on the device and with the placements of the template's tensor of that name.
+
+        With `lossless`, record each tensor whose values the template's tensor of the same shape could not hold.
+        """
         packer = Packer(lambda value, _: expand_object(value, Names()))
         try:
             packer.pack(template, path)
@@ -184,6 +194,14 @@ class Leaves:
         for name in self.fresh.keys() & packer.tensors.keys():
             own = packer.tensors[name]
             self.fresh[name] = own.device
+            if is_uninitialized(own):
+                continue
+            if lossless and tuple(own.shape) == tuple(self.saved.describe(name).size):
+                self.paths[name] = name
+                if why := refused(self.saved.dtype(name), own.dtype):
+                    self.differ(self._other_dtype(name, self.saved.dtype(name), own.dtype, why))
+                else:
+                    self._judged[name] = own.dtype
             if isinstance(own, (DTensor, ShardedTensor)) and tuple(own.shape) == tuple(self.saved.describe(name).size):
                 del self.fresh[name]
                 sharded[name] = self.in_place[name] = own if isinstance(own, ShardedTensor) else torch.empty_like(own.detach())
@@ -224,8 +242,10 @@ def _expanded(tensor: torch.Tensor) -> bool:
     return 0 in strides and tensor.numel() > 0 and any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, strides, strict=True))
 
 
-def _lacking_memory(part: torch.Tensor) -> str:
-    """Return a phrase that says why a tensor's storage does not hold all of its elements, or "" if it does."""
+def _without_memory(part: torch.Tensor) -> str:
+    """Return a phrase that says why the memory of a tensor does not hold all of its elements, or "" if it does."""
+    if part.is_meta:
+        return "the state's tensor is on the meta device; give it memory first (module.to_empty(device=...))"
     if not part.numel() or part.layout is not torch.strided:
         return ""
     needed = part.storage_offset() * part.element_size() + reach(part)

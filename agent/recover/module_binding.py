@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,11 +39,15 @@ class Modules:
         module = unwrapped(place)
         own = get_model_state_dict(place) if flat else module.state_dict()
         if not flat and loads_by_itself(module):
+            leaves.check_memory(_tensors(module, "", path))
             return self._whole(module, own, tree, path)
         raw_of = raw_names(module, own)
         current = current_names(raw_of, tree)
         tree = {current[name]: value for name, value in tree.items()}
-        loaders = [] if flat else [_canonical_prefix(module, prefix) for prefix in parts_with_loaders(module)]
+        parts = [] if flat else parts_with_loaders(module)
+        for part in parts:
+            leaves.check_memory(_tensors(module, part, path))
+        loaders = [_canonical_prefix(module, part) for part in parts]
         to_loaders = {name for name in (*raw_of, *tree) if any(name.startswith(prefix) for prefix in loaders)}
         plain_names = [name for name in raw_of if name not in to_loaders]
         saved_names = [name for name in tree if name not in to_loaders]
@@ -76,7 +81,7 @@ class Modules:
 
     def _whole(self, module: torch.nn.Module, own: Any, tree: Any, path: str) -> Value:
         """Bind a module whose class overrides `load_state_dict` or `state_dict`: it is given its whole saved state dict."""
-        fresh = self._leaves.alike(tree, own, path)
+        fresh = self._leaves.alike(tree, own, path, lossless=True)
 
         def put(resolve: Resolve) -> Any:
             _load(module, fresh(resolve), own, self._leaves.options.strict, path)
@@ -91,7 +96,7 @@ class Modules:
         leaves, inside = self._leaves, f"{path}." if path else ""
         kept = {raw_of[name]: own[raw_of[name]] for name in names if name in raw_of and leaves.is_kept(f"{inside}{name}")}
         template = {name: own[raw_of[name]] for name in tree if name in raw_of}
-        fresh = leaves.alike(tree, template, path) if tree else None
+        fresh = leaves.alike(tree, template, path, lossless=True) if tree else None
 
         def make(resolve: Resolve) -> dict[str, Any]:
             made = {} if fresh is None else fresh(resolve)
@@ -120,6 +125,13 @@ def _load(module: torch.nn.Module, found: dict[str, Any], own: Any, strict: bool
     if metadata is not None:
         state._metadata = metadata  # type: ignore[attr-defined]  # the versions by which loaders know an older state
     load_into(module, state, path, **({"strict": strict} if "strict" in inspect.signature(module.load_state_dict).parameters else {}))
+
+
+def _tensors(module: torch.nn.Module, part: str, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the key and the tensor of each parameter and buffer of a module whose raw name begins with `part`."""
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if name.startswith(part):
+            yield f"{path}.{name}" if path else name, tensor
 
 
 def _own_tensors(module: torch.nn.Module, own: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ckptd.agent.state.merge import is_optimizer
 from ckptd.agent.state.naming import Key, Names, parameters_of, with_current_names
 from ckptd.agent.state.optimizers import steps_on_device, tell, without_state
 from ckptd.agent.state.refusals import is_uninitialized
-from ckptd.agent.state.tree import ObjectNode, TensorRef, filled
+from ckptd.agent.state.tree import ObjectNode, TensorRef, filled, tensor_names
 
 
 class Optimizers:
@@ -141,6 +141,7 @@ class Optimizers:
 
         def put(resolve: Resolve) -> Any:
             own = place.state_dict()
+            as_it_is = {parameter: place.state[parameter] for parameter in staying if parameter in place.state}
             state = {
                 number: own["state"][number] for number, p in enumerate(parameters_of(place)) if id(p) in stay and number in own["state"]
             }
@@ -152,6 +153,7 @@ class Optimizers:
                 made = {key: value(resolve) for key, value in entries.items()}
                 groups.append({**group, **{key: value for key, value in made.items() if value is not KEEP}})
             load_into(place, {**own, **{key: value(resolve) for key, value in more.items()}, "state": state, "param_groups": groups}, path)
+            place.state.update(as_it_is)  # the loader may have converted it
             return KEEP
 
         return put
@@ -274,21 +276,24 @@ class Optimizers:
             elif isinstance(own, torch.Tensor) and isinstance(saved, ObjectNode):  # saved in parts, such as a quantized tensor
                 values[name] = self._bind(own, saved, f"{path}.{name}")
             else:
+                for inner in map(TensorRef, tensor_names(saved)):
+                    dtype = self._dtype_for(inner, name, key, parameter, optimizer)
+                    if dtype != leaves.saved.dtype(inner.fqn):
+                        leaves.converted(inner, f"{path}.{name}", dtype, device)
                 values[name] = leaves.make(saved, f"{path}.{name}", device)
         return values
 
     def _dtype_for(self, saved: TensorRef, name: Any, key: Key, parameter: torch.Tensor, path: str) -> torch.dtype:
-        """Return the dtype in which state is brought back: the saved one, or that of the parameter if that has changed since.
+        """Return the dtype in which state is brought back: that of the parameter if it has changed since the save, else the saved one.
 
-        torch gives all state but the step the dtype of its parameter. State that was saved in another dtype than its parameter, as
-        optimizers with moments of a higher precision have it, keeps it here.
+        torch gives all state but the step the dtype of its parameter. State of a parameter whose dtype has not changed keeps its own dtype
+        here, because some optimizers have moments of a higher precision than the parameters.
         """
         dtype = self._leaves.saved.dtype(saved.fqn)
         if name == "step" or not parameter.is_floating_point() or not dtype.is_floating_point:
             return dtype
         before = {form.dtype for form in self._parameters.forms(path, key)}
-        followed = before == {dtype} and parameter.dtype not in before
-        return parameter.dtype if followed else dtype
+        return parameter.dtype if before and parameter.dtype not in before else dtype
 
     def _like(self, parameter: DTensor, saved: TensorRef, dtype: torch.dtype, path: str) -> Value:
         """Make state that the optimizer does not have yet for a sharded parameter, sharded like the parameter."""
