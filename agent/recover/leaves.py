@@ -60,7 +60,7 @@ class Leaves:
         self.as_dicts: list[str] = []
         self.undo: list[Callable[[], None]] = []
         self.paths: dict[str, str] = {}
-        self._judged: dict[str, torch.dtype] = {}  # dtypes to which a loader of the caller's will convert tensors
+        self._loaded: dict[str, torch.Tensor] = {}  # to which a loader of the caller's will write
         self._foreign, self._of_ranks = foreign, of_ranks
 
     def differ(self, *sentences: str) -> Value:
@@ -123,22 +123,28 @@ class Leaves:
         self.paths[saved.fqn] = path
         return self.make(saved, path, device)
 
-    def check_memory(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Record each tensor that a loader of the caller's would write to although it has no memory. `tensors` has keys and tensors."""
-        for path, tensor in tensors:
-            if is_uninitialized(tensor) or isinstance(tensor, ShardedTensor):
-                continue
-            if lacking := _without_memory(local_part(tensor)):
-                self.differ(f"{path}: {lacking}")
+    def have_memory(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> bool:
+        """Return True if all tensors have memory, so that the caller's own methods may be called. Otherwise record those that have none.
+
+        `tensors` has their keys in the state and themselves.
+        """
+        lacking = [
+            f"{path}: {why}"
+            for path, tensor in tensors
+            if not is_uninitialized(tensor) and not isinstance(tensor, ShardedTensor) and (why := _without_memory(local_part(tensor)))
+        ]
+        self.differ(*lacking)
+        return not lacking
 
     def judge(self, read: Read) -> None:
         """Read the values on which it depends whether anything would be lost, and record what would be."""
         wanted: dict[str, tuple[torch.Tensor | None, torch.dtype]] = {name: (place, place.dtype) for name, place in self.in_place.items()}
-        wanted |= {name: (None, dtype) for name, dtype in (self._judged | self.fresh_dtypes).items()}
+        wanted |= {name: (place, place.dtype) for name, place in self._loaded.items()}
+        wanted |= {name: (None, dtype) for name, dtype in self.fresh_dtypes.items()}
         for name, loss in converted_losses(self.saved, wanted, read):
             path = self.paths[name]
             self.differ(self._other_dtype(path, self.saved.dtype(name), wanted[name][1], loss))
-        for one, other in shared_losses(self.saved, self.in_place, read):
+        for one, other in shared_losses(self.saved, self.in_place | self._loaded, read):
             self.differences.to_keep.append(self.paths[other])
             self.differ(
                 f"{self.paths[one]} and {self.paths[other]} share memory in the state, and differ in the checkpoint: untie them, or "
@@ -201,7 +207,7 @@ class Leaves:
                 if why := refused(self.saved.dtype(name), own.dtype):
                     self.differ(self._other_dtype(name, self.saved.dtype(name), own.dtype, why))
                 else:
-                    self._judged[name] = own.dtype
+                    self._loaded[name] = own.detach()
             if isinstance(own, (DTensor, ShardedTensor)) and tuple(own.shape) == tuple(self.saved.describe(name).size):
                 del self.fresh[name]
                 sharded[name] = self.in_place[name] = own if isinstance(own, ShardedTensor) else torch.empty_like(own.detach())

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.structure import PLAIN, local_part
-from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value
+from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, keep
 from ckptd.agent.state.customized import loads_by_itself, needs_loading, parts_with_loaders
 from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.tree import ObjectNode
@@ -37,16 +37,17 @@ class Modules:
         if not isinstance(tree, dict):
             return leaves.other_kind(path, saved, "a module")
         module = unwrapped(place)
+        parts = [] if flat else parts_with_loaders(module)
+        by_itself = not flat and loads_by_itself(module)
+        reload = not flat and (by_itself or bool(parts) or needs_loading(module))
+        if reload and not leaves.have_memory(_tensors(module, path)):
+            return keep
         own = get_model_state_dict(place) if flat else module.state_dict()
-        if not flat and loads_by_itself(module):
-            leaves.check_memory(_tensors(module, "", path))
+        if by_itself:
             return self._whole(module, own, tree, path)
         raw_of = raw_names(module, own)
         current = current_names(raw_of, tree)
         tree = {current[name]: value for name, value in tree.items()}
-        parts = [] if flat else parts_with_loaders(module)
-        for part in parts:
-            leaves.check_memory(_tensors(module, part, path))
         loaders = [_canonical_prefix(module, part) for part in parts]
         to_loaders = {name for name in (*raw_of, *tree) if any(name.startswith(prefix) for prefix in loaders)}
         plain_names = [name for name in raw_of if name not in to_loaders]
@@ -63,7 +64,6 @@ class Modules:
         if flat:
             return _flattened(place, own, values)
         through = self._through_loaders(own, raw_of, {name: tree[name] for name in tree if name in to_loaders}, to_loaders, path)
-        reload = bool(loaders) or needs_loading(module)
 
         def put(resolve: Resolve) -> Any:
             made = {raw: value(resolve) for raw, value in values.items()}
@@ -127,11 +127,10 @@ def _load(module: torch.nn.Module, found: dict[str, Any], own: Any, strict: bool
     load_into(module, state, path, **({"strict": strict} if "strict" in inspect.signature(module.load_state_dict).parameters else {}))
 
 
-def _tensors(module: torch.nn.Module, part: str, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the key and the tensor of each parameter and buffer of a module whose raw name begins with `part`."""
+def _tensors(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the key and the tensor of each parameter and buffer of a module."""
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-        if name.startswith(part):
-            yield f"{path}.{name}" if path else name, tensor
+        yield f"{path}.{name}" if path else name, tensor
 
 
 def _own_tensors(module: torch.nn.Module, own: dict[str, Any]) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class Optimizers:
             for group, entries in zip(own["param_groups"], group_values, strict=True):
                 made = {key: value(resolve) for key, value in entries.items()}
                 groups.append({**group, **{key: value for key, value in made.items() if value is not KEEP}})
-            load_into(place, {**own, **{key: value(resolve) for key, value in more.items()}, "state": state, "param_groups": groups}, path)
+            load_into(place, {**{key: value(resolve) for key, value in more.items()}, "state": state, "param_groups": groups}, path)
             place.state.update(as_it_is)  # the loader may have converted it
             return KEEP
 
@@ -180,7 +180,9 @@ class Optimizers:
         leaves.compare(list(group_of), [name for names in own for name in names], f"{path}.param_groups")
         found = []
         for number, names in enumerate(own):
-            groups = [group_of[name] for name in names if name in group_of] if names else saved[number : number + 1]
+            groups = [group_of[name] for name in names if name in group_of]
+            if not names and len(saved) == len(own) and not saved[number]["params"]:
+                groups = [saved[number]]
             plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
             if any(other != plain[0] for other in plain):
                 leaves.differences.others.append(
@@ -251,7 +253,10 @@ class Optimizers:
     def _optimizer_entry(
         self, place: torch.optim.Optimizer, key: Key, parameter: torch.Tensor, entry: Any, path: str, *, in_place: bool
     ) -> dict[Any, Value]:
-        """Bind the state of a parameter. Tensors that fit are filled in place, others made where torch's own load_state_dict puts them."""
+        """Bind the state of a parameter. Tensors that fit are filled in place, others made where torch's own load_state_dict puts them.
+
+        Without `in_place`, the optimizer's own method is given the values as they were saved.
+        """
         leaves, optimizer, path = self._leaves, path, f"{path}.state.{key}"
         if not isinstance(entry, dict):
             return {}
@@ -264,7 +269,7 @@ class Optimizers:
             device = torch.device("cpu") if name == "step" and not steps_on_device(place, parameter) else parameter.device
             if isinstance(saved, TensorRef):
                 described = leaves.saved.describe(saved.fqn)
-                dtype = self._dtype_for(saved, name, key, parameter, optimizer)
+                dtype = self._dtype_for(saved, name, key, parameter, optimizer) if in_place else leaves.saved.dtype(saved.fqn)
                 if isinstance(own, torch.Tensor) and tuple(own.shape) == tuple(described.size) and own.dtype == dtype:
                     values[name] = leaves.tensor(own, saved, f"{path}.{name}")
                 elif isinstance(parameter, DTensor) and tuple(parameter.shape) == tuple(described.size):
@@ -276,7 +281,7 @@ class Optimizers:
             elif isinstance(own, torch.Tensor) and isinstance(saved, ObjectNode):  # saved in parts, such as a quantized tensor
                 values[name] = self._bind(own, saved, f"{path}.{name}")
             else:
-                for inner in map(TensorRef, tensor_names(saved)):
+                for inner in map(TensorRef, tensor_names(saved) if in_place else ()):
                     dtype = self._dtype_for(inner, name, key, parameter, optimizer)
                     if dtype != leaves.saved.dtype(inner.fqn):
                         leaves.converted(inner, f"{path}.{name}", dtype, device)

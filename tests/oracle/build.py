@@ -225,12 +225,10 @@ def _base(module: nn.Module) -> nn.Module:
 
 def _parameters(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
     for model in run.program.models:
-        if model.key not in run.state:  # the program saves its optimizer alone
-            continue
         for name, parameter in run.state[model.key].named_parameters():
             yield f"{model.key}:{canonical(name)}", parameter
     for extra in run.program.extras:
-        if extra.kind in BARES and extra.key in run.state:
+        if extra.kind in BARES:
             yield f"{extra.key}:", run.state[extra.key]
 
 

@@ -95,14 +95,16 @@ def _judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
     for number in range(call.snapshots):
         for _ in range(pair.before.steps):
             run.step()
-        if number:
+        if number and not call.saved:  # an optimizer that is saved alone cannot know that names have moved
             between(run, call.between)
-        if call.saved:
-            run.state = {key: value for key, value in run.state.items() if key in call.saved}
+        saved = {key: value for key, value in run.state.items() if not call.saved or key in call.saved}
         try:
-            save(run.state, number)
+            save(saved, number)
         except CkptdError as error:
+            run.state = saved
             return _unsaved(pair, run, error)
+    if call.saved:
+        run.state = {key: value for key, value in run.state.items() if key in call.saved}
     try:
         data: bytes | None = dump(run.state)
     except Exception:
