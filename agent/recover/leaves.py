@@ -10,9 +10,9 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.plan.structure import local_part
+from ckptd.agent.plan.structure import lacking_memory, local_part
 from ckptd.agent.read.saved import Saved
-from ckptd.agent.recover.conversions import Read, converted_losses, narrows, reach, refused, shared_losses
+from ckptd.agent.recover.conversions import Read, converted_losses, narrows, refused, shared_losses
 from ckptd.agent.recover.differences import Differences
 from ckptd.agent.recover.options import Options
 from ckptd.agent.state.capture import expand_object
@@ -252,11 +252,5 @@ def _without_memory(part: torch.Tensor) -> str:
     """Return a phrase that says why the memory of a tensor does not hold all of its elements, or "" if it does."""
     if part.is_meta:
         return "the state's tensor is on the meta device; give it memory first (module.to_empty(device=...))"
-    if not part.numel() or part.layout is not torch.strided:
-        return ""
-    needed = part.storage_offset() * part.element_size() + reach(part)
-    try:
-        held = part.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):  # a subclass that wraps other tensors has no storage of its own
-        return ""
-    return "" if held >= needed else f"the state's tensor needs {needed} bytes, and its storage has {held}: give it memory first"
+    lacking = lacking_memory(part) if part.layout is torch.strided else ""
+    return lacking and f"{lacking}: give it memory first"
