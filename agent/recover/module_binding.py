@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -53,11 +54,7 @@ class Modules:
         plain_names = [name for name in raw_of if name not in to_loaders]
         saved_names = [name for name in tree if name not in to_loaders]
         if not leaves.options.strict and plain_names and saved_names and set(plain_names).isdisjoint(saved_names):
-            leaves.differences.to_keep.append(f"{path}.*" if path else "*")
-            return leaves.differ(
-                f"{path or 'the state'}: no key of the module is in the checkpoint, which has {', '.join(saved_names[:3])}, while the "
-                f"state has {', '.join(plain_names[:3])}"
-            )
+            return self._without_match(saved_names, plain_names, path)
         leaves.compare(saved_names, plain_names, path)
         inside = f"{path}." if path else ""
         values = {raw_of[name]: self._bind(own[raw_of[name]], tree[name], f"{inside}{name}") for name in plain_names if name in tree}
@@ -81,6 +78,8 @@ class Modules:
 
     def _whole(self, module: torch.nn.Module, own: Any, tree: Any, path: str) -> Value:
         """Bind a module whose class overrides `load_state_dict` or `state_dict`: it is given its whole saved state dict."""
+        if not self._leaves.options.strict and isinstance(own, dict) and own and tree and set(own).isdisjoint(tree):
+            return self._without_match(list(tree), list(own), path)
         fresh = self._leaves.alike(tree, own, path, lossless=True)
 
         def put(resolve: Resolve) -> Any:
@@ -88,6 +87,13 @@ class Modules:
             return KEEP
 
         return put
+
+    def _without_match(self, theirs: list[str], ours: list[str], path: str) -> Value:
+        self._leaves.differences.to_keep.append(f"{path}.*" if path else "*")
+        return self._leaves.differ(
+            f"{path or 'the state'}: no key of the module is in the checkpoint, which has {', '.join(map(str, theirs[:3]))}, while the "
+            f"state has {', '.join(ours[:3])}"
+        )
 
     def _through_loaders(
         self, own: dict[str, Any], raw_of: dict[str, str], tree: dict[str, Any], names: set[str], path: str
@@ -105,13 +111,20 @@ class Modules:
         return make
 
 
-def load_into(place: Any, state: Any, path: str, **options: Any) -> None:
-    """Call an object's own `load_state_dict`. Raises RecoveryFailed for an exception in it."""
+def load_into(place: Any, state: Any, path: str, **options: Any) -> Any:
+    """Return what an object's own `load_state_dict` returns. Raises RecoveryFailed for an exception in it."""
+    with loader_of(place, path):
+        return place.load_state_dict(state, **options)
+
+
+@contextmanager
+def loader_of(place: Any, path: str) -> Iterator[None]:
+    """Raise RecoveryFailed for an exception in the caller's object, while it loads its state."""
     try:
-        place.load_state_dict(state, **options)
+        yield
     except CkptdError:
         raise
-    except Exception as error:  # of the caller's object
+    except Exception as error:
         raise RecoveryFailed(
             f"{path or 'the state'}: load_state_dict() of {class_of(place)} raised {error!r}; the state is partly overwritten: "
             f"rebuild it, and leave this object as it is with recover(keep=[{path!r}]), or make it ready for its state first",

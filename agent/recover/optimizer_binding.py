@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, keep
-from ckptd.agent.recover.module_binding import load_into
+from ckptd.agent.recover.module_binding import load_into, loader_of
 from ckptd.agent.recover.optimizer_check import (
     changed_settings,
     class_difference,
@@ -61,6 +61,13 @@ class Optimizers:
             )
         if flat is not None:
             return self._flattened_optimizer(place, flat, tree, path)
+        theirs, ours = ({name for name in names if type(name) is int} for names in (saved_names, keys))
+        if theirs and ours and theirs != ours:
+            leaves.differences.to_keep.append(f"{path}.*" if path else "*")
+            return leaves.differ(
+                f"{path or 'the state'}: the checkpoint has {len(theirs)} parameters without names in this optimizer, the state {len(ours)}: "
+                "have the module that holds them in the state, too"
+            )
         return self._named(place, tree, keys, path)
 
     def _whole(self, place: torch.optim.Optimizer, tree: Any, path: str) -> Value:
@@ -116,7 +123,8 @@ class Optimizers:
             state.update({key: value(resolve) for key, value in others.items()})
             place.state.clear()
             place.state.update(state)
-            tell(place)
+            with loader_of(place, path):
+                tell(place)
             return KEEP
 
         return put

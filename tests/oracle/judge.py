@@ -84,6 +84,8 @@ def judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
 
 def _judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
     call = pair.call
+    if call.only and any(model.transform and model.key not in call.only for model in pair.after.models):
+        return Verdict(NOTHING, "a model without memory is not recovered, and cannot train")
     try:
         run = build(pair.before)
         target = _target(pair)

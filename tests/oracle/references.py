@@ -53,16 +53,18 @@ class Unfit(Exception):
 class Facts:
     """What the saving program knows of its optimizers, and torch.save has not: the names of the parameters, in each group.
 
-    shapes and dtypes: those of each parameter, by name.
+    shapes and dtypes: those of each parameter, by name. held: the keys of the optimizers that lie in an object of the caller's.
     """
 
     groups: dict[str, list[list[str]]] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
 
 
 def facts_of(run: Run) -> Facts:
     found = Facts()
+    found.held = {key for key in run.optimizers if isinstance(run.state.get(key), Holder)}
     for key, optimizer in run.optimizers.items():
         found.groups[key] = names_by_group(run, optimizer)
         for group in optimizer.param_groups:
@@ -112,6 +114,8 @@ def load_by_name(run: Run, data: bytes, call: Call, facts: Facts) -> None:
             _module(place, saved, call)
         elif key in run.optimizers and not isinstance(place, Holder):
             _optimizer(run, key, place, saved, facts, call)
+        elif isinstance(place, Holder) and key not in facts.held:
+            place.load_state_dict({**saved, "param_groups": [_without_names(group) for group in saved["param_groups"]]})
         else:
             place.load_state_dict(saved)
 
@@ -212,6 +216,10 @@ def _optimizer(run: Run, key: str, place: Any, saved: dict[str, Any], facts: Fac
         _widen(run, optimizer, state, facts)
     for number, entry in own_state.items():
         optimizer.state[_parameters(optimizer)[number]] = entry
+
+
+def _without_names(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "param_names"}
 
 
 def _has_ways_of_its_own(optimizer: torch.optim.Optimizer) -> bool:

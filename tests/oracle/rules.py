@@ -122,6 +122,10 @@ def may_refuse(pair: Pair, run: Run, target: Run, facts: Facts) -> str:
             return "an optimizer is recovered without its parameters"
     if any(block.kind == "spread" for model in pair.after.models for block in model.blocks):
         return "a buffer's elements share memory"
+    if not strict and any(_apart(value, run.state.get(key)) for key, value in target.state.items()):
+        return "no key of a module matches"
+    if set(run.state).isdisjoint(target.state):
+        return "no key matches"
     if strict and set(run.state) != set(target.state):
         return "the states have other keys"
     if strict and _other_keys(pair):
@@ -151,6 +155,14 @@ def may_refuse(pair: Pair, run: Run, target: Run, facts: Facts) -> str:
     return ""
 
 
+def _apart(mine: Any, theirs: Any) -> bool:
+    """Return True if two modules have no key in common."""
+    if not isinstance(mine, nn.Module) or not isinstance(theirs, nn.Module):
+        return False
+    ours, saved = ({canonical(name) for name in module.state_dict()} for module in (mine, theirs))
+    return bool(ours and saved) and ours.isdisjoint(saved)
+
+
 def _complexes(dtype: str) -> bool:
     return dtype.startswith("complex")
 
@@ -172,7 +184,7 @@ def may_not_save(pair: Pair) -> bool:
 
 def may_be_late(pair: Pair) -> bool:
     """Return True if an object's own loader may raise after other values are written (point 1): never for a scaler (point 6)."""
-    return not any(one.kind != other.kind and other.kind in SCALERS for one, other in _both(pair.before.extras, pair.after.extras))
+    return not any(one.kind == "scaler-off" != other.kind in SCALERS for one, other in _both(pair.before.extras, pair.after.extras))
 
 
 def must_succeed(pair: Pair) -> bool:
