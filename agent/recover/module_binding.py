@@ -55,6 +55,7 @@ class Modules:
         saved_names = [name for name in tree if name not in to_loaders]
         if not leaves.options.strict and plain_names and saved_names and set(plain_names).isdisjoint(saved_names):
             return self._without_match(saved_names, plain_names, path)
+        leaves.matched += not plain_names and not saved_names  # a module without state matches another
         leaves.compare(saved_names, plain_names, path)
         inside = f"{path}." if path else ""
         values = {raw_of[name]: self._bind(own[raw_of[name]], tree[name], f"{inside}{name}") for name in plain_names if name in tree}

@@ -65,8 +65,8 @@ class Optimizers:
         if theirs and ours and theirs != ours:
             leaves.differences.to_keep.append(f"{path}.*" if path else "*")
             return leaves.differ(
-                f"{path or 'the state'}: the checkpoint has {len(theirs)} parameters without names in this optimizer, the state {len(ours)}: "
-                "have the module that holds them in the state, too"
+                f"{path or 'the state'}: the checkpoint has {len(theirs)} parameters without names in this optimizer, the state "
+                f"{len(ours)}: have the module that holds them in the state, too"
             )
         return self._named(place, tree, keys, path)
 
