@@ -87,6 +87,10 @@ class Optimizers:
         for group in place.param_groups:
             own.append(keys[position : position + len(group["params"])])
             position += len(group["params"])
+        if not any(group["params"] for group in tree["param_groups"]) and len(own) == len(tree["param_groups"]):
+            # FSDP1 has no names for the parameters of an optimizer without state: its groups are those of the same number
+            groups = [{**group, "params": names} for group, names in zip(tree["param_groups"], own, strict=True)]
+            tree = {**tree, "param_groups": groups}
         settings = self._settings(tree["param_groups"], own, path)
         if leaves.options.strict:
             leaves.differences.others += settings_differences(place.param_groups, settings, path)
