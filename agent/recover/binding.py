@@ -21,13 +21,14 @@ from ckptd.agent.read.saved import Saved
 from ckptd.agent.recover.conversions import Read
 from ckptd.agent.recover.differences import grouped
 from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, keep
-from ckptd.agent.recover.module_binding import Modules, load_into
+from ckptd.agent.recover.module_binding import Modules
 from ckptd.agent.recover.optimizer_binding import Optimizers
 from ckptd.agent.recover.optimizer_check import class_difference
 from ckptd.agent.recover.options import Options
+from ckptd.agent.recover.own_loaders import load_into
 from ckptd.agent.recover.parameters import SavedParameters, kept_parameters
 from ckptd.agent.recover.reshape import put_into
-from ckptd.agent.state.capture import expand_object
+from ckptd.agent.state.capture import expand_object, tensors_in
 from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.merge import Foreign, OfRanks
 from ckptd.agent.state.naming import Names
@@ -57,8 +58,9 @@ class Binding:
     ) -> None:
         self._leaves = leaves = Leaves(saved, options, foreign or {}, self._of_ranks)
         names = Names(state)
+        kept = kept_parameters(names, leaves.is_kept) if options.keep else frozenset[int]()
         self._modules = Modules(leaves, self._bind)
-        self._optimizers = Optimizers(leaves, names, SavedParameters(tree, saved, recorded), self._bind, kept_parameters(names, leaves))
+        self._optimizers = Optimizers(leaves, names, SavedParameters(tree, saved, recorded), self._bind, kept)
         self.in_place, self.fresh, self.kept = leaves.in_place, leaves.fresh, leaves.kept
         value = self._bind(state, tree, "")
         self.matched, self.fresh_dtypes = leaves.matched, leaves.fresh_dtypes
@@ -264,7 +266,7 @@ class Binding:
             )
         tree, kept = self._without_kept(tree, template, path)
         leaves.changed += _changed_values(template, tree, path)
-        fresh = leaves.alike(tree, template, path)
+        fresh = leaves.alike(tree, tensors_in(template, path), path)
 
         def put(resolve: Resolve) -> Any:
             load_into(place, _with_kept(fresh(resolve), kept), path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,14 +15,10 @@ from ckptd.agent.read.saved import Saved
 from ckptd.agent.recover.conversions import Read, converted_losses, narrows, refused, shared_losses
 from ckptd.agent.recover.differences import Differences
 from ckptd.agent.recover.options import Options
-from ckptd.agent.state.capture import expand_object
 from ckptd.agent.state.merge import Foreign, OfRanks, has_own, own_part
-from ckptd.agent.state.naming import Names
 from ckptd.agent.state.records import as_dict
 from ckptd.agent.state.refusals import is_fake, is_uninitialized
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, any_node, empty_like, filled, like, tensor_names, unavailable
-from ckptd.agent.state.values import Packer
-from ckptd.shared.errors import UnsavableValue
 
 Resolve = Callable[[str], torch.Tensor]
 KEEP = object()
@@ -185,20 +181,15 @@ class Leaves:
             self.fresh.setdefault(name, device or torch.device("cpu"))
         return lambda resolve: filled(saved, resolve)
 
-    def alike(self, saved: Any, template: Any, path: str, *, lossless: bool = False) -> Value:
+    def alike(self, saved: Any, template: Mapping[str, torch.Tensor], path: str, *, lossless: bool = False) -> Value:
         """Make the saved value itself, each tensor on the device and with the placements of the template's tensor of that name.
 
         With `lossless`, record each tensor whose values the template's tensor of the same shape could not hold.
         """
-        packer = Packer(lambda value, _: expand_object(value, Names()))
-        try:
-            packer.pack(template, path)
-        except UnsavableValue:  # then the tensors that it found so far are templates, and the others are made on the CPU
-            pass
         fresh = self.make(saved, path, mark=False)
         sharded: dict[str, torch.Tensor] = {}
-        for name in self.fresh.keys() & packer.tensors.keys():
-            own = packer.tensors[name]
+        for name in self.fresh.keys() & template.keys():
+            own = template[name]
             self.fresh[name] = own.device
             if is_uninitialized(own):
                 continue

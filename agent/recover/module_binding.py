@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -19,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.structure import PLAIN, local_part
 from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, keep
+from ckptd.agent.recover.own_loaders import load_into
+from ckptd.agent.state.capture import tensors_in
 from ckptd.agent.state.customized import loads_by_itself, needs_loading, parts_with_loaders
-from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.tree import ObjectNode
 from ckptd.agent.state.wrappers import canonical_names, current_names, flattens, raw_names, unwrapped
-from ckptd.shared.errors import CkptdError, RecoveryFailed
 
 
 class Modules:
@@ -81,7 +80,7 @@ class Modules:
         """Bind a module whose class overrides `load_state_dict` or `state_dict`: it is given its whole saved state dict."""
         if not self._leaves.options.strict and isinstance(own, dict) and own and tree and set(own).isdisjoint(tree):
             return self._without_match(list(tree), list(own), path)
-        fresh = self._leaves.alike(tree, own, path, lossless=True)
+        fresh = self._leaves.alike(tree, tensors_in(own, path), path, lossless=True)
 
         def put(resolve: Resolve) -> Any:
             _load(module, fresh(resolve), own, self._leaves.options.strict, path)
@@ -103,34 +102,13 @@ class Modules:
         leaves, inside = self._leaves, f"{path}." if path else ""
         kept = {raw_of[name]: own[raw_of[name]] for name in names if name in raw_of and leaves.is_kept(f"{inside}{name}")}
         template = {name: own[raw_of[name]] for name in tree if name in raw_of}
-        fresh = leaves.alike(tree, template, path, lossless=True) if tree else None
+        fresh = leaves.alike(tree, tensors_in(template, path), path, lossless=True) if tree else None
 
         def make(resolve: Resolve) -> dict[str, Any]:
             made = {} if fresh is None else fresh(resolve)
             return {raw_of.get(name, name): value for name, value in made.items()} | kept
 
         return make
-
-
-def load_into(place: Any, state: Any, path: str, **options: Any) -> Any:
-    """Return what an object's own `load_state_dict` returns. Raises RecoveryFailed for an exception in it."""
-    with loader_of(place, path):
-        return place.load_state_dict(state, **options)
-
-
-@contextmanager
-def loader_of(place: Any, path: str) -> Iterator[None]:
-    """Raise RecoveryFailed for an exception in the caller's object, while it loads its state."""
-    try:
-        yield
-    except CkptdError:
-        raise
-    except Exception as error:
-        raise RecoveryFailed(
-            f"{path or 'the state'}: load_state_dict() of {class_of(place)} raised {error!r}; the state is partly overwritten: "
-            f"rebuild it, and leave this object as it is with recover(keep=[{path!r}]), or make it ready for its state first",
-            overwritten=True,
-        ) from error
 
 
 def _load(module: torch.nn.Module, found: dict[str, Any], own: Any, strict: bool, path: str) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, keep
-from ckptd.agent.recover.module_binding import load_into, loader_of
 from ckptd.agent.recover.optimizer_check import (
     changed_settings,
     class_difference,
@@ -18,6 +17,7 @@ from ckptd.agent.recover.optimizer_check import (
     settings_differences,
     state_difference,
 )
+from ckptd.agent.recover.own_loaders import load_into, loader_of
 from ckptd.agent.recover.parameters import SavedParameters
 from ckptd.agent.state.capture import flattened_state, load_flattened_state
 from ckptd.agent.state.customized import optimizer_loads_by_itself
