@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,7 +54,7 @@ class Binding:
         saved: Saved,
         options: Options,
         foreign: Foreign | None = None,
-        recorded: Iterable[Mapping[str, Any]] = (),
+        recorded: Collection[Mapping[str, Any]] = (),
     ) -> None:
         self._leaves = leaves = Leaves(saved, options, foreign or {}, self._of_ranks)
         names = Names(state)

@@ -87,7 +87,8 @@ class Optimizers:
         for group in place.param_groups:
             own.append(keys[position : position + len(group["params"])])
             position += len(group["params"])
-        if not any(group["params"] for group in tree["param_groups"]) and len(own) == len(tree["param_groups"]):
+        nameless = self._parameters.several_ranks and not any(group["params"] for group in tree["param_groups"])
+        if nameless and len(own) == len(tree["param_groups"]):
             # FSDP1 has no names for the parameters of an optimizer without state: its groups are those of the same number
             groups = [{**group, "params": names} for group, names in zip(tree["param_groups"], own, strict=True)]
             tree = {**tree, "param_groups": groups}
@@ -326,7 +327,8 @@ class Optimizers:
         leaves.changed += changed_settings(own, saved, path)
         for name, value in saved.items():
             place = own.get(name)
-            if isinstance(place, torch.Tensor) and isinstance(value, TensorRef) and twice is not None and id(place) not in twice:
+            alone = isinstance(value, TensorRef) and value.fqn not in leaves.in_place  # a saved group may have been divided
+            if alone and isinstance(place, torch.Tensor) and twice is not None and id(place) not in twice:
                 values[name] = leaves.tensor(place, value, f"{path}.{name}")
             else:
                 values[name] = leaves.make(value, f"{path}.{name}")

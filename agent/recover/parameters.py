@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +24,13 @@ class SavedParameters:
     """The forms of the parameters in a checkpoint, by the names that optimizers have for them.
 
     They are those of the tensors of the saved modules. A name that several modules have may stand for any of these. `recorded` has, for
-    each optimizer that held other parameters too, the name, dtype and shape of all of its parameters, as FORMAT.md says.
+    each optimizer that held other parameters too, the name, dtype and shape of all of its parameters, as FORMAT.md says. It has one entry
+    for each rank. several_ranks: True if the checkpoint is of several ranks.
     """
 
-    def __init__(self, tree: Any, saved: Saved, recorded: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, tree: Any, saved: Saved, recorded: Collection[Mapping[str, Any]] = ()) -> None:
         self._saved = saved
+        self.several_ranks = len(recorded) > 1
         self._recorded: dict[tuple[str, Any], Form] = {}
         for forms in recorded:
             for path, parameters in forms.items():
