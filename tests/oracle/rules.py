@@ -158,7 +158,7 @@ def may_refuse(pair: Pair, run: Run, target: Run, facts: Facts) -> str:
 def _in_other_groups(pair: Pair) -> bool:
     """Return True if parameters may have come into other groups, because these are divided by the order of the parameters."""
     grouped = any(plan.grouping != "one" for plan in pair.after.optimizers)
-    return grouped and not {"other order", "second snapshot", "named entries moved"}.isdisjoint(pair.changes)
+    return grouped and not {"other order", "second snapshot", "named entries moved", "subclass swapped"}.isdisjoint(pair.changes)
 
 
 def _apart(mine: Any, theirs: Any) -> bool:
