@@ -113,7 +113,7 @@ def _judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
         data = None
     facts = facts_of(run)
     must = rules.must_refuse(pair, run, target, data, facts)
-    may = rules.may_refuse(pair, run, target, facts)
+    may = "" if must else rules.may_refuse(pair, run, target, facts)
     ours = _end(target, lambda run: _restore(run, restore, call))
     if ours.error is not None and ours.at == "load":
         return _refused(pair, ours, must or may, data, facts)
