@@ -20,7 +20,7 @@ from ckptd.agent.plan.structure import PLAIN
 from ckptd.agent.read.saved import Saved
 from ckptd.agent.recover.conversions import Read
 from ckptd.agent.recover.differences import grouped
-from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, keep
+from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, unchanged
 from ckptd.agent.recover.module_binding import Modules
 from ckptd.agent.recover.optimizer_binding import Optimizers
 from ckptd.agent.recover.optimizer_check import class_difference
@@ -120,12 +120,12 @@ class Binding:
 
     def _bind(self, place: Any, saved: Any, path: str) -> Value:
         if self._leaves.is_kept(path):
-            return keep
+            return unchanged
         if type(saved) is TensorRef and type(place) in PLAIN and not kind_of_tensor(place):  # nearly all values of a large state
             return self._leaves.tensor(place, saved, path)
         if isinstance(saved, Unsaved):
             self._leaves.unsaved.append(path)
-            return keep
+            return unchanged
         if isinstance(saved, Unavailable):
             return self._leaves.make(saved, path)
         if isinstance(saved, OfRanks):
@@ -202,7 +202,7 @@ class Binding:
         if not any(isinstance(item, Unsaved) for item in saved) and not any(map(_is_compared, place)):
             return self._leaves.into(partial(place.__setitem__, slice(None)), saved, path)  # plain values, like a history: any length fits
         if len(place) != len(saved):
-            return self._leaves.differ(f"{path}: the checkpoint has a list of {len(saved)}, the state one of {len(place)}")
+            return self._leaves.differ(f"{path}: the checkpoint has a list of {len(saved)}, the state one of {len(place)}", keep=path)
         values = [self._bind(item, saved[n], f"{path}.{n}" if path else str(n)) for n, item in enumerate(place)]
 
         def put(resolve: Resolve) -> Any:
@@ -230,7 +230,7 @@ class Binding:
         if not isinstance(saved, ObjectNode) or saved.kind != name:
             return leaves.other_kind(path, saved, f"a {name}")
         if why := kind.differs(place, saved.tree):
-            return leaves.differ(f"{path}: {why}")
+            return leaves.differ(f"{path}: {why}", keep=path)
         own = {} if kind.whole else kind.fields(place)
         if not own:
             fresh = leaves.make(saved.tree, path, place.device if isinstance(place, torch.Tensor) else None)
@@ -252,17 +252,16 @@ class Binding:
         """Bind an object with load_state_dict. It loads its whole saved state, each tensor placed and sharded like its own of that name."""
         leaves = self._leaves
         if leaves.options.strict and isinstance(saved, ObjectNode):
-            leaves.differ(*class_difference(place, saved.cls, path))
+            leaves.differ(*class_difference(place, saved.cls, path), keep=path)
         tree = saved.tree if isinstance(saved, ObjectNode) else saved
         if isinstance(template, dict) and template and tree == {} and isinstance(place, torch.amp.GradScaler):
-            leaves.differences.to_keep.append(path)
             return leaves.differ(
-                f"{path}: the checkpoint has a scaler that was disabled, and has no state; the scaler of the state is enabled"
+                f"{path}: the checkpoint has a scaler that was disabled, and has no state; the scaler of the state is enabled", keep=path
             )
         if isinstance(inner := without_wrappers(place), LRScheduler) and (count := _other_groups(tree, len(inner.optimizer.param_groups))):
-            leaves.differences.to_keep.append(path)
             return leaves.differ(
-                f"{path}: the scheduler was saved for {count} parameter groups, and its optimizer has {len(inner.optimizer.param_groups)}"
+                f"{path}: the scheduler was saved for {count} parameter groups, and its optimizer has {len(inner.optimizer.param_groups)}",
+                keep=path,
             )
         tree, kept = self._without_kept(tree, template, path)
         leaves.changed += _changed_values(template, tree, path)
@@ -276,9 +275,15 @@ class Binding:
 
     def _without_kept(self, saved: Any, own: Any, path: str) -> tuple[Any, dict[str, Any]]:
         """Return the saved tree without the keys that the caller keeps, and the caller's values of these keys, nested alike."""
-        if not self._leaves.options.keep or not isinstance(saved, dict) or not isinstance(own, dict):
+        if not self._leaves.options.keep:
             return saved, {}
         kept: dict[Any, Any] = {}
+        if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
+            items = [self._without_kept(value, own[n], f"{path}.{n}" if path else str(n)) for n, value in enumerate(saved)]
+            kept = {n: _Kept(deeper) for n, (_, deeper) in enumerate(items) if deeper}
+            return ([item for item, _ in items] if kept else saved), kept
+        if not isinstance(saved, dict) or not isinstance(own, dict):
+            return saved, {}
         made = empty_like(saved)
         for key, value in saved.items():
             inside = f"{path}.{key}" if path else str(key)
@@ -293,12 +298,13 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The values inside a dict that the caller keeps. A kept dict itself is no _Kept."""
+    """The values inside a dict or a list that the caller keeps. A kept dict itself is no _Kept."""
 
     values: dict[Any, Any]
 
 
 def _with_kept(made: Any, kept: dict[Any, Any]) -> Any:
+    """Put the kept values of a dict, or of the dicts in a list, back into their places."""
     for key, value in kept.items():
         if isinstance(value, _Kept):
             _with_kept(made[key], value.values)
@@ -323,13 +329,19 @@ def _other_groups(saved: Any, groups: int) -> int:
 
 def _changed_values(own: Any, saved: Any, path: str) -> list[str]:
     """Return a phrase for each plain setting of an object with a state dict that the recovery changes."""
+    if isinstance(own, list) and isinstance(saved, list) and len(own) == len(saved) and not is_flat(saved):  # a chain of schedulers
+        return [text for n, value in enumerate(saved) for text in _changed_values(own[n], value, f"{path}.{n}")]
     if not isinstance(own, dict) or not isinstance(saved, dict):
         return []
-    return [
-        f"{path}.{name} {value!r} (was {own[name]!r})"
-        for name, value in saved.items()
-        if name in own and name not in _PROGRESS and type(value) in _SETTINGS and type(own[name]) in _SETTINGS and value != own[name]
-    ]
+    found = []
+    for name, value in saved.items():
+        if name not in own or name in _PROGRESS:
+            continue
+        if type(value) in _SETTINGS and type(own[name]) in _SETTINGS and value != own[name]:
+            found.append(f"{path}.{name} {value!r} (was {own[name]!r})")
+        elif isinstance(value, list):
+            found += _changed_values(own[name], value, f"{path}.{name}")
+    return found
 
 
 _SETTINGS = (bool, int, float, str)

@@ -41,8 +41,18 @@ def narrows(saved: torch.dtype, own: torch.dtype) -> bool:
         if saved.is_floating_point or saved.is_complex or not own.is_floating_point:
             return torch.promote_types(saved, own) != own
     except RuntimeError:  # torch promotes no 8-bit floating-point types and no unsigned integers
-        return True
+        return not _covers(saved, own)
     return saved.itemsize >= own.itemsize  # integers into floating-point numbers, which hold only some of them exactly
+
+
+def _covers(saved: torch.dtype, own: torch.dtype) -> bool:
+    """Return True if every value of one dtype is a value of another of the same kind."""
+    if saved.is_floating_point and own.is_floating_point:
+        theirs, ours = torch.finfo(saved), torch.finfo(own)
+        return ours.max >= theirs.max and ours.eps <= theirs.eps and ours.smallest_normal <= theirs.smallest_normal
+    if not (saved.is_floating_point or own.is_floating_point or torch.bool in (saved, own)):
+        return torch.iinfo(own).min <= torch.iinfo(saved).min and torch.iinfo(saved).max <= torch.iinfo(own).max
+    return False
 
 
 def lost(values: torch.Tensor, own: torch.dtype) -> str:

@@ -18,13 +18,17 @@ class Differences:
 
     missing: the keys that are in the state and not in the checkpoint. unused: the keys that are in the checkpoint and not in the state.
     others: a sentence for each other difference. to_keep: the keys of the state that `keep` would leave as they are, so that these
-    differences do not matter.
+    differences do not matter. loose: True if `strict=False` would accept one of `others`. strict, keep: the options of the call that has
+    found the differences.
     """
 
     missing: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     to_keep: list[str] = field(default_factory=list)
+    loose: bool = False
+    strict: bool = True
+    keep: Sequence[str] = ()
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unused or self.others)
@@ -38,11 +42,13 @@ class Differences:
 
     def _remedy(self) -> str:
         """Return what the caller can write to recover all the same, ready to paste, or "" if there is no such way."""
-        options = ["strict=False"] if self.missing or self.unused else []
-        if self.to_keep:
-            keys = list(dict.fromkeys(self.to_keep))
-            options.append(f"keep={keys if len(keys) <= _LISTED else list(_patterns(keys))!r}")
-        return f". To recover the rest, call recover(state, {', '.join(options)})" if options else ""
+        if not (self.missing or self.unused or self.to_keep or self.loose):
+            return ""
+        options = ["strict=False"] if self.missing or self.unused or self.loose or not self.strict else []
+        keys = list(dict.fromkeys(re.sub(r"([*?[])", r"[\1]", key) for key in self.to_keep))
+        if keep := [*self.keep, *(keys if len(keys) <= _LISTED else _patterns(keys))]:
+            options.append(f"keep={keep!r}")
+        return f". To recover the rest, call recover(state, {', '.join(options)})"
 
 
 def _keys(keys: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ Value = Callable[[Resolve], Any]
 """Makes the value for a place in the caller's state, or returns `KEEP` if the object in that place stays and is changed in place."""
 
 
-def keep(resolve: Resolve) -> Any:
+def unchanged(resolve: Resolve) -> Any:
     """Return `KEEP`: the `Value` of a place that stays as it is."""
     return KEEP
 
@@ -39,7 +39,8 @@ class Leaves:
     the patterns in `options.keep` that match a key. changed: a phrase for each setting of an optimizer that gets another value. left: with
     `strict` off, the keys of the state that the checkpoint does not have. unsaved: the keys of values that the checkpoint leaves out.
     as_dicts: the keys under which records come back as dicts of their fields. undo: the calls that take back everything that the comparison
-    had to make in the state. paths: the keys of the tensors in the state, by name. of_ranks: binds a `per_rank` value.
+    had to make in the state. paths: the keys of the tensors in the state, by name. wholes: the key that can be
+    kept, for each key that cannot be kept alone. of_ranks: binds a `per_rank` value.
     """
 
     def __init__(self, saved: Saved, options: Options, foreign: Foreign, of_ranks: Callable[[Any, OfRanks, str], Value]) -> None:
@@ -48,7 +49,7 @@ class Leaves:
         self.fresh: dict[str, torch.device] = {}
         self.fresh_dtypes: dict[str, torch.dtype] = {}
         self.matched = 0
-        self.differences = Differences()
+        self.differences = Differences(strict=options.strict, keep=options.keep)
         self.kept: set[str] = set()
         self.changed: list[str] = []
         self.left: list[str] = []
@@ -57,12 +58,17 @@ class Leaves:
         self.undo: list[Callable[[], None]] = []
         self.paths: dict[str, str] = {}
         self._loaded: dict[str, torch.Tensor] = {}  # to which a loader of the caller's will write
+        self.wholes: dict[str, str] = {}
         self._foreign, self._of_ranks = foreign, of_ranks
 
-    def differ(self, *sentences: str) -> Value:
-        """Record differences. Return a value that changes nothing."""
+    def differ(self, *sentences: str, keep: str = "") -> Value:
+        """Record differences. Return a value that changes nothing.
+
+        keep: the key that the caller can keep so that these differences do not matter.
+        """
         self.differences.others += sentences
-        return keep
+        self.differences.to_keep += [self.wholes.get(keep, keep)] if keep and sentences else []
+        return unchanged
 
     def is_kept(self, path: str) -> bool:
         """Return True if the caller's value of this key stays."""
@@ -78,43 +84,36 @@ class Leaves:
         found = "a tensor" if isinstance(saved, TensorRef) else type(saved).__name__
         if isinstance(saved, ObjectNode):
             found = f"a {saved.kind}" if saved.kind in RECORDS else "an object"
-        return self.differ(f"{path or 'the state'}: the checkpoint has {found}, the state {expected}")
+        return self.differ(f"{path or 'the state'}: the checkpoint has {found}, the state {expected}", keep=path)
 
     def tensor(self, place: torch.Tensor, saved: Any, path: str) -> Value:
         """Bind a tensor, which is filled in place."""
         if not isinstance(saved, TensorRef):
             return self.other_kind(path, saved, "a tensor")
-        if is_uninitialized(place) or is_fake(place):
+        if is_fake(place):
+            return self.differ(f"{path}: the state's tensor is a fake one, which has no memory; make it outside of FakeTensorMode")
+        if is_uninitialized(place):
             return self.differ(f"{path}: the state's tensor has no memory yet; run one forward pass of the lazy module first")
         self.matched += 1
         size, dtype = self.saved.describe(saved.fqn).size, self.saved.dtype(saved.fqn)
         if place.shape != size:
-            return self.differ(self._other_shape(path, list(size), list(place.shape)))
+            return self.differ(f"{path}: the checkpoint has shape {list(size)}, the state {list(place.shape)}", keep=path)
         part = local_part(place)
         if lacking := _without_memory(part):
             return self.differ(f"{path}: {lacking}")
         if _expanded(part):
             return self.differ(f"{path}: the state's tensor is expanded, so that its elements share memory; clone() it first")
         if why := refused(dtype, place.dtype):
-            return self.differ(self._other_dtype(path, dtype, place.dtype, why))
+            return self.differ(_other_dtype(path, dtype, place.dtype, why), keep=path)
         self.in_place[saved.fqn] = place if isinstance(place, ShardedTensor) else place.detach()
         self.paths[saved.fqn] = path
-        return keep
-
-    def _other_shape(self, path: str, theirs: list[int], ours: list[int]) -> str:
-        self.differences.to_keep.append(path)
-        return f"{path}: the checkpoint has shape {theirs}, the state {ours}"
-
-    def _other_dtype(self, path: str, theirs: torch.dtype, ours: torch.dtype, why: str) -> str:
-        self.differences.to_keep.append(path)
-        theirs_name, ours_name = (str(dtype).removeprefix("torch.") for dtype in (theirs, ours))
-        return f"{path}: the checkpoint has {theirs_name}, the state {ours_name}, and {why}"
+        return unchanged
 
     def converted(self, saved: TensorRef, path: str, dtype: torch.dtype, device: torch.device) -> Value:
         """Make a saved tensor in another dtype."""
         own = self.saved.dtype(saved.fqn)
         if why := refused(own, dtype):
-            return self.differ(self._other_dtype(path, own, dtype, why))
+            return self.differ(_other_dtype(path, own, dtype, why), keep=path)
         self.fresh_dtypes[saved.fqn] = dtype
         self.paths[saved.fqn] = path
         return self.make(saved, path, device)
@@ -139,12 +138,12 @@ class Leaves:
         wanted |= {name: (None, dtype) for name, dtype in self.fresh_dtypes.items()}
         for name, loss in converted_losses(self.saved, wanted, read):
             path = self.paths[name]
-            self.differ(self._other_dtype(path, self.saved.dtype(name), wanted[name][1], loss))
+            self.differ(_other_dtype(path, self.saved.dtype(name), wanted[name][1], loss), keep=path)
         for one, other in shared_losses(self.saved, self.in_place | self._loaded, read):
-            self.differences.to_keep.append(self.paths[other])
             self.differ(
                 f"{self.paths[one]} and {self.paths[other]} share memory in the state, and differ in the checkpoint: untie them, or "
-                "save them tied"
+                "save them tied",
+                keep=self.paths[other],
             )
 
     def narrowed(self) -> dict[tuple[torch.dtype, torch.dtype], int]:
@@ -172,7 +171,7 @@ class Leaves:
         saved = own_part(saved, self._foreign)
         self.matched += 1
         for key, why in unavailable(saved, path):
-            self.differ(f"{key or 'the state'}: {why}; or recover(keep=[{path!r}]) leaves the state's own value")
+            self.differ(f"{key or 'the state'}: {why}; or recover(keep=[{path!r}]) leaves the state's own value", keep=path)
         if any_node(saved, lambda node: isinstance(node, ObjectNode) and node.kind in RECORDS and RECORDS[node.kind].alone is as_dict):
             self.as_dicts.append(path)
         if has_own(saved):
@@ -196,7 +195,7 @@ class Leaves:
             if lossless and tuple(own.shape) == tuple(self.saved.describe(name).size):
                 self.paths[name] = name
                 if why := refused(self.saved.dtype(name), own.dtype):
-                    self.differ(self._other_dtype(name, self.saved.dtype(name), own.dtype, why))
+                    self.differ(_other_dtype(name, self.saved.dtype(name), own.dtype, why), keep=name)
                 else:
                     self._loaded[name] = own.detach()
             if isinstance(own, (DTensor, ShardedTensor)) and tuple(own.shape) == tuple(self.saved.describe(name).size):
@@ -232,6 +231,11 @@ class Leaves:
             return fill
         items = [self.make(value, f"{path}.{n}" if path else str(n), mark=mark) for n, value in enumerate(saved)]
         return lambda resolve: like(saved, [item(resolve) for item in items])
+
+
+def _other_dtype(path: str, theirs: torch.dtype, ours: torch.dtype, why: str) -> str:
+    theirs_name, ours_name = (str(dtype).removeprefix("torch.") for dtype in (theirs, ours))
+    return f"{path}: the checkpoint has {theirs_name}, the state {ours_name}, and {why}"
 
 
 def _expanded(tensor: torch.Tensor) -> bool:

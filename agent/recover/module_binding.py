@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.structure import PLAIN, local_part
-from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, keep
+from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, unchanged
 from ckptd.agent.recover.own_loaders import load_into
 from ckptd.agent.state.capture import tensors_in
 from ckptd.agent.state.customized import loads_by_itself, needs_loading, parts_with_loaders
@@ -41,7 +41,7 @@ class Modules:
         by_itself = not flat and loads_by_itself(module)
         reload = not flat and (by_itself or bool(parts) or needs_loading(module))
         if reload and not leaves.have_memory(_tensors(module, path)):
-            return keep
+            return unchanged
         own = get_model_state_dict(place) if flat else module.state_dict()
         if by_itself:
             return self._whole(module, own, tree, path)
@@ -89,10 +89,10 @@ class Modules:
         return put
 
     def _without_match(self, theirs: list[str], ours: list[str], path: str) -> Value:
-        self._leaves.differences.to_keep.append(f"{path}.*" if path else "*")
         return self._leaves.differ(
             f"{path or 'the state'}: no key of the module is in the checkpoint, which has {', '.join(map(str, theirs[:3]))}, while the "
-            f"state has {', '.join(ours[:3])}"
+            f"state has {', '.join(ours[:3])}",
+            keep=path,
         )
 
     def _through_loaders(

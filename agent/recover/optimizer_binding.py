@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, keep
+from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, unchanged
 from ckptd.agent.recover.optimizer_check import (
     changed_settings,
     class_difference,
@@ -45,28 +45,31 @@ class Optimizers:
         leaves = self._leaves
         tree = saved.tree if isinstance(saved, ObjectNode) else saved
         if leaves.options.strict and isinstance(saved, ObjectNode) and (other := class_difference(place, saved.cls, path)):
-            leaves.differences.others += other
-            return keep
+            return leaves.differ(*other, keep=path)
         if not is_optimizer(tree):
             return self._whole(place, tree, path) if optimizer_loads_by_itself(place) else leaves.other_kind(path, saved, "an optimizer")
+        former = _names_in(tree)
         tree = with_current_names(tree, place, self._names)
         keys = self._names.of(place)
-        saved_names = {name for group in tree["param_groups"] for name in group["params"]}
+        saved_names = _names_in(tree)
+        self._parameters.rename(path, {new: old for new, old in zip(saved_names, former, strict=True) if new != old})
         flat = self._names.flattened_by(place)
-        if keys and saved_names and saved_names.isdisjoint(keys) and flat is None:
-            leaves.differences.to_keep.append(f"{path}.*" if path else "*")
+        if keys and saved_names and set(saved_names).isdisjoint(keys) and flat is None:
+            unnamed = all(type(key) is int for key in keys)
             return leaves.differ(
                 f"{path or 'the state'}: no parameter of the optimizer is in the checkpoint, which has "
-                f"{', '.join(map(str, list(saved_names)[:3]))}, while the optimizer has {', '.join(map(str, keys[:3]))}"
+                f"{', '.join(map(str, saved_names[:3]))}, while the optimizer has {', '.join(map(str, keys[:3]))}"
+                + (": the names are those of the modules, so have the modules in the state, too" if unnamed else ""),
+                keep=path,
             )
         if flat is not None:
             return self._flattened_optimizer(place, flat, tree, path)
         theirs, ours = ({name for name in names if type(name) is int} for names in (saved_names, keys))
         if theirs and ours and theirs != ours:
-            leaves.differences.to_keep.append(f"{path}.*" if path else "*")
             return leaves.differ(
                 f"{path or 'the state'}: the checkpoint has {len(theirs)} parameters without names in this optimizer, the state "
-                f"{len(ours)}: have the module that holds them in the state, too"
+                f"{len(ours)}: have the module that holds them in the state, too",
+                keep=path,
             )
         return self._named(place, tree, keys, path)
 
@@ -94,12 +97,13 @@ class Optimizers:
             tree = {**tree, "param_groups": groups}
         settings = self._settings(tree["param_groups"], own, path)
         if leaves.options.strict:
-            leaves.differences.others += settings_differences(place.param_groups, settings, path)
+            leaves.differ(*settings_differences(place.param_groups, settings, path), keep=path)
         if leaves.differences.others or leaves.differences.missing:
-            return keep
-        parameter_of = {key: p for key, p in zip(keys, parameters, strict=True) if id(p) not in self._kept}
+            return unchanged
+        kept = {key for key, p in zip(keys, parameters, strict=True) if id(p) in self._kept or leaves.is_kept(f"{path}.state.{key}")}
         not_saved = set(keys).difference(name for group in tree["param_groups"] for name in group["params"])
-        staying = [p for key, p in zip(keys, parameters, strict=True) if key in not_saved or id(p) in self._kept]
+        parameter_of = {key: p for key, p in zip(keys, parameters, strict=True) if key not in kept}
+        staying = [p for key, p in zip(keys, parameters, strict=True) if key in not_saved or key in kept]
         by_itself = optimizer_loads_by_itself(place) or tree.keys() != {"state", "param_groups"}
         values: dict[Any, dict[Any, Value]] = {}
         for key, entry in tree["state"].items():
@@ -176,11 +180,10 @@ class Optimizers:
         shapes = {form.shape for form in self._parameters.forms(path, key)}
         if not shapes or is_uninitialized(parameter) or tuple(parameter.shape) in shapes:
             return True
-        where = self._parameters.key_of(key)
-        self._leaves.differences.to_keep.append(where)
         self._leaves.differ(
             f"{path}.state.{key}: the parameter had shape {' or '.join(str(list(shape)) for shape in shapes)} when it was saved, and has "
-            f"{list(parameter.shape)} now"
+            f"{list(parameter.shape)} now",
+            keep=f"{path}.state.{key}",
         )
         return False
 
@@ -189,7 +192,9 @@ class Optimizers:
         leaves = self._leaves
         group_of = {name: group for group in saved for name in group["params"]}
         if leaves.options.strict:
-            leaves.differences.others += group_differences(own, [group["params"] for group in saved], path)
+            apart = group_differences(own, [group["params"] for group in saved], path)
+            leaves.differ(*apart)
+            leaves.differences.loose |= bool(apart)
         leaves.compare(list(group_of), [name for names in own for name in names], f"{path}.param_groups")
         found = []
         for number, names in enumerate(own):
@@ -198,9 +203,10 @@ class Optimizers:
                 groups = [saved[number]]
             plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
             if any(other != plain[0] for other in plain):
-                leaves.differences.others.append(
+                leaves.differ(
                     f"{path}.param_groups.{number}: the checkpoint has the parameters of this group in groups with different settings "
-                    f"(it has {len(saved)} groups, the optimizer {len(own)})"
+                    f"(it has {len(saved)} groups, the optimizer {len(own)})",
+                    keep=path,
                 )
             found.append(plain[0] if plain else {})
         return found
@@ -240,7 +246,7 @@ class Optimizers:
         own["state"] = {key: value for key, value in own["state"].items() if any(key in group["params"] for group in groups)}
         settings = self._settings(tree["param_groups"], [list(group["params"]) for group in groups], path)
         if leaves.options.strict:
-            leaves.differences.others += settings_differences(groups, settings, path)
+            leaves.differ(*settings_differences(groups, settings, path), keep=path)
         restored = self._without_kept(settings, path)
         for number, (group, found) in enumerate(zip(groups, restored, strict=True)):
             leaves.changed += changed_settings(group, found, f"{path}.param_groups.{number}")
@@ -275,12 +281,13 @@ class Optimizers:
             return {}
         mine = place.state.get(parameter, {}) if in_place else {}
         if leaves.options.strict:
-            leaves.differences.others += state_difference(mine, entry, path)
+            leaves.differ(*state_difference(mine, entry, path), keep=optimizer)
         values: dict[Any, Value] = {}
         for name, saved in entry.items():
             own = mine.get(name)
             device = torch.device("cpu") if name == "step" and not steps_on_device(place, parameter) else parameter.device
             if isinstance(saved, TensorRef):
+                leaves.wholes[f"{path}.{name}"] = path  # an optimizer that had some of the state of a parameter would fail at its next step
                 described = leaves.saved.describe(saved.fqn)
                 dtype = self._dtype_for(saved, name, key, parameter, optimizer) if in_place else leaves.saved.dtype(saved.fqn)
                 if isinstance(own, torch.Tensor) and tuple(own.shape) == tuple(described.size) and own.dtype == dtype:
@@ -333,6 +340,11 @@ class Optimizers:
             else:
                 values[name] = leaves.make(value, f"{path}.{name}")
         return values
+
+
+def _names_in(tree: dict[str, Any]) -> list[Any]:
+    """Return the names of the parameters in all groups of an optimizer's saved state, in their order."""
+    return [name for group in tree["param_groups"] for name in group["params"]]
 
 
 def _settings_of_several(groups: list[dict[str, Any]]) -> frozenset[int]:

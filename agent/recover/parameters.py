@@ -36,19 +36,21 @@ class SavedParameters:
             for path, parameters in forms.items():
                 for name, dtype, shape in parameters:
                     self._recorded[path, name] = Form(tuple(shape), dtype_of(dtype))
+        self._former: dict[str, dict[Any, Any]] = {}
         self._tensors: dict[str, list[str]] = {}
         self._collect(tree, "")
 
+    def rename(self, path: str, former: dict[Any, Any]) -> None:
+        """Set the names that the checkpoint has for parameters of the optimizer at `path`, by the names that they have now."""
+        self._former[path] = former
+
     def forms(self, path: str, name: Any) -> list[Form]:
         """Return the forms that a parameter of the optimizer at `path` may have had. Empty if the checkpoint does not tell."""
-        if (path, name) in self._recorded:
-            return [self._recorded[path, name]]
+        recorded = self._recorded.get((path, self._former.get(path, {}).get(name, name)))
+        if recorded is not None:
+            return [recorded]
         known = (self._saved.describe(fqn) for fqn in self._tensors.get(name, ()))
         return [Form(tuple(one.size), self._saved.dtype(fqn)) for one, fqn in zip(known, self._tensors.get(name, ()), strict=True)]
-
-    def key_of(self, name: Any) -> str:
-        """Return a key of the parameter of this name, or its name if the checkpoint does not have it."""
-        return next(iter(self._tensors.get(name, [str(name)])))
 
     def _collect(self, tree: Any, path: str) -> None:
         if isinstance(tree, ObjectNode) and tree.kind == "module" and isinstance(tree.tree, dict):

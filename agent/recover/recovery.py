@@ -232,7 +232,7 @@ class Recovery:
         else:
             nowhere = [key for key in said[0]["unused"] if all(key in found["unused"] for found in said)]
         if nowhere and self._options.strict:
-            raise Differences(unused=nowhere).error()
+            raise Differences(unused=nowhere, keep=self._options.keep).error()
 
     def _all(self, topic: str, work: Callable[[], dict[str, Any]], seconds: float | None = None) -> list[dict[str, Any]]:
         """Do the work, wait for the other ranks, and return the results of all ranks. An error on one rank is raised on all ranks.

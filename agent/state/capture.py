@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.state.dtypes import dtype_name
+from ckptd.agent.state.merge import is_optimizer
 from ckptd.agent.state.naming import KeptNames, Key, Names, find, is_stateful, parameters_of
 from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.refusals import check_values, is_uninitialized
@@ -225,9 +226,12 @@ def _only_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[in
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
     """Return `optimizer.state_dict()` with names in place of its integers, in DCP's form: {"state": {fqn: ...}, "param_groups": [...]}.
 
-    A parameter without a name has a number, counted among such parameters of the optimizer. The state of no parameter keeps its key.
+    A parameter without a name has a number, counted among such parameters of the optimizer. The state of no parameter keeps its key. A
+    state dict of another form, which a class of the caller's may return, is returned as it is.
     """
     state = optimizer.state_dict()
+    if not is_optimizer(state):
+        return state
     keys = names.of(optimizer)
 
     def name_of(number: Any) -> Any:

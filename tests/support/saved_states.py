@@ -23,6 +23,7 @@ class Checkpoint:
     def __init__(self, *states: Any) -> None:
         captured = [capture(state, rank=rank) for rank, state in enumerate(states)]
         self.trees = [decode(one.state) for one in captured]
+        self.forms = [decode(one.parameters) for one in captured if one.parameters]
         self.tensors = {name: tensor.detach().clone() for one in captured for name, tensor in one.tensors.items()}
 
     def describe(self, name: str) -> Any:
@@ -34,7 +35,7 @@ class Checkpoint:
     def bind(self, state: Any, own: int | None = 0, **options: Any) -> Binding:
         foreign: Foreign = {}
         tree = merge(self.trees, own, foreign)
-        binding = Binding(state, tree, cast(Saved, self), Options(**options), foreign)
+        binding = Binding(state, tree, cast(Saved, self), Options(**options), foreign, self.forms)
         binding.judge(self.read)
         return binding
 

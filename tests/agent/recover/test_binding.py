@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, deque
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import torch
 from ckptd.agent import per_rank
 from ckptd.agent.state.tree import PerRank
 from ckptd.shared.errors import StructureMismatch
+from tests.support.refusals import refusal, refuses
 from tests.support.saved_states import Checkpoint
 
 
@@ -274,3 +276,99 @@ def test_what_the_comparison_has_made_is_undone_once() -> None:
     binding.discard()
     binding.discard()
     assert undone == [1]
+
+
+# -- what is said, and refused
+
+
+def remarks(saved: Any, state: Any, **options: Any) -> list[tuple[int, str]]:
+    return list(Checkpoint(saved).bind(state, **options).remarks())
+
+
+def test_narrowing_is_said_once_with_the_number_of_tensors() -> None:
+    saved = {"net": torch.nn.Linear(2, 2), "n": torch.ones(2, dtype=torch.float64), "i": torch.ones(2, dtype=torch.int64)}
+    state = {"net": torch.nn.Linear(2, 2).bfloat16(), "n": torch.zeros(2), "i": torch.zeros(2, dtype=torch.int64)}
+    assert remarks(saved, state) == [
+        (logging.WARNING, "2 tensors were converted from float32 to bfloat16, which holds fewer digits"),
+        (logging.WARNING, "1 tensors were converted from float64 to float32, which holds fewer digits"),
+    ]
+    assert remarks(state, saved) == [], "widening loses nothing"
+
+
+def scheduled(steps: int, *, chain: bool = False) -> Any:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+    if not chain:
+        return cosine
+    constant = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, 3)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [constant, cosine], milestones=[3])
+
+
+def taken(scheduler: Any) -> None:
+    scheduler.optimizer.step()
+    scheduler.step()
+
+
+def test_values_that_a_scheduler_was_made_with_are_named_and_may_be_kept() -> None:
+    saved, state = {"sched": scheduled(10)}, {"sched": scheduled(20)}
+    say = "restored from the checkpoint: sched.T_max 10 (was 20); recover(keep=...) keeps the caller's"
+    assert remarks(saved, state) == [(logging.INFO, say)]
+    assert remarks(saved, state, keep=["sched.T_max"]) == []
+    taken(saved["sched"])
+    Checkpoint(saved).recover(state, keep=["sched.T_max"])
+    assert (state["sched"].T_max, state["sched"].last_epoch) == (20, 1)
+    Checkpoint(saved).recover(state)
+    assert state["sched"].T_max == 10
+
+
+def test_values_inside_of_a_chain_of_schedulers_are_named_and_may_be_kept() -> None:
+    saved, state = {"sched": scheduled(10, chain=True)}, {"sched": scheduled(20, chain=True)}
+    say = "restored from the checkpoint: sched._schedulers.1.T_max 10 (was 20); recover(keep=...) keeps the caller's"
+    assert remarks(saved, state) == [(logging.INFO, say)]
+    taken(saved["sched"])
+    Checkpoint(saved).recover(state, keep=["sched._schedulers.*.T_max"])
+    assert (state["sched"]._schedulers[1].T_max, state["sched"].last_epoch) == (20, 1)
+
+
+def scaler(*, enabled: bool) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", enabled=enabled, init_scale=8.0)
+
+
+def test_a_scaler_that_was_disabled_and_is_enabled_now_is_refused_before_the_model_is_written() -> None:
+    saved: dict[str, Any] = {"net": torch.nn.Linear(2, 2), "scaler": scaler(enabled=False)}
+    state: dict[str, Any] = {"net": torch.nn.Linear(2, 2), "scaler": scaler(enabled=True)}
+    words = "scaler: the checkpoint has a scaler that was disabled, and has no state; the scaler of the state is enabled"
+    refuses(Checkpoint(saved), state, words, {"keep": ["scaler"]})
+    assert state["scaler"].state_dict()["scale"] == 8.0
+    assert weights(state["net"]) == weights(saved["net"])
+
+
+@pytest.mark.parametrize("was", [False, True])
+def test_a_scaler_that_is_disabled_now_takes_any_state(was: bool) -> None:
+    Checkpoint({"scaler": scaler(enabled=was)}).recover({"scaler": scaler(enabled=False)})
+
+
+def test_the_call_of_a_refusal_repeats_the_options_that_it_was_given() -> None:
+    state = {"a": torch.zeros(3), "b": torch.zeros(3), "c": 0, "d": 1}
+    checkpoint = Checkpoint({"a": torch.ones(2), "b": torch.ones(2), "c": 5})
+    words = "b: the checkpoint has shape [2], the state [3]"
+    refuses(checkpoint, state, words, {"strict": False, "keep": ["a", "b"]}, strict=False, keep=["a"])
+    assert (state["a"].tolist(), state["c"], state["d"]) == ([0.0] * 3, 5, 1)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("saved", "place"),
+    [
+        ({"x": 1}, torch.zeros(3)),
+        (1, torch.nn.Linear(1, 1)),
+        (torch.ones(2), {"x": 1}),
+        ([torch.ones(1)], [torch.zeros(1), torch.zeros(1)]),
+    ],
+)
+def test_a_value_of_another_kind_may_be_kept(saved: Any, place: Any) -> None:
+    state = {"w": place, "epoch": 0}
+    words, call = refusal(Checkpoint({"w": saved, "epoch": 3}), state)
+    assert words.startswith("w: the checkpoint has ")
+    assert call == {"keep": ["w"]}
+    Checkpoint({"w": saved, "epoch": 3}).recover(state, **call)
+    assert state["epoch"] == 3

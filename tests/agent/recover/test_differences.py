@@ -29,6 +29,10 @@ def test_one_error_names_all_differences(found: Differences, words: str) -> None
         (Differences(others=["a: other"], to_keep=["a", "a"]), "recover(state, keep=['a'])"),
         (Differences(missing=["b"], others=["a: other"], to_keep=["a"]), "recover(state, strict=False, keep=['a'])"),
         (Differences(others=["other"], to_keep=[f"{layer}.x" for layer in range(9)]), "recover(state, keep=['*.x'])"),
+        (Differences(others=["apart"], loose=True), "recover(state, strict=False)"),
+        (Differences(others=["a: other"], to_keep=["a"], strict=False), "recover(state, strict=False, keep=['a'])"),
+        (Differences(unused=["b"], keep=("a",)), "recover(state, strict=False, keep=['a'])"),
+        (Differences(others=["other"], to_keep=["a[0].*"]), "recover(state, keep=['a[[]0].[*]'])"),
     ],
 )
 def test_an_error_says_how_to_recover_the_rest(found: Differences, call: str) -> None:
@@ -36,7 +40,7 @@ def test_an_error_says_how_to_recover_the_rest(found: Differences, call: str) ->
 
 
 def test_a_difference_without_a_way_out_promises_none() -> None:
-    assert str(Differences(others=["other"]).error()) == "other; nothing was written"
+    assert str(Differences(others=["other"], strict=False, keep=("a",)).error()) == "other; nothing was written"
 
 
 def test_only_whole_numbers_between_dots_are_grouped() -> None:

@@ -1,7 +1,8 @@
-"""Tests recoveries with the same partition, on real ranks: every shard comes back, and any other partition is refused before a write."""
+"""Tests recoveries on real ranks and with a real daemon: every shard comes back, and what would be lost is refused before a write."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptd.agent import Agent, per_rank
+from ckptd.agent.recover import conversions
 from ckptd.shared.errors import CkptdError, InvalidRequest, StructureMismatch
+from tests.oracle.prints import text
 from tests.support import sharded
 from tests.support.daemons import Daemon
 from tests.support.ranks import HERE, Ranks
+from tests.support.refusals import exit_of
 from tests.support.storage import part_in
 
 
@@ -147,3 +151,143 @@ def test_a_damaged_checkpoint_is_passed_over(daemon: Daemon) -> None:
     assert found is not None
     assert (found.step, found.source, state["a"].tolist()) == (1, "storage", [1.0] * 3)
     agent.close()
+
+
+# -- what the values decide, and where the recovery is called
+
+
+def trained(dtype: torch.dtype = torch.float32, fill: float = 1.0) -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).to(dtype)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, fill)
+    state = {"model": model, "optim": torch.optim.Adam(model.parameters(), lr=0.1), "epoch": 0}
+    train(state)
+    return state
+
+
+def train(state: dict[str, Any]) -> None:
+    dtype = next(state["model"].parameters()).dtype
+    state["model"](torch.arange(8.0, device="cpu").reshape(4, 2).to(dtype)).square().mean().backward()
+    state["optim"].step()
+    state["optim"].zero_grad()
+    state["epoch"] += 1
+
+
+@pytest.mark.parametrize("where", [torch.inference_mode, lambda: torch.device("meta"), torch.no_grad])
+@pytest.mark.parametrize("stepped", [False, True], ids=["before its first step", "after it"])
+def test_a_recovery_does_not_depend_on_where_it_is_called(daemon: Daemon, where: Callable[[], Any], stepped: bool) -> None:
+    saved, state = trained(), trained(fill=0.0)
+    if not stepped:
+        state["optim"] = torch.optim.Adam(state["model"].parameters(), lr=0.5)
+    with closing(Agent("job", socket=daemon.home.socket)) as agent:
+        agent.snapshot(saved, step=1).wait("durable", timeout=60)
+        with where():
+            agent.recover(state)
+        for _ in range(2):
+            assert text(state) == text(saved)
+            train(state)
+            train(saved)
+        with where():
+            agent.snapshot(state, step=2).wait("durable", timeout=60)
+            agent.recover(saved)
+        assert text(saved) == text(state)
+
+
+def test_a_default_dtype_changes_nothing(daemon: Daemon) -> None:
+    saved, state = trained(), trained(fill=0.0)
+    with closing(Agent("job", socket=daemon.home.socket)) as agent:
+        agent.snapshot(saved, step=1).wait("durable", timeout=60)
+        torch.set_default_dtype(torch.float64)
+        try:
+            agent.recover(state)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert text(state) == text(saved)
+
+
+def failure(agent: Agent, state: dict[str, Any], **options: Any) -> StructureMismatch:
+    """Return the refusal of a recovery. Asserts that no bit of the state has changed."""
+    before = text(state)
+    with pytest.raises(StructureMismatch) as caught:
+        agent.recover(state, **options)
+    assert text(state) == before
+    return caught.value
+
+
+def test_what_would_become_infinite_is_refused_before_anything_is_written(daemon: Daemon) -> None:
+    with closing(Agent("job", socket=daemon.home.socket)) as agent:
+        agent.snapshot({"a": torch.ones(3), "w": torch.tensor([1.0, 1e6]), "epoch": 4}, step=1).wait("durable", timeout=60)
+        state = {"a": torch.zeros(3), "w": torch.zeros(2, dtype=torch.float16), "epoch": 0}
+        error = failure(agent, state)
+        words = "w: the checkpoint has float32, the state float16, and finite values would become infinite in float16; nothing was written"
+        assert str(error) == f"{words}. To recover the rest, call recover(state, keep=['w'])"
+        agent.recover(state, **exit_of(error))
+        assert (state["a"].tolist(), state["w"].tolist(), state["epoch"]) == ([1.0] * 3, [0.0] * 2, 4)  # type: ignore[attr-defined]
+
+
+def test_untied_into_tied_is_refused_with_both_keys_and_the_calls_lead_to_the_end(daemon: Daemon) -> None:
+    def program(tied: bool) -> dict[str, Any]:
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in "ab"})
+        if tied:
+            model["b"].weight = model["a"].weight
+        return {"net": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    saved, state = program(False), program(True)
+    with closing(Agent("job", socket=daemon.home.socket)) as agent:
+        agent.snapshot(saved, step=1).wait("durable", timeout=60)
+        error = failure(agent, state)
+        assert str(error).startswith("net.a.weight and net.b.weight share memory in the state, and differ in the checkpoint: ")
+        error = failure(agent, state, **exit_of(error))
+        assert str(error).startswith("key optim.param_groups.b.weight is in the checkpoint and not in the state; ")
+        agent.recover(state, **exit_of(error))
+        assert torch.equal(state["net"]["b"].weight, saved["net"]["a"].weight)
+
+
+def test_memory_that_was_saved_as_one_is_not_read_for_a_comparison(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.arange(6.0)
+    other = torch.zeros(6)
+    state = {"head": other[:4], "tail": other[2:]}
+    with closing(Agent("job", socket=daemon.home.socket)) as agent:
+        agent.snapshot({"head": whole[:4], "tail": whole[2:]}, step=1).wait("durable", timeout=60)
+        monkeypatch.setattr(conversions, "_overwritten", lambda *args: pytest.fail("was compared"))
+        agent.recover(state)
+    assert other.tolist() == whole.tolist()
+
+
+def test_a_state_of_which_nothing_matches_is_refused_although_strict_is_off(daemon: Daemon) -> None:
+    with closing(Agent("job", socket=daemon.home.socket)) as agent:
+        agent.snapshot({"a": torch.ones(3), "epoch": 4}, step=1).wait("durable", timeout=60)
+        error = failure(agent, {"b": torch.zeros(3)}, strict=False)
+        assert str(error) == (
+            "no key of the state is in the checkpoint; nothing was written: compare the keys of the state with those that `ckptd show` "
+            "lists, or use another job name if this training is not the one that saved the checkpoint"
+        )
+        with closing(Agent("another", socket=daemon.home.socket)) as another:
+            assert another.recover({"b": torch.zeros(3)}, strict=False) is None
+
+
+def test_a_grown_vocabulary_goes_on_from_a_checkpoint(daemon: Daemon) -> None:
+    def program(rows: int) -> dict[str, Any]:
+        model = torch.nn.ModuleDict({"emb": torch.nn.Embedding(rows, 2), "head": torch.nn.Linear(2, rows)})
+        return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=0.1)}
+
+    def step(state: dict[str, Any]) -> None:
+        state["model"]["head"](state["model"]["emb"](torch.arange(3))).square().mean().backward()
+        state["optim"].step()
+
+    saved, state, alone = program(3), program(4), program(4)
+    step(saved)
+    with closing(Agent("job", socket=daemon.home.socket)) as agent:
+        agent.snapshot(saved, step=1).wait("durable", timeout=60)
+        error = failure(agent, state)
+        grown = ["model.emb.weight", "model.head.weight", "model.head.bias"]
+        assert exit_of(error) == {"keep": grown}
+        agent.recover(state, keep=grown)
+        assert len(state["optim"].state) == 0
+        step(state)
+    with closing(Agent("optimizer", socket=daemon.home.socket)) as agent:
+        agent.snapshot({"optim": saved["optim"]}, step=1).wait("durable", timeout=60)
+        error = failure(agent, {"optim": alone["optim"]})
+        assert str(error).startswith("optim.state.0: the parameter had shape [3, 2] when it was saved, and has [4, 2] now; ")
+        agent.recover({"optim": alone["optim"]}, **exit_of(error))
+        step(alone)

@@ -1,0 +1,213 @@
+"""Tests what is lost in a conversion, and that every loss is refused by key before a byte is written, with a call that works."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from ckptd.agent.plan.structure import reach
+from ckptd.agent.read.saved import Saved
+from ckptd.agent.recover import conversions
+from ckptd.agent.recover.conversions import converted_losses, lost, narrows, refused, sharing
+from tests.support.refusals import refusal, refuses
+from tests.support.saved_states import Checkpoint
+
+F16, F32, BF16, F64 = torch.float16, torch.float32, torch.bfloat16, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "why"),
+    [
+        (torch.complex64, F32, "its imaginary parts would be lost"),
+        (torch.complex64, torch.int64, "its imaginary parts would be lost"),
+        (F32, torch.int64, "its fractions would be lost"),
+        (F16, torch.bool, "its fractions would be lost"),
+        (F32, torch.complex64, ""),
+        (F64, BF16, ""),
+        (torch.int64, F16, ""),
+        (torch.int64, torch.uint8, ""),
+        (torch.complex128, torch.complex64, ""),
+    ],
+)
+def test_some_dtypes_never_fit(saved: torch.dtype, own: torch.dtype, why: str) -> None:
+    assert refused(saved, own) == why
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "narrower"),
+    [
+        (F32, F32, False), (BF16, F32, False), (F32, BF16, True), (F16, BF16, True), (F32, F64, False), (torch.int64, torch.int32, True),
+        (torch.int32, torch.int64, False), (torch.uint8, F32, False), (torch.int64, F32, True), (torch.int32, F32, True),
+        (torch.int32, F64, False), (torch.bool, torch.uint8, False), (torch.complex128, torch.complex64, True),
+        (torch.float8_e4m3fn, F32, False), (F32, torch.float8_e4m3fn, True),
+        (torch.float8_e4m3fn, torch.float8_e5m2, True), (torch.float8_e5m2, BF16, False), (torch.uint16, torch.int16, True),
+        (torch.uint16, torch.int32, False), (torch.uint16, torch.int64, False), (torch.int16, torch.uint16, True),
+    ],
+)  # fmt: skip
+def test_narrower_dtypes_are_known(saved: torch.dtype, own: torch.dtype, narrower: bool) -> None:
+    assert narrows(saved, own) is narrower
+
+
+@pytest.mark.parametrize(
+    ("values", "own", "loss"),
+    [
+        (torch.tensor([1e5]), F16, "finite values would become infinite in float16"),
+        (torch.tensor([65504.0]), F16, ""),
+        (torch.tensor([float("inf"), float("nan"), 1.0]), F16, ""),
+        (torch.tensor([1e39], dtype=F64), BF16, "finite values would become infinite in bfloat16"),
+        (torch.tensor([1e39 + 1j], dtype=torch.complex128), torch.complex64, "finite values would become infinite in complex64"),
+        (torch.tensor([1e6]), torch.float8_e5m2, "finite values would become infinite in float8_e5m2"),
+        (torch.tensor([0.1]), BF16, ""),
+        (torch.tensor([300]), torch.uint8, "integers would change in uint8"),
+        (torch.tensor([-1]), torch.uint8, "integers would change in uint8"),
+        (torch.tensor([255]), torch.uint8, ""),
+        (torch.tensor([2**24 + 1]), F32, "integers would change in float32"),
+        (torch.tensor([2**24]), F32, ""),
+        (torch.tensor([2]), torch.bool, "integers would change in bool"),
+        (torch.tensor([], dtype=torch.int64), torch.uint8, ""),
+    ],
+)
+def test_a_loss_depends_on_the_values(values: torch.Tensor, own: torch.dtype, loss: str) -> None:
+    assert lost(values, own) == loss
+
+
+def test_values_are_read_in_batches_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only tensors that are narrowed are read."""
+    checkpoint = Checkpoint({"a": torch.full((4,), 1e9), "b": torch.ones(4), "c": torch.full((4,), 1e9), "d": torch.ones(2, dtype=F16)})
+    wanted: dict[str, Any] = {name: (torch.zeros(checkpoint.tensors[name].shape, dtype=F16), F16) for name in "abcd"}
+    read: list[list[str]] = []
+
+    def reading(places: Mapping[str, torch.Tensor]) -> None:
+        read.append(list(places))
+        checkpoint.read(places)
+
+    monkeypatch.setattr(conversions, "_BATCH", 20)
+    found = list(converted_losses(cast(Saved, checkpoint), wanted, reading))
+    assert found == [(name, "finite values would become infinite in float16") for name in "ac"]
+    assert read == [["a", "b"], ["c"]]
+
+
+# -- refusals of values
+
+
+def weight(value: torch.Tensor) -> dict[str, Any]:
+    """Return a state with a module that has one parameter or buffer, and another value."""
+    module = nn.Module()
+    if value.is_floating_point() or value.is_complex():
+        module.register_parameter("w", nn.Parameter(value))
+    else:
+        module.register_buffer("w", value)
+    return {"net": module, "epoch": 0}
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "words"),
+    [
+        (torch.ones(2, dtype=torch.complex64), F32, "complex64, the state float32, and its imaginary parts would be lost"),
+        (torch.ones(2), torch.int64, "float32, the state int64, and its fractions would be lost"),
+        (torch.full((2,), 1e6), F16, "float32, the state float16, and finite values would become infinite in float16"),
+        (torch.full((2,), 300), torch.uint8, "int64, the state uint8, and integers would change in uint8"),
+        (torch.full((2,), 2**24 + 1), F32, "int64, the state float32, and integers would change in float32"),
+    ],
+)  # fmt: skip
+def test_a_loss_is_refused_by_key_and_the_given_call_recovers_the_rest(saved: torch.Tensor, own: torch.dtype, words: str) -> None:
+    state = weight(torch.zeros(2, dtype=own))
+    refuses(Checkpoint({**weight(saved), "epoch": 7}), state, f"net.w: the checkpoint has {words}", {"keep": ["net.w"]})
+    assert (state["net"].w.tolist(), state["epoch"]) == ([0, 0], 7)
+    same = weight(torch.zeros(2, dtype=saved.dtype))
+    Checkpoint(weight(saved)).recover(same)
+    assert torch.equal(same["net"].w, saved)
+
+
+def test_moments_that_would_become_infinite_are_refused_by_key() -> None:
+    """The parameter fits into the new dtype, and its second moment does not."""
+
+    def trained(dtype: torch.dtype, grad: float) -> dict[str, Any]:
+        model = nn.Linear(1, 1, bias=False).to(dtype)
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=0.1)
+        model.weight.grad = torch.full((1, 1), grad, dtype=dtype)
+        optimizer.step()
+        return {"model": model, "optim": optimizer}
+
+    state = trained(F16, 1.0)
+    words, call = refusal(Checkpoint(trained(F32, 1e5)), state)
+    assert words == (
+        "optim.state.weight.square_avg: the checkpoint has float32, the state float16, and finite values would become infinite in float16"
+    )
+    assert call == {"keep": ["optim.state.weight"]}
+    before = state["optim"].state[state["model"].weight]["square_avg"].clone()
+    saved = trained(F32, 1e5)
+    Checkpoint(saved).recover(state, **call)
+    assert torch.equal(state["optim"].state[state["model"].weight]["square_avg"], before)
+    assert torch.equal(state["model"].weight, saved["model"].weight.half())
+
+
+# -- one memory
+
+
+class Pair(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        if tied:
+            self.b.weight = self.a.weight
+
+
+def pair(*, tied: bool, optimizer: bool = False) -> dict[str, Any]:
+    model = Pair(tied=tied)
+    if not optimizer:
+        return {"net": model}
+    made = torch.optim.Adam(model.parameters(), lr=0.1)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    made.step()
+    return {"net": model, "optim": made}
+
+
+TIED = "net.a.weight and net.b.weight share memory in the state, and differ in the checkpoint: untie them, or save them tied"
+
+
+@pytest.mark.parametrize("optimizer", [False, True], ids=["model", "model and optimizer"])
+def test_untied_into_tied_is_refused_with_both_keys(optimizer: bool) -> None:
+    saved, state = pair(tied=False, optimizer=optimizer), pair(tied=True, optimizer=optimizer)
+    refuses(Checkpoint(saved), state, TIED, {"keep": ["net.b.weight"]})
+    assert torch.equal(state["net"].a.weight, saved["net"].a.weight)
+    untied = pair(tied=False, optimizer=optimizer)
+    Checkpoint(saved).recover(untied)
+    assert torch.equal(untied["net"].b.weight, saved["net"].b.weight)
+
+
+def test_equal_tensors_may_be_tied_and_tied_ones_untied() -> None:
+    saved, state = pair(tied=False), pair(tied=True)
+    saved["net"].b.load_state_dict(saved["net"].a.state_dict())
+    Checkpoint(saved).recover(state)
+    assert torch.equal(state["net"].b.weight, saved["net"].a.weight)
+    tied, untied = pair(tied=True), pair(tied=False)
+    Checkpoint(tied).recover(untied)
+    assert torch.equal(untied["net"].a.weight, tied["net"].a.weight)
+    assert torch.equal(untied["net"].b.weight, tied["net"].a.weight)
+
+
+def test_views_that_overlap_are_refused_where_they_differ() -> None:
+    """Two values of NaN with the same bits do not differ."""
+    whole = torch.zeros(6)
+    state = {"head": whole[:4], "tail": whole[2:], "apart": torch.zeros(1)}
+    saved = {"head": torch.tensor([1.0, 2, torch.nan, 4]), "tail": torch.tensor([torch.nan, 4, 5, 6]), "apart": torch.ones(1)}
+    Checkpoint(saved).recover(state)
+    assert whole[[0, 1, 3, 4, 5]].tolist() == [1, 2, 4, 5, 6]
+    saved["tail"][1] = 9
+    words, call = refusal(Checkpoint(saved), state)
+    assert words == "head and tail share memory in the state, and differ in the checkpoint: untie them, or save them tied"
+    assert call == {"keep": ["tail"]}
+
+
+def test_destinations_that_share_memory_are_found() -> None:
+    memory = torch.zeros(4, 4)
+    places = {"row": memory[1], "all": memory, "other": torch.zeros(3), "none": torch.zeros(0), "column": memory[:, 3]}
+    assert [sorted(group) for group in sharing(places)] == [["all", "column", "row"]]
+    assert sharing({"a": memory[0], "b": memory[1]}) == []
+    assert reach(memory[:, 3]) == 13 * 4
