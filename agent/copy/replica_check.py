@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from ckptd.agent.copy.replica_samples import Queue, ReplicaSamples
 from ckptd.agent.plan.kept_plan import PlanInUse, Shared
 from ckptd.shared.membership import Membership
 from ckptd.shared.replicas import ReplicaDigests
+
+if TYPE_CHECKING:
+    from ckptd.agent.copy.replica_samples import Queue, ReplicaSamples
 
 
 class ReplicaCheck:
@@ -34,6 +37,8 @@ class ReplicaCheck:
             return
         self._samples, self._before = None, -1
         if shared is not None and shared.groups and self._every:
+            from ckptd.agent.copy.replica_samples import ReplicaSamples  # late, because it needs NumPy, and one rank alone does not
+
             self._samples = ReplicaSamples(shared.groups, shared.local.rows, tensors, parts, rank, node, self._every)
         self._shared = shared
 

@@ -378,7 +378,7 @@ def device_memory(device: torch.device, address: int, length: int) -> torch.Tens
     """
     if device.type != "cuda":
         return None
-    return torch.as_tensor(_DeviceMemory(address, length), device=device)
+    return torch.as_tensor(_DeviceMemory(address, length), dtype=torch.uint8, device=device)
 
 
 def _sample_on(

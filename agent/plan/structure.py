@@ -18,6 +18,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.state.refusals import check_tensor
+from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.plan import Item, Plan
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -98,7 +99,7 @@ class Structure:
     def of(cls, tensors: dict[str, torch.Tensor]) -> tuple[Structure, list[torch.Tensor]]:
         """Return the structure of these tensors, and this rank's part of each.
 
-        Raises UnsavableValue for a sparse or nested tensor, which has no single address.
+        Raises UnsavableValue for a sparse or nested tensor, which has no single address, and for a tensor whose storage is too small.
         """
         parts, special = _parts(list(tensors.values()))
         try:
@@ -108,10 +109,14 @@ class Structure:
             for name, tensor in tensors.items():
                 check_tensor(name, tensor)
             raise
+        _check_memory(tensors, parts)
         return cls(list(tensors), special, blocks, addresses, Sharing.of(parts), _guard(parts)), parts
 
     def again(self, tensors: dict[str, torch.Tensor]) -> tuple[Structure, list[torch.Tensor]] | None:
-        """Return the structure of these tensors and this rank's part of each, or None if they do not have this structure any more."""
+        """Return the structure of these tensors and this rank's part of each, or None if they do not have this structure any more.
+
+        Raises UnsavableValue for a tensor whose storage has become too small.
+        """
         if list(tensors) != self.names:
             return None
         parts, special = _parts(list(tensors.values()))
@@ -128,9 +133,35 @@ class Structure:
             return None
         if addresses == self.addresses:
             addresses = self.addresses  # the same object, so that what is derived from it can be kept
+        else:
+            _check_memory(tensors, parts)  # here only, because a storage that shrinks moves
         if not (self.sharing.holds(parts) if addresses is self.addresses else Sharing.of(parts) == self.sharing):
             return None
         return replace(self, addresses=addresses, guard=guard), parts
+
+
+def reach(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element of a tensor that is not empty to the end of its last."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return extent * tensor.element_size()
+
+
+def lacking_memory(part: torch.Tensor) -> str:
+    """Return a phrase that says how much memory a tensor of one storage needs and has, or "" if it has enough."""
+    if not part.numel() or part.is_meta:
+        return ""
+    try:
+        needed, held = part.storage_offset() * part.element_size() + reach(part), part.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):  # a subclass that wraps other tensors has no storage of its own
+        return ""
+    return "" if held >= needed else f"the tensor needs {needed} bytes, and its storage has {held}"
+
+
+def _check_memory(tensors: dict[str, torch.Tensor], parts: list[torch.Tensor]) -> None:
+    """Raise UnsavableValue for a tensor whose storage was freed or has shrunk, as by `untyped_storage().resize_()`."""
+    for name, part in zip(tensors, parts, strict=True):
+        if lacking := lacking_memory(part):
+            raise UnsavableValue(f"{name}: {lacking}: take the snapshot while it has its memory, or leave it out of the state")
 
 
 def _parts(values: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[object]]:

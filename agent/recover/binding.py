@@ -8,29 +8,32 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from ckptd.agent.plan.structure import PLAIN
 from ckptd.agent.read.saved import Saved
 from ckptd.agent.recover.conversions import Read
 from ckptd.agent.recover.differences import grouped
 from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, unchanged
-from ckptd.agent.recover.module_binding import Modules, load_into
+from ckptd.agent.recover.module_binding import Modules
 from ckptd.agent.recover.optimizer_binding import Optimizers
 from ckptd.agent.recover.optimizer_check import class_difference
 from ckptd.agent.recover.options import Options
+from ckptd.agent.recover.own_loaders import load_into
 from ckptd.agent.recover.parameters import SavedParameters, kept_parameters
 from ckptd.agent.recover.reshape import put_into
-from ckptd.agent.state.capture import expand_object
+from ckptd.agent.state.capture import expand_object, tensors_in
 from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.merge import Foreign, OfRanks
 from ckptd.agent.state.naming import Names
-from ckptd.agent.state.records import kind_of
+from ckptd.agent.state.optimizers import without_wrappers
+from ckptd.agent.state.records import as_dict, kind_of
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unavailable, Unsaved, empty_like
 from ckptd.shared.bounds import PLAIN_TYPES, is_flat
 
@@ -51,12 +54,13 @@ class Binding:
         saved: Saved,
         options: Options,
         foreign: Foreign | None = None,
-        recorded: Iterable[Mapping[str, Any]] = (),
+        recorded: Collection[Mapping[str, Any]] = (),
     ) -> None:
         self._leaves = leaves = Leaves(saved, options, foreign or {}, self._of_ranks)
         names = Names(state)
+        kept = kept_parameters(names, leaves.is_kept) if options.keep else frozenset[int]()
         self._modules = Modules(leaves, self._bind)
-        self._optimizers = Optimizers(leaves, names, SavedParameters(tree, saved, recorded), self._bind, kept_parameters(names, leaves))
+        self._optimizers = Optimizers(leaves, names, SavedParameters(tree, saved, recorded), self._bind, kept)
         self.in_place, self.fresh, self.kept = leaves.in_place, leaves.fresh, leaves.kept
         value = self._bind(state, tree, "")
         self.matched, self.fresh_dtypes = leaves.matched, leaves.fresh_dtypes
@@ -147,6 +151,8 @@ class Binding:
             return self._list(place, saved, path)
         if type(place) is tuple:
             return self._tuple(place, saved, path)
+        if isinstance(saved, ObjectNode) and RECORDS[saved.kind].alone is as_dict and place is not None:
+            return self._leaves.other_kind(path, saved, f"a {type(place).__name__}")
         return self._leaves.make(saved, path)
 
     def _of_ranks(self, place: Any, saved: OfRanks, path: str) -> Value:
@@ -252,9 +258,14 @@ class Binding:
             return leaves.differ(
                 f"{path}: the checkpoint has a scaler that was disabled, and has no state; the scaler of the state is enabled", keep=path
             )
+        if isinstance(inner := without_wrappers(place), LRScheduler) and (count := _other_groups(tree, len(inner.optimizer.param_groups))):
+            return leaves.differ(
+                f"{path}: the scheduler was saved for {count} parameter groups, and its optimizer has {len(inner.optimizer.param_groups)}",
+                keep=path,
+            )
         tree, kept = self._without_kept(tree, template, path)
         leaves.changed += _changed_values(template, tree, path)
-        fresh = leaves.alike(tree, template, path)
+        fresh = leaves.alike(tree, tensors_in(template, path), path)
 
         def put(resolve: Resolve) -> Any:
             load_into(place, _with_kept(fresh(resolve), kept), path)
@@ -304,6 +315,16 @@ def _with_kept(made: Any, kept: dict[Any, Any]) -> Any:
 
 _PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "num_bad_epochs", "best"})
 """What a scheduler counts, in contrast to what it was made with."""
+
+
+def _other_groups(saved: Any, groups: int) -> int:
+    """Return how many learning rates a saved scheduler or one inside it has, if it is not one for each parameter group. Otherwise 0."""
+    if isinstance(saved, dict):
+        rates = saved.get("base_lrs")
+        if isinstance(rates, list) and len(rates) != groups:
+            return len(rates)
+        saved = list(saved.values())
+    return next(filter(None, (_other_groups(one, groups) for one in saved)), 0) if isinstance(saved, (list, tuple)) else 0
 
 
 def _changed_values(own: Any, saved: Any, path: str) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.plan.structure import local_part
+from ckptd.agent.plan.structure import local_part, reach
 from ckptd.agent.read.loader import copy_any
 from ckptd.agent.read.saved import Saved
 from ckptd.agent.state.dtypes import copyable
@@ -178,12 +178,6 @@ def _overwritten(written: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> tu
             if other != name and not _same_bits(before, written[other][1].to(before.dtype)):
                 return other, name
     return None
-
-
-def reach(place: torch.Tensor) -> int:
-    """Return the bytes from the first element of a tensor that is not empty to the end of its last."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(place.shape, place.stride(), strict=True))
-    return extent * place.element_size()
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -10,19 +10,15 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.plan.structure import local_part
+from ckptd.agent.plan.structure import lacking_memory, local_part
 from ckptd.agent.read.saved import Saved
-from ckptd.agent.recover.conversions import Read, converted_losses, narrows, reach, refused, shared_losses
+from ckptd.agent.recover.conversions import Read, converted_losses, narrows, refused, shared_losses
 from ckptd.agent.recover.differences import Differences
 from ckptd.agent.recover.options import Options
-from ckptd.agent.state.capture import expand_object
 from ckptd.agent.state.merge import Foreign, OfRanks, has_own, own_part
-from ckptd.agent.state.naming import Names
 from ckptd.agent.state.records import as_dict
 from ckptd.agent.state.refusals import is_fake, is_uninitialized
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, any_node, empty_like, filled, like, tensor_names, unavailable
-from ckptd.agent.state.values import Packer
-from ckptd.shared.errors import UnsavableValue
 
 Resolve = Callable[[str], torch.Tensor]
 KEEP = object()
@@ -61,6 +57,7 @@ class Leaves:
         self.as_dicts: list[str] = []
         self.undo: list[Callable[[], None]] = []
         self.paths: dict[str, str] = {}
+        self._loaded: dict[str, torch.Tensor] = {}  # to which a loader of the caller's will write
         self.wholes: dict[str, str] = {}
         self._foreign, self._of_ranks = foreign, of_ranks
 
@@ -101,13 +98,11 @@ class Leaves:
         size, dtype = self.saved.describe(saved.fqn).size, self.saved.dtype(saved.fqn)
         if place.shape != size:
             return self.differ(f"{path}: the checkpoint has shape {list(size)}, the state {list(place.shape)}", keep=path)
-        if not isinstance(place, ShardedTensor) and place.is_meta:
-            return self.differ(f"{path}: the state's tensor is on the meta device; give it memory first (module.to_empty(device=...))")
         part = local_part(place)
+        if lacking := _without_memory(part):
+            return self.differ(f"{path}: {lacking}")
         if _expanded(part):
             return self.differ(f"{path}: the state's tensor is expanded, so that its elements share memory; clone() it first")
-        if lacking := _lacking_memory(part):
-            return self.differ(f"{path}: {lacking}")
         if why := refused(dtype, place.dtype):
             return self.differ(_other_dtype(path, dtype, place.dtype, why), keep=path)
         self.in_place[saved.fqn] = place if isinstance(place, ShardedTensor) else place.detach()
@@ -123,14 +118,28 @@ class Leaves:
         self.paths[saved.fqn] = path
         return self.make(saved, path, device)
 
+    def have_memory(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> bool:
+        """Return True if all tensors have memory, so that the caller's own methods may be called. Otherwise record those that have none.
+
+        `tensors` has their keys in the state and themselves.
+        """
+        lacking = [
+            f"{path}: {why}"
+            for path, tensor in tensors
+            if not is_uninitialized(tensor) and not isinstance(tensor, ShardedTensor) and (why := _without_memory(local_part(tensor)))
+        ]
+        self.differ(*lacking)
+        return not lacking
+
     def judge(self, read: Read) -> None:
         """Read the values on which it depends whether anything would be lost, and record what would be."""
         wanted: dict[str, tuple[torch.Tensor | None, torch.dtype]] = {name: (place, place.dtype) for name, place in self.in_place.items()}
+        wanted |= {name: (place, place.dtype) for name, place in self._loaded.items()}
         wanted |= {name: (None, dtype) for name, dtype in self.fresh_dtypes.items()}
         for name, loss in converted_losses(self.saved, wanted, read):
             path = self.paths[name]
             self.differ(_other_dtype(path, self.saved.dtype(name), wanted[name][1], loss), keep=path)
-        for one, other in shared_losses(self.saved, self.in_place, read):
+        for one, other in shared_losses(self.saved, self.in_place | self._loaded, read):
             self.differ(
                 f"{self.paths[one]} and {self.paths[other]} share memory in the state, and differ in the checkpoint: untie them, or "
                 "save them tied",
@@ -171,18 +180,24 @@ class Leaves:
             self.fresh.setdefault(name, device or torch.device("cpu"))
         return lambda resolve: filled(saved, resolve)
 
-    def alike(self, saved: Any, template: Any, path: str) -> Value:
-        """Make the saved value itself, each tensor on the device and with the placements of the template's tensor of that name."""
-        packer = Packer(lambda value, _: expand_object(value, Names()))
-        try:
-            packer.pack(template, path)
-        except UnsavableValue:  # then the tensors that it found so far are templates, and the others are made on the CPU
-            pass
+    def alike(self, saved: Any, template: Mapping[str, torch.Tensor], path: str, *, lossless: bool = False) -> Value:
+        """Make the saved value itself, each tensor on the device and with the placements of the template's tensor of that name.
+
+        With `lossless`, record each tensor whose values the template's tensor of the same shape could not hold.
+        """
         fresh = self.make(saved, path, mark=False)
         sharded: dict[str, torch.Tensor] = {}
-        for name in self.fresh.keys() & packer.tensors.keys():
-            own = packer.tensors[name]
+        for name in self.fresh.keys() & template.keys():
+            own = template[name]
             self.fresh[name] = own.device
+            if is_uninitialized(own):
+                continue
+            if lossless and tuple(own.shape) == tuple(self.saved.describe(name).size):
+                self.paths[name] = name
+                if why := refused(self.saved.dtype(name), own.dtype):
+                    self.differ(_other_dtype(name, self.saved.dtype(name), own.dtype, why), keep=name)
+                else:
+                    self._loaded[name] = own.detach()
             if isinstance(own, (DTensor, ShardedTensor)) and tuple(own.shape) == tuple(self.saved.describe(name).size):
                 del self.fresh[name]
                 sharded[name] = self.in_place[name] = own if isinstance(own, ShardedTensor) else torch.empty_like(own.detach())
@@ -228,13 +243,9 @@ def _expanded(tensor: torch.Tensor) -> bool:
     return 0 in strides and tensor.numel() > 0 and any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, strides, strict=True))
 
 
-def _lacking_memory(part: torch.Tensor) -> str:
-    """Return a phrase that says why a tensor's storage does not hold all of its elements, or "" if it does."""
-    if not part.numel() or part.layout is not torch.strided:
-        return ""
-    needed = part.storage_offset() * part.element_size() + reach(part)
-    try:
-        held = part.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):  # a subclass that wraps other tensors has no storage of its own
-        return ""
-    return "" if held >= needed else f"the state's tensor needs {needed} bytes, and its storage has {held}: give it memory first"
+def _without_memory(part: torch.Tensor) -> str:
+    """Return a phrase that says why the memory of a tensor does not hold all of its elements, or "" if it does."""
+    if part.is_meta:
+        return "the state's tensor is on the meta device; give it memory first (module.to_empty(device=...))"
+    lacking = lacking_memory(part) if part.layout is torch.strided else ""
+    return lacking and f"{lacking}: give it memory first"

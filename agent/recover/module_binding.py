@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,12 +17,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.structure import PLAIN, local_part
-from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value
+from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, unchanged
+from ckptd.agent.recover.own_loaders import load_into
+from ckptd.agent.state.capture import tensors_in
 from ckptd.agent.state.customized import loads_by_itself, needs_loading, parts_with_loaders
-from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.tree import ObjectNode
 from ckptd.agent.state.wrappers import canonical_names, current_names, flattens, raw_names, unwrapped
-from ckptd.shared.errors import CkptdError, RecoveryFailed
 
 
 class Modules:
@@ -36,29 +37,30 @@ class Modules:
         if not isinstance(tree, dict):
             return leaves.other_kind(path, saved, "a module")
         module = unwrapped(place)
+        parts = [] if flat else parts_with_loaders(module)
+        by_itself = not flat and loads_by_itself(module)
+        reload = not flat and (by_itself or bool(parts) or needs_loading(module))
+        if reload and not leaves.have_memory(_tensors(module, path)):
+            return unchanged
         own = get_model_state_dict(place) if flat else module.state_dict()
-        if not flat and loads_by_itself(module):
+        if by_itself:
             return self._whole(module, own, tree, path)
         raw_of = raw_names(module, own)
         current = current_names(raw_of, tree)
         tree = {current[name]: value for name, value in tree.items()}
-        loaders = [] if flat else [_canonical_prefix(module, prefix) for prefix in parts_with_loaders(module)]
+        loaders = [_canonical_prefix(module, part) for part in parts]
         to_loaders = {name for name in (*raw_of, *tree) if any(name.startswith(prefix) for prefix in loaders)}
         plain_names = [name for name in raw_of if name not in to_loaders]
         saved_names = [name for name in tree if name not in to_loaders]
         if not leaves.options.strict and plain_names and saved_names and set(plain_names).isdisjoint(saved_names):
-            return leaves.differ(
-                f"{path or 'the state'}: no key of the module is in the checkpoint, which has {', '.join(saved_names[:3])}, while the "
-                f"state has {', '.join(plain_names[:3])}",
-                keep=path,
-            )
+            return self._without_match(saved_names, plain_names, path)
+        leaves.matched += not plain_names and not saved_names  # a module without state matches another
         leaves.compare(saved_names, plain_names, path)
         inside = f"{path}." if path else ""
         values = {raw_of[name]: self._bind(own[raw_of[name]], tree[name], f"{inside}{name}") for name in plain_names if name in tree}
         if flat:
             return _flattened(place, own, values)
         through = self._through_loaders(own, raw_of, {name: tree[name] for name in tree if name in to_loaders}, to_loaders, path)
-        reload = bool(loaders) or needs_loading(module)
 
         def put(resolve: Resolve) -> Any:
             made = {raw: value(resolve) for raw, value in values.items()}
@@ -76,13 +78,22 @@ class Modules:
 
     def _whole(self, module: torch.nn.Module, own: Any, tree: Any, path: str) -> Value:
         """Bind a module whose class overrides `load_state_dict` or `state_dict`: it is given its whole saved state dict."""
-        fresh = self._leaves.alike(tree, own, path)
+        if not self._leaves.options.strict and isinstance(own, dict) and own and tree and set(own).isdisjoint(tree):
+            return self._without_match(list(tree), list(own), path)
+        fresh = self._leaves.alike(tree, tensors_in(own, path), path, lossless=True)
 
         def put(resolve: Resolve) -> Any:
             _load(module, fresh(resolve), own, self._leaves.options.strict, path)
             return KEEP
 
         return put
+
+    def _without_match(self, theirs: list[str], ours: list[str], path: str) -> Value:
+        return self._leaves.differ(
+            f"{path or 'the state'}: no key of the module is in the checkpoint, which has {', '.join(map(str, theirs[:3]))}, while the "
+            f"state has {', '.join(ours[:3])}",
+            keep=path,
+        )
 
     def _through_loaders(
         self, own: dict[str, Any], raw_of: dict[str, str], tree: dict[str, Any], names: set[str], path: str
@@ -91,7 +102,7 @@ class Modules:
         leaves, inside = self._leaves, f"{path}." if path else ""
         kept = {raw_of[name]: own[raw_of[name]] for name in names if name in raw_of and leaves.is_kept(f"{inside}{name}")}
         template = {name: own[raw_of[name]] for name in tree if name in raw_of}
-        fresh = leaves.alike(tree, template, path) if tree else None
+        fresh = leaves.alike(tree, tensors_in(template, path), path, lossless=True) if tree else None
 
         def make(resolve: Resolve) -> dict[str, Any]:
             made = {} if fresh is None else fresh(resolve)
@@ -100,26 +111,18 @@ class Modules:
         return make
 
 
-def load_into(place: Any, state: Any, path: str, **options: Any) -> None:
-    """Call an object's own `load_state_dict`. Raises RecoveryFailed for an exception in it."""
-    try:
-        place.load_state_dict(state, **options)
-    except CkptdError:
-        raise
-    except Exception as error:  # of the caller's object
-        raise RecoveryFailed(
-            f"{path or 'the state'}: load_state_dict() of {class_of(place)} raised {error!r}; the state is partly overwritten: "
-            f"rebuild it, and leave this object as it is with recover(keep=[{path!r}]), or make it ready for its state first",
-            overwritten=True,
-        ) from error
-
-
 def _load(module: torch.nn.Module, found: dict[str, Any], own: Any, strict: bool, path: str) -> None:
     state = OrderedDict(found)
     metadata = getattr(own, "_metadata", None)
     if metadata is not None:
         state._metadata = metadata  # type: ignore[attr-defined]  # the versions by which loaders know an older state
     load_into(module, state, path, **({"strict": strict} if "strict" in inspect.signature(module.load_state_dict).parameters else {}))
+
+
+def _tensors(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the key and the tensor of each parameter and buffer of a module."""
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        yield f"{path}.{name}" if path else name, tensor
 
 
 def _own_tensors(module: torch.nn.Module, own: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, unchanged
-from ckptd.agent.recover.module_binding import load_into
 from ckptd.agent.recover.optimizer_check import (
     changed_settings,
     class_difference,
@@ -18,6 +17,7 @@ from ckptd.agent.recover.optimizer_check import (
     settings_differences,
     state_difference,
 )
+from ckptd.agent.recover.own_loaders import load_into, loader_of
 from ckptd.agent.recover.parameters import SavedParameters
 from ckptd.agent.state.capture import flattened_state, load_flattened_state
 from ckptd.agent.state.customized import optimizer_loads_by_itself
@@ -25,7 +25,7 @@ from ckptd.agent.state.merge import is_optimizer
 from ckptd.agent.state.naming import Key, Names, parameters_of, with_current_names
 from ckptd.agent.state.optimizers import steps_on_device, tell, without_state
 from ckptd.agent.state.refusals import is_uninitialized
-from ckptd.agent.state.tree import ObjectNode, TensorRef, filled
+from ckptd.agent.state.tree import ObjectNode, TensorRef, filled, tensor_names
 
 
 class Optimizers:
@@ -64,6 +64,13 @@ class Optimizers:
             )
         if flat is not None:
             return self._flattened_optimizer(place, flat, tree, path)
+        theirs, ours = ({name for name in names if type(name) is int} for names in (saved_names, keys))
+        if theirs and ours and theirs != ours:
+            return leaves.differ(
+                f"{path or 'the state'}: the checkpoint has {len(theirs)} parameters without names in this optimizer, the state "
+                f"{len(ours)}: have the module that holds them in the state, too",
+                keep=path,
+            )
         return self._named(place, tree, keys, path)
 
     def _whole(self, place: torch.optim.Optimizer, tree: Any, path: str) -> Value:
@@ -83,6 +90,11 @@ class Optimizers:
         for group in place.param_groups:
             own.append(keys[position : position + len(group["params"])])
             position += len(group["params"])
+        nameless = self._parameters.several_ranks and not any(group["params"] for group in tree["param_groups"])
+        if nameless and len(own) == len(tree["param_groups"]):
+            # FSDP1 has no names for the parameters of an optimizer without state: its groups are those of the same number
+            groups = [{**group, "params": names} for group, names in zip(tree["param_groups"], own, strict=True)]
+            tree = {**tree, "param_groups": groups}
         settings = self._settings(tree["param_groups"], own, path)
         if leaves.options.strict:
             leaves.differ(*settings_differences(place.param_groups, settings, path), keep=path)
@@ -120,7 +132,8 @@ class Optimizers:
             state.update({key: value(resolve) for key, value in others.items()})
             place.state.clear()
             place.state.update(state)
-            tell(place)
+            with loader_of(place, path):
+                tell(place)
             return KEEP
 
         return put
@@ -145,6 +158,7 @@ class Optimizers:
 
         def put(resolve: Resolve) -> Any:
             own = place.state_dict()
+            as_it_is = {parameter: place.state[parameter] for parameter in staying if parameter in place.state}
             state = {
                 number: own["state"][number] for number, p in enumerate(parameters_of(place)) if id(p) in stay and number in own["state"]
             }
@@ -155,7 +169,8 @@ class Optimizers:
             for group, entries in zip(own["param_groups"], group_values, strict=True):
                 made = {key: value(resolve) for key, value in entries.items()}
                 groups.append({**group, **{key: value for key, value in made.items() if value is not KEEP}})
-            load_into(place, {**own, **{key: value(resolve) for key, value in more.items()}, "state": state, "param_groups": groups}, path)
+            load_into(place, {**{key: value(resolve) for key, value in more.items()}, "state": state, "param_groups": groups}, path)
+            place.state.update(as_it_is)  # the loader may have converted it
             return KEEP
 
         return put
@@ -183,7 +198,9 @@ class Optimizers:
         leaves.compare(list(group_of), [name for names in own for name in names], f"{path}.param_groups")
         found = []
         for number, names in enumerate(own):
-            groups = [group_of[name] for name in names if name in group_of] if names else saved[number : number + 1]
+            groups = [group_of[name] for name in names if name in group_of]
+            if not names and len(saved) == len(own) and not saved[number]["params"]:
+                groups = [saved[number]]
             plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
             if any(other != plain[0] for other in plain):
                 leaves.differ(
@@ -255,7 +272,10 @@ class Optimizers:
     def _optimizer_entry(
         self, place: torch.optim.Optimizer, key: Key, parameter: torch.Tensor, entry: Any, path: str, *, in_place: bool
     ) -> dict[Any, Value]:
-        """Bind the state of a parameter. Tensors that fit are filled in place, others made where torch's own load_state_dict puts them."""
+        """Bind the state of a parameter. Tensors that fit are filled in place, others made where torch's own load_state_dict puts them.
+
+        Without `in_place`, the optimizer's own method is given the values as they were saved.
+        """
         leaves, optimizer, path = self._leaves, path, f"{path}.state.{key}"
         if not isinstance(entry, dict):
             return {}
@@ -269,7 +289,7 @@ class Optimizers:
             if isinstance(saved, TensorRef):
                 leaves.wholes[f"{path}.{name}"] = path  # an optimizer that had some of the state of a parameter would fail at its next step
                 described = leaves.saved.describe(saved.fqn)
-                dtype = self._dtype_for(saved, name, key, parameter, optimizer)
+                dtype = self._dtype_for(saved, name, key, parameter, optimizer) if in_place else leaves.saved.dtype(saved.fqn)
                 if isinstance(own, torch.Tensor) and tuple(own.shape) == tuple(described.size) and own.dtype == dtype:
                     values[name] = leaves.tensor(own, saved, f"{path}.{name}")
                 elif isinstance(parameter, DTensor) and tuple(parameter.shape) == tuple(described.size):
@@ -281,21 +301,24 @@ class Optimizers:
             elif isinstance(own, torch.Tensor) and isinstance(saved, ObjectNode):  # saved in parts, such as a quantized tensor
                 values[name] = self._bind(own, saved, f"{path}.{name}")
             else:
+                for inner in map(TensorRef, tensor_names(saved) if in_place else ()):
+                    dtype = self._dtype_for(inner, name, key, parameter, optimizer)
+                    if dtype != leaves.saved.dtype(inner.fqn):
+                        leaves.converted(inner, f"{path}.{name}", dtype, device)
                 values[name] = leaves.make(saved, f"{path}.{name}", device)
         return values
 
     def _dtype_for(self, saved: TensorRef, name: Any, key: Key, parameter: torch.Tensor, path: str) -> torch.dtype:
-        """Return the dtype in which state is brought back: the saved one, or that of the parameter if that has changed since.
+        """Return the dtype in which state is brought back: that of the parameter if it has changed since the save, else the saved one.
 
-        torch gives all state but the step the dtype of its parameter. State that was saved in another dtype than its parameter, as
-        optimizers with moments of a higher precision have it, keeps it here.
+        torch gives all state but the step the dtype of its parameter. State of a parameter whose dtype has not changed keeps its own dtype
+        here, because some optimizers have moments of a higher precision than the parameters.
         """
         dtype = self._leaves.saved.dtype(saved.fqn)
         if name == "step" or not parameter.is_floating_point() or not dtype.is_floating_point:
             return dtype
         before = {form.dtype for form in self._parameters.forms(path, key)}
-        followed = before == {dtype} and parameter.dtype not in before
-        return parameter.dtype if followed else dtype
+        return parameter.dtype if before and parameter.dtype not in before else dtype
 
     def _like(self, parameter: DTensor, saved: TensorRef, dtype: torch.dtype, path: str) -> Value:
         """Make state that the optimizer does not have yet for a sharded parameter, sharded like the parameter."""
@@ -311,7 +334,8 @@ class Optimizers:
         leaves.changed += changed_settings(own, saved, path)
         for name, value in saved.items():
             place = own.get(name)
-            if isinstance(place, torch.Tensor) and isinstance(value, TensorRef) and twice is not None and id(place) not in twice:
+            alone = isinstance(value, TensorRef) and value.fqn not in leaves.in_place  # a saved group may have been divided
+            if alone and isinstance(place, torch.Tensor) and twice is not None and id(place) not in twice:
                 values[name] = leaves.tensor(place, value, f"{path}.{name}")
             else:
                 values[name] = leaves.make(value, f"{path}.{name}")

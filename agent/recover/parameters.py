@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from ckptd.agent.read.saved import Saved
-from ckptd.agent.recover.leaves import Leaves
 from ckptd.agent.state.dtypes import dtype_of
 from ckptd.agent.state.naming import Names
 from ckptd.agent.state.tree import ObjectNode, TensorRef
@@ -25,11 +24,13 @@ class SavedParameters:
     """The forms of the parameters in a checkpoint, by the names that optimizers have for them.
 
     They are those of the tensors of the saved modules. A name that several modules have may stand for any of these. `recorded` has, for
-    each optimizer that held other parameters too, the name, dtype and shape of all of its parameters, as FORMAT.md says.
+    each optimizer that held other parameters too, the name, dtype and shape of all of its parameters, as FORMAT.md says. It has one entry
+    for each rank. several_ranks: True if the checkpoint is of several ranks.
     """
 
-    def __init__(self, tree: Any, saved: Saved, recorded: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, tree: Any, saved: Saved, recorded: Collection[Mapping[str, Any]] = ()) -> None:
         self._saved = saved
+        self.several_ranks = len(recorded) > 1
         self._recorded: dict[tuple[str, Any], Form] = {}
         for forms in recorded:
             for path, parameters in forms.items():
@@ -69,13 +70,11 @@ class SavedParameters:
                 self._collect(value, f"{path}.{number}" if path else str(number))
 
 
-def kept_parameters(names: Names, leaves: Leaves) -> frozenset[int]:
-    """Return the ids of the parameters that stay as they are, because `keep` has their keys. Their state in optimizers stays too."""
-    if not leaves.options.keep:
-        return frozenset()
+def kept_parameters(names: Names, is_kept: Callable[[str], bool]) -> frozenset[int]:
+    """Return the ids of the parameters whose keys `is_kept` names. They stay as they are, and so does their state in optimizers."""
     found = set[int]()
     for (path, _), held in zip(names.modules, names.held(), strict=True):
         inside = f"{path}." if path else ""
-        whole = bool(path) and leaves.is_kept(path)
-        found |= {parameter for parameter, number in held.number.items() if whole or leaves.is_kept(f"{inside}{held.names[number]}")}
+        whole = bool(path) and is_kept(path)
+        found |= {parameter for parameter, number in held.number.items() if whole or is_kept(f"{inside}{held.names[number]}")}
     return frozenset(found)

@@ -12,7 +12,7 @@ import random
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,6 +141,17 @@ def expand_object(value: Any, names: Names) -> tuple[str, Any] | None:
     if is_stateful(value):
         return "stateful", value.state_dict()
     return None
+
+
+def tensors_in(tree: Any, path: str) -> dict[str, torch.Tensor]:
+    """Return the tensors in a value that has this key in a state, by the names that `capture` gives them.
+
+    Of a value that could not be saved, only the tensors before the unsavable part are returned.
+    """
+    packer = Packer(lambda value, _: expand_object(value, Names()))
+    with suppress(UnsavableValue):
+        packer.pack(tree, path)
+    return packer.tensors
 
 
 def module_state(module: torch.nn.Module) -> dict[str, Any]:

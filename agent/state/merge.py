@@ -189,14 +189,17 @@ def bare(tree: Any) -> Any:
 
 
 def _merge_optimizers(held: list[tuple[int, dict[str, Any]]], own: int | None, foreign: Foreign) -> dict[str, Any]:
-    """Merge optimizers so that each parameter is in one group, with the settings that it had on the first rank in `held` that has it."""
+    """Merge optimizers so that each parameter is in one group, with the settings that it had on the first rank in `held` that has it.
+
+    A group without parameters that several ranks have is one group.
+    """
     seen: set[Any] = set()
     groups: list[dict[str, Any]] = []
-    for _, optimizer in held:
+    for number, (_, optimizer) in enumerate(held):
         for group in optimizer["param_groups"]:
             fresh = [name for name in group["params"] if name not in seen]
             seen.update(fresh)
-            if fresh or not group["params"]:
+            if fresh or (not group["params"] and (number == 0 or group not in groups)):
                 groups.append({**group, "params": fresh})
     rest = [(rank, {key: value for key, value in optimizer.items() if key != "param_groups"}) for rank, optimizer in held]
     made: dict[str, Any] = _merge(rest, own, foreign)

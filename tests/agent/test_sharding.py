@@ -159,7 +159,7 @@ def test_a_refused_recovery_leaves_the_optimizer_without_state(kind: str) -> Non
     with saved(kind, 2, "memory") as kept, Ranks(2) as ranks:
         ranks.call(build, kind, 2)
         for refusal in ranks.call(recover_another, kept.place.socket):
-            assert refusal == "key more is in the state and not in the checkpoint; nothing was written"
+            assert refusal.startswith("key more is in the state and not in the checkpoint; nothing was written. ")
         assert ranks.call(optimizer_entries) == [0] * 2
 
 

@@ -44,7 +44,7 @@ class Everything:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         for parameter, state in self.optimizer.state.items():
             found |= {f"optimizer.state.{names[parameter]}.{key}": value for key, value in state.items()}
-        found |= {f"ema.{name}": value for name, value in self.ema.state_dict().items()}
+        found |= {f"ema.{name.removeprefix('module.')}": value for name, value in self.ema.state_dict().items()}
         return {name: value.detach().clone() for name, value in {**found, "tensor": self.tensor}.items()}
 
 

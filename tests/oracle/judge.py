@@ -84,6 +84,8 @@ def judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
 
 def _judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
     call = pair.call
+    if call.only and any(model.transform and model.key not in call.only for model in pair.after.models):
+        return Verdict(NOTHING, "a model without memory is not recovered, and cannot train")
     try:
         run = build(pair.before)
         target = _target(pair)
@@ -95,21 +97,23 @@ def _judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
     for number in range(call.snapshots):
         for _ in range(pair.before.steps):
             run.step()
-        if number:
+        if number and not call.saved:  # an optimizer that is saved alone cannot know that names have moved
             between(run, call.between)
-        if call.saved:
-            run.state = {key: value for key, value in run.state.items() if key in call.saved}
+        saved = {key: value for key, value in run.state.items() if not call.saved or key in call.saved}
         try:
-            save(run.state, number)
+            save(saved, number)
         except CkptdError as error:
+            run.state = saved
             return _unsaved(pair, run, error)
+    if call.saved:
+        run.state = {key: value for key, value in run.state.items() if key in call.saved}
     try:
         data: bytes | None = dump(run.state)
     except Exception:
         data = None
     facts = facts_of(run)
     must = rules.must_refuse(pair, run, target, data, facts)
-    may = rules.may_refuse(pair, run, target, facts)
+    may = "" if must else rules.may_refuse(pair, run, target, facts)
     ours = _end(target, lambda run: _restore(run, restore, call))
     if ours.error is not None and ours.at == "load":
         return _refused(pair, ours, must or may, data, facts)

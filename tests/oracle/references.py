@@ -6,7 +6,8 @@
 1. `names`: parameters are found by the names that they have in their module, whatever wraps it, and in whatever order they are.
 2. `context`: a recovery under `torch.inference_mode()` or another default device or dtype ends as one without.
 3. `moments`: a tensor of an optimizer's state keeps its dtype if its parameter's dtype has not changed, and always if it holds no
-   floating numbers; torch converts it. Texts come back as they were; torch takes them for sequences.
+   floating numbers; torch converts it. Texts come back as they were; torch takes them for sequences. An optimizer with hooks or methods
+   of its own is given its state through these, and ends as torch's.
 4. `settings`: groups that were saved with the same settings may be merged. The names in a param group stay those of the recovering
    program, and so do settings that the checkpoint lacks. A group without parameters that the checkpoint lacks stays as it is.
 5. `strict=False`: an optimizer takes the state of the parameters that it still has.
@@ -52,16 +53,18 @@ class Unfit(Exception):
 class Facts:
     """What the saving program knows of its optimizers, and torch.save has not: the names of the parameters, in each group.
 
-    shapes and dtypes: those of each parameter, by name.
+    shapes and dtypes: those of each parameter, by name. held: the keys of the optimizers that lie in an object of the caller's.
     """
 
     groups: dict[str, list[list[str]]] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
 
 
 def facts_of(run: Run) -> Facts:
     found = Facts()
+    found.held = {key for key in run.optimizers if isinstance(run.state.get(key), Holder)}
     for key, optimizer in run.optimizers.items():
         found.groups[key] = names_by_group(run, optimizer)
         for group in optimizer.param_groups:
@@ -109,8 +112,10 @@ def load_by_name(run: Run, data: bytes, call: Call, facts: Facts) -> None:
     def load(key: str, place: Any, saved: Any) -> None:
         if isinstance(place, nn.Module):
             _module(place, saved, call)
-        elif key in run.optimizers:
+        elif key in run.optimizers and not isinstance(place, Holder):
             _optimizer(run, key, place, saved, facts, call)
+        elif isinstance(place, Holder) and key not in facts.held:
+            place.load_state_dict({**saved, "param_groups": [_without_names(group) for group in saved["param_groups"]]})
         else:
             place.load_state_dict(saved)
 
@@ -200,14 +205,28 @@ def _optimizer(run: Run, key: str, place: Any, saved: dict[str, Any], facts: Fac
             elif name not in numbers and (mine := _entry(optimizer, number)) is not None:
                 own_state[number] = mine
             number += 1
-    settings_before = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    lacking = [
+        {name: value for name, value in group.items() if name != "params" and name not in given}
+        for group, given in zip(optimizer.param_groups, groups, strict=True)
+    ]
     place.load_state_dict({**saved, "state": state, "param_groups": groups})
-    for group, kept in zip(optimizer.param_groups, settings_before, strict=True):
-        for name, value in kept.items():
-            group.setdefault(name, value)
-    _widen(run, optimizer, state, facts)
+    for group, kept in zip(optimizer.param_groups, lacking, strict=True):
+        group.update(kept)
+    if not _has_ways_of_its_own(optimizer):
+        _widen(run, optimizer, state, facts)
     for number, entry in own_state.items():
         optimizer.state[_parameters(optimizer)[number]] = entry
+
+
+def _without_names(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "param_names"}
+
+
+def _has_ways_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if an optimizer is given its state through its own method, which then decides about dtypes."""
+    cls, plain = type(optimizer), torch.optim.Optimizer
+    hooked = any(value for name, value in vars(optimizer).items() if "state_dict_" in name and name.endswith("hooks"))
+    return hooked or cls.state_dict is not plain.state_dict or cls.load_state_dict is not plain.load_state_dict
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -290,7 +309,9 @@ class _Kept:
                 value.copy_(held)
 
         back: list[Callable[[], None]] = [put]
-        for optimizer in run.optimizers.values():
+        for key, optimizer in run.optimizers.items():
+            if isinstance(run.state.get(key), Holder):  # an object of the caller's, of which ckptd knows nothing but its state dict
+                continue
             if any(value is parameter for group in optimizer.param_groups for parameter in group["params"]):
                 entry = optimizer.state.get(value)
                 back.append(lambda optimizer=optimizer, entry=entry: _set_entry(optimizer, value, entry))  # type: ignore[misc]

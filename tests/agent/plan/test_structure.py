@@ -172,3 +172,18 @@ def test_sources_finds_the_present_tensors() -> None:
     assert found.pop("alone") is tensors["alone"]
     [hidden] = found.values()
     assert torch.equal(hidden.view(torch.float32), now[:8])
+
+
+@pytest.mark.parametrize("held", [0, 8])
+def test_a_tensor_whose_storage_was_freed_or_has_shrunk_is_refused_by_key(held: int) -> None:
+    tensor = torch.arange(1000.0)
+    tensors = {"a": torch.zeros(2), "b": tensor}
+    structure, _ = Structure.of(tensors)
+    tensor.untyped_storage().resize_(held)
+    expected = f"^b: the tensor needs 4000 bytes, and its storage has {held}: take the snapshot while it has its memory"
+    with pytest.raises(UnsavableValue, match=expected):
+        structure.again(tensors)
+    with pytest.raises(UnsavableValue, match=expected):
+        Structure.of(tensors)
+    tensor.untyped_storage().resize_(4000)
+    assert structure.again(tensors) is not None

@@ -336,7 +336,7 @@ def scaler(*, enabled: bool) -> torch.amp.GradScaler:
 
 
 def test_a_scaler_that_was_disabled_and_is_enabled_now_is_refused_before_the_model_is_written() -> None:
-    saved = {"net": torch.nn.Linear(2, 2), "scaler": scaler(enabled=False)}
+    saved: dict[str, Any] = {"net": torch.nn.Linear(2, 2), "scaler": scaler(enabled=False)}
     state: dict[str, Any] = {"net": torch.nn.Linear(2, 2), "scaler": scaler(enabled=True)}
     words = "scaler: the checkpoint has a scaler that was disabled, and has no state; the scaler of the state is enabled"
     refuses(Checkpoint(saved), state, words, {"keep": ["scaler"]})

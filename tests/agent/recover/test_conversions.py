@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from ckptd.agent.plan.structure import reach
 from ckptd.agent.read.saved import Saved
 from ckptd.agent.recover import conversions
-from ckptd.agent.recover.conversions import converted_losses, lost, narrows, reach, refused, sharing
+from ckptd.agent.recover.conversions import converted_losses, lost, narrows, refused, sharing
 from tests.support.refusals import refusal, refuses
 from tests.support.saved_states import Checkpoint
 

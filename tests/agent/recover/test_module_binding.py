@@ -238,7 +238,7 @@ def test_a_freed_storage_is_refused_until_it_has_memory() -> None:
     module = linear(0.0)
     module.weight.untyped_storage().resize_(0)
     words, call = refusal(Checkpoint({"net": linear(3.0)}), {"net": module})
-    assert (words, call) == ("net.weight: the state's tensor needs 16 bytes, and its storage has 0: give it memory first", {})
+    assert (words, call) == ("net.weight: the tensor needs 16 bytes, and its storage has 0: give it memory first", {})
     module.weight.untyped_storage().resize_(16)
     Checkpoint({"net": linear(3.0)}).recover({"net": module})
     assert text(module) == text(linear(3.0))
@@ -249,7 +249,7 @@ def test_a_view_beyond_its_storage_is_refused() -> None:
     state = {"view": memory[4:]}
     memory.untyped_storage().resize_(20)
     words, _ = refusal(Checkpoint({"view": torch.ones(4)}), state)
-    assert words == "view: the state's tensor needs 32 bytes, and its storage has 20: give it memory first"
+    assert words == "view: the tensor needs 32 bytes, and its storage has 20: give it memory first"
 
 
 def test_a_fake_tensor_is_refused() -> None:

@@ -72,7 +72,7 @@ def test_kept_parameters_are_found_by_their_keys() -> None:
 
     def kept(*patterns: str) -> frozenset[int]:
         leaves = Leaves(cast(Saved, None), Options(keep=patterns), {}, cast(Any, None))
-        return kept_parameters(Names(state), leaves)
+        return kept_parameters(Names(state), leaves.is_kept)
 
     assert kept() == kept("optim.param_groups.*.lr") == frozenset()
     assert kept("model.emb.weight") == kept("*emb*") == {id(emb)}
