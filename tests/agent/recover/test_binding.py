@@ -373,3 +373,14 @@ def test_a_value_of_another_kind_may_be_kept(saved: Any, place: Any) -> None:
     assert call == {"keep": ["w"]}
     Checkpoint({"w": saved, "epoch": 3}).recover(state, **call)
     assert state["epoch"] == 3
+
+
+def test_a_scheduler_of_another_number_of_groups_may_be_kept() -> None:
+    def program(groups: int) -> dict[str, Any]:
+        optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(groups)], lr=0.1)
+        return {"sched": torch.optim.lr_scheduler.StepLR(optimizer, 5), "epoch": groups}
+
+    state = program(2)
+    words = "sched: the scheduler was saved for 1 parameter groups, and its optimizer has 2"
+    refuses(Checkpoint(program(1)), state, words, {"keep": ["sched"]})
+    assert (state["sched"].base_lrs, state["epoch"]) == ([0.1, 0.1], 1)

@@ -358,3 +358,13 @@ def test_layers_that_were_unfrozen_begin_without_state() -> None:
         parameter.grad = torch.ones(2)
     into.step()
     assert [moments(other, into)[name]["step"] for name in "ab"] == [1.0, 2.0]
+
+
+def test_another_number_of_parameters_without_names_is_refused() -> None:
+    saved, state = trained(("a", "b", "c")), {"optim": fresh()[1], "epoch": 0}
+    words = (
+        "optim: the checkpoint has 3 parameters without names in this optimizer, the state 2: have the module that holds them in the "
+        "state, too"
+    )
+    refuses(Checkpoint({"optim": saved[1], "epoch": 4}), state, words, {"keep": ["optim"]})
+    assert (state["epoch"], moments(saved[0], state["optim"])) == (4, {})  # type: ignore[arg-type]
