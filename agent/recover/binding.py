@@ -32,6 +32,7 @@ from ckptd.agent.state.merge import Foreign, OfRanks
 from ckptd.agent.state.naming import Names
 from ckptd.agent.state.records import kind_of
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unavailable, Unsaved, empty_like
+from ckptd.agent.state.versions import Versions
 from ckptd.shared.bounds import PLAIN_TYPES, is_flat
 
 _COMPARED = (torch.Tensor, dict, list, tuple, PerRank)
@@ -52,10 +53,11 @@ class Binding:
         options: Options,
         foreign: Foreign | None = None,
         recorded: Iterable[Mapping[str, Any]] = (),
+        versions: Mapping[str, Versions] | None = None,
     ) -> None:
         self._leaves = leaves = Leaves(saved, options, foreign or {}, self._of_ranks)
         names = Names(state)
-        self._modules = Modules(leaves, self._bind)
+        self._modules = Modules(leaves, self._bind, versions or {})
         self._optimizers = Optimizers(leaves, names, SavedParameters(tree, saved, recorded), self._bind, kept_parameters(names, leaves))
         self.in_place, self.fresh, self.kept = leaves.in_place, leaves.fresh, leaves.kept
         value = self._bind(state, tree, "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,15 +20,16 @@ from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value
 from ckptd.agent.state.customized import loads_by_itself, needs_loading, parts_with_loaders
 from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.tree import ObjectNode
+from ckptd.agent.state.versions import Versions, with_versions
 from ckptd.agent.state.wrappers import canonical_names, current_names, flattens, raw_names, unwrapped
 from ckptd.shared.errors import CkptdError, RecoveryFailed
 
 
 class Modules:
-    """Binds the modules of a state. `bind` binds any value of the state."""
+    """Binds the modules of a state. `bind` binds any value of the state. `versions` has those of the saved modules, by key."""
 
-    def __init__(self, leaves: Leaves, bind: Callable[[Any, Any, str], Value]) -> None:
-        self._leaves, self._bind = leaves, bind
+    def __init__(self, leaves: Leaves, bind: Callable[[Any, Any, str], Value], versions: Mapping[str, Versions]) -> None:
+        self._leaves, self._bind, self._versions = leaves, bind, versions
 
     def bind(self, place: torch.nn.Module, saved: Any, path: str) -> Value:
         leaves, flat = self._leaves, flattens(place)
@@ -59,13 +60,14 @@ class Modules:
             return _flattened(place, own, values)
         through = self._through_loaders(own, raw_of, {name: tree[name] for name in tree if name in to_loaders}, to_loaders, path)
         reload = bool(loaders) or needs_loading(module)
+        metadata = with_versions(module, own, tree, self._versions.get(path)) if reload else None
 
         def put(resolve: Resolve) -> Any:
             made = {raw: value(resolve) for raw, value in values.items()}
             if reload:
                 found = _own_tensors(module, own)
                 found = {raw: found[raw] if made[raw] is KEEP else made[raw] for raw in values} | through(resolve)
-                _load(module, found, own, leaves.options.strict, path)
+                _load(module, found, metadata, leaves.options.strict, path)
             else:
                 found = {raw: new for raw, new in made.items() if new is not KEEP}
                 if found:
@@ -77,9 +79,10 @@ class Modules:
     def _whole(self, module: torch.nn.Module, own: Any, tree: Any, path: str) -> Value:
         """Bind a module whose class overrides `load_state_dict` or `state_dict`: it is given its whole saved state dict."""
         fresh = self._leaves.alike(tree, own, path)
+        metadata = with_versions(module, own, tree, self._versions.get(path))
 
         def put(resolve: Resolve) -> Any:
-            _load(module, fresh(resolve), own, self._leaves.options.strict, path)
+            _load(module, fresh(resolve), metadata, self._leaves.options.strict, path)
             return KEEP
 
         return put
@@ -114,9 +117,8 @@ def load_into(place: Any, state: Any, path: str, **options: Any) -> None:
         ) from error
 
 
-def _load(module: torch.nn.Module, found: dict[str, Any], own: Any, strict: bool, path: str) -> None:
+def _load(module: torch.nn.Module, found: dict[str, Any], metadata: Any, strict: bool, path: str) -> None:
     state = OrderedDict(found)
-    metadata = getattr(own, "_metadata", None)
     if metadata is not None:
         state._metadata = metadata  # type: ignore[attr-defined]  # the versions by which loaders know an older state
     load_into(module, state, path, **({"strict": strict} if "strict" in inspect.signature(module.load_state_dict).parameters else {}))
