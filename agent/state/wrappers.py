@@ -159,7 +159,7 @@ def former_name(raw: str) -> str:
 
 
 def may_name_wrappers(prefixes: Iterable[str]) -> bool:
-    """Return False if no prefix goes through a wrapper, in little time. The prefixes are those of submodules, without the dot at the end."""
+    """Return False if no prefix goes through a wrapper, in little time. They are those of submodules, without the dot at the end."""
     joined = "." + ".\n.".join(prefixes) + "."
     return any(part in joined for part in _PARTS)
 
