@@ -48,6 +48,13 @@ def test_every_test_that_the_documents_name_exists(page: Path) -> None:
         assert not name or name in known, f"{page}: {name} is not in {file or 'the file that was named last'}"
 
 
+def test_every_promise_names_its_test() -> None:
+    text = (ROOT / "docs" / "explanation" / "what-comes-back.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.endswith("| shown by |")]
+    assert len(rows) > 40
+    assert [row for row in rows if not re.search(r"::test_\w+`", row.rpartition(" | ")[2])] == []
+
+
 def test_every_setting_is_documented() -> None:
     text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     missing = [name for name in FIELDS if name not in ("private", "idle_timeout") and f"| `{name}` |" not in text]
