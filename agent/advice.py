@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 log = logging.getLogger("ckptd.agent")
 
 _DEPTH = 2
 """The number of nested dicts in which the state_dict of an optimizer is looked for."""
+_RUNS = 3
+"""The number of runs that begin at one snapshot, without a newer one, after which a remedy is told."""
+
+
+class Restart(NamedTuple):
+    """Where a run begins.
+
+    place: the recovered snapshot, like "step 79 of attempt 1". last_attempt: the newest attempt that has left a snapshot, even a damaged
+    one. older_step: the newest step to which the run could go back instead, or None.
+    """
+
+    place: str
+    last_attempt: int
+    older_step: int | None
 
 
 class Advice:
@@ -24,6 +38,23 @@ class Advice:
     def recovered(self, step: int | None) -> None:
         """Note a call of `recover`: the step that it has brought back, or None if there was no checkpoint."""
         self._recover_called, self._recovered = True, step
+
+    def begins_where_others_ended(self, recovered: Restart, attempt: int) -> None:
+        """Warn if at least two runs before this one may have begun at the recovered snapshot, and none of them has left a newer one.
+
+        attempt: the attempt with which this process began. Call this before `recovered`. A recovery within a process that has recovered
+        before is no new run, and the attempts that such recoveries begin are not counted.
+        """
+        runs = attempt - recovered.last_attempt
+        if self._recover_called or runs < _RUNS:
+            return
+        older = recovered.older_step
+        remedy = "no older step is left to go back to" if older is None else f"go back to an older one: recover(state, step={older})"
+        first, last = recovered.last_attempt + 1, attempt - 1
+        self._tell(
+            f"{recovered.place} is recovered again: attempts {first} {'and' if last == first + 1 else 'to'} {last} have left no newer "
+            f"snapshot. If this snapshot makes each run fail, {remedy}"
+        )
 
     def before_snapshot(self, state: Any, step: int, attempt: int) -> None:
         """Warn at an attempt's first snapshot if it does not continue the job's earlier ones, or has state_dicts of optimizers."""

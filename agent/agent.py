@@ -118,6 +118,7 @@ class Agent:
         self._link = RankLink(
             ranks, job, socket=socket, root=root, takeover=takeover, structure_changed=lambda: self._kept_plan.invalidate()
         )
+        self._first_attempt = self._link.attempt
         self._planner = planner
         self._load_planner = load_planner or (DefaultLoadPlanner() if planner is not None else None)
         self._habits = Habits()
@@ -388,6 +389,8 @@ class Agent:
             recovered = recovery.run(state, step=step, last_step=_UNKNOWN if link.interrupted else link.last_step)
             if recovered is None and link.unnamed and link.job != DEFAULT:
                 check_not_default(link.root, link.job)
+            if self.rank == 0 and recovery.restart is not None:
+                self._advice.begins_where_others_ended(recovery.restart, self._first_attempt)
             self._advice.recovered(None if recovered is None else recovered.step)
             if recovered is not None and recovered.step < recovery.last_step:
                 link.begin_next()

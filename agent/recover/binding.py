@@ -35,6 +35,7 @@ from ckptd.agent.state.naming import Names
 from ckptd.agent.state.optimizers import without_wrappers
 from ckptd.agent.state.records import as_dict, kind_of
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unavailable, Unsaved, empty_like
+from ckptd.agent.state.versions import Versions
 from ckptd.shared.bounds import PLAIN_TYPES, is_flat
 
 _COMPARED = (torch.Tensor, dict, list, tuple, PerRank)
@@ -55,11 +56,12 @@ class Binding:
         options: Options,
         foreign: Foreign | None = None,
         recorded: Collection[Mapping[str, Any]] = (),
+        versions: Mapping[str, Versions] | None = None,
     ) -> None:
         self._leaves = leaves = Leaves(saved, options, foreign or {}, self._of_ranks)
         names = Names(state)
         kept = kept_parameters(names, leaves.is_kept) if options.keep else frozenset[int]()
-        self._modules = Modules(leaves, self._bind)
+        self._modules = Modules(leaves, self._bind, versions or {})
         self._optimizers = Optimizers(leaves, names, SavedParameters(tree, saved, recorded), self._bind, kept)
         self.in_place, self.fresh, self.kept = leaves.in_place, leaves.fresh, leaves.kept
         value = self._bind(state, tree, "")

@@ -18,6 +18,7 @@ from ckptd.agent.recover.binding import Binding
 from ckptd.agent.recover.options import Options
 from ckptd.agent.state.capture import set_rng_state
 from ckptd.agent.state.merge import Foreign, merge
+from ckptd.agent.state.versions import merged_versions
 from ckptd.shared import messages as m
 from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import CkptdError, IntegrityError, NewerFormat, NotFound, StorageError, StructureMismatch
@@ -107,9 +108,8 @@ class Loading:
         foreign: Foreign = {}
         tree = merge([document["state"] for document in documents], own, foreign)
         saved = self.opened.saved
-        binding = self._binding = Binding(
-            state, tree, saved, self._options, foreign, [document.get("parameters", {}) for document in documents]
-        )
+        parameters = [document.get("parameters", {}) for document in documents]
+        binding = self._binding = Binding(state, tree, saved, self._options, foreign, parameters, merged_versions(documents, own))
         if self._options.same_partition:
             check_partition(saved, binding.in_place)
         for name in (*binding.in_place, *binding.fresh):

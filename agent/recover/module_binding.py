@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -22,14 +22,15 @@ from ckptd.agent.recover.own_loaders import load_into
 from ckptd.agent.state.capture import tensors_in
 from ckptd.agent.state.customized import loads_by_itself, needs_loading, parts_with_loaders
 from ckptd.agent.state.tree import ObjectNode
+from ckptd.agent.state.versions import Versions, with_versions
 from ckptd.agent.state.wrappers import canonical_names, current_names, flattens, raw_names, unwrapped
 
 
 class Modules:
-    """Binds the modules of a state. `bind` binds any value of the state."""
+    """Binds the modules of a state. `bind` binds any value of the state. `versions` has those of the saved modules, by key."""
 
-    def __init__(self, leaves: Leaves, bind: Callable[[Any, Any, str], Value]) -> None:
-        self._leaves, self._bind = leaves, bind
+    def __init__(self, leaves: Leaves, bind: Callable[[Any, Any, str], Value], versions: Mapping[str, Versions]) -> None:
+        self._leaves, self._bind, self._versions = leaves, bind, versions
 
     def bind(self, place: torch.nn.Module, saved: Any, path: str) -> Value:
         leaves, flat = self._leaves, flattens(place)
@@ -61,13 +62,14 @@ class Modules:
         if flat:
             return _flattened(place, own, values)
         through = self._through_loaders(own, raw_of, {name: tree[name] for name in tree if name in to_loaders}, to_loaders, path)
+        metadata = with_versions(module, own, tree, self._versions.get(path)) if reload else None
 
         def put(resolve: Resolve) -> Any:
             made = {raw: value(resolve) for raw, value in values.items()}
             if reload:
                 found = _own_tensors(module, own)
                 found = {raw: found[raw] if made[raw] is KEEP else made[raw] for raw in values} | through(resolve)
-                _load(module, found, own, leaves.options.strict, path)
+                _load(module, found, metadata, leaves.options.strict, path)
             else:
                 found = {raw: new for raw, new in made.items() if new is not KEEP}
                 if found:
@@ -81,9 +83,10 @@ class Modules:
         if not self._leaves.options.strict and isinstance(own, dict) and own and tree and set(own).isdisjoint(tree):
             return self._without_match(list(tree), list(own), path)
         fresh = self._leaves.alike(tree, tensors_in(own, path), path, lossless=True)
+        metadata = with_versions(module, own, tree, self._versions.get(path))
 
         def put(resolve: Resolve) -> Any:
-            _load(module, fresh(resolve), own, self._leaves.options.strict, path)
+            _load(module, fresh(resolve), metadata, self._leaves.options.strict, path)
             return KEEP
 
         return put
@@ -111,9 +114,8 @@ class Modules:
         return make
 
 
-def _load(module: torch.nn.Module, found: dict[str, Any], own: Any, strict: bool, path: str) -> None:
+def _load(module: torch.nn.Module, found: dict[str, Any], metadata: Any, strict: bool, path: str) -> None:
     state = OrderedDict(found)
-    metadata = getattr(own, "_metadata", None)
     if metadata is not None:
         state._metadata = metadata  # type: ignore[attr-defined]  # the versions by which loaders know an older state
     load_into(module, state, path, **({"strict": strict} if "strict" in inspect.signature(module.load_state_dict).parameters else {}))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from torch.distributed.checkpoint.planner import LoadPlanner
 
+from ckptd.agent.advice import Restart
 from ckptd.agent.dcp.planner_rounds import PlannedLoad
 from ckptd.agent.link.arguments import as_step
 from ckptd.agent.link.client import Client
@@ -29,6 +30,7 @@ from ckptd.agent.recover.options import Options
 from ckptd.agent.state.capture import set_rng_state
 from ckptd.agent.threads.reminder import reminder
 from ckptd.shared import messages as m
+from ckptd.shared import names
 from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import (
     CkptdError,
@@ -105,6 +107,8 @@ class Recovery:
         self._options, self._planner, self._nodes = options, planner, nodes
         self.last_step = -1
         """The highest step that any rank has captured in this attempt, or -1. Known once `run` has heard from all ranks."""
+        self.restart: Restart | None = None
+        """Where the training begins. Known once `run` has recovered a snapshot without being told its step."""
         self._overwritten: set[str] = set()  # names of the tensors that a damaged candidate may have overwritten on this rank
 
     @paused_collector()
@@ -118,7 +122,7 @@ class Recovery:
             with reminder(log, "recover() waits for the nodes to save what they hold in memory: `ckptd status` shows how far they are"):
                 delivered = _delivered(self._all("deliver", self._deliver, DELIVER_SECONDS))
             self._all("decide", lambda: self._find(step, last_step, delivered) if self._ranks.rank == 0 else {})
-        said = self._find_all(step, last_step)
+        said = heard = self._find_all(step, last_step)
         self.last_step = max(found["last_step"] for found in said)
         candidates = _common_candidates(said)
         for text in dict.fromkeys(text for found in said for text in found["incomplete"]):
@@ -147,6 +151,8 @@ class Recovery:
                 passed_over.append(f"{where}: {damage}")
                 continue
             failpoint("agent.recover.loaded")
+            if step is None:
+                self.restart = restart(candidates, number, [text for found in heard for text in found["damaged"]])
             recovered = _recovered(candidate, loading, time.monotonic() - begun, passed_over)
             log.info("recovered %s in %.2f s%s", where, recovered.seconds, _details(recovered))
             return recovered
@@ -295,6 +301,19 @@ def _common_candidates(said: list[dict[str, Any]]) -> list[m.RecoveryCandidate]:
             "the ranks have found different checkpoints, because some were saved or deleted meanwhile: call recover() again"
         )
     return common
+
+
+def restart(candidates: Sequence[m.RecoveryCandidate], number: int, damaged: Iterable[str]) -> Restart:
+    """Return where a training begins that has recovered the candidate with this number.
+
+    damaged: a text for each damaged checkpoint, which begins with its tag and a colon.
+    """
+    chosen = candidates[number]
+    tags = [names.parse_tag_directory(text.partition(":")[0]) for text in damaged]
+    attempts = [candidate.attempt for candidate in candidates[: number + 1]] + [parsed[2] for parsed in tags if parsed is not None]
+    older = (one.step for one in candidates[number + 1 :] if one.step not in (None, chosen.step))
+    place = f"checkpoint {chosen.tag}" if chosen.step is None else f"step {chosen.step} of attempt {chosen.attempt}"
+    return Restart(place, max(attempts), next(older, None))
 
 
 def _damage(said: list[dict[str, Any]]) -> str:

@@ -27,6 +27,7 @@ from ckptd.agent.state.naming import KeptNames, Key, Names, find, is_stateful, p
 from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.refusals import check_values, is_uninitialized
 from ckptd.agent.state.values import TENSORS, Known, LenientPacker, Packer
+from ckptd.agent.state.versions import Versions, versions_of
 from ckptd.agent.state.wrappers import canonical_keys, flattens, unwrapped
 from ckptd.shared.errors import CkptdError, UnsavableValue
 
@@ -38,17 +39,19 @@ _PYTHON_RNG = struct.Struct("<625I")
 class Captured:
     """A captured state. `state` is its encoded part of the values document, and `tensors` are its live tensors, by name.
 
-    `parameters` is the encoded part of the values document that has the forms of parameters, or empty.
+    `parameters` is the encoded part of the values document that has the forms of parameters, or empty, and `versions` the part that has the
+    versions of submodules.
     """
 
     state: bytes
     tensors: dict[str, torch.Tensor]
     parameters: bytes = b""
+    versions: bytes = b""
 
     @property
     def encoded_bytes(self) -> int:
         """The length of the encoded parts of the values document."""
-        return len(self.state) + len(self.parameters)
+        return len(self.state) + len(self.parameters) + len(self.versions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,11 @@ def capture(state: Any, *, rank: int = 0, habits: Habits | None = None, unsaved:
 
 def _capture(state: Any, rank: int, habits: Habits, unsaved: dict[str, str] | None) -> Captured:
     names = habits.names.of(state)
-    trees = {id(module): module_state(module) for _, module in names.modules}
+    trees, versions = dict[int, dict[str, Any]](), dict[str, Versions]()
+    for path, module in names.modules:
+        trees[id(module)], known = versioned_state(module)
+        if known is not None:
+            versions[path] = known
 
     def expand(value: Any, path: str) -> tuple[str, Any] | None:
         if id(value) in trees:
@@ -100,7 +107,7 @@ def _capture(state: Any, rank: int, habits: Habits, unsaved: dict[str, str] | No
     if not TENSORS.issuperset(map(type, tensors.values())):
         for name, tensor in tensors.items():
             check_values(name, tensor)
-    return Captured(encoded, tensors, _parameter_forms(names, tensors, habits.held))
+    return Captured(encoded, tensors, _parameter_forms(names, tensors, habits.held), Packer().encode(versions) if versions else b"")
 
 
 def _parameter_forms(names: Names, tensors: dict[str, torch.Tensor], held: dict[str, tuple[list[Key], bool]]) -> bytes:
@@ -124,8 +131,9 @@ def _parameter_forms(names: Names, tensors: dict[str, torch.Tensor], held: dict[
 def values_document(captured: Captured, *, rng: bool) -> bytes:
     """Return the encoded values document: the captured state and, if `rng` is true, the random generators as they are now."""
     packer = Packer()
-    parameters = {"parameters": msgspec.Raw(captured.parameters)} if captured.parameters else {}
-    return packer.encode_map({"state": msgspec.Raw(captured.state), **parameters, "rng": packer.pack(rng_state() if rng else None, "rng")})
+    parts = {"state": captured.state, "parameters": captured.parameters, "versions": captured.versions}
+    encoded = {key: msgspec.Raw(part) for key, part in parts.items() if part}
+    return packer.encode_map({**encoded, "rng": packer.pack(rng_state() if rng else None, "rng")})
 
 
 def expand_object(value: Any, names: Names) -> tuple[str, Any] | None:
@@ -159,10 +167,16 @@ def module_state(module: torch.nn.Module) -> dict[str, Any]:
 
     For FullyShardedDataParallel (FSDP1), return this rank's shards instead, as DCP's own `get_model_state_dict` gives them.
     """
+    return versioned_state(module)[0]
+
+
+def versioned_state(module: torch.nn.Module) -> tuple[dict[str, Any], Versions | None]:
+    """Return `module_state` with the versions of the submodules, or None for FSDP1 and for a state dict without versions."""
     if flattens(module):
-        return get_model_state_dict(module)
+        return get_model_state_dict(module), None
     module = unwrapped(module)
-    return canonical_keys(module, module.state_dict())
+    state = module.state_dict()
+    return canonical_keys(module, state), versions_of(module, state)
 
 
 def flattened_optimizer_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> dict[str, Any]:

@@ -158,6 +158,12 @@ def former_name(raw: str) -> str:
     return _FORMERLY_LEFT_OUT.sub("", raw)
 
 
+def may_name_wrappers(prefixes: Iterable[str]) -> bool:
+    """Return False if no prefix goes through a wrapper, in little time. Prefixes are those of submodules, without their last dot."""
+    joined = "." + ".\n.".join(prefixes) + "."
+    return any(part in joined for part in _PARTS)
+
+
 def _may_have_wrappers(raw: list[str]) -> bool:
     joined = "." + "\n.".join(raw)
     return any(part in joined for part in _PARTS)

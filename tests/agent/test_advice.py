@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint
-from ckptd.agent.advice import Advice
+from ckptd.agent.advice import Advice, Restart
 from ckptd.shared.errors import InvalidRequest
 from tests.support.daemons import Daemon
 
@@ -73,3 +73,59 @@ def test_an_agent_gives_the_advice(daemon: Daemon, caplog: pytest.LogCaptureFixt
         agent.snapshot(STATE, step=5)
         agent.close()
     assert [told for told in warned(caplog) if "step 5 does not come after step 5" in told]
+
+
+OLDER = "go back to an older one: recover(state, step=69)"
+
+
+def again(place: str, attempts: str, remedy: str) -> str:
+    return f"{place} is recovered again: attempts {attempts} have left no newer snapshot. If this snapshot makes each run fail, {remedy}"
+
+
+def test_the_third_run_from_one_snapshot_is_told_of_an_older_step(caplog: pytest.LogCaptureFixture) -> None:
+    def told(attempt: int, restart: Restart, *, before: bool = False) -> list[str]:
+        advice = Advice()
+        if before:
+            advice.recovered(None)
+        advice.begins_where_others_ended(restart, attempt)
+        return warned(caplog)
+
+    seventy_nine = Restart("step 79 of attempt 1", 1, 69)
+    assert told(2, seventy_nine) == told(3, seventy_nine) == []
+    assert told(4, seventy_nine) == [again("step 79 of attempt 1", "2 and 3", OLDER)]
+    assert told(9, seventy_nine) == [again("step 79 of attempt 1", "2 to 8", OLDER)]
+    assert told(9, seventy_nine, before=True) == []
+    assert told(9, Restart("checkpoint best.a0001", 6, None)) == [
+        again("checkpoint best.a0001", "7 and 8", "no older step is left to go back to")
+    ]
+    assert told(8, Restart("step 79 of attempt 1", 6, 69)) == []  # attempt 6 has left a snapshot, which is damaged
+
+
+def test_a_snapshot_from_which_no_run_gets_on_is_told(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    def run(*steps: int, asked: int | None = None) -> list[str]:
+        agent = Agent("gpt", socket=daemon.home.socket)
+        agent.recover(STATE, step=asked)
+        for step in steps:
+            agent.snapshot(STATE, step=step).wait("durable", timeout=60)
+        agent._link.let_go()  # it dies
+        return [told for told in warned(caplog) if "is recovered again" in told]
+
+    assert run(69, 79) == []
+    assert run() == run() == []
+    assert run() == [again("step 79 of attempt 1", "2 and 3", OLDER)]
+    assert run() == [again("step 79 of attempt 1", "2 to 4", OLDER)]
+    assert run(74, asked=69) == []  # with the remedy
+    assert run(75) == run(76) == run(77) == run(78) == []  # each run gets on
+
+
+def test_recoveries_within_a_process_are_no_runs(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    agent = Agent("gpt", socket=daemon.home.socket)
+    agent.snapshot(STATE, step=69).wait("durable", timeout=60)
+    for step in range(70, 75):
+        agent._link.handovers.last_step = step  # a snapshot that failed after it was taken
+        recovered = agent.recover(STATE)
+        assert recovered is not None
+        assert recovered.step == 69
+    assert agent.attempt == 6
+    agent._link.let_go()
+    assert not [told for told in warned(caplog) if "is recovered again" in told]

@@ -15,6 +15,7 @@ from ckptd.agent.state.capture import capture
 from ckptd.agent.state.dtypes import dtype_name
 from ckptd.agent.state.merge import Foreign, merge
 from ckptd.agent.state.values import decode
+from ckptd.agent.state.versions import merged_versions
 
 
 class Checkpoint:
@@ -24,6 +25,7 @@ class Checkpoint:
         captured = [capture(state, rank=rank) for rank, state in enumerate(states)]
         self.trees = [decode(one.state) for one in captured]
         self.forms = [decode(one.parameters) for one in captured if one.parameters]
+        self.versions = [decode(one.versions) if one.versions else {} for one in captured]
         self.tensors = {name: tensor.detach().clone() for one in captured for name, tensor in one.tensors.items()}
 
     def describe(self, name: str) -> Any:
@@ -35,7 +37,8 @@ class Checkpoint:
     def bind(self, state: Any, own: int | None = 0, **options: Any) -> Binding:
         foreign: Foreign = {}
         tree = merge(self.trees, own, foreign)
-        binding = Binding(state, tree, cast(Saved, self), Options(**options), foreign, self.forms)
+        versions = merged_versions([{"versions": one} for one in self.versions], own)
+        binding = Binding(state, tree, cast(Saved, self), Options(**options), foreign, self.forms, versions)
         binding.judge(self.read)
         return binding
 

@@ -15,13 +15,14 @@ import pytest
 import torch
 from crc32c import crc32c
 
+from ckptd.agent.advice import Restart
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Alone, Ranks
 from ckptd.agent.read.loader import load, materialize
 from ckptd.agent.recover import loading, recovery
 from ckptd.agent.recover.loading import Loading
 from ckptd.agent.recover.options import Options
-from ckptd.agent.recover.recovery import Recovered, Recovery
+from ckptd.agent.recover.recovery import Recovered, Recovery, restart
 from ckptd.shared import messages as m
 from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import (
@@ -590,3 +591,14 @@ def test_every_chunk_of_a_slot_is_verified_as_it_is_read(slot: Descriptor) -> No
 def test_a_slot_that_holds_another_step_is_passed_over(slot: Descriptor, step: int, attempt: int) -> None:
     assert opened(slot, step, attempt) == f"the slot of step {step} has been filled again"
     assert slot.closed
+
+
+def test_where_a_training_begins_and_to_which_step_it_could_go_back() -> None:
+    found = [candidate(85, attempt=3), candidate(79, "memory", 2), candidate(79, attempt=2), candidate(79), candidate(69)]
+    assert restart(found, 0, []) == Restart("step 85 of attempt 3", 3, 79)
+    assert restart(found, 1, []) == Restart("step 79 of attempt 2", 3, 69)  # attempt 3 has left one that is damaged
+    assert restart(found[3:], 0, []) == Restart("step 79 of attempt 1", 1, 69)
+    assert restart(found[3:], 0, ["step-00000085.a0005: its manifest is damaged", "x"]) == Restart("step 79 of attempt 1", 5, 69)
+    best = m.RecoveryCandidate(attempt=4, step=None, tag="best.a0004", source="storage")
+    assert restart([best, *found], 0, []) == Restart("checkpoint best.a0004", 4, 85)
+    assert restart([best], 0, []) == Restart("checkpoint best.a0004", 4, None)

@@ -1,0 +1,93 @@
+"""Keeps the versions that the submodules of a module had when it was saved, as `torch.save` keeps them with a state dict.
+
+torch gives each submodule's `_load_from_state_dict` the metadata with which that submodule was saved, which has its `_version`. A class
+that has changed since then migrates its state by it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ckptd.agent.state.wrappers import canonical_names, may_name_wrappers
+
+Versions = Mapping[str, Mapping[str, Any]]
+"""The metadata of submodules by canonical prefix, without the dot at the end. Submodules with the usual metadata are left out."""
+
+_known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[dict[str, Any], Versions]] = weakref.WeakKeyDictionary()
+"""The metadata of a module's last state dict, with what `versions_of` has returned for them, because comparing takes less time."""
+_USUAL = {"version": 1}
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def versions_of(module: torch.nn.Module, state: Any) -> Versions | None:
+    """Return the versions in a state dict of a module, or None if it has none."""
+    metadata = getattr(state, "_metadata", None)
+    if not isinstance(metadata, dict):
+        return None
+    if list(metadata.values()).count(_USUAL) == len(metadata):  # nearly always
+        return {}
+    known = _known.get(module)
+    if known is not None and known[0] == metadata:
+        return known[1]
+    unusual = {raw: entry for raw, entry in metadata.items() if entry != _USUAL and isinstance(entry, dict) and type(raw) is str}
+    names = canonical_prefixes(module, metadata)
+    found: dict[str, Mapping[str, Any]] = {}
+    for raw in metadata:  # a wrapper comes before the module inside, which has the same prefix and counts
+        if raw in unusual:
+            found[names[raw]] = {key: value for key, value in unusual[raw].items() if type(key) is str and type(value) in _PLAIN}
+        elif raw in names:
+            found.pop(names[raw], None)
+    if names.keys() == set(names.values()):  # otherwise the names depend on the classes of wrappers, too
+        _known[module] = metadata, found
+    return found
+
+
+def with_versions(module: torch.nn.Module, own: Any, state: Collection[str], versions: Versions | None) -> OrderedDict[str, Any] | None:
+    """Return the metadata for `load_state_dict`, in which each submodule has the versions that it was saved with.
+
+    own: the state dict of the module now. state: the saved names, canonical. versions: None if the checkpoint has none; the submodules then
+    have their own of today. A submodule of which nothing was saved has no metadata, as with torch.
+    """
+    metadata = getattr(own, "_metadata", None)
+    if versions is None or metadata is None:
+        return metadata
+    parts = {""}
+    for name in state:
+        while (name := name.rpartition(".")[0]) and name not in parts:
+            parts.add(name)
+    parts |= versions.keys()
+    found: OrderedDict[str, Any] = OrderedDict((raw, dict(entry)) for raw, entry in versions.items())
+    for raw, name in canonical_prefixes(module, metadata).items():
+        if name in parts:
+            found[raw] = dict(versions.get(name, _USUAL))
+        else:
+            found.pop(raw, None)
+    return found
+
+
+def merged_versions(documents: Sequence[Mapping[str, Any]], own: int | None) -> dict[str, Versions]:
+    """Return the versions of all modules in the values documents of several ranks, by the key of the module.
+
+    Where ranks differ, the document with the number `own` counts, then the first one.
+    """
+    merged: dict[str, Versions] = {}
+    for document in [*reversed(documents), *([] if own is None else [documents[own]])]:
+        for path, known in document.get("versions", {}).items():
+            merged[path] = {**merged.get(path, {}), **known}
+    return merged
+
+
+def canonical_prefixes(module: torch.nn.Module, raw: Collection[Any]) -> dict[str, str]:
+    """Return the canonical prefix for each raw prefix of a submodule. Both are without the dot at the end."""
+    prefixes = [prefix for prefix in raw if type(prefix) is str]
+    if not may_name_wrappers(prefixes):
+        return dict(zip(prefixes, prefixes, strict=True))
+    leaves = [
+        f"{prefix}.~{number}" if prefix else f"~{number}" for number, prefix in enumerate(prefixes)
+    ]  # names that would be equal stay raw
+    return {prefix: name.rpartition(".")[0] for prefix, name in zip(prefixes, canonical_names(module, leaves), strict=True)}
