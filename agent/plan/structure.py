@@ -99,18 +99,20 @@ class Structure:
     def of(cls, tensors: dict[str, torch.Tensor]) -> tuple[Structure, list[torch.Tensor]]:
         """Return the structure of these tensors, and this rank's part of each.
 
-        Raises UnsavableValue for a sparse or nested tensor, which has no single address, and for a tensor whose storage is too small.
+        _check_memory(tensors, parts)
+        Raises UnsavableValue for a tensor without one address of its own: a sparse or nested one, or a DTensor of wrapper subclasses.
         """
         parts, special = _parts(list(tensors.values()))
         try:
             addresses = list(map(torch.Tensor.data_ptr, parts))
             blocks = [_columns(parts[block]) for block in _blocks(len(parts))]
-        except RuntimeError:  # raised by torch for sparse and nested tensors, which have no single address
+            sharing = Sharing.of(parts)
+        except RuntimeError:  # raised by torch for these tensors
             for name, tensor in tensors.items():
                 check_tensor(name, tensor)
             raise
         _check_memory(tensors, parts)
-        return cls(list(tensors), special, blocks, addresses, Sharing.of(parts), _guard(parts)), parts
+        return cls(list(tensors), special, blocks, addresses, sharing, _guard(parts)), parts
 
     def again(self, tensors: dict[str, torch.Tensor]) -> tuple[Structure, list[torch.Tensor]] | None:
         """Return the structure of these tensors and this rank's part of each, or None if they do not have this structure any more.

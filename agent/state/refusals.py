@@ -11,6 +11,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptd.shared.bounds import MAX_DEPTH, MAX_DIMENSIONS
 from ckptd.shared.errors import UnsavableValue
@@ -90,14 +91,21 @@ def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
     A conjugate or negative view is resolved into a new tensor. Raises UnsavableValue for a tensor that is quantized, on the meta device or
     of an unknown class, for a sparse or nested one, which is saved by its parts, and for one of more than MAX_DIMENSIONS dimensions. Raises
-    UnsavableValue as well for a DTensor with a partial placement, since each rank holds only a summand.
+    UnsavableValue as well for a DTensor with a partial placement, since each rank holds only a summand, and for a DTensor whose shards are
+    wrapper subclasses.
     """
     if isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):
             raise UnsavableValue(
                 f"{name}: a DTensor with placements {tensor.placements} holds partial results, not values; redistribute() it first"
             )
-        check_tensor(name, tensor._local_tensor)
+        if is_traceable_wrapper_subclass(local := tensor._local_tensor):
+            raise UnsavableValue(
+                f"{name}: a DTensor whose shards are of class {type(local).__module__}.{type(local).__qualname__}, which consist of "
+                "several tensors, cannot be saved, because these need not be divided as the DTensor is: use plain tensors, such as an "
+                "optimizer with a state that is not quantized, or leave such values out (unsavable='skip')"
+            )
+        check_tensor(name, local)
         return tensor
     if isinstance(tensor, ShardedTensor):
         for shard in tensor.local_shards():
