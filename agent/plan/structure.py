@@ -99,8 +99,8 @@ class Structure:
     def of(cls, tensors: dict[str, torch.Tensor]) -> tuple[Structure, list[torch.Tensor]]:
         """Return the structure of these tensors, and this rank's part of each.
 
-        _check_memory(tensors, parts)
         Raises UnsavableValue for a tensor without one address of its own: a sparse or nested one, or a DTensor of wrapper subclasses.
+        Raises it as well for a tensor whose storage is too small.
         """
         parts, special = _parts(list(tensors.values()))
         try:
