@@ -23,7 +23,7 @@ Step = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
 Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
 
 
-class Holding(msgspec.Struct, frozen=True, kw_only=True):
+class Holding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The steps of one attempt that one node holds.
 
     held: the steps that all ranks of the node have sealed, and whose memory is not free yet.

@@ -218,7 +218,7 @@ def test_random_generators_come_back_on_as_many_ranks_and_are_left_alone_otherwi
             ranks.call(seed, 300)
             heard = ranks.call(recover_random, daemon.home.socket)
             warning = f"random generators are left as they are: they were saved on 4 ranks, and this job has {world_size}"
-            assert heard == [[warning]] * world_size
+            assert [[said for said in each if "attempts" not in said] for each in heard] == [[warning]] * world_size
             assert ranks.call(draw) == untouched
 
 
