@@ -126,7 +126,7 @@ def _compared(pair: Pair, target: Run, ours: End, data: bytes, facts: Facts) -> 
     """Judge a recovery that returned: it must end as the one by name, or as torch's own, if that does not mix up parameters."""
     named = _end(_target(pair), lambda run: load_by_name(run, data, pair.call, facts))
     plain = None
-    if named.at == "load" or (_in_order(target, facts) and not pair.call.keep):
+    if named.at == "load" or pair.call.saved or (_in_order(target, facts) and not pair.call.keep):
         plain = _end(_target(pair), lambda run: load_as_torch(run, data, pair.call))
     if named.at != "load" and ours.same(named):
         return Verdict(AGREED if plain is not None and plain.same(named) else BETTER)
