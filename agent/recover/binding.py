@@ -316,7 +316,7 @@ def _with_kept(made: Any, kept: dict[Any, Any]) -> Any:
 
 
 _PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "num_bad_epochs", "best"})
-"""What a scheduler counts, in contrast to what it was made with."""
+"""The values that a scheduler counts up as it runs. They change with every recovery, so they are not logged."""
 
 
 def _other_groups(saved: Any, groups: int) -> int:

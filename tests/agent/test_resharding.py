@@ -218,7 +218,9 @@ def test_random_generators_come_back_on_as_many_ranks_and_are_left_alone_otherwi
             ranks.call(seed, 300)
             heard = ranks.call(recover_random, daemon.home.socket)
             warning = f"random generators are left as they are: they were saved on 4 ranks, and this job has {world_size}"
-            assert [[said for said in each if "attempts" not in said] for each in heard] == [[warning]] * world_size
+            if world_size == 5:  # the third run that begins at this step, which rank 0 says
+                assert heard[0].pop().startswith("step 1 of attempt 1 is recovered again: attempts 2 and 3 have left no newer snapshot. ")
+            assert heard == [[warning]] * world_size
             assert ranks.call(draw) == untouched
 
 
