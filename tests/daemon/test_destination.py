@@ -140,7 +140,7 @@ def test_it_may_move_to_one_node_and_back(two: Nodes) -> None:
     with Ranks(2) as ranks:
         assert ranks.call(recover, sockets(two, 0, 1)) == [(6, names.tag_directory(6, None, 2))] * 2
         assert ranks.call(take, 7) == [""] * 2
-    assert steps(root_of(two)) == [6, 7]
+    until(lambda: steps(root_of(two)) == [6, 7], "retention in the root")
 
 
 def test_several_nodes_recover_what_only_the_stage_of_one_node_has(two: Nodes) -> None:
