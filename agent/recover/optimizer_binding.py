@@ -90,7 +90,7 @@ class Optimizers:
         for group in place.param_groups:
             own.append(keys[position : position + len(group["params"])])
             position += len(group["params"])
-        nameless = self._parameters.several_ranks and not any(group["params"] for group in tree["param_groups"])
+        nameless = self._parameters.are_unnamed(path) and not any(group["params"] for group in tree["param_groups"])
         if nameless and len(own) == len(tree["param_groups"]):
             # FSDP1 has no names for the parameters of an optimizer without state: its groups are those of the same number
             groups = [{**group, "params": names} for group, names in zip(tree["param_groups"], own, strict=True)]

@@ -25,12 +25,13 @@ class SavedParameters:
 
     They are those of the tensors of the saved modules. A name that several modules have may stand for any of these. `recorded` has, for
     each optimizer that held other parameters too, the name, dtype and shape of all of its parameters, as FORMAT.md says. It has one entry
-    for each rank. several_ranks: True if the checkpoint is of several ranks.
+    for each rank.
     """
 
     def __init__(self, tree: Any, saved: Saved, recorded: Collection[Mapping[str, Any]] = ()) -> None:
         self._saved = saved
-        self.several_ranks = len(recorded) > 1
+        self._unnamed = {path for forms in recorded for path, parameters in forms.items() if not parameters}
+        self._several_ranks = len(recorded) > 1
         self._recorded: dict[tuple[str, Any], Form] = {}
         for forms in recorded:
             for path, parameters in forms.items():
@@ -43,6 +44,13 @@ class SavedParameters:
     def rename(self, path: str, former: dict[Any, Any]) -> None:
         """Set the names that the checkpoint has for parameters of the optimizer at `path`, by the names that they have now."""
         self._former[path] = former
+
+    def are_unnamed(self, path: str) -> bool:
+        """Return True if groups without parameters in the saved optimizer at `path` may be those of an optimizer over flat parameters.
+
+        A checkpoint of an earlier version does not tell. Then they may be if it is of several ranks.
+        """
+        return path in self._unnamed or self._several_ranks
 
     def forms(self, path: str, name: Any) -> list[Form]:
         """Return the forms that a parameter of the optimizer at `path` may have had. Empty if the checkpoint does not tell."""

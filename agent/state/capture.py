@@ -113,11 +113,14 @@ def _capture(state: Any, rank: int, habits: Habits, unsaved: dict[str, str] | No
 def _parameter_forms(names: Names, tensors: dict[str, torch.Tensor], held: dict[str, tuple[list[Key], bool]]) -> bytes:
     """Return the encoded forms of the parameters of each optimizer that has a parameter which is not in the state itself.
 
-    A recovery compares them with the parameters that it finds, because moments do not fit a parameter of another shape.
+    A recovery compares them with the parameters that it finds, because moments do not fit a parameter of another shape. An optimizer over
+    flat parameters of FSDP1 that has no state has no forms, which says that its groups name no parameters.
     """
     forms: dict[str, list[list[Any]]] = {}
     for path, optimizer in zip(names.optimizer_paths, names.optimizers, strict=True):
         if names.flattened_by(optimizer) is not None:
+            if not any(isinstance(key, torch.Tensor) for key in optimizer.state):
+                forms[path] = []  # its groups have no names
             continue
         keys = names.of(optimizer)
         if path not in held or held[path][0] is not keys:
@@ -191,14 +194,32 @@ def flattened_optimizer_state(optimizer: torch.optim.Optimizer, root: torch.nn.M
 
 
 def flattened_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> dict[str, Any]:
-    """Return what DCP's `get_optimizer_state_dict` does, with the groups and the entries that belong to no parameter."""
+    """Return what DCP's `get_optimizer_state_dict` does, with the groups and the entries that belong to no parameter.
+
+    DCP gives all parameters of a flat one the same tensor `step`. Here each has a tensor of its own, because an optimizer over a model that
+    is not flat adds to the step of each parameter.
+    """
     with _only_parameters(optimizer) as (empty, others):
         found: dict[str, Any] = get_optimizer_state_dict(root, optimizer)
     groups = list(found["param_groups"])
     for number, group in empty.items():
         groups.insert(number, {**group, "params": []})
     _check_apart(others, groups)
-    return {**found, "state": {**found["state"], **others}, "param_groups": _without_param_names(groups)}
+    return {**found, "state": {**_unshared(found["state"]), **others}, "param_groups": _without_param_names(groups)}
+
+
+def _unshared(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of an optimizer's parameters with a copy of each number that an earlier parameter has, too."""
+    seen = set[int]()
+
+    def own(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not value.dim():
+            if id(value) in seen:
+                return value.clone()
+            seen.add(id(value))
+        return value
+
+    return {name: {key: own(value) for key, value in entry.items()} for name, entry in state.items()}
 
 
 def load_flattened_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module, state: dict[str, Any]) -> None:

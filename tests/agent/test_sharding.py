@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from torch import nn
 
 from ckptd.shared import failpoints
@@ -25,6 +26,7 @@ from tests.support.sharded import (
     is_tied,
     optimizer_entries,
     parts,
+    plain,
     recover,
     recover_another,
     save,
@@ -83,18 +85,18 @@ def assert_recovered(ranks: Ranks, kept: Saved, kind: str, optimizer: str = "ada
     ranks.call(build, kind, 2, optimizer, model)
     assert ranks.call(recover, kept.place.socket) == [(kept.source, 2)] * ranks.world_size
     found = ranks.call(whole)
-    for plain in [together(found)] if kind == "pipeline" else found:
-        assert differing(plain, kept.wanted) == []
+    for one in [together(found)] if kind == "pipeline" else found:
+        assert differing(one, kept.wanted) == []
 
 
 def test_buffers_of_batchnorm_are_those_of_rank_0() -> None:
     buffers = ["model.norm.running_mean", "model.norm.running_var"]
     with saved("ddp", 4, "memory") as kept, Ranks(4) as ranks:
         for name in buffers:
-            assert len({plain[name] for plain in kept.ranks}) == 4
+            assert len({one[name] for one in kept.ranks}) == 4
         assert_recovered(ranks, kept, "ddp")
-        for plain in ranks.call(whole):
-            assert [plain[name] for name in buffers] == [kept.ranks[0][name] for name in buffers]
+        for one in ranks.call(whole):
+            assert [one[name] for name in buffers] == [kept.ranks[0][name] for name in buffers]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
@@ -139,6 +141,30 @@ def test_an_optimizer_without_state_is_captured_and_recovered_as_empty(daemon: D
         ranks.call(recover, daemon.home.socket)
         assert ranks.call(optimizer_entries) == [0] * world_size
         assert differing(ranks.call(whole)[0], wanted) == []
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp1-flat"])
+def test_an_optimizer_without_state_is_recovered_by_a_model_that_is_not_flat(daemon: Daemon, kind: str) -> None:
+    """FSDP1 then names no parameter of the optimizer, on one rank either."""
+    with Ranks(1) as ranks:
+        ranks.call(build, kind, 1)
+        ranks.call(set_rate, 0.02)
+        ranks.call(save, daemon.home.socket, 1)
+    with Ranks(1) as ranks:
+        ranks.call(build, "fsdp2", 2)
+        ranks.call(recover, daemon.home.socket)
+        assert ranks.call(optimizer_entries) == [0]
+        rates = {value for name, value in ranks.call(whole)[0].items() if name.startswith("group.") and name.endswith(".lr")}
+        assert rates == {0.02}
+
+
+def test_the_steps_of_parameters_that_were_flat_are_counted_apart() -> None:
+    """DCP gives all parameters of a flat one the same tensor `step`. In a model that is not flat, each parameter would raise it."""
+    with saved("fsdp1-flat", 2, "memory") as kept, Ranks(2) as ranks:
+        assert_recovered(ranks, kept, "ddp")
+        ranks.call(train, 2)
+        steps = {value for name, value in ranks.call(whole)[0].items() if name.endswith(".step")}
+        assert steps == {plain(torch.tensor(4.0))}
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1", "fsdp1-flat"])
