@@ -19,7 +19,7 @@ from tests.oracle import rules
 from tests.oracle.build import Run, between, build, context, damage
 from tests.oracle.prints import Print, differences, print_of, text
 from tests.oracle.program import Call, Pair
-from tests.oracle.references import Facts, dump, facts_of, load_as_torch, load_by_name, names_by_group
+from tests.oracle.references import Facts, by_position, dump, facts_of, load_as_torch, load_by_name, names_by_group
 
 STEPS = 3
 """How many steps are trained after a recovery."""
@@ -124,7 +124,8 @@ def _judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
 
 def _compared(pair: Pair, target: Run, ours: End, data: bytes, facts: Facts) -> Verdict:
     """Judge a recovery that returned: it must end as the one by name, or as torch's own, if that does not mix up parameters."""
-    named = _end(_target(pair), lambda run: load_by_name(run, data, pair.call, facts))
+    known = by_position(facts, target) if pair.call.saved else facts
+    named = _end(_target(pair), lambda run: load_by_name(run, data, pair.call, known))
     plain = None
     if named.at == "load" or pair.call.saved or (_in_order(target, facts) and not pair.call.keep):
         plain = _end(_target(pair), lambda run: load_as_torch(run, data, pair.call))

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -71,6 +72,22 @@ def facts_of(run: Run) -> Facts:
             for parameter in group["params"]:
                 name = run.names[id(parameter)]
                 found.shapes[name], found.dtypes[name] = tuple(parameter.shape), parameter.dtype
+    return found
+
+
+def by_position(facts: Facts, target: Run) -> Facts:
+    """Return the facts of optimizers that were saved without their modules, which have no names: a parameter goes by its position."""
+    found = Facts(shapes=dict(facts.shapes), dtypes=dict(facts.dtypes), held=facts.held)
+    for key, groups in facts.groups.items():
+        theirs = list(chain.from_iterable(groups))
+        ours = list(chain.from_iterable(names_by_group(target, target.optimizers[key]))) if key in target.optimizers else []
+        if len(ours) != len(theirs):
+            found.groups[key] = groups
+            continue
+        now = dict(zip(theirs, ours, strict=True))
+        found.groups[key] = [[now[name] for name in names] for names in groups]
+        for old, new in now.items():
+            found.shapes[new], found.dtypes[new] = facts.shapes[old], facts.dtypes[old]
     return found
 
 
