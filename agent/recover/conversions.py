@@ -6,7 +6,9 @@ written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -30,43 +32,111 @@ def refused(saved: torch.dtype, own: torch.dtype) -> str:
         return "its imaginary parts would be lost"
     if saved.is_floating_point and not (own.is_floating_point or own.is_complex):
         return "its fractions would be lost"
-    return ""
+    return "" if _convertible(saved, own) else "torch does not convert one to the other"
+
+
+@cache
+def _convertible(saved: torch.dtype, own: torch.dtype) -> bool:
+    """Return True if torch converts values of one dtype to another. It converts none of fewer than 8 bits, for example."""
+    saved, own = _real(saved), _real(own)
+    if saved == own:
+        return True
+    try:
+        torch.zeros(saved.itemsize, dtype=torch.uint8, device="cpu").view(saved).to(own)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the real part of a complex dtype, and any other dtype as it is."""
+    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def narrows(saved: torch.dtype, own: torch.dtype) -> bool:
     """Return True if values of one dtype may change when they are converted to another."""
-    if saved == own:
+    if saved == own or not _convertible(saved, own):
         return False
+    if saved.is_floating_point and 1 in (saved.itemsize, own.itemsize):  # torch promotes no 8-bit floating-point types
+        return saved.itemsize > 1 or not _holds_all(saved, _real(own))
     try:
         if saved.is_floating_point or saved.is_complex or not own.is_floating_point:
             return torch.promote_types(saved, own) != own
-    except RuntimeError:  # torch promotes no 8-bit floating-point types and no unsigned integers
+    except RuntimeError:  # torch promotes no unsigned integers either, except uint8
         return not _covers(saved, own)
     return saved.itemsize >= own.itemsize  # integers into floating-point numbers, which hold only some of them exactly
 
 
+@cache
+def _holds_all(saved: torch.dtype, own: torch.dtype) -> bool:
+    """Return True if every value of an 8-bit floating-point type is a value of another floating-point type."""
+    values, converted = _values(saved), _values(saved, own)
+    return torch.equal(values.isnan(), converted.isnan()) and torch.equal(values.nan_to_num(), converted.nan_to_num())
+
+
+def _values(eighth: torch.dtype, to: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return all values of an 8-bit floating-point type, converted to another dtype, as numbers that torch computes with."""
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(eighth).to(to).to(torch.float64)
+
+
 def _covers(saved: torch.dtype, own: torch.dtype) -> bool:
-    """Return True if every value of one dtype is a value of another of the same kind."""
-    if saved.is_floating_point and own.is_floating_point:
-        theirs, ours = torch.finfo(saved), torch.finfo(own)
-        return ours.max >= theirs.max and ours.eps <= theirs.eps and ours.smallest_normal <= theirs.smallest_normal
-    if not (saved.is_floating_point or own.is_floating_point or torch.bool in (saved, own)):
-        return torch.iinfo(own).min <= torch.iinfo(saved).min and torch.iinfo(saved).max <= torch.iinfo(own).max
-    return False
+    """Return True if every value of a dtype of integers is a value of another one."""
+    if torch.bool in (saved, own) or any(dtype.is_floating_point or dtype.is_complex for dtype in (saved, own)):
+        return False
+    return torch.iinfo(own).min <= torch.iinfo(saved).min and torch.iinfo(saved).max <= torch.iinfo(own).max
 
 
 def lost(values: torch.Tensor, own: torch.dtype) -> str:
     """Return what the conversion of these values to another dtype would lose, or ""."""
     try:
-        converted = values.to(own)
-        if values.is_floating_point() or values.is_complex():
-            wide = converted if converted.dtype.itemsize > 1 else converted.to(torch.float32)
-            before = values if values.dtype.itemsize > 1 else values.to(torch.float32)
-            lossy = bool((torch.isfinite(before) & ~torch.isfinite(wide)).any())
-            return f"finite values would become infinite in {_short(own)}" if lossy else ""
-        return f"integers would change in {_short(own)}" if not torch.equal(converted.to(values.dtype), values) else ""
+        if not (values.is_floating_point() or values.is_complex()):
+            return f"integers would change in {_short(own)}" if not torch.equal(values.to(own).to(values.dtype), values) else ""
+        before = values if values.dtype.itemsize > 1 else values.to(torch.float32)
+        if own.itemsize == 1:
+            return _lost_in_eight_bits(before, own)
+        lossy = bool((torch.isfinite(before) & ~torch.isfinite(values.to(own))).any())
+        return f"finite values would become infinite in {_short(own)}" if lossy else ""
     except (RuntimeError, NotImplementedError):  # torch computes nothing with this dtype; then it cannot convert it either
         return ""
+
+
+def _lost_in_eight_bits(values: torch.Tensor, own: torch.dtype) -> str:
+    """Return what the conversion of floating-point numbers to an 8-bit floating-point type would lose, or "".
+
+    The range of the type decides, because torch converts a value beyond it to infinity, to NaN or to the largest value, depending on the
+    type, the version of torch and the device.
+    """
+    largest, limit, signed, infinite = _range_of(own)
+    finite = torch.isfinite(values)
+    beyond = (values.abs() >= limit) | (finite & ~torch.isfinite(values.to(own).to(torch.float32)))
+    if infinite and bool((beyond & finite).any()):
+        return f"finite values would become infinite in {_short(own)}"
+    if not infinite and bool(beyond.any()):
+        return f"{_short(own)} holds no values beyond {largest:g}"
+    return f"negative values would lose their sign in {_short(own)}" if not signed and bool((values < 0).any()) else ""
+
+
+class _Range8(NamedTuple):
+    """The range of an 8-bit floating-point type.
+
+    largest: the largest finite value. limit: the number half a step above it; numbers below this limit are rounded to `largest`. signed:
+    True if the type has negative values. infinite: True if it has infinities.
+    """
+
+    largest: float
+    limit: float
+    signed: bool
+    infinite: bool
+
+
+@cache
+def _range_of(eighth: torch.dtype) -> _Range8:
+    # torch.finfo is not used, because the `eps` that it has for float8_e5m2fnuz in torch 2.13 is wrong.
+    values: list[float] = _values(eighth).tolist()
+    finite = sorted(value for value in values if math.isfinite(value))
+    largest, eps = finite[-1], min(value for value in finite if value > 1) - 1
+    half_a_step = math.ldexp(eps, math.frexp(largest)[1] - 2)
+    return _Range8(largest, largest + half_a_step, finite[0] < 0, math.inf in values)
 
 
 def converted_losses(saved: Saved, wanted: Mapping[str, tuple[torch.Tensor | None, torch.dtype]], read: Read) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,8 @@ from ckptd.agent.plan.structure import reach
 from ckptd.agent.read.saved import Saved
 from ckptd.agent.recover import conversions
 from ckptd.agent.recover.conversions import converted_losses, lost, narrows, refused, sharing
-from tests.support.refusals import refusal, refuses
+from ckptd.shared.errors import StructureMismatch
+from tests.support.refusals import exit_of, refusal, refuses
 from tests.support.saved_states import Checkpoint
 
 F16, F32, BF16, F64 = torch.float16, torch.float32, torch.bfloat16, torch.float64
@@ -31,6 +32,8 @@ F16, F32, BF16, F64 = torch.float16, torch.float32, torch.bfloat16, torch.float6
         (torch.int64, F16, ""),
         (torch.int64, torch.uint8, ""),
         (torch.complex128, torch.complex64, ""),
+        (torch.uint4, F32, "torch does not convert one to the other"),
+        (torch.uint4, torch.uint4, ""),
     ],
 )
 def test_some_dtypes_never_fit(saved: torch.dtype, own: torch.dtype, why: str) -> None:
@@ -46,6 +49,9 @@ def test_some_dtypes_never_fit(saved: torch.dtype, own: torch.dtype, why: str) -
         (torch.float8_e4m3fn, F32, False), (F32, torch.float8_e4m3fn, True),
         (torch.float8_e4m3fn, torch.float8_e5m2, True), (torch.float8_e5m2, BF16, False), (torch.uint16, torch.int16, True),
         (torch.uint16, torch.int32, False), (torch.uint16, torch.int64, False), (torch.int16, torch.uint16, True),
+        (torch.float8_e4m3fn, torch.float8_e5m2fnuz, True), (torch.float8_e5m2, torch.float8_e5m2fnuz, True),
+        (torch.float8_e5m2fnuz, F32, False), (torch.float8_e8m0fnu, F32, False), (torch.float8_e8m0fnu, BF16, False),
+        (torch.float8_e8m0fnu, F16, True), (torch.float8_e5m2, torch.complex32, False), (torch.float8_e8m0fnu, torch.complex32, True),
     ],
 )  # fmt: skip
 def test_narrower_dtypes_are_known(saved: torch.dtype, own: torch.dtype, narrower: bool) -> None:
@@ -73,6 +79,60 @@ def test_narrower_dtypes_are_known(saved: torch.dtype, own: torch.dtype, narrowe
 )
 def test_a_loss_depends_on_the_values(values: torch.Tensor, own: torch.dtype, loss: str) -> None:
     assert lost(values, own) == loss
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("wide", [F32, F64, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("own", "fitting", "beyond", "loss"),
+    [
+        (torch.float8_e4m3fn, [448, -462, 0.1, 0, NAN], 466, "float8_e4m3fn holds no values beyond 448"),
+        (torch.float8_e4m3fnuz, [240, -247, 0.1, 0, NAN], 248, "float8_e4m3fnuz holds no values beyond 240"),
+        (torch.float8_e5m2, [57344, -61184, INF, -INF, NAN], 61440, "finite values would become infinite in float8_e5m2"),
+        (torch.float8_e5m2fnuz, [57344, -61184, 0.1, 0, NAN], 61440, "float8_e5m2fnuz holds no values beyond 57344"),
+        (torch.float8_e8m0fnu, [2.0**127, 0.1, 0, NAN], 1.75 * 2.0**127, "float8_e8m0fnu holds no values beyond 1.70141e+38"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, torch.dtype) else "",
+)  # fmt: skip
+def test_values_beyond_the_largest_one_are_lost_whatever_torch_makes_of_them(
+    own: torch.dtype, fitting: list[float], beyond: float, loss: str, wide: torch.dtype
+) -> None:
+    """torch 2.13 makes the largest value of them in float8_e4m3fn, and NaN in the other types that have no infinity."""
+    assert lost(torch.tensor(fitting, dtype=wide), own) == ""
+    for value in (beyond, -beyond):
+        assert lost(torch.tensor([1.0, value], dtype=wide), own) == loss
+    infinite = "" if own == torch.float8_e5m2 else loss
+    for value in (INF, -INF):
+        assert lost(torch.tensor([1.0, value], dtype=wide), own) == infinite
+
+
+def test_a_value_that_torch_rounds_twice_is_judged_by_the_result() -> None:
+    """torch rounds it to float32 first, where it is half a step beyond the largest value."""
+    value = torch.tensor([248 - 1e-9], dtype=F64)
+    assert value.to(torch.float8_e4m3fnuz).to(F32).isnan()
+    assert lost(value, torch.float8_e4m3fnuz) == "float8_e4m3fnuz holds no values beyond 240"
+
+
+def test_negative_values_do_not_fit_into_a_dtype_without_a_sign() -> None:
+    assert lost(torch.tensor([-0.0, 1.0]), torch.float8_e8m0fnu) == ""
+    assert lost(torch.tensor([1.0, -1.0]), torch.float8_e8m0fnu) == "negative values would lose their sign in float8_e8m0fnu"
+
+
+EIGHT_BITS = [dtype for name, dtype in vars(torch).items() if name.startswith("float8_") and isinstance(dtype, torch.dtype)]
+
+
+@pytest.mark.parametrize("saved", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("own", EIGHT_BITS, ids=str)
+def test_a_conversion_between_types_of_eight_bits_is_narrowing_if_it_changes_a_value(saved: torch.dtype, own: torch.dtype) -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(saved)
+    before, after = values.to(F32), values.to(own).to(F32)
+    assert narrows(saved, own) is not torch.equal(before.nan_to_num(-1e30), after.nan_to_num(-1e30))
+    for value, was, becomes in zip(values, before, after, strict=True):
+        if torch.isfinite(was) and lost(value, own) == "":  # then torch has only rounded it
+            assert torch.isfinite(becomes)
+            assert abs(becomes - was) <= max(was.abs() / 2, 2.0**-7)
 
 
 def test_values_are_read_in_batches_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +172,7 @@ def weight(value: torch.Tensor) -> dict[str, Any]:
         (torch.full((2,), 1e6), F16, "float32, the state float16, and finite values would become infinite in float16"),
         (torch.full((2,), 300), torch.uint8, "int64, the state uint8, and integers would change in uint8"),
         (torch.full((2,), 2**24 + 1), F32, "int64, the state float32, and integers would change in float32"),
+        (torch.full((2,), 1e6), torch.float8_e4m3fn, "float32, the state float8_e4m3fn, and float8_e4m3fn holds no values beyond 448"),
     ],
 )  # fmt: skip
 def test_a_loss_is_refused_by_key_and_the_given_call_recovers_the_rest(saved: torch.Tensor, own: torch.dtype, words: str) -> None:
@@ -121,6 +182,25 @@ def test_a_loss_is_refused_by_key_and_the_given_call_recovers_the_rest(saved: to
     same = weight(torch.zeros(2, dtype=saved.dtype))
     Checkpoint(weight(saved)).recover(same)
     assert torch.equal(same["net"].w, saved)
+
+
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [
+        ("float32", "float4_e2m1fn_x2"), ("int64", "uint4"), ("int64", "bits8"), ("uint8", "bits8"), ("bool", "int2"),
+        ("bits8", "float32"), ("bits8", "uint8"), ("bits8", "bits1x8"), ("float4_e2m1fn_x2", "float8_e5m2"),
+    ],
+)  # fmt: skip
+def test_dtypes_that_torch_does_not_convert_are_refused_by_key(saved: str, own: str) -> None:
+    values, place = (torch.zeros(8, dtype=torch.uint8).view(getattr(torch, name))[:1] for name in (saved, own))
+    checkpoint, state = Checkpoint({"x": values, "epoch": 7}), {"x": place, "epoch": 0}
+    with pytest.raises(StructureMismatch) as caught:
+        checkpoint.recover(state)
+    assert str(caught.value).startswith(f"x: the checkpoint has {saved}, the state {own}, and torch does not convert one to the other;")
+    assert exit_of(caught.value) == {"keep": ["x"]}
+    assert state["epoch"] == 0
+    checkpoint.recover(state, keep=["x"])
+    assert state["epoch"] == 7
 
 
 def test_moments_that_would_become_infinite_are_refused_by_key() -> None:
