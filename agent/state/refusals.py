@@ -114,18 +114,8 @@ def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
     check_values(name, tensor)
     if tensor.dim() > MAX_DIMENSIONS:
         raise UnsavableValue(f"{name}: a tensor of {tensor.dim()} dimensions cannot be saved; reshape() it to at most {MAX_DIMENSIONS}")
-    kind = type(tensor)
-    problem = None
-    if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        problem = f"a tensor of type {kind.__module__}.{kind.__qualname__}"
-    elif tensor.is_meta:
-        problem = "a tensor on the meta device, which has no values"
-    elif tensor.layout is not torch.strided or tensor.is_nested:
-        problem = f"a tensor of layout {tensor.layout}"
-    elif tensor.is_quantized or tensor.dtype in _QUANTIZED:  # a view in such a dtype has no scales
-        problem = f"a quantized tensor ({tensor.dtype})"
-    if problem is not None:
-        raise UnsavableValue(f"{name}: {problem} cannot be saved; give a strided torch.Tensor (its values, scales or indices as tensors)")
+    if refusal := _refusal(tensor):
+        raise UnsavableValue(f"{name}: {refusal}, or leave it out (unsavable='skip')")
     try:
         return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
     except RuntimeError:
@@ -133,6 +123,29 @@ def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
             f"{name}: a conjugate or negative view of dtype {tensor.dtype} cannot be saved, since torch cannot compute its values; "
             "save the tensor that it is a view of"
         ) from None
+
+
+def _refusal(tensor: torch.Tensor) -> str:
+    """Return the reason why a tensor cannot be saved, and what to save instead. Return "" if it can be saved."""
+    kind = type(tensor)
+    if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        return f"a tensor of type {name} cannot be saved: save a torch.Tensor of its values instead"
+    if tensor.is_meta:
+        return "a tensor on the meta device, which has no values, cannot be saved: save a tensor with values instead"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"a tensor of layout {tensor.layout} cannot be saved: save its values and indices as strided tensors instead"
+    if tensor.is_quantized:
+        parts = ["int_repr()", "q_scale()", "q_zero_point()"]
+        if tensor.qscheme() not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            parts = ["int_repr()", "q_per_channel_scales()", "q_per_channel_zero_points()", "q_per_channel_axis()"]
+        return (
+            f"a quantized tensor ({tensor.dtype}) cannot be saved: save its parts instead, which are {', '.join(parts[:-1])} and "
+            f"{parts[-1]}, or its values, dequantize()"
+        )
+    if tensor.dtype in _QUANTIZED:  # such a view has no scales
+        return f"a view in the quantized dtype {tensor.dtype} cannot be saved: save the tensor that it is a view of instead"
+    return ""
 
 
 def check_values(name: str, tensor: torch.Tensor) -> None:

@@ -131,7 +131,7 @@ def test_a_state_that_a_reader_would_refuse_for_its_size_is_refused_whatever_was
     ("tensor", "problem"),
     [
         (torch.ones(2).to_sparse(), "a tensor of layout torch.sparse_coo"),
-        (torch.ones(2, dtype=torch.uint8).view(torch.qint8), "a quantized tensor (torch.qint8)"),
+        (torch.ones(2, dtype=torch.uint8).view(torch.qint8), "a view in the quantized dtype torch.qint8 cannot be saved"),
         (torch.ones(2, device="meta"), "a tensor on the meta device, which has no values"),
         (torch.ones((1,) * 65), "a tensor of 65 dimensions cannot be saved; reshape() it to at most 64"),
         (torch.ones(2).as_subclass(type("Own", (torch.Tensor,), {})), "a tensor of type tests.agent.state.test_capture.Own"),
