@@ -18,6 +18,7 @@ from tests.support.refusals import exit_of, refusal, refuses
 from tests.support.saved_states import Checkpoint
 
 F16, F32, BF16, F64 = torch.float16, torch.float32, torch.bfloat16, torch.float64
+UINT4: torch.dtype = vars(torch)["uint4"]
 
 
 @pytest.mark.parametrize(
@@ -32,8 +33,8 @@ F16, F32, BF16, F64 = torch.float16, torch.float32, torch.bfloat16, torch.float6
         (torch.int64, F16, ""),
         (torch.int64, torch.uint8, ""),
         (torch.complex128, torch.complex64, ""),
-        (torch.uint4, F32, "torch does not convert one to the other"),
-        (torch.uint4, torch.uint4, ""),
+        (UINT4, F32, "torch does not convert one to the other"),
+        (UINT4, UINT4, ""),
     ],
 )
 def test_some_dtypes_never_fit(saved: torch.dtype, own: torch.dtype, why: str) -> None:
@@ -193,7 +194,8 @@ def test_a_loss_is_refused_by_key_and_the_given_call_recovers_the_rest(saved: to
 )  # fmt: skip
 def test_dtypes_that_torch_does_not_convert_are_refused_by_key(saved: str, own: str) -> None:
     values, place = (torch.zeros(8, dtype=torch.uint8).view(getattr(torch, name))[:1] for name in (saved, own))
-    checkpoint, state = Checkpoint({"x": values, "epoch": 7}), {"x": place, "epoch": 0}
+    checkpoint = Checkpoint({"x": values, "epoch": 7})
+    state: dict[str, Any] = {"x": place, "epoch": 0}
     with pytest.raises(StructureMismatch) as caught:
         checkpoint.recover(state)
     assert str(caught.value).startswith(f"x: the checkpoint has {saved}, the state {own}, and torch does not convert one to the other;")

@@ -125,8 +125,9 @@ def quantized(values: torch.Tensor, *, by_channel: bool) -> torch.Tensor:
 
 @pytest.mark.skipif(not hasattr(torch, "quantize_per_tensor"), reason="this torch has no quantized dtypes any more")
 def test_a_quantized_tensor_is_refused_by_its_key_and_its_parts_can_be_saved(daemon: Daemon) -> None:
+    tensor = quantized(torch.tensor([1.0, -1.5]), by_channel=False)
     model = torch.nn.Module()
-    model.register_buffer("weight", quantized(torch.tensor([1.0, -1.5]), by_channel=False))
+    model.register_buffer("weight", tensor)
     state: dict[str, Any] = {"net": model, "epoch": 7}
     agent = Agent("gpt", socket=daemon.home.socket)
     with pytest.raises(UnsavableValue) as caught:
@@ -139,7 +140,6 @@ def test_a_quantized_tensor_is_refused_by_its_key_and_its_parts_can_be_saved(dae
     pending = agent.snapshot(state, step=2, unsavable="skip")
     pending.wait("durable", timeout=60)
     assert pending.unsaved == {"net.weight": sentence}
-    tensor = model.weight
     parts = {"codes": tensor.int_repr(), "scale": tensor.q_scale(), "zero": tensor.q_zero_point()}
     agent.snapshot({"weight": parts, "values": tensor.dequantize()}, step=3).wait("durable", timeout=60)
     found: dict[str, Any] = {"weight": {}, "values": torch.zeros(2)}
