@@ -115,7 +115,7 @@ class PlannedPart:
         self.layout: Layout = share_out([Offer(local.rows)])[0].lay_out(local)
         for alias in self.layout.plan.aliases:
             self._inside.setdefault(alias.base, []).append(alias)
-        self.values = values_document(Captured(captured.state, {}), rng=False)
+        self.values = values_document(Captured(captured.state, {}, versions=captured.versions), rng=False)
         self.request = SnapshotRequest(user_content=msgspec.json.encode(user_content).decode(), created=time.time())
         if len(self.request.encode()) > MAX_REQUEST:
             raise UnsavableValue(f"user_content: more than {MAX_REQUEST:,d} bytes; leave out the largest of its members")

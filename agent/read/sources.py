@@ -20,6 +20,7 @@ from ckptd.agent.read.on_demand import OPENED_AT_ONCE, PartOnDemand, SavedOnDema
 from ckptd.agent.read.saved import Saved, torch_version
 from ckptd.agent.read.slot_source import PartWithSlot, SlotSource
 from ckptd.agent.state.merge import bare, merge
+from ckptd.agent.state.state_dicts import attach_versions
 from ckptd.agent.state.tree import TensorRef, filled, tensor_names, unavailable
 from ckptd.agent.state.values import decode
 from ckptd.shared.descriptor import Descriptor
@@ -63,7 +64,7 @@ class Opened:
         return bytes(document)
 
     def document(self, rank: int = 0) -> dict[str, Any]:
-        """Return the values document of a rank, decoded, with its blobs loaded.
+        """Return the values document of a rank, decoded, with its blobs loaded and its state dicts with their versions.
 
         Raises IntegrityError, OSError; UnsavableValue for a blob that only pickled code could bring back.
         """
@@ -72,6 +73,7 @@ class Opened:
         blobs = self.saved.read_blobs([name for name in tensor_names(found["state"]) if name in names] if names else [])
         if blobs:
             found["state"] = filled(found["state"], lambda name: load_blob(name, blobs[name]) if name in blobs else TensorRef(name))
+        found["state"] = attach_versions(found["state"], found.get("versions", {}), rank)
         return found
 
     def metadata(self, documents: Sequence[dict[str, Any]] = ()) -> Metadata:

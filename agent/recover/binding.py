@@ -34,6 +34,7 @@ from ckptd.agent.state.merge import Foreign, OfRanks
 from ckptd.agent.state.naming import Names
 from ckptd.agent.state.optimizers import without_wrappers
 from ckptd.agent.state.records import as_dict, kind_of
+from ckptd.agent.state.state_dicts import take_versions
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unavailable, Unsaved, empty_like
 from ckptd.agent.state.versions import Versions
 from ckptd.shared.bounds import PLAIN_TYPES, is_flat
@@ -180,9 +181,11 @@ class Binding:
         if not isinstance(saved, dict):
             return self._leaves.other_kind(path, saved, "a dict")
         if not place:
-            return self._leaves.into(place.update, saved, path)
+            return self._leaves.into(partial(_update, place), saved, path)
         self._leaves.compare(list(saved), list(place), path)
-        values = {key: self._bind(place[key], saved[key], f"{path}.{key}" if path else str(key)) for key in place if key in saved}
+        inside = f"{path}." if path else ""
+        values = {key: self._bind(place[key], saved[key], f"{inside}{key}") for key in place if key in saved}
+        taken = [key for key in values if hasattr(saved, "_metadata") and not self._leaves.is_kept(f"{inside}{key}")]
 
         def put(resolve: Resolve) -> Any:
             for key, value in values.items():
@@ -192,6 +195,7 @@ class Binding:
                 for key in saved:
                     if key in place:
                         place.move_to_end(key)
+                take_versions(place, saved, taken)
             return KEEP
 
         return put
@@ -313,6 +317,13 @@ def _with_kept(made: Any, kept: dict[Any, Any]) -> Any:
         else:
             made[key] = value
     return made
+
+
+def _update(place: dict[Any, Any], made: dict[Any, Any]) -> None:
+    """Put everything that was saved into an empty dict of the caller's."""
+    place.update(made)
+    if isinstance(place, OrderedDict):
+        take_versions(place, made, made)
 
 
 _PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "num_bad_epochs", "best"})

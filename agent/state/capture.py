@@ -54,6 +54,20 @@ class Captured:
         return len(self.state) + len(self.parameters) + len(self.versions)
 
 
+@dataclass(slots=True)
+class _KeptVersions:
+    """The versions of submodules in the last capture with their encoding, because comparing takes less time."""
+
+    versions: dict[str, Versions] = field(default_factory=dict)
+    encoded: bytes = b""
+
+    def encode(self, versions: dict[str, Versions]) -> bytes:
+        """Return the encoded part of the values document with these versions, or nothing if there are none."""
+        if versions != self.versions:
+            self.versions, self.encoded = versions, Packer().encode(versions) if versions else b""
+        return self.encoded
+
+
 @dataclass(frozen=True, slots=True)
 class Habits:
     """The caches that one capture leaves to the next. They make the next one faster if the state has the same structure."""
@@ -62,6 +76,7 @@ class Habits:
     names: KeptNames = field(default_factory=KeptNames)
     held: dict[str, tuple[list[Key], bool]] = field(default_factory=dict)
     """For each optimizer the names of its parameters, and whether the state itself has all of these parameters."""
+    versions: _KeptVersions = field(default_factory=_KeptVersions)
 
 
 def capture(state: Any, *, rank: int = 0, habits: Habits | None = None, unsaved: dict[str, str] | None = None) -> Captured:
@@ -107,7 +122,8 @@ def _capture(state: Any, rank: int, habits: Habits, unsaved: dict[str, str] | No
     if not TENSORS.issuperset(map(type, tensors.values())):
         for name, tensor in tensors.items():
             check_values(name, tensor)
-    return Captured(encoded, tensors, _parameter_forms(names, tensors, habits.held), Packer().encode(versions) if versions else b"")
+    versions = packer.versions | versions
+    return Captured(encoded, tensors, _parameter_forms(names, tensors, habits.held), habits.versions.encode(versions))
 
 
 def _parameter_forms(names: Names, tensors: dict[str, torch.Tensor], held: dict[str, tuple[list[Key], bool]]) -> bytes:

@@ -159,6 +159,9 @@ def _merge(held: list[tuple[int, Any]], own: int | None, foreign: Foreign) -> An
         keys = {key: None for _, value in held if isinstance(value, dict) for key in value}
         for key in keys:
             made[key] = _merge([(rank, value[key]) for rank, value in held if isinstance(value, dict) and key in value], own, foreign)
+        if len(with_metadata := [value for _, value in held if hasattr(value, "_metadata")]) > 1:
+            merged = {prefix: entry for value in reversed(with_metadata) for prefix, entry in value._metadata.items()}
+            made._metadata = merged  # type: ignore[attr-defined]
         if held[0][0] == own and len(made) > len(first):
             foreign[id(made)] = Own(made, frozenset(key for key in made if key not in first))
         return made

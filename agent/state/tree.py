@@ -86,8 +86,13 @@ def tensor_names(tree: Any) -> list[str]:
 
 
 def empty_like(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a new empty dict of the same type as `tree`."""
-    return defaultdict(tree.default_factory) if isinstance(tree, defaultdict) else type(tree)()
+    """Return a new empty dict of the same type as `tree`. It gets the `_metadata` of a module's state dict."""
+    if isinstance(tree, defaultdict):
+        return defaultdict(tree.default_factory)
+    made = type(tree)()
+    if (metadata := getattr(tree, "_metadata", None)) is not None:
+        made._metadata = metadata  # type: ignore[attr-defined]
+    return made
 
 
 def like(container: Any, items: list[Any]) -> Any:

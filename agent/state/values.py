@@ -40,6 +40,7 @@ from ckptd.agent.state.references import (
 )
 from ckptd.agent.state.refusals import are_texts, check_own, check_tensor, check_text, digits, said, too_deep
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unavailable, Unsaved, any_node, inside
+from ckptd.agent.state.versions import Versions, plain_metadata
 from ckptd.shared import bounds, standard
 from ckptd.shared.bounds import MAX_DEPTH, MAX_DEPTH_READ, PLAIN_TYPES, check_msgpack, deeper_than, types_of
 from ckptd.shared.collector import paused_collector
@@ -108,7 +109,8 @@ class Packer:
 
     `expand`, if given, is called with each value of an unknown type and its path, and returns (kind, plain tree) or None. `rank` becomes
     part of the names of tensors in a `per_rank` value. `known` is filled, and makes the next packing of a state with the same keys faster.
-    `objects` is at least the number of maps, lists, texts and extensions in what was packed.
+    `objects` is at least the number of maps, lists, texts and extensions in what was packed. `versions` has the metadata of each state dict
+    of a module that was among the values, by its path.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class Packer:
     ) -> None:
         self._known: Known = {} if known is None else known
         self.tensors: dict[str, torch.Tensor] = {}
+        self.versions: dict[str, Versions] = {}
         self.objects = 0
         self._rank = rank
         self._expand = expand
@@ -307,6 +310,9 @@ class Packer:
         if kind is torch.Size:
             return Ext(SIZE, _encode(list(value)))
         if kind is OrderedDict:
+            if (metadata := plain_metadata(value)) is not None:
+                self.versions[path] = metadata
+                self.objects += _OBJECTS_OF_ONE * len(metadata)
             return Ext(ORDERED_DICT, self._pairs(value, path))
         if kind is Counter:
             return Ext(COUNTER, self._pairs(value, path))

@@ -1,14 +1,15 @@
 """Keeps the versions that the submodules of a module had when it was saved, as `torch.save` keeps them with a state dict.
 
-torch gives each submodule's `_load_from_state_dict` the metadata with which that submodule was saved, which has its `_version`. A class
-that has changed since then migrates its state by it.
+torch gives each submodule's `_load_from_state_dict` the metadata with which that submodule was
+saved. They have the `_version` of its class. A class that has changed since then uses this number
+to migrate the state. A state dict has the metadata of all submodules in its attribute `_metadata`.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +17,16 @@ import torch
 from ckptd.agent.state.wrappers import canonical_names, may_name_wrappers
 
 Versions = Mapping[str, Mapping[str, Any]]
-"""The metadata of submodules by canonical prefix, without the dot at the end. Submodules with the usual metadata are left out."""
+"""The metadata of submodules, by prefix without the dot at the end.
+
+For a module, the prefixes are canonical, and submodules with the usual metadata are left out. For a
+state dict among the values of a state, all prefixes are there, as they are in the state dict.
+"""
 
 _known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[dict[str, Any], Versions]] = weakref.WeakKeyDictionary()
 """The metadata of a module's last state dict, with what `versions_of` has returned for them, because comparing takes less time."""
-_USUAL = {"version": 1}
+USUAL = {"version": 1}
+"""The metadata that the submodules of most classes have."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -29,17 +35,17 @@ def versions_of(module: torch.nn.Module, state: Any) -> Versions | None:
     metadata = getattr(state, "_metadata", None)
     if not isinstance(metadata, dict):
         return None
-    if list(metadata.values()).count(_USUAL) == len(metadata):  # nearly always
+    if list(metadata.values()).count(USUAL) == len(metadata):  # nearly always
         return {}
     known = _known.get(module)
     if known is not None and known[0] == metadata:
         return known[1]
-    unusual = {raw: entry for raw, entry in metadata.items() if entry != _USUAL and isinstance(entry, dict) and type(raw) is str}
+    unusual = {raw: entry for raw, entry in metadata.items() if entry != USUAL and isinstance(entry, dict) and type(raw) is str}
     names = canonical_prefixes(module, metadata)
     found: dict[str, Mapping[str, Any]] = {}
     for raw in metadata:  # a wrapper comes before the module inside, which has the same prefix and counts
         if raw in unusual:
-            found[names[raw]] = {key: value for key, value in unusual[raw].items() if type(key) is str and type(value) in _PLAIN}
+            found[names[raw]] = _plain(unusual[raw])
         elif raw in names:
             found.pop(names[raw], None)
     if names.keys() == set(names.values()):  # otherwise the names depend on the classes of wrappers, too
@@ -56,15 +62,11 @@ def with_versions(module: torch.nn.Module, own: Any, state: Collection[str], ver
     metadata = getattr(own, "_metadata", None)
     if versions is None or metadata is None:
         return metadata
-    parts = {""}
-    for name in state:
-        while (name := name.rpartition(".")[0]) and name not in parts:
-            parts.add(name)
-    parts |= versions.keys()
+    parts = prefixes(state) | versions.keys()
     found: OrderedDict[str, Any] = OrderedDict((raw, dict(entry)) for raw, entry in versions.items())
     for raw, name in canonical_prefixes(module, metadata).items():
         if name in parts:
-            found[raw] = dict(versions.get(name, _USUAL))
+            found[raw] = dict(versions.get(name, USUAL))
         else:
             found.pop(raw, None)
     return found
@@ -82,6 +84,19 @@ def merged_versions(documents: Sequence[Mapping[str, Any]], own: int | None) -> 
     return merged
 
 
+def prefixes(names: Iterable[str]) -> set[str]:
+    """Return the prefixes of the submodules in which these names lie, and "", which is that of the module itself."""
+    found = {""}
+    for name in names:
+        while (name := name.rpartition(".")[0]) and name not in found:
+            found.add(name)
+    return found
+
+
+def _plain(entry: Mapping[Any, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if type(key) is str and type(value) in _PLAIN}
+
+
 def canonical_prefixes(module: torch.nn.Module, raw: Collection[Any]) -> dict[str, str]:
     """Return the canonical prefix for each raw prefix of a submodule. Both are without the dot at the end."""
     prefixes = [prefix for prefix in raw if type(prefix) is str]
@@ -91,3 +106,15 @@ def canonical_prefixes(module: torch.nn.Module, raw: Collection[Any]) -> dict[st
         f"{prefix}.~{number}" if prefix else f"~{number}" for number, prefix in enumerate(prefixes)
     ]  # names that would be equal stay raw
     return {prefix: name.rpartition(".")[0] for prefix, name in zip(prefixes, canonical_names(module, leaves), strict=True)}
+
+
+def plain_metadata(state: OrderedDict[Any, Any]) -> dict[str, dict[str, Any]] | None:
+    """Return the metadata in a state dict, or None if it has none. Entries that are not plain are left out."""
+    metadata = getattr(state, "_metadata", None)
+    if not isinstance(metadata, dict):
+        return None
+    return {
+        prefix: USUAL if entry == USUAL else _plain(entry)
+        for prefix, entry in metadata.items()
+        if type(prefix) is str and isinstance(entry, dict)
+    }

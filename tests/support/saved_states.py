@@ -14,6 +14,7 @@ from ckptd.agent.recover.options import Options
 from ckptd.agent.state.capture import capture
 from ckptd.agent.state.dtypes import dtype_name
 from ckptd.agent.state.merge import Foreign, merge
+from ckptd.agent.state.state_dicts import attach_versions
 from ckptd.agent.state.values import decode
 from ckptd.agent.state.versions import merged_versions
 
@@ -23,9 +24,9 @@ class Checkpoint:
 
     def __init__(self, *states: Any) -> None:
         captured = [capture(state, rank=rank) for rank, state in enumerate(states)]
-        self.trees = [decode(one.state) for one in captured]
         self.forms = [decode(one.parameters) for one in captured if one.parameters]
         self.versions = [decode(one.versions) if one.versions else {} for one in captured]
+        self.trees = [attach_versions(decode(one.state), self.versions[rank], rank) for rank, one in enumerate(captured)]
         self.tensors = {name: tensor.detach().clone() for one in captured for name, tensor in one.tensors.items()}
 
     def describe(self, name: str) -> Any:

@@ -2,77 +2,24 @@
 
 from __future__ import annotations
 
-import io
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
 
 from ckptd.agent import Agent
-from ckptd.agent.state.capture import capture, values_document
+from ckptd.agent.state.capture import Habits, capture, values_document
 from ckptd.agent.state.values import decode
-from ckptd.agent.state.versions import merged_versions, versions_of, with_versions
+from ckptd.agent.state.versions import merged_versions, plain_metadata, versions_of, with_versions
 from tests.support.daemons import Daemon
 from tests.support.saved_states import Checkpoint
-
-
-class Scale(torch.nn.Module):
-    """The class of the first program: it keeps the logarithm of its factor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log = torch.nn.Parameter(torch.zeros(2))
-
-
-class LaterScale(torch.nn.Module):
-    """The class of a later program, which keeps the factor itself."""
-
-    _version = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = torch.nn.Parameter(torch.zeros(2))
-        self.seen: list[Any] = []
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-        self.seen.append(local_metadata.get("version"))
-        if local_metadata.get("version", 0) < 2:
-            state_dict[f"{prefix}factor"] = state_dict.pop(f"{prefix}log").exp()
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
-
-class Same(torch.nn.Module):
-    """A class whose values changed their meaning with version 2, and not their names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.ones(2))
-
-
-class LaterSame(Same):
-    _version = 2
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-        if local_metadata.get("version") == 1:
-            state_dict[f"{prefix}w"] = state_dict[f"{prefix}w"] * 10
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+from tests.support.versioned import LaterSame, LaterScale, Same, Scale, of_torch, weights
 
 
 class Whole(torch.nn.Sequential):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         return super().load_state_dict(state_dict, strict, assign)
-
-
-def of_torch(saved: torch.nn.Module, module: torch.nn.Module, **options: Any) -> dict[str, list[float]]:
-    file = io.BytesIO()
-    torch.save(saved.state_dict(), file)
-    file.seek(0)
-    module.load_state_dict(torch.load(file), **options)
-    return weights(module)
-
-
-def weights(module: torch.nn.Module) -> dict[str, list[float]]:
-    return {name: value.tolist() for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
 @pytest.mark.parametrize("outer", [torch.nn.Sequential, Whole])
@@ -139,3 +86,24 @@ def test_versions_come_back_from_a_checkpoint(daemon: Daemon) -> None:
     assert agent.recover({"model": module}) is not None
     assert weights(module) == {"0.factor": [1.0, 1.0], "1.w": [1.0, 1.0]}
     agent.close()
+
+
+def test_metadata_of_another_form_are_left_out() -> None:
+    state = OrderedDict({"w": torch.ones(1)})
+    assert plain_metadata(state) is None
+    for other in (3, None, [1]):
+        state._metadata = other  # type: ignore[attr-defined]
+        assert plain_metadata(state) is None
+    state._metadata = {"": {"version": 1, "t": torch.ones(1), 3: 4}, 5: {"version": 1}, "a": 7}  # type: ignore[attr-defined]
+    assert plain_metadata(state) == {"": {"version": 1}}
+
+
+def test_versions_that_change_between_two_captures_are_saved() -> None:
+    """A capture keeps the encoded versions for the next one."""
+    module, habits = torch.nn.Sequential(Same()), Habits()
+    state = {"sd": module.state_dict(), "model": module}
+    for version in (1, 2, 2, 3):
+        state["sd"]._metadata["0"]["version"] = version  # type: ignore[attr-defined]
+        found = decode(capture(state, habits=habits).versions)
+        assert found == {"sd": {"": {"version": 1}, "0": {"version": version}}, "model": {}}
+    assert capture({"a": 1}, habits=habits).versions == b""
