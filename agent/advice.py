@@ -18,12 +18,12 @@ class Restart(NamedTuple):
     """Where a run begins.
 
     place: the recovered snapshot, like "step 79 of attempt 1". last_attempt: the newest attempt that has left a snapshot, even a damaged
-    one. older_step: the newest step to which the run could go back instead, or None.
+    one. older_call: the call of `recover` that goes back to the newest step before it, or "" if there is none.
     """
 
     place: str
     last_attempt: int
-    older_step: int | None
+    older_call: str
 
 
 class Advice:
@@ -42,14 +42,14 @@ class Advice:
     def begins_where_others_ended(self, recovered: Restart, attempt: int) -> None:
         """Warn if at least two runs before this one may have begun at the recovered snapshot, and none of them has left a newer one.
 
-        attempt: the attempt with which this process began. Call this before `recovered`. A recovery within a process that has recovered
-        before is no new run, and the attempts that such recoveries begin are not counted.
+        attempt: the attempt with which this process began. Call this before `recovered`. A recovery within
+        a process that has recovered before is no new run, and the attempts that such recoveries begin are not counted.
         """
         runs = attempt - recovered.last_attempt
         if self._recover_called or runs < _RUNS:
             return
-        older = recovered.older_step
-        remedy = "no older step is left to go back to" if older is None else f"go back to an older one: recover(state, step={older})"
+        older = recovered.older_call
+        remedy = f"go back to an older one: {older}" if older else "no older step is left to go back to"
         first, last = recovered.last_attempt + 1, attempt - 1
         self._tell(
             f"{recovered.place} is recovered again: attempts {first} {'and' if last == first + 1 else 'to'} {last} have left no newer "

@@ -384,7 +384,8 @@ class Agent:
                 link.ready()
             link.client.wait_connected(link.stall_budget)
             topic = f"recover/{link.attempt}"
-            options = Options(strict, (keep,) if isinstance(keep, str) else tuple(keep), on_reshape, same_partition)
+            patterns = (keep,) if isinstance(keep, str) else tuple(keep)
+            options = Options(strict, patterns, on_reshape, same_partition, step)
             recovery = Recovery(link.client, link.ranks, link.job, topic, options, self._load_planner, nodes=link.node is not None)
             recovered = recovery.run(state, step=step, last_step=_UNKNOWN if link.interrupted else link.last_step)
             if recovered is None and link.unnamed and link.job != DEFAULT:

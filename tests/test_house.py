@@ -310,7 +310,6 @@ def test_the_code_map_has_every_file_and_its_first_sentence() -> None:
 
 WITHOUT_A_TEST = {
     "agent/recover/leaves.py": "tests/agent/recover/test_binding.py compares states of every kind through it",
-    "agent/recover/options.py": "has three fields, which tests/agent/recover/test_binding.py sets",
     "daemon/__main__.py": "has one statement, which every daemon that a test starts as a process executes",
     "daemon/app.py": "is the life of a daemon: tests/daemon/test_run_command.py starts, signals and ends them",
     "daemon/composition.py": "puts the parts together: tests/daemon/test_recovery.py starts them in its own process",

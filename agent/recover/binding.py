@@ -274,7 +274,7 @@ class Binding:
         fresh = leaves.alike(tree, tensors_in(template, path), path)
 
         def put(resolve: Resolve) -> Any:
-            load_into(place, _with_kept(fresh(resolve), kept), path)
+            load_into(place, _with_kept(fresh(resolve), kept), path, leaves.options)
             return KEEP
 
         return put

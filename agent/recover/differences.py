@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ckptd.agent.recover.options import Options, pattern_of
 from ckptd.shared.errors import StructureMismatch
 
 _LISTED = 8
@@ -18,8 +19,8 @@ class Differences:
 
     missing: the keys that are in the state and not in the checkpoint. unused: the keys that are in the checkpoint and not in the state.
     others: a sentence for each other difference. to_keep: the keys of the state that `keep` would leave as they are, so that these
-    differences do not matter. loose: True if `strict=False` would accept one of `others`. strict, keep: the options of the call that has
-    found the differences.
+    differences do not matter. loose: True if `strict=False` would accept one of `others`. options: those of the call that has found the
+    differences.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -27,8 +28,7 @@ class Differences:
     others: list[str] = field(default_factory=list)
     to_keep: list[str] = field(default_factory=list)
     loose: bool = False
-    strict: bool = True
-    keep: Sequence[str] = ()
+    options: Options = field(default_factory=Options)
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unused or self.others)
@@ -41,14 +41,13 @@ class Differences:
         return StructureMismatch(f"{'; '.join(found)}; nothing was written{self._remedy()}")
 
     def _remedy(self) -> str:
-        """Return what the caller can write to recover all the same, ready to paste, or "" if there is no such way."""
+        """Return the sentence with the call that recovers the rest, which the caller can paste, or "" if there is no such call."""
         if not (self.missing or self.unused or self.to_keep or self.loose):
             return ""
-        options = ["strict=False"] if self.missing or self.unused or self.loose or not self.strict else []
-        keys = list(dict.fromkeys(re.sub(r"([*?[])", r"[\1]", key) for key in self.to_keep))
-        if keep := [*self.keep, *(keys if len(keys) <= _LISTED else _patterns(keys))]:
-            options.append(f"keep={keep!r}")
-        return f". To recover the rest, call recover(state, {', '.join(options)})"
+        strict = self.options.strict and not (self.missing or self.unused or self.loose)
+        keys = list(dict.fromkeys(map(pattern_of, self.to_keep)))
+        keep = [*self.options.keep, *(keys if len(keys) <= _LISTED else _patterns(keys))]
+        return f". To recover the rest, call {self.options.call(strict=strict, keep=keep)}"
 
 
 def _keys(keys: Sequence[str]) -> str:

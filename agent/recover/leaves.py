@@ -49,7 +49,7 @@ class Leaves:
         self.fresh: dict[str, torch.device] = {}
         self.fresh_dtypes: dict[str, torch.dtype] = {}
         self.matched = 0
-        self.differences = Differences(strict=options.strict, keep=options.keep)
+        self.differences = Differences(options=options)
         self.kept: set[str] = set()
         self.changed: list[str] = []
         self.left: list[str] = []
@@ -171,7 +171,7 @@ class Leaves:
         saved = own_part(saved, self._foreign)
         self.matched += 1
         for key, why in unavailable(saved, path):
-            self.differ(f"{key or 'the state'}: {why}; or recover(keep=[{path!r}]) leaves the state's own value", keep=path)
+            self.differ(f"{key or 'the state'}: {why}", keep=path)
         if any_node(saved, lambda node: isinstance(node, ObjectNode) and node.kind in RECORDS and RECORDS[node.kind].alone is as_dict):
             self.as_dicts.append(path)
         if has_own(saved):

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.structure import PLAIN, local_part
 from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, unchanged
+from ckptd.agent.recover.options import Options
 from ckptd.agent.recover.own_loaders import load_into
 from ckptd.agent.state.capture import tensors_in
 from ckptd.agent.state.customized import loads_by_itself, needs_loading, parts_with_loaders
@@ -69,7 +70,7 @@ class Modules:
             if reload:
                 found = _own_tensors(module, own)
                 found = {raw: found[raw] if made[raw] is KEEP else made[raw] for raw in values} | through(resolve)
-                _load(module, found, metadata, leaves.options.strict, path)
+                _load(module, found, metadata, path, leaves.options)
             else:
                 found = {raw: new for raw, new in made.items() if new is not KEEP}
                 if found:
@@ -86,7 +87,7 @@ class Modules:
         metadata = with_versions(module, own, tree, self._versions.get(path))
 
         def put(resolve: Resolve) -> Any:
-            _load(module, fresh(resolve), metadata, self._leaves.options.strict, path)
+            _load(module, fresh(resolve), metadata, path, self._leaves.options)
             return KEEP
 
         return put
@@ -114,11 +115,12 @@ class Modules:
         return make
 
 
-def _load(module: torch.nn.Module, found: dict[str, Any], metadata: Any, strict: bool, path: str) -> None:
+def _load(module: torch.nn.Module, found: dict[str, Any], metadata: Any, path: str, options: Options) -> None:
     state = OrderedDict(found)
     if metadata is not None:
         state._metadata = metadata  # type: ignore[attr-defined]  # the versions by which loaders know an older state
-    load_into(module, state, path, **({"strict": strict} if "strict" in inspect.signature(module.load_state_dict).parameters else {}))
+    takes_strict = "strict" in inspect.signature(module.load_state_dict).parameters
+    load_into(module, state, path, options, **({"strict": options.strict} if takes_strict else {}))
 
 
 def _tensors(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -78,7 +78,7 @@ class Optimizers:
         fresh = self._leaves.alike(tree, {}, path)
 
         def put(resolve: Resolve) -> Any:
-            load_into(place, fresh(resolve), path)
+            load_into(place, fresh(resolve), path, self._leaves.options)
             return KEEP
 
         return put
@@ -132,7 +132,7 @@ class Optimizers:
             state.update({key: value(resolve) for key, value in others.items()})
             place.state.clear()
             place.state.update(state)
-            with loader_of(place, path):
+            with loader_of(place, path, leaves.options):
                 tell(place)
             return KEEP
 
@@ -169,7 +169,8 @@ class Optimizers:
             for group, entries in zip(own["param_groups"], group_values, strict=True):
                 made = {key: value(resolve) for key, value in entries.items()}
                 groups.append({**group, **{key: value for key, value in made.items() if value is not KEEP}})
-            load_into(place, {**{key: value(resolve) for key, value in more.items()}, "state": state, "param_groups": groups}, path)
+            found = {**{key: value(resolve) for key, value in more.items()}, "state": state, "param_groups": groups}
+            load_into(place, found, path, self._leaves.options)
             place.state.update(as_it_is)  # the loader may have converted it
             return KEEP
 

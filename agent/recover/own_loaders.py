@@ -6,19 +6,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ckptd.agent.recover.options import Options
 from ckptd.agent.state.optimizers import class_of
 from ckptd.shared.errors import CkptdError, RecoveryFailed
 
 
-def load_into(place: Any, state: Any, path: str, **options: Any) -> Any:
-    """Return what an object's own `load_state_dict` returns. Raises RecoveryFailed for an exception in it."""
-    with loader_of(place, path):
-        return place.load_state_dict(state, **options)
+def load_into(place: Any, state: Any, path: str, options: Options, **arguments: Any) -> Any:
+    """Call an object's own `load_state_dict`, and return what it returns. Raises RecoveryFailed for an exception in it."""
+    with loader_of(place, path, options):
+        return place.load_state_dict(state, **arguments)
 
 
 @contextmanager
-def loader_of(place: Any, path: str) -> Iterator[None]:
-    """Raise RecoveryFailed for an exception in the caller's object, while it loads its state."""
+def loader_of(place: Any, path: str, options: Options) -> Iterator[None]:
+    """Raise RecoveryFailed for an exception that an object of the caller's raises while it loads its state.
+
+    `options` are those of the recovery, for the call in the error that leaves this object out.
+    """
     try:
         yield
     except CkptdError:
@@ -26,6 +30,7 @@ def loader_of(place: Any, path: str) -> Iterator[None]:
     except Exception as error:
         raise RecoveryFailed(
             f"{path or 'the state'}: load_state_dict() of {class_of(place)} raised {error!r}; the state is partly overwritten: "
-            f"rebuild it, and leave this object as it is with recover(keep=[{path!r}]), or make it ready for its state first",
+            "rebuild it, and make this object ready for its state before the recovery. To leave this object as it is, call "
+            f"{options.call_that_keeps(path)}",
             overwritten=True,
         ) from error

@@ -152,7 +152,7 @@ class Recovery:
                 continue
             failpoint("agent.recover.loaded")
             if step is None:
-                self.restart = restart(candidates, number, [text for found in heard for text in found["damaged"]])
+                self.restart = restart(candidates, number, [text for found in heard for text in found["damaged"]], self._options)
             recovered = _recovered(candidate, loading, time.monotonic() - begun, passed_over)
             log.info("recovered %s in %.2f s%s", where, recovered.seconds, _details(recovered))
             return recovered
@@ -238,7 +238,7 @@ class Recovery:
         else:
             nowhere = [key for key in said[0]["unused"] if all(key in found["unused"] for found in said)]
         if nowhere and self._options.strict:
-            raise Differences(unused=nowhere, keep=self._options.keep).error()
+            raise Differences(unused=nowhere, options=self._options).error()
 
     def _all(self, topic: str, work: Callable[[], dict[str, Any]], seconds: float | None = None) -> list[dict[str, Any]]:
         """Do the work, wait for the other ranks, and return the results of all ranks. An error on one rank is raised on all ranks.
@@ -303,17 +303,18 @@ def _common_candidates(said: list[dict[str, Any]]) -> list[m.RecoveryCandidate]:
     return common
 
 
-def restart(candidates: Sequence[m.RecoveryCandidate], number: int, damaged: Iterable[str]) -> Restart:
+def restart(candidates: Sequence[m.RecoveryCandidate], number: int, damaged: Iterable[str], options: Options) -> Restart:
     """Return where a training begins that has recovered the candidate with this number.
 
-    damaged: a text for each damaged checkpoint, which begins with its tag and a colon.
+    damaged: a text for each damaged checkpoint, which begins with its tag and a colon. options: those of this recovery.
     """
     chosen = candidates[number]
     tags = [names.parse_tag_directory(text.partition(":")[0]) for text in damaged]
     attempts = [candidate.attempt for candidate in candidates[: number + 1]] + [parsed[2] for parsed in tags if parsed is not None]
     older = (one.step for one in candidates[number + 1 :] if one.step not in (None, chosen.step))
     place = f"checkpoint {chosen.tag}" if chosen.step is None else f"step {chosen.step} of attempt {chosen.attempt}"
-    return Restart(place, max(attempts), next(older, None))
+    step = next(older, None)
+    return Restart(place, max(attempts), "" if step is None else options.call(step=step))
 
 
 def _damage(said: list[dict[str, Any]]) -> str:

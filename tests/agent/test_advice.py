@@ -90,15 +90,15 @@ def test_the_third_run_from_one_snapshot_is_told_of_an_older_step(caplog: pytest
         advice.begins_where_others_ended(restart, attempt)
         return warned(caplog)
 
-    seventy_nine = Restart("step 79 of attempt 1", 1, 69)
+    seventy_nine = Restart("step 79 of attempt 1", 1, "recover(state, step=69)")
     assert told(2, seventy_nine) == told(3, seventy_nine) == []
     assert told(4, seventy_nine) == [again("step 79 of attempt 1", "2 and 3", OLDER)]
     assert told(9, seventy_nine) == [again("step 79 of attempt 1", "2 to 8", OLDER)]
     assert told(9, seventy_nine, before=True) == []
-    assert told(9, Restart("checkpoint best.a0001", 6, None)) == [
+    assert told(9, Restart("checkpoint best.a0001", 6, "")) == [
         again("checkpoint best.a0001", "7 and 8", "no older step is left to go back to")
     ]
-    assert told(8, Restart("step 79 of attempt 1", 6, 69)) == []  # attempt 6 has left a snapshot, which is damaged
+    assert told(8, Restart("step 79 of attempt 1", 6, "recover(state, step=69)")) == []  # attempt 6 has left a snapshot, which is damaged
 
 
 def test_a_snapshot_from_which_no_run_gets_on_is_told(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:

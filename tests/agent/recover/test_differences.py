@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ckptd.agent.recover.differences import Differences, grouped
+from ckptd.agent.recover.options import Options
+
+
+def fold(key: str, values: list[Any]) -> Any:
+    return values[0]
+
 
 LAYERS = [f"layers.{number}.{name}" for number in range(3) for name in ("weight", "bias")]
 
@@ -30,8 +38,13 @@ def test_one_error_names_all_differences(found: Differences, words: str) -> None
         (Differences(missing=["b"], others=["a: other"], to_keep=["a"]), "recover(state, strict=False, keep=['a'])"),
         (Differences(others=["other"], to_keep=[f"{layer}.x" for layer in range(9)]), "recover(state, keep=['*.x'])"),
         (Differences(others=["apart"], loose=True), "recover(state, strict=False)"),
-        (Differences(others=["a: other"], to_keep=["a"], strict=False), "recover(state, strict=False, keep=['a'])"),
-        (Differences(unused=["b"], keep=("a",)), "recover(state, strict=False, keep=['a'])"),
+        (Differences(others=["a: other"], to_keep=["a"], options=Options(False)), "recover(state, strict=False, keep=['a'])"),
+        (Differences(unused=["b"], options=Options(keep=("a",))), "recover(state, strict=False, keep=['a'])"),
+        (Differences(unused=["b"], options=Options(step=3)), "recover(state, step=3, strict=False)"),
+        (
+            Differences(others=["a: other"], to_keep=["a"], options=Options(on_reshape=fold, same_partition=True, step=0)),
+            "recover(state, step=0, keep=['a'], on_reshape=fold, same_partition=True)",
+        ),
         (Differences(others=["other"], to_keep=["a[0].*"]), "recover(state, keep=['a[[]0].[*]'])"),
     ],
 )
@@ -40,7 +53,7 @@ def test_an_error_says_how_to_recover_the_rest(found: Differences, call: str) ->
 
 
 def test_a_difference_without_a_way_out_promises_none() -> None:
-    assert str(Differences(others=["other"], strict=False, keep=("a",)).error()) == "other; nothing was written"
+    assert str(Differences(others=["other"], options=Options(False, ("a",))).error()) == "other; nothing was written"
 
 
 def test_only_whole_numbers_between_dots_are_grouped() -> None:

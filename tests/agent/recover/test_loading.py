@@ -225,6 +225,25 @@ def test_what_would_become_infinite_is_refused_before_anything_is_written(daemon
         assert (state["a"].tolist(), state["w"].tolist(), state["epoch"]) == ([1.0] * 3, [0.0] * 2, 4)  # type: ignore[attr-defined]
 
 
+def fold(key: str, values: list[Any]) -> Any:
+    return values[0]
+
+
+def test_the_call_of_a_refusal_repeats_the_arguments_of_the_caller(daemon: Daemon) -> None:
+    """Otherwise it would bring back the newest step, and not the one that was asked for."""
+    with closing(Agent("job", socket=daemon.home.socket)) as agent:
+        for step in (1, 2):
+            agent.snapshot({"a": torch.full((3,), float(step)), "t": torch.ones(2), "more": 1}, step=step).wait("durable", timeout=60)
+        state = {"a": torch.zeros(3), "t": torch.zeros(5)}
+        error = failure(agent, state, step=1, on_reshape=fold)
+        assert str(error).endswith("call recover(state, step=1, keep=['t'], on_reshape=fold)")
+        error = failure(agent, state, step=1, keep=["t"], on_reshape=fold, same_partition=True)
+        call = "recover(state, step=1, strict=False, keep=['t'], on_reshape=fold, same_partition=True)"
+        assert str(error) == f"key more is in the checkpoint and not in the state; nothing was written. To recover the rest, call {call}"
+        assert eval(call, {"recover": agent.recover, "state": state, "fold": fold}) is not None  # as its reader would
+        assert state["a"].tolist() == [1.0] * 3
+
+
 def test_untied_into_tied_is_refused_with_both_keys_and_the_calls_lead_to_the_end(daemon: Daemon) -> None:
     def program(tied: bool) -> dict[str, Any]:
         model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in "ab"})

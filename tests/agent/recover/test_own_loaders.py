@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ckptd.agent.recover.options import Options
 from ckptd.agent.recover.own_loaders import load_into, loader_of
 from ckptd.shared.errors import IntegrityError, RecoveryFailed
 
@@ -23,19 +24,23 @@ class Place:
 
 def test_an_object_is_given_its_state_and_the_options() -> None:
     place = Place()
-    assert load_into(place, {"a": 1}, "place", strict=False) == "loaded"
+    assert load_into(place, {"a": 1}, "place", Options(), strict=False) == "loaded"
     assert place.loaded == [({"a": 1}, False)]
 
 
 def test_an_error_of_the_caller_names_the_key_and_the_class() -> None:
-    words = r"^loader\.x: load_state_dict\(\) of .*Place raised ValueError\('no'\); the state is partly overwritten: .*keep=\['loader\.x'\]"
-    with pytest.raises(RecoveryFailed, match=words) as caught:
-        load_into(Place(ValueError("no")), {}, "loader.x")
+    with pytest.raises(RecoveryFailed) as caught:
+        load_into(Place(ValueError("no")), {}, "loader.x", Options(step=4, keep=("a",)))
     assert caught.value.overwritten
-    with pytest.raises(RecoveryFailed, match=r"^the state: load_state_dict"), loader_of(Place(), ""):
+    assert str(caught.value) == (
+        f"loader.x: load_state_dict() of {__name__}.Place raised ValueError('no'); the state is partly overwritten: rebuild it, and make "
+        "this object ready for its state before the recovery. To leave this object as it is, call "
+        "recover(state, step=4, keep=['a', 'loader.x'])"
+    )
+    with pytest.raises(RecoveryFailed, match=r"^the state: load_state_dict"), loader_of(Place(), "", Options()):
         raise KeyError("step")
 
 
 def test_an_error_of_ckptd_passes() -> None:
     with pytest.raises(IntegrityError, match="^damaged$"):
-        load_into(Place(IntegrityError("damaged")), {}, "x")
+        load_into(Place(IntegrityError("damaged")), {}, "x", Options())

@@ -595,10 +595,17 @@ def test_a_slot_that_holds_another_step_is_passed_over(slot: Descriptor, step: i
 
 def test_where_a_training_begins_and_to_which_step_it_could_go_back() -> None:
     found = [candidate(85, attempt=3), candidate(79, "memory", 2), candidate(79, attempt=2), candidate(79), candidate(69)]
-    assert restart(found, 0, []) == Restart("step 85 of attempt 3", 3, 79)
-    assert restart(found, 1, []) == Restart("step 79 of attempt 2", 3, 69)  # attempt 3 has left one that is damaged
-    assert restart(found[3:], 0, []) == Restart("step 79 of attempt 1", 1, 69)
-    assert restart(found[3:], 0, ["step-00000085.a0005: its manifest is damaged", "x"]) == Restart("step 79 of attempt 1", 5, 69)
+    options = Options(strict=False)
+
+    def back_to(step: int) -> str:
+        return f"recover(state, step={step}, strict=False)"
+
+    assert restart(found, 0, [], options) == Restart("step 85 of attempt 3", 3, back_to(79))
+    # attempt 3 has left one that is damaged
+    assert restart(found, 1, [], options) == Restart("step 79 of attempt 2", 3, back_to(69))
+    assert restart(found[3:], 0, [], options) == Restart("step 79 of attempt 1", 1, back_to(69))
+    damaged = ["step-00000085.a0005: its manifest is damaged", "x"]
+    assert restart(found[3:], 0, damaged, options) == Restart("step 79 of attempt 1", 5, back_to(69))
     best = m.RecoveryCandidate(attempt=4, step=None, tag="best.a0004", source="storage")
-    assert restart([best, *found], 0, []) == Restart("checkpoint best.a0004", 4, 85)
-    assert restart([best], 0, []) == Restart("checkpoint best.a0004", 4, None)
+    assert restart([best, *found], 0, [], options) == Restart("checkpoint best.a0004", 4, back_to(85))
+    assert restart([best], 0, [], options) == Restart("checkpoint best.a0004", 4, "")
