@@ -33,9 +33,11 @@ log = logging.getLogger("ckptd")
 
 
 class App:
-    """One daemon. `await run()` is its life. Raises CkptdError if it cannot begin, or if an error ends it.
+    """One daemon, from its start to its end.
 
-    `unsaved`: once `run` has ended, the snapshots that could not be saved and are in memory only. The last line of the log names them.
+    `run` serves until the daemon is told to end. It raises CkptdError if the daemon cannot start,
+    or if an error ends it. Once `run` has returned, `unsaved` lists the snapshots that could not be
+    saved and are in memory only. The last line of the log names them.
     """
 
     def __init__(self, config: Config, ready_fd: int = -1, fs: FileSystem | None = None) -> None:
@@ -95,12 +97,15 @@ class App:
             self._stop.set()
 
     def _lost_root(self) -> None:
-        """End, because nothing can be saved and another daemon may serve the place. The next daemon finds what is in memory."""
+        """End, because nothing can be saved and another daemon may serve the place.
+
+        The next daemon finds the snapshots in memory.
+        """
         kind, place = ("root", self._config.root) if self._config.stage is None else ("stage", self._config.stage)
         self._end(
             StorageError(
-                f"the {kind} {place} has been deleted, moved or replaced; what is in memory stays there, and the next daemon saves it if "
-                f"the same root is at {self._config.root} then"
+                f"the {kind} {place} has been deleted, moved or replaced; the snapshots in memory stay "
+                f"there, and the next daemon saves them if the same root is at {self._config.root} then"
             )
         )
 
@@ -164,7 +169,7 @@ class Serving:
         await asyncio.gather(accepting, watching, return_exceptions=True)
 
     def unsaved(self) -> list[UnsavedSnapshot]:
-        """Return the snapshots that are in memory only now."""
+        """Return the snapshots that are in memory only at this moment."""
         return unsaved.in_memory_only(self._parts.catalog, self._parts.slots)
 
     def _clients_changed(self) -> None:

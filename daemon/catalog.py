@@ -134,23 +134,28 @@ class EarlierAttempt:
 class Job:
     """One job: its newest attempt, its ranks, its steps, and its checkpoints on storage.
 
-    `attempt`: the newest attempt that has begun; no other attempt may seal. `world_size`: the number of its ranks. `node`: the share of
-    this node in it, or None if all ranks are on this node. `answer`: the last answer from the board in this attempt (`shared/board.py`).
-    `earlier`: the attempt before it that began on this node. `abandoned`: by tag, the tries of older attempts that are abandoned.
+    `attempt`: the newest attempt that has begun; no other attempt may seal. `world_size`: the
+    number of ranks in this attempt. `node`: the share of this node in the attempt, or None if all
+    ranks are on this node. `answer`: the last answer from the board in this attempt
+    (`shared/board.py`). `earlier`: the attempt before this one that began on this node.
+    `abandoned`: by tag, the tries of older attempts that are abandoned.
 
-    `steps`: one record for each step; use `step` to make one. `sealed`: the newest snapshot that all ranks have sealed, whether or not it
-    still exists. `stuck`: the incomplete snapshot that a rank has waited for in vain; the next ranks do not wait for it again. `moved` is
-    set when a slot becomes free, when the ranks stop waiting for a step, and when a rank leaves. `begin_lock`: held while an attempt
-    begins.
+    `steps`: one record for each step; use `step` to make one. `sealed`: the newest snapshot that
+    all ranks have sealed, whether or not it still exists. `stuck`: the incomplete snapshot that a
+    rank has waited for in vain; the next ranks do not wait for it again. `moved` is set when a slot
+    becomes free, when the ranks stop waiting for a step, and when a rank leaves. `begin_lock`: held
+    while an attempt begins.
 
-    `uncommitted`: tags without a manifest at the last scan. `damaged`: tags whose manifest could not be read, with the reason. `newer`:
-    tags whose manifest a newer ckptd has written, with the error. `guards`: tags that have a feature for deleters that this version does
-    not know, with that feature. `retiring`: tags that are being deleted. `seq`: the highest `seq` of a
-    checkpoint. `policies`: those of the last retention, None before this daemon's first commit in the job, and while one of them
-    cannot choose. `announced`: a sentence about the deletion that the next commit will bring, or about the reason why retention deletes
-    nothing, or "". `last_failure`: the last step that failed since this daemon started, or None.
-    `stored`: the parts of the last save, by rank, if this daemon has written them. `in_root`: with a stage, the checkpoints in the root, as
-    far as they are known; `checkpoints` are then those of the stage.
+    `uncommitted`: tags without a manifest at the last scan. `damaged`: tags whose manifest could
+    not be read, with the reason. `newer`: tags whose manifest a newer ckptd has written, with the
+    error. `guards`: tags that have a feature for deleters that this version does not know, with
+    that feature. `retiring`: tags that are being deleted. `seq`: the highest `seq` of a checkpoint.
+    `policies`: the policies of the last retention. None before this daemon's first commit in the
+    job, and while one of the policies cannot choose. `announced`: a sentence about the deletion
+    that the next commit will bring, or about the reason why retention deletes nothing, or "".
+    `last_failure`: the last step that failed since this daemon started, or None. `stored`: the
+    parts of the last save, by rank, if this daemon has written them. `in_root`: with a stage, the
+    checkpoints in the root, as far as they are known; `checkpoints` are then those of the stage.
     """
 
     name: str
@@ -331,10 +336,12 @@ class Job:
         return [s for s in self.unsaved() if s.state in (SnapshotState.SEALED, SnapshotState.FAILED)]
 
     def unsaved(self) -> list[Snapshot]:
-        """Return the snapshots that are needed and are in memory only: the newest in memory, unless that is durable.
+        """Return the snapshots that are needed and are in memory only.
 
-        Of several nodes, another node may not have sealed the newest step. Each node then saves all steps that it holds and that are newer
-        than the newest durable one, except those that it has delivered and those that are known to be dead.
+        This is the newest snapshot in memory, unless it is durable. If the job is on several nodes,
+        another node may not have sealed the newest step. Each node therefore saves all steps that
+        it holds and that are newer than the newest durable step, except the steps that it has
+        delivered and those that are known to be dead.
         """
         newest, saved = self.newest_in_memory(), self.newest_durable()
         if newest is None:

@@ -124,8 +124,9 @@ def ps(as_json: bool) -> None:
 def stop(root: Location | None, socket: Path | None, timeout: float, as_json: bool) -> None:
     """Stop the daemon that serves ROOT, or else the one at --socket, or else that of CKPTD_ROOT.
 
-    It first saves the newest snapshots in memory. A running trainer then waits for the next daemon, or starts it if it is private.
-    The exit code is 15 if a snapshot could not be saved, because the disk is full for example, and is in memory only.
+    The daemon first saves the newest snapshots in memory. A running trainer then waits for the next
+    daemon. If the daemon was private, the trainer starts the next one itself. The exit code is 15
+    if a snapshot could not be saved, for example because the disk is full, and is in memory only.
     """
     found = neighbours.named(root, socket)
     neighbours.stop(found, timeout)
@@ -148,10 +149,11 @@ def stop(root: Location | None, socket: Path | None, timeout: float, as_json: bo
 @json_option
 @speaks
 def gc(delete: bool, yes: bool, shm_dir: Path, as_json: bool) -> None:
-    """List what dead daemons have left in shared memory, and their sockets, with owner and size. What is in use is left out.
+    """List the segments and sockets that dead daemons have left, with owner and size.
 
-    The next daemon of a root saves the snapshots that are sealed there. Delete them only if no daemon will serve that root again. Before
-    snapshots are deleted, the command asks on a terminal. Anywhere else, and with --json, it needs --yes.
+    Segments and sockets in use are left out. The next daemon of a root saves the snapshots that are
+    sealed in its segments. Delete them only if no daemon will serve that root again. The command
+    asks before it deletes snapshots. Without a terminal, and with --json, it needs --yes.
     """
     from ckptd.daemon import leftovers
 
@@ -269,13 +271,15 @@ def verify(path: Location, as_json: bool) -> None:
 def forget(path: Location, keep: tuple[str, ...], dry_run: bool, yes: bool, socket: Path | None, as_json: bool) -> None:
     """Delete a checkpoint (DIR/JOB/TAG), or all of a job (DIR/JOB) that no --keep policy keeps.
 
-    Policies: LatestN(n), LatestDuration(seconds), EveryNSteps(n), EveryNSeconds(seconds), BestN('metric', n, 'min' or 'max'),
-    CustomSteps([...]), PreserveAll(). They never delete the newest, one with a user tag, or a step of an earlier attempt that the
-    newest attempt has not reached. A checkpoint that is pinned or being read is never deleted. A policy over a metric that no checkpoint
-    of the job has is an error, and nothing is deleted.
+    Policies: LatestN(n), LatestDuration(seconds), EveryNSteps(n), EveryNSeconds(seconds),
+    BestN('metric', n, 'min' or 'max'), CustomSteps([...]), PreserveAll(). They never delete the
+    newest checkpoint, a checkpoint with a user tag, or a step of an earlier attempt that the newest
+    attempt has not reached. A checkpoint that is pinned or being read is never deleted. A policy
+    over a metric that no checkpoint of the job has is an error, and nothing is deleted.
 
-    If more than half of the job's checkpoints would be deleted, the command lists them and asks first, on a terminal. Anywhere else, and
-    with --json, it needs --yes. The exit code is 11 if a checkpoint that was to be deleted is still there.
+    If more than half of the job's checkpoints would be deleted, the command lists them and asks
+    first. Without a terminal, and with --json, it needs --yes. The exit code is 11 if a checkpoint
+    that was to be deleted is still there.
     """
     from ckptd.daemon import forgetting
 

@@ -49,11 +49,13 @@ from ckptd.shared.storage.repository import Repository
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of one daemon. `engine` decides about ranks and seals, `saver` writes checkpoints, `orphans` looks after dead trainers.
+    """The parts of one daemon.
 
-    `identity` is that of the root. `served` checks that the root is still there, and `foreign` keeps the memory of other roots apart.
-    `repository` is the root, or the stage if there is one: then `uploader` uploads to the root, and
-    the second of `pipelines` writes to it.
+    `engine` decides about ranks and seals, `saver` writes checkpoints, and `orphans` looks after
+    dead trainers. `identity` is the identity of the root. `served` checks that the root is still
+    there, and `foreign` keeps the memory of other roots apart. `repository` is the root, or the
+    stage if there is one. With a stage, `uploader` uploads to the root, and the second of
+    `pipelines` writes to the root.
     """
 
     config: Config

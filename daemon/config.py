@@ -81,7 +81,11 @@ class Config:
     link_unchanged: bool = True
     """Link the files of tensors that have not changed since the checkpoint before, instead of writing these tensors again."""
     foreign_memory: str = "refuse"
-    """What to do with snapshots in memory that were saved for another root than is there now: `refuse` their jobs, `adopt` or `drop`."""
+    """The treatment of snapshots in memory that were saved for another root than this one.
+
+    `refuse` refuses runs of their jobs, `adopt` adopts them into this root, and `drop` deletes
+    them.
+    """
     max_connections: int = 256
     """Most clients that may be connected at the same time."""
     strict_journal: bool = False

@@ -299,9 +299,11 @@ def seal_journaled(step: Step, seal: RankSeal) -> list[Action]:
 
 
 def sealed(job: Job, step: Step) -> list[Action]:
-    """Start the timer of a step after its first seal, and save its snapshot after the last, unless its ranks differ in what they share.
+    """Start the timer of a step after its first seal, and save its snapshot after its last seal.
 
-    The digests that show this are in the slots. A daemon that adopts the slots decides the same, so that such a step never comes back.
+    The snapshot is not saved if ranks hold different copies of the tensors that they share. The
+    digests that show this are in the slots. A daemon that adopts the slots makes the same decision,
+    so that such a step never comes back.
     """
     assert step.snapshot is not None
     if not step.snapshot.complete:

@@ -85,11 +85,14 @@ class Deleter:
     async def retain(self, job: Job) -> None:
         """Update `newest`, then delete the checkpoints that retention does not keep.
 
-        If the policies differ from those of the last retention, and would delete more than one checkpoint at once, nothing is deleted yet:
-        the log and `Job.announced` say which checkpoints the next commit deletes. The same holds for policies that could not choose
-        until now, because no checkpoint had their metric. As long as that is so, nothing is deleted; the log says so once, and
-        `Job.announced` all the time. If a newer ckptd has written to the job, nothing is deleted. A failure is logged and counted, and the
-        next commit tries again. Raises JournalBroken.
+        If the policies differ from those of the last retention, and would delete more than one
+        checkpoint at once, nothing is deleted yet: the log and `Job.announced` say which
+        checkpoints the next commit deletes. The same holds for policies that could not choose until
+        now, because no checkpoint had their metric.
+
+        While a policy cannot choose, nothing is deleted. The log says so once, and `Job.announced`
+        says so all the time. If a newer ckptd has written to the job, nothing is deleted either. A
+        failure is logged and counted, and the next commit tries again. Raises JournalBroken.
         """
         if not await self.point_newest(job):
             return
@@ -106,9 +109,8 @@ class Deleter:
             return
         live = job.live_checkpoints()
         policies = policies_of(live, self._policies)
-        if why := obstacle(
-            job.durable_checkpoints(), self._policies, pinned
-        ):  # of a stage, the root may have the only ones with the metric
+        # With a stage, the only checkpoints that have the metric may be in the root.
+        if why := obstacle(job.durable_checkpoints(), self._policies, pinned):
             before, job.announced, job.policies = job.announced, f"nothing is deleted, because {why}", None
             if job.announced != before:
                 log.warning("job %s: %s", job.name, job.announced)

@@ -29,7 +29,7 @@ from ckptd.shared.location import Location, Url
 from ckptd.shared.state_directory import nearest_existing
 from ckptd.shared.storage import posix_probe
 from ckptd.shared.storage.locate import object_storage, open_root
-from ckptd.shared.units import count_text, size_text
+from ckptd.shared.units import size_text
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 TMPFS = 0x01021994  # linux/magic.h
@@ -133,7 +133,7 @@ def check_root(root: Location) -> Iterator[Check]:
 
 
 def check_memory(root: Location, shm_dir: Path) -> Check:
-    """Check that what is in memory at the path of the root was saved for the root that is there, by its identity."""
+    """Check that the snapshots in memory were saved for the root that is there now."""
     name = "identity"
     try:
         identity = open_root(root).known_identity()
@@ -145,9 +145,9 @@ def check_memory(root: Location, shm_dir: Path) -> Check:
     if foreign:
         return Check(name, WARNING, described(foreign[0], str(root), identity), values)
     if identity is None:
-        return Check(name, OK, f"the root at {root} has none yet: the first daemon there gives it one", values)
-    jobs = f"; of it, {count_text(len(held), 'job')} in memory" if held else ""
-    return Check(name, OK, f"the root at {root} is {identity}{jobs}", values)
+        return Check(name, OK, f"the root at {root} has no identity yet: the first daemon there gives it one", values)
+    jobs = f"; its jobs in memory: {len(held)}" if held else ""
+    return Check(name, OK, f"the root at {root} has the identity {identity}{jobs}", values)
 
 
 def _check_store(root: Url) -> Iterator[Check]:

@@ -1,7 +1,8 @@
 """Keeps snapshots in memory that were saved for another root apart from the root that is served, until a person decides about them.
 
-A root is known by its identity (FORMAT.md, section 1). If it was deleted and made anew, or if another disk is mounted at its path, the
-segments of the root before are still in memory. Neither their snapshots nor the numbers of their attempts belong into the new root.
+A root is known by its identity (FORMAT.md, section 1). If the root was deleted and created again, or if
+another disk is mounted at its path, the segments of the former root are still in memory. Neither their
+snapshots nor the numbers of their attempts belong to the new root.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ckptd.shared.settings import FOREIGN_MEMORY_CHOICES
 
 log = logging.getLogger("ckptd.slots")
 
-_SHOWN = 8  # digits of an identity in a sentence
+_SHOWN = 8  # the digits of an identity that a sentence shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class HeldSnapshot:
     nbytes: int
 
     def report(self) -> dict[str, object]:
-        """Return what `ckptd status --json` prints of it."""
+        """Return the entry of this snapshot in `ckptd status --json`."""
         root = self.root
         return {
             "job": self.job, "attempt": self.attempt, "step": self.step, "identity": root.identity, "root": root.place, "bytes": self.nbytes
@@ -42,22 +43,27 @@ class HeldSnapshot:
 
 
 def described(held: HeldSnapshot, place: str, identity: str | None) -> str:
-    """Return the sentences that tell a person what is in memory, whose it is, and what to do. `identity`: None if no root is there."""
+    """Return the text of ForeignMemory: what memory holds, for which root, and what to do.
+
+    place: the path or the URL of the root that is served. identity: the identity of the root that
+    is there now, or None if there is none.
+    """
     former = "" if held.root.place in ("", place) else f", which was at {held.root.place}"
-    there = f"there is no root at {place} now" if identity is None else f"the root at {place} is another one now, {identity[:_SHOWN]}"
+    there = f"there is no root at {place} now" if identity is None else f"{place} has another root now, {identity[:_SHOWN]}"
     return (
         f"the memory of this node holds step {held.step} of attempt {held.attempt} of job {held.job!r}, saved for root "
-        f"{held.root.identity[:_SHOWN]}{former}, but {there}: it was deleted or replaced, or another disk is mounted there. Nothing was "
-        f"recovered, and nothing was written. Either restore or mount the right root at {place} and start again; or set "
-        "CKPTD_FOREIGN_MEMORY for one run: `drop` deletes what is in memory and begins anew, `adopt` takes it over into the root that is "
-        "there now"
+        f"{held.root.identity[:_SHOWN]}{former}, but {there}: the root was deleted or replaced, or another "
+        "disk is mounted there. Nothing was recovered, and nothing was written. Either mount or restore the "
+        f"right root at {place} and start again, or set CKPTD_FOREIGN_MEMORY for one run: `adopt` recovers "
+        "the snapshots in memory and saves them to the root that is there now, and `drop` deletes them"
     )
 
 
 def read_held(directory: Path) -> Iterator[HeldSnapshot]:
-    """Yield the newest sealed snapshot of each job and root in a directory of segments, by the name of the job, without changing anything.
+    """Yield the newest sealed snapshot of each job and root in a directory of segments.
 
-    Segments without a root mark, and those that cannot be read, are passed over.
+    They come in the order of the names of the jobs. Changes nothing. Segments without a root mark,
+    and segments that cannot be read, are passed over.
     """
     newest: dict[tuple[str, str], HeldSnapshot] = {}
     try:
@@ -81,23 +87,26 @@ def read_held(directory: Path) -> Iterator[HeldSnapshot]:
 
 
 class ForeignMemoryKeeper:
-    """The foreign memory of one daemon. `place` is the path or the URL of the root, and `setting` the daemon's own choice.
+    """The keeper of the snapshots in memory that were saved for other roots than this one.
 
-    `take_over` adopts slots as a starting daemon adopts those of an earlier one.
+    place: the path or the URL of this daemon's root. setting: the setting `foreign_memory` of the
+    daemon. take_over: adopts slots while the daemon is running, as a starting daemon adopts those
+    that it finds.
     """
 
     def __init__(self, slots: Slots, place: str, setting: str, take_over: Callable[[list[Slot]], Awaitable[None]]) -> None:
         self._slots, self._place, self._setting, self._take_over = slots, place, setting, take_over
 
     def held(self) -> list[HeldSnapshot]:
-        """Return what is in memory of each job for other roots, by the name of the job."""
+        """Return the newest foreign snapshot of each job, by the name of the job."""
         jobs = sorted({each.slot.header.job for each in self._slots.foreign.values()})
         return [found for job in jobs if (found := self._newest(self._of(job))) is not None]
 
     def start(self) -> list[Slot]:
-        """Do what the daemon's setting says with all foreign slots that are in memory when the daemon starts.
+        """Apply the daemon's setting to the foreign slots that are in memory when it starts.
 
-        Return the slots that are this root's now. With `drop`, those of trainers that are alive stay, and are refused.
+        Return the slots that belong to this root from now on. With `drop`, the slots of trainers
+        that are alive stay, and runs of their jobs are refused.
         """
         admitted: list[Slot] = []
         self._slots.set_aside_half_admitted()
@@ -109,9 +118,10 @@ class ForeignMemoryKeeper:
         return admitted
 
     async def settle(self, job: str, choice: str = "") -> None:
-        """Decide about the foreign memory of a job before a run of it begins. `choice`: that of the run, or "" for the daemon's setting.
+        """Decide about the foreign memory of a job before a run of the job begins.
 
-        Raises ForeignMemory if the choice is to refuse, or to drop the memory of a trainer that is alive.
+        choice: the choice of the run, or "" for the daemon's setting. Raises ForeignMemory if the
+        choice is to refuse the memory, or to drop the memory of a trainer that is alive.
         """
         mine = self._of(job)
         if not mine:
@@ -126,7 +136,7 @@ class ForeignMemoryKeeper:
             if self._drop(mine):
                 raise ForeignMemory(
                     f"the snapshots of job {job!r} in memory, which were saved for another root than the one at {self._place}, belong to a "
-                    "trainer that is still running: end it first, and start again"
+                    "trainer that is still running: end that trainer first, then start again"
                 )
             log.warning("job %s: step %d of attempt %d, saved for another root, was dropped on request", job, held.step, held.attempt)
         else:
@@ -147,7 +157,10 @@ class ForeignMemoryKeeper:
             return False
 
     def _newest(self, foreign: Sequence[ForeignSlot]) -> HeldSnapshot | None:
-        """Return what these slots of one job hold, as their headers say now, or None if nothing is sealed in them."""
+        """Return the newest snapshot in these slots of one job, or None if there is none.
+
+        The headers of the slots are read again for this.
+        """
         newest: tuple[int, int, RootMark] | None = None
         for each in foreign:
             try:
@@ -170,7 +183,7 @@ class ForeignMemoryKeeper:
         return self._slots.admit([each.slot for each in self._of(held.job)])
 
     def _drop(self, foreign: Sequence[ForeignSlot]) -> bool:
-        """Drop the slots that no trainer holds. Return True if one stays because a trainer does."""
+        """Drop the slots. Return True instead, and drop none, if a trainer holds one of them."""
         if any(self._slots.is_held(each.slot) for each in foreign):
             return True
         for each in foreign:

@@ -64,7 +64,7 @@ class Deletion:
 
     @property
     def extent(self) -> str:
-        """How many intact checkpoints would be deleted, of how many, in words."""
+        """The number of intact checkpoints that would be deleted, and of all of them, in words."""
         share = "the only checkpoint" if len(self.intact) == 1 else f"{self._loss} of the {len(self.intact)} checkpoints"
         return f"{share} of job {self.job}"
 
@@ -117,7 +117,10 @@ def _place(path: Location) -> tuple[Repository, str, str | None]:
 def _chosen(
     job: str, found: dict[str, Manifest | IntegrityError], tag: str | None, policies: Sequence[Policy]
 ) -> Iterator[tuple[str, int]]:
-    """Yield each tag to delete of those that were found, with the bytes of its checkpoint, or 0 if its manifest cannot be read."""
+    """Yield the tag and the bytes of each checkpoint to delete.
+
+    The bytes are 0 if its manifest cannot be read.
+    """
     if tag is not None:
         manifest = found.get(tag)
         yield tag, manifest.nbytes if isinstance(manifest, Manifest) else 0
@@ -128,7 +131,7 @@ def _chosen(
         if isinstance(manifest, Manifest) and (parsed := names.parse_tag_directory(name)) is not None
     ]
     if why := obstacle(checkpoints, policies, insisted=True):
-        raise InvalidConfig(f"nothing was deleted of job {job!r}, because {why}")
+        raise InvalidConfig(f"no checkpoint of job {job!r} was deleted, because {why}")
     for checkpoint in to_retire(checkpoints, policies, insisted=True):
         yield checkpoint.tag, checkpoint.nbytes
 

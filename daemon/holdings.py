@@ -31,7 +31,10 @@ def holding(job: Job, host: str) -> Holding:
 
 
 def _briefs(snapshot: Snapshot | None) -> list[Brief]:
-    """Return what other nodes need to compare a snapshot with theirs. All ranks of this node have sealed it, so it never changes."""
+    """Return the briefs by which other nodes compare a snapshot with theirs.
+
+    All ranks of this node have sealed the snapshot, so that its briefs never change.
+    """
     if snapshot is None:
         return []
     if snapshot.briefs is None:

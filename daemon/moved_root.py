@@ -21,10 +21,12 @@ log = logging.getLogger("ckptd.slots")
 
 
 def gather(slots: Slots, root: Location, disks: Path | None) -> None:
-    """Move the segments of this root from the directories of its former paths to those of `slots`, which must have its mark.
+    """Move the segments of this root from the directories of its former paths to those of `slots`.
 
-    disks: the directory of this host below the daemon's `state_dir`, if segments may be on the disk. Segments that a daemon uses stay where
-    they are, and so do those of a root that was copied and not moved. Any thread may call this before the slots are adopted.
+    `slots` must have the mark of the root. disks: the directory of this host below the daemon's
+    `state_dir`, if segments may be on the disk. Segments that a daemon uses stay where they are,
+    and so do those of a root that was copied and not moved. Any thread may call this before the
+    slots are adopted.
     """
     assert slots.mark is not None
     moved: dict[str, bool] = {}
@@ -51,7 +53,7 @@ def _gather(directory: Path, mark: RootMark, moved: dict[str, bool], root: Locat
             for name, place in found:
                 move(fd, name)
                 log.info("segment %s is taken over from %s: the root was at %s before", name, directory, place)
-        with suppress(OSError):  # it holds other files
+        with suppress(OSError):  # the directory holds other files
             os.rmdir(directory)
     except BlockingIOError:
         log.warning("segments of this root in %s are left alone, because another daemon uses that directory", directory)
@@ -85,7 +87,10 @@ def _marked(directory: int, identity: str) -> Iterator[tuple[str, str]]:
 
 
 def _has_moved(place: str, mark: RootMark, known: dict[str, bool], root: Location) -> bool:
-    """Return True unless another root of this identity is still at the former place, so that this root is a copy of it."""
+    """Return True unless another root of this identity is still at the former place.
+
+    If there is one, the root of this daemon is a copy of it, and has not moved.
+    """
     if place not in known:
         try:
             known[place] = not place or _is_no_copy(located(place), mark.identity, root)

@@ -114,7 +114,7 @@ def stop(neighbour: Neighbour, seconds: float) -> None:
     if not ended:
         raise Busy(
             f"pid {neighbour.pid} is still saving after {seconds:g} s, and will end when it has saved{_waiting(neighbour)}: "
-            "wait for it, or see its log"
+            "wait for its end, or look at its log"
         )
 
 

@@ -115,7 +115,7 @@ async def recover(
 ) -> None:
     """Bring a starting daemon to the state in which it can serve clients. The journal must have been replayed already.
 
-    `gather` brings the segments of a root that was moved to `slots`.
+    If the root was moved, `gather` brings its segments to `slots`.
 
     Raises StorageError if the root cannot be read or the journal cannot be written.
     """
@@ -158,9 +158,10 @@ async def recover(
 
 
 async def take_over(adopted: list[Slot], claims: Claims, catalog: Catalog, orphans: Orphans) -> None:
-    """Adopt slots of one job of a daemon that is running already, as `recover` does with those that it finds. No rank of it may be here.
+    """Adopt slots of one job while the daemon is running.
 
-    Raises JournalBroken.
+    They are treated as `recover` treats the slots that it finds. No rank of the job may be
+    connected. Raises JournalBroken.
     """
     orphans.adopt(adopted)
     job = catalog.job(adopted[0].header.job)

@@ -2,7 +2,7 @@
 
 Retention deletes the checkpoints that no policy keeps, with three exceptions: the newest checkpoint, checkpoints with a user's own tag, and
 checkpoints of an older attempt whose step the newest attempt has not reached yet. A user who has started over may still want to go back to
-the last kind.
+a checkpoint of the last kind.
 
 Retention deletes nothing while a policy cannot choose, because no checkpoint of the job has its metric.
 """
@@ -37,10 +37,11 @@ def to_retire(
 def obstacle(
     checkpoints: list[StoredCheckpoint], policies: Sequence[Policy], pinned: Collection[str] = (), *, insisted: bool = False
 ) -> str:
-    """Return the reason why a policy cannot choose, so that retention deletes nothing, or "". The arguments are those of `to_retire`.
+    """Return the reason why no checkpoint may be deleted now, or "" if there is none.
 
-    The reason is that no checkpoint has the metric of a BestN. It does not matter, and "" is returned, while the other policies alone would
-    delete nothing either; with `insisted` it always matters, because a person has just written the policy.
+    The reason is a policy BestN that cannot choose, because no checkpoint has its metric. It does
+    not count while the other policies alone would delete nothing either. With `insisted`, it always
+    counts, because a person has just written the policy. The arguments are those of `to_retire`.
     """
     ordered = _without_user_tags(checkpoints)
     in_force = policies if insisted else policies_of(checkpoints, policies)

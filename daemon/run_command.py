@@ -39,7 +39,7 @@ from ckptd.shared.command import MEMORY_ONLY, exit_code, speaks
 @click.option("--bytes-per-file", help="Bytes that a file of a checkpoint may have, like 4G. Default: 0, no limit.")
 @click.option("--link-unchanged/--no-link-unchanged", default=None, help="Link the files of unchanged tensors, or write them each time.")
 @click.option(
-    "--foreign-memory", help="What to do with snapshots in memory that were saved for another root: refuse, adopt or drop. Default: refuse."
+    "--foreign-memory", help="How to treat snapshots in memory that were saved for another root: refuse, adopt or drop. Default: refuse."
 )
 @click.option("--log-file", help="File for the log; at 10 MiB it becomes FILE.1. Default: standard error.")
 @click.option("--log-level", help="debug, info, warning or error. Default: info.")
@@ -51,9 +51,11 @@ from ckptd.shared.command import MEMORY_ONLY, exit_code, speaks
 def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     """Run the daemon of this node, in the foreground.
 
-    It ends on SIGTERM or Ctrl-C, after saving the newest snapshot that is not on storage yet. The exit code is 15 if that was not
-    possible: the last line of the log then says what is in memory only. Every setting can also be given in the
-    config file (`keep_last = 5`) or in the environment (`CKPTD_KEEP_LAST=5`). Flags override the environment, which overrides the file.
+    The daemon ends on SIGTERM or Ctrl-C, after it has saved the newest snapshot that is not on
+    storage yet. The exit code is 15 if a snapshot could not be saved: the last line of the log then
+    names the snapshots that are in memory only. Every setting can also be given in the config file
+    (`keep_last = 5`) or in the environment (`CKPTD_KEEP_LAST=5`). Flags override the environment,
+    which overrides the file.
     """
     from ckptd.daemon import config as settings
 
@@ -91,9 +93,10 @@ def _log_handler(file: Path | None) -> logging.Handler:
 
 
 def _end_past_hung_threads(code: int, error: str = "") -> None:
-    """End the process here with this exit code if threads still wait for a disk that hangs. `error` is printed before.
+    """End the process with this exit code if threads still wait for a disk that hangs.
 
-    Otherwise Python would wait for these threads, and no new daemon could start.
+    `error` is printed first. Without this, Python would wait for these threads, and no new daemon
+    could start.
     """
     from ckptd.daemon.storage_calls import hung_threads
 

@@ -1,4 +1,4 @@
-"""Checks that the root that this daemon serves is still at its place, so that its memory and its attempts never go into another root.
+"""Checks that the daemon's root is still at its place, so that its snapshots and attempts never go into another root.
 
 `Vitals` notices a lost POSIX root within seconds. These checks close the gap, and are the only ones for an object store, where nothing
 tells a daemon that the objects of its root were deleted.
@@ -17,16 +17,23 @@ from ckptd.shared.segment import RootMark
 from ckptd.shared.storage.repository import Repository
 
 ANSWER_SECONDS = 3.0
-"""Seconds that the storage has to answer before an attempt begins. A root that does not answer counts as the one that was there."""
+"""The seconds that the storage has to answer before an attempt begins.
+
+A root that does not answer counts as unchanged.
+"""
 AGAIN_SECONDS = 1.0
-"""Seconds between two looks at a root that seems to be replaced, since it may be replaced by itself in two steps."""
+"""The seconds between two checks of a root that seems to be replaced.
+
+A root may be replaced by a copy of itself in two steps, and is missing between them.
+"""
 
 
 class ServedRoot:
-    """The root of one daemon. `mark` is its identity and its place. `lost` is called once the root is known to be gone.
+    """The root of one daemon.
 
-    staged: True if there is a stage in front of the root. A root that is missing then counts as one that does not answer, because the
-    daemon goes on with the stage.
+    mark: its identity and its place. lost: called once the root is known to be gone. staged: True
+    if there is a stage in front of the root. A root that is missing then counts as one that does
+    not answer, because the daemon continues with the stage.
     """
 
     def __init__(
@@ -37,7 +44,8 @@ class ServedRoot:
     async def check(self, job: Job) -> None:
         """Check the root before a run of a job begins or recovers.
 
-        Raises ForeignMemory if another root is there, or none, and the job is in memory; StorageError if it is not in memory.
+        If the root is gone or replaced, raises ForeignMemory if snapshots of the job are in memory,
+        and StorageError otherwise.
         """
         for look in range(2):
             if look:
@@ -56,7 +64,10 @@ class ServedRoot:
         raise ForeignMemory(described(HeldSnapshot(job.name, newest.attempt, newest.step, self._mark, 0), self._mark.place, found))
 
     async def check_before_save(self) -> None:
-        """Check the root before a save writes to it, and wait for the answer however long it takes. Raises StorageError."""
+        """Check the root before a save writes to it. Waits for the answer without a timeout.
+
+        Raises StorageError if the root is gone or replaced, or cannot be read.
+        """
         try:
             found = await self._calls.run(self._repository.known_identity)
         except OSError as error:
@@ -66,6 +77,6 @@ class ServedRoot:
 
     def _gone(self) -> StorageError:
         return StorageError(
-            f"the root {self._mark.place} has been deleted, moved or replaced, and this daemon is about to end: the next one serves the "
-            "root that is there then"
+            f"the root {self._mark.place} has been deleted, moved or replaced, and this daemon is about to "
+            "end: the next daemon serves the root that is there then"
         )

@@ -221,7 +221,8 @@ class Slots:
             with near(node):
                 self._fs.allocate(fd, size)
             if self.mark is not None:
-                write_root_mark(fd, header, self.mark)  # first: a segment whose header is valid has its mark
+                # The mark is written before the header, so that a segment with a valid header has its mark.
+                write_root_mark(fd, header, self.mark)
             write_header(fd, header)
             failpoint("slot.created")
         except BaseException as error:
@@ -379,9 +380,10 @@ class Slots:
                 self.drop(slot)
 
     def admit(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Make foreign slots those of this root, so that every later daemon takes them for its own, and return them.
+        """Turn foreign slots into slots of this root, and return them.
 
-        Raises OSError. All of them are then still foreign here, and this may be repeated.
+        Later daemons take them for their own. Raises OSError. All of these slots are then still
+        foreign in this daemon, and the call may be repeated.
         """
         if self.mark is not None:
             for slot in slots:
@@ -392,9 +394,10 @@ class Slots:
         return list(slots)
 
     def set_aside_half_admitted(self) -> None:
-        """Make slots foreign again whose attempt has foreign slots too: an earlier daemon died while it admitted the slots of that attempt.
+        """Make the slots of an attempt foreign again if the attempt has foreign slots, too.
 
-        No attempt has slots of both kinds otherwise, because no run of a job with foreign slots begins.
+        An earlier daemon has then died while it admitted the slots of that attempt. No attempt has
+        slots of both kinds otherwise, because no run of a job with foreign slots begins.
         """
         marks = {(each.slot.header.job, each.slot.header.attempt): each.mark for each in self.foreign.values()}
         for slot in list(self.slots.values()):
@@ -402,7 +405,7 @@ class Slots:
                 self.foreign[slot.name] = ForeignSlot(self.slots.pop(slot.name), mark)
 
     def drop(self, slot: Slot) -> None:
-        """Delete a foreign slot, and what is sealed in it."""
+        """Delete a foreign slot, with the snapshot that is sealed in it."""
         del self.foreign[slot.name]
         self.slots[slot.name] = slot
         self.release(slot)

@@ -29,10 +29,11 @@ Key = tuple[int, int]
 class RankSeal:
     """The share of one rank in a snapshot, and the slot that holds this share.
 
-    `generation`: that of the slot at the seal. `checks`: the checksum of each chunk of the slot, or None until they have been computed.
-    `training_held`: seconds for which the snapshot held the training of this rank, or 0.0 if the rank has not said so.
-    `cost`: what an earlier snapshot has cost the training of this rank, or None. `node`: the share of this node, by the rank's word.
-    `replicas`: digests of what other ranks hold too.
+    `generation`: the generation of the slot at the seal. `checks`: the checksum of each chunk of
+    the slot, or None until they have been computed. `training_held`: seconds for which the snapshot
+    held the training of this rank, or 0.0 if the rank has not said so. `cost`: what an earlier
+    snapshot has cost the training of this rank, or None. `node`: the share of this node, as the
+    rank has sent it. `replicas`: digests of the tensors that other ranks hold, too.
     """
 
     rank: int
@@ -80,7 +81,7 @@ class Snapshot:
     """The number of its tries that were abandoned."""
 
     briefs: list[Brief] | None = None
-    """What the board says of its replica groups; None until that is needed."""
+    """The briefs of the replica groups for the board, or None until they are needed."""
 
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the slots are being checked."""

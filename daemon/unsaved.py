@@ -1,7 +1,8 @@
 """Says which snapshots are in memory only when a daemon ends, where they lie, and how they come to storage.
 
-The daemon itself knows that from its catalog. `ckptd stop` reads it from what the daemon has left, since it must also hold for a daemon
-that was killed while it ended: the headers of the segments say what is sealed, and the manifests say what is saved.
+The daemon itself knows this from its catalog. `ckptd stop` must know it even of a daemon that was killed
+while it ended. It therefore reads what that daemon has left: the headers of the segments say which
+snapshots are sealed, and the manifests say which are saved.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ from ckptd.shared.storage.locate import existing_root
 from ckptd.shared.storage.repository import Repository
 
 STORAGE_SECONDS = 30.0
-"""How long `left_behind` waits for a root or a stage that does not answer. Its snapshots then count as not saved."""
+"""The seconds for which `left_behind` waits for a root or a stage that does not answer.
+
+Its snapshots then count as not saved.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class UnsavedSnapshot:
-    """A snapshot that is complete in memory, on this node, and not on storage.
+    """A snapshot that is complete in the memory of this node, and not on storage.
 
-    `directories`: where its segments lie. `reason`: why it could not be saved, or "" if that is not known.
+    `directories`: the directories with its segments. `reason`: why it could not be saved, or "" if
+    that is not known.
     """
 
     job: str
@@ -44,22 +49,29 @@ class UnsavedSnapshot:
         return f"step {self.step} of job {self.job} (attempt {self.attempt}) is in memory only, in {', '.join(self.directories)}{why}"
 
     def row(self) -> dict[str, Any]:
-        """Return what `ckptd stop --json` prints of it."""
+        """Return the entry of this snapshot in `ckptd stop --json`."""
         return {**asdict(self), "directories": list(self.directories)}
 
 
 def text(unsaved: Sequence[UnsavedSnapshot], root: object) -> str:
-    """Return one line about these snapshots of a daemon that has ended: what is where, how long it stays, and how it is saved."""
-    them = "it" if len(unsaved) == 1 else "them"
+    """Return one line about the unsaved snapshots of a daemon that has ended.
+
+    It says where each snapshot lies, how long it stays there, and how to save it.
+    """
+    they, them = ("It stays", "it") if len(unsaved) == 1 else ("They stay", "them")
     return (
-        f"NOT SAVED: {'; '.join(map(str, unsaved))}. This stays there until the machine or the container restarts, or until "
-        f"`ckptd gc --delete` deletes it. To save {them}, remove the cause (on a full disk, make room), and start a daemon for {root} "
-        f"on {names.host()} again: it saves {them} at its start"
+        f"NOT SAVED: {'; '.join(map(str, unsaved))}. {they} there until the machine or the container "
+        f"restarts, or until `ckptd gc --delete` deletes {them}. To save {them}, remove the cause (on a full "
+        f"disk, make room), then start a daemon for {root} on {names.host()} again, which saves {them}"
     )
 
 
 def in_memory_only(catalog: Catalog, slots: Slots) -> list[UnsavedSnapshot]:
-    """Return what is in memory only, as the daemon knows it: of each job the newest snapshot, or all that several nodes may need."""
+    """Return the snapshots that are in memory only, by the daemon's catalog.
+
+    This is the newest snapshot of a job on one node, and of a job on several nodes each snapshot
+    that another node may need.
+    """
     found = []
     for job in sorted(catalog.jobs.values(), key=lambda job: job.name):
         for snapshot in job.unsaved():
@@ -70,7 +82,10 @@ def in_memory_only(catalog: Catalog, slots: Slots) -> list[UnsavedSnapshot]:
 
 
 def waiting_text(status: dict[str, Any]) -> str:
-    """Return which snapshots are in memory only, as the status of a daemon tells that is still saving them, or "" if there are none."""
+    """Return the names of the snapshots that a daemon is still saving, or "" if there are none.
+
+    `status` is the status of the daemon.
+    """
     told = []
     for job in status["jobs"]:
         sealed, durable = job["last_sealed"], job["last_durable"] or {}
@@ -80,9 +95,10 @@ def waiting_text(status: dict[str, Any]) -> str:
 
 
 def left_behind(status: dict[str, Any]) -> list[UnsavedSnapshot]:
-    """Return what a daemon that has ended has left in memory only. `status` is its last status.
+    """Return the snapshots that a daemon that has ended has left in memory only.
 
-    A snapshot counts as not saved if storage does not tell within STORAGE_SECONDS. The reason then says so.
+    `status` is its last status. A snapshot counts as not saved if storage does not answer within
+    STORAGE_SECONDS. Its reason then says so.
     """
     jobs = {job["job"]: job for job in status["jobs"]}
     log = f" {status['log_file']}" if status.get("log_file") else ""
@@ -105,7 +121,7 @@ def left_behind(status: dict[str, Any]) -> list[UnsavedSnapshot]:
 def _directories(status: dict[str, Any]) -> Iterator[str]:
     memory = status["shared_memory"]
     yield memory["directory"]
-    if memory.get("disk_directory"):  # a daemon of an older version does not tell it
+    if memory.get("disk_directory"):  # a daemon of an older version does not report it
         yield memory["disk_directory"]
 
 
@@ -121,11 +137,11 @@ def _sealed(directories: Iterable[str]) -> dict[str, dict[tuple[int, int], dict[
             try:
                 fd = os.open(os.path.join(directory, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             except OSError:
-                continue  # the next daemon has just released it
+                continue  # the next daemon has just released the segment
             try:
                 header = read_header(fd)
             except (IntegrityError, OSError):
-                continue  # the next daemon does not save it either
+                continue  # the next daemon does not save such a segment either
             finally:
                 os.close(fd)
             if header.state is SlotState.SEALED and header.step is not None and header.boot_id == this_boot():
@@ -134,13 +150,19 @@ def _sealed(directories: Iterable[str]) -> dict[str, dict[tuple[int, int], dict[
 
 
 def _is_complete(headers: Collection[SegmentHeader], ranks_here: Collection[int] | None) -> bool:
-    """Return True if all ranks of this node have sealed the snapshot: those in `ranks_here`, or all of the job if that is None."""
+    """Return True if all ranks of this node have sealed the snapshot.
+
+    ranks_here: the ranks of this node, or None if all ranks of the job are on it.
+    """
     wanted = set(ranks_here or range(next(iter(headers)).world_size))
     return wanted <= {header.rank for header in headers}
 
 
 def _saved(status: dict[str, Any], job: str, keys: Sequence[tuple[int, int]]) -> tuple[set[tuple[int, int]], str]:
-    """Return those of `keys` that are on storage, on the stage or in the root, and the reason why storage could not tell, or ""."""
+    """Return the keys that have a checkpoint on the stage or in the root.
+
+    Also returns the reason why storage could not be read, or "" if it was read.
+    """
     stage = (status.get("stage") or {}).get("directory")
     places = [*([stage] if stage else []), status["root"]]
     found: set[tuple[int, int]] = set()
@@ -154,18 +176,22 @@ def _saved(status: dict[str, Any], job: str, keys: Sequence[tuple[int, int]]) ->
                 continue
             except (CkptdError, OSError) as error:
                 said = error if isinstance(error, CkptdError) else StorageError.of(f"read {place}", error)
-                problems.append(f"storage does not say whether it is saved: {said}")
+                problems.append(f"storage cannot be read, so that it may be saved or not: {said}")
 
     reading = threading.Thread(target=read, daemon=True)  # a hung mount must not hold this command for ever
     reading.start()
     reading.join(STORAGE_SECONDS)
     if reading.is_alive():
-        return set(), f"{' and '.join(places)} did not say within {STORAGE_SECONDS:g} s whether it is saved"
+        return set(), f"{' and '.join(places)} did not answer within {STORAGE_SECONDS:g} s, so that it may be saved or not"
     return found, "; ".join(problems)
 
 
 def _of_storage(repository: Repository, job: str, keys: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the keys that have a checkpoint, or a receipt of a node: the next daemon then finds out what has become of the save."""
+    """Yield each key that has a checkpoint, or a receipt of a node.
+
+    A snapshot with a receipt counts as saved, because the next daemon finds out the outcome of its
+    save.
+    """
     for tag in repository.tags(job):
         parsed = names.parse_tag_directory(tag)
         if parsed is None:
@@ -177,7 +203,7 @@ def _of_storage(repository: Repository, job: str, keys: Sequence[tuple[int, int]
                 if repository.read_manifest(job, tag).step == key[1]:
                     yield key
             except IntegrityError:
-                continue  # it is damaged, and the copy in memory is needed
+                continue  # the manifest is damaged, so that the copy in memory is needed
             except NotFound:
                 files = repository.files(job, tag)
                 if names.MANIFEST not in files and any(names.parse_receipt_file(file) is not None for file in files):

@@ -522,7 +522,7 @@ def test_a_daemon_whose_root_was_deleted_says_so_and_ends_and_the_next_one_does_
             agent.snapshot({"x": torch.full((3,), float(step))}, step=step).wait("durable", timeout=60)
         place.root.rename(place.path / "gone")  # a deletion file by file could meet a file that the daemon is making
         assert daemon.died() == 1
-        assert f"the root {place.root} has been deleted, moved or replaced; what is in memory stays there" in place.log_text()
+        assert f"the root {place.root} has been deleted, moved or replaced; the snapshots in memory stay there" in place.log_text()
     with running(place):
         state = {"x": torch.zeros(3)}
         with pytest.raises(errors.ForeignMemory, match="holds step 2 of attempt 1 of job 'job'"):

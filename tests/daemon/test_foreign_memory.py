@@ -189,7 +189,7 @@ def test_a_run_that_is_alive_cannot_save_into_another_root(place: Home, monkeypa
             with pytest.raises(ForeignMemory, match=SENTENCE):
                 agent.recover(blank(SIZE))
         assert contents(place.root) == []
-        with choice(monkeypatch, "drop"), pytest.raises(ForeignMemory, match="belong to a trainer that is still running: end it first"):
+        with choice(monkeypatch, "drop"), pytest.raises(ForeignMemory, match="belong to a trainer that is still running: end that trainer first"):
             Agent("job", socket=place.socket)
         with pytest.raises(ForeignMemory, match=SENTENCE):
             agent.close()
@@ -350,8 +350,8 @@ def test_the_sentence_says_where_the_root_was_and_what_is_there() -> None:
     held = HeldSnapshot("gpt", 2, 89, RootMark("ab" * 16, "/old"), 4096)
     said = described(held, "/ckpts", "cd" * 16)
     assert said.startswith(
-        "the memory of this node holds step 89 of attempt 2 of job 'gpt', saved for root abababab, which was at /old, but the root at "
-        "/ckpts is another one now, cdcdcdcd: "
+        "the memory of this node holds step 89 of attempt 2 of job 'gpt', saved for root abababab, which was at /old, but "
+        "/ckpts has another root now, cdcdcdcd: "
     )
     assert "but there is no root at /ckpts now: " in described(held, "/ckpts", None)
     assert "which was at" not in described(held, "/old", None)

@@ -384,7 +384,7 @@ def test_a_policy_over_a_metric_that_no_checkpoint_has_is_an_error(place: Home, 
     run = ckptd("forget", place.root / "gpt", "--keep", "BestN('los', 2)", *more, *socket)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr == (
-        "ckptd: nothing was deleted of job 'gpt', because BestN('los', 2) cannot choose: "
+        "ckptd: no checkpoint of job 'gpt' was deleted, because BestN('los', 2) cannot choose: "
         "no checkpoint has the metric 'los' (their metrics are 'loss'); did you mean 'loss'?\n"
     )
     assert steps(place) == [1, 2, 3, 4, 5, 6]

@@ -218,7 +218,7 @@ def test_a_root_that_does_not_answer_does_not_hold_the_command(place: Home, tmp_
     monkeypatch.setattr(unsaved, "STORAGE_SECONDS", 0.1)
     (found,) = unsaved.left_behind(status(place, tmp_path))
     answers.set()
-    assert found.reason == f"{place.root} did not say within 0.1 s whether it is saved"
+    assert found.reason == f"{place.root} did not answer within 0.1 s, so that it may be saved or not"
 
 
 def test_a_storage_that_cannot_be_read_is_named(place: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def test_a_storage_that_cannot_be_read_is_named(place: Home, tmp_path: Path, mon
     segment(tmp_path, "a", 7)
     monkeypatch.setattr(unsaved, "existing_root", fail)
     (found,) = unsaved.left_behind(status(place, tmp_path))
-    assert found.reason.startswith(f"storage does not say whether it is saved: cannot read {place.root}: Permission denied")
+    assert found.reason.startswith(f"storage cannot be read, so that it may be saved or not: cannot read {place.root}: Permission denied")
 
 
 def test_several_snapshots_are_one_line(place: Home) -> None:

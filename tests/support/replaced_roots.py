@@ -20,10 +20,10 @@ SIZE = 2_000
 LAST = 3
 """The newest step in memory. It is durable in the root before."""
 SENTENCE = (
-    r"the memory of this node holds step 3 of attempt 1 of job 'job', saved for root [0-9a-f]{8}, but (there is no root at .* now|the root "
-    r"at .* is another one now, [0-9a-f]{8}): it was deleted or replaced, or another disk is mounted there\. Nothing was recovered, and "
-    r"nothing was written\. Either restore or mount the right root at .* and start again; or set CKPTD_FOREIGN_MEMORY for one run: "
-    r"`drop` .*, `adopt` "
+    r"the memory of this node holds step 3 of attempt 1 of job 'job', saved for root [0-9a-f]{8}, but (there is no root at .* now|.* has "
+    r"another root now, [0-9a-f]{8}): the root was deleted or replaced, or another disk is mounted there\. Nothing was recovered, and "
+    r"nothing was written\. Either mount or restore the right root at .* and start again, or set CKPTD_FOREIGN_MEMORY for one run: "
+    r"`adopt` .*, and `drop` "
 )
 REPLACEMENTS: dict[str, Callable[[Home], None]] = {
     "deleted": lambda home: None,
