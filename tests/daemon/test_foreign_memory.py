@@ -189,7 +189,7 @@ def test_a_run_that_is_alive_cannot_save_into_another_root(place: Home, monkeypa
             with pytest.raises(ForeignMemory, match=SENTENCE):
                 agent.recover(blank(SIZE))
         assert contents(place.root) == []
-        with choice(monkeypatch, "drop"), pytest.raises(ForeignMemory, match="belong to a trainer that is still running: end that trainer first"):
+        with choice(monkeypatch, "drop"), pytest.raises(ForeignMemory, match="that is still running: end that trainer first"):
             Agent("job", socket=place.socket)
         with pytest.raises(ForeignMemory, match=SENTENCE):
             agent.close()
