@@ -30,7 +30,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     done: the node will seal no step up to this one that it does not hold; -1 if it has taken no step.
     durable: the newest step that the node knows to be durable, or -1.
     failed: the code and the reason of the last steps that the node could not take.
-    replicas: for the steps in `held`, digests of what ranks of the node share with other ranks.
+    replicas: for the steps in `held`, digests of the tensors that ranks of the node share with others.
     """
 
     held: Annotated[list[Step], msgspec.Meta(max_length=MOST_STEPS)] = []
@@ -53,12 +53,15 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def answer(nodes: Mapping[str, Holding], before: Answer) -> Answer:
-    """Return the answer to the holdings of all nodes, by the name of the node. `before` is the answer that was given last.
+    """Return the answer to the holdings of all nodes, by the name of the node.
 
-    A step is common once every node lists it, and stays so, unless ranks of different nodes share tensors that differ: then it is dead. A
-    step is also dead once a node lists it and another node, which does not list it, is done with it: no rank of that node will seal it
-    any more. It stays so, too. A step that is durable, or older than a durable
-    one, is never dead. A node that has freed it could otherwise be taken for one that has never held it.
+    `before` is the last answer. A step is common once every node lists it, unless ranks of
+    different nodes hold different copies of a tensor that they share: the step is then dead. A step
+    is also dead once one node lists it and another node, which does not list it, is done with it,
+    because no rank of that node will seal it any more. A step that is common or dead stays so.
+
+    A step that is durable, or older than a durable step, is never dead. Otherwise a node that has
+    freed the step could be taken for a node that has never held it.
     """
     listed = [set(node.held) for node in nodes.values()]
     everywhere = set.intersection(*listed) - before.dead.keys() - set(before.common) if listed else set()

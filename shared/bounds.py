@@ -32,7 +32,7 @@ MAX_DEPTH_READ = 256
 interpreter's stack allowed."""
 
 PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})
-"""The types of values that msgpack has itself, and that contain no others."""
+"""The types of plain values: msgpack has them itself, and they contain no other values."""
 
 _NUMBERS = re.compile(
     rb"(?:[\x00-\x7f\xc0-\xc3\xe0-\xff]++|[\xca\xce\xd2].{4}|[\xcb\xcf\xd3].{8}|[\xcc\xd0].|[\xcd\xd1].{2})++",
@@ -81,7 +81,10 @@ def check_json(data: bytes, what: str) -> None:
 
 
 def types_of(values: Collection[Any]) -> set[type]:
-    """Return the types of values. Takes little time for a million values, and least if all have the same type."""
+    """Return the types of these values.
+
+    Takes little time for a million values, and least if all have the same type.
+    """
     for first in values:
         if countOf(map(type, values), type(first)) == len(values):
             return {type(first)}
@@ -95,7 +98,10 @@ def is_flat(values: Collection[Any]) -> bool:
 
 
 def _inside(value: Any) -> Iterable[Any] | None:
-    """Return the contents of a container, or None for any other value. Contents that are all plain values are left out."""
+    """Return the contents of a container, or None for any other value.
+
+    The contents are left out if all of them are plain values.
+    """
     if not isinstance(value, (dict, list, tuple)):
         return None
     contents = value.values() if isinstance(value, dict) else value

@@ -82,10 +82,12 @@ def on_terminal() -> bool:
 
 
 def ask_before_deleting(what: str, listed: Sequence[str], instead: str, *, never: bool) -> None:
-    """Ask on the terminal whether to delete `what`, which `listed` lists line by line. Return if the answer is yes.
+    """Ask on the terminal before a deletion. Return if the answer is yes.
 
-    If the answer is no, which is the default, end the command with exit code 1. If there is no terminal, or `never` is True, raise
-    InvalidConfig with the option that is needed, and with what the user can do `instead`.
+    what: the things to delete, in words. listed: a line for each of them. If the answer is no,
+    which is the default, the command ends with exit code 1. If there is no terminal, or `never` is
+    True, raises InvalidConfig, which names the option that is needed, and what the user can do
+    `instead`.
     """
     if never or not on_terminal():
         raise e.InvalidConfig(f"nothing was deleted, because this would delete {what}: pass --yes to delete that all the same, {instead}")

@@ -1,7 +1,8 @@
 """Decodes a values document into plain Python values, without torch (FORMAT.md, section 3), and merges the documents of all ranks.
 
-A reader that has no torch, and none of the classes of the program that saved the state, gets the same containers, numbers and texts. Names
-stand for enums, flags, classes, dtypes and devices, dicts of their fields for records, and `Undecoded` for what only torch can decode.
+A reader that has no torch, and none of the classes of the program that saved the state, gets the same
+containers, numbers and texts. Enums, flags, classes, dtypes and devices come as their names, and records
+as dicts of their fields. `Undecoded` takes the place of a value that only torch can decode.
 """
 
 from __future__ import annotations
@@ -76,7 +77,10 @@ def _flag(parts: Any) -> str:
 
 
 def _hashed(kind: type, items: list[Any]) -> Any:
-    """Return a set or a frozenset or, if an item has no hash, as an array, the list itself."""
+    """Return a set or a frozenset of the items.
+
+    Return the list of the items if one of them has no hash, such as an array.
+    """
     try:
         return kind(items)
     except TypeError:
@@ -94,7 +98,7 @@ def _dict(pairs: Any) -> dict[Any, Any]:
 _BY_ITEMS: dict[int, Callable[[Any], Any]] = {
     2: tuple,
     3: lambda items: _hashed(set, items),
-    4: lambda items: _hashed(frozenset, items),  # it may be a key of a dict
+    4: lambda items: _hashed(frozenset, items),  # a frozenset may be the key of a dict
     5: _dict,
     7: lambda parts: complex(*parts),
     10: lambda parts: f"{parts[1]}.{parts[2]}",

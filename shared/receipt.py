@@ -128,10 +128,12 @@ class AbandonTry:
 
 
 def decide(receipts: Sequence[Receipt], world_size: int, *, late: bool) -> CommitTry | AbandonTry | None:
-    """Return the outcome of a try, given the receipts that are there. Return None while a node may still deliver.
+    """Return the outcome of a try by its receipts, or None while a node may still deliver.
 
-    late: True if no receipt is waited for any more. Receipts that differ in the identity of their attempt or in their plan are of ranks
-    that did not save the same, so that their parts must never be joined. The same holds for nodes whose ranks share tensors and differ.
+    late: True if the wait for receipts is over. The save fails if receipts differ in the identity
+    of their attempt or in their plan, because their ranks did not save the same state, and their
+    parts must never be joined. It also fails if ranks of different nodes hold different copies of a
+    tensor that they share.
     """
     for receipt in receipts:
         if receipt.code:

@@ -1,7 +1,8 @@
-"""Digests by which ranks that hold the same tensors are compared at every snapshot (FORMAT.md, section 3).
+"""Compares ranks that hold the same tensors by digests, at every snapshot (FORMAT.md, section 3).
 
-A replica group is a set of ranks that hold the same shards of the same tensors, so that only one rank stores each shard. Every rank of a
-group puts digests of what it holds into its request document, and whoever has the documents compares them. This module does no I/O.
+A replica group is a set of ranks that hold the same shards of the same tensors, so that only one rank
+stores each shard. Every rank of a group puts digests of these tensors into its request document. A daemon
+that has read the documents of several ranks compares the digests. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ MOST_KEYS = 256 << 10
 
 
 class ReplicaDigests(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank holds in one replica group.
+    """The digests of the tensors of one rank in one replica group.
 
-    group: the name of the group, which also says which bytes were compared: digests under different names must not be compared.
+    group: the name of the group. It depends on the bytes that were digested, so that digests under
+        different names must not be compared.
     digests: DIGEST bytes for each run of `each` tensors, in the order of their keys.
     each: the number of tensors of a run. The last run may have fewer.
-    keys: the first key of each run, as `encode_keys` encodes them. Empty on all ranks of a node but the lowest one of the group.
+    keys: the first key of each run, as `encode_keys` encodes them. Empty on all ranks of a node but
+        the lowest one of the group.
     """
 
     group: Annotated[bytes, msgspec.Meta(min_length=GROUP, max_length=GROUP)]
@@ -53,7 +56,10 @@ def encode_keys(keys: Sequence[str]) -> bytes:
 
 
 def decode_keys(data: bytes) -> list[str]:
-    """Return the keys, or [] if `data` is empty or damaged: the digests count without them, too."""
+    """Return the keys, or [] if `data` is empty or damaged.
+
+    Digests can be compared without keys.
+    """
     try:
         return _KEYS.decode(zstandard.ZstdDecompressor().decompress(data, max_output_size=MOST_KEYS)) if data else []
     except (zstandard.ZstdError, msgspec.DecodeError, UnicodeDecodeError):
@@ -62,10 +68,11 @@ def decode_keys(data: bytes) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A replica group whose ranks differ. ranks: the ranks that agree, set by set, the largest set first.
+    """A replica group whose ranks hold different copies.
 
-    keys: the first keys of the runs that differ, or [] if no rank has told them. each: the number of tensors of a run. count: the number of
-    runs that differ.
+    ranks: the sets of ranks that agree with each other, the largest set first. keys: the first keys
+    of the runs that differ, or [] if no rank has sent its keys. each: the number of tensors of a
+    run. count: the number of runs that differ.
     """
 
     ranks: list[list[int]]
@@ -75,7 +82,10 @@ class Difference:
 
 
 def compare(held: Mapping[int, Iterable[ReplicaDigests]]) -> list[Difference]:
-    """Return the groups in which ranks differ, given the digests of each rank. A group that only one of the ranks has is not compared."""
+    """Return the groups in which ranks differ, given the digests of each rank.
+
+    A group is not compared if only one of the ranks has it.
+    """
     groups: dict[tuple[bytes, int], dict[int, ReplicaDigests]] = {}
     for rank, found in held.items():
         for one in found:
@@ -106,7 +116,10 @@ class OfNode(msgspec.Struct, frozen=True, array_like=True):
 
 
 def of_node(held: Mapping[int, Iterable[ReplicaDigests]]) -> list[OfNode]:
-    """Return the groups of one node, given the digests of its ranks, which agree. The lowest rank of a group on the node tells its keys."""
+    """Return the groups of one node, given the digests of its ranks, which agree.
+
+    The keys of a group come from the lowest rank of the group on the node.
+    """
     found: dict[bytes, tuple[list[int], ReplicaDigests]] = {}
     for rank in sorted(held):
         for one in held[rank]:
@@ -148,25 +161,34 @@ def briefs(groups: Sequence[OfNode]) -> list[Brief]:
 
 
 def apart(nodes: Iterable[Sequence[Brief]]) -> str:
-    """Return how the replica groups of the nodes differ, as a phrase, or "" if they do not."""
+    """Return a phrase that says where the nodes differ, or "" if they agree."""
     first: dict[bytes, Brief] = {}
     for node in nodes:
         for one in node:
             other = first.setdefault(one.group, one)
             if other.digest != one.digest:
                 key = other.key or one.key
-                such = f", {key} or others in the same place," if key else ""
-                return f"tensors that {other.ranks} and {one.ranks} share{such} are not the same there: mark them with per_rank(...)"
+                first_key = f" (the first of these tensors is {key})" if key else ""
+                return (
+                    f"at least one of the tensors that {other.ranks} and {one.ranks} share differs between "
+                    f"them{first_key}: mark what is each rank's own with per_rank(...)"
+                )
     return ""
 
 
 _MOST_NAMED = 5
 _OF_BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
-"""The names of the buffers that ranks change on their own. They are compared if their module is saved as a plain dict."""
+"""The names of buffers of batch normalization, which each rank changes on its own.
+
+They are compared if their module is saved as a plain dict.
+"""
 
 
 def sentence(step: int, differences: Sequence[Difference]) -> str:
-    """Return the reason why a step fails whose replicas differ: it names keys and ranks, and says what to do."""
+    """Return the reason for the failure of a step whose replicas differ.
+
+    It names keys and ranks, and says what to do.
+    """
     parts = [f"{_named(one)} {'is' if one.count * one.each == 1 else 'are'} not the same on {_apart(one.ranks)}" for one in differences[:3]]
     more = f"; and {len(differences) - 3} more groups of ranks differ" if len(differences) > 3 else ""
     keys = [key for one in differences for key in one.keys]
@@ -189,7 +211,10 @@ def _named(one: Difference) -> str:
 
 
 def _apart(sets: Sequence[Sequence[int]]) -> str:
-    """Return which ranks differ: `rank 3 as on ranks 0, 1, 2`, or `ranks 0 and 1`."""
+    """Return a phrase that names the ranks that differ.
+
+    Examples are `rank 3 as on ranks 0, 1, 2` and `ranks 0 and 1`.
+    """
     if len(sets) == 2:
         few, many = sets[1], sets[0]
         if len(few) == len(many) == 1:

@@ -234,13 +234,17 @@ def read_check(fd: int, header: SegmentHeader) -> list[int] | None:
 
 @dataclass(frozen=True, slots=True)
 class RootMark:
-    """The root for which a segment was made: its identity, 32 hexadecimal digits, and its path or URL at that time, or "" if too long."""
+    """The mark of the root for which a segment was made.
+
+    identity: the identity of the root, 32 hexadecimal digits. place: the path or the URL of the
+    root at that time, or "" if that is too long.
+    """
 
     identity: str
     place: str
 
     def encode(self) -> bytes:
-        """Return the root mark, 4096 bytes."""
+        """Return the root mark as 4096 bytes."""
         place = os.fsencode(self.place)
         place = place if len(place) <= _MOST_OF_A_PLACE else b""
         head = _MARK.pack(preamble(ROOT_MAGIC), bytes.fromhex(self.identity), len(place))
@@ -267,9 +271,10 @@ def write_root_mark(fd: int, header: SegmentHeader, mark: RootMark) -> None:
 
 
 def read_root_mark(fd: int, header: SegmentHeader) -> RootMark | None:
-    """Return the root mark of a segment, or None if it has none, as from an earlier version.
+    """Return the root mark of a segment, or None if it has none.
 
-    Raises IntegrityError if the root mark is damaged, NewerFormat if a newer ckptd has written it, and OSError.
+    A segment of an earlier version has none. Raises IntegrityError if the root mark is damaged,
+    NewerFormat if a newer ckptd has written it, and OSError.
     """
     data = os.pread(fd, ALIGN, header.file_length)
     return RootMark.decode(data) if data else None

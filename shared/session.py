@@ -25,7 +25,7 @@ NODES = "nodes"
 STAGE = "stage"
 """The feature of a client that reads checkpoints from a stage, and of a daemon that has one."""
 REPLICAS = "replicas"
-"""The feature of a daemon that compares what several ranks hold (FORMAT.md, section 3)."""
+"""The feature of a daemon that compares tensors of several ranks (FORMAT.md, section 3)."""
 MAX_UNDER_WAY = 64
 
 

@@ -16,15 +16,19 @@ SETTINGS = frozenset({
 """The settings of a daemon."""
 FOREIGN_MEMORY = "foreign_memory"
 FOREIGN_MEMORY_CHOICES = ("refuse", "adopt", "drop")
-"""What to do with snapshots in memory that were saved for another root: a setting of a daemon, which a training process may override."""
+"""The values of a daemon's setting for snapshots in memory that were saved for another root.
+
+A training process may override the setting.
+"""
 NOT_OF_THE_DAEMON = frozenset({"job", "takeover", "compare_replicas", "failpoints", "python", "config"})
 """The other variables, which the training process, the tests and the command line read."""
 
 
 def given(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that set something of a daemon, except its place and what a training process says itself when it begins.
+    """Return the variables that set something of a daemon, except its place and `foreign_memory`.
 
-    The place is the root, the socket and the state directory. A training process says `foreign_memory`.
+    The place consists of the root, the socket and the state directory. A training process sends
+    `foreign_memory` itself when it begins.
     """
     names = SETTINGS - {"root", "socket", "state_dir", "private", FOREIGN_MEMORY}
     return {name: text for name, text in environ.items() if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() in names}

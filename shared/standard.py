@@ -31,9 +31,10 @@ def parts_of(value: Any) -> list[Any] | None:
 
 
 def make(parts: Any) -> Any:
-    """Return the value of which `parts_of` has returned these parts.
+    """Return the value that consists of these parts, as `parts_of` returns them.
 
-    Raises NewerFormat for an unknown type, and NotFound for a time zone that this machine does not have.
+    Raises NewerFormat for an unknown type, and NotFound for a time zone that this machine does not
+    have.
     """
     name, *rest = parts
     if isinstance(name, str) and name not in _MAKERS:
@@ -42,9 +43,10 @@ def make(parts: Any) -> Any:
 
 
 def stream_parts(stream: Any) -> list[Any] | None:
-    """Return the kind, the content and the position of an open stream in memory, and how a text stream ends lines. Return None otherwise.
+    """Return the kind, the content and the position of an open stream in memory.
 
-    Return None as well for a stream of a subclass, and for one that has attributes of its own.
+    For a text stream, the last part says how it ends lines. Return None for any other value, for a
+    stream of a subclass, and for a stream that has attributes of its own.
     """
     if type(stream) not in (io.BytesIO, io.StringIO) or stream.closed or vars(stream):
         return None
@@ -55,7 +57,10 @@ def stream_parts(stream: Any) -> list[Any] | None:
 
 
 def make_stream(parts: Any) -> io.BytesIO | io.StringIO:
-    """Return the stream of which `stream_parts` has returned these parts. Raises NewerFormat for an unknown kind."""
+    """Return the stream that consists of these parts, as `stream_parts` returns them.
+
+    Raises NewerFormat for an unknown kind.
+    """
     kind, content, position, *rest = parts
     if kind == "BytesIO":
         made = io.BytesIO(content)

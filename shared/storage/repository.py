@@ -54,7 +54,10 @@ class Repository:
         return self._read_identity(name)
 
     def known_identity(self) -> str | None:
-        """Return the identity of the root, or None if it has none, as where no root is. Changes nothing. Raises IntegrityError, OSError."""
+        """Return the identity of the root, or None if there is none. Changes nothing.
+
+        Raises IntegrityError, OSError.
+        """
         try:
             return self._read_identity(f"{names.CONTROL}/{names.IDENTITY}")
         except FileNotFoundError:

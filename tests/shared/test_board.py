@@ -125,8 +125,8 @@ def test_a_step_in_which_nodes_differ_is_dead_instead_of_common() -> None:
     assert answer(older, NOTHING) == Answer(common=[1]), "a node of an older version shows no digests"
     unlike = alike | {"b": Holding(held=[1], done=1, replicas={1: [brief(b"y", "ranks 1, 2", "experts.0.weight")]})}
     why = (
-        "step 1 failed: tensors that rank 0 and ranks 1, 2 share, experts.0.weight or others in the same place, are not the same there: "
-        "mark them with per_rank(...)"
+        "step 1 failed: at least one of the tensors that rank 0 and ranks 1, 2 share differs between them (the first of these tensors is "
+        "experts.0.weight): mark what is each rank's own with per_rank(...)"
     )
     assert answer(unlike, NOTHING) == Answer(dead={1: ("snapshot-failed", why)})
     assert answer(alike, Answer(dead={1: ("snapshot-failed", why)})).common == [], "it stays so"
