@@ -11,14 +11,15 @@ log = logging.getLogger("ckptd.agent")
 _DEPTH = 2
 """The number of nested dicts in which the state_dict of an optimizer is looked for."""
 _RUNS = 3
-"""The number of runs that begin at one snapshot, without a newer one, after which a remedy is told."""
+"""The number of runs from one snapshot, without a newer one, after which `Advice` warns."""
 
 
 class Restart(NamedTuple):
-    """Where a run begins.
+    """The snapshot at which a run begins.
 
-    place: the recovered snapshot, like "step 79 of attempt 1". last_attempt: the newest attempt that has left a snapshot, even a damaged
-    one. older_call: the call of `recover` that goes back to the newest step before it, or "" if there is none.
+    place: the snapshot in words, like "step 79 of attempt 1". last_attempt: the newest attempt that
+    has left a snapshot, even a damaged one. older_call: the call of `recover` that goes back to an
+    older step, or "" if there is none.
     """
 
     place: str
@@ -39,11 +40,12 @@ class Advice:
         """Note a call of `recover`: the step that it has brought back, or None if there was no checkpoint."""
         self._recover_called, self._recovered = True, step
 
-    def begins_where_others_ended(self, recovered: Restart, attempt: int) -> None:
-        """Warn if at least two runs before this one may have begun at the recovered snapshot, and none of them has left a newer one.
+    def warn_of_repeated_recovery(self, recovered: Restart, attempt: int) -> None:
+        """Warn if earlier runs may have begun at the recovered snapshot, and left no newer one.
 
-        attempt: the attempt with which this process began. Call this before `recovered`. A recovery within
-        a process that has recovered before is no new run, and the attempts that such recoveries begin are not counted.
+        Warns if there are at least two such runs. attempt: the attempt with which this process
+        began. Call this before `recovered`. A recovery within a process that has recovered before
+        is no new run, and the attempts that such recoveries begin are not counted.
         """
         runs = attempt - recovered.last_attempt
         if self._recover_called or runs < _RUNS:

@@ -32,7 +32,7 @@ from ckptd.agent.copy.replica_check import ReplicaCheck
 from ckptd.agent.dcp.planner_rounds import plan_save
 from ckptd.agent.handover.handover import Handover
 from ckptd.agent.handover.rank_link import CLOSE_SECONDS, RankLink
-from ckptd.agent.link.arguments import as_step, check_choice, check_state, make_request, ranks_of, snapshots_of_a_comparison
+from ckptd.agent.link.arguments import as_step, check_choice, check_state, comparison_interval, make_request, ranks_of
 from ckptd.agent.link.attempt import begin
 from ckptd.agent.link.script import DEFAULT, check_not_default
 from ckptd.agent.outcomes import MISTAKES, Outcomes
@@ -81,9 +81,11 @@ class Agent:
     takeover: True begins the attempt although another run of the job is alive. If that run is on this node, it can then no longer save.
         False waits up to 10 s for its end, and then raises JobRunning. Workers of one torchrun are one run. Default: CKPTD_TAKEOVER, which
         is 0 or 1.
-    compare_replicas: within so many snapshots, at regular distances, all bytes that several ranks hold are compared between these ranks, a
-        part at each snapshot. A sample of each tensor is compared at every snapshot. A snapshot in which ranks differ fails. 1 compares
-        all bytes at every snapshot, and 0 compares nothing. Pass the same on all ranks. Default: CKPTD_COMPARE_REPLICAS, or 1000.
+    compare_replicas: the number of snapshots, at regular distances, within which all bytes that several
+        ranks hold are compared between these ranks, a part at each snapshot. A sample of each tensor is
+        compared at every snapshot. A snapshot in which ranks differ fails. 1 compares all bytes at every
+        snapshot, and 0 compares nothing. Pass the same number on all ranks. Default:
+        CKPTD_COMPARE_REPLICAS, or 1000.
 
     Raises InvalidName for the name of the job. Raises InvalidRequest for any other argument, for WORLD_SIZE above 1 without a process
     group, and for ranks that differ in root or job. Raises DaemonUnreachable if no daemon is found or answers, Forbidden if it belongs to
@@ -110,7 +112,7 @@ class Agent:
         ranks = ranks_of(process_group)
         try:
             self.retention = None if retention is None else checked(retention)  # `smp.save_checkpoint` sets this between snapshots
-            every = snapshots_of_a_comparison(compare_replicas)
+            every = comparison_interval(compare_replicas)
         except (ValueError, TypeError) as error:
             refusal = InvalidRequest(str(error))
             begin(ranks, refusal)  # raises it on all ranks: the others are waiting for this one
@@ -367,8 +369,8 @@ class Agent:
         same_partition: True promises that as many ranks as saved the state recover it, each with the same shards. This is faster with many
             tensors. Recovery raises StructureMismatch if this rank's part of a tensor was not saved as one shard.
 
-        Raises StructureMismatch if state and checkpoint differ. Raises NotFound if no checkpoint has the given `step`, or if an unnamed job
-        has no checkpoint while job "default", whose name earlier versions gave to it, has some. Raises RecoveryFailed if
+        Raises StructureMismatch if state and checkpoint differ. Raises NotFound if no checkpoint has the given `step`. Raises NotFound as
+        well if an unnamed job has no checkpoint while job "default", as earlier versions named it, has some. Raises RecoveryFailed if
         checkpoints exist and none could be loaded. Raises NewerFormat if a newer ckptd wrote the checkpoint, StorageError if storage could
         not be read, ForeignMemory if the root has been replaced by another one, and DaemonUnreachable. Raises SnapshotFailed if another
         rank does not reach the same point within 600 s. An error on one rank is raised on all ranks. Raises InvalidRequest for an invalid
@@ -391,7 +393,7 @@ class Agent:
             if recovered is None and link.unnamed and link.job != DEFAULT:
                 check_not_default(link.root, link.job)
             if self.rank == 0 and recovery.restart is not None:
-                self._advice.begins_where_others_ended(recovery.restart, self._first_attempt)
+                self._advice.warn_of_repeated_recovery(recovery.restart, self._first_attempt)
             self._advice.recovered(None if recovered is None else recovered.step)
             if recovered is not None and recovered.step < recovery.last_step:
                 link.begin_next()

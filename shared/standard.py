@@ -90,7 +90,7 @@ def _iana_zone(key: str) -> zoneinfo.ZoneInfo:
         return zoneinfo.ZoneInfo(key)
     except zoneinfo.ZoneInfoNotFoundError:
         raise NotFound(
-            f"the state holds a time in the zone {key!r}, which this machine does not know: install the package tzdata"
+            f"the checkpoint holds a time in the zone {key!r}, which this machine does not know: install the package tzdata"
         ) from None
 
 

@@ -1,5 +1,5 @@
-/* Copies bytes and computes their checksums in one pass: the inner loop of agent/copy/checked_copy.py. Digests samples of tensors: that of
- * agent/copy/replica_samples.py.
+/* Copies bytes and computes their checksums in one pass: the inner loop of agent/copy/checked_copy.py.
+ * Digests samples of tensors: the inner loop of agent/copy/replica_samples.py.
  *
  * copy(targets, sources, lengths, ends, threads, crc): copy lengths[i] bytes from the address sources[i] to the address targets[i], for each i.
  * Return the crc32c (RFC 3720, section 12.1) of each part of these bytes, in their order. Part k ends where ends[k] bytes are copied. `crc` is
@@ -273,9 +273,12 @@ static inline uint64_t mixed(uint64_t number)
     return number ^ number >> 33;
 }
 
-enum { AHEAD = 24, MOST_BYTES = 128 }; /* lines that are fetched while others are digested: nearly every line is a miss */
+/* AHEAD: the number of lines that are fetched while earlier ones are digested, because nearly every line
+ * is a cache miss. */
+enum { AHEAD = 24, MOST_BYTES = 128 };
 
-/* Replaces the start of each tensor by the address of its piece: as `_Pieces.offsets` of replica_samples.py computes it for one piece each. */
+/* Replaces the address of each tensor by that of its piece. Computes the same as `_Pieces.offsets` of
+ * replica_samples.py does for tensors of which one piece each is sampled. */
 static PyObject *choose_pieces(PyObject *Py_UNUSED(module), PyObject *args)
 {
     Py_buffer starts, seeds, room;

@@ -43,7 +43,7 @@ class Transfer:
     torn: bool = False
 
     def joined(self, other: Transfer) -> Transfer:
-        """Add the marks of a transfer without late copies to this one, and return it."""
+        """Add the marks of a transfer without late copies to this one, and return this one."""
         self.marks += other.marks
         return self
 
@@ -113,7 +113,10 @@ class Fences:
                     transfer.versions += [(sources[n], sources[n]._version) for n in numbers]
 
     def beside(self, device: torch.device, work: Callable[[], None]) -> Transfer:
-        """Run work that reads tensors in the lane of a device. Everything that the caller enqueues from now on waits for it."""
+        """Run work that reads tensors, in the lane of a device, and return its transfer.
+
+        Everything that the caller enqueues from now on waits for the work.
+        """
         lane = self._lane(device)
         lane.begin()
         lane.run(work)

@@ -39,10 +39,12 @@ _PIECE = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The encoded values document and request of a snapshot, which are written behind its tensors.
+    """The encoded values document and request document of a snapshot, which follow its tensors.
 
-    The values come first, because they are the last region of the packed slot. Then come the plan document, which the layout has, and the
-    request. `late` makes the request anew once the copies into the slot are done, for what is known only then. It must fit into the slot.
+    The values come first, because they are the last region of the packed slot. Then come the plan
+    document, which the layout has, and the request. `late` returns the final request once the
+    copies into the slot are done, because it has digests that are known only then. The final
+    request must fit into the slot.
     """
 
     values: bytes

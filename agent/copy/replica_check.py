@@ -1,4 +1,4 @@
-"""Compares this rank with the other ranks that hold the same tensors: digests for the request document of each snapshot."""
+"""Makes the digests by which a daemon compares this rank with other ranks that hold the same tensors, for each snapshot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 class ReplicaCheck:
-    """The samples of the kept plan. `every`: the setting `compare_replicas`. Call `use` when a plan is known, then `begin`."""
+    """The samples of the tensors that the kept plan shares between ranks.
+
+    `every` is the setting `compare_replicas`. Call `use` when a plan is known, then `begin` for
+    each snapshot.
+    """
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -32,20 +36,25 @@ class ReplicaCheck:
     def use(
         self, shared: Shared | None, tensors: dict[str, torch.Tensor], parts: Sequence[torch.Tensor], rank: int, node: Membership | None
     ) -> None:
-        """Sample what `shared` names from now on. Does nothing if the plan is the same as before."""
+        """Sample the tensors of the replica groups in `shared` from now on.
+
+        Does nothing if the plan is the same as before.
+        """
         if shared is self._shared:
             return
         self._samples, self._before = None, -1
         if shared is not None and shared.groups and self._every:
-            from ckptd.agent.copy.replica_samples import ReplicaSamples  # late, because it needs NumPy, and one rank alone does not
+            # Imported here, because this module needs NumPy, which a job of one rank does not need.
+            from ckptd.agent.copy.replica_samples import ReplicaSamples
 
             self._samples = ReplicaSamples(shared.groups, shared.local.rows, tensors, parts, rank, node, self._every)
         self._shared = shared
 
     def begin(self, found: PlanInUse, step: int, queue: Queue) -> Callable[[], list[ReplicaDigests]] | None:
-        """Sample the tensors of this snapshot. Return a function for the digests, or None if no other rank holds any of the tensors.
+        """Sample the tensors of this snapshot, and return a function that returns their digests.
 
-        Call that function once the copies that `queue` has enqueued are done.
+        Return None if no other rank holds any of the tensors. Call the function once the copies
+        that `queue` has enqueued are done.
         """
         samples = self._samples
         if samples is None:

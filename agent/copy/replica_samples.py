@@ -1,11 +1,14 @@
 """Digests, at every snapshot, a sample of the tensors that other ranks hold too, so that the daemon can compare the ranks.
 
-A rank copies only its own share of such tensors. So the sample is read from the tensors themselves: two cache lines of each, at a place
-that depends on the step and is the same on all ranks. In addition, each snapshot reads a range of all bytes: the ranges of `every`
-snapshots at regular distances make up all bytes. On the CPU the samples are gathered with NumPy, with one call for all tensors. On an
-accelerator they are gathered by one kernel in the lane of the copies, and are digested once these are done.
+A rank copies only its own share of such tensors. The sample is therefore read from the tensors
+themselves: two cache lines of each tensor, at a place that depends on the step and is the same on all
+ranks. In addition, each snapshot digests a range of all bytes. The ranges of `every` snapshots at regular
+distances make up all bytes. On the CPU, one call of NumPy gathers the samples of all tensors. On an
+accelerator, one kernel in the lane of the copies gathers them, and they are digested on the host once the
+copies are done.
 
-The digests need not withstand an attacker. They tell a wrong copy from a right one, whatever the values mean: NaNs are bytes like others.
+The digests need not withstand an attacker. They tell a wrong copy from a right one by its bytes, so that
+NaNs are compared like any other value.
 """
 
 from __future__ import annotations
@@ -38,14 +41,20 @@ log = logging.getLogger("ckptd.agent")
 
 choose_pieces: Callable[[Any, Any, Any, int], None] | None = None
 digest_pieces: Callable[[Any, int, Any, Any], None] | None = None
-"""The functions of `_checked_copy.c`, or None where that could not be compiled."""
+"""The functions of `_checked_copy.c`, or None where it could not be compiled."""
 with suppress(ImportError):
     from ckptd.agent.copy._checked_copy import choose_pieces, digest_pieces
 
 SAMPLE = 128
-"""The bytes that are sampled of each tensor at each snapshot: two cache lines side by side, which cost one miss."""
+"""The bytes that are sampled of each tensor at each snapshot.
+
+They are two cache lines side by side, which cost one cache miss.
+"""
 ELEMENTS = 8
-"""The elements that are sampled of a tensor whose elements do not lie in C order: its lines may differ between ranks."""
+"""The elements that are sampled of a tensor whose elements do not lie in C order.
+
+The lines of such a tensor may differ between ranks that hold the same values.
+"""
 
 Numbers = npt.NDArray[np.uint64]
 _ODD = [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53]
@@ -54,7 +63,10 @@ _OF_WORD = np.array([_ODD[n % 4] * (2 * n + 3) % (1 << 64) | 1 for n in range(SA
 
 
 def _mixed(numbers: Numbers) -> Numbers:
-    """Return numbers in which every bit depends on all bits of the given ones (the finalizer of MurmurHash3)."""
+    """Return numbers in which every bit depends on all bits of the given numbers.
+
+    This is the finalizer of MurmurHash3.
+    """
     numbers = numbers ^ (numbers >> np.uint64(33))
     numbers *= np.uint64(_ODD[4])
     numbers ^= numbers >> np.uint64(33)
@@ -67,10 +79,13 @@ def _of_step(step: int, salt: int) -> np.uint64:
 
 
 class _AllMemory:
-    """All memory of this process as one array of overlapping records, from which NumPy gathers records at any addresses in one call."""
+    """All memory of this process as one array of overlapping records.
+
+    With one call, NumPy gathers records at any addresses from it.
+    """
 
     BASE = 4096
-    """The first address. NumPy takes the address 0 for none."""
+    """The first address. NumPy takes the address 0 for the absence of memory."""
 
     def __init__(self, width: int) -> None:
         self.__array_interface__ = {
@@ -111,12 +126,13 @@ def _digested_at(addresses: Numbers, width: int) -> Numbers:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Tensors of which pieces of one width are sampled, on one device.
+    """The tensors on one device of which pieces of one width are sampled.
 
-    tensors: their numbers among the compared ones. seeds: a number from the place of each in its group. each: the pieces of each tensor.
-    room: for tensors in C order, the number of places at which a piece can begin, for others the number of their elements. extent: the
-    bytes from the first to the last one in memory. shape, stride: for tensors that are not in C order, their shapes and strides in
-    elements.
+    tensors: their numbers among the compared tensors. seeds: for each tensor, a number that depends
+    on its place in its group. each: the number of pieces of each tensor. room: for tensors in C
+    order, the number of places at which a piece can begin; for other tensors, the number of their
+    elements. extent: the bytes from the first to the last element in memory. shape, stride: for
+    tensors that are not in C order, their shapes and strides in elements.
     """
 
     width: int
@@ -129,7 +145,10 @@ class _Pieces:
     stride: npt.NDArray[np.int64] | None = None
 
     def addresses(self, starts: Numbers, step: int) -> Numbers:
-        """Return the addresses of the pieces at this step, given those of all compared tensors."""
+        """Return the addresses of the pieces at this step.
+
+        starts: the addresses of all compared tensors.
+        """
         found = starts[self.tensors]
         if choose_pieces is None or self.each > 1 or self.shape is not None:
             return (found + self.offsets(step)).ravel()
@@ -137,7 +156,10 @@ class _Pieces:
         return found
 
     def offsets(self, step: int) -> Numbers:
-        """Return the places of the pieces at this step, in bytes from the start of each tensor, one row for each piece."""
+        """Return the places of the pieces at this step, in bytes from the start of each tensor.
+
+        The result has one row for each piece of a tensor.
+        """
         found = np.empty((self.each, len(self.tensors)), dtype=np.uint64)
         for number in range(self.each):
             found[number] = _mixed(self.seeds + _of_step(step, number)) % self.room
@@ -156,10 +178,12 @@ class _Pieces:
 
 @dataclass(slots=True)
 class Sampled:
-    """The samples of one snapshot. `bytes_of` and `sums` are filled by copies from accelerators: call `digests` once these are done.
+    """The samples of one snapshot. Copies from accelerators fill `rows` and `sums`.
 
-    values: the digest of each compared tensor. rows: by pieces, the bytes that are gathered on an accelerator. sums: the numbers of
-    tensors and the digests of their ranges, as tensors in host memory. kept: what must live until the copies are done.
+    Call `ReplicaSamples.digests` once these copies are done. values: the digest of each compared
+    tensor. names: the name of each replica group. rows: the bytes that are gathered on an
+    accelerator, by pieces. sums: the numbers of tensors with the digests of their ranges, as
+    tensors in host memory. kept: the tensors that must live until the copies are done.
     """
 
     values: Numbers
@@ -170,28 +194,35 @@ class Sampled:
 
 
 Queue = Callable[[torch.device, Callable[[], None]], None]
-"""A function that runs work in the lane of a device, which makes later writes of the training wait for it."""
+"""A function that runs work in the lane of a device.
+
+It makes later writes of the training wait for the work.
+"""
 
 
 class ReplicaSamples:
-    """What this rank compares with other ranks while a plan is kept. Keeps no tensor alive.
+    """The samples of the tensors that this rank compares with other ranks while a plan is kept.
 
-    `room` is the most bytes that the digests add to a request document.
+    Keeps no tensor alive. `room` is the most bytes that the digests add to a request document.
     """
 
     def __init__(
         self, groups: Sequence[ReplicaGroup], rows: Sequence[Row], tensors: dict[str, torch.Tensor], parts: Sequence[torch.Tensor],
         rank: int, node: Membership | None, every: int,
     ) -> None:  # fmt: skip
-        """groups: those of the plan, with the numbers of `rows`. parts: this rank's part of each of `tensors`. every: the setting."""
+        """Choose the tensors to compare, and the pieces to sample.
+
+        groups: the replica groups of the plan, with the numbers of `rows`. parts: this rank's part
+        of each of `tensors`. every: the setting `compare_replicas`.
+        """
         if len(groups) > MOST_GROUPS:
             log.warning("this rank shares tensors with %d sets of ranks, and only %d of them are compared", len(groups), MOST_GROUPS)
             groups = groups[:MOST_GROUPS]
         self._every = every
         numbers = {name: number for number, name in enumerate(tensors)}
         self._each = max(1, -(-sum(len(group.rows) for group in groups) // MOST_DIGESTS))
-        self._numbers: list[int] = []  # of each compared tensor among `parts`
-        self._slow: list[int] = []  # compared tensors whose bytes in memory are not their values
+        self._numbers: list[int] = []  # for each compared tensor, its number among `parts`
+        self._lazy: list[int] = []  # compared tensors that are lazy views, so that their bytes in memory are not their values
         self._scattered: set[int] = set()  # compared tensors that are not in C order on every rank
         self._groups: list[_Group] = []
         told, seeds = 0, list[int]()
@@ -223,7 +254,7 @@ class ReplicaSamples:
         kinds: dict[tuple[torch.device, int, int, bool], list[int]] = defaultdict(list)
         for number, part in enumerate(parts):
             if part.is_neg() or part.is_conj() or part._is_zerotensor():
-                self._slow.append(number)
+                self._lazy.append(number)
             elif number in self._scattered:
                 kinds[part.device, part.element_size(), part.dim(), True].append(number)
             else:
@@ -243,11 +274,11 @@ class ReplicaSamples:
         return found
 
     def take(self, parts: Sequence[torch.Tensor], addresses: list[int], step: int, before: int, queue: Queue) -> Sampled:
-        """Sample the tensors as they are now. Those on accelerators are sampled by `queue`.
+        """Sample the tensors as they are now. `queue` runs the work for tensors on accelerators.
 
-        parts, addresses: this rank's part of each tensor of the state, and its address; the list must be another one if an address is.
-        before: the step of the last snapshot, or -1. If the steps come at regular distances, all ranges have had their turn after `every`
-        of them.
+        parts: this rank's part of each tensor of the state. addresses: the address of each part, in
+        another list if one of them has changed. before: the step of the last snapshot, or -1. If
+        the steps come at regular distances, every range has had its turn after `every` steps.
         """
         if self._known[0] is not addresses:
             self._known = addresses, np.array(addresses, dtype=np.uint64)[self._picked]
@@ -262,7 +293,7 @@ class ReplicaSamples:
                     _add(sampled.values, each, _digested_at(each.addresses(starts, step), each.width))
             else:
                 queue(device, partial(_sample_on, device, pieces, starts, parts, self._numbers, step, sampled))
-        for number in self._slow:
+        for number in self._lazy:
             part = parts[self._numbers[number]]
             if part.device.type == "cpu":
                 _add_ranges(sampled.values, [(number, int.from_bytes(digest(part), "little"))])
@@ -272,15 +303,18 @@ class ReplicaSamples:
         return sampled
 
     def _sweep(self, sampled: Sampled, parts: Sequence[torch.Tensor], starts: Numbers, turn: int, queue: Queue) -> None:
-        """Digest the bytes whose turn it is. A tensor that is not in C order is digested whole when its first byte is among them."""
+        """Digest the range of bytes whose turn it is.
+
+        A tensor that is not in C order is digested as a whole when its first byte is in the range.
+        """
         here: list[tuple[int, int]] = []
         elsewhere: dict[torch.device, list[tuple[int, torch.Tensor]]] = defaultdict(list)
-        slow = set(self._slow)
+        lazy = set(self._lazy)
         for group in self._groups:
             for place, begin, end in group.window(turn, self._every):
                 number = group.first + place
                 part = parts[self._numbers[number]]
-                if number in slow or (begin and number in self._scattered):
+                if number in lazy or (begin and number in self._scattered):
                     continue
                 on_cpu = self._on_cpu[number]
                 if number in self._scattered and on_cpu:
@@ -311,7 +345,10 @@ class ReplicaSamples:
 
 
 def _has_one_part(tensor: torch.Tensor) -> bool:
-    """Return False for a ShardedTensor of several shards on this rank, of which `parts` has the first only."""
+    """Return False for a ShardedTensor with several shards on this rank.
+
+    `parts` has only the first of them.
+    """
     return not isinstance(tensor, ShardedTensor) or len(tensor.local_shards()) == 1
 
 
@@ -323,8 +360,9 @@ def _extent(part: torch.Tensor) -> int:
 class _Group:
     """A replica group.
 
-    definition: a digest of what it is. first: the number of its first tensor among the compared ones. ends: for each tensor the bytes up to
-    its end. keys: for the request document.
+    definition: a digest of its ranks and tensors. first: the number of its first tensor among the
+    compared tensors. ends: for each tensor, the bytes of all tensors of the group up to its end.
+    keys: the encoded keys for the request document.
     """
 
     definition: bytes
@@ -333,7 +371,10 @@ class _Group:
     keys: bytes
 
     def window(self, turn: int, every: int) -> list[tuple[int, int, int]]:
-        """Return the bytes whose turn it is: for each tensor with such bytes, its place in the group, and where they begin and end."""
+        """Return the range of bytes whose turn it is, tensor by tensor.
+
+        Each entry has the place of a tensor in the group, and the begin and the end of its bytes.
+        """
         total = self.ends[-1] if self.ends else 0
         begin, end = total * turn // every, total * (turn + 1) // every
         place = bisect_right(self.ends, begin)
@@ -347,14 +388,17 @@ class _Group:
 
 
 def _add_ranges(values: Numbers, found: Sequence[tuple[int, int]]) -> None:
-    """Add the digests of ranges to those of their tensors, given pairs of the number of a tensor, each at most once, and a digest."""
+    """Add the digests of ranges to the digests of their tensors.
+
+    `found` has pairs of the number of a tensor and a digest. Each tensor occurs at most once.
+    """
     if found:
         digests = np.array([(digest + 1) % (1 << 64) for _, digest in found], dtype=np.uint64)
         values[[number for number, _ in found]] += _mixed(digests)
 
 
 def _add(values: Numbers, pieces: _Pieces, digests: Numbers) -> None:
-    """Add the digests of pieces to those of their tensors."""
+    """Add the digests of pieces to the digests of their tensors."""
     found = digests.reshape(pieces.each, len(pieces.tensors))
     for number in range(1, pieces.each):
         found[0] += found[number] * np.uint64(2 * number + 1)
@@ -372,7 +416,7 @@ class _DeviceMemory:
 
 
 def device_memory(device: torch.device, address: int, length: int) -> torch.Tensor | None:
-    """Return the memory from `address` on as one tensor, or None if torch cannot look at this device in this way.
+    """Return the memory from `address` on as one tensor, or None if torch cannot do this.
 
     Not all of that range need be memory: only the bytes that a kernel reads are touched.
     """
@@ -385,7 +429,10 @@ def _sample_on(
     device: torch.device, pieces: Sequence[_Pieces], starts: Numbers, parts: Sequence[torch.Tensor], numbers: Sequence[int], step: int,
     sampled: Sampled, whole: Callable[[torch.device, int, int], torch.Tensor | None] = device_memory,
 ) -> None:  # fmt: skip
-    """Gather the pieces on an accelerator, and begin to copy them to the host. Runs in the lane of the device."""
+    """Gather the pieces on an accelerator, and begin to copy them to the host.
+
+    Runs in the lane of the device.
+    """
     offsets = [each.offsets(step) for each in pieces]
     lowest = min(int(starts[each.tensors].min()) for each in pieces)
     highest = max(int((starts[each.tensors] + each.extent).max()) for each in pieces)
@@ -412,7 +459,10 @@ def _piece(part: torch.Tensor, pieces: _Pieces, offset: int) -> torch.Tensor:
 
 
 def _sum_on(found: Sequence[tuple[int, torch.Tensor]], sampled: Sampled) -> None:
-    """Digest ranges of tensors on their accelerator, and begin to copy the digests to the host. Runs in the lane of the device."""
+    """Digest ranges of tensors on their accelerator, and begin to copy the digests to the host.
+
+    Runs in the lane of the device.
+    """
     totals = _to_host(torch.stack([weigh(flat) for _, flat in found]))
     sampled.sums += [(number, totals[at]) for at, (number, _) in enumerate(found)]
 

@@ -29,7 +29,10 @@ class Sealer:
         return self._fences.start(targets, sources, modules)
 
     def beside(self, device: torch.device, work: Callable[[], None]) -> Transfer:
-        """Run work in the lane of a device, and return its transfer. Later writes of the training wait for the work at once."""
+        """Run work in the lane of a device, and return its transfer.
+
+        Later writes of the training wait for the work.
+        """
         if self._fences is None:
             self._fences = Fences()
         return self._fences.beside(device, work)

@@ -124,7 +124,10 @@ class Handover:
         return transfer if beside is None else beside if transfer is None else transfer.joined(beside)
 
     def beside(self, device: torch.device, work: Callable[[], None]) -> None:
-        """Run work that reads tensors on an accelerator, in the lane of the copies. The seal waits for it. Call this before `copy`."""
+        """Run work that reads tensors on an accelerator, in the lane of the copies.
+
+        The seal waits for the work. Call this before `copy`.
+        """
         done = self._all.sealer.beside(device, work)
         self._beside = done if self._beside is None else self._beside.joined(done)
 

@@ -42,15 +42,18 @@ AWAY_SECONDS = 60.0
 
 
 class RankLink:
-    """The link of one rank, in one attempt of a job, to its daemon. Making it begins or joins an attempt.
+    """The link of one rank, in one attempt of a job, to its daemon.
 
-    `calls` lets in one public call at a time. `attempt` is the attempt that this rank is in, and `node` the share of this node in it, or
-    None if all ranks are on one node. `saving` has the saves through DCP that are not over yet. `structure_changed` is called, on any
-    thread, when the ranks must plan again. `unnamed` is True if neither the caller nor the environment names the job. `takeover` says
-    whether to begin although another run of the job is alive; None leaves that to CKPTD_TAKEOVER.
+    Making it begins or joins an attempt. `calls` admits one public call at a time. `attempt` is the
+    attempt that this rank is in, and `node` the share of this node in it, or None if all ranks are
+    on one node. `saving` has the saves through DCP that are not over yet. `structure_changed` is
+    called, on any thread, when the ranks must plan again. `unnamed` is True if neither the caller
+    nor the environment names the job. `takeover` says whether to begin although another run of the
+    job is alive; None leaves that to CKPTD_TAKEOVER.
 
-    Raises DaemonUnreachable, Forbidden, InvalidName, InvalidRequest, JobRunning, ForeignMemory, StorageError and other errors of the
-    daemon, and SnapshotFailed if a rank does not come. `begin` in `attempt.py` says which errors are raised on all ranks.
+    Raises DaemonUnreachable, Forbidden, InvalidName, InvalidRequest, JobRunning, ForeignMemory,
+    StorageError and other errors of the daemon, and SnapshotFailed if a rank does not make its
+    agent in time. `begin` in `attempt.py` says which errors are raised on all ranks.
     """
 
     def __init__(
@@ -316,8 +319,8 @@ class RankLink:
 
 
 _CLOSING = (
-    "close() waits until the newest snapshot is durable. If it was sealed on some ranks only, it waits for the others, too: every rank "
-    "must make the same calls of snapshot(), and then call close()"
+    "close() waits until the newest snapshot is durable. If only some ranks have sealed that snapshot, close() "
+    "also waits for the other ranks: every rank must make the same calls of snapshot(), and then call close()"
 )
 _GONE = "the daemon is gone; sealed snapshots stay in shared memory, and the next daemon will save them"
 

@@ -48,7 +48,10 @@ def may_take_over(takeover: bool | None) -> bool:
 
 
 def foreign_memory() -> str:
-    """Return CKPTD_FOREIGN_MEMORY, or "" if it is not set. Raises InvalidRequest if it is not one of the choices."""
+    """Return CKPTD_FOREIGN_MEMORY, or "" if it is not set.
+
+    Raises InvalidRequest if its value is not one of the choices.
+    """
     setting = os.environ.get("CKPTD_FOREIGN_MEMORY", "")
     if setting not in ("", *FOREIGN_MEMORY_CHOICES):
         raise InvalidRequest(f"CKPTD_FOREIGN_MEMORY is {setting!r}; expected refuse, adopt or drop")
@@ -59,8 +62,12 @@ COMPARE_REPLICAS = 1000
 """The default of CKPTD_COMPARE_REPLICAS."""
 
 
-def snapshots_of_a_comparison(compare_replicas: int | None) -> int:
-    """Return `compare_replicas`, or else CKPTD_COMPARE_REPLICAS, or else the default. Raises InvalidRequest if that is no such number."""
+def comparison_interval(compare_replicas: int | None) -> int:
+    """Return the number of snapshots within which all bytes of several ranks are compared.
+
+    This is `compare_replicas`, or else CKPTD_COMPARE_REPLICAS, or else the default. Raises
+    InvalidRequest if it is not an integer from 0 to 1,000,000.
+    """
     setting: Any = os.environ.get("CKPTD_COMPARE_REPLICAS", "") if compare_replicas is None else compare_replicas
     name = "CKPTD_COMPARE_REPLICAS" if compare_replicas is None else "compare_replicas"
     if setting == "":

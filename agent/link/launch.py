@@ -201,7 +201,7 @@ def start_private(root: Location) -> str:
         "--ready-fd",
         str(told),
     ]
-    # The daemon outlives this process and serves other jobs: what this job does with foreign memory, its own Begin says.
+    # The daemon outlives this process and serves other jobs. Foreign memory is therefore treated as the Begin of each job says.
     not_its_own = {*settings.unknown(os.environ), f"{settings.PREFIX}{settings.FOREIGN_MEMORY.upper()}"}
     try:
         daemon = subprocess.Popen(

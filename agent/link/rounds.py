@@ -33,7 +33,10 @@ SILENT_SECONDS = 5.0  # the store must answer in this time; its own client would
 PATIENT_SECONDS = 30.0  # the same for a round that may take longer than this: while a job starts or recovers, its nodes may be busy
 _LOOK_SECONDS = 0.1
 WARN_SECONDS = 5.0
-"""Seconds after which a rank that waits for others says once which of them have not come. Only rank 0 may have made the call."""
+"""The seconds after which a waiting rank warns once, and names the ranks that have not come.
+
+The reason may be that only rank 0 has made the call.
+"""
 _GRACE_SECONDS = 2.0  # rank 0 decides this long before the deadline, so that the other ranks learn in time which rank is late
 
 
@@ -237,9 +240,11 @@ class Exchange:
         return f": every rank must call {_call(topic.removeprefix(f'{self.scope}/'))}, not only some of them"
 
     def _warn_of_rank_0(self, topic: str) -> None:
-        """Say that rank 0 has not come to this round. If it has, it waits for another rank, and says so itself.
+        """Warn that rank 0 has not come to this round.
 
-        Each begin has the same topic. So the last topic of rank 0 does not tell whether it has come to this one, and only rank 1 says so.
+        If rank 0 has come, it waits for another rank, and warns by itself. Each begin has the same
+        topic, so that the last topic of rank 0 does not tell whether it has come to this begin.
+        Only rank 1 warns then.
         """
         key = f"{self.scope}/at/0"
         came = self._values.there(key) and self._values.read(key) == topic.encode()
@@ -247,7 +252,7 @@ class Exchange:
             log.warning("%s", self._missing(topic, [0]))
 
     def _missing(self, topic: str, late: list[int]) -> str:
-        """Return a sentence that says which ranks have not come to a round, and that all ranks must."""
+        """Return a sentence that names the ranks that have not come to a round."""
         call, shown = _call(topic.removeprefix(f"{self.scope}/")), some_text(late)
         has = f"rank {shown} has" if len(late) == 1 else f"ranks {shown} have"
         only = " Is it called on rank 0 only?" if self.rank == 0 and len(late) == self.world_size - 1 else ""
@@ -403,7 +408,10 @@ Ranks = Alone | Exchange
 
 
 _BEGINS = ("begin", "joined")
-"""The topics of the rounds that begin an attempt. The first call of a rank makes its agent, which begins one."""
+"""The topics of the rounds that begin an attempt.
+
+The first call of a rank makes its agent, which begins an attempt.
+"""
 _PLANNED = re.compile(r"plan/[0-9]+/([0-9]+)")
 """The topic of a round that plans a step of an attempt."""
 _DECODER = msgspec.msgpack.Decoder(tuple[str, str, bytes])

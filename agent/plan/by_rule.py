@@ -32,8 +32,9 @@ _LEVEL = 1
 class Ruled(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tensor of a structure. Its first fields are the same on all ranks that have the tensor.
 
-    size: of the whole tensor, in elements. mesh: the number of its mesh in the summary, or WHOLE if the rank has the whole tensor. splits:
-    how it is divided along the mesh. buffer, base: as in `Row`. digest: of the bytes, for a whole tensor that is compared between ranks.
+    size: the size of the whole tensor, in elements. mesh: the number of its mesh in the summary, or
+    WHOLE if the rank has the whole tensor. splits: its divisions along the mesh. buffer, base: as
+    in `Row`. digest: the digest of the bytes, for a whole tensor that is compared between ranks.
     in_order: as in `Row`, which may differ between ranks.
     """
 
@@ -100,11 +101,13 @@ class Summary(msgspec.Struct, frozen=True):
 class RuledShare(msgspec.Struct, frozen=True):
     """The items that the ranks of one class are to write.
 
-    meshes: those of all tensors of the job. mesh: for each tensor of the structure the number of its mesh among these, or WHOLE. choice:
-    for each tensor the number of the replica that is stored, or for a whole tensor the rank that stores it. dropped: by rank, the numbers
-    of the extras that it does not write. global_plan: the digest of the plan that all ranks share. groups: the ranks of each replica group
-    of whole tensors. group: for each whole tensor the number of its group, and ALONE for any other tensor. held: by rank, the replica
-    groups of its extras. scattered: the numbers of the tensors of the structure that are not in C order on every rank.
+    meshes: the meshes of all tensors of the job. mesh: for each tensor of the structure, the number
+    of its mesh among these, or WHOLE. choice: for each tensor, the number of the replica that is
+    stored, or for a whole tensor the rank that stores it. dropped: by rank, the numbers of the
+    extras that it does not write. global_plan: the digest of the plan that all ranks share. groups:
+    the ranks of each replica group of whole tensors. group: for each whole tensor, the number of
+    its group, and ALONE for any other tensor. held: by rank, the replica groups of its extras.
+    scattered: the numbers of the tensors of the structure that are not in C order on every rank.
     """
 
     meshes: list[Mesh]

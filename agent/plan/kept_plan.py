@@ -42,8 +42,9 @@ _ITEM_BYTES = 300
 class PlanInUse:
     """A layout and the live tensors of this snapshot.
 
-    sources: the tensor behind each item. unlike: `Sources.unlike`, or None if the sources must be looked at for that. parts, addresses:
-    this rank's part of each tensor of the state, and its address.
+    sources: the tensor behind each item. unlike: `Sources.unlike`, or None if the sources must be
+    examined for it. parts: this rank's part of each tensor of the state. addresses: the address of
+    each part.
     """
 
     layout: Layout
@@ -55,7 +56,10 @@ class PlanInUse:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What this rank shares with other ranks by the kept plan: the replica groups, the rows that they name, and the tensors of the rows."""
+    """The tensors that this rank shares with other ranks by the kept plan.
+
+    groups: the replica groups. local: the rows that the groups name, with their tensors.
+    """
 
     groups: list[ReplicaGroup]
     local: Local
@@ -70,7 +74,10 @@ class KeptPlan:
         self._wanted = 1  # the version of the plan that the next snapshot needs; higher than _has while the kept layout must not be used
         self._has = 0  # the version of the kept plan; 0 before the first
         self.shared: Shared | None = None
-        """What this rank shares by the last plan, or None if there are no other ranks. Another object after each planning."""
+        """The tensors that this rank shares by the last plan, or None if the job has one rank.
+
+        It is a new object after each planning.
+        """
 
     def invalidate(self) -> None:
         """Make the next snapshot plan again, even if the structure on this rank is the same. May be called from any thread."""

@@ -114,12 +114,14 @@ Key = tuple[str, tuple[int, ...]]
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One item that this rank could write: its shard of the tensor `fqn`. The first eight fields are those of `shared.plan.Item`.
+    """One item that this rank could write: its shard of the tensor `fqn`.
 
-    `replicated` is True if other ranks hold the same shard, as far as this rank knows. `buffer` is True for a buffer of a module. `digest`
-    is the digest of the shard's bytes if ranks must compare them, and empty otherwise. `base` is the fqn of the item that contains this
-    row's bytes, and empty if there is none. A row with a base can be stored as an alias of it. `in_order` is True if the elements lie in
-    memory in C order, without gaps.
+    The first eight fields are those of `shared.plan.Item`. `replicated` is True if other ranks hold
+    the same shard, as far as this rank knows. `buffer` is True for a buffer of a module. `digest`
+    is the digest of the shard's bytes if ranks must compare them, and empty otherwise. `base` is
+    the fqn of the item that contains this row's bytes, and empty if there is none. A row with a
+    base can be stored as an alias of it. `in_order` is True if the elements lie in memory in C
+    order, without gaps.
     """
 
     fqn: str
@@ -266,7 +268,10 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 
 def weigh(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bytes, weighted by position, as a tensor on the same device. Nothing waits for the device."""
+    """Return the sum of the bytes, weighted by position, as a tensor on the same device.
+
+    The host does not wait for the device.
+    """
     flat = _flat(tensor)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for at in range(0, flat.numel(), _DIGESTED):

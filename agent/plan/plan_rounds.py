@@ -40,7 +40,11 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """The result of a planning for this rank: what it could write, the layout of what it does write, and its replica groups."""
+    """The result of a planning for this rank.
+
+    local: the items that it could write. layout: the layout of the items that it does write.
+    groups: its replica groups.
+    """
 
     local: Local
     layout: Layout

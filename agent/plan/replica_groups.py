@@ -1,7 +1,8 @@
 """Finds the replica groups of a plan: which ranks hold the same shards, so that only one of them stores each shard.
 
-Rank 0 knows the shards of all ranks when it plans, and tells each rank the groups of its shards. Shards that a rule places need no telling,
-because each rank can evaluate the rule. Buffers of modules are in no group: ranks may differ in them, and the lowest rank's are stored.
+Rank 0 knows the shards of all ranks when it plans, and sends each rank the groups of its shards. It need
+not send the groups of shards that a rule places, because each rank can evaluate the rule. Buffers of
+modules are in no group: ranks may differ in them, and those of the lowest rank are stored.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ ALONE = -1
 class SharedRows(msgspec.Struct, frozen=True, array_like=True):
     """The replica groups of the rows of one rank.
 
-    groups: the ranks of each group. of_row: the number of each row's group, or ALONE. scattered: the numbers of the rows whose elements do
-    not lie in C order on every rank of the group.
+    groups: the ranks of each group. of_row: the number of each row's group, or ALONE. scattered:
+    the numbers of the rows whose elements do not lie in C order on every rank of their group.
     """
 
     groups: list[list[int]] = []
@@ -31,9 +32,10 @@ class SharedRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReplicaGroup(msgspec.Struct, frozen=True):
-    """Ranks that hold the same shards, and the numbers of the rows of these shards on this rank, in the order of their keys.
+    """A set of ranks that hold the same shards, and the rows of these shards on this rank.
 
-    scattered: those of the rows whose elements do not lie in C order on every rank.
+    rows: the numbers of the rows, in the order of their keys. scattered: the numbers of those rows
+    whose elements do not lie in C order on every rank.
     """
 
     ranks: tuple[int, ...]
@@ -42,7 +44,10 @@ class ReplicaGroup(msgspec.Struct, frozen=True):
 
 
 def held_by_each(offers: Sequence[Sequence[Row]]) -> list[SharedRows]:
-    """Return the replica groups of the rows of each rank. `offers` has the rows of all ranks, in the order of the ranks."""
+    """Return the replica groups of the rows of each rank.
+
+    `offers` has the rows of all ranks, in the order of the ranks.
+    """
     holders: dict[Key, list[int]] = defaultdict(list)
     out_of_order = {row.key for rows in offers for row in rows if not row.in_order}
     for rank, rows in enumerate(offers):
@@ -62,16 +67,20 @@ def held_by_each(offers: Sequence[Sequence[Row]]) -> list[SharedRows]:
 
 
 def members(mesh: Mesh, along: Sequence[int], coordinate: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks that hold the same shards as the rank at `coordinate`. along: the dimensions that divide the shards."""
+    """Return the ranks that hold the same shards as the rank at `coordinate`.
+
+    along: the dimensions of the mesh that divide the shards.
+    """
     return tuple(sorted(
         rank for rank, other in zip(mesh.all_ranks(), mesh.coordinates(), strict=True) if all(other[n] == coordinate[n] for n in along)
     ))  # fmt: skip
 
 
 def grouped(rows: Sequence[Row], ranks_of: Iterable[tuple[int, tuple[int, ...]]], scattered: Iterable[int] = ()) -> list[ReplicaGroup]:
-    """Return the groups, given pairs of a row number and the ranks that hold its shard. All ranks of a group get the same order of keys.
+    """Return the groups, given pairs of a row number and the ranks that hold its shard.
 
-    scattered: the numbers of the rows whose elements do not lie in C order on every rank that holds them.
+    All ranks of a group get the same order of keys. scattered: the numbers of the rows whose
+    elements do not lie in C order on every rank that holds them.
     """
     out_of_order = frozenset(scattered)
     found: dict[tuple[int, ...], list[int]] = defaultdict(list)

@@ -99,8 +99,9 @@ class Structure:
     def of(cls, tensors: dict[str, torch.Tensor]) -> tuple[Structure, list[torch.Tensor]]:
         """Return the structure of these tensors, and this rank's part of each.
 
-        Raises UnsavableValue for a tensor without one address of its own: a sparse or nested one, or a DTensor of wrapper subclasses.
-        Raises it as well for a tensor whose storage is too small.
+        Raises UnsavableValue for a tensor without one address of its own, such as a sparse or
+        nested tensor or a DTensor of wrapper subclasses, and for a tensor whose storage is too
+        small.
         """
         parts, special = _parts(list(tensors.values()))
         try:
@@ -134,16 +135,19 @@ class Structure:
         except RuntimeError:  # raised by torch for sparse and nested tensors, which have no single address
             return None
         if addresses == self.addresses:
-            addresses = self.addresses  # the same object, so that what is derived from it can be kept
+            addresses = self.addresses  # the same list object, so that values derived from it can be kept
         else:
-            _check_memory(tensors, parts)  # here only, because a storage that shrinks moves
+            _check_memory(tensors, parts)  # needed only if an address has changed, because a storage that shrinks moves
         if not (self.sharing.holds(parts) if addresses is self.addresses else Sharing.of(parts) == self.sharing):
             return None
         return replace(self, addresses=addresses, guard=guard), parts
 
 
 def reach(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first element of a tensor that is not empty to the end of its last."""
+    """Return the bytes from the first element to the end of the last element of a tensor.
+
+    The tensor must not be empty.
+    """
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return extent * tensor.element_size()
 
@@ -160,10 +164,15 @@ def lacking_memory(part: torch.Tensor) -> str:
 
 
 def _check_memory(tensors: dict[str, torch.Tensor], parts: list[torch.Tensor]) -> None:
-    """Raise UnsavableValue for a tensor whose storage was freed or has shrunk, as by `untyped_storage().resize_()`."""
+    """Raise UnsavableValue for a tensor whose storage was freed or has shrunk.
+
+    `untyped_storage().resize_()` does this, for example.
+    """
     for name, part in zip(tensors, parts, strict=True):
         if lacking := lacking_memory(part):
-            raise UnsavableValue(f"{name}: {lacking}: take the snapshot while it has its memory, or leave it out of the state")
+            raise UnsavableValue(
+                f"{name}: {lacking}: take the snapshot while the tensor has its memory, or leave the tensor out of the state"
+            )
 
 
 def _parts(values: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[object]]:

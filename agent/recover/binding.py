@@ -72,9 +72,10 @@ class Binding:
         self._value = value
 
     def judge(self, read: Read) -> None:
-        """Read the saved values that decide whether anything would be lost. Raises StructureMismatch if so; nothing is written.
+        """Read the saved values that decide whether the recovery would lose anything.
 
-        `read` fills the tensors that it is given by name.
+        Raises StructureMismatch if it would; nothing is written. `read` fills the tensors that it
+        is given by name.
         """
         self._leaves.judge(read)
         self._raise_differences()
@@ -191,7 +192,7 @@ class Binding:
             for key, value in values.items():
                 if (made := value(resolve)) is not KEEP:
                     place[key] = made
-            if isinstance(place, OrderedDict) and isinstance(saved, OrderedDict):  # for which the order is part of the value
+            if isinstance(place, OrderedDict) and isinstance(saved, OrderedDict):  # the order is part of the value of an OrderedDict
                 for key in saved:
                     if key in place:
                         place.move_to_end(key)
@@ -280,7 +281,10 @@ class Binding:
         return put
 
     def _without_kept(self, saved: Any, own: Any, path: str) -> tuple[Any, dict[str, Any]]:
-        """Return the saved tree without the keys that the caller keeps, and the caller's values of these keys, nested alike."""
+        """Return the saved tree without the keys that the caller keeps.
+
+        Also returns the caller's values of these keys, in containers that are nested like the tree.
+        """
         if not self._leaves.options.keep:
             return saved, {}
         kept: dict[Any, Any] = {}
@@ -304,13 +308,16 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The values inside a dict or a list that the caller keeps. A kept dict itself is no _Kept."""
+    """The values inside a dict or a list that the caller keeps.
+
+    A dict that is kept as a whole is no _Kept.
+    """
 
     values: dict[Any, Any]
 
 
 def _with_kept(made: Any, kept: dict[Any, Any]) -> Any:
-    """Put the kept values of a dict, or of the dicts in a list, back into their places."""
+    """Put the values that the caller keeps back into their places."""
     for key, value in kept.items():
         if isinstance(value, _Kept):
             _with_kept(made[key], value.values)
@@ -327,11 +334,18 @@ def _update(place: dict[Any, Any], made: dict[Any, Any]) -> None:
 
 
 _PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "num_bad_epochs", "best"})
-"""The values that a scheduler counts up as it runs. They change with every recovery, so they are not logged."""
+"""The values that a scheduler counts up as it runs.
+
+They change with every recovery, so they are not logged.
+"""
 
 
 def _other_groups(saved: Any, groups: int) -> int:
-    """Return how many learning rates a saved scheduler or one inside it has, if it is not one for each parameter group. Otherwise 0."""
+    """Return the number of learning rates of a saved scheduler if its optimizer has other groups.
+
+    A scheduler has one learning rate for each parameter group. The schedulers inside this one are
+    examined, too. Return 0 if all fit.
+    """
     if isinstance(saved, dict):
         rates = saved.get("base_lrs")
         if isinstance(rates, list) and len(rates) != groups:

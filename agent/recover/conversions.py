@@ -1,7 +1,7 @@
 """Judges what a recovery would lose: values that another dtype cannot hold, and different tensors that would share one memory.
 
-The dtypes alone decide some cases. The others are decided by the saved values, which are read once more for this, before anything is
-written.
+The dtypes alone decide some cases. The saved values decide the others, and are read once more for this,
+before anything is written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckptd.agent.state.dtypes import copyable
 from ckptd.shared.plan import Alias
 
 Read = Callable[[Mapping[str, torch.Tensor]], object]
-"""Fills the given tensors, by name, with the saved values."""
+"""A function that fills the given tensors, by name, with the saved values."""
 _BATCH = 512 << 20  # bytes of saved values that are read at once
 
 
@@ -37,7 +37,10 @@ def refused(saved: torch.dtype, own: torch.dtype) -> str:
 
 @cache
 def _convertible(saved: torch.dtype, own: torch.dtype) -> bool:
-    """Return True if torch converts values of one dtype to another. It converts none of fewer than 8 bits, for example."""
+    """Return True if torch converts values of one dtype to another.
+
+    For example, torch converts no values of fewer than 8 bits.
+    """
     saved, own = _real(saved), _real(own)
     if saved == own:
         return True
@@ -69,18 +72,21 @@ def narrows(saved: torch.dtype, own: torch.dtype) -> bool:
 
 @cache
 def _holds_all(saved: torch.dtype, own: torch.dtype) -> bool:
-    """Return True if every value of an 8-bit floating-point type is a value of another floating-point type."""
+    """Return True if `own` has every value of the 8-bit floating-point type `saved`."""
     values, converted = _values(saved), _values(saved, own)
     return torch.equal(values.isnan(), converted.isnan()) and torch.equal(values.nan_to_num(), converted.nan_to_num())
 
 
 def _values(eighth: torch.dtype, to: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return all values of an 8-bit floating-point type, converted to another dtype, as numbers that torch computes with."""
+    """Return all values of an 8-bit floating-point type after a conversion to another dtype.
+
+    They are returned as float64, with which torch computes.
+    """
     return torch.arange(256, dtype=torch.uint8, device="cpu").view(eighth).to(to).to(torch.float64)
 
 
 def _covers(saved: torch.dtype, own: torch.dtype) -> bool:
-    """Return True if every value of a dtype of integers is a value of another one."""
+    """Return True if every value of one dtype of integers is a value of another one."""
     if torch.bool in (saved, own) or any(dtype.is_floating_point or dtype.is_complex for dtype in (saved, own)):
         return False
     return torch.iinfo(own).min <= torch.iinfo(saved).min and torch.iinfo(saved).max <= torch.iinfo(own).max
@@ -96,15 +102,15 @@ def lost(values: torch.Tensor, own: torch.dtype) -> str:
             return _lost_in_eight_bits(before, own)
         lossy = bool((torch.isfinite(before) & ~torch.isfinite(values.to(own))).any())
         return f"finite values would become infinite in {_short(own)}" if lossy else ""
-    except (RuntimeError, NotImplementedError):  # torch computes nothing with this dtype; then it cannot convert it either
+    except (RuntimeError, NotImplementedError):  # torch computes nothing with this dtype, and thus cannot convert it either
         return ""
 
 
 def _lost_in_eight_bits(values: torch.Tensor, own: torch.dtype) -> str:
-    """Return what the conversion of floating-point numbers to an 8-bit floating-point type would lose, or "".
+    """Return what the conversion of these values to an 8-bit floating-point type would lose, or "".
 
-    The range of the type decides, because torch converts a value beyond it to infinity, to NaN or to the largest value, depending on the
-    type, the version of torch and the device.
+    The range of the type decides, because torch converts a value beyond it to infinity, to NaN or
+    to the largest value, depending on the type, the version of torch and the device.
     """
     largest, limit, signed, infinite = _range_of(own)
     finite = torch.isfinite(values)
@@ -119,8 +125,9 @@ def _lost_in_eight_bits(values: torch.Tensor, own: torch.dtype) -> str:
 class _Range8(NamedTuple):
     """The range of an 8-bit floating-point type.
 
-    largest: the largest finite value. limit: the number half a step above it; numbers below this limit are rounded to `largest`. signed:
-    True if the type has negative values. infinite: True if it has infinities.
+    largest: the largest finite value. limit: the number half a step above it; numbers below this
+    limit are rounded to `largest`. signed: True if the type has negative values. infinite: True if
+    the type has infinities.
     """
 
     largest: float
@@ -140,9 +147,10 @@ def _range_of(eighth: torch.dtype) -> _Range8:
 
 
 def converted_losses(saved: Saved, wanted: Mapping[str, tuple[torch.Tensor | None, torch.dtype]], read: Read) -> Iterator[tuple[str, str]]:
-    """Yield (name, loss) for each saved tensor whose values do not fit into the dtype that it is converted to.
+    """Yield (name, loss) for each saved tensor whose values do not fit into their new dtype.
 
-    `wanted` has the destination of each tensor, or None for a tensor that is made whole, and the dtype. Reads batch by batch.
+    `wanted` has the destination of each tensor, or None for a tensor that is made as a whole, and
+    the new dtype. The values are read in batches.
     """
     batch: dict[str, torch.Tensor] = {}
     size = 0
@@ -186,7 +194,10 @@ class _Range(NamedTuple):
 
 
 def sharing(destinations: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Return the names of the destinations that overlap in memory, group by group. Shards of a ShardedTensor are not looked at."""
+    """Return the names of the destinations that overlap in memory, group by group.
+
+    Shards of a ShardedTensor are not examined.
+    """
     ranges: dict[torch.device, list[_Range]] = {}
     for name, tensor in destinations.items():
         part = local_part(tensor) if not isinstance(tensor, ShardedTensor) else None
@@ -205,7 +216,7 @@ def sharing(destinations: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
 
 def shared_losses(saved: Saved, destinations: Mapping[str, torch.Tensor], read: Read) -> Iterator[tuple[str, str]]:
-    """Yield two names for each group of destinations that share memory, if the saved tensors differ there."""
+    """Yield two names for each group of destinations in one memory whose saved tensors differ."""
     for names in sharing(destinations):
         if not _were_shared_alike(saved, destinations, names):
             values = {name: _like(destinations[name], saved, name) for name in names}
@@ -231,9 +242,10 @@ def _were_shared_alike(saved: Saved, destinations: Mapping[str, torch.Tensor], n
 
 
 def _overwritten(written: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> tuple[str, str] | None:
-    """Write the values into a copy of the memory that the destinations share. Return two names if one overwrites the other.
+    """Return the names of two destinations of which one overwrites the other, or None.
 
-    `written` has the destination and the value of each name.
+    Writes the values into a copy of the memory that the destinations share. `written` has the
+    destination and the value of each name.
     """
     begin = min(place.data_ptr() for place, _ in written.values()) // 16 * 16
     length = max(place.data_ptr() + reach(place) for place, _ in written.values()) - begin

@@ -10,17 +10,18 @@ from ckptd.agent.recover.options import Options, pattern_of
 from ckptd.shared.errors import StructureMismatch
 
 _LISTED = 8
-"""The most keys that a remedy lists one by one; of more, it gives the patterns."""
+"""The most keys that a remedy lists one by one. If there are more, it lists their patterns."""
 
 
 @dataclass(slots=True)
 class Differences:
     """The differences between a state and a checkpoint.
 
-    missing: the keys that are in the state and not in the checkpoint. unused: the keys that are in the checkpoint and not in the state.
-    others: a sentence for each other difference. to_keep: the keys of the state that `keep` would leave as they are, so that these
-    differences do not matter. loose: True if `strict=False` would accept one of `others`. options: those of the call that has found the
-    differences.
+    missing: the keys that are in the state and not in the checkpoint. unused: the keys that are in
+    the checkpoint and not in the state. others: a sentence for each other difference. to_keep: the
+    keys of the state that `keep` would leave as they are, so that these differences do not matter.
+    loose: True if `strict=False` would accept one of `others`. options: the options of the call
+    that has found the differences.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -41,7 +42,7 @@ class Differences:
         return StructureMismatch(f"{'; '.join(found)}; nothing was written{self._remedy()}")
 
     def _remedy(self) -> str:
-        """Return the sentence with the call that recovers the rest, which the caller can paste, or "" if there is no such call."""
+        """Return a sentence with the call that recovers the rest, or "" if there is none."""
         if not (self.missing or self.unused or self.to_keep or self.loose):
             return ""
         strict = self.options.strict and not (self.missing or self.unused or self.loose)
@@ -62,7 +63,7 @@ def grouped(keys: Sequence[str]) -> list[str]:
 
 
 def _patterns(keys: Sequence[str]) -> dict[str, list[str]]:
-    """Return the keys by the pattern that has a star for each of their numbers."""
+    """Return the keys by pattern. A pattern is a key with a star for each number in it."""
     groups: dict[str, list[str]] = {}
     for key in keys:
         groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", key), []).append(key)

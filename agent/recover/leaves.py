@@ -34,13 +34,17 @@ def unchanged(resolve: Resolve) -> Any:
 class Leaves:
     """The findings of one comparison of a state with a saved tree. Nothing is written.
 
-    in_place: the destinations of tensors, by name. fresh: the devices of the tensors to make, by name. fresh_dtypes: the dtypes of those
-    that are converted. matched: the number of saved values that have a place in the state. differences: all differences. kept:
-    the patterns in `options.keep` that match a key. changed: a phrase for each setting of an optimizer that gets another value. left: with
-    `strict` off, the keys of the state that the checkpoint does not have. unsaved: the keys of values that the checkpoint leaves out.
-    as_dicts: the keys under which records come back as dicts of their fields. undo: the calls that take back everything that the comparison
-    had to make in the state. paths: the keys of the tensors in the state, by name. wholes: the key that can be
-    kept, for each key that cannot be kept alone. of_ranks: binds a `per_rank` value.
+    in_place: the destinations of tensors, by name. fresh: the devices of the tensors to make, by
+    name. fresh_dtypes: the new dtypes of the tensors to make that are converted. matched: the
+    number of saved values that have a place in the state. differences: all differences. kept: the
+    patterns in `options.keep` that match a key. changed: a phrase for each setting of an optimizer
+    that gets another value. left: with `strict` off, the keys of the state that the checkpoint does
+    not have. unsaved: the keys of values that the checkpoint leaves out. as_dicts: the keys under
+    which records come back as dicts of their fields.
+
+    undo: the calls that undo the changes that the comparison had to make in the state. paths: the
+    keys of the tensors in the state, by name. wholes: for each key that cannot be kept alone, the
+    key that can be kept instead. of_ranks: binds a `per_rank` value.
     """
 
     def __init__(self, saved: Saved, options: Options, foreign: Foreign, of_ranks: Callable[[Any, OfRanks, str], Value]) -> None:
@@ -57,7 +61,7 @@ class Leaves:
         self.as_dicts: list[str] = []
         self.undo: list[Callable[[], None]] = []
         self.paths: dict[str, str] = {}
-        self._loaded: dict[str, torch.Tensor] = {}  # to which a loader of the caller's will write
+        self._loaded: dict[str, torch.Tensor] = {}  # the caller's tensors that a loader will write to, by name
         self.wholes: dict[str, str] = {}
         self._foreign, self._of_ranks = foreign, of_ranks
 
@@ -91,7 +95,7 @@ class Leaves:
         if not isinstance(saved, TensorRef):
             return self.other_kind(path, saved, "a tensor")
         if is_fake(place):
-            return self.differ(f"{path}: the state's tensor is a fake one, which has no memory; make it outside of FakeTensorMode")
+            return self.differ(f"{path}: the state's tensor is a fake tensor, which has no memory; make it outside of FakeTensorMode")
         if is_uninitialized(place):
             return self.differ(f"{path}: the state's tensor has no memory yet; run one forward pass of the lazy module first")
         self.matched += 1
@@ -119,9 +123,10 @@ class Leaves:
         return self.make(saved, path, device)
 
     def have_memory(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> bool:
-        """Return True if all tensors have memory, so that the caller's own methods may be called. Otherwise record those that have none.
+        """Return True if all tensors have memory.
 
-        `tensors` has their keys in the state and themselves.
+        Methods of the caller's objects may be called then. Otherwise, record the tensors without
+        memory as differences. `tensors` has pairs of a key in the state and a tensor.
         """
         lacking = [
             f"{path}: {why}"
@@ -132,7 +137,7 @@ class Leaves:
         return not lacking
 
     def judge(self, read: Read) -> None:
-        """Read the values on which it depends whether anything would be lost, and record what would be."""
+        """Read the saved values, and record what would be lost where these values decide it."""
         wanted: dict[str, tuple[torch.Tensor | None, torch.dtype]] = {name: (place, place.dtype) for name, place in self.in_place.items()}
         wanted |= {name: (place, place.dtype) for name, place in self._loaded.items()}
         wanted |= {name: (None, dtype) for name, dtype in self.fresh_dtypes.items()}
@@ -147,7 +152,7 @@ class Leaves:
             )
 
     def narrowed(self) -> dict[tuple[torch.dtype, torch.dtype], int]:
-        """Return how many tensors are converted from one dtype to a narrower one, by the two dtypes."""
+        """Return the number of tensors that are converted to a narrower dtype, by dtypes."""
         found: dict[tuple[torch.dtype, torch.dtype], int] = {}
         for name, dtype in [*((name, place.dtype) for name, place in self.in_place.items()), *self.fresh_dtypes.items()]:
             own = self.saved.dtype(name)
@@ -181,9 +186,11 @@ class Leaves:
         return lambda resolve: filled(saved, resolve)
 
     def alike(self, saved: Any, template: Mapping[str, torch.Tensor], path: str, *, lossless: bool = False) -> Value:
-        """Make the saved value itself, each tensor on the device and with the placements of the template's tensor of that name.
+        """Make the saved value itself, with its tensors placed like those of the template.
 
-        With `lossless`, record each tensor whose values the template's tensor of the same shape could not hold.
+        Each tensor goes to the device and gets the placements of the template's tensor of the same
+        name. With `lossless`, record each tensor whose values the template's tensor of the same
+        shape could not hold.
         """
         fresh = self.make(saved, path, mark=False)
         sharded: dict[str, torch.Tensor] = {}
@@ -244,7 +251,7 @@ def _expanded(tensor: torch.Tensor) -> bool:
 
 
 def _without_memory(part: torch.Tensor) -> str:
-    """Return a phrase that says why the memory of a tensor does not hold all of its elements, or "" if it does."""
+    """Return the reason why a tensor's memory does not hold its elements, or "" if it does."""
     if part.is_meta:
         return "the state's tensor is on the meta device; give it memory first (module.to_empty(device=...))"
     lacking = lacking_memory(part) if part.layout is torch.strided else ""

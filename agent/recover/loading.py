@@ -96,11 +96,11 @@ class Loading:
         return str(error)
 
     def bind(self, state: Any) -> dict[str, Any]:
-        """Compare the checkpoint with `state`, and write nothing. Return the keys that have no place in `state`.
+        """Compare the checkpoint with `state`. Return the keys that have no place in `state`.
 
-        Reads the values on which it depends whether anything would be lost, and returns the damage that was found in them.
-
-        Raises StructureMismatch, and NotFound for a tensor whose dtype this torch does not have.
+        Writes nothing. Reads the saved values that decide whether the recovery would lose anything,
+        and also returns the damage that was found in them. Raises StructureMismatch, and NotFound
+        for a tensor whose dtype this torch does not have.
         """
         assert self.opened is not None
         documents = self._documents

@@ -1,7 +1,8 @@
 """Brings the saved state of a module back into the caller's module: first compares the two, then writes.
 
-The tensors of a plain module are written in place. A submodule that loads its state in a way of its own gets the saved values through
-`load_state_dict` of the whole module, as torch does it, and judges names and shapes by itself.
+The tensors of a plain module are written in place. A submodule that loads its state in its own way gets
+the saved values through `load_state_dict` of the whole module, as in torch, and checks names and shapes
+by itself.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ from ckptd.agent.recover.own_loaders import load_into
 from ckptd.agent.state.capture import tensors_in
 from ckptd.agent.state.customized import loads_by_itself, needs_loading, parts_with_loaders
 from ckptd.agent.state.tree import ObjectNode
-from ckptd.agent.state.versions import Versions, with_versions
+from ckptd.agent.state.versions import Versions, metadata_for_loading
 from ckptd.agent.state.wrappers import canonical_names, current_names, flattens, raw_names, unwrapped
 
 
 class Modules:
-    """Binds the modules of a state. `bind` binds any value of the state. `versions` has those of the saved modules, by key."""
+    """The binder of the modules of a state.
+
+    `bind` binds any value of the state. `versions` has the versions of submodules for each saved
+    module, by the key of the module.
+    """
 
     def __init__(self, leaves: Leaves, bind: Callable[[Any, Any, str], Value], versions: Mapping[str, Versions]) -> None:
         self._leaves, self._bind, self._versions = leaves, bind, versions
@@ -63,7 +68,7 @@ class Modules:
         if flat:
             return _flattened(place, own, values)
         through = self._through_loaders(own, raw_of, {name: tree[name] for name in tree if name in to_loaders}, to_loaders, path)
-        metadata = with_versions(module, own, tree, self._versions.get(path)) if reload else None
+        metadata = metadata_for_loading(module, own, tree, self._versions.get(path)) if reload else None
 
         def put(resolve: Resolve) -> Any:
             made = {raw: value(resolve) for raw, value in values.items()}
@@ -80,11 +85,14 @@ class Modules:
         return put
 
     def _whole(self, module: torch.nn.Module, own: Any, tree: Any, path: str) -> Value:
-        """Bind a module whose class overrides `load_state_dict` or `state_dict`: it is given its whole saved state dict."""
+        """Bind a module whose class overrides `load_state_dict` or `state_dict`.
+
+        Its method gets the whole saved state dict.
+        """
         if not self._leaves.options.strict and isinstance(own, dict) and own and tree and set(own).isdisjoint(tree):
             return self._without_match(list(tree), list(own), path)
         fresh = self._leaves.alike(tree, tensors_in(own, path), path, lossless=True)
-        metadata = with_versions(module, own, tree, self._versions.get(path))
+        metadata = metadata_for_loading(module, own, tree, self._versions.get(path))
 
         def put(resolve: Resolve) -> Any:
             _load(module, fresh(resolve), metadata, path, self._leaves.options)
@@ -102,7 +110,10 @@ class Modules:
     def _through_loaders(
         self, own: dict[str, Any], raw_of: dict[str, str], tree: dict[str, Any], names: set[str], path: str
     ) -> Callable[[Resolve], dict[str, Any]]:
-        """Return the function that makes what the loaders of submodules are given, by raw name: new tensors, placed as the module's own."""
+        """Return a function that makes the values for the loaders of submodules, by raw name.
+
+        The values are new tensors, placed as those of the module.
+        """
         leaves, inside = self._leaves, f"{path}." if path else ""
         kept = {raw_of[name]: own[raw_of[name]] for name in names if name in raw_of and leaves.is_kept(f"{inside}{name}")}
         template = {name: own[raw_of[name]] for name in tree if name in raw_of}
@@ -130,7 +141,10 @@ def _tensors(module: torch.nn.Module, path: str) -> Iterator[tuple[str, torch.Te
 
 
 def _own_tensors(module: torch.nn.Module, own: dict[str, Any]) -> dict[str, Any]:
-    """Return a module's state dict with the parameters and buffers themselves, which torch does not copy onto themselves."""
+    """Return a module's state dict with the parameters and buffers themselves.
+
+    torch does not copy a tensor onto itself.
+    """
     themselves: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     return {raw: themselves[raw] if raw in themselves and _same_memory(themselves[raw], value) else value for raw, value in own.items()}
 

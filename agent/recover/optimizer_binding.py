@@ -59,7 +59,7 @@ class Optimizers:
             return leaves.differ(
                 f"{path or 'the state'}: no parameter of the optimizer is in the checkpoint, which has "
                 f"{', '.join(map(str, saved_names[:3]))}, while the optimizer has {', '.join(map(str, keys[:3]))}"
-                + (": the names are those of the modules, so have the modules in the state, too" if unnamed else ""),
+                + (": the names come from the modules, so put the modules into the state, too" if unnamed else ""),
                 keep=path,
             )
         if flat is not None:
@@ -68,7 +68,7 @@ class Optimizers:
         if theirs and ours and theirs != ours:
             return leaves.differ(
                 f"{path or 'the state'}: the checkpoint has {len(theirs)} parameters without names in this optimizer, the state "
-                f"{len(ours)}: have the module that holds them in the state, too",
+                f"{len(ours)}: put the module that holds them into the state, too",
                 keep=path,
             )
         return self._named(place, tree, keys, path)
@@ -92,7 +92,8 @@ class Optimizers:
             position += len(group["params"])
         nameless = self._parameters.are_unnamed(path) and not any(group["params"] for group in tree["param_groups"])
         if nameless and len(own) == len(tree["param_groups"]):
-            # FSDP1 has no names for the parameters of an optimizer without state: its groups are those of the same number
+            # FSDP1 has no names for the parameters of an optimizer without state. Each saved group goes
+            # to the group of the same number.
             groups = [{**group, "params": names} for group, names in zip(tree["param_groups"], own, strict=True)]
             tree = {**tree, "param_groups": groups}
         settings = self._settings(tree["param_groups"], own, path)
@@ -149,9 +150,10 @@ class Optimizers:
         staying: list[torch.Tensor],
         path: str,
     ) -> Value:
-        """Bind an optimizer that has hooks, or methods of its own: it is given the saved state in the form of its own state dict.
+        """Bind an optimizer that has hooks or methods of its own.
 
-        `staying` are the parameters whose state the optimizer already has.
+        Its `load_state_dict` gets the saved state in the form of its own state dict. `staying` are
+        the parameters whose state the optimizer already has.
         """
         number_of = {key: number for number, key in enumerate(keys)}
         stay = {id(parameter) for parameter in staying}
@@ -171,13 +173,16 @@ class Optimizers:
                 groups.append({**group, **{key: value for key, value in made.items() if value is not KEEP}})
             found = {**{key: value(resolve) for key, value in more.items()}, "state": state, "param_groups": groups}
             load_into(place, found, path, self._leaves.options)
-            place.state.update(as_it_is)  # the loader may have converted it
+            place.state.update(as_it_is)  # the loader may have converted this state
             return KEEP
 
         return put
 
     def _has_form(self, key: Any, parameter: torch.Tensor, path: str) -> bool:
-        """Return True if a parameter may have had its present shape when it was saved. Otherwise record that its state does not fit it."""
+        """Return True if a parameter may have had its present shape when it was saved.
+
+        Otherwise, record that the saved state does not fit the parameter.
+        """
         shapes = {form.shape for form in self._parameters.forms(path, key)}
         if not shapes or is_uninitialized(parameter) or tuple(parameter.shape) in shapes:
             return True
@@ -189,7 +194,10 @@ class Optimizers:
         return False
 
     def _settings(self, saved: list[dict[str, Any]], own: list[list[Any]], path: str) -> list[dict[str, Any]]:
-        """Return for each group of the optimizer the settings that its parameters were saved with, whatever groups they were in."""
+        """Return the saved settings for each group of the optimizer.
+
+        They are the settings with which the parameters of the group were saved, in whatever groups.
+        """
         leaves = self._leaves
         group_of = {name: group for group in saved for name in group["params"]}
         if leaves.options.strict:
@@ -213,7 +221,10 @@ class Optimizers:
         return found
 
     def _of_no_parameter(self, place: torch.optim.Optimizer, tree: dict[str, Any], path: str) -> dict[Any, Value]:
-        """Bind the entries of the state that belong to no parameter. They replace those that the optimizer has, as torch does it."""
+        """Bind the entries of the state that belong to no parameter.
+
+        As in torch, they replace the entries of this kind that the optimizer has.
+        """
         named = {name for group in tree["param_groups"] for name in group["params"]}
         device = next((parameter.device for parameter in parameters_of(place)), None)
         return {
@@ -273,9 +284,11 @@ class Optimizers:
     def _optimizer_entry(
         self, place: torch.optim.Optimizer, key: Key, parameter: torch.Tensor, entry: Any, path: str, *, in_place: bool
     ) -> dict[Any, Value]:
-        """Bind the state of a parameter. Tensors that fit are filled in place, others made where torch's own load_state_dict puts them.
+        """Bind the state of a parameter.
 
-        Without `in_place`, the optimizer's own method is given the values as they were saved.
+        Tensors that fit are filled in place. Other tensors are made on the device on which torch's
+        own load_state_dict puts them. Without `in_place`, the optimizer's own method gets the
+        values as they were saved.
         """
         leaves, optimizer, path = self._leaves, path, f"{path}.state.{key}"
         if not isinstance(entry, dict):
@@ -288,7 +301,8 @@ class Optimizers:
             own = mine.get(name)
             device = torch.device("cpu") if name == "step" and not steps_on_device(place, parameter) else parameter.device
             if isinstance(saved, TensorRef):
-                leaves.wholes[f"{path}.{name}"] = path  # an optimizer that had some of the state of a parameter would fail at its next step
+                # An optimizer that has only some of the state of a parameter fails at its next step.
+                leaves.wholes[f"{path}.{name}"] = path
                 described = leaves.saved.describe(saved.fqn)
                 dtype = self._dtype_for(saved, name, key, parameter, optimizer) if in_place else leaves.saved.dtype(saved.fqn)
                 if isinstance(own, torch.Tensor) and tuple(own.shape) == tuple(described.size) and own.dtype == dtype:
@@ -310,10 +324,12 @@ class Optimizers:
         return values
 
     def _dtype_for(self, saved: TensorRef, name: Any, key: Key, parameter: torch.Tensor, path: str) -> torch.dtype:
-        """Return the dtype in which state is brought back: that of the parameter if it has changed since the save, else the saved one.
+        """Return the dtype in which state is brought back.
 
-        torch gives all state but the step the dtype of its parameter. State of a parameter whose dtype has not changed keeps its own dtype
-        here, because some optimizers have moments of a higher precision than the parameters.
+        It is the dtype of the parameter if that has changed since the save, and otherwise the saved
+        dtype. torch gives all state but the step the dtype of its parameter. State of a parameter
+        whose dtype has not changed keeps its own dtype here, because some optimizers have moments
+        of a higher precision than the parameters.
         """
         dtype = self._leaves.saved.dtype(saved.fqn)
         if name == "step" or not parameter.is_floating_point() or not dtype.is_floating_point:
@@ -329,7 +345,11 @@ class Optimizers:
         return lambda resolve: made
 
     def _group_values(self, own: dict[str, Any], saved: dict[str, Any], path: str, twice: frozenset[int] | None) -> dict[str, Value]:
-        """Bind the settings of a group. Tensors are filled in place, except those in `twice`, or all if `twice` is None."""
+        """Bind the settings of a group.
+
+        Tensors are filled in place, unless their ids are in `twice`. If `twice` is None, no tensor
+        is filled in place.
+        """
         leaves, values = self._leaves, dict[str, Value]()
         saved = {name: value for name, value in saved.items() if name != "params" and not leaves.is_kept(f"{path}.{name}")}
         leaves.changed += changed_settings(own, saved, path)
@@ -349,6 +369,9 @@ def _names_in(tree: dict[str, Any]) -> list[Any]:
 
 
 def _settings_of_several(groups: list[dict[str, Any]]) -> frozenset[int]:
-    """Return the ids of the tensors that are settings of several groups, such as a learning rate that all of them were made with."""
+    """Return the ids of the tensors that are settings of several groups.
+
+    A learning rate with which all groups were made is such a tensor.
+    """
     count = Counter(id(value) for group in groups for value in group.values() if isinstance(value, torch.Tensor))
     return frozenset(one for one, number in count.items() if number > 1)

@@ -12,16 +12,20 @@ from ckptd.shared.errors import CkptdError, RecoveryFailed
 
 
 def load_into(place: Any, state: Any, path: str, options: Options, **arguments: Any) -> Any:
-    """Call an object's own `load_state_dict`, and return what it returns. Raises RecoveryFailed for an exception in it."""
+    """Call an object's own `load_state_dict`, and return what it returns.
+
+    Raises RecoveryFailed for an exception in it. `options` are the options of the recovery.
+    """
     with loader_of(place, path, options):
         return place.load_state_dict(state, **arguments)
 
 
 @contextmanager
 def loader_of(place: Any, path: str, options: Options) -> Iterator[None]:
-    """Raise RecoveryFailed for an exception that an object of the caller's raises while it loads its state.
+    """Context manager. Raise RecoveryFailed for an exception of the caller's object in its loader.
 
-    `options` are those of the recovery, for the call in the error that leaves this object out.
+    The error has the call of `recover` that leaves this object as it is. `options` are the options
+    of the recovery.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Knows the parameters that a saved optimizer held, and those of the caller's state that stay as they are."""
+"""Finds the shapes and dtypes of the parameters of saved optimizers, and the parameters of the state that stay as they are."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class Form(NamedTuple):
 class SavedParameters:
     """The forms of the parameters in a checkpoint, by the names that optimizers have for them.
 
-    They are those of the tensors of the saved modules. A name that several modules have may stand for any of these. `recorded` has, for
-    each optimizer that held other parameters too, the name, dtype and shape of all of its parameters, as FORMAT.md says. It has one entry
-    for each rank.
+    They are the forms of the tensors of the saved modules. A name that several modules have may
+    stand for any of their tensors. `recorded` has the member `parameters` of each rank's values
+    document (FORMAT.md, section 3): for each optimizer that also held other parameters, the name,
+    dtype and shape of all of its parameters.
     """
 
     def __init__(self, tree: Any, saved: Saved, recorded: Collection[Mapping[str, Any]] = ()) -> None:
@@ -42,18 +43,25 @@ class SavedParameters:
         self._collect(tree, "")
 
     def rename(self, path: str, former: dict[Any, Any]) -> None:
-        """Set the names that the checkpoint has for parameters of the optimizer at `path`, by the names that they have now."""
+        """Set the names of an optimizer's parameters in the checkpoint, by their present names.
+
+        path: the key of the optimizer.
+        """
         self._former[path] = former
 
     def are_unnamed(self, path: str) -> bool:
-        """Return True if groups without parameters in the saved optimizer at `path` may be those of an optimizer over flat parameters.
+        """Return True if the optimizer at `path` may have had flat parameters without names.
 
-        A checkpoint of an earlier version does not tell. Then they may be if it is of several ranks.
+        A checkpoint of an earlier version does not say so. The answer is then True if it is a
+        checkpoint of several ranks.
         """
         return path in self._unnamed or self._several_ranks
 
     def forms(self, path: str, name: Any) -> list[Form]:
-        """Return the forms that a parameter of the optimizer at `path` may have had. Empty if the checkpoint does not tell."""
+        """Return the forms that a parameter of the optimizer at `path` may have had.
+
+        Return [] if the checkpoint does not say.
+        """
         recorded = self._recorded.get((path, self._former.get(path, {}).get(name, name)))
         if recorded is not None:
             return [recorded]
@@ -79,7 +87,10 @@ class SavedParameters:
 
 
 def kept_parameters(names: Names, is_kept: Callable[[str], bool]) -> frozenset[int]:
-    """Return the ids of the parameters whose keys `is_kept` names. They stay as they are, and so does their state in optimizers."""
+    """Return the ids of the parameters whose keys `is_kept` names.
+
+    They stay as they are, and so does their state in optimizers.
+    """
     found = set[int]()
     for (path, _), held in zip(names.modules, names.held(), strict=True):
         inside = f"{path}." if path else ""

@@ -108,7 +108,10 @@ class Recovery:
         self.last_step = -1
         """The highest step that any rank has captured in this attempt, or -1. Known once `run` has heard from all ranks."""
         self.restart: Restart | None = None
-        """Where the training begins. Known once `run` has recovered a snapshot without being told its step."""
+        """The snapshot at which the training begins.
+
+        Known once `run` has recovered a snapshot without being given its step.
+        """
         self._overwritten: set[str] = set()  # names of the tensors that a damaged candidate may have overwritten on this rank
 
     @paused_collector()
@@ -306,7 +309,8 @@ def _common_candidates(said: list[dict[str, Any]]) -> list[m.RecoveryCandidate]:
 def restart(candidates: Sequence[m.RecoveryCandidate], number: int, damaged: Iterable[str], options: Options) -> Restart:
     """Return where a training begins that has recovered the candidate with this number.
 
-    damaged: a text for each damaged checkpoint, which begins with its tag and a colon. options: those of this recovery.
+    damaged: a text for each damaged checkpoint, which begins with its tag and a colon. options: the
+    options of this recovery.
     """
     chosen = candidates[number]
     tags = [names.parse_tag_directory(text.partition(":")[0]) for text in damaged]

@@ -37,10 +37,11 @@ _PYTHON_RNG = struct.Struct("<625I")
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A captured state. `state` is its encoded part of the values document, and `tensors` are its live tensors, by name.
+    """A captured state.
 
-    `parameters` is the encoded part of the values document that has the forms of parameters, or empty, and `versions` the part that has the
-    versions of submodules.
+    `state` is its encoded part of the values document, and `tensors` are its live tensors, by name.
+    `parameters` is the encoded part of the values document with the forms of parameters, or empty.
+    `versions` is the encoded part with the versions of submodules, or empty.
     """
 
     state: bytes
@@ -56,7 +57,10 @@ class Captured:
 
 @dataclass(slots=True)
 class _KeptVersions:
-    """The versions of submodules in the last capture with their encoding, because comparing takes less time."""
+    """The versions of submodules in the last capture, with their encoding.
+
+    Comparing versions takes less time than encoding them.
+    """
 
     versions: dict[str, Versions] = field(default_factory=dict)
     encoded: bytes = b""
@@ -75,7 +79,7 @@ class Habits:
     dicts: Known = field(default_factory=dict)
     names: KeptNames = field(default_factory=KeptNames)
     held: dict[str, tuple[list[Key], bool]] = field(default_factory=dict)
-    """For each optimizer the names of its parameters, and whether the state itself has all of these parameters."""
+    """For each optimizer, the names of its parameters, and whether the state has all of them."""
     versions: _KeptVersions = field(default_factory=_KeptVersions)
 
 
@@ -127,10 +131,12 @@ def _capture(state: Any, rank: int, habits: Habits, unsaved: dict[str, str] | No
 
 
 def _parameter_forms(names: Names, tensors: dict[str, torch.Tensor], held: dict[str, tuple[list[Key], bool]]) -> bytes:
-    """Return the encoded forms of the parameters of each optimizer that has a parameter which is not in the state itself.
+    """Return the encoded forms of the parameters of optimizers, for the values document.
 
-    A recovery compares them with the parameters that it finds, because moments do not fit a parameter of another shape. An optimizer over
-    flat parameters of FSDP1 that has no state has no forms, which says that its groups name no parameters.
+    It has the optimizers that hold a parameter which is not in the state itself. A recovery
+    compares these forms with the parameters that it finds, because moments do not fit a parameter
+    of another shape. An optimizer without state over flat parameters of FSDP1 has an empty list of
+    forms, which says that its groups name no parameters.
     """
     forms: dict[str, list[list[Any]]] = {}
     for path, optimizer in zip(names.optimizer_paths, names.optimizers, strict=True):
@@ -171,9 +177,10 @@ def expand_object(value: Any, names: Names) -> tuple[str, Any] | None:
 
 
 def tensors_in(tree: Any, path: str) -> dict[str, torch.Tensor]:
-    """Return the tensors in a value that has this key in a state, by the names that `capture` gives them.
+    """Return the tensors in a value of a state, by the names that `capture` gives them.
 
-    Of a value that could not be saved, only the tensors before the unsavable part are returned.
+    path: the key of the value. If the value cannot be saved, only the tensors before the unsavable
+    part are returned.
     """
     packer = Packer(lambda value, _: expand_object(value, Names()))
     with suppress(UnsavableValue):
@@ -190,7 +197,10 @@ def module_state(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def versioned_state(module: torch.nn.Module) -> tuple[dict[str, Any], Versions | None]:
-    """Return `module_state` with the versions of the submodules, or None for FSDP1 and for a state dict without versions."""
+    """Return `module_state` and the versions of the submodules.
+
+    The versions are None for FSDP1, and for a state dict without versions.
+    """
     if flattens(module):
         return get_model_state_dict(module), None
     module = unwrapped(module)
@@ -210,10 +220,11 @@ def flattened_optimizer_state(optimizer: torch.optim.Optimizer, root: torch.nn.M
 
 
 def flattened_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> dict[str, Any]:
-    """Return what DCP's `get_optimizer_state_dict` does, with the groups and the entries that belong to no parameter.
+    """Return the state of an optimizer over flat parameters, from DCP's `get_optimizer_state_dict`.
 
-    DCP gives all parameters of a flat one the same tensor `step`. Here each has a tensor of its own, because an optimizer over a model that
-    is not flat adds to the step of each parameter.
+    The groups and the entries that belong to no parameter, which DCP leaves out, are added. DCP
+    gives all parameters of a flat parameter the same tensor `step`. Here each has a tensor of its
+    own, because an optimizer over a model that is not flat adds to the step of each parameter.
     """
     with _only_parameters(optimizer) as (empty, others):
         found: dict[str, Any] = get_optimizer_state_dict(root, optimizer)
@@ -225,7 +236,10 @@ def flattened_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> 
 
 
 def _unshared(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of an optimizer's parameters with a copy of each number that an earlier parameter has, too."""
+    """Return the state of parameters without shared scalar tensors.
+
+    A scalar tensor that an earlier parameter has, too, is copied.
+    """
     seen = set[int]()
 
     def own(value: Any) -> Any:
@@ -239,7 +253,7 @@ def _unshared(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_flattened_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Load what `flattened_state` has returned, with DCP's `set_optimizer_state_dict`."""
+    """Load a state that `flattened_state` has returned, with DCP's `set_optimizer_state_dict`."""
     named = {name for group in state["param_groups"] for name in group["params"]}
     of_parameters = {
         **state,
@@ -256,9 +270,10 @@ def load_flattened_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module
 
 @contextmanager
 def _only_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[int, dict[str, Any]], dict[Any, Any]]]:
-    """Take the groups without parameters and the state of no parameter out of an optimizer, because DCP fails on them.
+    """Context manager. Remove the groups and entries without parameters, because DCP fails on them.
 
-    Yields the groups by their number, and the state. Both are put back at the end, as they then are.
+    Yields the removed groups by their number, and the removed entries of the state. Both are put
+    back at the end, as they then are.
     """
     groups = optimizer.param_groups
     empty = {number: group for number, group in enumerate(groups) if not group["params"]}
@@ -275,10 +290,12 @@ def _only_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[in
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
-    """Return `optimizer.state_dict()` with names in place of its integers, in DCP's form: {"state": {fqn: ...}, "param_groups": [...]}.
+    """Return `optimizer.state_dict()` in DCP's form, with names in place of its integers.
 
-    A parameter without a name has a number, counted among such parameters of the optimizer. The state of no parameter keeps its key. A
-    state dict of another form, which a class of the caller's may return, is returned as it is.
+    DCP's form is {"state": {fqn: ...}, "param_groups": [...]}. A parameter without a name has a
+    number, counted among such parameters of the optimizer. An entry of the state that belongs to no
+    parameter keeps its key. A state dict of another form, which a class of the caller's may return,
+    is returned as it is.
     """
     state = optimizer.state_dict()
     if not is_optimizer(state):
@@ -299,7 +316,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Names) -> dict[str,
 
 
 def _without_param_names(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return parameter groups without the names that torch keeps in them. They are no settings, and a recovery leaves the caller's."""
+    """Return parameter groups without the names that torch keeps in them.
+
+    These names are no settings, and a recovery leaves the caller's as they are.
+    """
     return [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
 
 

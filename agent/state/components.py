@@ -130,7 +130,10 @@ def _into_subclass(place: Any, fields: Fields) -> Any:
 
 
 def _subclass_named(cls: str) -> Any:
-    """Return the subclass of this name if its module is imported already, because a file must not choose which code is loaded, or None."""
+    """Return the subclass of this name, or None if its module is not imported.
+
+    The module is not imported here, because a file must not choose which code runs.
+    """
     module, _, name = cls.rpartition(".")
     found = getattr(sys.modules.get(module), name, None)
     return found if isinstance(found, type) and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__") else None
@@ -138,7 +141,7 @@ def _subclass_named(cls: str) -> Any:
 
 def _subclass_lacks(fields: Fields, cls: str) -> str:
     if _subclass_named(cls) is None:
-        return f"the state holds a tensor of class {cls}: import module {cls.rpartition('.')[0]} before loading"
+        return f"the checkpoint holds a tensor of class {cls}: import module {cls.rpartition('.')[0]} before loading"
     if _CONTEXT not in fields:
         return f"a tensor of class {cls} can only be loaded into a state that has it already: its settings could not be saved"
     return ""

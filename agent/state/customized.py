@@ -1,8 +1,9 @@
-"""Finds the objects whose state must go in through methods of their own.
+"""Finds the objects that must load their state by methods of their own.
 
-A recovery writes straight into the tensors of a module or an optimizer, which is faster and needs no second copy. That is right only if
-torch's own methods would do no more than copy. The functions here prove that, class by class and hook by hook. Hooks of
-`torch.distributed` move shards and leave values as they are, so they do not count.
+A recovery writes straight into the tensors of a module or an optimizer, which is faster and needs no
+second copy. This is right only if torch's own methods would do no more than copy. The functions here
+prove this, class by class and hook by hook. Hooks of `torch.distributed` do not count, because they move
+shards and leave values as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 _STANDARD_LOADERS = frozenset({torch.nn.Module._load_from_state_dict, _NormBase._load_from_state_dict, _InstanceNorm._load_from_state_dict})
-"""The loaders that copy what is saved. Those of the norms also fill in a counter for checkpoints of torch 0.4 and older."""
+"""The loaders that copy the saved values.
+
+Those of the norms also fill in a counter for checkpoints of torch 0.4 and older.
+"""
 
 _LOADED = ("_load_state_dict_post_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
 _OPTIMIZER_HOOKS = (
@@ -27,14 +31,18 @@ _OPTIMIZER_HOOKS = (
 
 
 def loads_by_itself(module: torch.nn.Module) -> bool:
-    """Return True if the class of a module overrides `state_dict` or `load_state_dict`. torch calls these on the outermost module only."""
+    """Return True if the class of a module overrides `state_dict` or `load_state_dict`.
+
+    torch calls these methods of the outermost module only.
+    """
     return _overrides(type(module), module, torch.nn.Module, ("state_dict", "load_state_dict"))
 
 
 def parts_with_loaders(module: torch.nn.Module) -> list[str]:
-    """Return the prefix of each submodule that changes names, shapes or values while its state is loaded, like "encoder.".
+    """Return the prefixes of the submodules that change names, shapes or values when they load.
 
-    The prefix of the module itself is "". Submodules of such a submodule are not looked at: what they get is up to the outer loader.
+    A prefix is like "encoder.", and that of the module itself is "". Submodules of such a submodule
+    are not examined, because the outer loader decides what they load.
     """
     found: list[str] = []
     for name, part in module.named_modules(remove_duplicate=False):
@@ -45,12 +53,19 @@ def parts_with_loaders(module: torch.nn.Module) -> list[str]:
 
 
 def needs_loading(module: torch.nn.Module) -> bool:
-    """Return True if a part of a module has extra state, or hooks that see what is saved or loaded: `load_state_dict` must be called."""
+    """Return True if `load_state_dict` of a module must be called.
+
+    This is so if a part of the module has extra state, or hooks that see what is saved or loaded.
+    """
     return any(_has_extra_state(part) or _overrides_saving(part) or any(map(_own_hooks, _tables(part))) for part in module.modules())
 
 
 def optimizer_loads_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer has load or state-dict hooks, or its class overrides `state_dict` or `load_state_dict`."""
+    """Return True if an optimizer must load its state by its own method.
+
+    This is so if it has load or state-dict hooks, or if its class overrides `state_dict` or
+    `load_state_dict`.
+    """
     if _overrides(type(optimizer), optimizer, torch.optim.Optimizer, ("state_dict", "load_state_dict")):
         return True
     return any(_own_hooks(getattr(optimizer, table, {}).values()) for table in _OPTIMIZER_HOOKS)

@@ -192,9 +192,10 @@ def bare(tree: Any) -> Any:
 
 
 def _merge_optimizers(held: list[tuple[int, dict[str, Any]]], own: int | None, foreign: Foreign) -> dict[str, Any]:
-    """Merge optimizers so that each parameter is in one group, with the settings that it had on the first rank in `held` that has it.
+    """Merge optimizers so that each parameter is in one group.
 
-    A group without parameters that several ranks have is one group.
+    The group has the settings that the parameter had on the first rank in `held` that has it. A
+    group without parameters that several ranks have is one group.
     """
     seen: set[Any] = set()
     groups: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Names the parameters of each optimizer as the modules that hold them do.
+"""Names the parameters of each optimizer as they are named in the modules that hold them.
 
 The names of an optimizer's parameters depend only on the modules whose parameters it holds. Other modules in the state, such as an average
 of the model, do not change them.
@@ -56,9 +56,10 @@ def is_stateful(value: Any) -> bool:
 
 
 def find(state: Any, path: str, kind: type[T] | tuple[type[T], ...], *, tensors: bool = False) -> Iterator[tuple[str, T]]:
-    """Yield (key, object) for each object of `kind` in the dicts, lists, tuples, records and `per_rank` values of a state.
+    """Yield (key, object) for each object of `kind` in a state.
 
-    Tensors are passed over unless `tensors` is true.
+    The dicts, lists, tuples, records and `per_rank` values of the state are searched. Tensors are
+    passed over unless `tensors` is true.
     """
     if isinstance(state, PerRank):
         state = state.value
@@ -79,11 +80,15 @@ def find(state: Any, path: str, kind: type[T] | tuple[type[T], ...], *, tensors:
 
 
 _BARE = -1
-"""Stands for the number of a module where a parameter is in no module, but under a key of the state."""
+"""The number in the place of a module for a parameter that is in no module, but under a key."""
 
 
 class ModuleParameters(NamedTuple):
-    """The parameters of a module: `number` has the number of each by its id, and `raw` and `names` have their names by these numbers."""
+    """The parameters of a module.
+
+    `number` has the number of each parameter by its id. `raw` and `names` have their raw and their
+    canonical names, by these numbers.
+    """
 
     number: dict[int, int]
     raw: list[str]
@@ -102,7 +107,8 @@ class ModuleParameters(NamedTuple):
 class Names:
     """The names of the parameters in a state, for each optimizer.
 
-    modules: those in the state, with their keys. optimizers: those in the state. optimizer_paths: the keys of the optimizers.
+    modules: the modules in the state, with their keys. optimizers: the optimizers in the state.
+    optimizer_paths: the keys of the optimizers.
     """
 
     def __init__(self, state: Any = None) -> None:
@@ -125,7 +131,8 @@ class Names:
     def of(self, optimizer: torch.optim.Optimizer) -> list[Key]:
         """Return the name of each parameter of an optimizer, in the order of `parameters_of`.
 
-        A parameter that is in no module and under no key of the state gets its number among those of the optimizer.
+        A parameter that is in no module and under no key of the state gets its number among such
+        parameters of the optimizer.
         """
         if id(optimizer) not in self._keys:
             parameters = parameters_of(optimizer)
@@ -136,7 +143,11 @@ class Names:
         return self._keys[id(optimizer)][1]
 
     def tensors_of(self, optimizer: torch.optim.Optimizer) -> list[str | None]:
-        """Return for each parameter of an optimizer the key under which the state has it, or None, in the order of `parameters_of`."""
+        """Return the key of each parameter of an optimizer in the state.
+
+        The order is that of `parameters_of`. The key of a parameter that is not in the state is
+        None.
+        """
         parameters, found = parameters_of(optimizer), list[str | None]()
         places = self.places(parameters)
         for parameter in map(id, parameters):
@@ -150,7 +161,7 @@ class Names:
         return found
 
     def flattened_by(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
-        """Return the module in which FSDP1 has flattened parameters of the optimizer, or None if it has flattened none of them."""
+        """Return the module in which FSDP1 has flattened parameters of the optimizer, or None."""
         if id(optimizer) not in self._flattened:
             own = set(map(id, parameters_of(optimizer))) if any(flattens(module) for _, module in self.modules) else set()
             holders = (m for _, m in reversed(self.modules) if own and flattens(m) and not own.isdisjoint(map(id, m.parameters())))
@@ -159,17 +170,18 @@ class Names:
 
     def keep(self, optimizer: torch.optim.Optimizer, keys: list[Key]) -> None:
         """Set the names of an optimizer's parameters."""
-        self._keys[id(optimizer)] = optimizer, keys  # the optimizer with them, because an id may be that of a later object
+        self._keys[id(optimizer)] = optimizer, keys  # the optimizer is kept alive, because a later object could get its id
 
     def keep_flattened(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module | None) -> None:
         """Set the module in which FSDP1 has flattened parameters of the optimizer."""
         self._flattened[id(optimizer)] = optimizer, module
 
     def former(self, optimizer: torch.optim.Optimizer) -> dict[str, Key]:
-        """Return the names that checkpoints of earlier versions may have for the parameters of an optimizer, with those of today.
+        """Return the present name for each name in checkpoints of earlier versions.
 
-        The old names had the key of the module as prefix if any other module of the state had a parameter of the same name, and lacked
-        only some wrappers. A name that could mean several parameters is left out.
+        An old name had the key of the module as prefix if any other module of the state had a
+        parameter of the same name, and lacked only some of the wrappers. A name that could mean
+        several parameters is left out.
         """
         today = dict(zip(map(id, parameters_of(optimizer)), self.of(optimizer), strict=True))
         found: dict[str, set[Key]] = {}
@@ -183,10 +195,10 @@ class Names:
         return {name: next(iter(keys)) for name, keys in found.items() if len(keys) == 1}
 
     def places(self, parameters: Sequence[torch.Tensor]) -> dict[int, int]:
-        """Return the number of the module from which each parameter has its name, by the id of the parameter.
+        """Return the number of the module that names each parameter, by the id of the parameter.
 
-        The module that holds most of the parameters comes first, then the module that holds most of the rest, and so on. Bare tensors
-        come last.
+        The module that holds most of the parameters comes first, then the module that holds most of
+        the rest, and so on. Bare tensors come last.
         """
         left, found = set(map(id, parameters)), dict[int, int]()
         if not left:
@@ -194,7 +206,7 @@ class Names:
         tables = [held.number for held in self.held()]
         queue = [(-len(table.keys() & left), number) for number, table in enumerate(tables)]
         heapify(queue)
-        while left and queue:  # the counts only fall, so a count that is still right when it is the highest is the highest of all
+        while left and queue:  # counts only fall, so that a highest count that has not fallen is the highest of all
             known, number = heappop(queue)
             here = tables[number].keys() & left
             if here and -len(here) == known:
@@ -219,7 +231,11 @@ class Names:
         return held.raw[held.number[parameter]]
 
     def _named(self, places: dict[int, int]) -> dict[int, str]:
-        """Return the names of parameters in their places. Where places of two modules give one name, it gets their keys as prefixes."""
+        """Return the names of parameters in their places.
+
+        If two modules have the same name for different parameters, the names get the keys of the
+        modules as prefixes.
+        """
         held = self.held() if places else []
         short = {p: self.raw(p, n) if n == _BARE else held[n].names[held[n].number[p]] for p, n in places.items()}
         count = Counter(short.values())
@@ -235,7 +251,7 @@ class Names:
 
 
 def _depth(module: torch.nn.Module) -> int:
-    """Return how many DataParallel and DistributedDataParallel lie around the user's own module."""
+    """Return the number of DataParallel and DistributedDataParallel around a module."""
     depth, own = 0, unwrapped(module)
     while module is not own:
         module, depth = module.module, depth + 1  # type: ignore[assignment]
@@ -243,10 +259,11 @@ def _depth(module: torch.nn.Module) -> int:
 
 
 def with_current_names(tree: dict[str, Any], optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
-    """Return the saved state of an optimizer under the names that its parameters have now, and without `param_names`.
+    """Return the saved state of an optimizer under the present names of its parameters.
 
-    `param_names`, which torch keeps in a group, are names of the program that saved them, and no setting. Checkpoints of earlier versions
-    have other names, or number all parameters: then the number is the position, as for torch.
+    `param_names`, which torch keeps in a group, are left out: they are names of the program that
+    saved them, and no settings. Checkpoints of earlier versions have other names, or number all
+    parameters. In the second case, the number is the position, as in torch.
     """
     groups = [{key: value for key, value in group.items() if key != "param_names"} for group in tree["param_groups"]]
     if names.flattened_by(optimizer) is not None:

@@ -23,8 +23,8 @@ def steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -
 def without_wrappers(value: Any) -> Any:
     """Return the optimizer or the scheduler inside the wrappers of accelerate, or the value itself if it is no such wrapper.
 
-    accelerate need not be installed: a wrapper is recognised by its attribute `optimizer` or `scheduler`. That of a scheduler is no
-    LRScheduler itself, and has a method `step` besides those of its state.
+    accelerate need not be installed: a wrapper is recognised by its attribute `optimizer` or `scheduler`. The wrapper of a
+    scheduler is no LRScheduler itself, and has a method `step` besides those for its state.
     """
     while True:
         if isinstance(value, torch.optim.Optimizer):
@@ -40,7 +40,10 @@ def without_wrappers(value: Any) -> Any:
 
 
 def class_of(value: Any) -> str:
-    """Return the full name of an object's class. For a wrapper of accelerate, that of the wrapped optimizer or scheduler."""
+    """Return the full name of an object's class.
+
+    For a wrapper of accelerate, this is the class of the wrapped optimizer or scheduler.
+    """
     cls = type(without_wrappers(value))
     return f"{cls.__module__}.{cls.__qualname__}"
 

@@ -1,7 +1,8 @@
 """Names enum members, classes and constants of torch, and finds what a name stands for, without importing a module (FORMAT.md, section 3).
 
-A file must not choose which code runs. So a name is only looked up in modules that the program has imported itself, and only stands for an
-enum member, for a class of modules, optimizers, schedulers, tensors or enums, or for a plain type of Python.
+A file must not choose which code runs. A name is therefore looked up only in modules that the program has
+imported itself, and may stand only for an enum member, for a class of modules, optimizers, schedulers,
+tensors or enums, or for a plain type of Python.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ckptd.agent.state.dtypes import torch_dtype
 from ckptd.shared.errors import NewerFormat, NotFound, UnsavableValue
 
 _MAIN, _SPAWNED_MAIN = "__main__", "__mp_main__"
-"""The names of the main script: as it is started, and in a process that multiprocessing has spawned from it."""
+"""The names of the main script: as it is started, and in a process that multiprocessing spawns."""
 _BASES = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.Tensor, enum.Enum)
 _BUILT_IN = frozenset({
     int, float, bool, str, bytes, bytearray, complex, list, tuple, set, frozenset, dict, type(None), object, Counter, OrderedDict,
@@ -28,7 +29,7 @@ _CONSTANTS: dict[str, type] = {"layout": torch.layout, "memory_format": torch.me
 
 
 def _found(module: str, qualname: str) -> Any:
-    """Return what an imported module has under a qualified name, or None."""
+    """Return the object that an imported module has under a qualified name, or None."""
     found: Any = sys.modules.get(_MAIN if module == _SPAWNED_MAIN else module)
     for name in qualname.split("."):
         found = getattr(found, name, None)
@@ -38,7 +39,8 @@ def _found(module: str, qualname: str) -> Any:
 def _place(cls: type, path: str, what: str, instead: str) -> list[str]:
     """Return the module and the qualified name by which another process finds this class.
 
-    Raises UnsavableValue if there is no such name. `what` is the value in the error text, `instead` says what to save in its place.
+    Raises UnsavableValue if there is no such name. `what` names the value in the error text, and
+    `instead` says what to save in its place.
     """
     module = _MAIN if cls.__module__ == _SPAWNED_MAIN else cls.__module__
     if _found(module, cls.__qualname__) is not cls:
@@ -59,12 +61,18 @@ def is_named(member: enum.Enum) -> bool:
 
 
 def member_parts(member: enum.Enum, path: str) -> list[Any]:
-    """Return module, qualified name and member name of a named enum member. Raises UnsavableValue."""
+    """Return the module, the qualified name and the member name of a named enum member.
+
+    Raises UnsavableValue.
+    """
     return [*_place(type(member), path, f"enum member {member!r}", "its value (member.value)"), member.name]
 
 
 def flag_parts(flag: enum.Flag, path: str) -> list[Any]:
-    """Return module and qualified name of a flag, the names of its members, and the bits that none of them has. Raises UnsavableValue."""
+    """Return the module and the qualified name of a flag, its member names, and its other bits.
+
+    The other bits are those that none of these members has. Raises UnsavableValue.
+    """
     cls, bits = type(flag), 0
     members = [member for member in flag if isinstance(member, enum.Enum) and is_named(member)]  # Python 3.11 has None for nameless bits
     for member in members:
@@ -80,19 +88,19 @@ def flag_parts(flag: enum.Flag, path: str) -> list[Any]:
 
 
 def make_member(parts: Any) -> enum.Enum:
-    """Return the enum member of which `member_parts` has returned these parts. Raises NotFound."""
+    """Return the enum member that the parts from `member_parts` name. Raises NotFound."""
     module, qualname, name = parts
     found: enum.Enum = _enum(module, qualname, name)[name]
     return found
 
 
 def make_flag(parts: Any) -> enum.Flag:
-    """Return the flag of which `flag_parts` has returned these parts. Raises NotFound."""
+    """Return the flag that the parts from `flag_parts` name. Raises NotFound."""
     module, qualname, names, value = parts
     text = "|".join([*names, *([hex(value)] if value or not names else [])])
     cls = _enum(module, qualname, text, names)
     if not issubclass(cls, enum.Flag):
-        raise NotFound(f"the state holds {qualname}.{text} of module {module}, where {qualname} is no longer a Flag")
+        raise NotFound(f"the checkpoint holds {qualname}.{text} of module {module}, where {qualname} is no longer a Flag")
     for name in names:
         value |= cls[name].value
     try:
@@ -101,16 +109,20 @@ def make_flag(parts: Any) -> enum.Flag:
             return made
     except ValueError:
         pass
-    raise NotFound(f"the state holds {qualname}.{text} of module {module}, and {qualname} no longer has such a flag")
+    raise NotFound(f"the checkpoint holds {qualname}.{text} of module {module}, and {qualname} no longer has such a flag")
 
 
 def _enum(module: str, qualname: str, text: str, names: list[str] | None = None) -> Any:
-    """Return the enum of this name. Raises NotFound if it is not imported, or lacks one of these members. `text` stands for the member."""
+    """Return the enum of this name.
+
+    Raises NotFound if it is not imported, or lacks one of these members. `text` names the member in
+    the error text.
+    """
     found = _found(module, qualname)
     if not isinstance(found, type) or not issubclass(found, enum.Enum):
-        raise NotFound(f"the state holds {qualname}.{text} of module {module}: import that module before loading")
+        raise NotFound(f"the checkpoint holds {qualname}.{text} of module {module}: import that module before loading")
     if not set([text] if names is None else names) <= found.__members__.keys():
-        raise NotFound(f"the state holds {qualname}.{text} of module {module}, and {qualname} no longer has such a member")
+        raise NotFound(f"the checkpoint holds {qualname}.{text} of module {module}, and {qualname} no longer has such a member")
     return found
 
 
@@ -122,21 +134,25 @@ def _can_be_named(cls: Any) -> bool:
 
 
 def class_parts(cls: Any, path: str) -> list[str] | None:
-    """Return module and qualified name of a class object, or None for a value that is not such a class. Raises UnsavableValue."""
+    """Return the module and the qualified name of a class object.
+
+    Return None for a value that is not such a class. Raises UnsavableValue.
+    """
     if not _can_be_named(cls):
         return None
     return ["builtins", "NoneType"] if cls is type(None) else _place(cls, path, f"class {cls.__qualname__}", "its name, as text")
 
 
 def make_class(parts: Any) -> type:
-    """Return the class of which `class_parts` has returned these parts. Raises NotFound."""
+    """Return the class that the parts from `class_parts` name. Raises NotFound."""
     module, qualname = parts
     found = type(None) if (module, qualname) == ("builtins", "NoneType") else _found(module, qualname)
     if found is None:
-        raise NotFound(f"the state holds class {qualname} of module {module}: import that module before loading")
+        raise NotFound(f"the checkpoint holds class {qualname} of module {module}: import that module before loading")
     if not _can_be_named(found):
         raise NotFound(
-            f"the state holds class {qualname} of module {module}, which is no class of modules, optimizers, schedulers, tensors or enums, "
+            f"the checkpoint holds class {qualname} of module {module}, which is no class of modules, optimizers, "
+            "schedulers, tensors or enums, "
             "and no plain type of Python"
         )
     made: type = found
@@ -158,7 +174,7 @@ def constant_parts(value: Any) -> list[str] | None:
 
 
 def make_constant(parts: Any) -> Any:
-    """Return the constant of which `constant_parts` has returned these parts.
+    """Return the constant that the parts from `constant_parts` name.
 
     Raises NotFound if this torch does not have it, and NewerFormat for an unknown kind.
     """
@@ -169,7 +185,7 @@ def make_constant(parts: Any) -> Any:
         return (torch.finfo if kind == "finfo" else torch.iinfo)(torch_dtype(text))
     if kind not in _CONSTANTS:
         raise NewerFormat(f"a value has the unknown kind {kind!r}: it was written by a newer ckptd; upgrade this one")
-    found = vars(torch).get(text)  # without getattr, which imports some modules of torch at their first use
+    found = vars(torch).get(text)  # not by getattr, which imports some modules of torch at their first use
     if not isinstance(found, _CONSTANTS[kind]):
         raise NotFound(f"torch {torch.__version__} has no {kind} {text!r}: install a newer torch")
     return found

@@ -57,9 +57,11 @@ def too_deep(above: Sequence[tuple[int, str]], path: str) -> UnsavableValue:
 
 
 def digits(value: int, path: str) -> bytes:
-    """Return an integer as decimal text. Raises UnsavableValue if it has more digits than Python converts to and from text by default.
+    """Return an integer as decimal text.
 
-    The limit of this process does not count if it is higher, because the process that reads the integer may have the default.
+    Raises UnsavableValue if it has more digits than Python converts to and from text by default. A
+    higher limit of this process does not count, because the process that reads the integer may have
+    the default.
     """
     most = sys.int_info.default_max_str_digits
     if (about := value.bit_length() * 30_103 // 100_000 + 1) <= most + 1:
@@ -87,12 +89,14 @@ def said(how: Callable[[Any], str], value: Any) -> str:
 
 
 def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in a form whose memory holds its values. A sharded tensor is checked and returned as it is.
+    """Return the tensor in a form whose memory holds its values.
 
-    A conjugate or negative view is resolved into a new tensor. Raises UnsavableValue for a tensor that is quantized, on the meta device or
-    of an unknown class, for a sparse or nested one, which is saved by its parts, and for one of more than MAX_DIMENSIONS dimensions. Raises
-    UnsavableValue as well for a DTensor with a partial placement, since each rank holds only a summand, and for a DTensor whose shards are
-    wrapper subclasses.
+    A sharded tensor is checked and returned as it is. A conjugate or negative view is resolved into
+    a new tensor. Raises UnsavableValue for a tensor that is quantized, on the meta device or of an
+    unknown class, and for one of more than MAX_DIMENSIONS dimensions. Raises it for a sparse or
+    nested tensor, too, which is saved by its parts instead. Raises it for a DTensor with a partial
+    placement, since each rank holds only a summand, and for a DTensor whose shards are wrapper
+    subclasses.
     """
     if isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):
@@ -101,9 +105,9 @@ def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
             )
         if is_traceable_wrapper_subclass(local := tensor._local_tensor):
             raise UnsavableValue(
-                f"{name}: a DTensor whose shards are of class {type(local).__module__}.{type(local).__qualname__}, which consist of "
-                "several tensors, cannot be saved, because these need not be divided as the DTensor is: use plain tensors, such as an "
-                "optimizer with a state that is not quantized, or leave such values out (unsavable='skip')"
+                f"{name}: a DTensor cannot be saved if its shards are of class {type(local).__module__}.{type(local).__qualname__}, "
+                "which consists of several tensors, because these tensors need not be divided as the DTensor is: use plain tensors, such "
+                "as those of an optimizer whose state is not quantized, or leave such values out (unsavable='skip')"
             )
         check_tensor(name, local)
         return tensor
@@ -149,17 +153,26 @@ def _refusal(tensor: torch.Tensor) -> str:
 
 
 def check_values(name: str, tensor: torch.Tensor) -> None:
-    """Raise UnsavableValue for a tensor that has no values yet, such as a parameter of a lazy module, or never has any."""
+    """Raise UnsavableValue for a tensor that has no values.
+
+    A parameter of a lazy module has none yet, and a fake tensor never has any.
+    """
     if is_uninitialized(tensor):
         raise UnsavableValue(
-            f"{name}: an uninitialized parameter or buffer of a lazy module: run one forward pass before the first snapshot"
+            f"{name}: an uninitialized parameter or buffer of a lazy module cannot be saved: run one forward pass before the first snapshot"
         )
     if is_fake(tensor):
-        raise UnsavableValue(f"{name}: a fake tensor, which has no values: build the model outside FakeTensorMode, or leave it out")
+        raise UnsavableValue(
+            f"{name}: a fake tensor, which has no values, cannot be saved: build the model outside of "
+            "FakeTensorMode, or leave the tensor out"
+        )
 
 
 def is_uninitialized(tensor: torch.Tensor) -> bool:
-    """Return True for a parameter or a buffer of a lazy module before its first forward pass. Most operations on it raise an error."""
+    """Return True for a parameter or a buffer of a lazy module before its first forward pass.
+
+    Most operations on such a tensor raise an error.
+    """
     return isinstance(tensor, (UninitializedBuffer, UninitializedParameter))
 
 

@@ -1,7 +1,7 @@
 """Gives the state dicts of modules in a state the versions of submodules that they were saved with.
 
-A module loads its state dict with these versions, which lie in the attribute `_metadata` of the state
-dict. As with `torch.load`, a state dict that is a value in a state brings its own.
+A module loads its state dict with these versions, which are in the attribute `_metadata` of the state
+dict. As with `torch.load`, a state dict that is a value in a state has them when it comes back.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ckptd.agent.state.versions import USUAL, Versions, prefixes
 
 
 def attach_versions(tree: Any, versions: Mapping[str, Versions], rank: int) -> Any:
-    """Return the decoded state of a rank, in which each state dict has the metadata that it was saved with.
+    """Return the decoded state of a rank, with the metadata of each state dict.
 
-    An OrderedDict gets them as its attribute `_metadata`. An OrderedDict with them takes the place
-    of the dict that a module was saved as.
+    An OrderedDict gets its metadata as the attribute `_metadata`. The dict of a module is replaced
+    by an OrderedDict with this attribute.
     """
     above = {key[:end] for key in versions for end in (*(n for n, letter in enumerate(key) if letter in ".@"), len(key))}
 
@@ -48,7 +48,7 @@ def attach_versions(tree: Any, versions: Mapping[str, Versions], rank: int) -> A
 
 
 def _with_usual(tree: dict[str, Any], versions: Versions) -> OrderedDict[str, Any]:
-    """Return the saved state of a module as a state dict with metadata, in which the usual ones are not left out."""
+    """Return the saved state of a module as a state dict with all metadata."""
     state = OrderedDict(tree)
     usual = dict.fromkeys(sorted(prefixes(name for name in tree if type(name) is str)), USUAL)
     state._metadata = _metadata({**usual, **versions})  # type: ignore[attr-defined]
@@ -60,10 +60,10 @@ def _metadata(versions: Versions) -> OrderedDict[str, Any]:
 
 
 def take_versions(place: OrderedDict[Any, Any], saved: Any, taken: Iterable[Any]) -> None:
-    """Give a state dict of the caller's the metadata of the saved one.
+    """Give a state dict of the caller's the metadata of the saved state dict.
 
-    A submodule keeps its own metadata if none of its values, whose keys are in `taken`, come from
-    the saved state dict.
+    taken: the keys whose values come from the saved state dict. A submodule of which no value is
+    taken keeps its own metadata.
     """
     metadata = getattr(saved, "_metadata", None)
     if metadata is None:

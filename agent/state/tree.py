@@ -55,10 +55,11 @@ class Unsaved:
 
 @dataclass(frozen=True, slots=True)
 class Unavailable:
-    """The node of a decoded tree that takes the place of a value that this process cannot make, such as a member of an enum not imported.
+    """The node of a decoded tree that takes the place of a value that this process cannot make.
 
-    why: the reason, with the way out. code, data: the extension type and its payload, so that the value can be saved again as it was. A
-    tensor of a subclass has no payload; it has its `fields` instead, a dict of its inner tensors.
+    A member of an enum that is not imported is such a value. why: the reason, and the way out.
+    code, data: the extension type and its payload, so that the value can be saved again as it was.
+    A tensor of a subclass has no payload; it has `fields` instead, a dict of its inner tensors.
     """
 
     why: str
@@ -86,7 +87,7 @@ def tensor_names(tree: Any) -> list[str]:
 
 
 def empty_like(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a new empty dict of the same type as `tree`. It gets the `_metadata` of a module's state dict."""
+    """Return a new empty dict of the same type as `tree`, with its `_metadata` if it has any."""
     if isinstance(tree, defaultdict):
         return defaultdict(tree.default_factory)
     made = type(tree)()
@@ -101,9 +102,10 @@ def like(container: Any, items: list[Any]) -> Any:
 
 
 def inside(tree: Any) -> Iterable[Any] | None:
-    """Return the contents of a container in a decoded tree, or None for a value that is no container.
+    """Return the contents of a container in a decoded tree, or None for any other value.
 
-    The contents of a container that holds plain values only are left out: nothing in them is a node or a container.
+    The contents of a container that holds plain values only are left out, because none of them is a
+    node or a container.
     """
     if isinstance(tree, (ObjectNode, PerRank)):
         return (tree.tree if isinstance(tree, ObjectNode) else tree.value,)
@@ -119,7 +121,10 @@ def any_node(tree: Any, condition: Callable[[Any], bool]) -> bool:
 
 
 def unavailable(tree: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the key and the reason of each value in a decoded tree that this process cannot make. Keys of dicts are looked into, too."""
+    """Yield the key and the reason of each value in a decoded tree that this process cannot make.
+
+    The keys of dicts are examined, too.
+    """
     if isinstance(tree, Unavailable):
         yield path, tree.why
     elif isinstance(tree, ObjectNode):
@@ -145,10 +150,12 @@ def _stands_in(tree: Any) -> bool:
 
 
 def filled(tree: Any, resolve: Callable[[str], Any], *, records: bool = True) -> Any:
-    """Return a decoded tree with `resolve(name)` for each TensorRef, and ObjectNode and PerRank unwrapped. Containers keep their types.
+    """Return a decoded tree with `resolve(name)` in place of each TensorRef.
 
-    A record is made again if that needs no class of the caller's. A dict of its fields takes the place of any other record, and of all
-    records if `records` is False. `Unavailable` takes the place of a tensor whose subclass this process lacks.
+    ObjectNode and PerRank are unwrapped. Containers keep their types. A record is made again if
+    this needs no class of the caller's. A dict of its fields takes the place of any other record,
+    and of all records if `records` is False. `Unavailable` takes the place of a tensor whose
+    subclass this process lacks.
     """
     if isinstance(tree, TensorRef):
         return resolve(tree.fqn)

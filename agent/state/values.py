@@ -78,17 +78,24 @@ Known = dict[str, tuple[list[list[Any]], list[str], msgspec.Raw]]
 """Dicts packed by `Packer._only_tensors`, by path: all their keys, the tensors' names, and the encoded dict."""
 _MOST_KNOWN = 1 << 17
 _OBJECTS_OF_ONE = 8
-"""At least as many maps, lists, texts and extensions as any value takes in the document, apart from the values in it."""
+"""A bound for the maps, lists, texts and extensions of one value in the document.
+
+The values inside the value are not counted.
+"""
 _ROOM = 4096
-"""The objects that are kept free for what a values document has beside the state, such as the states of random generators."""
+"""The number of objects that a state leaves free for the other parts of a values document.
+
+The states of random generators are such a part.
+"""
 _ROOM_BYTES = 1 << 20
 
 
 def check_size(document: bytes, objects: int, *, within: bool = False) -> None:
-    """Raise UnsavableValue if a reader would refuse this document because of its size. `objects`: see `Packer.objects`.
+    """Raise UnsavableValue if a reader would refuse this document because of its size.
 
-    `within` is True for a state that becomes a part of a values document. Takes time in proportion to the document only if `objects` is so
-    large that an exact count is needed.
+    objects: as `Packer.objects`. within: True for a state that becomes a part of a values document.
+    Takes time in proportion to the document only if `objects` is so large that an exact count is
+    needed.
     """
     most, room = (MAX_DOCUMENT - _ROOM_BYTES, _ROOM) if within else (MAX_DOCUMENT, 0)
     if len(document) > most:
@@ -105,12 +112,15 @@ def check_size(document: bytes, objects: int, *, within: bool = False) -> None:
 
 
 class Packer:
-    """An encoder for one state. `pack` returns a tree that msgspec can encode; `tensors` then holds every tensor by name, in order.
+    """An encoder for one state.
 
-    `expand`, if given, is called with each value of an unknown type and its path, and returns (kind, plain tree) or None. `rank` becomes
-    part of the names of tensors in a `per_rank` value. `known` is filled, and makes the next packing of a state with the same keys faster.
-    `objects` is at least the number of maps, lists, texts and extensions in what was packed. `versions` has the metadata of each state dict
-    of a module that was among the values, by its path.
+    `pack` returns a tree that msgspec can encode. `tensors` then holds every tensor by name, in
+    order. `expand`, if given, is called with each value of an unknown type and its path, and
+    returns (kind, plain tree) or None. `rank` becomes part of the names of tensors in a `per_rank`
+    value. `known` is filled, and makes the next packing of a state with the same keys faster.
+
+    `objects` is at least the number of maps, lists, texts and extensions in the packed values.
+    `versions` has the metadata of each state dict of a module among the values, by its path.
     """
 
     def __init__(
@@ -127,12 +137,16 @@ class Packer:
     def encode(self, value: Any, prefix: str = "") -> bytes:
         """Pack a value and return it as msgpack.
 
-        Raises UnsavableValue for a value that could not be restored, naming the key, and for a document that is too large for a reader.
+        Raises UnsavableValue for a value that could not be restored, naming the key, and for a
+        document that is too large for a reader.
         """
         return self._encoded(self.pack(value, prefix), within=True)
 
     def encode_map(self, packed: dict[str, Any]) -> bytes:
-        """Return a document of values that this packer has packed. Raises UnsavableValue if it is too large for a reader."""
+        """Return the document of values that this packer has packed.
+
+        Raises UnsavableValue if it is too large for a reader.
+        """
         return self._encoded(packed)
 
     def _encoded(self, packed: Any, *, within: bool = False) -> bytes:
@@ -170,14 +184,21 @@ class Packer:
             self._above.pop()
 
     def _items(self, values: Collection[Any], path: str) -> Any:
-        """Return the packed items of a sequence: the sequence itself if msgspec encodes all of it, as it does a history of losses."""
+        """Return the packed items of a sequence.
+
+        If msgspec encodes all items, as it does for a history of losses, this is the sequence
+        itself.
+        """
         if self._is_flat(values):
             return values
         prefix = f"{path}." if path else ""
         return [item if type(item) in _NUMBERS else self.pack(item, f"{prefix}{n}") for n, item in enumerate(values)]
 
     def _is_flat(self, values: Collection[Any]) -> bool:
-        """Return True if msgspec encodes all values as `pack` would pack them. Adds the texts among them to `objects`."""
+        """Return True if msgspec encodes all values as `pack` would pack them.
+
+        Adds the texts among the values to `objects`.
+        """
         # A state may hold millions of plain values, so all of this runs in C.
         kinds = types_of(values)
         if not kinds <= PLAIN_TYPES:
@@ -210,8 +231,11 @@ class Packer:
         return _encode(ordered if flat else [self._hashed(item, f"{prefix}{n}") for n, item in enumerate(ordered)])
 
     def _hashed(self, value: Any, path: str, *, is_key: bool = False) -> Any:
-        """Pack a key of a dict, or an item of a set. Raises UnsavableValue for a value that would come back without a hash."""
-        packed = Packer.pack(self, value, path)  # never an Unsaved, as `LenientPacker.pack` returns it
+        """Pack a key of a dict, or an item of a set.
+
+        Raises UnsavableValue for a value that would come back without a hash.
+        """
+        packed = Packer.pack(self, value, path)  # not LenientPacker.pack, which would return an Unsaved
         if type(packed) is not Ext or packed.code in _HASHED:
             return packed
         found = decode(_encode(packed))
@@ -354,7 +378,7 @@ class Packer:
         return self._torch(value, kind, path)
 
     def _unavailable(self, value: Unavailable, path: str) -> Ext:
-        """Pack a value that this process could not make as it was read."""
+        """Pack a value that this process could not make, as it was read."""
         if not value.code:
             raise UnsavableValue(f"{path or 'the state'}: {value.why}")
         self.objects += len(value.data)
@@ -449,11 +473,13 @@ def _in_npy(dtype: Any) -> bool:
 
 @paused_collector()
 def decode(document: bytes | memoryview, resolve: Callable[[str], Any] = TensorRef, *, objects: bool = True) -> Any:
-    """Return the value that `Packer.encode` was given. `resolve` returns the object that takes the place of a tensor, given its name.
+    """Return the value that `Packer.encode` was given.
 
-    If `objects` is false, an ObjectNode is replaced by its tree and a PerRank by its value. `Unavailable` takes the place of a value that
-    this process cannot make, as a member of an enum whose module is not imported. Raises IntegrityError for an invalid document, and
-    NewerFormat for an unknown extension type.
+    `resolve` returns the object that takes the place of a tensor, given its name. If `objects` is
+    false, an ObjectNode is replaced by its tree and a PerRank by its value. `Unavailable` takes the
+    place of a value that this process cannot make, such as a member of an enum whose module is not
+    imported. Raises IntegrityError for an invalid document, and NewerFormat for an unknown
+    extension type.
     """
 
     def hook(code: int, data: memoryview) -> Any:
@@ -515,9 +541,9 @@ def _device(text: str) -> torch.device:
 def _load(data: bytes) -> Any:
     try:
         return torch.load(io.BytesIO(data), weights_only=True)
-    except RuntimeError:  # it was saved on a device that this machine does not have
+    except RuntimeError:  # the value was saved on a device that this machine does not have
         return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except Exception as error:  # torch's refusal has a type that only its loader of files defines
+    except Exception as error:  # torch's refusal has a type that is private to its unpickler
         if (name := re.search(r"GLOBAL ([\w.]+)", str(error))) is None:
             raise
         raise NotFound(

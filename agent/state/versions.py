@@ -24,7 +24,10 @@ state dict among the values of a state, all prefixes are there, as they are in t
 """
 
 _known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[dict[str, Any], Versions]] = weakref.WeakKeyDictionary()
-"""The metadata of a module's last state dict, with what `versions_of` has returned for them, because comparing takes less time."""
+"""The metadata of a module's last state dict, with the result of `versions_of` for them.
+
+Comparing metadata takes less time than computing the result.
+"""
 USUAL = {"version": 1}
 """The metadata that the submodules of most classes have."""
 _PLAIN = (bool, int, float, str, type(None))
@@ -48,16 +51,19 @@ def versions_of(module: torch.nn.Module, state: Any) -> Versions | None:
             found[names[raw]] = _plain(unusual[raw])
         elif raw in names:
             found.pop(names[raw], None)
-    if names.keys() == set(names.values()):  # otherwise the names depend on the classes of wrappers, too
+    if names.keys() == set(names.values()):  # otherwise the names also depend on the classes of wrappers
         _known[module] = metadata, found
     return found
 
 
-def with_versions(module: torch.nn.Module, own: Any, state: Collection[str], versions: Versions | None) -> OrderedDict[str, Any] | None:
-    """Return the metadata for `load_state_dict`, in which each submodule has the versions that it was saved with.
+def metadata_for_loading(
+    module: torch.nn.Module, own: Any, state: Collection[str], versions: Versions | None
+) -> OrderedDict[str, Any] | None:
+    """Return the metadata for `load_state_dict`, with the saved version of each submodule.
 
-    own: the state dict of the module now. state: the saved names, canonical. versions: None if the checkpoint has none; the submodules then
-    have their own of today. A submodule of which nothing was saved has no metadata, as with torch.
+    own: the state dict of the module now. state: the saved names, canonical. versions: None if the
+    checkpoint has none; the metadata are then those of `own`. As in torch, a submodule of which
+    nothing was saved has no metadata.
     """
     metadata = getattr(own, "_metadata", None)
     if versions is None or metadata is None:
@@ -73,9 +79,10 @@ def with_versions(module: torch.nn.Module, own: Any, state: Collection[str], ver
 
 
 def merged_versions(documents: Sequence[Mapping[str, Any]], own: int | None) -> dict[str, Versions]:
-    """Return the versions of all modules in the values documents of several ranks, by the key of the module.
+    """Return the versions of all modules in the values documents of several ranks, by key.
 
-    Where ranks differ, the document with the number `own` counts, then the first one.
+    own: the number of this rank's document, or None. If ranks differ, this document counts, then
+    the first one.
     """
     merged: dict[str, Versions] = {}
     for document in [*reversed(documents), *([] if own is None else [documents[own]])]:
@@ -85,7 +92,10 @@ def merged_versions(documents: Sequence[Mapping[str, Any]], own: int | None) -> 
 
 
 def prefixes(names: Iterable[str]) -> set[str]:
-    """Return the prefixes of the submodules in which these names lie, and "", which is that of the module itself."""
+    """Return the prefixes of the submodules in which these names lie.
+
+    They include "", which is the prefix of the module itself.
+    """
     found = {""}
     for name in names:
         while (name := name.rpartition(".")[0]) and name not in found:
@@ -98,18 +108,23 @@ def _plain(entry: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def canonical_prefixes(module: torch.nn.Module, raw: Collection[Any]) -> dict[str, str]:
-    """Return the canonical prefix for each raw prefix of a submodule. Both are without the dot at the end."""
+    """Return the canonical prefix for each raw prefix of a submodule.
+
+    Both are without the dot at the end.
+    """
     prefixes = [prefix for prefix in raw if type(prefix) is str]
     if not may_name_wrappers(prefixes):
         return dict(zip(prefixes, prefixes, strict=True))
-    leaves = [
-        f"{prefix}.~{number}" if prefix else f"~{number}" for number, prefix in enumerate(prefixes)
-    ]  # names that would be equal stay raw
+    # Each prefix gets a name of its own in it, because names that would be equal stay raw.
+    leaves = [f"{prefix}.~{number}" if prefix else f"~{number}" for number, prefix in enumerate(prefixes)]
     return {prefix: name.rpartition(".")[0] for prefix, name in zip(prefixes, canonical_names(module, leaves), strict=True)}
 
 
 def plain_metadata(state: OrderedDict[Any, Any]) -> dict[str, dict[str, Any]] | None:
-    """Return the metadata in a state dict, or None if it has none. Entries that are not plain are left out."""
+    """Return the metadata in a state dict, or None if it has none.
+
+    Entries that are not plain are left out.
+    """
     metadata = getattr(state, "_metadata", None)
     if not isinstance(metadata, dict):
         return None

@@ -24,7 +24,10 @@ _WRAPPERS = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
 }
-"""The attribute with the wrapped module, by the wrapper's class. By name, because importing torch.compile takes a second."""
+"""The attribute with the wrapped module, by the wrapper's class.
+
+The classes are given by name, because importing torch.compile takes a second.
+"""
 
 _ATTRIBUTES = tuple(dict.fromkeys(_WRAPPERS.values()))
 _PARTS = tuple(f".{attribute}." for attribute in _ATTRIBUTES)
@@ -67,7 +70,11 @@ class Ways:
 
 
 class _Known(NamedTuple):
-    """The canonical names of one state dict: its keys, the names, and the ways through wrappers, with the class of each module on them."""
+    """The canonical names of one state dict.
+
+    keys: the keys of the state dict. names: the canonical names. ways: the ways through wrappers.
+    kinds: the class of each module on these ways.
+    """
 
     keys: list[str]
     names: list[str]
@@ -107,7 +114,10 @@ def flattens(module: torch.nn.Module) -> bool:
 
 
 def canonical_names(module: torch.nn.Module, raw: Iterable[str]) -> list[str]:
-    """Return the canonical name for each raw name in the state dict of a module. Equal names are returned only for equal raw names."""
+    """Return the canonical name for each raw name in the state dict of a module.
+
+    Equal names are returned only for equal raw names.
+    """
     raw = list(raw)
     return _names(raw, _prefixes(module, raw)) if _may_have_wrappers(raw) else raw
 
@@ -119,7 +129,10 @@ def raw_names(module: torch.nn.Module, raw: Iterable[str]) -> dict[str, str]:
 
 
 def canonical_keys(module: torch.nn.Module, tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict of a module under canonical names. The names are kept for the next call and checked, which takes less time."""
+    """Return a state dict of a module under canonical names.
+
+    The names are kept for the next call and checked then, which takes less time.
+    """
     raw = list(tree)
     if not _may_have_wrappers(raw):
         return dict(tree)
@@ -133,10 +146,11 @@ def canonical_keys(module: torch.nn.Module, tree: dict[str, Any]) -> dict[str, A
 
 
 def current_names(raw_of: dict[str, str], saved: Collection[str]) -> dict[str, str]:
-    """Return the canonical name that each saved name of a module has now. A name that is not known stays as it is.
+    """Return the present canonical name for each saved name of a module.
 
-    `raw_of` has the raw names of the module by canonical name. Checkpoints of other tools have raw names. Earlier versions left out only
-    some of the wrappers.
+    A name that is not known stays as it is. `raw_of` has the raw names of the module by canonical
+    name. Checkpoints of other tools have raw names. Earlier versions left out only some of the
+    wrappers.
     """
     formerly: dict[str, str] = {}
     for name, raw in raw_of.items():
@@ -159,7 +173,10 @@ def former_name(raw: str) -> str:
 
 
 def may_name_wrappers(prefixes: Iterable[str]) -> bool:
-    """Return False if no prefix goes through a wrapper, in little time. Prefixes are those of submodules, without their last dot."""
+    """Return False if no prefix goes through a wrapper. Takes little time.
+
+    Prefixes are those of submodules, without their last dot.
+    """
     joined = "." + ".\n.".join(prefixes) + "."
     return any(part in joined for part in _PARTS)
 
@@ -173,7 +190,10 @@ _Prefixes = dict[str, tuple[str, list[str]]]
 
 
 def _prefixes(module: torch.nn.Module, raw: list[str]) -> _Prefixes:
-    """Return the prefixes that end with the attribute of a wrapper, each without its wrappers, and with its way through the module."""
+    """Return the prefixes that end with the attribute of a wrapper.
+
+    Each comes with the prefix without its wrappers, and with its way through the module.
+    """
     found = {match[0]: None for match in map(_TO_THE_LAST.match, raw) if match}
     return {prefix: _shortened(module, prefix) for prefix in found}
 
@@ -186,7 +206,10 @@ def _names(raw: list[str], prefixes: _Prefixes) -> list[str]:
 
 
 def _shortened(module: torch.nn.Module, prefix: str) -> tuple[str, list[str]]:
-    """Return a prefix, which ends with a dot, without the wrappers on its way through the module, and this way."""
+    """Return a prefix without the wrappers on its way through the module, and this way.
+
+    The prefix ends with a dot.
+    """
     parts, kept, way, position = prefix.split(".")[:-1], list[str](), list[str](), 0
     while position < len(parts):
         part, attribute = parts[position], wrapped_at(module)
@@ -207,7 +230,10 @@ def _shortened(module: torch.nn.Module, prefix: str) -> tuple[str, list[str]]:
 
 
 def wrapped_at(module: torch.nn.Module) -> str:
-    """Return the name of the attribute with the wrapped module, or "" for a module that is no wrapper, or cannot be left out of names."""
+    """Return the name of the attribute with the wrapped module.
+
+    Return "" for a module that is no wrapper, or that cannot be left out of names.
+    """
     attribute = _attribute(type(module))  # type: ignore[arg-type]
     if not attribute or (inner := module._modules.get(attribute)) is None:
         return ""

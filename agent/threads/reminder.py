@@ -12,9 +12,10 @@ REMINDER_SECONDS = 30.0
 
 @contextmanager
 def reminder(log: logging.Logger, text: str, first: float | None = None) -> Iterator[None]:
-    """Context manager. Log `text` every 30 seconds until the block ends, and for the first time after `first` seconds if that is given.
+    """Context manager. Log `text` every 30 seconds until the block ends.
 
-    Nothing is logged in a block that ends sooner.
+    first: the seconds before the first line, if they are not 30. Nothing is logged in a block that
+    ends sooner.
     """
     over = threading.Event()
 

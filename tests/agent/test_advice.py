@@ -87,7 +87,7 @@ def test_the_third_run_from_one_snapshot_is_told_of_an_older_step(caplog: pytest
         advice = Advice()
         if before:
             advice.recovered(None)
-        advice.begins_where_others_ended(restart, attempt)
+        advice.warn_of_repeated_recovery(restart, attempt)
         return warned(caplog)
 
     seventy_nine = Restart("step 79 of attempt 1", 1, "recover(state, step=69)")

@@ -126,16 +126,16 @@ def test_what_a_process_lacks_is_named_and_everything_else_comes_with_it(
         assert found["w"].tolist() == [0, 1, 2]
         assert found["epoch"] == 7
         [reds] = found["colours"]
-        assert repr(reds["now"]) == "<not available: the state holds Colour.RED of module palette: import that module before loading>"
-        assert repr(reds["mode"]) == "<not available: the state holds Mode.A|B of module palette: import that module before loading>"
-        assert repr(reds["net"]) == "<not available: the state holds class Net of module palette: import that module before loading>"
+        assert repr(reds["now"]) == "<not available: the checkpoint holds Colour.RED of module palette: import that module before loading>"
+        assert repr(reds["mode"]) == "<not available: the checkpoint holds Mode.A|B of module palette: import that module before loading>"
+        assert repr(reds["net"]) == "<not available: the checkpoint holds class Net of module palette: import that module before loading>"
         assert list(found["by colour"]) == [reds["now"]]
         mine: dict[str, Any] = {"w": torch.zeros(3), "epoch": 0, "colours": [{"now": 1, "mode": 2, "net": 3}], "by colour": {}}
         with pytest.raises(StructureMismatch) as caught:
             agent.recover(mine)
         said = str(caught.value)
         for key, what in (("colours.0.now", "Colour.RED"), ("colours.0.mode", "Mode.A|B"), ("by colour.0", "Colour.RED")):
-            assert f"{key}: the state holds {what} of module palette: import that module before loading; " in said
+            assert f"{key}: the checkpoint holds {what} of module palette: import that module before loading; " in said
         call = "recover(state, keep=['colours.0.now', 'colours.0.mode', 'colours.0.net', 'by colour'])"
         assert said.endswith(f"; nothing was written. To recover the rest, call {call}")
         assert mine["w"].tolist() == [0, 0, 0]

@@ -83,7 +83,7 @@ class Wrong(DefaultSavePlanner):
     [
         (lambda t: t.flatten()[1:], "model.w: the planner's item has shape [2, 3], but resolves to a tensor of shape [5]"),
         (lambda t: 5, "model.w: the planner's item is a tensor, but resolves to int"),
-        (lambda t: t.to("meta"), "model.w: a tensor on the meta device, which has no values cannot be saved"),
+        (lambda t: t.to("meta"), "model.w: a tensor on the meta device, which has no values, cannot be saved"),
     ],
 )
 def test_an_item_that_resolves_to_something_else_is_refused(made: Any, words: str) -> None:

@@ -180,7 +180,7 @@ def test_a_tensor_whose_storage_was_freed_or_has_shrunk_is_refused_by_key(held: 
     tensors = {"a": torch.zeros(2), "b": tensor}
     structure, _ = Structure.of(tensors)
     tensor.untyped_storage().resize_(held)
-    expected = f"^b: the tensor needs 4000 bytes, and its storage has {held}: take the snapshot while it has its memory"
+    expected = f"^b: the tensor needs 4000 bytes, and its storage has {held}: take the snapshot while the tensor has its memory"
     with pytest.raises(UnsavableValue, match=expected):
         structure.again(tensors)
     with pytest.raises(UnsavableValue, match=expected):

@@ -259,7 +259,7 @@ def test_a_fake_tensor_is_refused() -> None:
         module = nn.Linear(2, 2)
     with pytest.raises(StructureMismatch) as caught:
         Checkpoint({"net": linear(3.0)}).recover({"net": module})
-    say = "the state's tensor is a fake one, which has no memory; make it outside of FakeTensorMode"
+    say = "the state's tensor is a fake tensor, which has no memory; make it outside of FakeTensorMode"
     assert str(caught.value) == f"net.weight: {say}; net.bias: {say}; nothing was written"
 
 

@@ -363,7 +363,7 @@ def test_layers_that_were_unfrozen_begin_without_state() -> None:
 def test_another_number_of_parameters_without_names_is_refused() -> None:
     saved, state = trained(("a", "b", "c")), {"optim": fresh()[1], "epoch": 0}
     words = (
-        "optim: the checkpoint has 3 parameters without names in this optimizer, the state 2: have the module that holds them in the "
+        "optim: the checkpoint has 3 parameters without names in this optimizer, the state 2: put the module that holds them into the "
         "state, too"
     )
     refuses(Checkpoint({"optim": saved[1], "epoch": 4}), state, words, {"keep": ["optim"]})

@@ -165,7 +165,7 @@ def test_an_optimizer_without_its_modules_says_that_the_names_are_theirs() -> No
     words, call = refusal(Checkpoint(saved), {"optim": state["optim"]}, strict=False)
     assert words == (
         "optim: no parameter of the optimizer is in the checkpoint, which has emb.weight, head.weight, while the optimizer has 0, 1: the "
-        "names are those of the modules, so have the modules in the state, too"
+        "names come from the modules, so put the modules into the state, too"
     )
     assert call == {"strict": False, "keep": ["optim"]}
     Checkpoint(saved).recover(state)

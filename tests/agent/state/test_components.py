@@ -83,7 +83,7 @@ def test_a_new_component_is_put_into_the_wrapper() -> None:
 @pytest.mark.parametrize("name", ["os.system", "torch.Tensor", "nowhere.Scaled", "", "tests.support.wrapped.NotATensor"])
 def test_a_wrapper_is_made_only_of_a_class_that_is_imported_and_wraps_tensors(name: str) -> None:
     fields = TENSOR_KINDS["subclass"].fields(Scaled(torch.zeros(3), torch.zeros(1), 2))
-    with pytest.raises(NotFound, match=f"^the state holds a tensor of class {name}: import module"):
+    with pytest.raises(NotFound, match=f"^the checkpoint holds a tensor of class {name}: import module"):
         TENSOR_KINDS["subclass"].alone(fields, name)
 
 

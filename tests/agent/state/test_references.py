@@ -89,13 +89,13 @@ def test_a_file_names_only_classes_of_certain_kinds_that_are_imported(module: st
 
 def test_members_that_are_gone_are_named() -> None:
     module = kinds.__name__
-    with pytest.raises(NotFound, match=r"^the state holds Access\.Z of module .*, and Access no longer has such a member$"):
+    with pytest.raises(NotFound, match=r"^the checkpoint holds Access\.Z of module .*, and Access no longer has such a member$"):
         make_member([module, "Access", "Z"])
-    with pytest.raises(NotFound, match=r"^the state holds Access\.R\|Z of module .*, and Access no longer has such a member$"):
+    with pytest.raises(NotFound, match=r"^the checkpoint holds Access\.R\|Z of module .*, and Access no longer has such a member$"):
         make_flag([module, "Access", ["R", "Z"], 0])
-    with pytest.raises(NotFound, match=r"^the state holds Access\.R\|0x100 of module .*, and Access no longer has such a flag$"):
+    with pytest.raises(NotFound, match=r"^the checkpoint holds Access\.R\|0x100 of module .*, and Access no longer has such a flag$"):
         make_flag([module, "Access", ["R"], 256])
-    with pytest.raises(NotFound, match=r"^the state holds Colour\.RED of module .*, where Colour is no longer a Flag$"):
+    with pytest.raises(NotFound, match=r"^the checkpoint holds Colour\.RED of module .*, where Colour is no longer a Flag$"):
         make_flag([module, "Colour", ["RED"], 0])
 
 

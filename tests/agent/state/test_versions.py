@@ -11,7 +11,7 @@ import torch
 from ckptd.agent import Agent
 from ckptd.agent.state.capture import Habits, capture, values_document
 from ckptd.agent.state.values import decode
-from ckptd.agent.state.versions import merged_versions, plain_metadata, versions_of, with_versions
+from ckptd.agent.state.versions import merged_versions, metadata_for_loading, plain_metadata, versions_of
 from tests.support.daemons import Daemon
 from tests.support.saved_states import Checkpoint
 from tests.support.versioned import LaterSame, LaterScale, Same, Scale, of_torch, weights
@@ -50,9 +50,9 @@ def test_a_submodule_that_is_new_has_no_metadata() -> None:
     saved, module = torch.nn.Sequential(LaterScale()), torch.nn.Sequential(LaterScale(), LaterSame(), Same())
     Checkpoint({"model": saved}).recover({"model": module}, strict=False)
     own = module.state_dict()
-    found = with_versions(module, own, ["0.factor"], {"0": {"version": 2}})
+    found = metadata_for_loading(module, own, ["0.factor"], {"0": {"version": 2}})
     assert found == {"": {"version": 1}, "0": {"version": 2}}
-    assert with_versions(module, own, ["0.factor"], None) is own._metadata  # type: ignore[attr-defined]
+    assert metadata_for_loading(module, own, ["0.factor"], None) is own._metadata  # type: ignore[attr-defined]
     assert module[0].seen == [2]
 
 
