@@ -327,8 +327,9 @@ class Slots:
         """Register the segments that an earlier daemon has left, and return those of this root.
 
         Segments that are incomplete, damaged or from another boot are removed. Other files, segments of a newer ckptd and segments that
-        cannot be opened or read are left alone. A segment that was made for another root than `mark` names goes to `foreign`; one in which nothing
-        is sealed and that no trainer holds is removed. Raises StorageError if a segment cannot be opened because a resource has run out.
+        cannot be opened or read are left alone. A segment that was made for another root than `mark` names goes to `foreign`; one in which
+        nothing is sealed and that no trainer holds is removed. Raises StorageError if a segment cannot be opened because a resource has
+        run out.
         """
         for directory in self._directories():
             self._adopt(directory)
@@ -363,7 +364,7 @@ class Slots:
                 os.close(fd)
                 continue
             except OSError as error:  # of a disk, which may pass: a snapshot may be sealed in it
-                log.error("segment %s left alone, although a snapshot may be in it: %s; restart this daemon once it can be read", name, error)
+                log.error("segment %s left alone: %s; a snapshot may be in it, so restart this daemon once it can be read", name, error)
                 os.close(fd)
                 continue
             except (IntegrityError, InvalidName) as error:

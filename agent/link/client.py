@@ -84,6 +84,7 @@ class Client:
         self._up = Flag()
         self._down_since = 0.0
         self._silent = False  # a call has timed out, and no message has arrived since
+        self._gone: Channel | None = None  # the last connection that was lost
         self._channel = place.connect()
         self.welcome = self._channel.welcome
         self._up.set()
@@ -276,13 +277,14 @@ class Client:
                     log.exception("a message from the daemon could not be handled")
                 gone = error if isinstance(error, CkptdError) else DaemonUnreachable(f"the daemon is gone: {error}")
                 reason, self._unheard = self._unheard or gone, None
-            if self._closed:
+            with self._lock:  # no other thread may be sending on a socket that is being closed
+                self._gone = self._channel
                 self._channel.close()
+                self._up.clear()
+            if self._closed:
                 self._fail_calls(DaemonUnreachable("this agent is closed"))
                 return
             self._down_since, self._silent = time.monotonic(), False
-            self._up.clear()
-            self._channel.close()
             log.warning("connection to the daemon lost (%s); reconnecting", reason)
             self._fail_calls(DaemonUnreachable(f"the connection to the daemon was lost: {reason}"))
             if not self._connect_again():
@@ -347,11 +349,17 @@ class Client:
             self.foreign = error if isinstance(error, ForeignMemory) else None
             self._lost(error)
             self.close()
-        except CkptdError as error:
-            log.warning("the daemon is back, but this rank could not resume its session: %s", error)
+        except Exception as error:
+            if isinstance(error, CkptdError):
+                log.warning("the daemon is back, but this rank could not resume its session: %s", error)
+            else:
+                log.exception("the daemon is back, but this rank could not resume its session")
             channel.end()  # the client's thread then reconnects once more
         else:
-            self._up.set()
+            with self._lock:
+                if self._gone is channel:  # it was lost again, and the next one is resumed by another thread
+                    return
+                self._up.set()
             log.info("the daemon is back after %.1f s", time.monotonic() - self._down_since)
 
 

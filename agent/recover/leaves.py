@@ -156,7 +156,7 @@ class Leaves:
         return found
 
     def compare(self, theirs: list[Any], ours: list[Any], path: str) -> None:
-        """Record the keys that only one side has. Those that the checkpoint lacks are differences if `strict` is on, and in `left` if not."""
+        """Record the keys that only one side has. What the checkpoint lacks differs if `strict` is on, otherwise it is `left`."""
         known, wanted = set(theirs), set(ours)
         prefix = f"{path}." if path else ""
         missing = [key for key in (f"{prefix}{key}" for key in ours if key not in known) if not self.is_kept(key)]

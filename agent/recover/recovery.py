@@ -222,8 +222,8 @@ class Recovery:
             mine = f" ({_some(state)})" if isinstance(state, dict) and state else ""
             saved = f", which has {_some(said[0]['unused'])}" if said[0]["unused"] else ""
             raise StructureMismatch(
-                f"no key of the state{mine} is in the checkpoint{saved}; nothing was written: compare the keys of the state with those that "
-                "`ckptd show` lists, or use another job name if this training is not the one that saved the checkpoint"
+                f"no key of the state{mine} is in the checkpoint{saved}; nothing was written: compare the keys of the state with those "
+                "that `ckptd show` lists, or use another job name if this training is not the one that saved the checkpoint"
             )
         if lacking := sorted({name for found in said for name in found["lacking"]}):
             raise RecoveryFailed(
