@@ -15,7 +15,7 @@ from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Catalog, Job
 from ckptd.daemon.claims import Claims
 from ckptd.daemon.committer import Document
-from ckptd.daemon.deleter import uncommit
+from ckptd.daemon.deleter import sweep, uncommit
 from ckptd.daemon.destination import Destination
 from ckptd.daemon.foreign_memory import ForeignMemoryKeeper
 from ckptd.daemon.journal import Journal, JournalBroken
@@ -175,8 +175,7 @@ async def _finish_retiring(repository: Repository, journal: Journal, catalog: Ca
         name, tag = place.split("/")
         try:
             if _uncommit_unless_held(repository, catalog.job(name), tag):
-                repository.delete_files(name, tag, files)
-                repository.delete_tag(name, tag)
+                sweep(repository, name, tag, files)
                 catalog.job(name).checkpoints.pop(tag, None)
             await journal.append(r.Retired(job=name, tag=tag))
         except OSError as error:
