@@ -6,8 +6,10 @@ import fcntl
 import logging
 import os
 import stat
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
+from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.fs import FileSystem
 from ckptd.shared.owners import make_own_directory
@@ -27,6 +29,8 @@ class SegmentDirectory:
     def __init__(self, fs: FileSystem, plain: Path, *, on_disk: bool = False) -> None:
         _check_mode(plain)
         self.on_disk = on_disk
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckptd-free")
+        self._freeing: set[Future[None]] = set()
         while True:
             try:
                 self.path = make_own_directory(plain)
@@ -64,8 +68,30 @@ class SegmentDirectory:
         except FileNotFoundError:
             return False
 
+    def free(self, descriptor: Descriptor) -> None:
+        """Close the descriptor of a segment that is unlinked.
+
+        The system then frees the memory of the segment, which takes seconds for tens of gigabytes. So a thread closes the last descriptor.
+        """
+        try:
+            last = Descriptor(os.dup(descriptor.fileno()))
+        except OSError:  # this process has no descriptor left
+            descriptor.close()
+            return
+        descriptor.close()
+        task = self._pool.submit(last.close)
+        self._freeing.add(task)
+        task.add_done_callback(self._freeing.discard)
+
+    def wait_until_freed(self) -> bool:
+        """Wait for the memory that is being freed. Return False if none is. Any thread may call this."""
+        freeing = list(self._freeing)
+        wait(freeing)
+        return bool(freeing)
+
     def close(self) -> None:
-        """Give up the directory, and remove it if it is empty."""
+        """Give up the directory, and remove it if it is empty. The memory of freed segments is free afterwards."""
+        self._pool.shutdown()
         try:
             os.rmdir(self.path)
         except OSError:

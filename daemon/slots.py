@@ -70,7 +70,7 @@ class Slot:
         finally:
             self.pins -= 1
             if self.released and not self.pins:
-                self.descriptor.close()
+                self.directory.free(self.descriptor)
 
     def gone(self) -> NotFound:
         """Return the error for a slot that has been released."""
@@ -211,6 +211,14 @@ class Slots:
         return self._create(header, node, self._memory)
 
     def _create(self, header: SegmentHeader, node: int, directory: SegmentDirectory) -> Slot:
+        try:
+            return self._create_once(header, node, directory)
+        except SharedMemoryFull:
+            if not directory.wait_until_freed():
+                raise
+        return self._create_once(header, node, directory)
+
+    def _create_once(self, header: SegmentHeader, node: int, directory: SegmentDirectory) -> Slot:
         size, name = self._length(header), names.new_segment_file()
         failpoint("slot.creating")
         try:
@@ -301,7 +309,7 @@ class Slots:
         except IsADirectoryError:
             log.warning("a directory has the name of segment %s: it is left alone", slot.name)
         if not slot.pins:
-            slot.descriptor.close()
+            slot.directory.free(slot.descriptor)
         failpoint("slot.released")
 
     def is_held(self, slot: Slot) -> bool:
