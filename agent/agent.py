@@ -202,7 +202,7 @@ class Agent:
         rng: also capture the random generators of Python, NumPy (if it is imported), torch and the accelerators.
         on_error: what to do with an error that the caller must mend, such as a value that cannot be saved, or an invalid step or tag.
             "raise" raises it. "log" returns it in the Pending. Default: "raise" until a snapshot of the attempt is sealed, then "log".
-        on_failure: called with the Pending if the snapshot fails or is skipped, now or later, on the thread that learns of it.
+        on_failure: called with the Pending if the snapshot fails or is skipped, now or later, on another thread, one call at a time.
         unsavable: what to do with a value that cannot be saved. "refuse" fails the snapshot with UnsavableValue. "skip" leaves the value
             out, logs its key, and adds it to `Pending.unsaved`; recover() then leaves this value of the state as it is.
 

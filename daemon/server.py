@@ -271,6 +271,7 @@ class Connection:
                         os.close(pidfd)
                     raise
                 if before is not None:
+                    before.notify = None  # the new owner hears on this connection what the older attempts are told
                     self._server.orphans.unguard(before.identity)
                 self._server.orphans.cancel_timer(request.job)
                 self._server.orphans.guard(self._owner, pidfd)

@@ -327,7 +327,7 @@ class Slots:
         """Register the segments that an earlier daemon has left, and return those of this root.
 
         Segments that are incomplete, damaged or from another boot are removed. Other files, segments of a newer ckptd and segments that
-        cannot be opened are left alone. A segment that was made for another root than `mark` names goes to `foreign`; one in which nothing
+        cannot be opened or read are left alone. A segment that was made for another root than `mark` names goes to `foreign`; one in which nothing
         is sealed and that no trainer holds is removed. Raises StorageError if a segment cannot be opened because a resource has run out.
         """
         for directory in self._directories():
@@ -362,7 +362,13 @@ class Slots:
                 log.warning("segment %s left alone: %s", name, error)
                 os.close(fd)
                 continue
-            except (IntegrityError, InvalidName, OSError) as error:
+            except OSError as error:  # of a disk, which may pass: a snapshot may be sealed in it
+                log.error(
+                    "segment %s left alone, although a snapshot may be in it: %s; restart this daemon once it can be read", name, error
+                )
+                os.close(fd)
+                continue
+            except (IntegrityError, InvalidName) as error:
                 log.warning("segment %s removed: %s", name, error)
                 os.close(fd)
                 self._fs.unlink(name, directory.fd)

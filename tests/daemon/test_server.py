@@ -18,6 +18,7 @@ import torch
 
 from ckptd.agent import Agent
 from ckptd.agent.copy.checked_copy import CheckedCopy, copy_bytes
+from ckptd.agent.link.client import Client
 from ckptd.daemon.server import Connection
 from ckptd.daemon.slots import Slot
 from ckptd.shared import errors, frames
@@ -90,6 +91,29 @@ def test_a_client_that_does_not_know_waiting_does_not_get_it(place: Home, monkey
         assert [type(message) for message in next_of(old, m.StatusReport)[1]] == [m.Done]
         for channel in (old, new):
             channel.close()
+
+
+def test_each_message_comes_once_however_many_attempts_a_connection_has_begun(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rollback begins an attempt on the same connection."""
+    heard: list[m.Progress] = []
+    got = Client._got
+
+    def hear(self: Client, message: m.Message) -> None:
+        if isinstance(message, m.Progress):
+            heard.append(message)
+        got(self, message)
+
+    monkeypatch.setattr(Client, "_got", hear)
+    agent = Agent("gpt", socket=daemon.home.socket)
+    state = {"x": torch.ones(3)}
+    for step in (1, 3, 5):
+        agent.snapshot(state, step=step).wait("durable", timeout=60)
+        agent.snapshot(state, step=step + 1).wait("durable", timeout=60)
+        agent.recover(state, step=step)
+    agent.snapshot(state, step=7).wait("durable", timeout=60)
+    agent.close()
+    assert {message.attempt for message in heard} == {1, 2, 3, 4}
+    assert len(heard) == len(set(map(repr, heard)))
 
 
 def test_progress_after_a_failed_begin_is_kept_until_the_next_begin(place: Home) -> None:

@@ -588,6 +588,21 @@ def test_adopt_removes_damaged_segments(shm: Shm) -> None:
     assert shm.files() == []
 
 
+def test_adopt_leaves_a_segment_alone_that_cannot_be_read(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a disk may pass, and a later daemon finds the snapshot."""
+    (name,) = _left(shm, header())
+    pread = os.pread
+
+    def fails(fd: int, length: int, offset: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", fails)
+    assert shm.open().adopt() == []
+    assert shm.files() == [name]
+    monkeypatch.setattr(os, "pread", pread)
+    assert [slot.name for slot in shm.open().adopt()] == [name]
+
+
 def test_adopt_leaves_a_newer_ckptds_segment_alone(shm: Shm) -> None:
     """FORMAT.md, section 0: the error is "written by a newer ckptd", and nothing is changed."""
     (name,) = _left(shm, header())
