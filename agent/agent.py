@@ -267,6 +267,7 @@ class Agent:
 
     def _hand_over(self, handover: Handover, state: Any, request: SnapshotRequest, deadline: float, rng: bool) -> None:
         link, encoded = self._link, request.encode()
+        handover.pending.meets = not self._kept_plan.valid
         if self._kept_plan.valid and link.handovers.slots.fit(0):
             handover.request(deadline)  # early: the structure rarely changes, and the daemon answers while it is compared
         captured = capture(state, rank=self.rank, habits=self._habits, unsaved=handover.pending.unsaved)
@@ -278,7 +279,9 @@ class Agent:
 
         if found is None or not link.handovers.slots.fit(needed(found.layout)):
             handover.check_not_refused()  # before the ranks plan, since a step that is refused is refused on all ranks
-        found = found or self._kept_plan.renew(captured, state, handover.pending, link.stall_budget)
+        if found is None:
+            handover.pending.meets = True
+            found = self._kept_plan.renew(captured, state, handover.pending, link.stall_budget)
         layout, check = found.layout, self._replica_check
         if REPLICAS in link.client.welcome.features:
             check.use(self._kept_plan.shared, captured.tensors, found.parts, self.rank, link.node)

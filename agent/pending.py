@@ -54,6 +54,8 @@ class Pending:
         self.begun: float | None = None
         self.error: CkptdError | None = None
         self.segment = ""
+        self.meets = True
+        """False if this rank keeps its plan, and so meets the other ranks in no round for this step."""
         self.unsaved: dict[str, str] | None = None
         self._state = SnapshotState.NEW
         self._was_sealed = False

@@ -124,7 +124,8 @@ class Board:
     def _plan(self, *, news: bool = False) -> None:
         """Choose the time of the next look. If rank 0 has `news` that a step is not taken, nodes that hold it wait for the answer."""
         holding = self._holding
-        if (news and self._rank == 0) or any(is_open(step, holding, self._heard) for step in holding.held):
+        awaited = {*holding.held, *holding.overdue}
+        if (news and self._rank == 0) or any(is_open(step, holding, self._heard) for step in awaited):
             self._next = time.monotonic() + self._pause
         else:
             idle = _QUIET_LOOK if self._quiet else _IDLE_LOOK

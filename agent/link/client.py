@@ -57,7 +57,7 @@ class Client:
     `welcome` is the daemon's greeting on the present connection. The callbacks may run on any thread:
 
     resume: called after each reconnection, to resume the attempt.
-    news: called with every Progress, every Holds and every Uploads.
+    news: called with every message that comes without a request, except an Error.
     lost: called once with the error if `resume` finds that the attempt is over: a newer one has begun, or the daemon serves another root
         than the one that the attempt was begun for. The client is then closed. In the second case `foreign` is the error, which later calls
         raise.
@@ -69,7 +69,7 @@ class Client:
         place: Place,
         *,
         resume: Callable[[], None],
-        news: Callable[[m.Progress | m.Holds | m.Uploads], None],
+        news: Callable[[m.News], None],
         lost: Callable[[CkptdError], None],
         late: Callable[[m.Reply], None],
     ) -> None:
@@ -292,7 +292,7 @@ class Client:
 
     def _got(self, message: m.Message) -> None:
         self._silent = False
-        if isinstance(message, (m.Progress, m.Holds, m.Uploads)):
+        if isinstance(message, m.News):
             self._news(message)
             return
         assert isinstance(message, m.Reply)

@@ -43,7 +43,7 @@ class Rank:
         self.resumed += 1
         self.resume()
 
-    def _news(self, progress: m.Progress | m.Holds | m.Uploads) -> None:
+    def _news(self, progress: m.News) -> None:
         assert isinstance(progress, m.Progress)
         self.news.append(progress.step)
 
