@@ -6,7 +6,7 @@ import fcntl
 import logging
 import os
 import stat
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ckptd.shared.descriptor import Descriptor
@@ -35,9 +35,11 @@ class SegmentDirectory:
             try:
                 self.path = make_own_directory(plain)
                 self.fd = fs.open_directory(str(self.path))
-            except FileNotFoundError as error:
+            except FileNotFoundError:
                 if not plain.parent.is_dir():
-                    raise StorageError.of(f"make {plain}", error) from None
+                    raise StorageError(
+                        f"there is no directory {plain.parent}: mount a tmpfs there, or set shm_dir to another one"
+                    ) from None
                 continue  # the previous daemon has just removed it
             except OSError as error:
                 raise StorageError.of(f"make {plain}", error) from None
@@ -83,11 +85,10 @@ class SegmentDirectory:
         self._freeing.add(task)
         task.add_done_callback(self._freeing.discard)
 
-    def wait_until_freed(self) -> bool:
-        """Wait for the memory that is being freed. Return False if none is. Any thread may call this."""
-        freeing = list(self._freeing)
-        wait(freeing)
-        return bool(freeing)
+    @property
+    def freeing(self) -> list[Future[None]]:
+        """The segments whose memory is being freed. Any thread may wait for them."""
+        return list(self._freeing)
 
     def close(self) -> None:
         """Give up the directory, and remove it if it is empty. The memory of freed segments is free afterwards."""

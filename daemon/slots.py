@@ -11,6 +11,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,12 +128,18 @@ class Slots:
     """
 
     def __init__(self, fs: FileSystem, shm_dir: Path, directory: str, quota: int, overflow: Path | None = None) -> None:
-        self._fs = fs
-        self._memory = SegmentDirectory(fs, shm_dir / directory)
-        self._overflow = overflow
+        """Raises Busy, StorageError. If there is no tmpfs, all segments go to `overflow`."""
+        self._fs, self._overflow = fs, overflow
         self._disk = SegmentDirectory(fs, overflow, on_disk=True) if overflow is not None and overflow.exists() else None
+        try:
+            self._memory = SegmentDirectory(fs, shm_dir / directory)
+        except StorageError as error:
+            if overflow is None:
+                raise
+            log.warning("%s", error)
+            self._memory = self._disk or self._open_disk(shm_dir)
         self._limited = quota > 0
-        self.quota = quota or psutil.disk_usage(str(shm_dir)).total * 9 // 10
+        self.quota = quota or psutil.disk_usage(str(self._memory.path)).total * 9 // 10
         self.mark: RootMark | None = None
         self.slots: dict[str, Slot] = {}  # used on the event loop only
         self.foreign: dict[str, ForeignSlot] = {}
@@ -152,6 +159,8 @@ class Slots:
         """Return a sentence for the owner of new slots that are on the disk, or "" if none of them is."""
         if not any(slot.directory.on_disk for slot in slots):
             return ""
+        if self._memory.on_disk:
+            return f"there is no shared memory that can be used, so the slots are files in {self._overflow}, which are slower: set shm_dir"
         return (
             f"the slots do not fit into {self.path.parent}, and are files in {self._overflow} now, which are slower: make the tmpfs larger "
             "(docker: --shm-size), or set shm_dir to another one"
@@ -183,9 +192,9 @@ class Slots:
         assert self._overflow is not None
         if self._limited:
             self._check_quota(self._length(header), self.used + self.on_disk)
-        return self._create(header, UNKNOWN, self._disk or self._open_disk())
+        return self._create(header, UNKNOWN, self._disk or self._open_disk(self.path.parent))
 
-    def _open_disk(self) -> SegmentDirectory:
+    def _open_disk(self, tmpfs: Path) -> SegmentDirectory:
         """Open the directory for segments on the disk, which is made if it is missing. Raises Busy, StorageError."""
         assert self._overflow is not None
         if self._disk is None:
@@ -194,12 +203,12 @@ class Slots:
             except OSError as error:
                 raise StorageError.of(f"make {self._overflow.parent}", error) from None
             self._disk = SegmentDirectory(self._fs, self._overflow, on_disk=True)
-            log.warning("slots that do not fit into %s go to files in %s, which are slower", self.path.parent, self._overflow)
+            log.warning("slots that do not fit into %s go to files in %s, which are slower", tmpfs, self._overflow)
         return self._disk
 
     def move_in(self, directory: int, name: str, *, on_disk: bool = False) -> None:
         """Move a segment here from the directory of a former path of this root, before `adopt`. Raises OSError, StorageError, Busy."""
-        here = (self._disk or self._open_disk()) if on_disk else self._memory
+        here = (self._disk or self._open_disk(self.path.parent)) if on_disk else self._memory
         os.rename(name, name, src_dir_fd=directory, dst_dir_fd=here.fd)
 
     def create(self, header: SegmentHeader, node: int = UNKNOWN) -> Slot:
@@ -211,11 +220,13 @@ class Slots:
         return self._create(header, node, self._memory)
 
     def _create(self, header: SegmentHeader, node: int, directory: SegmentDirectory) -> Slot:
+        freeing = directory.freeing
         try:
             return self._create_once(header, node, directory)
         except SharedMemoryFull:
-            if not directory.wait_until_freed():
+            if not freeing:
                 raise
+        wait(freeing)
         return self._create_once(header, node, directory)
 
     def _create_once(self, header: SegmentHeader, node: int, directory: SegmentDirectory) -> Slot:
@@ -344,7 +355,9 @@ class Slots:
         return list(self.slots.values())
 
     def _directories(self) -> list[SegmentDirectory]:
-        return [self._memory] if self._disk is None else [self._memory, self._disk]
+        if self._disk is None or self._disk is self._memory:
+            return [self._memory]
+        return [self._memory, self._disk]
 
     def _adopt(self, directory: SegmentDirectory) -> None:
         for name in os.listdir(directory.fd):

@@ -37,7 +37,14 @@ def hang_from(number: int, root: Path, hangs: Path) -> None:
     """Make this process's call of this number under the root wait for ever, and each later one, and create the file `hangs` then."""
     flag, left = root.parent / "never", itertools.count(1)
     flag.touch()
-    hung.make_calls_wait(flag, root, (*hung.CALLS, "scandir"), at=lambda: next(left) >= number and hangs.touch() is None)
+
+    def at() -> bool:
+        if next(left) < number:
+            return False
+        hangs.touch()
+        return True
+
+    hung.make_calls_wait(flag, root, (*hung.CALLS, "scandir"), at)
 
 
 def left_over(place: Home) -> None:

@@ -755,3 +755,19 @@ def test_a_full_disk_is_named_beside_the_tmpfs(shm: Shm) -> None:
         slots.create_on_disk(header())
     assert list((shm.path / "segments").iterdir()) == []
     slots.close()
+
+
+def test_without_a_tmpfs_all_segments_go_to_the_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shm, overflow = tmp_path / "gone", tmp_path / "state" / "segments"
+    slots = Slots(PosixFileSystem(), shm, "ckptd-test", 0, overflow)
+    made = slots.add(slots.create(header()))
+    assert [path.name for path in overflow.iterdir()] == [made.name]
+    assert (slots.used, slots.on_disk, slots.disk_directory) == (0, SIZE, str(overflow))
+    assert slots.remark([made]).startswith("there is no shared memory that can be used, so the slots are files in ")
+    assert f"there is no directory {shm}: mount a tmpfs there" in caplog.text
+    slots.close()
+    again = Slots(PosixFileSystem(), shm, "ckptd-test", 0, overflow)
+    assert [slot.name for slot in again.adopt()] == [made.name]
+    again.close()
+    with pytest.raises(StorageError, match="^there is no directory "):
+        Slots(PosixFileSystem(), shm, "ckptd-test", 0)

@@ -14,7 +14,12 @@ from ckptd.agent.threads.callbacks import Callbacks
 def test_calls_run_one_after_the_other_and_hold_nobody() -> None:
     callbacks, may_go, done = Callbacks(), threading.Event(), threading.Event()
     heard: list[str] = []
-    callbacks.call(lambda: may_go.wait(60) and heard.append("first"), "first")
+
+    def first() -> None:
+        may_go.wait(60)
+        heard.append("first")
+
+    callbacks.call(first, "first")
     callbacks.call(lambda: heard.append("second"), "second")
     callbacks.call(done.set, "third")
     assert heard == []
