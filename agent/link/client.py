@@ -160,7 +160,7 @@ class Client:
             try:
                 self._hear(channel)
             except BaseException as error:
-                channel.end()  # the client's thread then reconnects
+                self._end(channel)
                 if not isinstance(error, CkptdError):
                     raise
                 self._unheard = error
@@ -243,8 +243,16 @@ class Client:
             except BaseException as error:
                 self._calls.pop(number, None)
                 if not isinstance(error, CkptdError):  # Ctrl-C may have come after half of a frame
-                    channel.end()
+                    self._end(channel)
                 raise
+
+    def _end(self, channel: Channel) -> None:
+        """End a connection on which a message may be lost. The client's thread reconnects, and from now on `wait_connected` waits for it."""
+        channel.end()
+        with self._lock:
+            if self._channel is channel:
+                self._down_since = time.monotonic()
+                self._up.clear()
 
     def close(self) -> None:
         """Close the connection for good, and wait up to 5 s for the client's thread to end. Calls under way fail with DaemonUnreachable."""

@@ -667,3 +667,26 @@ def test_a_forked_child_closes_its_copies_and_leaves_the_connection_to_its_paren
     parents.close()
     connection.hang_up()
     until(lambda: not rank.client._thread.is_alive(), "end")
+
+
+@pytest.mark.parametrize("during", ["send", "receive"])
+def test_after_ctrl_c_the_next_call_waits_for_the_next_connection(
+    rank: Rank, daemon: FakeDaemon, connection: Connection, monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    """Although the client's thread, which reconnects, has not noticed the end of this one yet."""
+    ended: list[Channel] = []
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "end", ended.append)
+        if during == "receive":
+            patch.setattr(Channel, "receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rank.client.begin(interrupted) if during == "send" else rank.client.call(acquire(1), m.Granted, SECONDS)
+        assert not rank.client.connected
+    for channel in ended:
+        channel.end()
+    daemon.accepted().attach()
+    assert rank.client.wait_connected(SECONDS)
