@@ -247,7 +247,7 @@ class Client:
                 raise
 
     def _end(self, channel: Channel) -> None:
-        """End a connection on which a message may be lost. The client's thread reconnects, and from now on `wait_connected` waits for it."""
+        """End a connection on which a message may be lost. From now on `wait_connected` waits for the next one."""
         channel.end()
         with self._lock:
             if self._channel is channel:

@@ -680,7 +680,7 @@ def test_after_ctrl_c_the_next_call_waits_for_the_next_connection(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Channel, "end", ended.append)
+        patch.setattr(Channel, "end", lambda channel: ended.append(channel))
         if during == "receive":
             patch.setattr(Channel, "receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
