@@ -204,7 +204,7 @@ class Agent:
         rng: also capture the random generators of Python, NumPy (if it is imported), torch and the accelerators.
         on_error: what to do with an error that the caller must mend, such as a value that cannot be saved, or an invalid step or tag.
             "raise" raises it. "log" returns it in the Pending. Default: "raise" until a snapshot of the attempt is sealed, then "log".
-        on_failure: called with the Pending if the snapshot fails or is skipped, now or later, on the thread that learns of it.
+        on_failure: called with the Pending if the snapshot fails or is skipped, now or later, on another thread, one call at a time.
         unsavable: what to do with a value that cannot be saved. "refuse" fails the snapshot with UnsavableValue. "skip" leaves the value
             out, logs its key, and adds it to `Pending.unsaved`; recover() then leaves this value of the state as it is.
 
@@ -269,6 +269,7 @@ class Agent:
 
     def _hand_over(self, handover: Handover, state: Any, request: SnapshotRequest, deadline: float, rng: bool) -> None:
         link, encoded = self._link, request.encode()
+        handover.pending.meets = not self._kept_plan.valid
         if self._kept_plan.valid and link.handovers.slots.fit(0):
             handover.request(deadline)  # early: the structure rarely changes, and the daemon answers while it is compared
         captured = capture(state, rank=self.rank, habits=self._habits, unsaved=handover.pending.unsaved)
@@ -280,7 +281,9 @@ class Agent:
 
         if found is None or not link.handovers.slots.fit(needed(found.layout)):
             handover.check_not_refused()  # before the ranks plan, since a step that is refused is refused on all ranks
-        found = found or self._kept_plan.renew(captured, state, handover.pending, link.stall_budget)
+        if found is None:
+            handover.pending.meets = True
+            found = self._kept_plan.renew(captured, state, handover.pending, link.stall_budget)
         layout, check = found.layout, self._replica_check
         if REPLICAS in link.client.welcome.features:
             check.use(self._kept_plan.shared, captured.tensors, found.parts, self.rank, link.node)

@@ -68,7 +68,7 @@ def snapshot(
     rng: also capture the random generators of Python, NumPy (if it is imported), torch and the accelerators.
     on_error: "raise" raises an error that the caller must mend, such as a value that cannot be saved, or an invalid step, tag or setting.
         "log" returns it in the Pending. Default: "raise" until a snapshot of the attempt is sealed, then "log".
-    on_failure: called with the Pending if the snapshot fails or is skipped, now or later, on the thread that learns of it.
+    on_failure: called with the Pending if the snapshot fails or is skipped, now or later, on another thread, one call at a time.
     unsavable: "refuse" fails a snapshot with a value that cannot be saved. "skip" leaves the value out, and logs its key.
 
     Raises the same errors as `Agent.snapshot`, and InvalidRequest or InvalidName for an invalid setting, as `on_error` says.

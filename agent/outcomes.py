@@ -8,8 +8,10 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 from ckptd.agent.pending import Pending
+from ckptd.agent.threads.callbacks import Callbacks
 from ckptd.shared.errors import (
     AlreadyExists,
     CkptdError,
@@ -34,22 +36,23 @@ class Outcomes:
     def __init__(self) -> None:
         self.sealed_in = 0
         self._failed = 0
+        self._callbacks = Callbacks()
         self._last: tuple[int, CkptdError] | None = None
         self._unsaved: dict[str, str] = {}
         _all.add(self)
 
     def note(self, pending: Pending, on_failure: Callable[[Pending], object] | None = None) -> None:
-        """Record that a snapshot was sealed or has ended. Call `on_failure` if it has failed or was skipped, and log its exceptions."""
+        """Record that a snapshot was sealed or has ended.
+
+        If it has failed or was skipped, call `on_failure` on another thread, after the calls for earlier snapshots, and log its exceptions.
+        """
         if pending.state in ("sealed", "durable"):
             self.sealed_in = pending.attempt
             return
         self._failed += 1
         self._last = (pending.step, pending.why)
         if on_failure is not None:
-            try:
-                on_failure(pending)
-            except Exception:
-                log.exception("on_failure of the snapshot of step %d", pending.step)
+            self._callbacks.call(partial(on_failure, pending), f"on_failure of the snapshot of step {pending.step}")
 
     def note_unsaved(self, unsaved: dict[str, str]) -> None:
         """Log the keys that a snapshot leaves out, with the reasons, unless the last snapshot left out the same."""

@@ -54,6 +54,8 @@ class Pending:
         self.begun: float | None = None
         self.error: CkptdError | None = None
         self.segment = ""
+        self.meets = True
+        """False if this rank keeps its plan, and so meets the other ranks in no round for this step."""
         self.unsaved: dict[str, str] | None = None
         self._state = SnapshotState.NEW
         self._was_sealed = False
@@ -188,10 +190,19 @@ class Pending:
         self._note(self)
 
     def skip(self, reason: str) -> None:
+        """Mark the snapshot as skipped because it gets no slot, or as failed if it had a smaller slot before.
+
+        Does nothing if its state is final: another rank may have failed the step before the refusal arrived.
+        """
         with self._lock:
-            self.error = SnapshotFailed(f"step {self.step} was skipped: {reason}")
-            self._state = step(self._state, Event.REFUSE)
-            log.warning("snapshot of step %d skipped: %s", self.step, reason)
+            skipped = self._state is SnapshotState.NEW
+            if skipped:
+                self.error = SnapshotFailed(f"step {self.step} was skipped: {reason}")
+                self._state = step(self._state, Event.REFUSE)
+                log.warning("snapshot of step %d skipped: %s", self.step, reason)
+        if not skipped:
+            self.fail(SnapshotFailed(f"step {self.step} failed: {reason}"))
+            return
         self._waiters.notify()
         self._note(self)
 

@@ -31,6 +31,9 @@ from ckptd.shared.session import MAX_VERSION, NODES, REPLICAS, STAGE
 
 log = logging.getLogger("ckptd")
 
+_START_SECONDS = 10.0
+"""Seconds that a start goes on after SIGTERM. What an earlier daemon left in memory is then saved, if the storage answers."""
+
 
 class App:
     """One daemon, from its start to its end.
@@ -85,9 +88,17 @@ class App:
                 "a second signal ends this daemon at once. %s", unsaved.text(left, self._config.root) if left else "Everything is saved"
             )
             os._exit(130)
+        if self._serving is None:
+            asyncio.get_running_loop().call_later(_START_SECONDS, self._give_up)
         what = f" ({'; '.join(map(str, left))})" if left else ""
         log.info("stopping: saving the newest snapshots that are not durable yet%s", what)
         self._stop.set()
+
+    def _give_up(self) -> None:
+        """End a start that has been told to stop and still waits for the storage."""
+        if self._serving is None:
+            log.error("the storage does not answer, and this start ends; the next daemon finds what is in memory")
+            os._exit(128 + signal.SIGTERM)
 
     def _end(self, error: BaseException) -> None:
         """End with this error, so that a fresh start can sort it out: the journal cannot be trusted any more, or a task has failed."""

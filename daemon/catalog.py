@@ -47,6 +47,11 @@ class Step:
     `planned`: the ranks that plan the step again, with the reason. `kept`: the ranks that have requested a slot without planning again; as
     far as the daemon knows, they use the plan that they had. `timer`: fails the step when it ends; None while no rank waits for another.
 
+    `came`: the ranks that have planned the step again or requested a slot, also if they have skipped it
+    since. `watch`: the timer at whose end the ranks that have not come are named; None after that. Of
+    several nodes, `begun` is True once other nodes are shown that ranks of this node have come, and
+    `overdue` once they are shown that these ranks wait.
+
     `decision`: the last decision whether the step gets slots. `refusal`: the reason why the step was skipped, or "". `failure`: code and
     reason, if the step failed before all ranks had sealed it. A job of one rank may try a step again, so its steps have neither.
     """
@@ -56,7 +61,11 @@ class Step:
     reading: list[str] = field(default_factory=list)
     planned: dict[int, str] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
+    came: set[int] = field(default_factory=set)
     timer: asyncio.TimerHandle | None = None
+    watch: asyncio.TimerHandle | None = None
+    begun: bool = False
+    overdue: bool = False
     decision: SlotDecision | None = None
     refusal: str = ""
     failure: tuple[str, str] | None = None
@@ -80,6 +89,11 @@ class Step:
         """True if not all ranks have sealed the step, whether or not a slot is granted for it."""
         return self.snapshot is None or self.filling is not None
 
+    def absent(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of the `ranks` that have neither planned the step again nor requested a slot."""
+        came = {*self.came, *self.slots.values()}  # an earlier daemon may have granted a slot
+        return [rank for rank in ranks if rank not in came]
+
     def sealed_by(self, rank: int) -> Snapshot | None:
         """The snapshot, if this rank has sealed it."""
         return self.snapshot if self.snapshot is not None and rank in self.snapshot.seals else None
@@ -91,11 +105,13 @@ class Step:
         return not (self.slots or self.reading or self.timer or deciding or self.snapshot)
 
     def plan_again(self, rank: int, why: str) -> None:
+        self.came.add(rank)
         self.planned[rank] = why
         self.kept.discard(rank)
 
     def keep_plan(self, rank: int) -> None:
         """Record that a rank has requested a slot. It keeps its plan, unless it has said that it plans again."""
+        self.came.add(rank)
         if rank not in self.planned:
             self.kept.add(rank)
 
@@ -106,6 +122,12 @@ class Step:
             self.timer = None
         self.planned.clear()
         self.kept.clear()
+
+    def unwatch(self) -> None:
+        """Cancel the watch, because no rank waits for another one."""
+        if self.watch is not None:
+            self.watch.cancel()
+            self.watch = None
 
     def __repr__(self) -> str:
         what = self.snapshot or self.failure or self.refusal or "new"

@@ -31,6 +31,7 @@ class Claims:
         self._attempts, self._seconds, self._on_loss = attempts, seconds, on_loss
         self._pending: dict[tuple[str, int], asyncio.Task[bool]] = {}
         self._lost: set[tuple[str, int]] = set()
+        self._unused: dict[str, tuple[int, asyncio.Task[bool]]] = {}  # the claims that were begun for a run that was refused, by job
 
     async def claim(self, job: Job, known: int, *, in_memory: bool = True) -> int:
         """Claim the next attempt of a job, and return its number. The attempt begins in memory if the storage does not answer in time.
@@ -43,12 +44,14 @@ class Claims:
             await self._attempts.check_exclusive(job.name)
         try:
             async with asyncio.timeout(self._seconds):  # giving up is safe here: `find_newest` changes nothing
-                attempt = 1 + max(known, await self._attempts.find_newest(job.name))
+                newest = max(known, await self._attempts.find_newest(job.name))
         except TimeoutError:
             attempt = known + 1
-            return self._begin_in_memory(job, attempt, known if in_memory else 0, self._start(job, attempt))
+            return self._begin_in_memory(job, attempt, known if in_memory else 0, self._claiming(job, attempt))
+        unused, _ = self._unused.get(job.name, (0, None))
+        attempt = unused if unused == newest > known else 1 + newest
         while True:
-            task = self._start(job, attempt)
+            task = self._claiming(job, attempt)
             done, _ = await asyncio.wait([task], timeout=self._seconds)
             if not done:
                 return self._begin_in_memory(job, attempt, known if in_memory else 0, task)
@@ -66,6 +69,13 @@ class Claims:
                 f"cannot join attempt {attempt} of job {job.name!r}: the storage has not answered for {self._seconds:g} s", errno.ETIMEDOUT
             ) from None
 
+    def _claiming(self, job: Job, attempt: int) -> asyncio.Task[bool]:
+        """Return the task that claims an attempt: one that was begun for a run that was refused, or a new one."""
+        unused, task = self._unused.pop(job.name, (0, None))
+        if task is None or unused != attempt or (task.done() and (task.cancelled() or task.exception() is not None)):
+            return self._start(job, attempt)
+        return task
+
     def _start(self, job: Job, attempt: int) -> asyncio.Task[bool]:
         task = asyncio.get_running_loop().create_task(self._attempts.claim(job.name, attempt))
         task.add_done_callback(lambda done: self._note_end(job, attempt, done))
@@ -73,6 +83,7 @@ class Claims:
 
     def _begin_in_memory(self, job: Job, attempt: int, known: int, task: asyncio.Task[bool]) -> int:
         if not known:
+            self._unused[job.name] = attempt, task
             raise StorageError(
                 f"cannot claim an attempt of job {job.name!r}: the storage has not answered for {self._seconds:g} s, and nothing of this "
                 "job that could be recovered without it is in memory",

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Catalog
-from ckptd.daemon.journal import Journal
+from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared import names
-from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError
+from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.lifecycle import Event
 from ckptd.shared.manifest import Manifest, PartEntry
@@ -76,12 +76,20 @@ class Committer:
         self._repository.publish_manifest(snapshot.job, snapshot.tag, data, objects=objects)
 
     async def record(self, snapshot: Snapshot, manifest: Manifest) -> None:
-        """Record a commit, which is durable, in the catalog and in the journal, and tell the ranks."""
+        """Record a commit, which is durable, in the catalog and in the journal, and tell the ranks.
+
+        A record that the journal has no room for is left out: the commit has not failed. Raises JournalBroken.
+        """
         user_tag = names.parse_tag_directory(snapshot.tag)[1] is None  # type: ignore[index]
         self._catalog.job(snapshot.job).commit(StoredCheckpoint.of(manifest, user_tag=user_tag))
-        await self._journal.append(
-            r.Committed(job=snapshot.job, attempt=snapshot.attempt, step=snapshot.step, tag=snapshot.directory, seq=manifest.seq)
-        )
+        try:
+            await self._journal.append(
+                r.Committed(job=snapshot.job, attempt=snapshot.attempt, step=snapshot.step, tag=snapshot.directory, seq=manifest.seq)
+            )
+        except JournalBroken:
+            raise
+        except StorageError as error:  # the manifest is the truth, and the next start finds it
+            log.warning("%s/%s is committed, and the journal lacks the record: %s", snapshot.job, snapshot.directory, error)
         failpoint("commit.journaled")
         snapshot.move(Event.COMMIT)
         self._tell(snapshot)

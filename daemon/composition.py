@@ -122,7 +122,7 @@ async def opened(
             of_root = open_journal(config.root, root, behind.identity) if behind is not None else None
             tasks.on_failure(failed)
             locked()
-            identity = repository.identity() if behind is None else behind.identity
+            identity = await calls.run(repository.identity) if behind is None else behind.identity
             slots.mark = RootMark(identity, str(config.root))
             catalog = Catalog()
 

@@ -26,7 +26,8 @@ from ckptd.shared.errors import (
     from_wire,
 )
 from ckptd.shared.lifecycle import Event, SnapshotState
-from ckptd.shared.messages import Progress
+from ckptd.shared.membership import MOST_RANKS
+from ckptd.shared.messages import Progress, Waiting
 from ckptd.shared.units import some_text
 
 _MOST_TRIES = 2
@@ -37,7 +38,10 @@ _NAMES_A_RANK = re.compile(r"ranks? \d")
 
 @dataclass(frozen=True, slots=True)
 class StartTimer:
-    """Fail the step unless all ranks have sealed it within `rank_timeout` and `more` seconds."""
+    """Fail the step unless all ranks have sealed it within `rank_timeout` and `more` seconds.
+
+    Before that, name the ranks that have not come to the step.
+    """
 
     key: Key
     more: float = 0.0
@@ -45,7 +49,10 @@ class StartTimer:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """End the waiting of the ranks for each other: cancel the timer, and forget which ranks plan the step."""
+    """End the waiting of the ranks for each other: cancel the timer, and forget which ranks plan the step.
+
+    Ranks of several nodes may still wait for ranks of another node, so their watch goes on.
+    """
 
     key: Key
 
@@ -71,7 +78,7 @@ class Fail:
 class Tell:
     """Send a message to every connected rank of the job."""
 
-    message: Progress
+    message: Progress | Waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +141,20 @@ def expired(job: Job, step: Step, rank_timeout: float) -> list[Action]:
     late = [rank for rank in everyone if rank not in came] or everyone  # if all ranks plan, any of them may be late
     why = f"step {step.number} failed: {ranks(late)} did not seal it within {rank_timeout:g} s"
     return fail(step, SnapshotFailed(f"{why}: every rank must call snapshot(step={step.number}), not only some of them"))
+
+
+def waiting(job: Job, step: Step) -> list[Action]:
+    """Tell the ranks which ranks of this node have not come to a step that others wait for.
+
+    A rank that has come and still copies is not named.
+    """
+    if step.attempt != job.attempt or step.timer is None or step.failure is not None:
+        return []
+    here = list(job.ranks_here)
+    missing = step.absent(here)
+    if not missing or missing == here:  # without a rank that has come, there is none that waits
+        return []
+    return [Tell(Waiting(re=0, attempt=step.attempt, step=step.number, ranks=missing[:MOST_RANKS]))]
 
 
 def passed_over(job: Job, step: Step, rank: int, reason: str, code: str) -> list[Action]:

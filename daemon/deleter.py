@@ -28,8 +28,8 @@ from ckptd.shared.storage.repository import Repository
 log = logging.getLogger("ckptd.deleter")
 
 
-def uncommit(repository: Repository, job: str, tag: str) -> tuple[bool, bool]:
-    """Delete the receipts and the manifest of a checkpoint. Return whether it was of several nodes, and whether an abandonment is left.
+def uncommit(repository: Repository, job: str, tag: str) -> None:
+    """Delete the receipts and the manifest of a checkpoint.
 
     If a newer attempt has begun, a daemon of the older one may have read the receipts, and may publish the manifest at any later time. Then
     an abandonment replaces it, unless there is no room for one. The call may be repeated after an OSError.
@@ -52,7 +52,14 @@ def uncommit(repository: Repository, job: str, tag: str) -> tuple[bool, bool]:
         repository.delete_receipts(job, tag)
     if not buried:
         repository.delete_files(job, tag, [names.MANIFEST])
-    return receipts or buried, buried
+
+
+def sweep(repository: Repository, job: str, tag: str, files: Sequence[str]) -> None:
+    """Delete the rest of a checkpoint after `uncommit`: these files, all others that ckptd has made, such as those of earlier tries of
+    several nodes, and the directory. A manifest that is still there is an abandonment, and stays.
+    """
+    repository.delete_files(job, tag, list(files))
+    repository.sweep_tag(job, tag, [names.MANIFEST])
 
 
 class Deleter:
@@ -237,15 +244,11 @@ class Deleter:
                 failpoint("retire.intended")
                 if await run(lambda: repository.read_newest(job.name)) == old.tag:
                     await self._leave_newest(job)
-                of_nodes, buried = await run(lambda: uncommit(repository, job.name, old.tag))
+                await run(lambda: uncommit(repository, job.name, old.tag))
         except Busy as error:
             return str(error)
         failpoint("retire.uncommitted")
-        await run(lambda: repository.delete_files(job.name, old.tag, list(old.files)))
-        if of_nodes:
-            await run(lambda: repository.sweep_tag(job.name, old.tag, [names.MANIFEST] if buried else []))
-        else:
-            await run(lambda: repository.delete_tag(job.name, old.tag))
+        await run(lambda: sweep(repository, job.name, old.tag, old.files))
         failpoint("retire.swept")
         await self._journal.append(r.Retired(job=job.name, tag=old.tag))
         job.checkpoints.pop(old.tag, None)

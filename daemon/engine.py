@@ -19,7 +19,7 @@ from ckptd.daemon.catalog import Catalog, EarlierAttempt, Job
 from ckptd.daemon.claims import Claims
 from ckptd.daemon.foreign_memory import ForeignMemoryKeeper
 from ckptd.daemon.journal import Journal
-from ckptd.daemon.ranks import NOT_KNOWN, News, Owner, Process
+from ckptd.daemon.ranks import NOT_KNOWN, Owner, Process
 from ckptd.daemon.run_guard import RunGuard
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.seal_intake import SealIntake
@@ -79,7 +79,7 @@ class Engine:
         rank: int,
         world_size: int,
         attempt: int,
-        notify: Callable[[News], None],
+        notify: Callable[[m.News], None],
         process: Process = NOT_KNOWN,
         wait: float | None = None,
         node: Membership | None = None,

@@ -5,6 +5,8 @@ A `DescriptorPlan` only calculates. `server.py` refuses clients by the plan, so 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import resource
 from dataclasses import dataclass
@@ -23,6 +25,9 @@ OWN = 17
 directory, the directory of the segments, and the listening socket."""
 SPARE = 24
 """Descriptors for short uses: segments on their way to a trainer (2 for each slot), a new journal file, directories that are being read."""
+
+_MOST_NUMBERS = 65536
+"""The descriptors that are tried one after the other where `/proc/self/fd` cannot be read. The system gives the lowest free number."""
 
 HOW_TO_RAISE = "raise it with LimitNOFILE= in the systemd unit, `ulimit -n`, or `docker run --ulimit nofile=N`"
 
@@ -121,5 +126,15 @@ def used() -> int:
     """Return how many descriptors this process has open, or its limit if not even one is left to count them with."""
     try:
         return len(os.listdir("/proc/self/fd")) - 1  # without the descriptor of the listing itself
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return soft_limit()
+        return sum(map(_is_open, range(min(soft_limit(), _MOST_NUMBERS))))  # this system hides the directory
+
+
+def _is_open(number: int) -> bool:
+    try:
+        fcntl.fcntl(number, fcntl.F_GETFD)
     except OSError:
-        return soft_limit()
+        return False
+    return True

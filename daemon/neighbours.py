@@ -51,13 +51,26 @@ def find_all() -> list[Neighbour]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.uids().effective != os.geteuid() or not _is_daemon(process.cmdline()):
+            if process.uids().effective != os.geteuid() or not _is_daemon(command := process.cmdline()):
                 continue
-            sockets = {str(each.laddr) for each in process.net_connections("unix") if each.laddr}
         except (psutil.Error, OSError):
             continue
+        sockets = _sockets(process) or _named_socket(command)
         found += [_ask(process.pid, socket) for socket in sorted(sockets)[:1]]
     return sorted(found, key=lambda neighbour: neighbour.pid)
+
+
+def _sockets(process: psutil.Process) -> set[str]:
+    """Return the addresses of a process's sockets. None if this system does not show them."""
+    try:
+        return {str(each.laddr) for each in process.net_connections("unix") if each.laddr}
+    except (psutil.Error, OSError, ValueError, LookupError):  # psutil raises the last two where /proc has another form
+        return set()
+
+
+def _named_socket(command: list[str]) -> set[str]:
+    """Return the socket that a daemon's command names, if any."""
+    return {command[number] for number in range(1, len(command)) if command[number - 1] == "--socket"}
 
 
 def _is_daemon(command: list[str]) -> bool:

@@ -10,11 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ckptd.shared.board import Holding
-from ckptd.shared.messages import Holds, Progress, Uploads
+from ckptd.shared.messages import News, Uploads
 from ckptd.shared.units import some_text
-
-News = Progress | Holds | Uploads
-"""The messages that a rank gets without a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +105,7 @@ class Ranks:
         here = [self.owners[rank] for rank in sorted(self.owners)]
         return [] if any(owner.process.belongs_with(process) for owner in here) else here
 
-    def tell(self, message: Progress) -> None:
+    def tell(self, message: News) -> None:
         """Send a message to every connected rank, those of earlier attempts too."""
         self.former = [owner for owner in self.former if owner.notify is not None]
         for owner in [*self.owners.values(), *self.former]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Catalog, Job
 from ckptd.daemon.claims import Claims
 from ckptd.daemon.committer import Document
-from ckptd.daemon.deleter import uncommit
+from ckptd.daemon.deleter import sweep, uncommit
 from ckptd.daemon.destination import Destination
 from ckptd.daemon.foreign_memory import ForeignMemoryKeeper
 from ckptd.daemon.journal import Journal, JournalBroken
@@ -127,8 +127,8 @@ async def recover(
         adopted = list(slots.slots.values())
         journal.start({slot.header.job for slot in adopted})
         failpoint("start.rotated")
-        for name in repository.jobs():
-            if reason := repository.refusal(name):
+        for name in await calls.read(f"list {repository.where()}", repository.jobs):
+            if reason := await calls.read(f"look at {repository.where(name)}", partial(repository.refusal, name)):
                 log.warning("job %s is skipped: %s", name, reason)
                 continue
             await scan_job(repository, catalog.job(name), calls)
@@ -143,7 +143,7 @@ async def recover(
     for job in catalog.jobs.values():
         if job.node is None:  # otherwise the claim was durable before this node joined
             await claims.adopt(job)
-    await _finish_retiring(repository, journal, catalog)
+    await finish_retiring(repository, journal, catalog, calls)
     for place in list(journal.state.staged):
         try:
             await finish_save(saver.front, saver, catalog, calls, place)
@@ -171,28 +171,29 @@ async def take_over(adopted: list[Slot], claims: Claims, catalog: Catalog, orpha
     orphans.watch()
 
 
-async def _finish_retiring(repository: Repository, journal: Journal, catalog: Catalog) -> None:
+async def finish_retiring(repository: Repository, journal: Journal, catalog: Catalog, calls: StorageCalls) -> None:
+    """Finish the deletions that an earlier daemon has begun. Those that fail are left for the next start."""
     for place, files in list(journal.state.retiring.items()):
         name, tag = place.split("/")
         try:
-            if _uncommit_unless_held(repository, catalog.job(name), tag):
-                repository.delete_files(name, tag, files)
-                repository.delete_tag(name, tag)
+            if await calls.run(partial(_delete_unless_held, repository, name, tag, files)):
                 catalog.job(name).checkpoints.pop(tag, None)
             await journal.append(r.Retired(job=name, tag=tag))
         except OSError as error:
             log.warning("%s: %s", place, StorageError.of("delete it", error))
 
 
-def _uncommit_unless_held(repository: Repository, job: Job, tag: str) -> bool:
-    """Remove the manifest of a checkpoint that was being deleted. Return False if it stays, because it is pinned or being read."""
+def _delete_unless_held(repository: Repository, job: str, tag: str, files: Sequence[str]) -> bool:
+    """Delete a checkpoint that was being deleted. Return False if it stays, because it is pinned or being read."""
     try:
-        with repository.exclude(job.name, tag):
-            if tag in repository.pins(job.name) and repository.is_committed(job.name, tag):  # since the daemon died
+        with repository.exclude(job, tag):
+            if tag in repository.pins(job) and repository.is_committed(job, tag):  # since the daemon died
                 return False
-            uncommit(repository, job.name, tag)
+            uncommit(repository, job, tag)
     except Busy:  # a reader who finds that the manifest is gone gives up
-        return not repository.is_committed(job.name, tag)
+        if repository.is_committed(job, tag):
+            return False
+    sweep(repository, job, tag, files)
     return True
 
 

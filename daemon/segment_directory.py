@@ -6,8 +6,10 @@ import fcntl
 import logging
 import os
 import stat
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.fs import FileSystem
 from ckptd.shared.owners import make_own_directory
@@ -27,13 +29,17 @@ class SegmentDirectory:
     def __init__(self, fs: FileSystem, plain: Path, *, on_disk: bool = False) -> None:
         _check_mode(plain)
         self.on_disk = on_disk
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckptd-free")
+        self._freeing: set[Future[None]] = set()
         while True:
             try:
                 self.path = make_own_directory(plain)
                 self.fd = fs.open_directory(str(self.path))
-            except FileNotFoundError as error:
+            except FileNotFoundError:
                 if not plain.parent.is_dir():
-                    raise StorageError.of(f"make {plain}", error) from None
+                    raise StorageError(
+                        f"there is no directory {plain.parent}: mount a tmpfs there, or set shm_dir to another one"
+                    ) from None
                 continue  # the previous daemon has just removed it
             except OSError as error:
                 raise StorageError.of(f"make {plain}", error) from None
@@ -64,8 +70,29 @@ class SegmentDirectory:
         except FileNotFoundError:
             return False
 
+    def free(self, descriptor: Descriptor) -> None:
+        """Close the descriptor of a segment that is unlinked.
+
+        The system then frees the memory of the segment, which takes seconds for tens of gigabytes. So a thread closes the last descriptor.
+        """
+        try:
+            last = Descriptor(os.dup(descriptor.fileno()))
+        except OSError:  # this process has no descriptor left
+            descriptor.close()
+            return
+        descriptor.close()
+        task = self._pool.submit(last.close)
+        self._freeing.add(task)
+        task.add_done_callback(self._freeing.discard)
+
+    @property
+    def freeing(self) -> list[Future[None]]:
+        """The segments whose memory is being freed. Any thread may wait for them."""
+        return list(self._freeing)
+
     def close(self) -> None:
-        """Give up the directory, and remove it if it is empty."""
+        """Give up the directory, and remove it if it is empty. The memory of freed segments is free afterwards."""
+        self._pool.shutdown()
         try:
             os.rmdir(self.path)
         except OSError:

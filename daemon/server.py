@@ -22,7 +22,7 @@ from ckptd.daemon.catalog import EarlierAttempt
 from ckptd.daemon.engine import Engine
 from ckptd.daemon.orphans import Orphans
 from ckptd.daemon.peers import NOTHING_LEFT, Peer
-from ckptd.daemon.ranks import News, Owner, Process
+from ckptd.daemon.ranks import Owner, Process
 from ckptd.daemon.slots import Slot
 from ckptd.daemon.tasks import watched
 from ckptd.shared import messages as m
@@ -145,11 +145,12 @@ class Connection:
         self._server, self._socket = server, client
         self._session = s.Session(s.Role.DAEMON)
         self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
-        self._untold: deque[News] = deque()  # what came while Begin was under way
+        self._untold: deque[m.News] = deque()  # what came while Begin was under way
         self._unread = 0
         self.requests: set[asyncio.Task[None]] = set()
         self._seals: set[asyncio.Task[None]] = set()  # Seals under way: Find, Fetch, Persist and Detach wait for them
         self._owner: Owner | None = None
+        self._features: frozenset[str] = frozenset()  # those of the client
         self.task: asyncio.Task[None] | None = None
         self.peer = Peer(client)
 
@@ -243,6 +244,7 @@ class Connection:
                         f"client speaks protocol {request.min_version} to {request.max_version}, this daemon {s.MIN_VERSION} to "
                         f"{s.MAX_VERSION}: install the same ckptd in both places"
                     )
+                self._features = frozenset(request.features)
                 return self._server.welcome(request), ()
             case m.Status():
                 return m.StatusReport(re=request.id, report=self._server.status()), ()
@@ -269,6 +271,7 @@ class Connection:
                         os.close(pidfd)
                     raise
                 if before is not None:
+                    before.notify = None  # the new owner hears on this connection what the older attempts are told
                     self._server.orphans.unguard(before.identity)
                 self._server.orphans.cancel_timer(request.job)
                 self._server.orphans.guard(self._owner, pidfd)
@@ -336,8 +339,13 @@ class Connection:
             raise
         return m.Segments(re=request_id, segments=[_held(slot) for slot in slots], remark=self._server.remark(slots)), opened
 
-    def _notify(self, message: News) -> None:
-        """Send the message, or keep it until the rank has begun. An error here would keep the caller from freeing slots."""
+    def _notify(self, message: m.News) -> None:
+        """Send the message, or keep it until the rank has begun. Drop a Waiting that the client does not know.
+
+        An error here would keep the caller from freeing slots.
+        """
+        if isinstance(message, m.Waiting) and s.WAITING not in self._features:
+            return
         if self._session.state in (s.SessionState.ATTACHED, s.SessionState.LEAVING):
             self.send(message)
         elif self._session.state in (s.SessionState.BEGINNING, s.SessionState.GREETED):  # GREETED: its Begin has failed

@@ -11,6 +11,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ class Slot:
         finally:
             self.pins -= 1
             if self.released and not self.pins:
-                self.descriptor.close()
+                self.directory.free(self.descriptor)
 
     def gone(self) -> NotFound:
         """Return the error for a slot that has been released."""
@@ -127,12 +128,18 @@ class Slots:
     """
 
     def __init__(self, fs: FileSystem, shm_dir: Path, directory: str, quota: int, overflow: Path | None = None) -> None:
-        self._fs = fs
-        self._memory = SegmentDirectory(fs, shm_dir / directory)
-        self._overflow = overflow
+        """Raises Busy, StorageError. If there is no tmpfs, all segments go to `overflow`."""
+        self._fs, self._overflow = fs, overflow
         self._disk = SegmentDirectory(fs, overflow, on_disk=True) if overflow is not None and overflow.exists() else None
+        try:
+            self._memory = SegmentDirectory(fs, shm_dir / directory)
+        except StorageError as error:
+            if overflow is None:
+                raise
+            log.warning("%s", error)
+            self._memory = self._disk or self._open_disk(shm_dir)
         self._limited = quota > 0
-        self.quota = quota or psutil.disk_usage(str(shm_dir)).total * 9 // 10
+        self.quota = quota or psutil.disk_usage(str(self._memory.path)).total * 9 // 10
         self.mark: RootMark | None = None
         self.slots: dict[str, Slot] = {}  # used on the event loop only
         self.foreign: dict[str, ForeignSlot] = {}
@@ -152,6 +159,8 @@ class Slots:
         """Return a sentence for the owner of new slots that are on the disk, or "" if none of them is."""
         if not any(slot.directory.on_disk for slot in slots):
             return ""
+        if self._memory.on_disk:
+            return f"there is no shared memory that can be used, so the slots are files in {self._overflow}, which are slower: set shm_dir"
         return (
             f"the slots do not fit into {self.path.parent}, and are files in {self._overflow} now, which are slower: make the tmpfs larger "
             "(docker: --shm-size), or set shm_dir to another one"
@@ -183,9 +192,9 @@ class Slots:
         assert self._overflow is not None
         if self._limited:
             self._check_quota(self._length(header), self.used + self.on_disk)
-        return self._create(header, UNKNOWN, self._disk or self._open_disk())
+        return self._create(header, UNKNOWN, self._disk or self._open_disk(self.path.parent))
 
-    def _open_disk(self) -> SegmentDirectory:
+    def _open_disk(self, tmpfs: Path) -> SegmentDirectory:
         """Open the directory for segments on the disk, which is made if it is missing. Raises Busy, StorageError."""
         assert self._overflow is not None
         if self._disk is None:
@@ -194,12 +203,12 @@ class Slots:
             except OSError as error:
                 raise StorageError.of(f"make {self._overflow.parent}", error) from None
             self._disk = SegmentDirectory(self._fs, self._overflow, on_disk=True)
-            log.warning("slots that do not fit into %s go to files in %s, which are slower", self.path.parent, self._overflow)
+            log.warning("slots that do not fit into %s go to files in %s, which are slower", tmpfs, self._overflow)
         return self._disk
 
     def move_in(self, directory: int, name: str, *, on_disk: bool = False) -> None:
         """Move a segment here from the directory of a former path of this root, before `adopt`. Raises OSError, StorageError, Busy."""
-        here = (self._disk or self._open_disk()) if on_disk else self._memory
+        here = (self._disk or self._open_disk(self.path.parent)) if on_disk else self._memory
         os.rename(name, name, src_dir_fd=directory, dst_dir_fd=here.fd)
 
     def create(self, header: SegmentHeader, node: int = UNKNOWN) -> Slot:
@@ -211,6 +220,16 @@ class Slots:
         return self._create(header, node, self._memory)
 
     def _create(self, header: SegmentHeader, node: int, directory: SegmentDirectory) -> Slot:
+        freeing = directory.freeing
+        try:
+            return self._create_once(header, node, directory)
+        except SharedMemoryFull:
+            if not freeing:
+                raise
+        wait(freeing)
+        return self._create_once(header, node, directory)
+
+    def _create_once(self, header: SegmentHeader, node: int, directory: SegmentDirectory) -> Slot:
         size, name = self._length(header), names.new_segment_file()
         failpoint("slot.creating")
         try:
@@ -302,7 +321,7 @@ class Slots:
         except IsADirectoryError:
             log.warning("a directory has the name of segment %s: it is left alone", slot.name)
         if not slot.pins:
-            slot.descriptor.close()
+            slot.directory.free(slot.descriptor)
         failpoint("slot.released")
 
     def is_held(self, slot: Slot) -> bool:
@@ -328,15 +347,18 @@ class Slots:
         """Register the segments that an earlier daemon has left, and return those of this root.
 
         Segments that are incomplete, damaged or from another boot are removed. Other files, segments of a newer ckptd and segments that
-        cannot be opened are left alone. A segment that was made for another root than `mark` names goes to `foreign`; one in which nothing
-        is sealed and that no trainer holds is removed. Raises StorageError if a segment cannot be opened because a resource has run out.
+        cannot be opened or read are left alone. A segment that was made for another root than `mark` names goes to `foreign`; one in which
+        nothing is sealed and that no trainer holds is removed. Raises StorageError if a segment cannot be opened because a resource has
+        run out.
         """
         for directory in self._directories():
             self._adopt(directory)
         return list(self.slots.values())
 
     def _directories(self) -> list[SegmentDirectory]:
-        return [self._memory] if self._disk is None else [self._memory, self._disk]
+        if self._disk is None or self._disk is self._memory:
+            return [self._memory]
+        return [self._memory, self._disk]
 
     def _adopt(self, directory: SegmentDirectory) -> None:
         for name in os.listdir(directory.fd):
@@ -363,7 +385,11 @@ class Slots:
                 log.warning("segment %s left alone: %s", name, error)
                 os.close(fd)
                 continue
-            except (IntegrityError, InvalidName, OSError) as error:
+            except OSError as error:  # of a disk, which may pass: a snapshot may be sealed in it
+                log.error("segment %s left alone: %s; a snapshot may be in it, so restart this daemon once it can be read", name, error)
+                os.close(fd)
+                continue
+            except (IntegrityError, InvalidName) as error:
                 log.warning("segment %s removed: %s", name, error)
                 os.close(fd)
                 self._fs.unlink(name, directory.fd)

@@ -25,6 +25,14 @@ from ckptd.shared.messages import Holds
 
 log = logging.getLogger("ckptd.steps")
 
+WAIT_SECONDS = 5.0
+"""Seconds that a rank waits for others before all ranks are told which ranks have not come."""
+BEGUN_SECONDS = 1.0
+"""Seconds after which a node shows the other nodes that it has begun a step.
+
+A step that takes less time costs no message. A node shows `WAIT_SECONDS` later that it waits. All nodes
+that began the step while it waited for less than `WAIT_SECONDS` have shown this by then."""
+
 
 class Steps:
     """Carries out decisions for all jobs. `save` starts the save of a snapshot. `counters` are those of `ckptd status`."""
@@ -55,7 +63,8 @@ class Steps:
 
     def hear(self, job: Job, answer: Answer) -> None:
         """Take an answer from the board."""
-        job.answer = answer
+        before, job.answer = job.answer, answer
+        self.perform(job, holdings.missing(job, before))
         self.release_replaced(job)
         job.moved.set()
 
@@ -64,8 +73,13 @@ class Steps:
             case d.StartTimer(key, more):
                 step = job.step(key)
                 step.timer = asyncio.get_running_loop().call_later(self._timeout + more, self._expire, job, step)
+                if step.watch is None:
+                    first = WAIT_SECONDS if job.node is None else BEGUN_SECONDS
+                    self._watch(job, step, first)
             case d.Settle(key):
                 job.step(key).settle()
+                if job.node is None:
+                    job.step(key).unwatch()
                 job.moved.set()
             case d.Move(key, event):
                 self._move(job, self._snapshot(job, key), event)
@@ -121,6 +135,28 @@ class Steps:
     def _expire(self, job: Job, step: Step) -> None:
         self.perform(job, d.expired(job, step, self._timeout))
 
+    # -- ranks that have not come
+
+    def _watch(self, job: Job, step: Step, seconds: float) -> None:
+        step.watch = asyncio.get_running_loop().call_later(seconds, self._look, job, step)
+
+    def _look(self, job: Job, step: Step) -> None:
+        """Tell the ranks which of them have not come to the step.
+
+        Of several nodes, show the others that this node has begun the step, and `WAIT_SECONDS` later
+        that it waits. The answer from the board then says which ranks have not come (`hear`).
+        """
+        step.watch = None
+        if job.node is None:
+            self.perform(job, d.waiting(job, step))
+        elif holdings.is_open(job, step):
+            if step.begun:
+                step.overdue = True
+            else:
+                step.begun = True
+                self._watch(job, step, WAIT_SECONDS)
+            self.show(job)
+
     # -- ranks
 
     def end(self, job: Job, owner: Owner, how: str) -> None:
@@ -162,3 +198,4 @@ class Steps:
         for job in self._catalog.jobs.values():
             for step in job.steps.values():
                 step.settle()
+                step.unwatch()

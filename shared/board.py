@@ -7,11 +7,12 @@ complete, and frees snapshots that are kept in memory only. This module does no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated
 
 import msgspec
 
+from ckptd.shared.membership import MOST_RANKS
 from ckptd.shared.replicas import MOST_BRIEFS, Brief, apart
 
 MOST_STEPS = 64
@@ -21,6 +22,7 @@ MOST_TEXT = 400
 
 Step = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
 Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
+Ranks = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]], msgspec.Meta(max_length=MOST_RANKS)]
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -30,6 +32,10 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     done: the node will seal no step up to this one that it does not hold; -1 if it has taken no step.
     durable: the newest step that the node knows to be durable, or -1.
     failed: the code and the reason of the last steps that the node could not take.
+    ranks: the ranks of the node; an older daemon leaves them out.
+    begun: for each step that the node has begun a while ago and does not hold yet, the ranks of the
+        node that have not come to it.
+    overdue: the steps for which a rank of the node may wait too long already.
     replicas: for the steps in `held`, digests of the tensors that ranks of the node share with others.
     """
 
@@ -37,19 +43,25 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     done: Annotated[int, msgspec.Meta(ge=-1, lt=10**18)] = -1
     durable: Annotated[int, msgspec.Meta(ge=-1, lt=10**18)] = -1
     failed: Annotated[dict[Step, tuple[Text, Text]], msgspec.Meta(max_length=MOST_STEPS)] = {}
+    ranks: Ranks = []
+    begun: Annotated[dict[Step, Ranks], msgspec.Meta(max_length=MOST_STEPS)] = {}
+    overdue: Annotated[list[Step], msgspec.Meta(max_length=MOST_STEPS)] = []
     replicas: Annotated[dict[Step, Annotated[list[Brief], msgspec.Meta(max_length=MOST_BRIEFS)]], msgspec.Meta(max_length=MOST_STEPS)] = {}
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The answer of rank 0's node to all nodes.
 
     common: the last steps that all nodes hold or have held, ascending. A node may save them, and may free older ones that are not to be
         saved.
     dead: the steps that a node holds and another node will never seal, each with code and reason. They can never be complete.
+    missing: for the first step that is overdue on a node, the ranks of all nodes that have not come
+        to it. Empty if there are none.
     """
 
     common: Annotated[list[Step], msgspec.Meta(max_length=MOST_STEPS)] = []
     dead: Annotated[dict[Step, tuple[Text, Text]], msgspec.Meta(max_length=MOST_STEPS)] = {}
+    missing: Annotated[dict[Step, Ranks], msgspec.Meta(max_length=1)] = {}
 
 
 def answer(nodes: Mapping[str, Holding], before: Answer) -> Answer:
@@ -80,7 +92,27 @@ def answer(nodes: Mapping[str, Holding], before: Answer) -> Answer:
     return Answer(
         common=sorted(common)[-MOST_STEPS:],
         dead={step: dead[step] for step in sorted(dead)[-MOST_STEPS:]},
+        missing=_missing(nodes.values(), {*common, *dead}, durable),
     )
+
+
+def _missing(nodes: Collection[Holding], settled: Collection[int], durable: int) -> dict[int, list[int]]:
+    """Return the first overdue step that misses ranks, with these ranks. Return {} if there is none.
+
+    settled: the steps that are common or dead. durable: the newest step that is durable on a node.
+    """
+    overdue = {step for node in nodes for step in node.overdue if step > durable}
+    for step in sorted(overdue.difference(settled)):
+        if ranks := sorted(rank for node in nodes for rank in _not_come(node, step)):
+            return {step: ranks[:MOST_RANKS]}
+    return {}
+
+
+def _not_come(node: Holding, step: int) -> list[int]:
+    """Return the ranks of a node that have not come to a step."""
+    if step in node.held or step <= node.done:
+        return []
+    return node.begun.get(step, node.ranks)
 
 
 def is_news(holding: Holding, written: Holding | None, heard: Answer) -> bool:
@@ -90,7 +122,11 @@ def is_news(holding: Holding, written: Holding | None, heard: Answer) -> bool:
     """
     if written is None or holding.done != written.done or holding.failed.keys() - written.failed.keys():
         return True
-    return any(is_open(step, holding, heard) for step in set(holding.held).symmetric_difference(written.held))
+    if any(ranks != written.begun.get(step) for step, ranks in holding.begun.items()):
+        return True
+    changed = set(holding.held).symmetric_difference(written.held)
+    changed.update(set(holding.overdue).difference(written.overdue))
+    return any(is_open(step, holding, heard) for step in changed)
 
 
 def is_open(step: int, holding: Holding, heard: Answer) -> bool:

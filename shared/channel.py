@@ -63,7 +63,7 @@ class Channel:
             self._connect(path, timeout)
             check_peer(self._socket, path)
             with suppress(DaemonUnreachable):  # a daemon that has no room sends an Error and closes, maybe before it can get a Hello
-                client, known = f"ckptd {__version__}", [s.STAGE]
+                client, known = f"ckptd {__version__}", [s.STAGE, s.WAITING]
                 self.send(m.Hello(id=self.new_id(), min_version=s.MIN_VERSION, max_version=s.MAX_VERSION, features=known, client=client))
             reply = self.receive()[0]
             if isinstance(reply, m.Error):

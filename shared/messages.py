@@ -282,6 +282,17 @@ class Progress(Reply, frozen=True, kw_only=True, tag="progress"):
     code: str = ""
 
 
+class Waiting(Reply, frozen=True, kw_only=True, tag="waiting"):
+    """The ranks that have not come to a step that others wait for, which comes unasked to every rank.
+
+    Nothing has failed. Only a client with the feature `waiting` gets this message.
+    """
+
+    attempt: AttemptNumber
+    step: Step
+    ranks: Annotated[list[Rank], msgspec.Meta(max_length=MOST_RANKS)]
+
+
 class Holds(Reply, frozen=True, kw_only=True, tag="holds"):
     """The steps that this node holds, which comes unasked to the lowest rank of the node, for the board."""
 
@@ -309,8 +320,10 @@ class Error(Reply, frozen=True, kw_only=True, tag="error"):
 Message = (
     Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Segments | Replan | Acquire | Granted | Refused | Seal | Sealed
     | Abandon | Persist | Heard | Deliver | Delivered | Find | Found | Fetch | Fetched | Forget | Forgotten | Detach | Done | Progress
-    | Holds | Uploads | Error
+    | Holds | Uploads | Waiting | Error
 )  # fmt: skip
+News = Progress | Holds | Uploads | Waiting
+"""The messages that a rank gets without a request."""
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

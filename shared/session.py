@@ -26,6 +26,8 @@ STAGE = "stage"
 """The feature of a client that reads checkpoints from a stage, and of a daemon that has one."""
 REPLICAS = "replicas"
 """The feature of a daemon that compares tensors of several ranks (FORMAT.md, section 3)."""
+WAITING = "waiting"
+"""The feature of a client that takes the message Waiting."""
 MAX_UNDER_WAY = 64
 
 
@@ -150,7 +152,7 @@ class Session:
         self.state = after
 
     def _reply(self, reply: m.Reply) -> None:
-        if isinstance(reply, (m.Progress, m.Holds, m.Uploads)):
+        if isinstance(reply, m.News):
             if reply.re != 0 or self.state not in (SessionState.ATTACHED, SessionState.LEAVING):
                 raise ProtocolError(f"{_name(reply)} is not allowed while the session is {self.state.value}")
             return

@@ -408,19 +408,29 @@ def test_each_file_says_what_it_owns(path: Path) -> None:
 
 # -- memory
 
+AGENT_FILES = [path for path in FILES if "agent" in path.relative_to(ROOT).parts]
 _FACTORIES = re.compile(
     r"torch\.(nested\.nested_tensor|sparse_\w+_tensor|empty|empty_strided|zeros|ones|full|tensor|as_tensor|scalar_tensor|arange|eye|rand\w*)"
 )
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if "agent" in path.relative_to(ROOT).parts], ids=lambda path: str(path.relative_to(ROOT))
-)
+@pytest.mark.parametrize("path", AGENT_FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_allocation_names_its_device_and_dtype(path: Path) -> None:
     # A caller may have set another default device, on which the memory that this process writes would not exist.
     for name, call in _calls(path):
         given = {keyword.arg for keyword in call.keywords}
         assert not _FACTORIES.fullmatch(name) or None in given or {"device", "dtype"} <= given, f"line {call.lineno}"
+
+
+# -- waits
+
+
+@pytest.mark.parametrize("path", AGENT_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_wait_of_the_agent_can_be_broken_by_ctrl_c(path: Path) -> None:
+    # These take a lock in Python code. `agent/threads/flag.py` has what to take instead.
+    waits = {f"threading.{name}" for name in ("Event", "Condition", "Semaphore", "BoundedSemaphore", "Barrier")}
+    for name, call in _calls(path):
+        assert name not in waits, f"line {call.lineno}"
 
 
 # -- pickle

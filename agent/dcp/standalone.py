@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import queue
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,6 +17,7 @@ from crc32c import crc32c
 
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import Resolved, stream
+from ckptd.agent.threads.flag import Flag
 from ckptd.shared import names
 from ckptd.shared.binary import align
 from ckptd.shared.codec import Encoder
@@ -130,7 +130,7 @@ class StandalonePart:
         size = align(max((chunk.length for chunk in ranges), default=1))
         for _ in range(min(self._threads + 1, len(ranges))):
             free.put((mmap.mmap(-1, size), mmap.mmap(-1, size)))
-        failed = threading.Event()
+        failed = Flag()
 
         def work(chunk: ChunkRange, buffers: tuple[mmap.mmap, mmap.mmap]) -> Chunk:
             try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from ckptd.agent.link.attempt import begin
 from ckptd.agent.link.board import Board
 from ckptd.agent.link.client import CALL_SECONDS, Client
 from ckptd.agent.link.launch import find_place
-from ckptd.agent.link.rounds import WARN_SECONDS, Exchange, Ranks, Told
+from ckptd.agent.link.rounds import WARN_SECONDS, Exchange, Ranks, Told, not_called
 from ckptd.agent.pending import Pending
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.agent.threads.reminder import reminder
@@ -78,6 +79,7 @@ class RankLink:
         """True from before the next attempt begins until the slots and plan of the old one are dropped. Ctrl-C may leave it True."""
         self._structure_changed = structure_changed
         self._closed = self._gone = False
+        self._warned = False  # True once a warning has named ranks that have not called snapshot()
         self._nested: deque[Pending] = deque()  # snapshots refused inside another call, for `_tidy` to report to the other ranks
         self._pid = os.getpid()
         try:
@@ -236,15 +238,34 @@ class RankLink:
                 if not self.client.wait_connected(AWAY_SECONDS):
                     raise self.client.foreign or DaemonUnreachable(_GONE) from None
 
-    def _news(self, progress: m.Progress | m.Holds | m.Uploads) -> None:
-        if isinstance(progress, m.Uploads):
-            self.handovers.seals.follow_uploads(progress)
+    def _news(self, news: m.News) -> None:
+        match news:
+            case m.Uploads():
+                self.handovers.seals.follow_uploads(news)
+            case m.Holds():
+                board = self._board
+                if board is not None and news.attempt == self.attempt:
+                    board.show(news.holding)
+            case m.Waiting():
+                self._warn(news)
+            case m.Progress():
+                self._progress(news)
+
+    def _warn(self, waiting: m.Waiting) -> None:
+        """Log once which ranks have not called `snapshot` for a step that this rank has called it for.
+
+        If the ranks meet in a round for this step, the round names the ranks that are missing.
+        """
+        pending = self.handovers.pending.get((waiting.attempt, waiting.step))
+        if self._warned or pending is None or pending.meets or pending.begun is None:
             return
-        if isinstance(progress, m.Holds):
-            board = self._board
-            if board is not None and progress.attempt == self.attempt:
-                board.show(progress.holding)
-            return
+        self._warned = True
+        waited = round(time.perf_counter() - pending.begun, 1)
+        call = f"snapshot(step={waiting.step})"
+        text = not_called(call, waiting.ranks, self.rank, self.world_size, waited)
+        log.warning("%s", text)
+
+    def _progress(self, progress: m.Progress) -> None:
         pending = self.handovers.pending.get((progress.attempt, progress.step))
         if progress.code == StructureChanged.code:
             self._structure_changed()

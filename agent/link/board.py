@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ckptd.agent.threads.flag import Waiters
 from ckptd.shared.board import Answer, Holding, answer, is_news, is_open, is_quiet
 
 log = logging.getLogger("ckptd.agent")
@@ -45,7 +46,7 @@ class Board:
         self._store, self._rank, self._leaders, self._tell = store, rank, list(leaders), tell
         self._holds = {leader: f"{prefix}/holds/{leader}" for leader in leaders}
         self._answer = f"{prefix}/answer"
-        self._changed = threading.Condition()
+        self._changed = Waiters()
         self._holding = Holding()
         self._written: Holding | None = None
         self._heard = Answer()
@@ -62,9 +63,8 @@ class Board:
 
     def show(self, holding: Holding) -> None:
         """Put on the board what this node holds. Returns at once. Of several values, only the last one counts."""
-        with self._changed:
-            self._holding = holding
-            self._changed.notify()
+        self._holding = holding
+        self._changed.notify()
 
     def repeat(self) -> None:
         """Tell the daemon the last answer again, because it may have been restarted."""
@@ -72,11 +72,10 @@ class Board:
 
     def end(self) -> None:
         """End the thread, which may take a moment. May be called again."""
-        with self._changed:
-            if self._rank == 0 and not self._ended:
-                _ended.append([*self._holds.values(), self._answer])
-            self._ended = True
-            self._changed.notify()
+        if self._rank == 0 and not self._ended:
+            _ended.append([*self._holds.values(), self._answer])
+        self._ended = True
+        self._changed.notify()
 
     def _run(self) -> None:
         failed = False
@@ -100,12 +99,15 @@ class Board:
 
         While the store has `failed`, what is to be written waits for the time of the next look.
         """
-        with self._changed:
-            while not self._ended:
-                left = None if self._next is None else self._next - time.monotonic()
-                if (left is not None and left <= 0) or (not failed and is_news(self._holding, self._written, self._heard)):
-                    return self._holding
-                self._changed.wait(left)
+
+        def has_news() -> bool:
+            return not failed and is_news(self._holding, self._written, self._heard)
+
+        while not self._ended:
+            left = None if self._next is None else self._next - time.monotonic()
+            if (left is not None and left <= 0) or has_news():
+                return self._holding
+            self._changed.wait_for(lambda: self._ended or has_news(), left)
         return None
 
     def _write(self, holding: Holding) -> None:
@@ -122,7 +124,8 @@ class Board:
     def _plan(self, *, news: bool = False) -> None:
         """Choose the time of the next look. If rank 0 has `news` that a step is not taken, nodes that hold it wait for the answer."""
         holding = self._holding
-        if (news and self._rank == 0) or any(is_open(step, holding, self._heard) for step in holding.held):
+        awaited = {*holding.held, *holding.overdue}
+        if (news and self._rank == 0) or any(is_open(step, holding, self._heard) for step in awaited):
             self._next = time.monotonic() + self._pause
         else:
             idle = _QUIET_LOOK if self._quiet else _IDLE_LOOK

@@ -57,7 +57,7 @@ class Client:
     `welcome` is the daemon's greeting on the present connection. The callbacks may run on any thread:
 
     resume: called after each reconnection, to resume the attempt.
-    news: called with every Progress, every Holds and every Uploads.
+    news: called with every message that comes without a request, except an Error.
     lost: called once with the error if `resume` finds that the attempt is over, because a newer attempt has
         begun, or because the daemon serves another root than that for which the attempt was begun. The
         client is then closed. In the second case, `foreign` is the error, and later calls raise it.
@@ -69,7 +69,7 @@ class Client:
         place: Place,
         *,
         resume: Callable[[], None],
-        news: Callable[[m.Progress | m.Holds | m.Uploads], None],
+        news: Callable[[m.News], None],
         lost: Callable[[CkptdError], None],
         late: Callable[[m.Reply], None],
     ) -> None:
@@ -84,6 +84,7 @@ class Client:
         self._up = Flag()
         self._down_since = 0.0
         self._silent = False  # a call has timed out, and no message has arrived since
+        self._gone: Channel | None = None  # the last connection that was lost
         self._channel = place.connect()
         self.welcome = self._channel.welcome
         self._up.set()
@@ -159,7 +160,7 @@ class Client:
             try:
                 self._hear(channel)
             except BaseException as error:
-                channel.end()  # the client's thread then reconnects
+                self._end(channel)
                 if not isinstance(error, CkptdError):
                     raise
                 self._unheard = error
@@ -242,8 +243,16 @@ class Client:
             except BaseException as error:
                 self._calls.pop(number, None)
                 if not isinstance(error, CkptdError):  # Ctrl-C may have come after half of a frame
-                    channel.end()
+                    self._end(channel)
                 raise
+
+    def _end(self, channel: Channel) -> None:
+        """End a connection on which a message may be lost. From now on `wait_connected` waits for the next one."""
+        channel.end()
+        with self._lock:
+            if self._channel is channel:
+                self._down_since = time.monotonic()
+                self._up.clear()
 
     def close(self) -> None:
         """Close the connection for good, and wait up to 5 s for the client's thread to end. Calls under way fail with DaemonUnreachable."""
@@ -276,13 +285,14 @@ class Client:
                     log.exception("a message from the daemon could not be handled")
                 gone = error if isinstance(error, CkptdError) else DaemonUnreachable(f"the daemon is gone: {error}")
                 reason, self._unheard = self._unheard or gone, None
-            if self._closed:
+            with self._lock:  # no other thread may be sending on a socket that is being closed
+                self._gone = self._channel
                 self._channel.close()
+                self._up.clear()
+            if self._closed:
                 self._fail_calls(DaemonUnreachable("this agent is closed"))
                 return
             self._down_since, self._silent = time.monotonic(), False
-            self._up.clear()
-            self._channel.close()
             log.warning("connection to the daemon lost (%s); reconnecting", reason)
             self._fail_calls(DaemonUnreachable(f"the connection to the daemon was lost: {reason}"))
             if not self._connect_again():
@@ -290,7 +300,7 @@ class Client:
 
     def _got(self, message: m.Message) -> None:
         self._silent = False
-        if isinstance(message, (m.Progress, m.Holds, m.Uploads)):
+        if isinstance(message, m.News):
             self._news(message)
             return
         assert isinstance(message, m.Reply)
@@ -347,11 +357,17 @@ class Client:
             self.foreign = error if isinstance(error, ForeignMemory) else None
             self._lost(error)
             self.close()
-        except CkptdError as error:
-            log.warning("the daemon is back, but this rank could not resume its session: %s", error)
+        except Exception as error:
+            if isinstance(error, CkptdError):
+                log.warning("the daemon is back, but this rank could not resume its session: %s", error)
+            else:
+                log.exception("the daemon is back, but this rank could not resume its session")
             channel.end()  # the client's thread then reconnects once more
         else:
-            self._up.set()
+            with self._lock:
+                if self._gone is channel:  # it was lost again, and the next one is resumed by another thread
+                    return
+                self._up.set()
             log.info("the daemon is back after %.1f s", time.monotonic() - self._down_since)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -226,6 +227,8 @@ def start_private(root: Location) -> str:
         raise DaemonUnreachable(f"the private daemon is not ready after {START_SECONDS:.0f} s; see {log_file}")
     code = daemon.wait()
     last = (log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["its log is empty"])[0].removeprefix("ckptd: ")
+    if code < 0:
+        last = f"{signal.Signals(-code).name} has ended it"
     if code == _BUSY:
         return last
     raise DaemonUnreachable(f"the private daemon did not start: {last} (the whole log is {log_file})")

@@ -253,13 +253,9 @@ class Exchange:
 
     def _missing(self, topic: str, late: list[int]) -> str:
         """Return a sentence that names the ranks that have not come to a round."""
-        call, shown = _call(topic.removeprefix(f"{self.scope}/")), some_text(late)
-        has = f"rank {shown} has" if len(late) == 1 else f"ranks {shown} have"
-        only = " Is it called on rank 0 only?" if self.rank == 0 and len(late) == self.world_size - 1 else ""
-        return (
-            f"{has} not called {call} yet, and rank {self.rank} has waited for {WARN_SECONDS:g} s: every rank must call it, because each "
-            f"saves its part and waits for the others{self._elsewhere(topic, late)}.{only}"
-        )
+        call = _call(topic.removeprefix(f"{self.scope}/"))
+        why = self._elsewhere(topic, late)
+        return not_called(call, late, self.rank, self.world_size, WARN_SECONDS, why)
 
     def _elsewhere(self, topic: str, ranks: list[int]) -> str:
         """Return what to add to an error about late ranks: the last call of the first one, if it was another call. Otherwise ""."""
@@ -372,6 +368,20 @@ def _decided(decide: Callable[[list[bytes]], list[bytes]], values: list[bytes]) 
     except Exception as error:
         log.exception("a round between the ranks could not be decided")
         raise InternalError(f"rank 0: {error!r}") from error
+
+
+def not_called(call: str, late: Sequence[int], rank: int, world_size: int, seconds: float, why: str = "") -> str:
+    """Return the warning of a rank that has waited for `seconds`: the `late` ranks have not made a call.
+
+    why: more that is known of the late ranks, or "".
+    """
+    shown = some_text(late)
+    has = f"rank {shown} has" if len(late) == 1 else f"ranks {shown} have"
+    only = " Is it called on rank 0 only?" if rank == 0 and len(late) == world_size - 1 else ""
+    return (
+        f"{has} not called {call} yet, and rank {rank} has waited for {seconds:g} s: every rank "
+        f"must call it, because each saves its part and waits for the others{why}.{only}"
+    )
 
 
 def _call(topic: str) -> str:

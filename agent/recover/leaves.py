@@ -161,14 +161,14 @@ class Leaves:
         return found
 
     def compare(self, theirs: list[Any], ours: list[Any], path: str) -> None:
-        """Record the keys that only one side has: as differences if `strict` is on, otherwise those of the state in `left`."""
+        """Record the keys that only one side has. What the checkpoint lacks differs if `strict` is on, otherwise it is `left`."""
         known, wanted = set(theirs), set(ours)
         prefix = f"{path}." if path else ""
         missing = [key for key in (f"{prefix}{key}" for key in ours if key not in known) if not self.is_kept(key)]
-        if not self.options.strict:
+        if self.options.strict:
+            self.differences.missing += missing
+        else:
             self.left += missing
-            return
-        self.differences.missing += missing
         self.differences.unused += [f"{prefix}{key}" for key in theirs if key not in wanted]
 
     def make(self, saved: Any, path: str, device: torch.device | None = None, *, mark: bool = True) -> Value:

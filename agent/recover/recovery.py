@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -141,7 +141,7 @@ class Recovery:
                     said = self._all(f"{number}/bind", lambda: loading.bind(state))  # noqa: B023 (called at once)
                     damage = _damage(said)
                 if not damage:
-                    self._check_keys(said)
+                    self._check_keys(said, state)
                     said = self._all(f"{number}/load", loading.load)
                     damage = _damage(said)
                     overwritten = overwritten or any(found["writing"] for found in said)
@@ -214,7 +214,7 @@ class Recovery:
             "same_partition": self._options.same_partition,
         }
 
-    def _check_keys(self, said: list[dict[str, Any]]) -> None:
+    def _check_keys(self, said: list[dict[str, Any]], state: Any) -> None:
         """Check the keys of all ranks together.
 
         Raises StructureMismatch if no key has a place on any rank, or if `strict` is on and a key of the checkpoint has none. Raises
@@ -222,9 +222,11 @@ class Recovery:
         one may have overwritten.
         """
         if not any(found["matched"] for found in said):
+            mine = f" ({_some(state)})" if isinstance(state, dict) and state else ""
+            saved = f", which has {_some(said[0]['unused'])}" if said[0]["unused"] else ""
             raise StructureMismatch(
-                "no key of the state is in the checkpoint; nothing was written: compare the keys of the state with those that `ckptd show` "
-                "lists, or use another job name if this training is not the one that saved the checkpoint"
+                f"no key of the state{mine} is in the checkpoint{saved}; nothing was written: compare the keys of the state with those "
+                "that `ckptd show` lists, or use another job name if this training is not the one that saved the checkpoint"
             )
         if lacking := sorted({name for found in said for name in found["lacking"]}):
             raise RecoveryFailed(
@@ -265,6 +267,12 @@ class Recovery:
             raise
         said: list[dict[str, Any]] = [msgspec.msgpack.decode(one) for one in msgspec.msgpack.decode(heard)]
         return said
+
+
+def _some(keys: Collection[Any]) -> str:
+    """Return the first three keys as text, and how many more there are."""
+    more = len(keys) - 3
+    return ", ".join(map(str, list(keys)[:3])) + (f" and {more} more" if more > 0 else "")
 
 
 def _delivered(said: list[dict[str, Any]]) -> int:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ckptd.agent.threads.flag import Flag
+
 REMINDER_SECONDS = 30.0
 
 
@@ -17,7 +19,7 @@ def reminder(log: logging.Logger, text: str, first: float | None = None) -> Iter
     first: the seconds before the first line, if they are not 30. Nothing is logged in a block that
     ends sooner.
     """
-    over = threading.Event()
+    over = Flag()
 
     def remind() -> None:
         pause = REMINDER_SECONDS if first is None else first

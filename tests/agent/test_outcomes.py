@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ckptd.agent.pending import Pending
 from ckptd.daemon.report import status_text
 from ckptd.shared.errors import CallerError, InvalidName, InvalidRequest, RecoveryFailed, SnapshotFailed, UnsavableValue
 from ckptd.shared.lifecycle import Event
-from tests.support.daemons import Daemon, Home
+from tests.support.daemons import Daemon, Home, until
 
 GOOD = {"x": torch.ones(3)}
 
@@ -65,6 +66,7 @@ def test_a_mistake_of_the_caller_is_raised_until_a_snapshot_is_sealed(
     later = {**options, "step": 6 if options["step"] == 1 else options["step"]}
     pending = job.take(state, **later)
     assert isinstance(pending.error, error)
+    until(lambda: len(job.failed) == 3, "calls of on_failure")
     assert [failed.state for failed in job.failed] == ["failed"] * 3
     assert job.failed[-1] is pending
     if "on_error" not in options:
@@ -133,8 +135,27 @@ def test_an_error_in_on_failure_is_logged_and_changes_nothing(job: Run, caplog: 
 
     pending = job.agent.snapshot(BAD, step=1, on_error="log", on_failure=fails)
     assert isinstance(pending.error, UnsavableValue)
-    assert "on_failure of the snapshot of step 1" in caplog.text
+    until(lambda: "on_failure of the snapshot of step 1" in caplog.text, "log of the exception")
     job.agent.snapshot(GOOD, step=2)
+    job.agent.close()
+
+
+def test_on_failure_may_wait_and_holds_no_snapshot(job: Run) -> None:
+    """It posts to a chat, for example, or waits for another snapshot."""
+    entered, may_go, waited = threading.Event(), threading.Event(), threading.Event()
+    later: list[Pending] = []
+
+    def posts(pending: Pending) -> None:
+        entered.set()
+        may_go.wait(60)
+        later[0].wait("durable", timeout=60)
+        waited.set()
+
+    job.agent.snapshot(BAD, step=1, on_error="log", on_failure=posts)
+    assert entered.wait(60)
+    later.append(job.agent.snapshot(GOOD, step=2).wait("durable", timeout=60))
+    may_go.set()
+    assert waited.wait(60)
     job.agent.close()
 
 

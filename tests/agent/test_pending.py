@@ -168,3 +168,19 @@ def test_a_wait_inside_a_call_of_the_same_thread_is_refused_unless_it_is_over() 
     failed.fail(SnapshotFailed("x"))
     with pytest.raises(SnapshotFailed, match="^x$"):
         inside(lock, lambda: failed.wait("durable"))
+
+
+def test_a_refusal_that_comes_after_a_failure_changes_nothing() -> None:
+    """Another rank cannot take the step, and the daemon says so before it refuses the slot."""
+    noted: list[Pending] = []
+    pending = Pending(5, note=noted.append)
+    pending.fail(StorageError("rank 1 failed"))
+    pending.skip("every slot is still being saved")
+    assert (pending.state, str(pending.error), noted) == ("failed", "rank 1 failed", [pending])
+
+
+def test_a_snapshot_that_gets_no_larger_slot_has_failed() -> None:
+    """It was granted a smaller slot before, so it was not skipped."""
+    pending = moved(Event.GRANT)
+    pending.skip("every slot is still being saved")
+    assert (pending.state, str(pending.error)) == ("failed", "step 5 failed: every slot is still being saved")

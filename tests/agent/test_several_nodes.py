@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 from ckptd.agent import Agent, LatestN, per_rank
 from ckptd.agent.link import attempt as link_attempt
+from ckptd.daemon import steps
 from ckptd.daemon.job_report import job_report
 from ckptd.daemon.report import status_text
 from ckptd.shared import names
@@ -26,7 +29,7 @@ from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.locate import open_root
 from tests.crash.node_trainer import check, state_of
 from tests.support import stores
-from tests.support.daemons import until
+from tests.support.daemons import until, warn_soon
 from tests.support.nodes import Nodes, beat_fast, nodes
 from tests.support.ranks import HERE, Ranks
 
@@ -170,6 +173,67 @@ def _recover_planned() -> int:
     found = HERE["agent"].recover(state)
     assert torch.equal(state["replicated"], state_of(5)["replicated"])
     return int(found.step)
+
+
+# -- calls that a rank does not make
+
+
+class Kept(logging.Handler):
+    """Keeps the warnings that name ranks which have not called."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        self.warned = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "not called" in record.getMessage():
+            self.texts.append(record.getMessage())
+            self.warned.set()
+
+
+def begin_step(step: int) -> None:
+    """Call `snapshot`, and do not wait for the save."""
+    HERE["kept"] = Kept()
+    logging.getLogger("ckptd.agent").addHandler(HERE["kept"])
+    HERE["pending"] = HERE["agent"].snapshot(state_of(step), step=step)
+
+
+def wait_for_warning() -> tuple[str, str]:
+    """Wait for the warning. Return the state of the snapshot, and the warning up to the time waited."""
+    assert HERE["kept"].warned.wait(60)
+    (text,) = HERE["kept"].texts
+    return HERE["pending"].state, text.partition(" waited for ")[0]
+
+
+def end_step() -> str:
+    """Wait until the snapshot is durable. Return its state."""
+    HERE["pending"].wait("durable", timeout=60)
+    return str(HERE["pending"].state)
+
+
+def warn_later() -> None:
+    """Make the daemon of this process name the missing ranks once all others surely have come."""
+    steps.WAIT_SECONDS, steps.BEGUN_SECONDS = 4.0, 0.1
+
+
+@pytest.mark.parametrize(("callers", "patience"), [((0,), warn_soon), ((3,), warn_soon), ((1, 2, 3), warn_later)])
+def test_the_ranks_that_have_called_learn_which_ranks_of_all_nodes_have_not(callers: tuple[int, ...], patience: Callable[[], None]) -> None:
+    """The ranks keep their plan, and exchange nothing. Only the board shows who is missing.
+
+    Rank 0, which writes the answer on the board, may itself be missing.
+    """
+    missing = [rank for rank in range(4) if rank not in callers]
+    named = f"ranks {', '.join(map(str, missing))} have" if len(missing) > 1 else f"rank {missing[0]} has"
+    with nodes(2, first=patience) as two, Ranks(4) as ranks:
+        ranks.call(begin, sockets(two, 0, 0, 1, 1))
+        assert ranks.call(take, 1) == [""] * 4
+        ranks.call(begin_step, 2, only=callers)
+        assert ranks.call(wait_for_warning, only=callers) == [
+            ("sealed", f"{named} not called snapshot(step=2) yet, and rank {rank} has") for rank in callers
+        ]
+        ranks.call(begin_step, 2, only=missing)  # they were only slow
+        assert ranks.call(end_step) == ["durable"] * 4
 
 
 # -- steps that a node cannot take

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -92,8 +92,8 @@ class Trainer:
         self._pipe.close()
 
 
-def make_calls_wait(flag: Path, root: Path, names: tuple[str, ...]) -> None:
-    """Make these calls of this process wait while `flag` exists, if they touch a file under `root`."""
+def make_calls_wait(flag: Path, root: Path, names: tuple[str, ...], at: Callable[[], bool] = lambda: True) -> None:
+    """Make these calls of this process wait while `flag` exists, if they touch a file under `root` and `at()` is true."""
 
     def touches(argument: Any) -> bool:
         if isinstance(argument, bool) or not isinstance(argument, (int, str, os.PathLike)):
@@ -107,7 +107,8 @@ def make_calls_wait(flag: Path, root: Path, names: tuple[str, ...]) -> None:
         real = getattr(os, name)
 
         def call(*arguments: Any, **options: Any) -> Any:
-            while flag.exists() and any(map(touches, (*arguments, *options.values()))):
+            waits = flag.exists() and any(map(touches, (*arguments, *options.values()))) and at()
+            while waits and flag.exists():
                 time.sleep(0.02)
             return real(*arguments, **options)
 

@@ -75,6 +75,36 @@ async def test_an_unknown_job_cannot_begin_without_the_disk() -> None:
         await Made(Storage(0)).claim(Job("gpt"), 0)
 
 
+@pytest.mark.parametrize("lasts", ["over", "under way"])
+async def test_a_claim_for_a_run_that_was_refused_is_that_of_the_next_run(lasts: str) -> None:
+    """Otherwise it would take a number that no run has."""
+    storage, job = Storage(0), Job("gpt")
+    storage.answers.set()
+    storage.each[1] = asyncio.Event()
+    made = Made(storage)
+    with pytest.raises(StorageError, match="the storage has not answered"):
+        await made.claim(job, 0)
+    if lasts == "over":
+        storage.newest = 1
+    storage.each[1].set()
+    assert await made.claim(job, 0) == 1
+    await made.claimed(job, 1)
+    assert (storage.asked, made.losses) == ([1], [])
+
+
+async def test_a_claim_for_a_run_that_was_refused_and_failed_is_made_again() -> None:
+    storage, job = Storage(0), Job("gpt")
+    storage.answers.set()
+    storage.each[1], storage.fails = asyncio.Event(), 1
+    made = Made(storage)
+    with pytest.raises(StorageError, match="the storage has not answered"):
+        await made.claim(job, 0)
+    storage.each[1].set()
+    await asyncio.sleep(0)
+    assert await made.claim(job, 0) == 1
+    assert storage.asked == [1, 1]
+
+
 async def test_two_attempts_begun_in_one_outage_both_belong_to_this_daemon() -> None:
     """The trainer came back twice. Whichever claim reaches the disk first, neither counts as another daemon's."""
     storage = Storage()

@@ -62,6 +62,14 @@ def test_a_commit_is_published_journaled_and_told(made: Made) -> None:
     assert (made.told, made.job.is_durable(2, 1000), made.job.seq) == ([SnapshotState.DURABLE], True, 7)
 
 
+def test_a_commit_that_the_journal_has_no_room_for_is_a_commit(made: Made, caplog: pytest.LogCaptureFixture) -> None:
+    """The manifest is published, and the next start finds it."""
+    made.journal.refuses = (r.Committed,)
+    made.commit(made.documents)
+    assert (made.told, made.job.is_durable(2, 1000)) == ([SnapshotState.DURABLE], True)
+    assert f"gpt/{TAG} is committed, and the journal lacks the record: cannot begin a new journal file" in caplog.text
+
+
 def test_a_commit_needs_the_parts_of_all_ranks_and_one_plan(made: Made) -> None:
     other = msgspec.structs.replace(PLAN, global_plan=b"other")
     for documents in (made.documents[:1], made.documents[::-1], [made.documents[0], (made.documents[1][0], other, SnapshotRequest())]):

@@ -22,7 +22,8 @@ from ckptd.shared.errors import (
     StructureChanged,
 )
 from ckptd.shared.lifecycle import Event, SnapshotState
-from ckptd.shared.messages import Progress
+from ckptd.shared.membership import Membership
+from ckptd.shared.messages import Progress, Waiting
 
 KEY = (1, 5)
 TAG = "step-00000005.a0001"
@@ -31,6 +32,9 @@ S = SnapshotState
 
 class Timer:
     """Plays a TimerHandle that runs."""
+
+    def cancel(self) -> None:
+        pass
 
 
 def rank_seal(rank: int, *, plan: bytes = b"plan", persist: bool = True) -> RankSeal:
@@ -50,7 +54,11 @@ def step(
     persist: bool = True,
 ) -> Step:
     """A step of a job of two ranks. `sealed`: the ranks that have sealed it; None if no slot was granted."""
-    made = Step(key, failure=failure, planned=dict.fromkeys(planned, "w grew"), kept=set(kept))
+    made = Step(key, failure=failure)
+    for rank in planned:
+        made.plan_again(rank, "w grew")
+    for rank in kept:
+        made.keep_plan(rank)
     made.timer = Timer() if timer else None  # type: ignore[assignment]
     if sealed is not None:
         made.slots = {f"slot{rank}": rank for rank in range(size)}
@@ -65,7 +73,8 @@ def job(*steps: Step, size: int = 2, attempt: int = 1) -> Job:
 
 def told(actions: list[d.Action]) -> list[tuple[str, str, str]]:
     """The state, code and reason of each message."""
-    return [(a.message.state, a.message.code, a.message.reason) for a in actions if isinstance(a, d.Tell)]
+    messages = [action.message for action in actions if isinstance(action, d.Tell)]
+    return [(m.state, m.code, m.reason) for m in messages if isinstance(m, Progress)]
 
 
 def raised(actions: list[d.Action]) -> list[tuple[type[CkptdError], str]]:
@@ -132,6 +141,49 @@ def test_a_timeout_names_the_ranks_that_are_late(before: Step, late: str) -> Non
     assert [reason for _, _, reason in found] == [
         f"step 5 failed: {late} did not seal it within 60 s: every rank must call snapshot(step=5), not only some of them"
     ]
+
+
+def granted(**slots: int) -> Step:
+    """A step without a seal. `slots`: the rank of each slot that is granted for it."""
+    made = step(sealed=())
+    made.slots = slots
+    return made
+
+
+def settled(made: Step) -> Step:
+    """A step for which a rank has got no slot, and that another rank has sealed since."""
+    made.settle()
+    made.timer = Timer()  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("before", "missing"),
+    [
+        (step(kept=(0,)), [1]),  # rank 0 has requested a slot
+        (granted(a=0), [1]),
+        (granted(a=0, b=1), []),  # both ranks copy
+        (step(sealed=(0,)), []),  # rank 1 copies: it has a slot
+        (step(kept=(0, 1)), []),  # both ranks wait for a slot
+        (step(planned=(1,)), [0]),
+        (step(planned=(1,), kept=(0,)), []),
+        (settled(step(kept=(0, 1))), []),  # rank 1 skips the step, and rank 0 has sealed it
+        (step(), []),  # no rank has come
+        (step(kept=(0,), timer=False), []),  # no rank waits
+        (step(kept=(0,), failure=("storage", "full")), []),
+        (step(kept=(0,), key=(0, 5)), []),  # of an earlier attempt
+    ],
+)
+def test_the_ranks_that_have_not_come_to_a_step_are_told(before: Step, missing: list[int]) -> None:
+    message = Waiting(re=0, attempt=1, step=5, ranks=missing)
+    assert d.waiting(job(before), before) == ([d.Tell(message)] if missing else [])
+
+
+def test_only_ranks_of_this_node_are_told_as_missing_by_this_node() -> None:
+    before = step(kept=(2,))
+    made = job(before, size=6)
+    made.node = Membership(claim="0" * 32, ranks=[2, 3, 4])
+    assert [action.message.ranks for action in d.waiting(made, before)] == [[3, 4]]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from ckptd.daemon import decisions as d
 from ckptd.daemon import holdings
-from ckptd.daemon.catalog import Job
+from ckptd.daemon.catalog import Job, Step
 from ckptd.daemon.ranks import Owner
 from ckptd.daemon.snapshot import RankSeal, Snapshot
 from ckptd.daemon.stored_checkpoint import StoredCheckpoint
@@ -17,6 +17,7 @@ from ckptd.shared.board import Answer, Holding
 from ckptd.shared.errors import SnapshotFailed
 from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.membership import Membership
+from ckptd.shared.messages import Progress, Waiting
 from ckptd.shared.receipt import CommitTry
 from ckptd.shared.reuse import ChunkCheck
 from tests.support.node_model import Model, Rules
@@ -52,12 +53,12 @@ def snapshot(
 def test_steps_that_all_ranks_of_the_node_have_sealed_are_held() -> None:
     made = job(snapshot(4, SnapshotState.DURABLE), snapshot(5), snapshot(6, SnapshotState.FILLING, sealed=(2,)))
     made.sealed = (1, 5)
-    assert holdings.holding(made, "node1") == Holding(held=[4, 5], done=5)
+    assert holdings.holding(made, "node1") == Holding(held=[4, 5], done=5, ranks=[2, 3])
 
 
 def test_a_step_is_held_once_its_checksums_are_known() -> None:
     made = job(snapshot(5, checked=False))
-    assert holdings.holding(made, "node1") == Holding(held=[], done=4)
+    assert holdings.holding(made, "node1") == Holding(held=[], done=4, ranks=[2, 3])
 
 
 def test_a_step_that_failed_here_is_done_and_says_why() -> None:
@@ -71,12 +72,13 @@ def test_a_step_that_failed_here_is_done_and_says_why() -> None:
             5: ("storage", "rank 3: disk full (on node1)"),
             6: ("snapshot-failed", "step 6 is skipped: every slot is still being saved (on node1)"),
         },
+        ranks=[2, 3],
     )
 
 
 def test_a_snapshot_whose_check_failed_is_done_and_not_held() -> None:
     made = job(snapshot(5, SnapshotState.FAILED, checked=False))
-    assert holdings.holding(made, "node1") == Holding(held=[], done=5)
+    assert holdings.holding(made, "node1") == Holding(held=[], done=5, ranks=[2, 3])
 
 
 def test_a_step_that_a_rank_has_not_come_to_yet_holds_up_all_later_ones() -> None:
@@ -85,15 +87,65 @@ def test_a_step_that_a_rank_has_not_come_to_yet_holds_up_all_later_ones() -> Non
 
 
 def test_a_new_attempt_has_done_nothing() -> None:
-    assert holdings.holding(job(sealed=(0, 9)), "node1") == Holding()
+    assert holdings.holding(job(sealed=(0, 9)), "node1") == Holding(ranks=[2, 3])
 
 
 def test_steps_of_earlier_attempts_are_not_shown() -> None:
     made = job(snapshot(5), attempt=2)
     made.checkpoints["x.a0001"] = StoredCheckpoint("gpt", "x.a0001", 1, 4, 1, 1, (), user_tag=True)
-    assert holdings.holding(made, "node1") == Holding()
+    assert holdings.holding(made, "node1") == Holding(ranks=[2, 3])
     made.checkpoints["x.a0002"] = StoredCheckpoint("gpt", "x.a0002", 2, 7, 1, 1, (), user_tag=True)
-    assert holdings.holding(made, "node1") == Holding(durable=7)
+    assert holdings.holding(made, "node1") == Holding(durable=7, ranks=[2, 3])
+
+
+def slow(step: int, *, came: tuple[int, ...], overdue: bool = True) -> Step:
+    """Return a step that ranks of the node came to a while ago. None of them has sealed it."""
+    made = Step((1, step), begun=True, overdue=overdue, came=set(came))
+    made.slots = {f"{step}/{rank}": rank for rank in came}
+    return made
+
+
+def begun(*steps: Step, **changes: Any) -> Holding:
+    made = job(**changes)
+    made.steps.update({step.key: step for step in steps})
+    return holdings.holding(made, "node1")
+
+
+def test_a_step_that_is_begun_shows_the_ranks_that_have_not_come_to_it() -> None:
+    assert begun(slow(5, came=(2,))).begun == {5: [3]}
+    assert begun(slow(5, came=(2, 3))).begun == {5: []}  # both ranks copy
+    assert begun(Step((1, 5), came={2}, slots={"5/2": 2})).begun == {}  # not a while ago
+    failed, refused = slow(5, came=(2,)), slow(6, came=(2,))
+    failed.failure, refused.refusal = ("storage", "full"), "every slot is still being saved"
+    assert begun(failed, refused).begun == {}
+
+
+def test_a_step_that_is_sealed_and_not_checked_yet_is_begun_and_no_rank_is_missing() -> None:
+    made = job(snapshot(5, checked=False))
+    made.step((1, 5)).begun = True
+    assert holdings.holding(made, "node1").begun == {5: []}
+    made = job(snapshot(5))
+    made.step((1, 5)).begun = True
+    assert holdings.holding(made, "node1").begun == {}
+
+
+def test_a_step_is_overdue_until_it_is_settled() -> None:
+    assert begun(slow(5, came=(2,))).overdue == [5]
+    assert begun(slow(5, came=(2,), overdue=False)).overdue == []
+    assert begun(slow(5, came=(2,)), slow(6, came=(2,)), answer=Answer(common=[5])).overdue == [6]
+    assert begun(slow(5, came=(2,)), answer=Answer(dead={5: ("storage", "full")})).overdue == []
+    held = job(snapshot(5), snapshot(6, SnapshotState.FAILED))
+    held.step((1, 5)).overdue = held.step((1, 6)).overdue = True
+    assert holdings.holding(held, "node1").overdue == [5]
+    held.checkpoints["x.a0001"] = StoredCheckpoint("gpt", "x.a0001", 1, 5, 1, 1, (), user_tag=True)
+    assert holdings.holding(held, "node1").overdue == []
+
+
+def test_the_missing_ranks_of_a_step_are_told_once() -> None:
+    made = job(answer=Answer(missing={5: [0, 3]}))
+    assert holdings.missing(made, Answer()) == [d.Tell(Waiting(re=0, attempt=1, step=5, ranks=[0, 3]))]
+    assert holdings.missing(made, Answer(missing={5: [0, 1, 3]})) == []
+    assert holdings.missing(job(), Answer()) == []
 
 
 # -- what follows from the answer
@@ -104,7 +156,8 @@ def test_a_dead_step_fails_with_the_reason_of_the_other_node() -> None:
     made = job(filling, memory, saving, answer=Answer(dead=dict.fromkeys((5, 6, 7, 8), ("storage", "disk full (on node0)"))))
     actions = holdings.heard(made)
     assert {action.key for action in actions if isinstance(action, d.Fail)} == {(1, 5), (1, 6)}
-    assert {(a.message.step, a.message.code, a.message.reason) for a in actions if isinstance(a, d.Tell)} == {
+    messages = [a.message for a in actions if isinstance(a, d.Tell)]
+    assert {(m.step, m.code, m.reason) for m in messages if isinstance(m, Progress)} == {
         (5, "storage", "disk full (on node0)"), (6, "storage", "disk full (on node0)"),
     }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
@@ -68,6 +69,26 @@ def test_used_counts_descriptors() -> None:
     before = limits.used()
     with open(os.devnull):
         assert limits.used() == before + 1
+
+
+def test_used_counts_descriptors_where_proc_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = limits.used()
+
+    def hidden(path: str) -> list[str]:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "listdir", hidden)
+    assert limits.used() == counted
+    with open(os.devnull):
+        assert limits.used() == counted + 1
+
+
+def test_a_process_without_a_free_descriptor_has_used_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: str) -> list[str]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "listdir", full)
+    assert limits.used() == limits.soft_limit()
 
 
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:

@@ -6,7 +6,9 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -82,6 +84,19 @@ def test_status_finds_the_daemon_of_a_root_and_names_the_one_above(served: Daemo
 )
 def test_a_process_is_known_as_a_daemon_by_its_command(command: list[str], daemon: bool) -> None:
     assert neighbours._is_daemon(command) is daemon
+
+
+@pytest.mark.parametrize("problem", [IndexError("list index out of range"), psutil.AccessDenied(), OSError(), None])
+def test_where_sockets_are_hidden_the_command_names_the_socket(
+    served: Daemon, monkeypatch: pytest.MonkeyPatch, problem: Exception | None
+) -> None:
+    def hidden(self: psutil.Process, kind: str) -> list[Any]:
+        if problem is not None:
+            raise problem
+        return []
+
+    monkeypatch.setattr(psutil.Process, "net_connections", hidden)
+    assert neighbours.of_root(served.home.root).pid == served.process.pid
 
 
 def test_without_a_root_nothing_is_stopped_unless_a_socket_or_the_environment_names_a_daemon(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.daemon.ranks import NOT_KNOWN, News, Owner, Process, Ranks, processes
-from ckptd.shared.messages import Progress
+from ckptd.daemon.ranks import NOT_KNOWN, Owner, Process, Ranks, processes
+from ckptd.shared.messages import News, Progress
 
 NEWS = Progress(re=0, attempt=1, step=5, state="durable")
 

@@ -336,6 +336,16 @@ async def test_a_deletion_takes_data_files_too(root: Root) -> None:
     assert (root.storage.tags("gpt"), root.left().retiring) == ([], {})
 
 
+async def test_a_deletion_of_several_nodes_takes_the_files_of_earlier_tries(root: Root) -> None:
+    """The manifest does not name them, and the receipts, which tell of several nodes, were deleted before the daemon died."""
+    manifest = write_checkpoint(root.path)
+    await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
+    root.storage.delete_files("gpt", TAG, [names.MANIFEST])
+    (root.path / "gpt" / TAG / STRAY).write_bytes(b"of an earlier try")
+    await root.start()
+    assert (root.storage.tags("gpt"), root.left().retiring) == ([], {})
+
+
 async def test_a_deletion_that_fails_is_left_for_the_next_start(root: Root) -> None:
     manifest = write_checkpoint(root.path)
     await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))

@@ -18,6 +18,7 @@ import torch
 
 from ckptd.agent import Agent
 from ckptd.agent.copy.checked_copy import CheckedCopy, copy_bytes
+from ckptd.agent.link.client import Client
 from ckptd.daemon.server import Connection
 from ckptd.daemon.slots import Slot
 from ckptd.shared import errors, frames
@@ -25,7 +26,7 @@ from ckptd.shared import messages as m
 from ckptd.shared.channel import Channel
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.segment import read_check, read_header
-from tests.support.daemons import Daemon, Home, running, until
+from tests.support.daemons import Daemon, Home, running, until, warn_soon
 
 
 def connect(daemon: Daemon) -> socket.socket:
@@ -64,6 +65,55 @@ def test_a_rank_that_hangs_up_while_its_attempt_begins_is_not_connected(place: H
         channel.close()
         until(lambda: daemon.status()["jobs"] and daemon.status()["jobs"][0]["attempt"] == 1, "attempt")
         until(lambda: daemon.status()["jobs"][0]["ranks_connected"] == 0, "end of the connection")
+
+
+def next_of(channel: Channel, kind: type[Any]) -> tuple[Any, list[Any]]:
+    """Return the next message of this type, and the messages before it."""
+    before: list[Any] = []
+    while True:
+        for message in channel.receive():
+            if isinstance(message, kind):
+                return message, before
+            before.append(message)
+
+
+def test_a_client_that_does_not_know_waiting_does_not_get_it(place: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(place, forked=warn_soon):
+        new = Channel(place.socket, 30.0)
+        monkeypatch.setattr("ckptd.shared.session.WAITING", "another feature")
+        old = Channel(place.socket, 30.0)
+        for rank, channel in enumerate((old, new)):
+            channel.send(m.Begin(id=channel.new_id(), job="gpt", rank=rank, world_size=2, attempt=rank))
+            next_of(channel, m.Began)
+        old.send(m.Replan(id=old.new_id(), step=5))
+        assert next_of(new, m.Waiting) == (m.Waiting(re=0, attempt=1, step=5, ranks=[1]), [])
+        old.send(m.Status(id=old.new_id()))
+        assert [type(message) for message in next_of(old, m.StatusReport)[1]] == [m.Done]
+        for channel in (old, new):
+            channel.close()
+
+
+def test_each_message_comes_once_however_many_attempts_a_connection_has_begun(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rollback begins an attempt on the same connection."""
+    heard: list[m.Progress] = []
+    got = Client._got
+
+    def hear(self: Client, message: m.Message) -> None:
+        if isinstance(message, m.Progress):
+            heard.append(message)
+        got(self, message)
+
+    monkeypatch.setattr(Client, "_got", hear)
+    agent = Agent("gpt", socket=daemon.home.socket)
+    state = {"x": torch.ones(3)}
+    for step in (1, 3, 5):
+        agent.snapshot(state, step=step).wait("durable", timeout=60)
+        agent.snapshot(state, step=step + 1).wait("durable", timeout=60)
+        agent.recover(state, step=step)
+    agent.snapshot(state, step=7).wait("durable", timeout=60)
+    agent.close()
+    assert {message.attempt for message in heard} == {1, 2, 3, 4}
+    assert len(heard) == len(set(map(repr, heard)))
 
 
 def test_progress_after_a_failed_begin_is_kept_until_the_next_begin(place: Home) -> None:

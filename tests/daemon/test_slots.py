@@ -8,14 +8,17 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ckptd.daemon import segment_directory
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, IntegrityError, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
@@ -494,6 +497,47 @@ def test_a_slot_that_is_read_keeps_its_descriptor(shm: Shm) -> None:
         os.fstat(made.fd)
 
 
+class Held(PosixFileSystem):
+    """A tmpfs that is full as long as the memory of a freed segment is not free. `freeing` says when that begins, `may` when it may end."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.freeing, self.may, self.is_full = threading.Event(), threading.Event(), False
+        monkeypatch.setattr(segment_directory, "Descriptor", self._last)
+
+    def _last(self, fd: int) -> Any:
+        def close() -> None:
+            self.freeing.set()
+            assert self.may.wait(60)
+            os.close(fd)
+            self.is_full = False
+
+        return SimpleNamespace(close=close)
+
+    def allocate(self, fd: int, size: int) -> None:
+        if self.is_full:
+            self.may.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().allocate(fd, size)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_release_does_not_wait_until_the_memory_is_free_and_the_next_segment_does(
+    shm: Shm, monkeypatch: pytest.MonkeyPatch, read: bool
+) -> None:
+    """Freeing tens of gigabytes takes seconds, in which the event loop must serve the other jobs."""
+    fs = Held(monkeypatch)
+    slots = shm.open(fs=fs)
+    made = slots.add(slots.create(header()))
+    fs.is_full = True
+    with made.pinned() if read else nullcontext():
+        slots.release(made)
+    assert fs.freeing.wait(60)
+    assert (shm.files(), slots.used, fs.may.is_set()) == ([], 0, False)
+    with pytest.raises(NotFound):
+        os.fstat(made.fd)
+    assert slots.create(header()).nbytes == SIZE
+
+
 def test_the_end_of_a_read_does_not_close_the_slot(shm: Shm) -> None:
     slots = shm.open()
     made = slots.add(slots.create(header()))
@@ -586,6 +630,21 @@ def test_adopt_removes_damaged_segments(shm: Shm) -> None:
     slots = shm.open()
     assert slots.adopt() == []
     assert shm.files() == []
+
+
+def test_adopt_leaves_a_segment_alone_that_cannot_be_read(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a disk may pass, and a later daemon finds the snapshot."""
+    (name,) = _left(shm, header())
+    pread = os.pread
+
+    def fails(fd: int, length: int, offset: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", fails)
+    assert shm.open().adopt() == []
+    assert shm.files() == [name]
+    monkeypatch.setattr(os, "pread", pread)
+    assert [slot.name for slot in shm.open().adopt()] == [name]
 
 
 def test_adopt_leaves_a_newer_ckptds_segment_alone(shm: Shm) -> None:
@@ -696,3 +755,19 @@ def test_a_full_disk_is_named_beside_the_tmpfs(shm: Shm) -> None:
         slots.create_on_disk(header())
     assert list((shm.path / "segments").iterdir()) == []
     slots.close()
+
+
+def test_without_a_tmpfs_all_segments_go_to_the_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shm, overflow = tmp_path / "gone", tmp_path / "state" / "segments"
+    slots = Slots(PosixFileSystem(), shm, "ckptd-test", 0, overflow)
+    made = slots.add(slots.create(header()))
+    assert [path.name for path in overflow.iterdir()] == [made.name]
+    assert (slots.used, slots.on_disk, slots.disk_directory) == (0, SIZE, str(overflow))
+    assert slots.remark([made]).startswith("there is no shared memory that can be used, so the slots are files in ")
+    assert f"there is no directory {shm}: mount a tmpfs there" in caplog.text
+    slots.close()
+    again = Slots(PosixFileSystem(), shm, "ckptd-test", 0, overflow)
+    assert [slot.name for slot in again.adopt()] == [made.name]
+    again.close()
+    with pytest.raises(StorageError, match="^there is no directory "):
+        Slots(PosixFileSystem(), shm, "ckptd-test", 0)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckptd.daemon import decisions as d
+from ckptd.daemon import steps
 from ckptd.daemon.catalog import Job
 from ckptd.daemon.ranks import Owner
 from ckptd.daemon.snapshot import RankSeal, Snapshot
@@ -14,7 +15,7 @@ from ckptd.shared.board import Answer
 from ckptd.shared.errors import SnapshotFailed
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.membership import Membership
-from ckptd.shared.messages import Progress
+from ckptd.shared.messages import Progress, Waiting
 from ckptd.shared.plan import MIN_CHUNK
 from ckptd.shared.segment import SegmentHeader
 from tests.support.core import RANK_TIMEOUT, Client, Core, Segment
@@ -68,6 +69,65 @@ def test_a_timer_fails_its_step_when_it_ends(made: Made) -> None:
     assert made.step.failure == ("snapshot-failed", reason)
     assert [client.failures(1, 5) for client in made.clients] == [[reason]] * 2
     assert (made.step.slots, made.step.timer, made.core.loop.timers()) == ({}, None, [])
+
+
+def test_ranks_are_told_once_which_rank_has_not_come(made: Made) -> None:
+    made.job.occupy(made.slots[3].name, 1, (1, 4))  # rank 1 is at step 4 still
+    made.perform(d.StartTimer(KEY))
+    made.core.advance(steps.WAIT_SECONDS - 0.1)
+    assert [client.warned for client in made.clients] == [[], []]
+    made.core.advance(0.2)
+    assert [client.warned for client in made.clients] == [[Waiting(re=0, attempt=1, step=5, ranks=[1])]] * 2
+    made.core.advance(steps.WAIT_SECONDS + 1)
+    assert [len(client.warned) for client in made.clients] == [1, 1]
+    assert (made.step.failure, [client.told for client in made.clients]) == (None, [[], []])
+
+
+def test_a_rank_that_has_a_slot_and_copies_is_not_missing(made: Made) -> None:
+    made.perform(d.StartTimer(KEY))
+    made.core.advance(RANK_TIMEOUT - 1)
+    assert [client.warned for client in made.clients] == [[], []]
+
+
+def test_nobody_is_missing_in_a_step_that_all_ranks_have_sealed_or_that_has_failed(made: Made) -> None:
+    made.job.occupy(made.slots[3].name, 1, (1, 4))
+    made.perform(d.StartTimer(KEY))
+    made.perform(d.Settle(KEY))
+    assert (made.step.watch, made.core.loop.timers()) == (None, [])
+    made.perform(d.StartTimer(KEY), *d.fail(made.step, SnapshotFailed("no")))
+    made.core.advance(RANK_TIMEOUT)
+    assert [client.warned for client in made.clients] == [[], []]
+
+
+def shown(made: Made) -> list[tuple[dict[int, list[int]], list[int]]]:
+    """What the lowest rank of the node was told for the board, of the ranks that have not come."""
+    return [(each.begun, each.overdue) for each in made.clients[0].holdings]
+
+
+def test_a_node_shows_others_that_it_has_begun_a_step_and_later_that_it_waits(made: Made) -> None:
+    """The other nodes must know that the node has begun, before they may ask for its ranks."""
+    made.job.node, made.job.world_size = Membership(claim="0a" * 16, ranks=[0, 1]), 4
+    made.job.occupy(made.slots[3].name, 1, (1, 4))
+    made.perform(d.StartTimer(KEY))
+    made.core.advance(steps.BEGUN_SECONDS + 0.1)
+    made.core.advance(steps.WAIT_SECONDS - 0.2)
+    assert shown(made) == [({}, []), ({5: [1]}, [])]
+    made.perform(d.Settle(KEY))  # the other node may be missing
+    made.core.advance(0.2)
+    assert shown(made)[2:] == [({5: [1]}, [5])]
+    assert [client.warned for client in made.clients] == [[], []]
+
+
+def test_the_answer_from_the_board_says_which_ranks_of_all_nodes_have_not_come(made: Made) -> None:
+    made.job.node, made.job.world_size = Membership(claim="0a" * 16, ranks=[0, 1]), 4
+
+    async def hear(*answers: Answer) -> None:
+        for answer in answers:
+            made.core.steps.hear(made.job, answer)
+
+    missing = Answer(missing={5: [1, 2, 3]})
+    made.core.loop.run_until_complete(hear(missing, missing, Answer(missing={5: [3]})))
+    assert [client.warned for client in made.clients] == [[Waiting(re=0, attempt=1, step=5, ranks=[1, 2, 3])]] * 2
 
 
 def test_a_settled_step_has_no_timer_and_nobody_plans_it(made: Made) -> None:

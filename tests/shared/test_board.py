@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 
 from ckptd.shared.board import MOST_STEPS, Answer, Holding, answer, is_news, is_quiet
@@ -71,6 +72,46 @@ def test_no_step_is_both_common_and_dead() -> None:
             assert first.dead.items() <= second.dead.items()
 
 
+# -- missing ranks
+
+CAME = Holding(held=[1, 2], done=2, ranks=[0, 1], overdue=[2])
+"""A node that has sealed steps 1 and 2, and waits for step 2."""
+
+
+@pytest.mark.parametrize(
+    ("other", "missing"),
+    [
+        (Holding(held=[1], done=1, ranks=[2, 3]), {2: [2, 3]}),
+        (Holding(held=[1], done=1, ranks=[2, 3], begun={2: [3]}), {2: [3]}),
+        (Holding(held=[1], done=1, ranks=[2, 3], begun={2: []}), {}),  # its ranks still copy
+        (Holding(held=[1], done=1), {}),  # an older daemon, which does not show what it has begun
+        (Holding(held=[1, 2], done=2, ranks=[2, 3]), {}),
+        (Holding(held=[1], done=2, ranks=[2, 3]), {}),  # the step is dead
+        (Holding(held=[1], done=1, durable=2, ranks=[2, 3]), {}),
+    ],
+)
+def test_the_ranks_of_a_node_that_shows_nothing_of_an_overdue_step_are_missing(other: Holding, missing: dict[int, list[int]]) -> None:
+    assert answer({"a": CAME, "b": other}, NOTHING).missing == missing
+
+
+def test_ranks_of_all_nodes_are_missing_together() -> None:
+    one = Holding(done=4, ranks=[0, 1], begun={5: [1]}, overdue=[5])
+    others = {"b": Holding(done=4, ranks=[3, 5]), "c": Holding(done=4, ranks=[2, 4])}
+    assert answer({"a": one, **others}, NOTHING).missing == {5: [1, 2, 3, 4, 5]}
+    assert answer({"a": msgspec.structs.replace(one, overdue=[]), **others}, NOTHING).missing == {}
+
+
+def test_only_the_first_step_that_misses_a_rank_is_named() -> None:
+    node = Holding(done=4, ranks=[0, 1], begun={5: [], 6: [1], 7: [0, 1]}, overdue=[5, 6, 7])
+    assert answer({"a": node}, NOTHING).missing == {6: [1]}
+    assert answer({"a": node}, Answer(common=[6])).missing == {7: [0, 1]}
+
+
+def test_old_nodes_get_the_answer_that_they_know() -> None:
+    assert msgspec.msgpack.encode(Answer()) == msgspec.msgpack.encode({})
+    assert msgspec.msgpack.encode(Answer(common=[1])) == msgspec.msgpack.encode({"common": [1]})
+
+
 # -- news
 
 
@@ -87,6 +128,14 @@ def test_no_step_is_both_common_and_dead() -> None:
         (Holding(held=[3], done=3), Holding(held=[], done=3), False),  # 3 is dead
         (Holding(), Holding(failed={4: ("storage", "full")}), True),
         (Holding(failed={4: ("storage", "full")}), Holding(), False),
+        (Holding(), Holding(begun={2: [1]}), True),
+        (Holding(begun={2: [1]}), Holding(begun={2: []}), True),  # rank 1 has come
+        (Holding(begun={2: []}), Holding(begun={2: []}), False),
+        (Holding(begun={2: []}), Holding(), False),  # another change says why
+        (Holding(), Holding(overdue=[2]), True),
+        (Holding(overdue=[2]), Holding(overdue=[2]), False),
+        (Holding(overdue=[2]), Holding(), False),
+        (Holding(), Holding(overdue=[1]), False),  # 1 is common
     ],
 )
 def test_only_what_another_node_may_wait_for_is_news(before: Holding | None, after: Holding, news: bool) -> None:

@@ -38,6 +38,7 @@ def test_types_on_the_wire() -> None:
         "hello", "welcome", "status", "status-report", "begin", "began", "allocate", "segments", "acquire", "granted", "refused", "seal",
         "sealed", "abandon", "plan", "persist", "find", "found", "fetch", "fetched", "forget",
         "forgotten", "detach", "done", "progress", "error", "heard", "deliver", "delivered", "holds", "uploads",
+            "waiting",
     }  # fmt: skip
 
 

@@ -45,6 +45,7 @@ REPLIES: tuple[m.Reply, ...] = (
     m.Delivered(re=15, attempt=1, world_size=4, ranks=[2, 3]),
     m.Holds(re=0, attempt=2, holding=Holding(held=[900, 1000], done=1000, durable=800, failed={950: ("storage", "disk full (on node2)")})),
     m.Uploads(re=0, attempt=2, uploaded=[900], waiting=[1000]),
+    m.Waiting(re=0, attempt=2, step=1000, ranks=[1, 3]),
     m.Error(re=4, code="quota", message="too much", retry=True),
 )
 MESSAGES: tuple[m.Request | m.Reply, ...] = REQUESTS + REPLIES

@@ -23,15 +23,16 @@ from ckptd.daemon.catalog import Catalog, Job
 from ckptd.daemon.custody import Custody
 from ckptd.daemon.engine import Engine
 from ckptd.daemon.orphans import Orphans
-from ckptd.daemon.ranks import News, Owner
+from ckptd.daemon.ranks import Owner
 from ckptd.daemon.run_guard import RunGuard
 from ckptd.daemon.seal_intake import SealIntake
 from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.steps import Steps
 from ckptd.daemon.stored_checkpoint import StoredCheckpoint
+from ckptd.shared.board import Holding
 from ckptd.shared.errors import CkptdError, IntegrityError, NotFound, SharedMemoryFull
 from ckptd.shared.lifecycle import Event, SnapshotState
-from ckptd.shared.messages import Progress
+from ckptd.shared.messages import Holds, News, Progress, Waiting
 from ckptd.shared.plan import MIN_CHUNK
 from ckptd.shared.segment import SegmentHeader, SlotState
 
@@ -452,10 +453,16 @@ class Client:
         self.core, self.owner = core, owner
         self.connected = True
         self.told: list[Progress] = []
+        self.warned: list[Waiting] = []
+        self.holdings: list[Holding] = []
 
     def notify(self, message: News) -> None:
         if isinstance(message, Progress):
             self.told.append(message)
+        if isinstance(message, Waiting):
+            self.warned.append(message)
+        if isinstance(message, Holds):
+            self.holdings.append(message.holding)
 
     def failures(self, attempt: int, step: int) -> list[str]:
         return [told.reason for told in self.told if (told.attempt, told.step, told.state) == (attempt, step, "failed")]

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ckptd.daemon import cli
+from ckptd.daemon import cli, steps
 from ckptd.daemon.composition import Parts, opened
 from ckptd.daemon.config import Config
 from ckptd.daemon.neighbours import daemon_status
@@ -206,6 +206,11 @@ def _ckptd(log: Path, ready: Connection, arguments: tuple[str, ...], environment
     cli.main([*arguments, "--ready-fd", str(os.dup(ready.fileno()))])
 
 
+def warn_soon() -> None:
+    """Make the daemon of this process name the ranks soon that have not come to a step."""
+    steps.WAIT_SECONDS, steps.BEGUN_SECONDS = 0.3, 0.1
+
+
 async def recover_only(config: Config, fs: FileSystem | None = None) -> Parts:
     """Start a daemon in this process, and end it once it has recovered. Return its parts, which are closed."""
     failures: list[BaseException] = []
@@ -227,7 +232,11 @@ def home() -> Iterator[Home]:
 
 @contextmanager
 def running(
-    place: Home, *arguments: str, failpoints: str = "", environment: dict[str, str] | None = None, forked: bool = False
+    place: Home,
+    *arguments: str,
+    failpoints: str = "",
+    environment: dict[str, str] | None = None,
+    forked: bool | Callable[[], None] = False,
 ) -> Iterator[Daemon]:
     """Context manager. Run a daemon. If the body fails, the error's report has the end of the daemon's log."""
     daemon = Daemon(place, *arguments, failpoints=failpoints, environment=environment, forked=forked)

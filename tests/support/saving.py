@@ -18,7 +18,7 @@ from ckptd.daemon.saver import Saver
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.daemon.snapshot import RankSeal, Snapshot
 from ckptd.daemon.storage_calls import StorageCalls
-from ckptd.shared.errors import NotFound
+from ckptd.shared.errors import NotFound, StorageError
 from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.plan import MIN_CHUNK
@@ -56,14 +56,17 @@ class Faulty(PosixFileSystem):
 
 @dataclass
 class Journal:
-    """What was appended, in order. It breaks at the first record of a kind in `breaks`."""
+    """What was appended, in order. It breaks at the first record of a kind in `breaks`, and has no room for those in `refuses`."""
 
     records: list[r.Record] = field(default_factory=list)
     state: r.JournalState = field(default_factory=r.JournalState)
     breaks: tuple[type[r.Record], ...] = ()
+    refuses: tuple[type[r.Record], ...] = ()
 
     async def append(self, *records: r.Record) -> None:
         for record in records:
+            if isinstance(record, self.refuses):
+                raise StorageError("cannot begin a new journal file: No space left on device")
             if isinstance(record, self.breaks):
                 raise JournalBroken("cannot write the journal: Input/output error")
             self.records.append(record)

@@ -99,7 +99,7 @@ class Daemon:
         self.repository.storage._leases.end_marks(names.host())  # type: ignore[attr-defined]  # as `serve` does
         self.scan()
         saver: Any = SimpleNamespace(joint=self.joint, follow=lambda job, snapshot: self.followed.append(snapshot))
-        done(recovery._finish_retiring(self.repository, self.root.journal, self.catalog))
+        done(recovery.finish_retiring(self.repository, self.root.journal, self.catalog, self.calls))
         for place in list(self.root.journal.state.staged):
             done(recovery.finish_save(self.root, saver, self.catalog, self.calls, place))
 

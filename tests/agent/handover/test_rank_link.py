@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -144,6 +145,32 @@ def test_news_reach_the_snapshot_of_their_attempt_and_step(world: World) -> None
     until(lambda: other.done, "news")
     assert (one.state, type(other.error), str(other.error), older.state) == ("durable", StorageError, "disk full", "staged")
     assert list(world.link.handovers.pending) == [(2, 1)]
+
+
+class Two(Alone):
+    """The rounds of rank 0 of two, in which rank 1 says the same as rank 0."""
+
+    world_size = 2
+
+
+def test_ranks_that_have_not_called_are_named_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    connection = world.linked(Two())
+    met, apart, later, last = (sealed(world.link, step) for step in (1, 2, 3, 4))
+    for pending in (met, apart, later):
+        pending.begun = time.perf_counter() - 5.0
+    apart.meets = later.meets = False
+    connection.reply(
+        m.Waiting(re=0, attempt=3, step=1, ranks=[1]),  # a round names the rank
+        m.Waiting(re=0, attempt=3, step=9, ranks=[1]),  # this rank has not called, either
+        m.Waiting(re=0, attempt=2, step=2, ranks=[1]),  # of another attempt
+        m.Waiting(re=0, attempt=3, step=2, ranks=[1]),
+        m.Waiting(re=0, attempt=3, step=3, ranks=[1]),
+        m.Progress(re=0, attempt=3, step=4, state="durable"),
+    )
+    until(lambda: last.done, "news")
+    (text,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert text.startswith("rank 1 has not called snapshot(step=2) yet, and rank 0 has waited for ")
+    assert (met.state, apart.state, later.state) == ("sealed", "sealed", "sealed")
 
 
 def test_a_changed_structure_makes_the_ranks_plan_again(world: World) -> None:

@@ -171,6 +171,18 @@ def test_a_step_that_has_become_durable_without_the_board_is_not_looked_for(stor
     assert board._next is None
 
 
+def test_a_node_that_has_not_sealed_an_overdue_step_looks_for_its_missing_ranks(store: TCPStore) -> None:
+    board = Board(Counted(store), "b", 1, [0, 1], lambda answer: None)  # type: ignore[arg-type]
+    board.end()
+    board._thread.join()
+    looks = []
+    for overdue in ([], [1]):
+        board._holding = Holding(done=0, ranks=[1, 2], begun={1: [2]}, overdue=overdue)
+        board._write(board._holding)
+        looks.append(board._next is not None)
+    assert looks == [False, True]
+
+
 def test_rank_0_looks_seldom_while_no_node_waits_for_another(store: TCPStore) -> None:
     """A node that has sealed a step which rank 0 has skipped hears of it within a second, also if it was late."""
     boards = [Board(Counted(store), "b", rank, [0, 1], lambda answer: None) for rank in (0, 1)]  # type: ignore[arg-type]

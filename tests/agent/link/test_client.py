@@ -43,7 +43,7 @@ class Rank:
         self.resumed += 1
         self.resume()
 
-    def _news(self, progress: m.Progress | m.Holds | m.Uploads) -> None:
+    def _news(self, progress: m.News) -> None:
         assert isinstance(progress, m.Progress)
         self.news.append(progress.step)
 
@@ -377,6 +377,46 @@ def test_a_rank_that_cannot_resume_connects_once_more(rank: Rank, daemon: FakeDa
     assert (rank.resumed, rank.lost) == (2, [])
 
 
+def test_a_bug_in_resuming_costs_one_connection(
+    rank: Rank, daemon: FakeDaemon, connection: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        rank.resume = rank.begin
+        raise RuntimeError("a bug")
+
+    rank.resume = fail
+    connection.hang_up()
+    daemon.accepted()
+    daemon.accepted().attach()
+    assert rank.client.wait_connected(SECONDS)
+    assert "RuntimeError: a bug" in caplog.text
+
+
+def test_a_resumed_connection_that_is_lost_meanwhile_does_not_count_as_up(rank: Rank, daemon: FakeDaemon, connection: Connection) -> None:
+    """The first thread learns that its attempt is resumed after the connection is gone."""
+    may_return, returned = threading.Event(), threading.Event()
+
+    def begin_and_wait() -> None:
+        rank.resume = rank.begin
+        rank.begin()
+        may_return.wait(SECONDS)
+        returned.set()
+
+    rank.resume = begin_and_wait
+    connection.hang_up()
+    first = daemon.accepted()
+    first.attach()
+    first.hang_up()
+    second = daemon.accepted()
+    begin = second.next(m.Begin)  # and does not answer it yet
+    may_return.set()
+    assert returned.wait(SECONDS)
+    until(lambda: not [t for t in threading.enumerate() if t.name == "ckptd-resume"][1:], "end of the first thread")
+    assert not rank.client.connected
+    second.reply(m.Began(re=begin.id, attempt=1))
+    assert rank.client.wait_connected(SECONDS)
+
+
 def test_a_newer_attempt_closes_the_client(rank: Rank, daemon: FakeDaemon, connection: Connection) -> None:
     connection.hang_up()
     again = daemon.accepted()
@@ -627,3 +667,26 @@ def test_a_forked_child_closes_its_copies_and_leaves_the_connection_to_its_paren
     parents.close()
     connection.hang_up()
     until(lambda: not rank.client._thread.is_alive(), "end")
+
+
+@pytest.mark.parametrize("during", ["send", "receive"])
+def test_after_ctrl_c_the_next_call_waits_for_the_next_connection(
+    rank: Rank, daemon: FakeDaemon, connection: Connection, monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    """Although the client's thread, which reconnects, has not noticed the end of this one yet."""
+    ended: list[Channel] = []
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "end", lambda channel: ended.append(channel))
+        if during == "receive":
+            patch.setattr(Channel, "receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rank.client.begin(interrupted) if during == "send" else rank.client.call(acquire(1), m.Granted, SECONDS)
+        assert not rank.client.connected
+    for channel in ended:
+        channel.end()
+    daemon.accepted().attach()
+    assert rank.client.wait_connected(SECONDS)

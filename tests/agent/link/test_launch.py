@@ -516,6 +516,11 @@ def test_the_last_line_of_a_private_daemon_that_fails_is_the_reason(
         start(FakeProcess(code=1, log=log))
 
 
+def test_a_private_daemon_that_is_killed_while_it_starts_is_said_to_be(bare: Path, start: Callable[[FakeProcess], str]) -> None:
+    with pytest.raises(errors.DaemonUnreachable, match=r"^the private daemon did not start: SIGKILL has ended it \(the whole log is "):
+        start(FakeProcess(code=-9, log="INFO of an earlier daemon"))
+
+
 def test_a_private_daemon_that_hangs_is_an_error_after_a_while(
     start: Callable[[FakeProcess], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,7 +136,7 @@ def test_keys_without_a_place_are_left_to_the_caller() -> None:
 def test_keys_may_be_missing_on_both_sides_if_it_is_not_strict() -> None:
     checkpoint = Checkpoint({"w": torch.ones(2), "n": {"a": 1}, "more": 1})
     state = {"w": torch.zeros(2), "n": {"b": 2}, "less": 3}
-    assert checkpoint.bind(state, strict=False).unused == []
+    assert checkpoint.bind(state, strict=False).unused == ["more", "n.a"]
     checkpoint.recover(state, strict=False)
     assert (cast(Any, state["w"]).tolist(), state["n"], state["less"]) == ([1.0, 1.0], {"b": 2}, 3)
     with pytest.raises(StructureMismatch, match=r"^w: the checkpoint has shape \[2\], the state \[3\]"):

@@ -278,8 +278,8 @@ def test_a_state_of_which_nothing_matches_is_refused_although_strict_is_off(daem
         agent.snapshot({"a": torch.ones(3), "epoch": 4}, step=1).wait("durable", timeout=60)
         error = failure(agent, {"b": torch.zeros(3)}, strict=False)
         assert str(error) == (
-            "no key of the state is in the checkpoint; nothing was written: compare the keys of the state with those that `ckptd show` "
-            "lists, or use another job name if this training is not the one that saved the checkpoint"
+            "no key of the state (b) is in the checkpoint, which has a, epoch; nothing was written: compare the keys of the state with "
+            "those that `ckptd show` lists, or use another job name if this training is not the one that saved the checkpoint"
         )
         with closing(Agent("another", socket=daemon.home.socket)) as another:
             assert another.recover({"b": torch.zeros(3)}, strict=False) is None
