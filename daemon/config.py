@@ -53,7 +53,10 @@ class Config:
     memory_ttl: float = 900.0
     """Seconds for which the snapshots of a dead trainer stay in memory once they are durable."""
     keep_last: int = 10
-    """How many of a job's newest checkpoints are kept; 0 keeps all. Retention neither counts nor deletes those with a user's own tag."""
+    """The number of a job's newest checkpoints that are kept; 0 keeps all.
+
+    Retention neither counts nor deletes checkpoints with a user's own tag.
+    """
     make_room: bool = False
     """Let a save on a full disk delete the job's oldest checkpoints early, never the newest, and try again."""
     keep: tuple[Policy, ...] = ()
@@ -77,7 +80,7 @@ class Config:
     files_per_rank: int = 1
     """Files that a rank's part of a checkpoint is spread over, 1 to 64. More than one pays where each file lies on one of many disks."""
     bytes_per_file: int = 0
-    """Most bytes in one file of a checkpoint; a longer part is divided into more files. 0 means no limit."""
+    """The most bytes in one file of a checkpoint; a longer part is divided into more files. 0 means no limit."""
     link_unchanged: bool = True
     """Link the files of tensors that have not changed since the checkpoint before, instead of writing these tensors again."""
     foreign_memory: str = "refuse"
@@ -87,7 +90,7 @@ class Config:
     them.
     """
     max_connections: int = 256
-    """Most clients that may be connected at the same time."""
+    """The most clients that may be connected at the same time."""
     strict_journal: bool = False
     """Refuse to start if the journal is corrupt, instead of rebuilding it from storage and memory."""
     private: bool = False

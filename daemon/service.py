@@ -26,10 +26,10 @@ from ckptd.shared.lifecycle import SnapshotState
 log = logging.getLogger("ckptd")
 
 MAX_CANDIDATES, MAX_DAMAGED_FOUND = 1000, 100
-"""How many checkpoints one answer to Find lists: as many as fit into a frame."""
+"""The most checkpoints in one answer to Find: as many as fit into a frame."""
 _LOOK_SECONDS = 1.0  # seconds between two looks at a save that recover() waits for
 MAX_JOBS, MAX_DAMAGED, MAX_TEXT = 500, 5, 200
-"""How many jobs, damaged checkpoints of each, and characters of a text one status report has room for."""
+"""The most jobs, damaged checkpoints of each job, and characters of a text in one status report."""
 COUNTERS = (
     "sealed", "persisted", "failed", "skipped", "retired", "rewrites", "saved_unasked", "verify_failures", "tidy_failures", "uploaded",
     "failed_uploads",
@@ -37,7 +37,10 @@ COUNTERS = (
 
 
 class Service:
-    """What clients and the command line may ask of a daemon beside a rank's own requests, which the engine takes."""
+    """The requests of clients and of the command line to a daemon.
+
+    The engine handles the other requests, which are those of a rank about its own snapshots.
+    """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts

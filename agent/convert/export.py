@@ -28,7 +28,7 @@ SHARD = 5_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export has written, or would write.
+    """The files and tensors that an export has written, or would write.
 
     out: the file or directory. tensors, nbytes: the number of tensors and their bytes. left_out: the names of the parts without tensors
     that the format cannot hold, and that are therefore not in it. tied: second names of tensors that are stored once, each with the name

@@ -15,7 +15,7 @@ from ckptd.shared.errors import InvalidRequest, NotFound
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is exported of a state.
+    """The part of a state that is exported, and the changes on the way.
 
     only: the dotted name of a part of the state, such as "model", which then becomes the whole; "" for all of it. dtype: the dtype of
     floating-point tensors, or None for the saved ones. rename: pairs of a regular expression and its replacement, as for `re.sub`, which
