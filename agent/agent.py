@@ -81,11 +81,11 @@ class Agent:
     takeover: True begins the attempt although another run of the job is alive. If that run is on this node, it can then no longer save.
         False waits up to 10 s for its end, and then raises JobRunning. Workers of one torchrun are one run. Default: CKPTD_TAKEOVER, which
         is 0 or 1.
-    compare_replicas: the number of snapshots, at regular distances, within which all bytes that several
-        ranks hold are compared between these ranks, a part at each snapshot. A sample of each tensor is
-        compared at every snapshot. A snapshot in which ranks differ fails. 1 compares all bytes at every
-        snapshot, and 0 compares nothing. Pass the same number on all ranks. Default:
-        CKPTD_COMPARE_REPLICAS, or 1000.
+    compare_replicas: the number of snapshots, at regular distances, within which all bytes that
+        several ranks hold are compared between these ranks, a part at each snapshot. A sample of
+        each tensor is compared at every snapshot. A snapshot in which ranks differ fails. 1
+        compares all bytes at every snapshot, and 0 compares nothing. Pass the same number on all
+        ranks. Default: CKPTD_COMPARE_REPLICAS, or 1000.
 
     Raises InvalidName for the name of the job. Raises InvalidRequest for any other argument, for WORLD_SIZE above 1 without a process
     group, and for ranks that differ in root or job. Raises DaemonUnreachable if no daemon is found or answers, Forbidden if it belongs to
@@ -372,13 +372,16 @@ class Agent:
         same_partition: True promises that as many ranks as saved the state recover it, each with the same shards. This is faster with many
             tensors. Recovery raises StructureMismatch if this rank's part of a tensor was not saved as one shard.
 
-        Raises StructureMismatch if state and checkpoint differ. Raises NotFound if no checkpoint has the given `step`. Raises NotFound as
-        well if an unnamed job has no checkpoint while job "default", as earlier versions named it, has some. Raises RecoveryFailed if
-        checkpoints exist and none could be loaded. Raises NewerFormat if a newer ckptd wrote the checkpoint, StorageError if storage could
-        not be read, ForeignMemory if the root has been replaced by another one, and DaemonUnreachable. Raises SnapshotFailed if another
-        rank does not reach the same point within 600 s. An error on one rank is raised on all ranks. Raises InvalidRequest for an invalid
-        `step`, for a `step` that differs between ranks, and after `close`. Raises Busy inside another call of this thread, for example in a
-        signal handler that interrupts `snapshot`.
+        Raises StructureMismatch if state and checkpoint differ. Raises NotFound if no checkpoint
+        has the given `step`. Raises NotFound as well if an unnamed job has no checkpoint while job
+        "default", as earlier versions named it, has some. Raises RecoveryFailed if checkpoints
+        exist and none could be loaded. Raises NewerFormat if a newer ckptd wrote the checkpoint,
+        StorageError if storage could not be read, ForeignMemory if the root has been replaced by
+        another one, and DaemonUnreachable. Raises SnapshotFailed if another rank does not reach the
+        same point within 600 s. An error on one rank is raised on all ranks. Raises InvalidRequest
+        for an invalid `step`, for a `step` that differs between ranks, and after `close`. Raises
+        Busy inside another call of this thread, for example in a signal handler that interrupts
+        `snapshot`.
         """
         link = self._link
         with link.calls("recover"), torch.inference_mode(False):  # tensors that are made in inference mode cannot be trained

@@ -1,8 +1,8 @@
 """Keeps snapshots in memory that were saved for another root apart from the root that is served, until a person decides about them.
 
-A root is known by its identity (FORMAT.md, section 1). If the root was deleted and created again, or if
-another disk is mounted at its path, the segments of the former root are still in memory. Neither their
-snapshots nor the numbers of their attempts belong to the new root.
+A root is known by its identity (FORMAT.md, section 1). If the root was deleted and created again,
+or if another disk is mounted at its path, the segments of the former root are still in memory.
+Neither their snapshots nor the numbers of their attempts belong to the new root.
 """
 
 from __future__ import annotations

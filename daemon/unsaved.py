@@ -1,8 +1,8 @@
 """Says which snapshots are in memory only when a daemon ends, where they lie, and how they come to storage.
 
-The daemon itself knows this from its catalog. `ckptd stop` must know it even of a daemon that was killed
-while it ended. It therefore reads what that daemon has left: the headers of the segments say which
-snapshots are sealed, and the manifests say which are saved.
+The daemon itself knows this from its catalog. `ckptd stop` must know it even of a daemon that was
+killed while it ended. It therefore reads what that daemon has left: the headers of the segments say
+which snapshots are sealed, and the manifests say which are saved.
 """
 
 from __future__ import annotations

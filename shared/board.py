@@ -36,7 +36,8 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     begun: for each step that the node has begun a while ago and does not hold yet, the ranks of the
         node that have not come to it.
     overdue: the steps for which a rank of the node may wait too long already.
-    replicas: for the steps in `held`, digests of the tensors that ranks of the node share with others.
+    replicas: for the steps in `held`, digests of the tensors that ranks of the node share with
+        others.
     """
 
     held: Annotated[list[Step], msgspec.Meta(max_length=MOST_STEPS)] = []

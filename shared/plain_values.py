@@ -1,8 +1,9 @@
 """Decodes a values document into plain Python values, without torch (FORMAT.md, section 3), and merges the documents of all ranks.
 
-A reader that has no torch, and none of the classes of the program that saved the state, gets the same
-containers, numbers and texts. Enums, flags, classes, dtypes and devices come as their names, and records
-as dicts of their fields. `Undecoded` takes the place of a value that only torch can decode.
+A reader that has no torch, and none of the classes of the program that saved the state, gets the
+same containers, numbers and texts. Enums, flags, classes, dtypes and devices come as their names,
+and records as dicts of their fields. `Undecoded` takes the place of a value that only torch can
+decode.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Compares ranks that hold the same tensors by digests, at every snapshot (FORMAT.md, section 3).
 
-A replica group is a set of ranks that hold the same shards of the same tensors, so that only one rank
-stores each shard. Every rank of a group puts digests of these tensors into its request document. A daemon
-that has read the documents of several ranks compares the digests. This module does no I/O.
+A replica group is a set of ranks that hold the same shards of the same tensors, so that only one
+rank stores each shard. Every rank of a group puts digests of these tensors into its request
+document. A daemon that has read the documents of several ranks compares the digests. This module
+does no I/O.
 """
 
 from __future__ import annotations

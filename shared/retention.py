@@ -127,9 +127,9 @@ class BestN(_Policy, frozen=True):
     mode: "min" if the least value is the best, "max" if the greatest is.
     keep_checkpoints_without_metrics: True to keep all checkpoints without this metric, too.
 
-    If no checkpoint has a value that can be ranked, the policy keeps all checkpoints, because the name of
-    the metric is probably wrong. If fewer than `n` checkpoints have such a value, the newest checkpoints
-    without the metric are kept in place of the missing ones.
+    If no checkpoint has a value that can be ranked, the policy keeps all checkpoints, because the
+    name of the metric is probably wrong. If fewer than `n` checkpoints have such a value, the
+    newest checkpoints without the metric are kept in place of the missing ones.
     """
 
     metric: str

@@ -1,14 +1,14 @@
 """Digests, at every snapshot, a sample of the tensors that other ranks hold too, so that the daemon can compare the ranks.
 
 A rank copies only its own share of such tensors. The sample is therefore read from the tensors
-themselves: two cache lines of each tensor, at a place that depends on the step and is the same on all
-ranks. In addition, each snapshot digests a range of all bytes. The ranges of `every` snapshots at regular
-distances make up all bytes. On the CPU, one call of NumPy gathers the samples of all tensors. On an
-accelerator, one kernel in the lane of the copies gathers them, and they are digested on the host once the
-copies are done.
+themselves: two cache lines of each tensor, at a place that depends on the step and is the same on
+all ranks. In addition, each snapshot digests a range of all bytes. The ranges of `every` snapshots
+at regular distances make up all bytes. On the CPU, one call of NumPy gathers the samples of all
+tensors. On an accelerator, one kernel in the lane of the copies gathers them, and they are digested
+on the host once the copies are done.
 
-The digests need not withstand an attacker. They tell a wrong copy from a right one by its bytes, so that
-NaNs are compared like any other value.
+The digests need not withstand an attacker. They tell a wrong copy from a right one by its bytes, so
+that NaNs are compared like any other value.
 """
 
 from __future__ import annotations

@@ -58,9 +58,10 @@ class Client:
 
     resume: called after each reconnection, to resume the attempt.
     news: called with every message that comes without a request, except an Error.
-    lost: called once with the error if `resume` finds that the attempt is over, because a newer attempt has
-        begun, or because the daemon serves another root than that for which the attempt was begun. The
-        client is then closed. In the second case, `foreign` is the error, and later calls raise it.
+    lost: called once with the error if `resume` finds that the attempt is over, because a newer
+        attempt has begun, or because the daemon serves another root than that for which the attempt
+        was begun. The client is then closed. In the second case, `foreign` is the error, and later
+        calls raise it.
     late: called with every reply whose caller has stopped waiting.
     """
 
@@ -105,8 +106,9 @@ class Client:
     def wait_connected(self, budget: float) -> bool:
         """Wait for a lost connection to come back. Return False if it is not back `budget` seconds after it was lost.
 
-        The time counts from the loss, so that an outage costs the training `budget` seconds once, and not at every call. Returns False at
-        once if a call has timed out and no message has arrived since, or if the daemon serves another root now.
+        The time counts from the loss, so that an outage costs the training `budget` seconds once,
+        and not at every call. Returns False at once if a call has timed out and no message has
+        arrived since, or if the daemon serves another root now.
         """
         if self._silent or self.foreign is not None:
             return False

@@ -1,8 +1,9 @@
 """Finds the replica groups of a plan: which ranks hold the same shards, so that only one of them stores each shard.
 
-Rank 0 knows the shards of all ranks when it plans, and sends each rank the groups of its shards. It need
-not send the groups of shards that a rule places, because each rank can evaluate the rule. Buffers of
-modules are in no group: ranks may differ in them, and those of the lowest rank are stored.
+Rank 0 knows the shards of all ranks when it plans, and sends each rank the groups of its shards. It
+need not send the groups of shards that a rule places, because each rank can evaluate the rule.
+Buffers of modules are in no group: ranks may differ in them, and those of the lowest rank are
+stored.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Judges what a recovery would lose: values that another dtype cannot hold, and different tensors that would share one memory.
 
-The dtypes alone decide some cases. The saved values decide the others, and are read once more for this,
-before anything is written.
+The dtypes alone decide some cases. The saved values decide the others, and are read once more for
+this, before anything is written.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Brings the saved state of a module back into the caller's module: first compares the two, then writes.
 
-The tensors of a plain module are written in place. A submodule that loads its state in its own way gets
-the saved values through `load_state_dict` of the whole module, as in torch, and checks names and shapes
-by itself.
+The tensors of a plain module are written in place. A submodule that loads its state in its own way
+gets the saved values through `load_state_dict` of the whole module, as in torch, and checks names
+and shapes by itself.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ OnReshape = Callable[[str, list[Any]], Any]
 class Options:
     """The options of `Agent.recover`.
 
-    strict: keys, classes of optimizers and schedulers, and parameter groups must agree. keep: patterns
-    of keys, as for `fnmatch`, whose values stay the caller's. on_reshape: the function that makes a
-    `per_rank` value of those that another number of ranks has saved. same_partition: the ranks and
-    their shards are those that saved, so that each rank reads only its own. step: the step to recover,
-    or None for the newest.
+    strict: keys, classes of optimizers and schedulers, and parameter groups must agree. keep:
+    patterns of keys, as for `fnmatch`, whose values stay the caller's. on_reshape: the function
+    that makes a `per_rank` value of those that another number of ranks has saved. same_partition:
+    the ranks and their shards are those that saved, so that each rank reads only its own. step: the
+    step to recover, or None for the newest.
     """
 
     strict: bool = True

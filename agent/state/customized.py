@@ -1,9 +1,9 @@
 """Finds the objects that must load their state by methods of their own.
 
-A recovery writes straight into the tensors of a module or an optimizer, which is faster and needs no
-second copy. This is right only if torch's own methods would do no more than copy. The functions here
-prove this, class by class and hook by hook. Hooks of `torch.distributed` do not count, because they move
-shards and leave values as they are.
+A recovery writes straight into the tensors of a module or an optimizer, which is faster and needs
+no second copy. This is right only if torch's own methods would do no more than copy. The functions
+here prove this, class by class and hook by hook. Hooks of `torch.distributed` do not count, because
+they move shards and leave values as they are.
 """
 
 from __future__ import annotations

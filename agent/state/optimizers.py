@@ -23,8 +23,9 @@ def steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -
 def without_wrappers(value: Any) -> Any:
     """Return the optimizer or the scheduler inside the wrappers of accelerate, or the value itself if it is no such wrapper.
 
-    accelerate need not be installed: a wrapper is recognised by its attribute `optimizer` or `scheduler`. The wrapper of a
-    scheduler is no LRScheduler itself, and has a method `step` besides those for its state.
+    accelerate need not be installed: a wrapper is recognised by its attribute `optimizer` or
+    `scheduler`. The wrapper of a scheduler is no LRScheduler itself, and has a method `step`
+    besides those for its state.
     """
     while True:
         if isinstance(value, torch.optim.Optimizer):

@@ -1,8 +1,8 @@
 """Names enum members, classes and constants of torch, and finds what a name stands for, without importing a module (FORMAT.md, section 3).
 
-A file must not choose which code runs. A name is therefore looked up only in modules that the program has
-imported itself, and may stand only for an enum member, for a class of modules, optimizers, schedulers,
-tensors or enums, or for a plain type of Python.
+A file must not choose which code runs. A name is therefore looked up only in modules that the
+program has imported itself, and may stand only for an enum member, for a class of modules,
+optimizers, schedulers, tensors or enums, or for a plain type of Python.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Gives the state dicts of modules in a state the versions of submodules that they were saved with.
 
-A module loads its state dict with these versions, which are in the attribute `_metadata` of the state
-dict. As with `torch.load`, a state dict that is a value in a state has them when it comes back.
+A module loads its state dict with these versions, which are in the attribute `_metadata` of the
+state dict. As with `torch.load`, a state dict that is a value in a state has them when it comes
+back.
 """
 
 from __future__ import annotations
