@@ -14,7 +14,7 @@ from ckptd.agent.link.client import CALL_SECONDS, Client
 from ckptd.agent.link.rounds import Ranks
 from ckptd.shared import messages as m
 from ckptd.shared import names
-from ckptd.shared.errors import CkptdError, InternalError, InvalidRequest, JobRunning
+from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, JobRunning
 from ckptd.shared.membership import Membership
 from ckptd.shared.segment import this_boot
 from ckptd.shared.session import NODES
@@ -151,23 +151,29 @@ def _claim(client: Client, job: str, ranks: Ranks, node: Membership | None, take
 
 
 def _begin(client: Client, job: str, ranks: Ranks, attempt: int, wait: float | None, node: Membership | None = None) -> int:
+    """Begin or join an attempt, and return its number.
+
+    A daemon may end just then, for example because its root has been deleted. A rank that is alone asks the next daemon once.
+    """
     foreign = foreign_memory()
-    began, _ = client.call(
-        lambda n: m.Begin(
-            id=n,
-            job=job,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            attempt=attempt,
-            run=launch_id(),
-            wait=wait,
-            node=node,
-            foreign_memory=foreign,
-        ),
-        m.Began,
-        CALL_SECONDS + (wait or 0.0),
-    )
-    return began.attempt
+
+    def ask() -> int:
+        began, _ = client.call(
+            lambda n: m.Begin(
+                id=n, job=job, rank=ranks.rank, world_size=ranks.world_size, attempt=attempt, run=launch_id(), wait=wait, node=node,
+                foreign_memory=foreign,
+            ),
+            m.Began,
+            CALL_SECONDS + (wait or 0.0),
+        )  # fmt: skip
+        return began.attempt
+
+    try:
+        return ask()
+    except DaemonUnreachable:
+        if ranks.world_size > 1 or not client.wait_connected(CALL_SECONDS):
+            raise
+    return ask()
 
 
 _PLACE_DECODER = msgspec.msgpack.Decoder(RankPlace)

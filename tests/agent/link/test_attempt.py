@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,7 +16,7 @@ from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Exchange
 from ckptd.shared import messages as m
 from ckptd.shared import names
-from ckptd.shared.errors import CkptdError, InvalidRequest, JobRunning
+from ckptd.shared.errors import CkptdError, DaemonUnreachable, InvalidRequest, JobRunning
 
 
 @dataclass
@@ -24,12 +25,21 @@ class Served:
 
     welcome: m.Welcome
     attempt: int = 0
+    ends: int = 0
+    """How many calls end because the daemon does."""
+    comes_back: bool = True
 
     def call(self, make: Any, kind: type[m.Began], timeout: float) -> tuple[m.Began, tuple[()]]:
         if "refuses" in self.welcome.features:
             raise JobRunning("job 'gpt' is running already")
+        if self.ends:
+            self.ends -= 1
+            raise DaemonUnreachable("the connection to the daemon was lost")
         self.attempt = make(1).attempt or 7
         return m.Began(re=1, attempt=self.attempt), ()
+
+    def wait_connected(self, budget: float) -> bool:
+        return self.comes_back
 
 
 def welcome(instance: str = "", root: str = "/ckpts", identity: str = "", *, refuses: bool = False) -> m.Welcome:
@@ -117,3 +127,21 @@ def test_a_rank_with_another_job_name_is_refused() -> None:
     assert refused((welcome("aa"), "gpt"), (welcome("aa"), "bert")) == (
         "rank 1 uses the job name 'bert', rank 0 uses 'gpt': use the same job name on all ranks"
     )
+
+
+@pytest.mark.parametrize(("ends", "comes_back", "begins"), [(1, True, True), (2, True, False), (1, False, False)])
+def test_a_rank_that_is_alone_asks_the_next_daemon_if_the_first_one_ends(ends: int, comes_back: bool, begins: bool) -> None:
+    served = Served(welcome(), ends=ends, comes_back=comes_back)
+    alone = SimpleNamespace(rank=0, world_size=1)
+    if begins:
+        assert attempt._begin(cast(Client, served), "gpt", cast(Any, alone), 0, None) == 7
+    else:
+        with pytest.raises(DaemonUnreachable, match="^the connection to the daemon was lost$"):
+            attempt._begin(cast(Client, served), "gpt", cast(Any, alone), 0, None)
+
+
+def test_of_several_ranks_none_asks_again() -> None:
+    """The others have heard of the first daemon."""
+    served = Served(welcome(), ends=1)
+    with pytest.raises(DaemonUnreachable):
+        attempt._begin(cast(Client, served), "gpt", cast(Any, SimpleNamespace(rank=0, world_size=2)), 0, None)
