@@ -192,7 +192,7 @@ class Binding:
             for key, value in values.items():
                 if (made := value(resolve)) is not KEEP:
                     place[key] = made
-            if isinstance(place, OrderedDict) and isinstance(saved, OrderedDict):  # the order is part of the value of an OrderedDict
+            if isinstance(place, OrderedDict):  # its order is part of its value
                 for key in saved:
                     if key in place:
                         place.move_to_end(key)

@@ -133,6 +133,13 @@ def test_keys_without_a_place_are_left_to_the_caller() -> None:
     assert binding.unused == ["more", "n.b"]
 
 
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_an_ordered_dict_gets_the_saved_order(kind: type[dict[str, int]]) -> None:
+    place = OrderedDict(b=0, a=0)
+    Checkpoint({"v": kind(a=1, b=2)}).recover({"v": place})
+    assert list(place.items()) == [("a", 1), ("b", 2)]
+
+
 def test_keys_may_be_missing_on_both_sides_if_it_is_not_strict() -> None:
     checkpoint = Checkpoint({"w": torch.ones(2), "n": {"a": 1}, "more": 1})
     state = {"w": torch.zeros(2), "n": {"b": 2}, "less": 3}
