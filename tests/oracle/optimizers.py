@@ -194,7 +194,8 @@ class Kind:
     """A kind of optimizer.
 
     make: builds it from groups of parameters and a learning rate. accepts: the parameters that it can train. sparse: gradients are sparse.
-    closure: `step` takes a closure. single: it takes one group only.
+    closure: `step` takes a closure. single: it takes one group only. fused: its kernel does not compare the shapes of moments and
+    parameters, and reads beyond moments that are too small.
     """
 
     make: Callable[[Any, Any], optim.Optimizer]
@@ -202,6 +203,7 @@ class Kind:
     sparse: bool = False
     closure: bool = False
     single: bool = False
+    fused: bool = False
 
 
 def _real(parameter: torch.Tensor) -> bool:
@@ -224,11 +226,11 @@ def _of(cls: Any, **settings: Any) -> Callable[[Any, Any], optim.Optimizer]:
 OPTIMIZERS: dict[str, Kind] = {
     "sgd": Kind(_of(optim.SGD)),
     "momentum": Kind(_of(optim.SGD, momentum=0.9, nesterov=True)),
-    "sgd-fused": Kind(_of(optim.SGD, momentum=0.9, fused=True), _kernel),
+    "sgd-fused": Kind(_of(optim.SGD, momentum=0.9, fused=True), _kernel, fused=True),
     "adam": Kind(_of(optim.Adam)),
     "amsgrad": Kind(_of(optim.Adam, amsgrad=True, weight_decay=0.1)),
     "adam-foreach": Kind(_of(optim.Adam, foreach=True), _kernel),
-    "adam-fused": Kind(_of(optim.Adam, fused=True), _kernel),
+    "adam-fused": Kind(_of(optim.Adam, fused=True), _kernel, fused=True),
     "adam-decoupled": Kind(_of(optim.Adam, decoupled_weight_decay=True, weight_decay=0.1)),
     "adamw": Kind(_of(optim.AdamW)),
     "adamax": Kind(_of(optim.Adamax)),
