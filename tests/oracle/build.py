@@ -102,9 +102,9 @@ class Run:
 def _check_moments(optimizer: torch.optim.Optimizer) -> None:
     """Raise RuntimeError if a moment has another shape than its parameter: a fused kernel would read memory that is not its own."""
     for parameter, entry in optimizer.state.items():
-        for name, value in entry.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape:
-                raise RuntimeError(f"{name} has shape {list(value.shape)}, and its parameter {list(parameter.shape)}")
+        for name, moment in entry.items():
+            if isinstance(moment, torch.Tensor) and moment.dim() and moment.shape != parameter.shape:
+                raise RuntimeError(f"{name} has shape {list(moment.shape)}, and its parameter {list(parameter.shape)}")
 
 
 @torch.no_grad()

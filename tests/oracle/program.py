@@ -108,6 +108,7 @@ class Call:
     only: the keys of the state that are recovered; all if empty. keep and strict: the arguments of `recover`. context: what
     `build.context` takes, under which `recover` is called. snapshots: how many snapshots the saving program takes with one agent. between:
     what the saving program does between them, a key of `build.BETWEEN`. saved: the keys of the state that are saved; all if empty.
+    source: where the snapshot comes from, "memory" or "storage". fresh: a process recovers that has never seen the saving program.
     """
 
     strict: bool = True
@@ -117,6 +118,8 @@ class Call:
     snapshots: int = 1
     between: str = ""
     saved: tuple[str, ...] = ()
+    source: str = "memory"
+    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
