@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import optim
+from torch.distributed.tensor import DTensor
 
-from tests.oracle.tensors import Doubled
+from tests.oracle.tensors import BLOCK, Doubled, EightBit
 
 
 class Own(optim.Optimizer):
@@ -174,6 +175,32 @@ class Alone(Own):
         flat = self.state[first].setdefault("flat", torch.zeros(total))
         flat.add_(float(grad.abs().sum()))
         return grad * (1 + float(flat.sum()) / 1000)
+
+
+class EightBitMomentum(Own):
+    """Keeps its momentum in 8 bits where the local tensor has whole blocks, inside DTensor for a parameter that is one, as torchao does."""
+
+    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Any:
+        state, (mine, local) = self.state[parameter], map(_local, (parameter, grad))
+        if "momentum" not in state:
+            whole = mine.numel() >= BLOCK and mine.numel() % BLOCK == 0
+            made = EightBit.quantized(torch.zeros_like(mine)) if whole else torch.zeros_like(mine)
+            state["momentum"] = _like(parameter, made)
+        moment = _local(state["momentum"])
+        moment.copy_(0.9 * (moment.values_of() if isinstance(moment, EightBit) else moment) + local)
+        return _like(parameter, moment.values_of() if isinstance(moment, EightBit) else moment)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a local tensor in the form of its parameter."""
+    if not isinstance(parameter, DTensor):
+        return local
+    shape: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, **shape)
 
 
 class Holder:

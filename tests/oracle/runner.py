@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tests.oracle import grammar, spread
+from tests.oracle import grammar, spread, spread_judge
 from tests.oracle.judge import End, Verdict
 from tests.oracle.program import Pair, from_json, to_json
 from tests.oracle.worker import Ended, Jobs, Task, do, quiet
@@ -199,7 +199,7 @@ def judging_spread() -> Iterator[Callable[[spread.SpreadPair], Verdict]]:
     """Context manager. Return a function that judges a pair of programs on one or two ranks."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with home() as place, tempfile.TemporaryDirectory(dir="/dev/shm") as memory, running(_rooted(place, memory), "--codec", "raw"):
-        pools, lock = spread.Pools(place), threading.Lock()
+        pools, lock = spread_judge.Pools(place), threading.Lock()
 
         def judged(pair: spread.SpreadPair) -> Verdict:
             with lock:  # a pair is judged while an earlier one is made smaller

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ckptd.shared.errors import RecoveryFailed, StructureMismatch
-from tests.oracle import grammar, judge, spread
+from tests.oracle import grammar, judge, spread, spread_judge
 from tests.oracle.build import Run, build
 from tests.oracle.judge import Verdict
 from tests.oracle.prints import differences, print_of, text
@@ -367,7 +367,7 @@ def test_a_hundred_pairs_agree() -> None:
 
 @pytest.mark.parametrize("how", ["parameter", "moment"])
 def test_a_broken_recovery_on_ranks_is_found(daemon: Daemon, how: str) -> None:
-    pools = spread.Pools(daemon.home, after=how)
+    pools = spread_judge.Pools(daemon.home, after=how)
     try:
         plan = spread.Spread("fsdp2", 2)
         verdict = pools.judge(spread.SpreadPair(plan, replace(plan, kind="replicated", world=1, seed=1)))
