@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor
 from ckptd.agent.plan.structure import PLAIN, local_part
 from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, unchanged
 from ckptd.agent.recover.own_loaders import load_into
-from ckptd.agent.state.capture import tensors_in
+from ckptd.agent.state.capture import state_of, tensors_in
 from ckptd.agent.state.customized import loads_by_itself, needs_loading, parts_with_loaders
 from ckptd.agent.state.tree import ObjectNode
 from ckptd.agent.state.versions import Versions, with_versions
 from ckptd.agent.state.wrappers import canonical_names, current_names, flattens, raw_names, unwrapped
+from ckptd.shared.errors import UnsavableValue
 
 
 class Modules:
@@ -43,7 +44,11 @@ class Modules:
         reload = not flat and (by_itself or bool(parts) or needs_loading(module))
         if reload and not leaves.have_memory(_tensors(module, path)):
             return unchanged
-        own = get_model_state_dict(place) if flat else module.state_dict()
+        try:
+            with state_of(module, path):
+                own = get_model_state_dict(place) if flat else module.state_dict()
+        except UnsavableValue as error:
+            return leaves.differ(str(error), keep=path)
         if by_itself:
             return self._whole(module, own, tree, path)
         raw_of = raw_names(module, own)

@@ -19,13 +19,15 @@ from ckptd.agent.recover.optimizer_check import (
 )
 from ckptd.agent.recover.own_loaders import load_into, loader_of
 from ckptd.agent.recover.parameters import SavedParameters
-from ckptd.agent.state.capture import flattened_state, load_flattened_state
+from ckptd.agent.state.capture import flattened_state, load_flattened_state, state_of
+from ckptd.agent.state.components import size_of
 from ckptd.agent.state.customized import optimizer_loads_by_itself
 from ckptd.agent.state.merge import is_optimizer
 from ckptd.agent.state.naming import Key, Names, parameters_of, with_current_names
 from ckptd.agent.state.optimizers import steps_on_device, tell, without_state
 from ckptd.agent.state.refusals import is_uninitialized
 from ckptd.agent.state.tree import ObjectNode, TensorRef, filled, tensor_names
+from ckptd.shared.errors import UnsavableValue
 
 
 class Optimizers:
@@ -155,18 +157,25 @@ class Optimizers:
         """
         number_of = {key: number for number, key in enumerate(keys)}
         stay = {id(parameter) for parameter in staying}
+        try:
+            with state_of(place, path):
+                own = place.state_dict()
+        except UnsavableValue as error:
+            return self._leaves.differ(str(error), keep=path)
+        own_groups = own["param_groups"]
+        own_state = {
+            number: own["state"][number] for number, p in enumerate(parameters_of(place)) if id(p) in stay and number in own["state"]
+        }
+        del own  # hooks may have copied the whole state into it
 
         def put(resolve: Resolve) -> Any:
-            own = place.state_dict()
             as_it_is = {parameter: place.state[parameter] for parameter in staying if parameter in place.state}
-            state = {
-                number: own["state"][number] for number, p in enumerate(parameters_of(place)) if id(p) in stay and number in own["state"]
-            }
+            state = dict(own_state)
             for key, entries in values.items():
                 state[number_of[key]] = {name: value(resolve) for name, value in entries.items()}
             state |= {key: value(resolve) for key, value in others.items()}
             groups = []
-            for group, entries in zip(own["param_groups"], group_values, strict=True):
+            for group, entries in zip(own_groups, group_values, strict=True):
                 made = {key: value(resolve) for key, value in entries.items()}
                 groups.append({**group, **{key: value for key, value in made.items() if value is not KEEP}})
             load_into(place, {**{key: value(resolve) for key, value in more.items()}, "state": state, "param_groups": groups}, path)
@@ -241,7 +250,11 @@ class Optimizers:
         if not any(isinstance(key, torch.Tensor) for key in place.state):
             before = dict(place.state)
             leaves.undo += [place.state.clear, lambda: place.state.update(before)]  # DCP makes the optimizer take a fake step
-        own = flattened_state(place, root)
+        try:
+            with state_of(place, path):
+                own = flattened_state(place, root)
+        except UnsavableValue as error:
+            return leaves.differ(str(error), keep=path)
         groups: list[dict[str, Any]] = own["param_groups"]
         own["state"] = {key: value for key, value in own["state"].items() if any(key in group["params"] for group in groups)}
         settings = self._settings(tree["param_groups"], [list(group["params"]) for group in groups], path)
@@ -298,6 +311,17 @@ class Optimizers:
                     values[name] = leaves.converted(saved, f"{path}.{name}", dtype, device)
                 else:
                     values[name] = leaves.make(saved, f"{path}.{name}", device)
+            elif (
+                own is None
+                and isinstance(parameter, DTensor)
+                and isinstance(saved, ObjectNode)
+                and size_of(saved.kind, saved.tree) == tuple(parameter.shape)
+            ):
+                leaves.differ(
+                    f"{path}.{name}: the checkpoint has a tensor of class {saved.cls}, which consists of several tensors, "
+                    "and the parameter is a DTensor: it cannot be divided as the parameter is",
+                    keep=path,
+                )
             elif isinstance(own, torch.Tensor) and isinstance(saved, ObjectNode):  # saved in parts, such as a quantized tensor
                 values[name] = self._bind(own, saved, f"{path}.{name}")
             else:

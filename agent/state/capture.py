@@ -85,22 +85,25 @@ def capture(state: Any, *, rank: int = 0, habits: Habits | None = None, unsaved:
 def _capture(state: Any, rank: int, habits: Habits, unsaved: dict[str, str] | None) -> Captured:
     names = habits.names.of(state)
     trees, versions = dict[int, dict[str, Any]](), dict[str, Versions]()
+    failed = dict[int, Exception]()  # of modules whose state_dict raises: it is not called again, as it may wait for the other ranks
     for path, module in names.modules:
-        trees[id(module)], known = versioned_state(module)
+        try:
+            trees[id(module)], known = versioned_state(module)
+        except (CkptdError, RecursionError):
+            raise
+        except Exception as error:
+            failed[id(module)] = error
+            continue
         if known is not None:
             versions[path] = known
 
     def expand(value: Any, path: str) -> tuple[str, Any] | None:
         if id(value) in trees:
             return "module", trees[id(value)]
-        try:
+        with state_of(value, path):
+            if id(value) in failed:
+                raise failed[id(value)]
             return expand_object(value, names)
-        except (CkptdError, RecursionError):
-            raise
-        except Exception as error:  # of the caller's object
-            raise UnsavableValue(
-                f"{path or 'the state'}: the state_dict() of {class_of(value)} raised {error!r}: call it when it works, or leave it out"
-            ) from error
 
     packer = Packer(expand, rank, habits.dicts) if unsaved is None else LenientPacker(expand, rank, unsaved)
     encoded, tensors = packer.encode(state), packer.tensors
@@ -108,6 +111,19 @@ def _capture(state: Any, rank: int, habits: Habits, unsaved: dict[str, str] | No
         for name, tensor in tensors.items():
             check_values(name, tensor)
     return Captured(encoded, tensors, _parameter_forms(names, tensors, habits.held), Packer().encode(versions) if versions else b"")
+
+
+@contextmanager
+def state_of(value: Any, path: str) -> Iterator[None]:
+    """Raise UnsavableValue, with the key, for an exception in the caller's object while it makes its state."""
+    try:
+        yield
+    except (CkptdError, RecursionError):
+        raise
+    except Exception as error:
+        raise UnsavableValue(
+            f"{path or 'the state'}: the state_dict() of {class_of(value)} raised {error!r}: call it when it works, or leave it out"
+        ) from error
 
 
 def _parameter_forms(names: Names, tensors: dict[str, torch.Tensor], held: dict[str, tuple[list[Key], bool]]) -> bytes:
@@ -159,7 +175,12 @@ def tensors_in(tree: Any, path: str) -> dict[str, torch.Tensor]:
 
     Of a value that could not be saved, only the tensors before the unsavable part are returned.
     """
-    packer = Packer(lambda value, _: expand_object(value, Names()))
+
+    def expand(value: Any, path: str) -> tuple[str, Any] | None:
+        with state_of(value, path):
+            return expand_object(value, Names())
+
+    packer = Packer(expand)
     with suppress(UnsavableValue):
         packer.pack(tree, path)
     return packer.tensors

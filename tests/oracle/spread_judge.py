@@ -66,9 +66,9 @@ class Pools:
             if len(set(map(bool, errors))) > 1:
                 return Verdict("the ranks disagree about a snapshot", repr(errors))
             if pair.before.unmarked:
-                return _unmarked(pair, errors, first, socket, job)
+                return _unmarked(pair, errors, first, socket, job, sharded)
             if errors[0]:
-                if sharded and all("optim.state." in error for error in errors):
+                if sharded and _names_optimizer(errors):
                     return Verdict(REFUSED, errors[0])
                 return Verdict("snapshot refused", errors[0])
             return self._recovered(pair, first, second, job)
@@ -124,12 +124,19 @@ def _at_odds(found: list[Print]) -> list[str]:
     return [name for one in others for name in one if first.get(name, one[name]) != one[name]]
 
 
-def _unmarked(pair: SpreadPair, errors: list[str], ranks: Ranks, socket: Path, job: str) -> Verdict:
+def _names_optimizer(errors: list[str]) -> bool:
+    """Return True if each error names a moment, or the optimizer, from which FSDP1 could not gather the moments."""
+    return all("optim.state." in error or "optim: the state_dict() of " in error for error in errors)
+
+
+def _unmarked(pair: SpreadPair, errors: list[str], ranks: Ranks, socket: Path, job: str, sharded: bool) -> Verdict:
     """Judge the first snapshot of experts under equal keys, which must be refused with the way out, and so must the next one."""
     key = "model.experts." if pair.before.experts == "inside" else "experts"
     for number, said in enumerate((errors, ranks.call(on.save, socket, job, pair.stride, False, 0))):
         if not all(said):
             return Verdict("experts were saved as one", f"at snapshot {number}: {said}")
+        if sharded and _names_optimizer(said):  # refused for another reason, which is found first
+            return Verdict(REFUSED, said[0])
         if not all(key in error and "per_rank" in error for error in said):
             return Verdict("the refusal names no key", repr(said))
     return _last(pair, ranks, socket, job, None) or Verdict(REFUSED)

@@ -112,8 +112,7 @@ class EightBit(torch.Tensor):
             this.codes.copy_(source.codes)
             this.scale.copy_(source.scale)
             return this
-        plain = [one.values_of() if isinstance(one, EightBit) else one for one in arguments]
-        return function(*plain, **(options or {}))
+        raise NotImplementedError(f"EightBit has no {function}")  # as torchao's classes do
 
 
 BLOCK = 2

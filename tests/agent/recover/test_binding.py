@@ -44,6 +44,34 @@ def problem(saved: Any, state: Any, **options: Any) -> str:
     return str(caught.value).partition("; nothing was written")[0]
 
 
+# -- objects whose state_dict raises
+
+
+class Unready(Loader):
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("not yet")
+
+
+@pytest.mark.parametrize("key", ["loader", "loaders.1"])
+def test_an_object_whose_state_dict_raises_is_refused_by_its_key(key: str) -> None:
+    """Its form is what the saved one is compared with."""
+    tensor, unready = torch.zeros(2), Unready()
+
+    def of(loader: Loader, weight: torch.Tensor) -> dict[str, Any]:
+        return {"w": weight} | ({"loader": loader} if key == "loader" else {"loaders": [0, loader]})
+
+    saved = Checkpoint(of(Loader(3), torch.ones(2)))
+    with pytest.raises(StructureMismatch) as caught:
+        saved.recover(of(unready, tensor))
+    assert str(caught.value) == (
+        f"{key}: the state_dict() of {__name__}.Unready raised KeyError('not yet'): call it when it works, or leave it out; nothing was "
+        f"written. To recover the rest, call recover(state, keep=['{key}'])"
+    )
+    assert tensor.tolist() == [0.0, 0.0]
+    saved.recover(of(unready, tensor), keep=[key])
+    assert (tensor.tolist(), unready.loaded) == ([1.0, 1.0], {})
+
+
 # -- values
 
 

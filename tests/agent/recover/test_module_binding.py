@@ -215,6 +215,25 @@ def test_an_error_in_a_loader_of_the_caller_says_that_the_state_is_partly_overwr
 # -- refusals
 
 
+def test_a_module_whose_state_dict_raises_is_refused_by_its_key() -> None:
+    class Unready(nn.Linear):
+        def get_extra_state(self) -> Any:
+            raise KeyError("not yet")
+
+        def set_extra_state(self, state: Any) -> None:
+            raise AssertionError("it is not loaded")
+
+    saved = Checkpoint({"net": linear(3.0), "epoch": 4})
+    state: dict[str, Any] = {"net": Unready(2, 2), "epoch": 0}
+    with pytest.raises(StructureMismatch) as caught:
+        saved.recover(state)
+    assert str(caught.value).startswith("net: the state_dict() of ")
+    assert "Unready raised KeyError('not yet'): call it when it works, or leave it out; nothing was written. To " in str(caught.value)
+    assert state["epoch"] == 0
+    saved.recover(state, keep=["net"])
+    assert state["epoch"] == 4
+
+
 def test_a_module_without_a_match_is_refused_although_strict_is_off() -> None:
     saved, state = {"net": linear(3.0), "epoch": 4}, {"net": nn.Sequential(linear(0.0)), "epoch": 0}
     words = "net: no key of the module is in the checkpoint, which has weight, bias, while the state has 0.weight, 0.bias"

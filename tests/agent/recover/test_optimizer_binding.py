@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckptd.shared.errors import StructureMismatch
+from tests.oracle.optimizers import EightBitMomentum
 from tests.oracle.prints import text
+from tests.support.ranks import Ranks
 from tests.support.refusals import refuses
 from tests.support.saved_states import Checkpoint
 
@@ -54,6 +61,79 @@ def test_a_parameter_keeps_the_settings_that_it_was_saved_with_in_whatever_group
     into.param_groups.reverse()
     Checkpoint({"model": model, "optim": optimizer}).recover({"model": other, "optim": into})
     assert [group["lr"] for group in into.param_groups] == [0.2, 0.1]
+
+
+class Unready(torch.optim.SGD):
+    """An optimizer with a `state_dict` of its own, which raises."""
+
+    def state_dict(self) -> Any:
+        raise KeyError("not yet")
+
+
+def test_an_optimizer_whose_state_dict_raises_is_refused_before_anything_is_written() -> None:
+    def of(kind: type[torch.optim.SGD], fill: float) -> dict[str, Any]:
+        model = torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.full((2,), fill))})
+        return {"model": model, "optim": kind(model.values(), lr=fill)}
+
+    saved, state = Checkpoint(of(torch.optim.SGD, 1.0)), of(Unready, 0.5)
+    weight = state["model"]["a"]
+    with pytest.raises(StructureMismatch) as caught:
+        saved.recover(state, strict=False)
+    assert str(caught.value) == (
+        f"optim: the state_dict() of {__name__}.Unready raised KeyError('not yet'): call it when it works, or leave it out; nothing was "
+        "written. To recover the rest, call recover(state, strict=False, keep=['optim'])"
+    )
+    assert (weight.tolist(), state["optim"].param_groups[0]["lr"]) == ([0.5, 0.5], 0.5)
+    saved.recover(state, strict=False, keep=["optim"])
+    assert weight.tolist() == [1.0, 1.0]
+
+
+def quantized_into_shards(kind: str) -> tuple[str, list[float], list[str]]:
+    """Runs on a rank. Return the refusal, the local weight after it, and the keys of the moments that the remedy leaves alone."""
+    logging.getLogger("ckptd").setLevel(logging.ERROR)
+
+    state: dict[str, Any]
+
+    def of(parameter: torch.nn.Parameter) -> dict[str, Any]:
+        return {"model": torch.nn.ParameterDict({"a": parameter}), "optim": EightBitMomentum([parameter], lr=0.1)}
+
+    saving = of(torch.nn.Parameter(torch.ones(4)))
+    saving["model"]["a"].grad = torch.ones(4)
+    saving["optim"].step()
+    saved, mesh = Checkpoint(saving), init_device_mesh("cpu", (dist.get_world_size(),))
+    if kind == "fsdp1":
+        whole = FullyShardedDataParallel(torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.zeros(4))}), device_id=torch.device("cpu"))
+        state = {"model": whole, "optim": EightBitMomentum(whole.parameters(), lr=0.1)}
+    else:
+        state = of(torch.nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)])))
+    with pytest.raises(StructureMismatch) as caught:
+        saved.recover(state)
+    local = next(iter(state["model"].parameters())).detach()
+    local = local._local_tensor if isinstance(local, DTensor) else local
+    return str(caught.value), local.tolist(), list(map(str, state["optim"].state))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (
+            "dtensor",
+            "optim.state.a.momentum: the checkpoint has a tensor of class tests.oracle.tensors.EightBit, which consists of several "
+            "tensors, and the parameter is a DTensor: it cannot be divided as the parameter is; nothing was written. To recover the "
+            "rest, call recover(state, keep=['optim.state.a'])",
+        ),
+        (
+            "fsdp1",
+            "optim: the state_dict() of tests.oracle.optimizers.EightBitMomentum raised NotImplementedError(",
+        ),
+    ],
+)  # fmt: skip
+def test_a_quantized_moment_is_refused_where_its_parameter_is_divided_now(kind: str, sentence: str) -> None:
+    """Otherwise each rank would have the whole moment of a parameter of which it has a shard, and the next step would raise."""
+    with Ranks(1) as ranks:
+        (found,) = ranks.call(quantized_into_shards, kind)
+    assert found[0].startswith(sentence)
+    assert found[1:] == ([0.0] * 4, [])
 
 
 def test_parameters_of_different_settings_cannot_come_into_one_group() -> None:
