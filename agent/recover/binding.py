@@ -262,7 +262,8 @@ class Binding:
         if leaves.options.strict and isinstance(saved, ObjectNode):
             leaves.differ(*class_difference(place, saved.cls, path), keep=path)
         tree = saved.tree if isinstance(saved, ObjectNode) else saved
-        if isinstance(template, dict) and template and tree == {} and isinstance(place, torch.amp.GradScaler):
+        disabled = isinstance(tree, dict) and not tree
+        if isinstance(template, dict) and template and disabled and isinstance(place, torch.amp.GradScaler):
             return leaves.differ(
                 f"{path}: the checkpoint has a scaler that was disabled, and has no state; the scaler of the state is enabled", keep=path
             )

@@ -14,8 +14,10 @@ from ckptd.agent.recover.optimizer_check import (
     changed_settings,
     class_difference,
     group_differences,
+    not_taken,
     settings_differences,
     state_difference,
+    tensors_to_compare,
 )
 from ckptd.agent.recover.own_loaders import load_into, loader_of
 from ckptd.agent.recover.parameters import SavedParameters
@@ -73,6 +75,14 @@ class Optimizers:
                 f"{len(ours)}: have the module that holds them in the state, too",
                 keep=path,
             )
+        if not optimizer_loads_by_itself(place):
+            parameter_of = dict(zip(keys, parameters_of(place), strict=True))
+            state = {
+                parameter_of[key]: entry
+                for key, entry in tree["state"].items()
+                if key in parameter_of and isinstance(entry, dict) and not leaves.is_kept(f"{path}.state.{key}")
+            }
+            leaves.differ(*not_taken(place, saved.cls if isinstance(saved, ObjectNode) else "", state, path), keep=path)
         return self._named(place, tree, keys, path)
 
     def _whole(self, place: torch.optim.Optimizer, tree: Any, path: str) -> Value:
@@ -210,14 +220,18 @@ class Optimizers:
             groups = [group_of[name] for name in names if name in group_of]
             if not names and len(saved) == len(own) and not saved[number]["params"]:
                 groups = [saved[number]]
-            plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-            if any(other != plain[0] for other in plain):
-                leaves.differ(
-                    f"{path}.param_groups.{number}: the checkpoint has the parameters of this group in groups with different settings "
-                    f"(it has {len(saved)} groups, the optimizer {len(own)})",
-                    keep=path,
-                )
-            found.append(plain[0] if plain else {})
+            apart_groups = {id(group): {key: value for key, value in group.items() if key != "params"} for group in groups}
+            plain, *others = apart_groups.values() if apart_groups else ({},)
+            sentence = (
+                f"{path}.param_groups.{number}: the checkpoint has the parameters of this group in groups with different settings "
+                f"(it has {len(saved)} groups, the optimizer {len(own)})"
+            )
+            for other in others:
+                if (tensors := tensors_to_compare(plain, other)) is None:
+                    leaves.differ(sentence, keep=path)
+                else:
+                    leaves.expect_equal(tensors, sentence, keep=path)
+            found.append(plain)
         return found
 
     def _of_no_parameter(self, place: torch.optim.Optimizer, tree: dict[str, Any], path: str) -> dict[Any, Value]:
@@ -239,6 +253,17 @@ class Optimizers:
         others = self._of_no_parameter(place, tree, f"{path}.state")
         of_parameters = {key: value for key, value in tree["state"].items() if key not in others}
         if not of_parameters:
+            theirs = tree["param_groups"]
+            if len(theirs) != len(place.param_groups):
+                return leaves.differ(
+                    f"{path}.param_groups: the checkpoint has {len(theirs)} groups, the optimizer {len(place.param_groups)}, and no state "
+                    "that says which parameters are in which",
+                    keep=path,
+                )
+            if leaves.options.strict:
+                leaves.differ(*settings_differences(place.param_groups, theirs, path), keep=path)
+            for number, (group, found) in enumerate(zip(place.param_groups, self._without_kept(theirs, path), strict=True)):
+                leaves.changed += changed_settings(group, found, f"{path}.param_groups.{number}")
             groups_of = leaves.make(tree["param_groups"], f"{path}.param_groups")
 
             def put_without_state(resolve: Resolve) -> Any:

@@ -242,6 +242,28 @@ def test_a_module_without_a_match_is_refused_although_strict_is_off() -> None:
     assert text(state["net"]) == text(nn.Sequential(linear(0.0)))
 
 
+def test_a_module_of_which_a_part_with_a_loader_matches_is_no_module_without_a_match() -> None:
+    class Doubling(nn.Linear):
+        """Saves its weight doubled, and halves it when it loads."""
+
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            destination[f"{prefix}double"] = self.weight.detach() * 2
+
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+            with torch.no_grad():
+                self.weight.copy_(state_dict[f"{prefix}double"] / 2)
+
+    def of(name: str, fill: float) -> nn.ModuleDict:
+        own = Doubling(2, 2, bias=False)
+        nn.init.constant_(own.weight, fill)
+        return nn.ModuleDict({"own": own, name: linear(fill)})
+
+    state: dict[str, Any] = {"net": of("renamed", 0.0)}
+    Checkpoint({"net": of("plain", 3.0)}).recover(state, strict=False)
+    assert state["net"]["own"].weight.tolist() == [[3.0, 3.0]] * 2
+    assert state["net"]["renamed"].weight.tolist() == [[0.0, 0.0]] * 2
+
+
 def test_a_module_on_the_meta_device_is_refused_until_it_has_memory() -> None:
     with torch.device("meta"):
         module = nn.Linear(2, 2)

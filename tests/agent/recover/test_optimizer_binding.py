@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -61,6 +62,24 @@ def test_a_parameter_keeps_the_settings_that_it_was_saved_with_in_whatever_group
     into.param_groups.reverse()
     Checkpoint({"model": model, "optim": optimizer}).recover({"model": other, "optim": into})
     assert [group["lr"] for group in into.param_groups] == [0.2, 0.1]
+
+
+def test_state_that_an_optimizer_of_torch_cannot_take_is_refused_before_anything_is_written() -> None:
+    """With `strict=False` the class is not compared, and Adam's `__setstate__` looks for a step in the state of each parameter."""
+
+    def of(fill: float, make: Callable[[Any], torch.optim.Optimizer]) -> dict[str, Any]:
+        model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.full((2,), fill)) for name in "ab"})
+        for parameter in model.values():
+            parameter.grad = torch.ones(2)
+        return {"model": model, "optim": make(model.values())}
+
+    saving = of(1.0, lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9))
+    saving["optim"].step()
+    state = of(7.0, lambda parameters: torch.optim.Adam(parameters, lr=0.25))
+    words = "optim: torch.optim.adam.Adam cannot take the state that the checkpoint has: KeyError('step')"
+    refuses(Checkpoint(saving), state, words, {"strict": False, "keep": ["optim"]}, strict=False)
+    assert state["model"]["a"].tolist() == [0.5, 0.5]
+    assert (dict(state["optim"].state), state["optim"].param_groups[0]["lr"]) == ({}, 0.25)
 
 
 class Unready(torch.optim.SGD):
@@ -136,6 +155,58 @@ def test_a_quantized_moment_is_refused_where_its_parameter_is_divided_now(kind: 
     assert found[1:] == ([0.0] * 4, [])
 
 
+def flat_without_state(saved_groups: list[dict[str, Any]], groups: list[dict[str, Any]], strict: bool) -> tuple[str, list[Any]]:
+    """Runs on a rank. Recover SGD that has not stepped into one over an FSDP1 module. Return the refusal and the settings then.
+
+    The parameters are in the first group.
+    """
+    logging.getLogger("ckptd").setLevel(logging.ERROR)
+
+    def of(settings: list[dict[str, Any]]) -> dict[str, Any]:
+        torch.manual_seed(0)
+        module = FullyShardedDataParallel(torch.nn.Linear(2, 2), use_orig_params=True, device_id=torch.device("cpu"))
+        first, *others = settings
+        made = [{"params": list(module.parameters()), **first}, *({"params": [], **one} for one in others)]
+        return {"model": module, "optim": torch.optim.SGD(made, lr=0.1)}
+
+    state = of(groups)
+    saved = Checkpoint(of(saved_groups))
+    try:
+        saved.bind(state, strict=strict).finish(lambda name: saved.tensors[name])
+        said = ""
+    except StructureMismatch as error:
+        said = str(error).partition("; nothing was written")[0]
+    return said, [(group["lr"], group["momentum"]) for group in state["optim"].param_groups]
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "strict", "said", "settings"),
+    [
+        ([{"lr": 0.5}], [{}], True, "", [(0.5, 0)]),
+        (
+            [{"momentum": 0.9}],
+            [{}],
+            True,
+            "optim.param_groups.0.momentum: the checkpoint has 0.9, the state 0; the two keep different state",
+            [(0.1, 0)],
+        ),
+        ([{"momentum": 0.9}], [{}], False, "", [(0.1, 0.9)]),
+        (
+            [{}, {"lr": 0.5}],
+            [{}],
+            False,
+            "optim.param_groups: the checkpoint has 2 groups, the optimizer 1, and no state that says which parameters are in which",
+            [(0.1, 0)],
+        ),
+    ],
+)  # fmt: skip
+def test_settings_of_an_optimizer_over_flat_parameters_are_compared_before_its_first_step(
+    saved: list[dict[str, Any]], own: list[dict[str, Any]], strict: bool, said: str, settings: list[Any]
+) -> None:
+    with Ranks(1) as ranks:
+        assert ranks.call(flat_without_state, saved, own, strict) == [(said, settings)]
+
+
 def test_parameters_of_different_settings_cannot_come_into_one_group() -> None:
     model, optimizer = trained(groups=True)
     other, into = fresh()
@@ -145,6 +216,56 @@ def test_parameters_of_different_settings_cannot_come_into_one_group() -> None:
         "optim.param_groups.0: the checkpoint has the parameters of this group in groups with different settings (it has 2 groups, the "
         "optimizer 1); nothing was written. To recover the rest, call recover(state, keep=['optim'])"
     )
+
+
+@pytest.mark.parametrize(
+    ("rates", "merged"),
+    [
+        ((torch.tensor(0.5), torch.tensor(0.5)), True),
+        ((torch.tensor(0.5), torch.tensor(0.25)), False),
+        ((torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)), False),
+        ((torch.tensor(0.5), torch.tensor([0.5])), False),
+    ],
+)
+def test_groups_whose_settings_are_equal_tensors_may_be_merged(rates: tuple[torch.Tensor, ...], merged: bool) -> None:
+    model, optimizer = trained(groups=True)
+    other, into = fresh(lr=torch.tensor(9.0), foreach=False)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    saved, state = Checkpoint({"model": model, "optim": optimizer}), {"model": other, "optim": into}
+    if not merged:
+        words = (
+            "optim.param_groups.0: the checkpoint has the parameters of this group in groups with different settings (it has 2 groups, the "
+            "optimizer 1)"
+        )
+        refuses(saved, state, words, {"keep": ["optim"]})
+        return
+    saved.recover(state)
+    assert into.param_groups[0]["lr"].item() == 0.5
+    assert moments(other, into) == moments(model, optimizer)
+
+
+@pytest.mark.parametrize("second", [0.0, 1.0], ids=["equal", "different"])
+def test_settings_may_be_arrays(second: float) -> None:
+    """NumPy compares arrays element by element, so that `==` gives no answer."""
+
+    def of(groups: int, fill: float) -> dict[str, Any]:
+        model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.full((2,), fill)) for name in "ab"})
+        parts = [[one] for one in model.values()] if groups == 2 else [list(model.values())]
+        made = [{"params": part, "scales": np.arange(3.0) + second * number, "none": np.zeros(0)} for number, part in enumerate(parts)]
+        return {"model": model, "optim": torch.optim.SGD(made, lr=fill)}
+
+    saved, state = Checkpoint(of(2, 0.5)), of(2, 0.25)
+    state["optim"].param_groups[0]["scales"] = np.zeros(2)
+    saved.recover(state)
+    assert [group["scales"].tolist() for group in state["optim"].param_groups] == [[0, 1, 2], [second, 1 + second, 2 + second]]
+    one = of(1, 0.25)
+    if second:
+        with pytest.raises(StructureMismatch, match=r"^optim\.param_groups\.0: .* in groups with different settings"):
+            saved.recover(one)
+    else:
+        saved.recover(one)
+        assert one["optim"].param_groups[0]["lr"] == 0.5
 
 
 def test_parameters_without_a_name_are_matched_by_their_numbers() -> None:
