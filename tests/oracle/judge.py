@@ -52,18 +52,20 @@ class Verdict:
 class Failure:
     """What there is to say of an exception, in a form that other processes can read.
 
-    ours: it is an error of ckptd. overwritten: it says that the state is partly overwritten.
+    ours: it is an error of ckptd. overwritten: it says that the state is partly overwritten. key: the key of the object that raised it, if
+    a reference has loaded the state.
     """
 
     name: str
     text: str
     ours: bool
     overwritten: bool
+    key: str = ""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         ours = isinstance(error, CkptdError)
-        return cls(type(error).__name__, str(error), ours, ours and getattr(error, "overwritten", False))
+        return cls(type(error).__name__, str(error), ours, ours and getattr(error, "overwritten", False), getattr(error, "key", ""))
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.text}"
@@ -137,19 +139,16 @@ def _judge(pair: Pair, save: Save, restore: Restore, elsewhere: Elsewhere | None
             return _unsaved(pair, run, error)
     if call.saved:
         run.state = {key: value for key, value in run.state.items() if key in call.saved}
-    try:
-        data: bytes | None = dump(run.state)
-    except Exception:
-        data = None
+    data = dump(run.state)
     facts = facts_of(run)
-    must = rules.must_refuse(pair, run, target, data, facts)
-    may = "" if must else rules.may_refuse(pair, run, target, facts)
+    must = rules.must_refuse(pair, run, target, facts)
+    may = rules.may_refuse(pair, run, target)
     ours = elsewhere() if elsewhere is not None else _end(target, lambda run: _restore(run, restore, call))
     if ours.error is not None and ours.at == "load":
-        return _refused(pair, ours, must or may, data, facts)
+        return _refused(pair, target, ours, [*must, *may], data, facts)
     if must:
-        return Verdict(f"not refused: {must}", _said(ours))
-    return Verdict(AGREED) if data is None else _compared(pair, target, ours, data, facts)
+        return Verdict(f"not refused: {must[0].why}", f"{', '.join(must[0].keys)}: {_said(ours)}")
+    return _compared(pair, target, ours, data, facts)
 
 
 def _compared(pair: Pair, target: Run, ours: End, data: bytes, facts: Facts) -> Verdict:
@@ -205,17 +204,16 @@ def _said(end: End) -> str:
 
 def _unsaved(pair: Pair, run: Run, error: CkptdError) -> Verdict:
     """Judge a snapshot that was refused: torch must refuse as well, or the value must be one that is refused on purpose."""
+    said = str(error)
     try:
         dump(run.state)
     except Exception:
-        return Verdict(REFUSED)
-    if rules.may_not_save(pair):
-        return Verdict(REFUSED)
-    return Verdict("snapshot refused", str(error))
+        return Verdict(REFUSED if any(rules.names(key, said) for key in run.state) else "the refusal names no key", said)
+    return Verdict(REFUSED if rules.may_not_save(pair).explains(said) else "snapshot refused", said)
 
 
-def _refused(pair: Pair, ours: End, allowed: str, data: bytes | None, facts: Facts) -> Verdict:
-    """Judge a recovery that was refused: cleanly, and for a reason."""
+def _refused(pair: Pair, target: Run, ours: End, reasons: list[rules.Reason], data: bytes, facts: Facts) -> Verdict:
+    """Judge a recovery that was refused: cleanly, and for a reason. Without a reason of the contract, torch must refuse as well."""
     error, call = ours.error, pair.call
     assert error is not None
     said, late = error.text, error.overwritten
@@ -225,18 +223,19 @@ def _refused(pair: Pair, ours: End, allowed: str, data: bytes | None, facts: Fac
         return Verdict("recover raised an internal error", said)
     if ours.changed and not late:
         return Verdict("refused, and the state has changed", said)
-    silent = "" if any(key in said for key in _keys(pair)) else "the refusal names no key"
-    if allowed and not late:
-        return Verdict(silent or REFUSED, said)
-    plain = None if data is None else _end(_target(pair), lambda run: load_as_torch(run, data, call))
-    if late and not (plain is not None and plain.at == "load" and rules.may_be_late(pair)):
+    named_keys = [key for key in _keys(pair) if rules.names(key, said)]
+    silent = "" if named_keys else "the refusal names no key"
+    if not late and any(reason.explains(said) for reason in reasons):
+        return Verdict(REFUSED, said)
+    plain = _end(_target(pair), lambda run: load_as_torch(run, data, call))
+    known = by_position(facts, target) if call.saved else facts
+    named = _end(_target(pair), lambda run: load_by_name(run, data, call, known))
+    raised = {one.error.key for one in (plain, named) if one.error is not None and one.at == "load"}
+    if late and not any(rules.may_be_late(pair, target, key) for key in raised.intersection(named_keys)):
         return Verdict("refused after the state was partly overwritten", said)
-    if data is None:
-        return Verdict(silent or REFUSED, said)
-    named = _end(_target(pair), lambda run: load_by_name(run, data, call, facts))
-    if named.at == "" and rules.must_succeed(pair):
+    if named.at == "" and not any(rules.loads_by_itself(pair, key) for key in named_keys):
         return Verdict("refused what must come back", said)
-    if plain is not None and plain.at == "" and not call.keep:
+    if plain.at == "" and not call.keep:
         return Verdict("refused what torch loads", said)
     return Verdict(silent or REFUSED, said)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import optim
 from torch.distributed.tensor import DTensor
@@ -369,13 +370,17 @@ HOOKS: dict[str, Callable[[optim.Optimizer], None]] = {
 }
 
 
+def _own_settings(number: int) -> dict[str, Any]:
+    return {"label": f"group {number}", "scales": np.arange(2.0 + number), "bounds": (np.float32(0.5), [1, 2])}
+
+
 def groups_of(
     named: Iterable[tuple[str, torch.Tensor]], grouping: str, *, with_names: bool, extra: bool, empty: bool, single: bool
 ) -> list[dict[str, Any]]:
     """Return param groups for an optimizer. `with_names` passes the parameters with their names."""
     made = GROUPINGS["one" if single else grouping](list(named))
     groups: list[dict[str, Any]] = [
-        {"params": part if with_names else [parameter for _, parameter in part], **({"label": f"group {number}"} if extra else {})}
+        {"params": part if with_names else [parameter for _, parameter in part], **(_own_settings(number) if extra else {})}
         for number, part in enumerate(made)
         if part or empty
     ]

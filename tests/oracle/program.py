@@ -50,8 +50,8 @@ class Optimizer:
     """An optimizer in the state.
 
     kind: a key of `optimizers.OPTIMIZERS`. models and bares: the keys of the models and bare parameters that it trains. grouping: a key of
-    `optimizers.GROUPINGS`. named: the parameters are passed with their names. tensor_lr: the learning rate is a tensor. extra: the first
-    group has a setting of the caller's own. hooks: keys of `optimizers.HOOKS`. wrapped: the optimizer lies in an object with a
+    `optimizers.GROUPINGS`. named: the parameters are passed with their names. tensor_lr: the learning rate is a tensor. extra: the groups
+    have settings of the caller's own. hooks: keys of `optimizers.HOOKS`. wrapped: the optimizer lies in an object with a
     `state_dict` of its own. skip: the names of blocks whose parameters the optimizer does not train. lr: the learning rate.
     """
 

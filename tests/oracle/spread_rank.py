@@ -235,6 +235,13 @@ def quantized() -> bool:
     return False
 
 
+def _anywhere(found: bool) -> bool:
+    """Return True on all ranks if it holds on any."""
+    most = torch.tensor(int(found))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return bool(most)
+
+
 # -- saving and recovering
 
 
@@ -286,6 +293,11 @@ def whole() -> dict[str, str]:
     """Return the print of the state as one rank would have it, gathered from the shards of all ranks."""
     state = HERE["state"]
     model, optimizer = state["model"], state["optim"]
+    if HERE["plan"].kind.startswith("fsdp1") and _anywhere(quantized()):  # FSDP1 cannot gather such moments
+        entries = dict(enumerate(optimizer.state.values()))
+        return {
+            f"optim.{number}.{key} of rank {dist.get_rank()}": text(value) for number in entries for key, value in entries[number].items()
+        }
     if HERE["plan"].kind.startswith("fsdp1"):
         options = StateDictOptions(full_state_dict=True)
         tensors: dict[str, Any] = get_model_state_dict(model, options=options)
@@ -301,7 +313,11 @@ def whole() -> dict[str, str]:
         groups = [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
     found = {f"model.{canonical(name)}": text(_full(value)) for name, value in tensors.items()}
     for name, entry in states.items():
-        found |= {f"optim.{canonical(name)}.{key}": text(_full(value)) for key, value in entry.items()}
+        for key, value in entry.items():
+            if isinstance(value, DTensor) and _anywhere(isinstance(value._local_tensor, EightBit)):  # which nothing can gather
+                found[f"optim.{canonical(name)}.{key} of rank {dist.get_rank()}"] = text(value._local_tensor)
+            else:
+                found[f"optim.{canonical(name)}.{key}"] = text(_full(value))
     for group in groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "foreach", "param_names")}
         found |= {f"group of {canonical(name)}: {key}": text(value) for name in group["params"] for key, value in settings.items()}
