@@ -28,16 +28,17 @@ from ckptd.agent.recover.options import Options
 from ckptd.agent.recover.own_loaders import load_into
 from ckptd.agent.recover.parameters import SavedParameters, kept_parameters
 from ckptd.agent.recover.reshape import put_into
-from ckptd.agent.state.capture import expand_object, tensors_in
+from ckptd.agent.state.capture import state_of, tensors_in
 from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.merge import Foreign, OfRanks
-from ckptd.agent.state.naming import Names
+from ckptd.agent.state.naming import Names, is_stateful
 from ckptd.agent.state.optimizers import without_wrappers
 from ckptd.agent.state.records import as_dict, kind_of
 from ckptd.agent.state.state_dicts import take_versions
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unavailable, Unsaved, empty_like
 from ckptd.agent.state.versions import Versions
 from ckptd.shared.bounds import PLAIN_TYPES, is_flat
+from ckptd.shared.errors import UnsavableValue
 
 _COMPARED = (torch.Tensor, dict, list, tuple, PerRank)
 
@@ -143,8 +144,8 @@ class Binding:
         if isinstance(place, torch.Tensor):
             kind = kind_of_tensor(place)
             return self._record(place, kind, saved, path) if kind else self._leaves.tensor(place, saved, path)
-        if type(place) is not dict and (expanded := expand_object(place, Names())) is not None:
-            return self._stateful(place, expanded[1], saved, path)
+        if type(place) is not dict and is_stateful(place):
+            return self._stateful(place, saved, path)
         if kind := kind_of(place):
             return self._record(place, kind, saved, path)
         if isinstance(saved, ObjectNode) and saved.kind not in RECORDS:
@@ -255,13 +256,19 @@ class Binding:
 
         return put
 
-    def _stateful(self, place: Any, template: Any, saved: Any, path: str) -> Value:
+    def _stateful(self, place: Any, saved: Any, path: str) -> Value:
         """Bind an object with load_state_dict. It loads its whole saved state, each tensor placed and sharded like its own of that name."""
         leaves = self._leaves
+        try:
+            with state_of(place, path):
+                template = place.state_dict()
+        except UnsavableValue as error:
+            return leaves.differ(str(error), keep=path)
         if leaves.options.strict and isinstance(saved, ObjectNode):
             leaves.differ(*class_difference(place, saved.cls, path), keep=path)
         tree = saved.tree if isinstance(saved, ObjectNode) else saved
-        if isinstance(template, dict) and template and tree == {} and isinstance(place, torch.amp.GradScaler):
+        disabled = isinstance(tree, dict) and not tree
+        if isinstance(template, dict) and template and disabled and isinstance(place, torch.amp.GradScaler):
             return leaves.differ(
                 f"{path}: the checkpoint has a scaler that was disabled, and has no state; the scaler of the state is enabled", keep=path
             )
@@ -378,7 +385,7 @@ def _is_compared(item: Any) -> bool:
     """Return True if an item of a list is compared with the saved one, and brought back in place."""
     if type(item) in PLAIN_TYPES:
         return False
-    return isinstance(item, _COMPARED) or bool(kind_of(item)) or expand_object(item, Names()) is not None
+    return isinstance(item, _COMPARED) or bool(kind_of(item)) or is_stateful(item)
 
 
 def _marked(value: Value) -> Value:

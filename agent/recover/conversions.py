@@ -7,8 +7,9 @@ this, before anything is written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -180,6 +181,18 @@ def _like(place: torch.Tensor | None, saved: Saved, name: str) -> torch.Tensor:
     if isinstance(place, DTensor):
         return torch.empty_like(place.detach(), dtype=saved.dtype(name))
     return torch.empty(tuple(saved.describe(name).size), dtype=saved.dtype(name), device="cpu")
+
+
+def unequal(saved: Saved, pairs: Iterable[tuple[str, str]], read: Read) -> Iterator[tuple[str, str]]:
+    """Yield each pair of names whose saved tensors have another dtype, another shape or other bytes. Reads all of them at once."""
+    pairs = list(pairs)
+    values = {name: _like(None, saved, name) for name in chain.from_iterable(pairs)}
+    if values:
+        read(values)
+    for one, other in pairs:
+        alike = (values[one].dtype, values[one].shape) == (values[other].dtype, values[other].shape)
+        if not alike or not _same_bits(values[one], values[other]):
+            yield one, other
 
 
 # -- one memory

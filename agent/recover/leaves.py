@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.structure import lacking_memory, local_part
 from ckptd.agent.read.saved import Saved
-from ckptd.agent.recover.conversions import Read, converted_losses, narrows, refused, shared_losses
+from ckptd.agent.recover.conversions import Read, converted_losses, narrows, refused, shared_losses, unequal
 from ckptd.agent.recover.differences import Differences
 from ckptd.agent.recover.options import Options
 from ckptd.agent.state.merge import Foreign, OfRanks, has_own, own_part
@@ -62,6 +62,7 @@ class Leaves:
         self.undo: list[Callable[[], None]] = []
         self.paths: dict[str, str] = {}
         self._loaded: dict[str, torch.Tensor] = {}  # the caller's tensors that a loader will write to, by name
+        self._expected: dict[tuple[str, str], tuple[str, str]] = {}  # by two names, a sentence for a difference, and what can be kept
         self.wholes: dict[str, str] = {}
         self._foreign, self._of_ranks = foreign, of_ranks
 
@@ -73,6 +74,10 @@ class Leaves:
         self.differences.others += sentences
         self.differences.to_keep += [self.wholes.get(keep, keep)] if keep and sentences else []
         return unchanged
+
+    def expect_equal(self, pairs: Iterable[tuple[str, str]], sentence: str, keep: str) -> None:
+        """Record the sentence as a difference if the saved tensors of a pair of names are not equal. `judge` reads and compares them."""
+        self._expected |= {pair: (sentence, keep) for pair in pairs if pair[0] != pair[1]}
 
     def is_kept(self, path: str) -> bool:
         """Return True if the caller's value of this key stays."""
@@ -144,6 +149,9 @@ class Leaves:
         for name, loss in converted_losses(self.saved, wanted, read):
             path = self.paths[name]
             self.differ(_other_dtype(path, self.saved.dtype(name), wanted[name][1], loss), keep=path)
+        for pair in unequal(self.saved, self._expected, read):
+            sentence, keep = self._expected[pair]
+            self.differ(sentence, keep=keep)
         for one, other in shared_losses(self.saved, self.in_place | self._loaded, read):
             self.differ(
                 f"{self.paths[one]} and {self.paths[other]} share memory in the state, and differ in the checkpoint: untie them, or "

@@ -21,11 +21,12 @@ from ckptd.agent.plan.structure import PLAIN, local_part
 from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, unchanged
 from ckptd.agent.recover.options import Options
 from ckptd.agent.recover.own_loaders import load_into
-from ckptd.agent.state.capture import tensors_in
+from ckptd.agent.state.capture import state_of, tensors_in
 from ckptd.agent.state.customized import loads_by_itself, needs_loading, parts_with_loaders
 from ckptd.agent.state.tree import ObjectNode
 from ckptd.agent.state.versions import Versions, metadata_for_loading
 from ckptd.agent.state.wrappers import canonical_names, current_names, flattens, raw_names, unwrapped
+from ckptd.shared.errors import UnsavableValue
 
 
 class Modules:
@@ -49,7 +50,11 @@ class Modules:
         reload = not flat and (by_itself or bool(parts) or needs_loading(module))
         if reload and not leaves.have_memory(_tensors(module, path)):
             return unchanged
-        own = get_model_state_dict(place) if flat else module.state_dict()
+        try:
+            with state_of(module, path):
+                own = get_model_state_dict(place) if flat else module.state_dict()
+        except UnsavableValue as error:
+            return leaves.differ(str(error), keep=path)
         if by_itself:
             return self._whole(module, own, tree, path)
         raw_of = raw_names(module, own)
@@ -59,7 +64,8 @@ class Modules:
         to_loaders = {name for name in (*raw_of, *tree) if any(name.startswith(prefix) for prefix in loaders)}
         plain_names = [name for name in raw_of if name not in to_loaders]
         saved_names = [name for name in tree if name not in to_loaders]
-        if not leaves.options.strict and plain_names and saved_names and set(plain_names).isdisjoint(saved_names):
+        apart = not any(name in raw_of for name in tree)  # a name of a part with a loader counts as a match, too
+        if not leaves.options.strict and plain_names and saved_names and apart:
             return self._without_match(saved_names, plain_names, path)
         leaves.matched += not plain_names and not saved_names  # a module without state matches another
         leaves.compare(saved_names, plain_names, path)

@@ -14,18 +14,22 @@ from ckptd.agent.recover.optimizer_check import (
     changed_settings,
     class_difference,
     group_differences,
+    not_taken,
     settings_differences,
     state_difference,
+    tensors_to_compare,
 )
 from ckptd.agent.recover.own_loaders import load_into, loader_of
 from ckptd.agent.recover.parameters import SavedParameters
-from ckptd.agent.state.capture import flattened_state, load_flattened_state
+from ckptd.agent.state.capture import flattened_state, load_flattened_state, state_of
+from ckptd.agent.state.components import size_of
 from ckptd.agent.state.customized import optimizer_loads_by_itself
 from ckptd.agent.state.merge import is_optimizer
 from ckptd.agent.state.naming import Key, Names, parameters_of, with_current_names
 from ckptd.agent.state.optimizers import steps_on_device, tell, without_state
 from ckptd.agent.state.refusals import is_uninitialized
 from ckptd.agent.state.tree import ObjectNode, TensorRef, filled, tensor_names
+from ckptd.shared.errors import UnsavableValue
 
 
 class Optimizers:
@@ -71,6 +75,14 @@ class Optimizers:
                 f"{len(ours)}: put the module that holds them into the state, too",
                 keep=path,
             )
+        if not optimizer_loads_by_itself(place):
+            parameter_of = dict(zip(keys, parameters_of(place), strict=True))
+            state = {
+                parameter_of[key]: entry
+                for key, entry in tree["state"].items()
+                if key in parameter_of and isinstance(entry, dict) and not leaves.is_kept(f"{path}.state.{key}")
+            }
+            leaves.differ(*not_taken(place, saved.cls if isinstance(saved, ObjectNode) else "", state, path), keep=path)
         return self._named(place, tree, keys, path)
 
     def _whole(self, place: torch.optim.Optimizer, tree: Any, path: str) -> Value:
@@ -157,18 +169,25 @@ class Optimizers:
         """
         number_of = {key: number for number, key in enumerate(keys)}
         stay = {id(parameter) for parameter in staying}
+        try:
+            with state_of(place, path):
+                own = place.state_dict()
+        except UnsavableValue as error:
+            return self._leaves.differ(str(error), keep=path)
+        own_groups = own["param_groups"]
+        own_state = {
+            number: own["state"][number] for number, p in enumerate(parameters_of(place)) if id(p) in stay and number in own["state"]
+        }
+        del own  # hooks may have copied the whole state into it
 
         def put(resolve: Resolve) -> Any:
-            own = place.state_dict()
             as_it_is = {parameter: place.state[parameter] for parameter in staying if parameter in place.state}
-            state = {
-                number: own["state"][number] for number, p in enumerate(parameters_of(place)) if id(p) in stay and number in own["state"]
-            }
+            state = dict(own_state)
             for key, entries in values.items():
                 state[number_of[key]] = {name: value(resolve) for name, value in entries.items()}
             state |= {key: value(resolve) for key, value in others.items()}
             groups = []
-            for group, entries in zip(own["param_groups"], group_values, strict=True):
+            for group, entries in zip(own_groups, group_values, strict=True):
                 made = {key: value(resolve) for key, value in entries.items()}
                 groups.append({**group, **{key: value for key, value in made.items() if value is not KEEP}})
             found = {**{key: value(resolve) for key, value in more.items()}, "state": state, "param_groups": groups}
@@ -210,14 +229,18 @@ class Optimizers:
             groups = [group_of[name] for name in names if name in group_of]
             if not names and len(saved) == len(own) and not saved[number]["params"]:
                 groups = [saved[number]]
-            plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-            if any(other != plain[0] for other in plain):
-                leaves.differ(
-                    f"{path}.param_groups.{number}: the checkpoint has the parameters of this group in groups with different settings "
-                    f"(it has {len(saved)} groups, the optimizer {len(own)})",
-                    keep=path,
-                )
-            found.append(plain[0] if plain else {})
+            apart_groups = {id(group): {key: value for key, value in group.items() if key != "params"} for group in groups}
+            plain, *others = apart_groups.values() if apart_groups else ({},)
+            sentence = (
+                f"{path}.param_groups.{number}: the checkpoint has the parameters of this group in groups with different settings "
+                f"(it has {len(saved)} groups, the optimizer {len(own)})"
+            )
+            for other in others:
+                if (tensors := tensors_to_compare(plain, other)) is None:
+                    leaves.differ(sentence, keep=path)
+                else:
+                    leaves.expect_equal(tensors, sentence, keep=path)
+            found.append(plain)
         return found
 
     def _of_no_parameter(self, place: torch.optim.Optimizer, tree: dict[str, Any], path: str) -> dict[Any, Value]:
@@ -242,6 +265,17 @@ class Optimizers:
         others = self._of_no_parameter(place, tree, f"{path}.state")
         of_parameters = {key: value for key, value in tree["state"].items() if key not in others}
         if not of_parameters:
+            theirs = tree["param_groups"]
+            if len(theirs) != len(place.param_groups):
+                return leaves.differ(
+                    f"{path}.param_groups: the checkpoint has {len(theirs)} groups, the optimizer {len(place.param_groups)}, and no state "
+                    "that says which parameters are in which",
+                    keep=path,
+                )
+            if leaves.options.strict:
+                leaves.differ(*settings_differences(place.param_groups, theirs, path), keep=path)
+            for number, (group, found) in enumerate(zip(place.param_groups, self._without_kept(theirs, path), strict=True)):
+                leaves.changed += changed_settings(group, found, f"{path}.param_groups.{number}")
             groups_of = leaves.make(tree["param_groups"], f"{path}.param_groups")
 
             def put_without_state(resolve: Resolve) -> Any:
@@ -253,7 +287,11 @@ class Optimizers:
         if not any(isinstance(key, torch.Tensor) for key in place.state):
             before = dict(place.state)
             leaves.undo += [place.state.clear, lambda: place.state.update(before)]  # DCP makes the optimizer take a fake step
-        own = flattened_state(place, root)
+        try:
+            with state_of(place, path):
+                own = flattened_state(place, root)
+        except UnsavableValue as error:
+            return leaves.differ(str(error), keep=path)
         groups: list[dict[str, Any]] = own["param_groups"]
         own["state"] = {key: value for key, value in own["state"].items() if any(key in group["params"] for group in groups)}
         settings = self._settings(tree["param_groups"], [list(group["params"]) for group in groups], path)
@@ -313,6 +351,17 @@ class Optimizers:
                     values[name] = leaves.converted(saved, f"{path}.{name}", dtype, device)
                 else:
                     values[name] = leaves.make(saved, f"{path}.{name}", device)
+            elif (
+                own is None
+                and isinstance(parameter, DTensor)
+                and isinstance(saved, ObjectNode)
+                and size_of(saved.kind, saved.tree) == tuple(parameter.shape)
+            ):
+                leaves.differ(
+                    f"{path}.{name}: the checkpoint has a tensor of class {saved.cls}, which consists of several tensors, "
+                    "and the parameter is a DTensor: it cannot be divided as the parameter is",
+                    keep=path,
+                )
             elif isinstance(own, torch.Tensor) and isinstance(saved, ObjectNode):  # saved in parts, such as a quantized tensor
                 values[name] = self._bind(own, saved, f"{path}.{name}")
             else:

@@ -54,6 +54,29 @@ def state_difference(own: Mapping[str, Any], saved: Mapping[str, Any], path: str
     return [f"{path}: the checkpoint has {', '.join(sorted(saved))}, the state {', '.join(sorted(own))}"]
 
 
+def not_taken(place: torch.optim.Optimizer, saved: str, state: Mapping[Any, Mapping[str, Any]], path: str) -> list[str]:
+    """Return a sentence if the `__setstate__` of an optimizer of torch raises an error for this state.
+
+    Called before anything is written. A copy of the optimizer tries a state with the same keys, in which every tensor is a zero. State of
+    the optimizer's own class fits, and is not tried. `saved` is the full name of the saved class, and `state` has the saved state of each
+    parameter.
+    """
+    method = type(place).__setstate__
+    if _short(saved) == _short(class_of(place)) or not method.__module__.startswith("torch."):
+        return []
+    tried = object.__new__(type(place))
+    tried.__dict__.update(vars(place))
+    zeros = {
+        parameter: {name: torch.zeros(()) if isinstance(value, TensorRef) else value for name, value in entry.items()}
+        for parameter, entry in state.items()
+    }
+    try:
+        tried.__setstate__({"state": zeros, "param_groups": [dict(group) for group in place.param_groups]})
+    except Exception as error:
+        return [f"{path or 'the state'}: {class_of(place)} cannot take the state that the checkpoint has: {error!r}"]
+    return []
+
+
 def group_differences(own: Sequence[Sequence[Any]], saved: Sequence[Sequence[Any]], path: str) -> list[str]:
     """Return a sentence if parameters of one saved group lie in several groups of the caller's optimizer.
 
@@ -75,5 +98,33 @@ def changed_settings(own: Mapping[str, Any], saved: Mapping[str, Any], path: str
         f"{path}.{name} {value!r} (was {own[name]!r})"
         for name, value in saved.items()
         if name != "params" and name in own and not isinstance(value, TensorRef) and not isinstance(own[name], torch.Tensor)
-        and own[name] != value
+        and not equal(own[name], value)
     ]  # fmt: skip
+
+
+def tensors_to_compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str]] | None:
+    """Return None if two saved groups have different settings, or the names of the tensors that must be equal for them to be the same."""
+    if one.keys() != other.keys():
+        return None
+    pairs = []
+    for key, value in one.items():
+        if isinstance(value, TensorRef) and isinstance(other[key], TensorRef):
+            pairs.append((value.fqn, other[key].fqn))
+        elif not equal(value, other[key]):
+            return None
+    return pairs
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Return True if two settings are equal. `==` gives no answer for arrays of NumPy, which it compares element by element."""
+    if hasattr(one, "tobytes") and hasattr(one, "shape"):
+        same = type(one) is type(other) and (one.dtype, one.shape) == (other.dtype, other.shape)
+        return same and bool(one.tobytes() == other.tobytes())
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(equal, one, other))
+    try:
+        return bool(one == other)
+    except Exception:  # of the caller's object
+        return False

@@ -104,22 +104,25 @@ def capture(state: Any, *, rank: int = 0, habits: Habits | None = None, unsaved:
 def _capture(state: Any, rank: int, habits: Habits, unsaved: dict[str, str] | None) -> Captured:
     names = habits.names.of(state)
     trees, versions = dict[int, dict[str, Any]](), dict[str, Versions]()
+    failed = dict[int, Exception]()  # of modules whose state_dict raises: it is not called again, as it may wait for the other ranks
     for path, module in names.modules:
-        trees[id(module)], known = versioned_state(module)
+        try:
+            trees[id(module)], known = versioned_state(module)
+        except (CkptdError, RecursionError):
+            raise
+        except Exception as error:
+            failed[id(module)] = error
+            continue
         if known is not None:
             versions[path] = known
 
     def expand(value: Any, path: str) -> tuple[str, Any] | None:
         if id(value) in trees:
             return "module", trees[id(value)]
-        try:
+        with state_of(value, path):
+            if id(value) in failed:
+                raise failed[id(value)]
             return expand_object(value, names)
-        except (CkptdError, RecursionError):
-            raise
-        except Exception as error:  # of the caller's object
-            raise UnsavableValue(
-                f"{path or 'the state'}: the state_dict() of {class_of(value)} raised {error!r}: call it when it works, or leave it out"
-            ) from error
 
     packer = Packer(expand, rank, habits.dicts) if unsaved is None else LenientPacker(expand, rank, unsaved)
     encoded, tensors = packer.encode(state), packer.tensors
@@ -128,6 +131,19 @@ def _capture(state: Any, rank: int, habits: Habits, unsaved: dict[str, str] | No
             check_values(name, tensor)
     versions = packer.versions | versions
     return Captured(encoded, tensors, _parameter_forms(names, tensors, habits.held), habits.versions.encode(versions))
+
+
+@contextmanager
+def state_of(value: Any, path: str) -> Iterator[None]:
+    """Raise UnsavableValue, with the key, for an exception in the caller's object while it makes its state."""
+    try:
+        yield
+    except (CkptdError, RecursionError):
+        raise
+    except Exception as error:
+        raise UnsavableValue(
+            f"{path or 'the state'}: the state_dict() of {class_of(value)} raised {error!r}: call it when it works, or leave it out"
+        ) from error
 
 
 def _parameter_forms(names: Names, tensors: dict[str, torch.Tensor], held: dict[str, tuple[list[Key], bool]]) -> bytes:
@@ -182,7 +198,12 @@ def tensors_in(tree: Any, path: str) -> dict[str, torch.Tensor]:
     path: the key of the value. If the value cannot be saved, only the tensors before the unsavable
     part are returned.
     """
-    packer = Packer(lambda value, _: expand_object(value, Names()))
+
+    def expand(value: Any, path: str) -> tuple[str, Any] | None:
+        with state_of(value, path):
+            return expand_object(value, Names())
+
+    packer = Packer(expand)
     with suppress(UnsavableValue):
         packer.pack(tree, path)
     return packer.tensors

@@ -156,6 +156,11 @@ def _make_subclass(fields: Fields, cls: str) -> Any:
     return unflatten(parts, fields[_CONTEXT], torch.Size(fields[_SIZE]), tuple(fields[_STRIDE]))
 
 
+def size_of(kind: str, fields: Any) -> tuple[int, ...] | None:
+    """Return the shape of a saved tensor of a wrapper subclass, given its kind and its fields, or None for any other saved object."""
+    return tuple(fields[_SIZE]) if kind == "subclass" else None
+
+
 TENSOR_KINDS: dict[str, Kind] = {
     "sparse": Kind(_sparse_fields, _into_sparse, _make_sparse, whole=True, required=("layout", "size"), differs=_sparse_differs),
     "nested": Kind(_nested_fields, _into_nested, _make_nested, whole=True, required=("jagged", "parts")),

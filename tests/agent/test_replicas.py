@@ -164,6 +164,57 @@ def other_layout(state: State, rank: int) -> None:
         state["channels"] = state["channels"].contiguous(memory_format=torch.channels_last)
 
 
+def different_experts() -> State:
+    """Experts that are another one on each rank from the start, beside a layer that all ranks have."""
+    torch.manual_seed(dist.get_rank())
+    module = nn.Linear(4, 3)
+    state = {"experts": module, "optim": torch.optim.Adam(module.parameters(), lr=0.1)}
+    return {key: per_rank(value) for key, value in state.items()} | {"router": torch.zeros(5)}
+
+
+def without_marks() -> State:
+    return {key: getattr(value, "value", value) for key, value in different_experts().items()}
+
+
+def train_marked(state: State, rank: int) -> None:
+    optimizer, module = state["optim"].value, state["experts"].value
+    for parameter in module.parameters():
+        parameter.grad = parameter.detach() + rank
+    optimizer.step()
+
+
+def first_snapshot(step: int) -> str:
+    try:
+        HERE["agent"].snapshot(HERE["state"], step=step)
+    except CkptdError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def nothing_to_recover(socket: Path, job: str) -> bool:
+    HERE["agent"] = Agent(job, socket=socket, takeover=True)
+    return HERE["agent"].recover(without_marks()) is None
+
+
+def all_of_experts(state: State) -> list[Any]:
+    moments = [entry["exp_avg"].tolist() for entry in state["optim"].value.state.values()]
+    return [*(parameter.tolist() for parameter in state["experts"].value.parameters()), *moments]
+
+
+def experts_of_this_rank() -> list[Any]:
+    return all_of_experts(HERE["state"])
+
+
+def experts_after_recovery(socket: Path, job: str) -> list[Any]:
+    HERE["agent"] = Agent(job, socket=socket, takeover=True)
+    state = different_experts()
+    with torch.no_grad():
+        for parameter in state["experts"].value.parameters():
+            parameter.zero_()
+    assert HERE["agent"].recover(state) is not None
+    return all_of_experts(state)
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Any:
     with Ranks(2) as made:
@@ -187,6 +238,28 @@ def test_experts_under_equal_names_fail_the_step_by_name(ranks: Ranks, daemon: D
     assert "per_rank(...)" in said
     assert "experts.0.weight" in fails(ranks, 3, None)
     assert "step 3 failed: experts.0.weight, experts.2.weight are not the same on ranks 0 and 1" in daemon.home.log_text()
+    ranks.call(shut)
+
+
+def test_experts_that_differ_from_the_start_are_refused_at_the_first_snapshot(ranks: Ranks, daemon: Daemon) -> None:
+    ranks.call(make, daemon.home.socket, "apart", without_marks)
+    for step in (1, 2):
+        for said in ranks.call(first_snapshot, step):
+            assert said.removeprefix("UnsavableValue: ").removeprefix("rank 0: ") == (
+                "experts.weight differs between ranks 0 and 1, and is not split between them: make it a DTensor over all ranks, give "
+                "different tensors different keys, or mark it as each rank's own with per_rank(...)"
+            )
+    assert ranks.call(nothing_to_recover, daemon.home.socket, "apart") == [True, True]
+    ranks.call(shut)
+
+
+def test_marked_experts_come_back_to_each_rank(ranks: Ranks, daemon: Daemon) -> None:
+    ranks.call(make, daemon.home.socket, "marked", different_experts, 1)
+    assert ranks.call(snap, 1, train_marked) == ["", ""]
+    saved = ranks.call(experts_of_this_rank)
+    assert saved[0] != saved[1]
+    assert len(saved[0]) == 4
+    assert ranks.call(experts_after_recovery, daemon.home.socket, "marked") == saved
     ranks.call(shut)
 
 

@@ -93,8 +93,18 @@ class Run:
         if scaler is not None and scaler.is_enabled() and plan is self.program.optimizers[0] and not kind.sparse:
             scaler.scale(torch.ones(()))
             scaler.update(8.0 + self.trained)
+        if kind.fused or any(group.get("fused") for group in optimizer.param_groups):
+            _check_moments(optimizer)
         optimizer.step()
         return loss
+
+
+def _check_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Raise RuntimeError if a moment has another shape than its parameter: a fused kernel would read memory that is not its own."""
+    for parameter, entry in optimizer.state.items():
+        for name, moment in entry.items():
+            if isinstance(moment, torch.Tensor) and moment.dim() and moment.shape != parameter.shape:
+                raise RuntimeError(f"{name} has shape {list(moment.shape)}, and its parameter {list(parameter.shape)}")
 
 
 @torch.no_grad()

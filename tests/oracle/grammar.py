@@ -13,6 +13,8 @@ from tests.oracle.program import Block, Call, Extra, Model, Optimizer, Pair, Pro
 
 T = TypeVar("T")
 BLOCKS = tuple(name for name in modules.MODULES if name not in ("lazy", "tagged")) + 3 * ("linear",)
+FROM_STORAGE, IN_A_FRESH_PROCESS = 1 / 8, 1 / 16
+"""Which part of the pairs recovers from storage, and which part in a process of its own."""
 SCHEDULABLE = tuple(name for name, kind in optimizers.OPTIMIZERS.items() if not kind.single)
 
 
@@ -27,7 +29,8 @@ def make(seed: int) -> Pair:
         made = CHANGES[changed][0](chance, pair)
         if made is not None:
             pair = replace(made, changes=(*made.changes, changed))
-    return pair
+    source = "storage" if chance.random() < FROM_STORAGE else "memory"
+    return replace(pair, call=replace(pair.call, source=source, fresh=chance.random() < IN_A_FRESH_PROCESS))
 
 
 def _fresh(extras: tuple[Extra, ...]) -> tuple[Extra, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ckptd.shared.errors import CkptdError, RecoveryFailed
+from ckptd.shared.errors import CkptdError
 from tests.oracle import rules
 from tests.oracle.build import Run, between, build, context, damage
 from tests.oracle.prints import Print, differences, print_of, text
@@ -29,6 +29,8 @@ Save = Callable[[dict[str, Any], int], None]
 """Takes a snapshot of a state. Called as often as `Call.snapshots` says, with the number of the snapshot."""
 Restore = Callable[[dict[str, Any], Call], None]
 """Recovers into a state. Raises CkptdError if it refuses."""
+Elsewhere = Callable[[], "End"]
+"""Recovers the program of a pair in another process. Returns how that ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,29 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """What there is to say of an exception, in a form that other processes can read.
+
+    ours: it is an error of ckptd. overwritten: it says that the state is partly overwritten. key: the key of the object that raised it, if
+    a reference has loaded the state.
+    """
+
+    name: str
+    text: str
+    ours: bool
+    overwritten: bool
+    key: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        ours = isinstance(error, CkptdError)
+        return cls(type(error).__name__, str(error), ours, ours and getattr(error, "overwritten", False), getattr(error, "key", ""))
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """How a recovery and the steps after it ended.
 
@@ -57,7 +82,7 @@ class End:
     loaded: Print | None = None
     trained: Print | None = None
     losses: tuple[Any, ...] = ()
-    error: BaseException | None = None
+    error: Failure | None = None
     at: str = ""
     changed: bool = False
 
@@ -75,14 +100,21 @@ class End:
         return f"losses {self.losses} / {other.losses}"
 
 
-def judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
-    """Run a pair and return the verdict."""
+def judge(pair: Pair, save: Save, restore: Restore, elsewhere: Elsewhere | None = None) -> Verdict:
+    """Run a pair and return the verdict. `elsewhere` recovers in the place of `restore`, if it is given."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _judge(pair, save, restore)
+        return _judge(pair, save, restore, elsewhere)
 
 
-def _judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
+def recovered(pair: Pair, restore: Restore) -> End:
+    """Recover into the recovering program of a pair, and train it. Return how that ended."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _end(_target(pair), lambda run: _restore(run, restore, pair.call))
+
+
+def _judge(pair: Pair, save: Save, restore: Restore, elsewhere: Elsewhere | None) -> Verdict:
     call = pair.call
     if call.only and any(model.transform and model.key not in call.only for model in pair.after.models):
         return Verdict(NOTHING, "a model without memory is not recovered, and cannot train")
@@ -107,19 +139,16 @@ def _judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
             return _unsaved(pair, run, error)
     if call.saved:
         run.state = {key: value for key, value in run.state.items() if key in call.saved}
-    try:
-        data: bytes | None = dump(run.state)
-    except Exception:
-        data = None
+    data = dump(run.state)
     facts = facts_of(run)
-    must = rules.must_refuse(pair, run, target, data, facts)
-    may = "" if must else rules.may_refuse(pair, run, target, facts)
-    ours = _end(target, lambda run: _restore(run, restore, call))
+    must = rules.must_refuse(pair, run, target, facts)
+    may = rules.may_refuse(pair, run, target)
+    ours = elsewhere() if elsewhere is not None else _end(target, lambda run: _restore(run, restore, call))
     if ours.error is not None and ours.at == "load":
-        return _refused(pair, ours, must or may, data, facts)
+        return _refused(pair, target, ours, [*must, *may], data, facts)
     if must:
-        return Verdict(f"not refused: {must}", _said(ours))
-    return Verdict(AGREED) if data is None else _compared(pair, target, ours, data, facts)
+        return Verdict(f"not refused: {must[0].why}", f"{', '.join(must[0].keys)}: {_said(ours)}")
+    return _compared(pair, target, ours, data, facts)
 
 
 def _compared(pair: Pair, target: Run, ours: End, data: bytes, facts: Facts) -> Verdict:
@@ -175,39 +204,40 @@ def _said(end: End) -> str:
 
 def _unsaved(pair: Pair, run: Run, error: CkptdError) -> Verdict:
     """Judge a snapshot that was refused: torch must refuse as well, or the value must be one that is refused on purpose."""
+    said = str(error)
     try:
         dump(run.state)
     except Exception:
-        return Verdict(REFUSED)
-    if rules.may_not_save(pair):
-        return Verdict(REFUSED)
-    return Verdict("snapshot refused", str(error))
+        return Verdict(REFUSED if any(rules.names(key, said) for key in run.state) else "the refusal names no key", said)
+    return Verdict(REFUSED if rules.may_not_save(pair).explains(said) else "snapshot refused", said)
 
 
-def _refused(pair: Pair, ours: End, allowed: str, data: bytes | None, facts: Facts) -> Verdict:
-    """Judge a recovery that was refused: cleanly, and for a reason."""
+def _refused(pair: Pair, target: Run, ours: End, reasons: list[rules.Reason], data: bytes, facts: Facts) -> Verdict:
+    """Judge a recovery that was refused: cleanly, and for a reason. Without a reason of the contract, torch must refuse as well."""
     error, call = ours.error, pair.call
-    late = isinstance(error, RecoveryFailed) and error.overwritten
-    if not isinstance(error, CkptdError):
-        return Verdict("recover raised another error", f"{type(error).__name__}: {error}")
-    if type(error).__name__ == "InternalError":
-        return Verdict("recover raised an internal error", str(error))
+    assert error is not None
+    said, late = error.text, error.overwritten
+    if not error.ours:
+        return Verdict("recover raised another error", repr(error))
+    if error.name == "InternalError":
+        return Verdict("recover raised an internal error", said)
     if ours.changed and not late:
-        return Verdict("refused, and the state has changed", str(error))
-    silent = "" if any(key in str(error) for key in _keys(pair)) else "the refusal names no key"
-    if allowed and not late:
-        return Verdict(silent or REFUSED, str(error))
-    plain = None if data is None else _end(_target(pair), lambda run: load_as_torch(run, data, call))
-    if late and not (plain is not None and plain.at == "load" and rules.may_be_late(pair)):
-        return Verdict("refused after the state was partly overwritten", str(error))
-    if data is None:
-        return Verdict(silent or REFUSED, str(error))
-    named = _end(_target(pair), lambda run: load_by_name(run, data, call, facts))
-    if named.at == "" and rules.must_succeed(pair):
-        return Verdict("refused what must come back", str(error))
-    if plain is not None and plain.at == "" and not call.keep:
-        return Verdict("refused what torch loads", str(error))
-    return Verdict(silent or REFUSED, str(error))
+        return Verdict("refused, and the state has changed", said)
+    named_keys = [key for key in _keys(pair) if rules.names(key, said)]
+    silent = "" if named_keys else "the refusal names no key"
+    if not late and any(reason.explains(said) for reason in reasons):
+        return Verdict(REFUSED, said)
+    plain = _end(_target(pair), lambda run: load_as_torch(run, data, call))
+    known = by_position(facts, target) if call.saved else facts
+    named = _end(_target(pair), lambda run: load_by_name(run, data, call, known))
+    raised = {one.error.key for one in (plain, named) if one.error is not None and one.at == "load"}
+    if late and not any(rules.may_be_late(pair, target, key) for key in raised.intersection(named_keys)):
+        return Verdict("refused after the state was partly overwritten", said)
+    if named.at == "" and not any(rules.loads_by_itself(pair, key) for key in named_keys):
+        return Verdict("refused what must come back", said)
+    if plain.at == "" and not call.keep:
+        return Verdict("refused what torch loads", said)
+    return Verdict(silent or REFUSED, said)
 
 
 def _keys(pair: Pair) -> set[str]:
@@ -238,13 +268,13 @@ def _end(run: Run, load: Callable[[Run], None]) -> End:
     except BaseException as error:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
-        return End(error=error, at="load", changed=fixed_print(run) != before)
+        return End(error=Failure.of(error), at="load", changed=fixed_print(run) != before)
     loaded = print_of(run)
     losses: list[Any] = []
     try:
         return End(loaded, _trained(run, losses), tuple(losses))
     except Exception as error:
-        return End(loaded, error=error, at="step", losses=())
+        return End(loaded, error=Failure.of(error), at="step", losses=())
 
 
 def _trained(run: Run, losses: list[Any]) -> Print:

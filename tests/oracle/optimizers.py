@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import optim
+from torch.distributed.tensor import DTensor
 
-from tests.oracle.tensors import Doubled
+from tests.oracle.tensors import BLOCK, Doubled, EightBit
 
 
 class Own(optim.Optimizer):
@@ -176,6 +178,32 @@ class Alone(Own):
         return grad * (1 + float(flat.sum()) / 1000)
 
 
+class EightBitMomentum(Own):
+    """Keeps its momentum in 8 bits where the local tensor has whole blocks, inside DTensor for a parameter that is one, as torchao does."""
+
+    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Any:
+        state, (mine, local) = self.state[parameter], map(_local, (parameter, grad))
+        if "momentum" not in state:
+            whole = mine.numel() >= BLOCK and mine.numel() % BLOCK == 0
+            made = EightBit.quantized(torch.zeros_like(mine)) if whole else torch.zeros_like(mine)
+            state["momentum"] = _like(parameter, made)
+        moment = _local(state["momentum"])
+        moment.copy_(0.9 * (moment.values_of() if isinstance(moment, EightBit) else moment) + local)
+        return _like(parameter, moment.values_of() if isinstance(moment, EightBit) else moment)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a local tensor in the form of its parameter."""
+    if not isinstance(parameter, DTensor):
+        return local
+    shape: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, **shape)
+
+
 class Holder:
     """Holds an optimizer, and has its `state_dict` and `load_state_dict`, as accelerate's wrapper does."""
 
@@ -194,7 +222,8 @@ class Kind:
     """A kind of optimizer.
 
     make: builds it from groups of parameters and a learning rate. accepts: the parameters that it can train. sparse: gradients are sparse.
-    closure: `step` takes a closure. single: it takes one group only.
+    closure: `step` takes a closure. single: it takes one group only. fused: its kernel does not compare the shapes of moments and
+    parameters, and reads beyond moments that are too small.
     """
 
     make: Callable[[Any, Any], optim.Optimizer]
@@ -202,6 +231,7 @@ class Kind:
     sparse: bool = False
     closure: bool = False
     single: bool = False
+    fused: bool = False
 
 
 def _real(parameter: torch.Tensor) -> bool:
@@ -224,11 +254,11 @@ def _of(cls: Any, **settings: Any) -> Callable[[Any, Any], optim.Optimizer]:
 OPTIMIZERS: dict[str, Kind] = {
     "sgd": Kind(_of(optim.SGD)),
     "momentum": Kind(_of(optim.SGD, momentum=0.9, nesterov=True)),
-    "sgd-fused": Kind(_of(optim.SGD, momentum=0.9, fused=True), _kernel),
+    "sgd-fused": Kind(_of(optim.SGD, momentum=0.9, fused=True), _kernel, fused=True),
     "adam": Kind(_of(optim.Adam)),
     "amsgrad": Kind(_of(optim.Adam, amsgrad=True, weight_decay=0.1)),
     "adam-foreach": Kind(_of(optim.Adam, foreach=True), _kernel),
-    "adam-fused": Kind(_of(optim.Adam, fused=True), _kernel),
+    "adam-fused": Kind(_of(optim.Adam, fused=True), _kernel, fused=True),
     "adam-decoupled": Kind(_of(optim.Adam, decoupled_weight_decay=True, weight_decay=0.1)),
     "adamw": Kind(_of(optim.AdamW)),
     "adamax": Kind(_of(optim.Adamax)),
@@ -340,13 +370,17 @@ HOOKS: dict[str, Callable[[optim.Optimizer], None]] = {
 }
 
 
+def _own_settings(number: int) -> dict[str, Any]:
+    return {"label": f"group {number}", "scales": np.arange(2.0 + number), "bounds": (np.float32(0.5), [1, 2])}
+
+
 def groups_of(
     named: Iterable[tuple[str, torch.Tensor]], grouping: str, *, with_names: bool, extra: bool, empty: bool, single: bool
 ) -> list[dict[str, Any]]:
     """Return param groups for an optimizer. `with_names` passes the parameters with their names."""
     made = GROUPINGS["one" if single else grouping](list(named))
     groups: list[dict[str, Any]] = [
-        {"params": part if with_names else [parameter for _, parameter in part], **({"label": f"group {number}"} if extra else {})}
+        {"params": part if with_names else [parameter for _, parameter in part], **(_own_settings(number) if extra else {})}
         for number, part in enumerate(made)
         if part or empty
     ]

@@ -17,7 +17,7 @@ from torch import nn
 
 from tests.oracle.build import Run, canonical
 from tests.oracle.optimizers import Holder
-from tests.oracle.tensors import Doubled
+from tests.oracle.tensors import Doubled, EightBit
 
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
 Print = dict[str, str]
@@ -147,8 +147,8 @@ def _tensor(tensor: torch.Tensor) -> str:
         return f"{kind} uninitialized"
     tensor = tensor.detach()
     what = f"{kind} {tensor.dtype} {list(tensor.shape)}".replace("torch.", "")
-    if isinstance(tensor, Doubled):
-        return f"{what} ({_tensor(tensor.high)}, {_tensor(tensor.low)})"
+    if isinstance(tensor, (Doubled, EightBit)):
+        return f"{what} ({', '.join(_tensor(getattr(tensor, part)) for part in tensor.__tensor_flatten__()[0])})"
     if tensor.is_meta:
         return f"{what} on meta"
     if tensor.layout is not torch.strided:

@@ -50,8 +50,8 @@ class Optimizer:
     """An optimizer in the state.
 
     kind: a key of `optimizers.OPTIMIZERS`. models and bares: the keys of the models and bare parameters that it trains. grouping: a key of
-    `optimizers.GROUPINGS`. named: the parameters are passed with their names. tensor_lr: the learning rate is a tensor. extra: the first
-    group has a setting of the caller's own. hooks: keys of `optimizers.HOOKS`. wrapped: the optimizer lies in an object with a
+    `optimizers.GROUPINGS`. named: the parameters are passed with their names. tensor_lr: the learning rate is a tensor. extra: the groups
+    have settings of the caller's own. hooks: keys of `optimizers.HOOKS`. wrapped: the optimizer lies in an object with a
     `state_dict` of its own. skip: the names of blocks whose parameters the optimizer does not train. lr: the learning rate.
     """
 
@@ -108,6 +108,7 @@ class Call:
     only: the keys of the state that are recovered; all if empty. keep and strict: the arguments of `recover`. context: what
     `build.context` takes, under which `recover` is called. snapshots: how many snapshots the saving program takes with one agent. between:
     what the saving program does between them, a key of `build.BETWEEN`. saved: the keys of the state that are saved; all if empty.
+    source: where the snapshot comes from, "memory" or "storage". fresh: a process recovers that has never seen the saving program.
     """
 
     strict: bool = True
@@ -117,6 +118,8 @@ class Call:
     snapshots: int = 1
     between: str = ""
     saved: tuple[str, ...] = ()
+    source: str = "memory"
+    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)

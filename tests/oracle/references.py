@@ -10,8 +10,9 @@
    of its own is given its state through these, and ends as torch's.
 4. `settings`: groups that were saved with the same settings may be merged. The names in a param group stay those of the recovering
    program, and so do settings that the checkpoint lacks. A group without parameters that the checkpoint lacks stays as it is.
-5. `strict=False`: an optimizer takes the state of the parameters that it still has.
+5. `strict=False`: an optimizer takes the state of the parameters that it still has. Keys of a dict that only one side has are left.
 6. `keep`: the values that the caller keeps are those of the recovering program.
+7. A dict of another type than the saved one, such as a Counter, stays, and takes the saved values.
 """
 
 from __future__ import annotations
@@ -149,13 +150,17 @@ def _load(run: Run, saved: dict[str, Any], call: Call, load: Callable[[str, Any,
                 raise Unfit(f"{key} was not saved")
             continue
         place = run.state[key]
-        if isinstance(place, nn.Module) and not call.strict and load.__name__ != "load":
-            place.load_state_dict(saved[key], strict=False)
-        else:
-            run.state[key] = _into(place, saved[key], key, load)
+        try:
+            if isinstance(place, nn.Module) and not call.strict and load.__name__ != "load":
+                place.load_state_dict(saved[key], strict=False)
+            else:
+                run.state[key] = _into(place, saved[key], key, load, call)
+        except Exception as error:
+            error.key = key  # type: ignore[attr-defined]  # for the judge
+            raise
 
 
-def _into(place: Any, saved: Any, key: str, load: Callable[[str, Any, Any], None]) -> Any:
+def _into(place: Any, saved: Any, key: str, load: Callable[[str, Any, Any], None], call: Call) -> Any:
     """Return what is in this place afterwards: the same object if it can take the saved value."""
     if callable(getattr(place, "load_state_dict", None)) and not isinstance(place, type):
         load(key, place, saved)
@@ -170,10 +175,14 @@ def _into(place: Any, saved: Any, key: str, load: Callable[[str, Any, Any], None
         return saved
     if isinstance(place, torch.Tensor) and not isinstance(saved, torch.Tensor):
         raise Unfit(f"{key} is {type(saved).__name__}, not {type(place).__name__}")
-    if type(place) is dict and isinstance(saved, dict) and place:
-        return {name: _into(place[name], item, key, load) if name in place else item for name, item in saved.items()}
+    if isinstance(place, dict) and isinstance(saved, dict) and place and (type(place) is dict or type(place) is not type(saved)):
+        if call.strict and place.keys() != saved.keys():
+            raise Unfit(f"{key} has other keys")
+        for name in saved.keys() & place.keys():
+            place[name] = _into(place[name], saved[name], key, load, call)
+        return place
     if type(place) in (list, tuple) and isinstance(saved, type(place)) and len(place) == len(saved):
-        return type(place)(_into(one, item, key, load) for one, item in zip(place, saved, strict=True))
+        return type(place)(_into(one, item, key, load, call) for one, item in zip(place, saved, strict=True))
     return saved
 
 

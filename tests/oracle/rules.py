@@ -1,11 +1,15 @@
 """The closed lists of the oracle: what must be refused, what may be refused, and what must come back, whatever torch does.
 
-Each rule has the point of the contract (`docs/explanation/what-comes-back.md`) that it stands for.
+Each rule has the point of the contract (`docs/explanation/what-comes-back.md`) that it stands for. A refusal counts as allowed by a rule
+only if it names a key that the rule is about.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any
 
@@ -13,60 +17,94 @@ import torch
 from torch import nn
 
 from tests.oracle.build import Run, canonical
-from tests.oracle.extras import SCALERS
+from tests.oracle.extras import SCALERS, SCHEDULERS
 from tests.oracle.optimizers import Holder
+from tests.oracle.prints import text
 from tests.oracle.program import Pair
-from tests.oracle.references import Facts, names_by_group
+from tests.oracle.references import Facts, by_position, names_by_group
 
 REFUSED_VALUES = frozenset({"plain-class", "ellipsis", "np-dtype"})
 """Values that cannot be saved, on purpose: a fresh process could not make them without code that a file names."""
-
-NO_TRACE = frozenset(
+OWN_LOADERS = frozenset(
     {
-        "none", "wrapped model", "wrapped block", "other order", "names passed", "named entries moved", "context", "second snapshot",
-        "subclass swapped", "warm", "held optimizer", "unfrozen", "frozen",
+        "resized", "prehook", "converted", "posthook", "ownload", "extra", "lazy", "oldweightnorm", "weightnorm", "orthogonal", "spectral",
     }
 )  # fmt: skip
-"""Changes after which a recovery must succeed if the same recovery by name does (points 1, 3 and 4)."""
+"""Blocks with hooks or methods for loading, which may raise."""
+DECIDE_STATE = ("amsgrad", "centered", "momentum")
+"""The settings that decide which state an optimizer of torch keeps."""
 
 
-def must_refuse(pair: Pair, run: Run, target: Run, data: bytes | None, facts: Facts) -> str:
-    """Return why a recovery must be refused although torch may load the state, or ""."""
-    reasons = chain(  # made one after the other, because a state without memory can be asked for nothing more
-        _without_memory(pair, target), _lossy(run, target), _shapes(pair, run, target, facts), _unmatched(pair, target, facts)
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """A reason to refuse a recovery, and the keys of the state that it is about."""
+
+    why: str
+    keys: frozenset[str]
+
+    def explains(self, said: str) -> bool:
+        """Return True if an error names one of the keys."""
+        return any(names(key, said) for key in self.keys)
+
+
+def names(key: str, said: str) -> bool:
+    """Return True if an error names a key of the state, or a key inside it. The call that it recommends does not count."""
+    return re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", said.partition("; nothing was written")[0]) is not None
+
+
+def must_refuse(pair: Pair, run: Run, target: Run, facts: Facts) -> list[Reason]:
+    """Return why a recovery must be refused although torch may load the state. Later reasons are left out if the state has no memory."""
+    found = list(_without_memory(pair, target))
+    return found or list(
+        chain(
+            _lossy(run, target),
+            _shapes(pair, run, target, facts),
+            _unmatched(pair, target, facts),
+            _of_other_keys(pair, run, target),
+            _of_other_optimizers(pair, run, target, facts),
+            _of_other_schedulers(pair, run, target),
+            _alone(pair, run, target),
+        )
     )
-    return next(reasons, "")
 
 
-def _without_memory(pair: Pair, target: Run) -> Iterator[str]:
-    """Point 4: nothing is written where there is no memory."""
+def _reason(why: str, *keys: str) -> Reason:
+    return Reason(why, frozenset(keys))
+
+
+def _without_memory(pair: Pair, target: Run) -> Iterator[Reason]:
+    """Nothing is written where there is no memory."""
     for model in pair.after.models:
         module = target.state.get(model.key)
         if model.transform and module is not None and any(parameter.numel() for parameter in module.parameters()):
-            yield f"memory is {model.transform}"
+            yield _reason(f"memory is {model.transform}", model.key)
 
 
-def _lossy(run: Run, target: Run) -> Iterator[str]:
-    """Point 5: no loss is silent."""
+def _lossy(run: Run, target: Run) -> Iterator[Reason]:
+    """No loss is silent."""
     mine, theirs = _tensors(target), _tensors(run)
     at: dict[int, str] = {}
     for name, place in mine.items():
-        saved = theirs.get(name)
+        key, saved = _key_of(name), theirs.get(name)
         if saved is None or saved.shape != place.shape:
             continue
         if saved.is_complex() and not place.is_complex():
-            yield "complex into real"
+            yield _reason("complex into real", key)
         wide = saved.dtype.is_floating_point or saved.is_complex()
         if wide and not (place.dtype.is_floating_point or place.is_complex()):
-            yield "float into integer"
+            yield _reason("float into integer", key)
         if wide and saved.numel() and not place.is_meta and place.dtype != saved.dtype:
             finite = saved.to(torch.complex128 if saved.is_complex() else torch.float64).isfinite()
             if bool((finite & ~_cast(saved, place.dtype).isfinite()).any()):
-                yield "finite into infinite"
+                yield _reason("finite into infinite", key)
         if place.numel() and not place.is_meta and (address := place.data_ptr()):
             other = at.setdefault(address, name)
             if other != name and mine[other].shape == place.shape and not torch.equal(theirs[other], saved):
-                yield "two tensors into one memory"
+                yield _reason("two tensors into one memory", key, _key_of(other))
+
+
+def _key_of(name: str) -> str:
+    return name.partition(":")[0]
 
 
 def _cast(saved: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -90,91 +128,181 @@ def _tensors(run: Run) -> dict[str, torch.Tensor]:
     return found
 
 
-def _shapes(pair: Pair, run: Run, target: Run, facts: Facts) -> Iterator[str]:
-    """Point 5: the shape that a parameter had when its state was saved is compared with its shape now."""
+def _shapes(pair: Pair, run: Run, target: Run, facts: Facts) -> Iterator[Reason]:
+    """The shape that a parameter had when its state was saved is compared with its shape now."""
     for key, optimizer in target.optimizers.items():
         if key not in target.state or key not in run.optimizers or isinstance(target.state[key], Holder):
             continue
         saved = {run.names[id(one)] for one in run.optimizers[key].state if isinstance(one, torch.Tensor)}
         for name, parameter in ((target.names[id(one)], one) for group in optimizer.param_groups for one in group["params"]):
             if name in saved and tuple(parameter.shape) != facts.shapes[name] and not pair.call.keep:
-                yield "the state of a parameter of another shape"
+                yield _reason("the state of a parameter of another shape", key, _key_of(name))
 
 
-def _unmatched(pair: Pair, target: Run, facts: Facts) -> Iterator[str]:
-    """Point 5: an optimizer of which no parameter was found is an error even with strict=False."""
+def _unmatched(pair: Pair, target: Run, facts: Facts) -> Iterator[Reason]:
+    """An optimizer of which no parameter was found is an error even with strict=False."""
     for key, optimizer in target.optimizers.items():
         theirs = {name for names in facts.groups.get(key, []) for name in names}
         ours = {name for names in names_by_group(target, optimizer) for name in names}
         held = isinstance(target.state.get(key), Holder)
         if key in target.state and theirs and ours and not theirs & ours and not pair.call.strict and not held:
-            yield "no parameter of an optimizer was found"
+            yield _reason("no parameter of an optimizer was found", key)
+
+
+def _of_other_keys(pair: Pair, run: Run, target: Run) -> Iterator[Reason]:
+    """Keys that only one side has are refused, and so is a module or a state of which nothing is found, even with strict=False."""
+    apart = {key for key in run.state.keys() ^ target.state.keys() if not _is_kept(pair, key)}
+    if pair.call.strict and apart:
+        yield _reason("the states have other keys", *apart)
+    if run.state.keys().isdisjoint(target.state) and not pair.call.keep:
+        yield _reason("no key matches", *run.state, *target.state, "no key of the state")
+    for key, value in target.state.items():
+        if not pair.call.strict and not _is_kept(pair, key) and _apart(value, run.state.get(key)):
+            yield _reason("no key of a module matches", key)
+
+
+def _is_kept(pair: Pair, key: str) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in pair.call.keep)
+
+
+def _apart(mine: Any, theirs: Any) -> bool:
+    """Return True if two modules have no key in common. The keys of a module with a state dict of its own form are as it writes them."""
+    if not isinstance(mine, nn.Module) or not isinstance(theirs, nn.Module):
+        return False
+    known = [type(module).state_dict is nn.Module.state_dict for module in (mine, theirs)]
+    ours, saved = ({canonical(name) if all(known) else name for name in module.state_dict()} for module in (mine, theirs))
+    return bool(ours and saved) and ours.isdisjoint(saved)
+
+
+def _of_other_optimizers(pair: Pair, run: Run, target: Run, facts: Facts) -> Iterator[Reason]:
+    """An optimizer of another class, or of another division into groups, is refused. What an object of the caller's holds is unknown."""
+    facts = by_position(facts, target) if pair.call.saved else facts
+    for key, optimizer in target.optimizers.items():
+        theirs = run.optimizers.get(key)
+        if key not in target.state or theirs is None or key not in run.state or _is_kept(pair, key):
+            continue
+        held = {isinstance(which.state[key], Holder) for which in (run, target)}
+        if held == {True}:
+            continue
+        if held == {True, False}:
+            if pair.call.strict and not isinstance(target.state[key], Holder):
+                yield _reason("the optimizer lay in an object of the caller's", key)
+            continue
+        if type(optimizer).__name__ != type(theirs).__name__:
+            if pair.call.strict:
+                yield _reason("the optimizer is of another class", key)
+            continue
+        ours, saved = names_by_group(target, optimizer), facts.groups[key]
+        if pair.call.saved and len(list(chain.from_iterable(ours))) != len(list(chain.from_iterable(saved))):
+            yield _reason("another number of parameters without names", key)
+            continue
+        yield from (_reason(why, key) for why in _of_other_groups(pair, ours, saved, [_settings(group) for group in theirs.param_groups]))
+
+
+def _of_other_groups(pair: Pair, ours: list[list[str]], saved: list[list[str]], settings: list[str]) -> Iterator[str]:
+    own = {name: number for number, names in enumerate(ours) for name in names}
+    former = {name: number for number, names in enumerate(saved) for name in names}
+    if pair.call.strict and own.keys() != former.keys():
+        yield "the optimizer has other parameters"
+    if pair.call.strict and any(len({own[name] for name in names if name in own}) > 1 for names in saved):
+        yield "a group of parameters is divided"
+    if any(len({settings[former[name]] for name in names if name in former}) > 1 for names in ours):
+        yield "groups with different settings become one"
+
+
+def _settings(group: dict[str, Any]) -> str:
+    return text({name: value for name, value in group.items() if name not in ("params", "param_names")})
+
+
+def _of_other_schedulers(pair: Pair, run: Run, target: Run) -> Iterator[Reason]:
+    """A scheduler of another class, or whose optimizer has another number of groups, is refused."""
+    for before, after in _both(pair.before.extras, pair.after.extras):
+        if not {before.kind, after.kind} <= SCHEDULERS.keys() or after.key not in target.state or _is_kept(pair, after.key):
+            continue
+        counts = [len(which.optimizers[extra.of].param_groups) for which, extra in ((run, before), (target, after))]
+        if before.kind != after.kind and pair.call.strict:
+            yield _reason("the scheduler is of another class", after.key)
+        elif before.kind == after.kind != "plateau" and counts[0] != counts[1]:
+            yield _reason("the scheduler was saved for another number of groups", after.key)
+
+
+def _alone(pair: Pair, run: Run, target: Run) -> Iterator[Reason]:
+    """An optimizer is refused without the modules that give its parameters their names, if the checkpoint has them."""
+    for plan in pair.after.optimizers:
+        if plan.key not in target.state or plan.key not in run.state or _is_kept(pair, plan.key) or plan.wrapped:
+            continue
+        before = next(one for one in pair.before.optimizers if one.key == plan.key)
+        parameters = [any(group["params"] for group in which.optimizers[plan.key].param_groups) for which in (run, target)]
+        named = {_key_of(run.names[id(one)]) for group in run.optimizers[plan.key].param_groups for one in group["params"]}
+        mine = {_key_of(target.names[id(one)]) for group in target.optimizers[plan.key].param_groups for one in group["params"]}
+        if all(parameters) and not before.wrapped and named <= run.state.keys() and mine.isdisjoint(target.state):
+            yield _reason("an optimizer is recovered without its parameters", plan.key)
 
 
 # -- refusals that are allowed
 
 
-def may_refuse(pair: Pair, run: Run, target: Run, facts: Facts) -> str:
-    """Return why a recovery may be refused although torch would load the state, or ""."""
-    strict = pair.call.strict
+def may_refuse(pair: Pair, run: Run, target: Run) -> list[Reason]:
+    """Return why a recovery may be refused although torch would load the state."""
+    return list(
+        chain(
+            _partly_alone(pair, run, target),
+            _of_other_values(pair),
+            _of_other_settings(pair, run, target),
+            _keep_without_match(pair, target),
+            _sharing_elements(target),
+            _without_parameters(target),
+        )
+    )
+
+
+def _sharing_elements(target: Run) -> Iterator[Reason]:
+    """A tensor whose elements share memory is refused, also where torch finds no value for it."""
+    for key, value in target.state.items():
+        if isinstance(value, nn.Module) and any(0 in buffer.stride() and buffer.numel() > 1 for buffer in value.buffers()):
+            yield _reason("elements share memory", key)
+
+
+def _without_parameters(target: Run) -> Iterator[Reason]:
+    """A state that has nothing but optimizers without parameters matches nothing."""
+    if all(key in target.optimizers and not any(group["params"] for group in target.optimizers[key].param_groups) for key in target.state):
+        yield _reason("nothing is recovered", "no key of the state")
+
+
+def _partly_alone(pair: Pair, run: Run, target: Run) -> Iterator[Reason]:
+    """The names of an optimizer's parameters are those of the modules that hold them, and some of these are missing."""
     for plan in pair.after.optimizers:
-        if plan.key in target.state and not {*plan.models, *plan.bares} <= target.state.keys() & run.state.keys() and not pair.call.saved:
-            return "an optimizer is recovered without its parameters"
-    if any(block.kind == "spread" for model in pair.after.models for block in model.blocks):
-        return "a buffer's elements share memory"
-    if not strict and any(_apart(value, run.state.get(key)) for key, value in target.state.items()):
-        return "no key of a module matches"
-    if set(run.state).isdisjoint(target.state):
-        return "no key matches"
-    if strict and set(run.state) != set(target.state):
-        return "the states have other keys"
-    if strict and _other_keys(pair):
-        return "a dict has other keys"
-    for before, after in _both(pair.before.optimizers, pair.after.optimizers):
-        if strict and before.kind != after.kind:
-            return "the optimizer is of another kind"
-        if strict and (before.grouping != after.grouping or _in_other_groups(pair)):
-            return "the parameters are in other groups"
-        if before.wrapped != after.wrapped or before.hooks != after.hooks:
-            return "the optimizer has another form"
-        if (before.empty_group, before.extra) != (after.empty_group, after.extra):
-            return "the groups differ"
-    for key, optimizer in target.optimizers.items():
-        if strict and {n for names in facts.groups.get(key, []) for n in names} != {
-            n for names in names_by_group(target, optimizer) for n in names
-        }:
-            return "the optimizer has other parameters"
+        holders = {*plan.models, *plan.bares}
+        if plan.key in target.state and not holders <= target.state.keys() & run.state.keys() and not pair.call.saved:
+            yield _reason("an optimizer is recovered without its parameters", plan.key)
+
+
+def _of_other_values(pair: Pair) -> Iterator[Reason]:
+    """A value is not put in the place of one of another kind."""
     for before, after in _both(pair.before.extras, pair.after.extras):
         if before.kind != after.kind:
-            return "a value is of another kind"
-    for one, other in _both(pair.before.models, pair.after.models):
-        if {b.name: (b.kind, b.size) for b in one.blocks} != {b.name: (b.kind, b.size) for b in other.blocks}:
-            return "the blocks differ"
-        if one.dtype != other.dtype and _complexes(one.dtype) != _complexes(other.dtype):
-            return "complex and real"
-    return ""
+            yield _reason("a value is of another kind", after.key)
 
 
-def _in_other_groups(pair: Pair) -> bool:
-    """Return True if parameters may have come into other groups, because these are divided by the order of the parameters."""
-    grouped = any(plan.grouping != "one" for plan in pair.after.optimizers)
-    return grouped and not {"other order", "second snapshot", "named entries moved", "subclass swapped"}.isdisjoint(pair.changes)
+def _of_other_settings(pair: Pair, run: Run, target: Run) -> Iterator[Reason]:
+    """Settings with which an optimizer keeps another state are refused."""
+    for key, optimizer in target.optimizers.items():
+        theirs = run.optimizers.get(key)
+        if theirs is None or not pair.call.strict or type(optimizer) is not type(theirs):
+            continue
+        kept = [{name: {bool(group.get(name)) for group in one.param_groups} for name in DECIDE_STATE} for one in (theirs, optimizer)]
+        if kept[0] != kept[1]:
+            yield _reason("the optimizer keeps another state", key)
 
 
-def _apart(mine: Any, theirs: Any) -> bool:
-    """Return True if two modules have no key in common."""
-    if not isinstance(mine, nn.Module) or not isinstance(theirs, nn.Module):
-        return False
-    ours, saved = ({canonical(name) for name in module.state_dict()} for module in (mine, theirs))
-    return bool(ours and saved) and ours.isdisjoint(saved)
-
-
-def _complexes(dtype: str) -> bool:
-    return dtype.startswith("complex")
-
-
-def _other_keys(pair: Pair) -> bool:
-    return any(extra.kind == "counter" for extra in pair.after.extras)
+def _keep_without_match(pair: Pair, target: Run) -> Iterator[Reason]:
+    """What the caller keeps must exist."""
+    for pattern in pair.call.keep:
+        key, _, name = pattern.partition(".")
+        found = target.state.get(key)
+        inside = {canonical(one) for one in found.state_dict()} if isinstance(found, nn.Module) else set()
+        if key not in target.state or (inside and not any(fnmatchcase(one, name) for one in inside)):
+            yield _reason("nothing that is kept exists", pattern)
 
 
 def _both(before: tuple[Any, ...], after: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
@@ -182,22 +310,31 @@ def _both(before: tuple[Any, ...], after: tuple[Any, ...]) -> Iterator[tuple[Any
     yield from ((mine[one.key], one) for one in after if one.key in mine)
 
 
-def may_not_save(pair: Pair) -> bool:
-    """Return True if the program holds a value or a tensor that is refused on purpose (point 6)."""
-    tagged = any(block.kind == "tagged" for model in pair.before.models for block in model.blocks)
-    return tagged or any(extra.kind in REFUSED_VALUES for extra in pair.before.extras)
+def may_not_save(pair: Pair) -> Reason:
+    """Return the keys of the values and the modules that the saving program holds, and that are refused on purpose."""
+    tagged = {model.key for model in pair.before.models if any(block.kind == "tagged" for block in model.blocks)}
+    copies = {model.key for model in pair.before.models if model.copy_of in tagged}
+    return _reason("it cannot be saved", *tagged, *copies, *(one.key for one in pair.before.extras if one.kind in REFUSED_VALUES))
 
 
-def may_be_late(pair: Pair) -> bool:
-    """Return True if an object's own loader may raise after other values are written (point 1): never for a scaler (point 6)."""
-    return not any(one.kind == "scaler-off" != other.kind in SCALERS for one, other in _both(pair.before.extras, pair.after.extras))
+def may_be_late(pair: Pair, target: Run, key: str) -> bool:
+    """Return True if the object with this key has a loader of its own, which may raise after other values are written.
 
-
-def must_succeed(pair: Pair) -> bool:
-    """Return True if a refusal is a fault even where torch refuses, because the recovery by name succeeds.
-
-    An object that loads a state dict of a form of its own knows no names without wrappers, and parameters in another order may be in other
-    groups.
+    A scaler is refused before that. torch's own modules, and optimizers without hooks, are compared before anything is written.
     """
-    by_itself = any("overridden" in model.wrappers for model in pair.after.models) or any(plan.wrapped for plan in pair.after.optimizers)
-    return set(pair.changes) <= NO_TRACE and pair.call.strict and not by_itself and not _in_other_groups(pair)
+    if isinstance(target.state.get(key), Holder):
+        return True
+    for model in pair.after.models:
+        if model.key == key:
+            source = next((one for one in pair.after.models if one.key == model.copy_of), model)
+            return "overridden" in source.wrappers or any(block.kind in OWN_LOADERS for block in source.blocks)
+    for plan in pair.after.optimizers:
+        if plan.key == key:
+            return bool(plan.hooks) or plan.kind in ("saved", "exact")
+    return all(extra.kind not in SCALERS for extra in pair.after.extras if extra.key == key)
+
+
+def loads_by_itself(pair: Pair, key: str) -> bool:
+    """Return True if the object with this key has a state dict of its own form, in which ckptd knows no names: torch is the measure."""
+    models = {model.key for model in pair.after.models if "overridden" in model.wrappers}
+    return key in models or any(plan.wrapped for plan in pair.after.optimizers if plan.key == key)

@@ -22,49 +22,54 @@ from typing import Any, TypeVar
 
 import torch
 
-from tests.oracle import grammar, spread
-from tests.oracle.judge import Verdict
+from tests.oracle import grammar, spread, spread_judge
+from tests.oracle.judge import End, Verdict
 from tests.oracle.program import Pair, from_json, to_json
-from tests.oracle.worker import Jobs, quiet
+from tests.oracle.worker import Ended, Jobs, Task, do, quiet
 from tests.support.daemons import Home, home, running
 
 P = TypeVar("P")
 SECONDS_OF_A_PAIR = 90.0
 """A pair that takes longer counts as hung. Far more than any pair takes on a busy machine."""
+TASKS_OF_A_PROCESS = 48
+"""After how many recoveries a fresh process is replaced. To start one imports torch, which takes as long as a hundred pairs."""
 
 
-class Judge:
-    """A process that judges pairs, and is started again whenever it has died."""
+class Child:
+    """A process that answers one message after the other, and is started again whenever it has ended.
 
-    def __init__(self, socket: Path) -> None:
-        self._socket = socket
+    start: the name of multiprocessing's way of starting it. serve: called in the process, with the socket of the daemon and its pipe.
+    """
+
+    def __init__(self, start: str, serve: Callable[[Path, Connection], None], socket: Path) -> None:
+        self._start, self._serve, self._socket = start, serve, socket
         self._process: Any = None
         self._pipe: Connection | None = None
 
-    def __call__(self, pair: Pair) -> Verdict:
-        """Return the verdict of a pair: "died" or "hung" if the process gave none."""
+    def ask(self, message: object) -> Any:
+        """Return the answer to a message. Raises Ended if the process dies or hangs, and ends it then."""
         if self._process is None or not self._process.is_alive():
-            self._start()
+            self._begin()
         assert self._pipe is not None
-        self._pipe.send(to_json(pair))
         try:
+            self._pipe.send(message)
             if self._pipe.poll(SECONDS_OF_A_PAIR):
-                kind, details = self._pipe.recv()
-                return Verdict(kind, details)
+                return self._pipe.recv()
         except (EOFError, ConnectionError):
             self._process.join()
             code = self._process.exitcode
             self.close()
-            return Verdict("the process died", f"exit code {code}")
+            raise Ended("died", f"exit code {code}") from None
         self.close()
-        return Verdict("the process hung", f"for {SECONDS_OF_A_PAIR:g} s")
+        raise Ended("hung", f"for {SECONDS_OF_A_PAIR:g} s")
 
-    def _start(self) -> None:
+    def _begin(self) -> None:
         self.close()
-        spawn = get_context("forkserver")
-        spawn.set_forkserver_preload(["tests.oracle.worker", "torch._dynamo"])
-        ours, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(self._socket, theirs), daemon=True)
+        starting = get_context(self._start)
+        if self._start == "forkserver":
+            starting.set_forkserver_preload(["tests.oracle.worker", "torch._dynamo"])
+        ours, theirs = starting.Pipe()
+        self._process = starting.Process(target=self._serve, args=(self._socket, theirs), daemon=True)  # type: ignore[attr-defined]
         self._process.start()
         theirs.close()
         self._pipe = ours
@@ -79,10 +84,51 @@ class Judge:
             self._pipe = None
 
 
-def _serve(socket: Path, pipe: Connection) -> None:
+class Judge:
+    """A process that judges pairs, and another one that recovers some of them, and is made anew after a few dozen."""
+
+    def __init__(self, socket: Path) -> None:
+        self._saving, self._fresh = Child("forkserver", serve, socket), Child("spawn", serve_fresh, socket)
+        self._tasks = 0
+
+    def __call__(self, pair: Pair) -> Verdict:
+        """Return the verdict of a pair: "the process died" or "the process hung" if it gave none."""
+        try:
+            answer = self._saving.ask(to_json(pair))
+            while isinstance(answer, Task):
+                answer = self._saving.ask(self._end(answer))
+        except Ended as ended:
+            return Verdict(f"the process {ended.how}", ended.details)
+        kind, details = answer
+        return Verdict(kind, details)
+
+    def _end(self, task: Task) -> End | Ended:
+        self._tasks += 1
+        if self._tasks % TASKS_OF_A_PROCESS == 0:
+            self._fresh.close()
+        try:
+            end: End = self._fresh.ask(task)
+        except Ended as ended:
+            return ended
+        return end
+
+    def close(self) -> None:
+        self._saving.close()
+        self._fresh.close()
+
+
+def serve(socket: Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
     quiet()
-    jobs = Jobs(socket)
+
+    def fresh(task: Task) -> End:
+        pipe.send(task)
+        answer: End | Ended = pipe.recv()
+        if isinstance(answer, Ended):
+            raise answer
+        return answer
+
+    jobs = Jobs(socket, fresh)
     while True:
         try:
             pair = from_json(pipe.recv())
@@ -93,6 +139,21 @@ def _serve(socket: Path, pipe: Connection) -> None:
         except Exception as error:  # of the rig itself, or of torch, while the programs are built and trained
             verdict = Verdict("the rig failed", f"{type(error).__name__}: {error} at {_place(error)}")
         pipe.send((verdict.kind, verdict.details))
+
+
+def serve_fresh(socket: Path, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    quiet()
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            answer: End | Ended = do(task, socket)
+        except Exception as error:
+            answer = Ended("failed", f"{type(error).__name__}: {error} at {_place(error)}")
+        pipe.send(answer)
 
 
 def _place(error: BaseException) -> str:
@@ -138,7 +199,7 @@ def judging_spread() -> Iterator[Callable[[spread.SpreadPair], Verdict]]:
     """Context manager. Return a function that judges a pair of programs on one or two ranks."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with home() as place, tempfile.TemporaryDirectory(dir="/dev/shm") as memory, running(_rooted(place, memory), "--codec", "raw"):
-        pools, lock = spread.Pools(place), threading.Lock()
+        pools, lock = spread_judge.Pools(place), threading.Lock()
 
         def judged(pair: spread.SpreadPair) -> Verdict:
             with lock:  # a pair is judged while an earlier one is made smaller

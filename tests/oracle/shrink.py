@@ -23,7 +23,8 @@ PLAINER: dict[type, dict[str, tuple[Any, ...]]] = {
         "empty_group": (False,), "extra": (False,), "hooks": ((),), "wrapped": (False,), "skip": ((),), "lr": (0.01,),
     },
     Extra: {"setting": (10,)},
-    Call: {"strict": (True,), "keep": ((),), "only": ((),), "context": ("",), "snapshots": (1,), "between": ("",), "saved": ((),)},
+    Call: {"strict": (True,), "keep": ((),), "only": ((),), "context": ("",), "snapshots": (1,), "between": ("",), "saved": ((),),
+        "source": ("memory",), "fresh": (False,)},
 }  # fmt: skip
 """The plainest values of each field, of every kind of thing."""
 

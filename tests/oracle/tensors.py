@@ -1,4 +1,4 @@
-"""Tensor subclasses of users' kinds: one that is a tensor itself, and one that wraps two tensors and has no memory of its own."""
+"""Tensor subclasses of users' kinds: one that is a tensor itself, and two that wrap tensors and have no memory of their own."""
 
 from __future__ import annotations
 
@@ -63,4 +63,59 @@ class Doubled(torch.Tensor):
         return made
 
 
-torch.serialization.add_safe_globals([Tagged, Doubled])
+class EightBit(torch.Tensor):
+    """A moment of an 8-bit optimizer: a code for each element, and a scale for each block of elements."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> EightBit:
+        made: EightBit = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+        made.codes, made.scale = codes, scale
+        return made
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        pass
+
+    @classmethod
+    def quantized(cls, values: torch.Tensor) -> EightBit:
+        """Return the nearest values that this class can hold. The number of elements must be a multiple of `BLOCK`."""
+        blocks = values.reshape(-1, BLOCK)
+        scale = blocks.abs().amax(1).clamp(min=1e-12)
+        codes = (blocks / scale[:, None] * 127).round().to(torch.int8)
+        return cls(codes.reshape(values.shape), scale)
+
+    def values_of(self) -> torch.Tensor:
+        """Return the values as a plain tensor."""
+        return (self.codes.reshape(-1, BLOCK).float() / 127 * self.scale[:, None]).reshape(self.codes.shape)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return f"EightBit({self.codes}, {self.scale})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> EightBit:
+        return EightBit(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:  # type: ignore[override]
+        this, aten = arguments[0], torch.ops.aten
+        if function in (aten.detach.default, aten.clone.default, aten.empty_like.default):
+            return EightBit(function(this.codes), function(this.scale))
+        if function in (aten.view.default, aten.alias.default, aten._to_copy.default):
+            return EightBit(this.codes, this.scale)
+        if function is aten.copy_.default:
+            source = arguments[1] if isinstance(arguments[1], EightBit) else EightBit.quantized(arguments[1])
+            this.codes.copy_(source.codes)
+            this.scale.copy_(source.scale)
+            return this
+        raise NotImplementedError(f"EightBit has no {function}")  # as torchao's classes do
+
+
+BLOCK = 2
+"""How many elements of an `EightBit` have one scale. torchao's blocks have 256."""
+
+torch.serialization.add_safe_globals([Tagged, Doubled, EightBit])

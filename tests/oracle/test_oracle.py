@@ -9,20 +9,22 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from ckptd.shared.errors import RecoveryFailed, StructureMismatch
-from tests.oracle import grammar, judge, spread
+from tests.oracle import grammar, judge, spread, spread_judge
 from tests.oracle.build import Run, build
 from tests.oracle.judge import Verdict
 from tests.oracle.prints import differences, print_of, text
 from tests.oracle.program import Block, Call, Extra, Model, Optimizer, Pair, Program, from_json, to_json
 from tests.oracle.references import Facts, dump, facts_of, load_by_name
-from tests.oracle.runner import judging, judging_spread, results
+from tests.oracle.runner import Child, judging, judging_spread, results, serve
 from tests.oracle.shrink import shrink
+from tests.oracle.worker import Ended
 from tests.support.daemons import Daemon
 
 BLOCKS = (Block("a", "linear"), Block("b", "batchnorm"), Block("c", "buffers"), Block("d", "extra"))
@@ -197,6 +199,31 @@ def _raising(error: Exception, first: Callable[[dict[str, Any]], None] = lambda 
     return spoil
 
 
+def test_a_broken_recovery_in_another_process_is_found() -> None:
+    """`judge` compares how the other process ended, and does not recover itself."""
+    fake = Fake(_leave_a_buffer)
+
+    def unused(state: dict[str, Any], call: Call) -> None:
+        raise AssertionError
+
+    fake.judge(PAIR)
+    verdict = judge.judge(PAIR, fake._save, unused, lambda: judge.recovered(PAIR, fake._restore))
+    assert verdict.kind == "a buffer differs"
+
+
+def test_an_optimizer_that_would_read_foreign_memory_raises_at_its_step() -> None:
+    """torch's fused kernels do not compare shapes, and a holder gives its optimizer the moments by position."""
+    models = (Model("model", (Block("a", "linear"),)),)
+    plan = Optimizer("optim", "adam-fused", ("model",), wrapped=True)
+    pair = Pair(Program(models, (), (plan,)), Program(models, (), (replace(plan, reverse=True),), steps=0, seed=1))
+    assert Fake().judge(pair).sound
+    run = build(pair.after)
+    run.step()
+    run.optimizers["optim"].state[run.state["model"].a.weight]["exp_avg"] = torch.zeros(1)
+    with pytest.raises(RuntimeError, match=r"exp_avg has shape \[1\], and its parameter \[4, 4\]"):
+        run.step()
+
+
 class Refusing(Fake):
     """Refuses, without having changed anything but what `spoil` changes."""
 
@@ -301,6 +328,32 @@ def test_a_pair_that_fails_is_made_small() -> None:
     assert (small.before.optimizers, small.before.extras) == ((), ())
 
 
+def test_recoveries_from_storage_and_in_fresh_processes_agree() -> None:
+    """The worker checks where the snapshot came from, so that a recovery from elsewhere would differ."""
+    calls = [Call(source=source, fresh=fresh, snapshots=2) for source in ("memory", "storage") for fresh in (False, True)]
+    with judging() as judged:
+        found = [judged(replace(PAIR, call=call)) for call in calls]
+    assert found == [Verdict(judge.AGREED)] * 4
+
+
+def test_a_process_that_dies_is_told_and_replaced() -> None:
+    child = Child("forkserver", serve, Path())
+    try:
+        for _ in range(2):
+            with pytest.raises(Ended) as caught:
+                child.ask("this is no pair")
+            assert (caught.value.how, caught.value.details) == ("died", "exit code 1")
+    finally:
+        child.close()
+
+
+def test_the_grammar_makes_some_pairs_of_each_source() -> None:
+    calls = Counter((call.source, call.fresh) for call in (grammar.make(seed).call for seed in range(1600)))
+    assert 150 < calls["storage", False] + calls["storage", True] < 250
+    assert 70 < calls["memory", True] + calls["storage", True] < 130
+    assert calls["storage", True]
+
+
 def test_a_hundred_pairs_agree() -> None:
     """Each pair goes through the public API and a real daemon. `make trust` and `make oracle` try thousands."""
     begun = time.monotonic()
@@ -314,7 +367,7 @@ def test_a_hundred_pairs_agree() -> None:
 
 @pytest.mark.parametrize("how", ["parameter", "moment"])
 def test_a_broken_recovery_on_ranks_is_found(daemon: Daemon, how: str) -> None:
-    pools = spread.Pools(daemon.home, after=how)
+    pools = spread_judge.Pools(daemon.home, after=how)
     try:
         plan = spread.Spread("fsdp2", 2)
         verdict = pools.judge(spread.SpreadPair(plan, replace(plan, kind="replicated", world=1, seed=1)))

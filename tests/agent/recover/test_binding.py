@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 from ckptd.agent import per_rank
 from ckptd.agent.state.tree import PerRank
-from ckptd.shared.errors import StructureMismatch
+from ckptd.shared.errors import RecoveryFailed, StructureMismatch
 from tests.oracle.prints import text
 from tests.support.refusals import refusal, refuses
 from tests.support.saved_states import Checkpoint
@@ -44,6 +45,42 @@ def problem(saved: Any, state: Any, **options: Any) -> str:
     return str(caught.value).partition("; nothing was written")[0]
 
 
+# -- objects whose state_dict raises
+
+
+class Unready(Loader):
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("not yet")
+
+
+@pytest.mark.parametrize("key", ["loader", "loaders.1"])
+def test_an_object_whose_state_dict_raises_is_refused_by_its_key(key: str) -> None:
+    """Its form is what the saved one is compared with."""
+    tensor, unready = torch.zeros(2), Unready()
+
+    def of(loader: Loader, weight: torch.Tensor) -> dict[str, Any]:
+        return {"w": weight} | ({"loader": loader} if key == "loader" else {"loaders": [0, loader]})
+
+    saved = Checkpoint(of(Loader(3), torch.ones(2)))
+    with pytest.raises(StructureMismatch) as caught:
+        saved.recover(of(unready, tensor))
+    assert str(caught.value) == (
+        f"{key}: the state_dict() of {__name__}.Unready raised KeyError('not yet'): call it when it works, or leave it out; nothing was "
+        f"written. To recover the rest, call recover(state, keep=['{key}'])"
+    )
+    assert tensor.tolist() == [0.0, 0.0]
+    saved.recover(of(unready, tensor), keep=[key])
+    assert (tensor.tolist(), unready.loaded) == ([1.0, 1.0], {})
+
+
+def test_an_object_is_given_an_array_of_records_as_it_was_saved() -> None:
+    """NumPy raises TypeError if such an array is compared with a dict."""
+    records, loader = np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")]), Loader()
+    with pytest.raises(RecoveryFailed, match=r"^loader: load_state_dict\(\) of .*Loader raised ValueError\('no field of name position'\)"):
+        Checkpoint({"loader": records}).recover({"loader": loader})
+    assert isinstance(loader.loaded, np.ndarray)
+
+
 # -- values
 
 
@@ -59,6 +96,15 @@ def test_values_come_back_into_the_callers_own_containers() -> None:
     assert state["history"] is history
     assert cast(Any, state["pair"])[0] is cast(Any, state["tensors"])[0] is tensor
     assert (tensor.tolist(), cast(Any, state["pair"])[1], cast(Any, state["tensors"])[1].tolist()) == ([1.0, 1.0], 8, [9.0])
+
+
+@pytest.mark.parametrize("place", [defaultdict(float, a=0.0, b=0.0), OrderedDict(b=0.0, a=0.0), Counter(a=1, b=1), {"a": 0.0, "b": 0.0}])
+def test_values_come_into_a_dict_of_another_type_which_stays(place: dict[str, Any]) -> None:
+    for saved in ({"a": 2, "b": torch.ones(1)}, OrderedDict(a=2, b=torch.ones(1))):
+        state = {"values": place}
+        Checkpoint({"values": saved}).recover(state)
+        assert state["values"] is place
+        assert {key: float(value) for key, value in place.items()} == {"a": 2.0, "b": 1.0}
 
 
 def test_an_empty_container_takes_what_was_saved() -> None:

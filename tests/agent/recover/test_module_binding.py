@@ -215,12 +215,53 @@ def test_an_error_in_a_loader_of_the_caller_says_that_the_state_is_partly_overwr
 # -- refusals
 
 
+def test_a_module_whose_state_dict_raises_is_refused_by_its_key() -> None:
+    class Unready(nn.Linear):
+        def get_extra_state(self) -> Any:
+            raise KeyError("not yet")
+
+        def set_extra_state(self, state: Any) -> None:
+            raise AssertionError("it is not loaded")
+
+    saved = Checkpoint({"net": linear(3.0), "epoch": 4})
+    state: dict[str, Any] = {"net": Unready(2, 2), "epoch": 0}
+    with pytest.raises(StructureMismatch) as caught:
+        saved.recover(state)
+    assert str(caught.value).startswith("net: the state_dict() of ")
+    assert "Unready raised KeyError('not yet'): call it when it works, or leave it out; nothing was written. To " in str(caught.value)
+    assert state["epoch"] == 0
+    saved.recover(state, keep=["net"])
+    assert state["epoch"] == 4
+
+
 def test_a_module_without_a_match_is_refused_although_strict_is_off() -> None:
     saved, state = {"net": linear(3.0), "epoch": 4}, {"net": nn.Sequential(linear(0.0)), "epoch": 0}
     words = "net: no key of the module is in the checkpoint, which has weight, bias, while the state has 0.weight, 0.bias"
     refuses(Checkpoint(saved), state, words, {"strict": False, "keep": ["net"]}, strict=False)
     assert state["epoch"] == 4
     assert text(state["net"]) == text(nn.Sequential(linear(0.0)))
+
+
+def test_a_module_of_which_a_part_with_a_loader_matches_is_no_module_without_a_match() -> None:
+    class Doubling(nn.Linear):
+        """Saves its weight doubled, and halves it when it loads."""
+
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            destination[f"{prefix}double"] = self.weight.detach() * 2
+
+        def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+            with torch.no_grad():
+                self.weight.copy_(state_dict[f"{prefix}double"] / 2)
+
+    def of(name: str, fill: float) -> nn.ModuleDict:
+        own = Doubling(2, 2, bias=False)
+        nn.init.constant_(own.weight, fill)
+        return nn.ModuleDict({"own": own, name: linear(fill)})
+
+    state: dict[str, Any] = {"net": of("renamed", 0.0)}
+    Checkpoint({"net": of("plain", 3.0)}).recover(state, strict=False)
+    assert state["net"]["own"].weight.tolist() == [[3.0, 3.0]] * 2
+    assert state["net"]["renamed"].weight.tolist() == [[0.0, 0.0]] * 2
 
 
 def test_a_module_on_the_meta_device_is_refused_until_it_has_memory() -> None:

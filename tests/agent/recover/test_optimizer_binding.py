@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckptd.shared.errors import StructureMismatch
+from tests.oracle.optimizers import EightBitMomentum
 from tests.oracle.prints import text
+from tests.support.ranks import Ranks
 from tests.support.refusals import refuses
 from tests.support.saved_states import Checkpoint
 
@@ -56,6 +64,149 @@ def test_a_parameter_keeps_the_settings_that_it_was_saved_with_in_whatever_group
     assert [group["lr"] for group in into.param_groups] == [0.2, 0.1]
 
 
+def test_state_that_an_optimizer_of_torch_cannot_take_is_refused_before_anything_is_written() -> None:
+    """With `strict=False` the class is not compared, and Adam's `__setstate__` looks for a step in the state of each parameter."""
+
+    def of(fill: float, make: Callable[[Any], torch.optim.Optimizer]) -> dict[str, Any]:
+        model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.full((2,), fill)) for name in "ab"})
+        for parameter in model.values():
+            parameter.grad = torch.ones(2)
+        return {"model": model, "optim": make(model.values())}
+
+    saving = of(1.0, lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9))
+    saving["optim"].step()
+    state = of(7.0, lambda parameters: torch.optim.Adam(parameters, lr=0.25))
+    words = "optim: torch.optim.adam.Adam cannot take the state that the checkpoint has: KeyError('step')"
+    refuses(Checkpoint(saving), state, words, {"strict": False, "keep": ["optim"]}, strict=False)
+    assert state["model"]["a"].tolist() == [0.5, 0.5]
+    assert (dict(state["optim"].state), state["optim"].param_groups[0]["lr"]) == ({}, 0.25)
+
+
+class Unready(torch.optim.SGD):
+    """An optimizer with a `state_dict` of its own, which raises."""
+
+    def state_dict(self) -> Any:
+        raise KeyError("not yet")
+
+
+def test_an_optimizer_whose_state_dict_raises_is_refused_before_anything_is_written() -> None:
+    def of(kind: type[torch.optim.SGD], fill: float) -> dict[str, Any]:
+        model = torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.full((2,), fill))})
+        return {"model": model, "optim": kind(model.values(), lr=fill)}
+
+    saved, state = Checkpoint(of(torch.optim.SGD, 1.0)), of(Unready, 0.5)
+    weight = state["model"]["a"]
+    with pytest.raises(StructureMismatch) as caught:
+        saved.recover(state, strict=False)
+    assert str(caught.value) == (
+        f"optim: the state_dict() of {__name__}.Unready raised KeyError('not yet'): call it when it works, or leave it out; nothing was "
+        "written. To recover the rest, call recover(state, strict=False, keep=['optim'])"
+    )
+    assert (weight.tolist(), state["optim"].param_groups[0]["lr"]) == ([0.5, 0.5], 0.5)
+    saved.recover(state, strict=False, keep=["optim"])
+    assert weight.tolist() == [1.0, 1.0]
+
+
+def quantized_into_shards(kind: str) -> tuple[str, list[float], list[str]]:
+    """Runs on a rank. Return the refusal, the local weight after it, and the keys of the moments that the remedy leaves alone."""
+    logging.getLogger("ckptd").setLevel(logging.ERROR)
+
+    state: dict[str, Any]
+
+    def of(parameter: torch.nn.Parameter) -> dict[str, Any]:
+        return {"model": torch.nn.ParameterDict({"a": parameter}), "optim": EightBitMomentum([parameter], lr=0.1)}
+
+    saving = of(torch.nn.Parameter(torch.ones(4)))
+    saving["model"]["a"].grad = torch.ones(4)
+    saving["optim"].step()
+    saved, mesh = Checkpoint(saving), init_device_mesh("cpu", (dist.get_world_size(),))
+    if kind == "fsdp1":
+        whole = FullyShardedDataParallel(torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.zeros(4))}), device_id=torch.device("cpu"))
+        state = {"model": whole, "optim": EightBitMomentum(whole.parameters(), lr=0.1)}
+    else:
+        state = of(torch.nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)])))
+    with pytest.raises(StructureMismatch) as caught:
+        saved.recover(state)
+    local = next(iter(state["model"].parameters())).detach()
+    local = local._local_tensor if isinstance(local, DTensor) else local
+    return str(caught.value), local.tolist(), list(map(str, state["optim"].state))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (
+            "dtensor",
+            "optim.state.a.momentum: the checkpoint has a tensor of class tests.oracle.tensors.EightBit, which consists of several "
+            "tensors, and the parameter is a DTensor: it cannot be divided as the parameter is; nothing was written. To recover the "
+            "rest, call recover(state, keep=['optim.state.a'])",
+        ),
+        (
+            "fsdp1",
+            "optim: the state_dict() of tests.oracle.optimizers.EightBitMomentum raised NotImplementedError(",
+        ),
+    ],
+)  # fmt: skip
+def test_a_quantized_moment_is_refused_where_its_parameter_is_divided_now(kind: str, sentence: str) -> None:
+    """Otherwise each rank would have the whole moment of a parameter of which it has a shard, and the next step would raise."""
+    with Ranks(1) as ranks:
+        (found,) = ranks.call(quantized_into_shards, kind)
+    assert found[0].startswith(sentence)
+    assert found[1:] == ([0.0] * 4, [])
+
+
+def flat_without_state(saved_groups: list[dict[str, Any]], groups: list[dict[str, Any]], strict: bool) -> tuple[str, list[Any]]:
+    """Runs on a rank. Recover SGD that has not stepped into one over an FSDP1 module. Return the refusal and the settings then.
+
+    The parameters are in the first group.
+    """
+    logging.getLogger("ckptd").setLevel(logging.ERROR)
+
+    def of(settings: list[dict[str, Any]]) -> dict[str, Any]:
+        torch.manual_seed(0)
+        module = FullyShardedDataParallel(torch.nn.Linear(2, 2), use_orig_params=True, device_id=torch.device("cpu"))
+        first, *others = settings
+        made = [{"params": list(module.parameters()), **first}, *({"params": [], **one} for one in others)]
+        return {"model": module, "optim": torch.optim.SGD(made, lr=0.1)}
+
+    state = of(groups)
+    saved = Checkpoint(of(saved_groups))
+    try:
+        saved.bind(state, strict=strict).finish(lambda name: saved.tensors[name])
+        said = ""
+    except StructureMismatch as error:
+        said = str(error).partition("; nothing was written")[0]
+    return said, [(group["lr"], group["momentum"]) for group in state["optim"].param_groups]
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "strict", "said", "settings"),
+    [
+        ([{"lr": 0.5}], [{}], True, "", [(0.5, 0)]),
+        (
+            [{"momentum": 0.9}],
+            [{}],
+            True,
+            "optim.param_groups.0.momentum: the checkpoint has 0.9, the state 0; the two keep different state",
+            [(0.1, 0)],
+        ),
+        ([{"momentum": 0.9}], [{}], False, "", [(0.1, 0.9)]),
+        (
+            [{}, {"lr": 0.5}],
+            [{}],
+            False,
+            "optim.param_groups: the checkpoint has 2 groups, the optimizer 1, and no state that says which parameters are in which",
+            [(0.1, 0)],
+        ),
+    ],
+)  # fmt: skip
+def test_settings_of_an_optimizer_over_flat_parameters_are_compared_before_its_first_step(
+    saved: list[dict[str, Any]], own: list[dict[str, Any]], strict: bool, said: str, settings: list[Any]
+) -> None:
+    with Ranks(1) as ranks:
+        assert ranks.call(flat_without_state, saved, own, strict) == [(said, settings)]
+
+
 def test_parameters_of_different_settings_cannot_come_into_one_group() -> None:
     model, optimizer = trained(groups=True)
     other, into = fresh()
@@ -65,6 +216,56 @@ def test_parameters_of_different_settings_cannot_come_into_one_group() -> None:
         "optim.param_groups.0: the checkpoint has the parameters of this group in groups with different settings (it has 2 groups, the "
         "optimizer 1); nothing was written. To recover the rest, call recover(state, keep=['optim'])"
     )
+
+
+@pytest.mark.parametrize(
+    ("rates", "merged"),
+    [
+        ((torch.tensor(0.5), torch.tensor(0.5)), True),
+        ((torch.tensor(0.5), torch.tensor(0.25)), False),
+        ((torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)), False),
+        ((torch.tensor(0.5), torch.tensor([0.5])), False),
+    ],
+)
+def test_groups_whose_settings_are_equal_tensors_may_be_merged(rates: tuple[torch.Tensor, ...], merged: bool) -> None:
+    model, optimizer = trained(groups=True)
+    other, into = fresh(lr=torch.tensor(9.0), foreach=False)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    saved, state = Checkpoint({"model": model, "optim": optimizer}), {"model": other, "optim": into}
+    if not merged:
+        words = (
+            "optim.param_groups.0: the checkpoint has the parameters of this group in groups with different settings (it has 2 groups, the "
+            "optimizer 1)"
+        )
+        refuses(saved, state, words, {"keep": ["optim"]})
+        return
+    saved.recover(state)
+    assert into.param_groups[0]["lr"].item() == 0.5
+    assert moments(other, into) == moments(model, optimizer)
+
+
+@pytest.mark.parametrize("second", [0.0, 1.0], ids=["equal", "different"])
+def test_settings_may_be_arrays(second: float) -> None:
+    """NumPy compares arrays element by element, so that `==` gives no answer."""
+
+    def of(groups: int, fill: float) -> dict[str, Any]:
+        model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.full((2,), fill)) for name in "ab"})
+        parts = [[one] for one in model.values()] if groups == 2 else [list(model.values())]
+        made = [{"params": part, "scales": np.arange(3.0) + second * number, "none": np.zeros(0)} for number, part in enumerate(parts)]
+        return {"model": model, "optim": torch.optim.SGD(made, lr=fill)}
+
+    saved, state = Checkpoint(of(2, 0.5)), of(2, 0.25)
+    state["optim"].param_groups[0]["scales"] = np.zeros(2)
+    saved.recover(state)
+    assert [group["scales"].tolist() for group in state["optim"].param_groups] == [[0, 1, 2], [second, 1 + second, 2 + second]]
+    one = of(1, 0.25)
+    if second:
+        with pytest.raises(StructureMismatch, match=r"^optim\.param_groups\.0: .* in groups with different settings"):
+            saved.recover(one)
+    else:
+        saved.recover(one)
+        assert one["optim"].param_groups[0]["lr"] == 0.5
 
 
 def test_parameters_without_a_name_are_matched_by_their_numbers() -> None:

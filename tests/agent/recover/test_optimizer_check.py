@@ -11,6 +11,7 @@ from ckptd.agent.recover.optimizer_check import (
     changed_settings,
     class_difference,
     group_differences,
+    not_taken,
     settings_differences,
     state_difference,
 )
@@ -69,6 +70,19 @@ def test_a_group_may_not_be_split() -> None:
     ]
     assert group_differences([["a", "b"]], [["a"], ["b"]], "o") == []
     assert group_differences([["a"]], [["a", "elsewhere"]], "o") == []
+
+
+def test_state_of_another_class_is_tried_on_a_copy() -> None:
+    adam = torch.optim.Adam([PARAMETER], lr=0.1)
+    adam.state[PARAMETER] = {"step": torch.tensor(3.0)}
+    tensor = TensorRef("o.state.w.exp_avg")
+    assert not_taken(adam, "torch.optim.RMSprop", {PARAMETER: {"step": 5, "exp_avg": tensor}}, "o") == []
+    assert not_taken(adam, "torch.optim.SGD", {PARAMETER: {"exp_avg": tensor}}, "o") == [
+        "o: torch.optim.adam.Adam cannot take the state that the checkpoint has: KeyError('step')"
+    ]
+    assert not_taken(adam, "torch.optim.Adam", {PARAMETER: {"exp_avg": tensor}}, "o") == []  # its own class is not tried
+    assert not_taken(Wrapper(SGD), "", {PARAMETER: {"exp_avg": tensor}}, "o") == []
+    assert adam.state == {PARAMETER: {"step": torch.tensor(3.0)}}
 
 
 def test_changed_settings_are_named_with_both_values() -> None:

@@ -115,6 +115,39 @@ def test_an_error_of_a_state_dict_is_told_with_its_key() -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+class FailingModule(torch.nn.Linear):
+    """A module whose extra state is not ready."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.asked = 0
+
+    def get_extra_state(self) -> Any:
+        self.asked += 1
+        raise KeyError("not yet")
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError("capturing loads nothing")
+
+
+def test_an_error_of_a_modules_state_dict_is_told_with_its_key() -> None:
+    words = r"^net\.head: the state_dict\(\) of .*FailingModule raised KeyError\('not yet'\): call it when it works, or leave it out$"
+    failing = FailingModule()
+    with pytest.raises(UnsavableValue, match=words) as caught:
+        capture({"net": {"head": failing}})
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert failing.asked == 1  # once only, because a state_dict may wait for those of the other ranks
+
+
+def test_a_module_whose_state_dict_raises_can_be_left_out() -> None:
+    unsaved: dict[str, str] = {}
+    tensor = torch.ones(2)
+    found = capture({"head": FailingModule(), "w": tensor}, unsaved=unsaved)
+    assert found.tensors == {"w": tensor}
+    assert list(unsaved) == ["head"]
+    assert "FailingModule raised KeyError('not yet')" in unsaved["head"]
+
+
 def test_a_state_that_a_reader_would_refuse_for_its_size_is_refused_whatever_was_captured_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of texts counts, not the length of the document."""
     monkeypatch.setattr(bounds, "MAX_OBJECTS", 10_000)
