@@ -67,7 +67,10 @@ def not_taken(place: torch.optim.Optimizer, saved: str, state: Mapping[Any, Mapp
     tried = object.__new__(type(place))
     tried.__dict__.update(vars(place))
     zeros = {
-        parameter: {name: torch.zeros(()) if isinstance(value, TensorRef) else value for name, value in entry.items()}
+        parameter: {
+            name: torch.zeros((), dtype=torch.float32, device="cpu") if isinstance(value, TensorRef) else value
+            for name, value in entry.items()
+        }
         for parameter, entry in state.items()
     }
     try:

@@ -12,13 +12,14 @@
    program, and so do settings that the checkpoint lacks. A group without parameters that the checkpoint lacks stays as it is.
 5. `strict=False`: an optimizer takes the state of the parameters that it still has. Keys of a dict that only one side has are left.
 6. `keep`: the values that the caller keeps are those of the recovering program.
-7. A dict of another type than the saved one, such as a Counter, stays, and takes the saved values.
+7. A dict of another type than the saved one, such as a Counter, stays, and takes the saved values. An OrderedDict takes their order, too.
 """
 
 from __future__ import annotations
 
 import copyreg
 import io
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -178,8 +179,10 @@ def _into(place: Any, saved: Any, key: str, load: Callable[[str, Any, Any], None
     if isinstance(place, dict) and isinstance(saved, dict) and place and (type(place) is dict or type(place) is not type(saved)):
         if call.strict and place.keys() != saved.keys():
             raise Unfit(f"{key} has other keys")
-        for name in saved.keys() & place.keys():
+        for name in (name for name in saved if name in place):
             place[name] = _into(place[name], saved[name], key, load, call)
+            if isinstance(place, OrderedDict):
+                place.move_to_end(name)
         return place
     if type(place) in (list, tuple) and isinstance(saved, type(place)) and len(place) == len(saved):
         return type(place)(_into(one, item, key, load, call) for one, item in zip(place, saved, strict=True))

@@ -116,13 +116,17 @@ def _cast(saved: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _tensors(run: Run) -> dict[str, torch.Tensor]:
-    """Return the plain tensors of all modules that have their own names in their state dict, and all bare parameters."""
+    """Return the plain tensors of all modules that have their own names in their state dict, and all bare parameters.
+
+    The names in a state dict of a module's own form are as the module writes them.
+    """
     found = {}
     for key, value in run.state.items():
         if isinstance(value, nn.Module):
+            known = type(value).state_dict is nn.Module.state_dict
             for name, tensor in value.state_dict().items():
                 if type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and "old_weight" not in name:
-                    found[f"{key}:{canonical(name)}"] = tensor
+                    found[f"{key}:{canonical(name) if known else name}"] = tensor
         elif isinstance(value, nn.Parameter):
             found[f"{key}:"] = value.detach()
     return found
