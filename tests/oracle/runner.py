@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -29,6 +29,8 @@ from tests.oracle.worker import Ended, Jobs, Task, do, quiet
 from tests.support.daemons import Home, home, running
 
 P = TypeVar("P")
+PAIRS_OF_A_DAEMON = 5000
+"""A daemon knows 10,000 jobs at most, and each pair is a job."""
 SECONDS_OF_A_PAIR = 90.0
 """A pair that takes longer counts as hung. Far more than any pair takes on a busy machine."""
 TASKS_OF_A_PROCESS = 48
@@ -170,28 +172,48 @@ def _rooted(place: Home, directory: str) -> Home:
     return place
 
 
+class Lane:
+    """Judges pairs one after the other. Its daemon is made anew after `PAIRS_OF_A_DAEMON` pairs."""
+
+    def __init__(self) -> None:
+        self._open, self._left = ExitStack(), 0
+        self._judge: Judge | None = None
+
+    def __call__(self, pair: Pair) -> Verdict:
+        if self._judge is None or not self._left:
+            self.close()
+            self._judge, self._left = self._begin(), PAIRS_OF_A_DAEMON
+        self._left -= 1
+        return self._judge(pair)
+
+    def _begin(self) -> Judge:
+        place, memory = self._open.enter_context(home()), self._open.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
+        self._open.enter_context(running(_rooted(place, memory), "--codec", "raw"))
+        judge = Judge(place.socket)
+        self._open.callback(judge.close)
+        return judge
+
+    def close(self) -> None:
+        self._open.close()
+
+
 @contextmanager
 def judging(lanes: int = 1) -> Iterator[Callable[[Pair], Verdict]]:
     """Context manager. Return a function that judges a pair in another process. It may be called by as many threads as there are lanes."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with home() as place, tempfile.TemporaryDirectory(dir="/dev/shm") as memory, running(_rooted(place, memory), "--codec", "raw"):
-        judges = [Judge(place.socket) for _ in range(lanes)]
-        free = queue.SimpleQueue[Judge]()
-        for judge in judges:
-            free.put(judge)
+    with ExitStack() as opened:
+        free = queue.SimpleQueue[Lane]()
+        for _ in range(lanes):
+            free.put(opened.enter_context(closing(Lane())))
 
         def judged(pair: Pair) -> Verdict:
-            judge = free.get()
+            lane = free.get()
             try:
-                return judge(pair)
+                return lane(pair)
             finally:
-                free.put(judge)
+                free.put(lane)
 
-        try:
-            yield judged
-        finally:
-            for judge in judges:
-                judge.close()
+        yield judged
 
 
 @contextmanager
