@@ -97,7 +97,7 @@ def lost(values: torch.Tensor, own: torch.dtype) -> str:
     """Return what the conversion of these values to another dtype would lose, or ""."""
     try:
         if not (values.is_floating_point() or values.is_complex()):
-            return f"integers would change in {_short(own)}" if not torch.equal(values.to(own).to(values.dtype), values) else ""
+            return f"integers would change in {_short(own)}" if _integers_change(values, own) else ""
         before = values if values.dtype.itemsize > 1 else values.to(torch.float32)
         if own.itemsize == 1:
             return _lost_in_eight_bits(before, own)
@@ -105,6 +105,19 @@ def lost(values: torch.Tensor, own: torch.dtype) -> str:
         return f"finite values would become infinite in {_short(own)}" if lossy else ""
     except (RuntimeError, NotImplementedError):  # torch computes nothing with this dtype, and thus cannot convert it either
         return ""
+
+
+def _integers_change(values: torch.Tensor, own: torch.dtype) -> bool:
+    """Return True if a conversion changes integers, also one whose way back restores them, such as that of -1 into unsigned integers."""
+    converted = values.to(own)
+    if not torch.equal(converted.to(values.dtype), values):
+        return True
+    signed, own_signed = _is_signed(values.dtype), _is_signed(own)
+    return signed != own_signed and bool(((values if signed else converted) < 0).any())
+
+
+def _is_signed(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex or (dtype != torch.bool and torch.iinfo(dtype).min < 0)
 
 
 def _lost_in_eight_bits(values: torch.Tensor, own: torch.dtype) -> str:

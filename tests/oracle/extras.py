@@ -205,8 +205,8 @@ VALUES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 """The kinds of plain values, each with a function for the value that is saved, and one for the value that the recovering program has."""
 
 
-RECORDS = frozenset({"dataclass", "frozen-dataclass", "namedtuple", "namespace", "simple-namespace", "chainmap"})
-"""Objects that consist of named fields."""
+RECORDS = frozenset({"dataclass", "frozen-dataclass", "namedtuple", "namespace", "simple-namespace", "chainmap", "np-generator"})
+"""Objects that come back as dicts of their fields where the recovering program has no such object."""
 
 
 def _default(factory: Any, **values: Any) -> Any:

@@ -190,6 +190,9 @@ def _into(place: Any, saved: Any, key: str, load: Callable[[str, Any, Any], None
 
 
 def _module(module: nn.Module, saved: dict[str, Any], call: Call) -> None:
+    if type(module).state_dict is not nn.Module.state_dict:  # the names are those of its own form
+        module.load_state_dict(saved, strict=call.strict)
+        return
     by_name = {canonical(name): value for name, value in saved.items()}
     own = {canonical(name): name for name in module.state_dict()}
     named = {own.get(name, name): value for name, value in by_name.items()}
