@@ -145,6 +145,7 @@ def _shapes(pair: Pair, run: Run, target: Run, facts: Facts) -> Iterator[Reason]
 
 def _unmatched(pair: Pair, target: Run, facts: Facts) -> Iterator[Reason]:
     """An optimizer of which no parameter was found is an error even with strict=False."""
+    facts = by_position(facts, target) if pair.call.saved else facts
     for key, optimizer in target.optimizers.items():
         theirs = {name for names in facts.groups.get(key, []) for name in names}
         ours = {name for names in names_by_group(target, optimizer) for name in names}

@@ -242,6 +242,17 @@ def test_a_module_without_a_match_is_refused_although_strict_is_off() -> None:
     assert text(state["net"]) == text(nn.Sequential(linear(0.0)))
 
 
+def test_a_module_of_parts_with_loaders_without_a_match_is_refused_although_strict_is_off() -> None:
+    saved = {"net": nn.ModuleDict({"first": Resizes(3.0)}), "epoch": 4}
+    state = {"net": nn.ModuleDict({"renamed": Resizes(0.0)}), "epoch": 0}
+    words = (
+        "net: no key of the module is in the checkpoint, which has first.seen, first.inner.weight, first.inner.bias, "
+        "while the state has renamed.seen, renamed.inner.weight, renamed.inner.bias"
+    )
+    refuses(Checkpoint(saved), state, words, {"strict": False, "keep": ["net"]}, strict=False)
+    assert state["epoch"] == 4
+
+
 def test_a_module_of_which_a_part_with_a_loader_matches_is_no_module_without_a_match() -> None:
     class Doubling(nn.Linear):
         """Saves its weight doubled, and halves it when it loads."""
