@@ -26,7 +26,7 @@ from tests.oracle import grammar, spread, spread_judge
 from tests.oracle.judge import End, Verdict
 from tests.oracle.program import Pair, from_json, to_json
 from tests.oracle.worker import Ended, Jobs, Task, do, quiet
-from tests.support.daemons import Home, home, running
+from tests.support.daemons import Daemon, Home, home, running
 
 P = TypeVar("P")
 SECONDS_OF_A_PAIR = 90.0
@@ -47,9 +47,14 @@ class Child:
         self._pipe: Connection | None = None
 
     def ask(self, message: object) -> Any:
-        """Return the answer to a message. Raises Ended if the process dies or hangs, and ends it then."""
+        """Return the answer to a first message. Starts the process if there is none. Raises Ended if it dies or hangs, and ends it."""
         if self._process is None or not self._process.is_alive():
             self._begin()
+        return self.reply(message)
+
+    def reply(self, message: object) -> Any:
+        """Return the answer to a message that the process waits for. Raises Ended if it has died, dies or hangs, and ends it."""
+        assert self._process is not None
         assert self._pipe is not None
         try:
             self._pipe.send(message)
@@ -96,7 +101,7 @@ class Judge:
         try:
             answer = self._saving.ask(to_json(pair))
             while isinstance(answer, Task):
-                answer = self._saving.ask(self._end(answer))
+                answer = self._saving.reply(self._end(answer))
         except Ended as ended:
             return Verdict(f"the process {ended.how}", ended.details)
         kind, details = answer
@@ -170,17 +175,26 @@ def _rooted(place: Home, directory: str) -> Home:
     return place
 
 
+RAW = ("--codec", "raw")
+
+
+def _check_alive(daemon: Daemon) -> None:
+    """Raise AssertionError if the daemon has ended: every other pair would fail for this reason alone."""
+    assert daemon.process.poll() is None, f"the daemon has ended with code {daemon.process.poll()}"
+
+
 @contextmanager
 def judging(lanes: int = 1) -> Iterator[Callable[[Pair], Verdict]]:
     """Context manager. Return a function that judges a pair in another process. It may be called by as many threads as there are lanes."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with home() as place, tempfile.TemporaryDirectory(dir="/dev/shm") as memory, running(_rooted(place, memory), "--codec", "raw"):
+    with home() as place, tempfile.TemporaryDirectory(dir="/dev/shm") as memory, running(_rooted(place, memory), *RAW) as daemon:
         judges = [Judge(place.socket) for _ in range(lanes)]
         free = queue.SimpleQueue[Judge]()
         for judge in judges:
             free.put(judge)
 
         def judged(pair: Pair) -> Verdict:
+            _check_alive(daemon)
             judge = free.get()
             try:
                 return judge(pair)
@@ -198,10 +212,11 @@ def judging(lanes: int = 1) -> Iterator[Callable[[Pair], Verdict]]:
 def judging_spread() -> Iterator[Callable[[spread.SpreadPair], Verdict]]:
     """Context manager. Return a function that judges a pair of programs on one or two ranks."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with home() as place, tempfile.TemporaryDirectory(dir="/dev/shm") as memory, running(_rooted(place, memory), "--codec", "raw"):
+    with home() as place, tempfile.TemporaryDirectory(dir="/dev/shm") as memory, running(_rooted(place, memory), *RAW) as daemon:
         pools, lock = spread_judge.Pools(place), threading.Lock()
 
         def judged(pair: spread.SpreadPair) -> Verdict:
+            _check_alive(daemon)
             with lock:  # a pair is judged while an earlier one is made smaller
                 return pools.judge(pair)
 
