@@ -26,9 +26,10 @@ from tests.oracle import grammar, spread, spread_judge
 from tests.oracle.judge import End, Verdict
 from tests.oracle.program import Pair, from_json, to_json
 from tests.oracle.worker import Ended, Jobs, Task, do, quiet
-from tests.support.daemons import Home, home, running
+from tests.support.daemons import Daemon, Home, home, running
 
 P = TypeVar("P")
+RAW = ("--codec", "raw")
 PAIRS_OF_A_DAEMON = 5000
 """A daemon knows 10,000 jobs at most, and each pair is a job."""
 SECONDS_OF_A_PAIR = 90.0
@@ -49,9 +50,14 @@ class Child:
         self._pipe: Connection | None = None
 
     def ask(self, message: object) -> Any:
-        """Return the answer to a message. Raises Ended if the process dies or hangs, and ends it then."""
+        """Return the answer to a first message. Starts the process if there is none. Raises Ended if it dies or hangs, and ends it."""
         if self._process is None or not self._process.is_alive():
             self._begin()
+        return self.reply(message)
+
+    def reply(self, message: object) -> Any:
+        """Return the answer to a message that the process waits for. Raises Ended if it has died, dies or hangs, and ends it."""
+        assert self._process is not None
         assert self._pipe is not None
         try:
             self._pipe.send(message)
@@ -98,7 +104,7 @@ class Judge:
         try:
             answer = self._saving.ask(to_json(pair))
             while isinstance(answer, Task):
-                answer = self._saving.ask(self._end(answer))
+                answer = self._saving.reply(self._end(answer))
         except Ended as ended:
             return Verdict(f"the process {ended.how}", ended.details)
         kind, details = answer
@@ -172,26 +178,34 @@ def _rooted(place: Home, directory: str) -> Home:
     return place
 
 
+def _check_alive(daemon: Daemon) -> None:
+    """Raise AssertionError if the daemon has ended: every other pair would fail for this reason alone."""
+    assert daemon.process.poll() is None, f"the daemon has ended with code {daemon.process.poll()}"
+
+
 class Lane:
     """Judges pairs one after the other. Its daemon is made anew after `PAIRS_OF_A_DAEMON` pairs."""
 
     def __init__(self) -> None:
         self._open, self._left = ExitStack(), 0
         self._judge: Judge | None = None
+        self._daemon: Daemon | None = None
 
     def __call__(self, pair: Pair) -> Verdict:
-        if self._judge is None or not self._left:
+        if self._judge is None or self._daemon is None or not self._left:
             self.close()
-            self._judge, self._left = self._begin(), PAIRS_OF_A_DAEMON
+            self._judge, self._daemon = self._begin()
+            self._left = PAIRS_OF_A_DAEMON
+        _check_alive(self._daemon)
         self._left -= 1
         return self._judge(pair)
 
-    def _begin(self) -> Judge:
+    def _begin(self) -> tuple[Judge, Daemon]:
         place, memory = self._open.enter_context(home()), self._open.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
-        self._open.enter_context(running(_rooted(place, memory), "--codec", "raw"))
+        daemon = self._open.enter_context(running(_rooted(place, memory), *RAW))
         judge = Judge(place.socket)
         self._open.callback(judge.close)
-        return judge
+        return judge, daemon
 
     def close(self) -> None:
         self._open.close()
@@ -220,10 +234,11 @@ def judging(lanes: int = 1) -> Iterator[Callable[[Pair], Verdict]]:
 def judging_spread() -> Iterator[Callable[[spread.SpreadPair], Verdict]]:
     """Context manager. Return a function that judges a pair of programs on one or two ranks."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with home() as place, tempfile.TemporaryDirectory(dir="/dev/shm") as memory, running(_rooted(place, memory), "--codec", "raw"):
+    with home() as place, tempfile.TemporaryDirectory(dir="/dev/shm") as memory, running(_rooted(place, memory), *RAW) as daemon:
         pools, lock = spread_judge.Pools(place), threading.Lock()
 
         def judged(pair: spread.SpreadPair) -> Verdict:
+            _check_alive(daemon)
             with lock:  # a pair is judged while an earlier one is made smaller
                 return pools.judge(pair)
 

@@ -227,11 +227,13 @@ def _whole_copy(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def quantized() -> bool:
-    """Return True if this rank holds a moment that consists of several tensors, as a shard."""
+    """Return True if this rank holds a moment that consists of several tensors, as a shard or as a part of a flat parameter."""
+    kind = HERE["plan"].kind
+    flat = kind == "fsdp1-flat" or (kind == "fsdp1" and dist.get_world_size() > 1)
     for entry in HERE["state"]["optim"].state.values():
         for value in entry.values():
             if isinstance(value._local_tensor if isinstance(value, DTensor) else value, EightBit):
-                return isinstance(value, DTensor) or HERE["plan"].kind.startswith("fsdp1")
+                return isinstance(value, DTensor) or flat
     return False
 
 
