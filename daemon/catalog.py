@@ -292,8 +292,12 @@ class Job:
         return ""
 
     def abandoned_beyond(self, best: Key) -> list[Abandonment]:
-        """Return the abandoned tries of later steps than `best`, by their tags."""
-        return [one for _, one in sorted(self.abandoned.items()) if (one.attempt, one.step) > best]
+        """Return an abandoned try of each later step than `best`: the first one, if a step has several."""
+        found: dict[Key, Abandonment] = {}
+        for _, one in sorted(self.abandoned.items()):
+            if (one.attempt, one.step) > best:
+                found.setdefault((one.attempt, one.step), one)
+        return list(found.values())
 
     @property
     def guard(self) -> str:

@@ -253,6 +253,13 @@ def test_only_abandoned_tries_of_later_steps_than_the_best_candidate_are_named()
     assert made.abandoned_beyond((3, -1)) == []
 
 
+def test_a_step_of_which_two_tries_were_abandoned_is_named_once() -> None:
+    made = job()
+    for number, tag in enumerate(("step-00000005.a0002", "step-00000005.a0002.t2")):
+        made.abandoned[tag] = Abandonment(job="gpt", attempt=2, step=5, tag=tag, code="snapshot-failed", reason=f"reason {number}")
+    assert [one.reason for one in made.abandoned_beyond((2, 4))] == ["reason 0"]
+
+
 def test_slots_that_are_being_read_are_not_released() -> None:
     old = snapshot(4, SnapshotState.DURABLE)
     made = job(old, snapshot(5))
