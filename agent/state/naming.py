@@ -87,21 +87,32 @@ class ModuleParameters(NamedTuple):
     """The parameters of a module.
 
     `number` has the number of each parameter by its id. `raw` and `names` have their raw and their
-    canonical names, by these numbers.
+    canonical names, by these numbers. `others` has the further canonical names of tied parameters.
     """
 
     number: dict[int, int]
     raw: list[str]
     names: list[str]
+    others: list[str]
 
     @classmethod
     def by(cls, module: torch.nn.Module) -> ModuleParameters:
-        number, raw = dict[int, int](), list[str]()
-        for name, parameter in module.named_parameters():
-            if id(parameter) not in number:
+        number, raw, others = dict[int, int](), list[str](), list[str]()
+        for name, parameter in _named_parameters(module):
+            if id(parameter) in number:
+                others.append(name)
+            else:
                 number[id(parameter)] = len(raw)
                 raw.append(name)
-        return cls(number, raw, canonical_names(module, raw))
+        return cls(number, raw, canonical_names(module, raw), canonical_names(module, others))
+
+
+def _named_parameters(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return each parameter of a module with its name, a tied parameter under each of its names."""
+    try:
+        return list(module.named_parameters(remove_duplicate=False))
+    except TypeError:  # a class of the caller's overrides it without this argument
+        return list(module.named_parameters())
 
 
 class Names:
@@ -234,11 +245,13 @@ class Names:
         """Return the names of parameters in their places.
 
         If two modules have the same name for different parameters, the names get the keys of the
-        modules as prefixes.
+        modules as prefixes. All names of tied parameters count, so that these prefixes do not depend
+        on whether parameters are tied.
         """
         held = self.held() if places else []
         short = {p: self.raw(p, n) if n == _BARE else held[n].names[held[n].number[p]] for p, n in places.items()}
         count = Counter(short.values())
+        count.update(name for n in {*places.values()} - {_BARE} for name in held[n].others)
         names = {p: name if places[p] == _BARE or count[name] == 1 else f"{self.modules[places[p]][0]}.{name}" for p, name in short.items()}
         count = Counter(names.values())
         return {parameter: name for parameter, name in names.items() if count[name] == 1}

@@ -137,8 +137,10 @@ def _exchange(run: Run) -> None:
     """Exchange the memory of two parameters of one shape."""
     found: dict[Any, torch.Tensor] = {}
     for parameter in (one for module in _modules(run) for one in module.parameters()):
+        if type(parameter) is not nn.Parameter:  # torch puts no plain memory into a subclass
+            continue
         other = found.setdefault((parameter.shape, parameter.dtype), parameter)
-        if other is not parameter and type(parameter) is nn.Parameter:
+        if other is not parameter:
             parameter.data, other.data = other.data, parameter.data
             return
 

@@ -264,3 +264,28 @@ def test_kept_names_keep_no_module_alive() -> None:
     del module
     gc.collect()
     assert gone() is None
+
+
+def test_a_prefix_does_not_depend_on_whether_parameters_are_tied() -> None:
+    """Otherwise untying them would rename a parameter of another module, and its moments would not be found."""
+
+    def keys(*, tied: bool) -> list[Any]:
+        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(2)))
+        head = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(2)))
+        if tied:
+            model[1].weight = model[0].weight
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()])
+        return Names({"model": model, "head": head, "optim": optimizer}).of(optimizer)
+
+    assert keys(tied=False) == ["model.0.weight", "model.1.weight", "head.0.weight", "head.1.weight"]
+    assert keys(tied=True) == ["model.0.weight", "head.0.weight", "head.1.weight"]
+
+
+def test_a_class_may_override_named_parameters_without_all_arguments() -> None:
+    class Own(torch.nn.Linear):
+        def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+            return super().named_parameters(prefix, recurse)
+
+    state = {"model": Own(2, 2)}
+    optimizer = torch.optim.SGD(state["model"].parameters())
+    assert Names({**state, "optim": optimizer}).of(optimizer) == ["weight", "bias"]
