@@ -64,7 +64,8 @@ class Modules:
         to_loaders = {name for name in (*raw_of, *tree) if any(name.startswith(prefix) for prefix in loaders)}
         plain_names = [name for name in raw_of if name not in to_loaders]
         saved_names = [name for name in tree if name not in to_loaders]
-        apart = not any(name in raw_of or name in to_loaders for name in tree)
+        inner = tuple(prefix for prefix in loaders if prefix)
+        apart = not any(name in raw_of or name.startswith(inner) for name in tree)
         if not leaves.options.strict and raw_of and tree and apart:
             return self._without_match(list(tree), list(raw_of), path)
         leaves.matched += not plain_names and not saved_names  # a module without state matches another

@@ -324,7 +324,7 @@ class _Kept:
                     for name, value in group.items():
                         if name != "params" and fnmatchcase(f"{key}.param_groups.{number}.{name}", pattern):
                             held = value.clone() if isinstance(value, torch.Tensor) else value
-                            self._back.append(partial(_set_setting, optimizer, number, name, held))
+                            self._back.append(partial(_set_setting, optimizer, number, name, value, held))
             for key, module in run.state.items():
                 if isinstance(module, nn.Module):
                     for name, value in (*module.named_parameters(), *module.named_buffers()):
@@ -360,7 +360,10 @@ def _set_entry(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, entry:
         optimizer.state[parameter] = entry
 
 
-def _set_setting(optimizer: torch.optim.Optimizer, number: int, name: str, value: Any) -> None:
+def _set_setting(optimizer: torch.optim.Optimizer, number: int, name: str, value: Any, held: Any) -> None:
+    """Put back a setting. A tensor stays the same object, which several groups may have."""
+    if isinstance(value, torch.Tensor):
+        value.copy_(held)
     optimizer.param_groups[number][name] = value  # looked up now, since loading has made new groups
 
 

@@ -253,6 +253,15 @@ def test_a_module_of_parts_with_loaders_without_a_match_is_refused_although_stri
     assert state["epoch"] == 4
 
 
+def test_a_module_with_a_loader_without_a_match_is_refused_although_strict_is_off() -> None:
+    saved, state = {"net": nn.ModuleDict({"first": Resizes(3.0)})}, {"net": Resizes(0.0)}
+    words = (
+        "net: no key of the module is in the checkpoint, which has first.seen, first.inner.weight, first.inner.bias, "
+        "while the state has seen, inner.weight, inner.bias"
+    )
+    assert refusal(Checkpoint(saved), state, strict=False)[0] == words
+
+
 def test_a_module_of_which_a_part_with_a_loader_matches_is_no_module_without_a_match() -> None:
     class Doubling(nn.Linear):
         """Saves its weight doubled, and halves it when it loads."""
