@@ -34,7 +34,11 @@ class Callbacks:
                 log.exception("%s", name)
 
         thread = threading.Thread(target=run, name="ckptd-callback", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is ending, and starts no threads
+            run()
+            return
         self._last = thread  # only now, because a thread that was not started cannot be waited for
         _threads.add(thread)
 

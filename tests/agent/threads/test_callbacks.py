@@ -37,6 +37,16 @@ def test_an_exception_is_logged_and_the_next_call_comes(caplog: pytest.LogCaptur
     assert "ZeroDivisionError" in caplog.text
 
 
+def test_an_interpreter_that_is_ending_runs_the_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ending(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    callbacks, heard = Callbacks(), list[str]()
+    monkeypatch.setattr(threading.Thread, "start", ending)
+    callbacks.call(lambda: heard.append("called"), "late")
+    assert heard == ["called"]
+
+
 SCRIPT = """
 import time
 from ckptd.agent.threads import callbacks
