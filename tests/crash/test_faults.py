@@ -62,10 +62,7 @@ def test_a_broken_journal_ends_the_daemon_and_the_next_one_continues(place: Home
     assert first.died() == 1
     assert "cannot write the journal" in place.log_text()
     first.close()
-    with running(place):
-        if nth == 1:  # its first request failed: it cannot begin an attempt without a daemon
-            trainer.join()
-            trainer = trainers.start(place.socket, trainers.Diary(place.path / "diary"), 1, 3)
+    with running(place):  # with which a trainer whose first request has failed begins
         until(
             lambda: (place.root / trainers.JOB).exists() and "step-00000003" in str(list((place.root / trainers.JOB).iterdir())), "step 3"
         )
