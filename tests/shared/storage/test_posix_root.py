@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import importlib
 import os
+import pkgutil
 import re
 import stat
 import tempfile
@@ -14,6 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import ckptd.agent
+import ckptd.daemon
+import ckptd.shared
 from ckptd.agent import Agent
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, StorageError
@@ -150,7 +155,17 @@ def test_a_root_without_locks_is_refused_in_one_sentence(root: Path, monkeypatch
     assert opened(root) == before
 
 
+def import_everything() -> None:
+    """Import all modules, because another user may not be able to read them later: a clone may lie below a directory of mode 0700."""
+    for package in (ckptd.agent, ckptd.daemon, ckptd.shared):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+    importlib.import_module("numpy.random")  # which NumPy imports at the first use
+
+
 def become_user() -> None:
+    import_everything()
     os.setgroups([])
     os.setgid(USER)
     os.setuid(USER)
@@ -159,6 +174,7 @@ def become_user() -> None:
 def test_a_daemon_does_not_save_into_another_users_job_directory(place: Home) -> None:
     if os.getuid():
         pytest.skip("becoming another user needs root")
+    import_everything()
     os.chmod(place.path, 0o1777)
     place.root.mkdir()
     os.chown(place.root, USER, USER)
