@@ -308,6 +308,18 @@ def test_a_setting_that_is_a_tensor_is_filled_in_place_if_the_optimizer_has_one(
     assert plain[1].param_groups[0]["lr"].item() == 0.25
 
 
+def test_a_tensor_that_is_a_setting_of_two_groups_is_not_filled_with_the_settings_of_both() -> None:
+    def program(*rates: torch.Tensor) -> dict[str, Any]:
+        model = torch.nn.Linear(2, 2)
+        groups = [{"params": [parameter], "lr": rate} for parameter, rate in zip(model.parameters(), rates, strict=True)]
+        return {"model": model, "optim": torch.optim.SGD(groups)}
+
+    common = torch.tensor(9.0)
+    state = program(common, common)
+    Checkpoint(program(torch.tensor(0.5), torch.tensor(0.25))).recover(state)
+    assert [group["lr"].item() for group in state["optim"].param_groups] == [0.5, 0.25]
+
+
 def test_an_optimizer_with_other_parameters_is_refused_by_name() -> None:
     model, optimizer = trained()
     other, into = fresh(("a", "c"))
