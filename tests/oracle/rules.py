@@ -190,18 +190,26 @@ def _of_other_optimizers(pair: Pair, run: Run, target: Run, facts: Facts) -> Ite
         if held == {True}:
             continue
         if held == {True, False}:
-            if pair.call.strict and not isinstance(target.state[key], Holder):
+            if isinstance(target.state[key], Holder):
+                continue
+            if pair.call.strict:
                 yield _reason("the optimizer lay in an object of the caller's", key)
+            elif 0 not in (counts := {_count(which.optimizers[key]) for which in (run, target)}) and len(counts) > 1:
+                yield _reason("another number of parameters without names", key)
             continue
         if type(optimizer).__name__ != type(theirs).__name__:
             if pair.call.strict:
                 yield _reason("the optimizer is of another class", key)
             continue
         ours, saved = names_by_group(target, optimizer), facts.groups[key]
-        if pair.call.saved and len(list(chain.from_iterable(ours))) != len(list(chain.from_iterable(saved))):
+        if pair.call.saved and _count(optimizer) != _count(theirs):
             yield _reason("another number of parameters without names", key)
             continue
         yield from (_reason(why, key) for why in _of_other_groups(pair, ours, saved, [_settings(group) for group in theirs.param_groups]))
+
+
+def _count(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _of_other_groups(pair: Pair, ours: list[list[str]], saved: list[list[str]], settings: list[str]) -> Iterator[str]:
