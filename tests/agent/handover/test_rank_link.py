@@ -163,6 +163,7 @@ def test_ranks_that_have_not_called_are_named_once(world: World, caplog: pytest.
         m.Waiting(re=0, attempt=3, step=1, ranks=[1]),  # a round names the rank
         m.Waiting(re=0, attempt=3, step=9, ranks=[1]),  # this rank has not called, either
         m.Waiting(re=0, attempt=2, step=2, ranks=[1]),  # of another attempt
+        m.Waiting(re=0, attempt=3, step=2, ranks=[0, 1]),  # this rank has called since
         m.Waiting(re=0, attempt=3, step=2, ranks=[1]),
         m.Waiting(re=0, attempt=3, step=3, ranks=[1]),
         m.Progress(re=0, attempt=3, step=4, state="durable"),
