@@ -61,7 +61,7 @@ def find_all() -> list[Neighbour]:
 
 
 def _sockets(process: psutil.Process) -> set[str]:
-    """Return the addresses of a process's sockets. None if this system does not show them."""
+    """Return the addresses of a process's sockets, or an empty set if this system does not show them."""
     try:
         return {str(each.laddr) for each in process.net_connections("unix") if each.laddr}
     except (psutil.Error, OSError, ValueError, LookupError):  # psutil raises the last two where /proc has another form
@@ -69,7 +69,7 @@ def _sockets(process: psutil.Process) -> set[str]:
 
 
 def _named_socket(command: list[str]) -> set[str]:
-    """Return the socket that a daemon's command names, if any."""
+    """Return the socket that a daemon's command names, or an empty set if it names none."""
     return {command[number] for number in range(1, len(command)) if command[number - 1] == "--socket"}
 
 

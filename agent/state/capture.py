@@ -79,7 +79,7 @@ class Habits:
     dicts: Known = field(default_factory=dict)
     names: KeptNames = field(default_factory=KeptNames)
     held: dict[str, tuple[list[Key], bool]] = field(default_factory=dict)
-    """For each optimizer, the names of its parameters, and whether the state has all of them."""
+    """Holds, for each optimizer, the names of its parameters, and whether the state has all of them."""
     versions: _KeptVersions = field(default_factory=_KeptVersions)
 
 

@@ -80,7 +80,7 @@ def find(state: Any, path: str, kind: type[T] | tuple[type[T], ...], *, tensors:
 
 
 _BARE = -1
-"""The number in the place of a module for a parameter that is in no module, but under a key."""
+"""The number that stands for "no module": the parameter lies directly under a key of the state."""
 
 
 class ModuleParameters(NamedTuple):

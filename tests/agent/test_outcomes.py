@@ -141,7 +141,7 @@ def test_an_error_in_on_failure_is_logged_and_changes_nothing(job: Run, caplog: 
 
 
 def test_on_failure_may_wait_and_holds_no_snapshot(job: Run) -> None:
-    """It posts to a chat, for example, or waits for another snapshot."""
+    """A callback posts to a chat, for example, or waits for another snapshot."""
     entered, may_go, waited = threading.Event(), threading.Event(), threading.Event()
     later: list[Pending] = []
 

@@ -180,7 +180,7 @@ def test_a_refusal_that_comes_after_a_failure_changes_nothing() -> None:
 
 
 def test_a_snapshot_that_gets_no_larger_slot_has_failed() -> None:
-    """It was granted a smaller slot before, so it was not skipped."""
+    """The snapshot was granted a smaller slot before, so it was not skipped."""
     pending = moved(Event.GRANT)
     pending.skip("every slot is still being saved")
     assert (pending.state, str(pending.error)) == ("failed", "step 5 failed: every slot is still being saved")

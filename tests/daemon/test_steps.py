@@ -100,7 +100,7 @@ def test_nobody_is_missing_in_a_step_that_all_ranks_have_sealed_or_that_has_fail
 
 
 def shown(made: Made) -> list[tuple[dict[int, list[int]], list[int]]]:
-    """What the lowest rank of the node was told for the board, of the ranks that have not come."""
+    """Return, for each holding that was sent to the board, the ranks that have not come and the overdue steps."""
     return [(each.begun, each.overdue) for each in made.clients[0].holdings]
 
 

@@ -14,7 +14,7 @@ from tests.oracle.program import Block, Call, Extra, Model, Optimizer, Pair, Pro
 T = TypeVar("T")
 BLOCKS = tuple(name for name in modules.MODULES if name not in ("lazy", "tagged")) + 3 * ("linear",)
 FROM_STORAGE, IN_A_FRESH_PROCESS = 1 / 8, 1 / 16
-"""Which part of the pairs recovers from storage, and which part in a process of its own."""
+"""The part of the pairs that recovers from storage, and the part that recovers in a process of its own."""
 SCHEDULABLE = tuple(name for name, kind in optimizers.OPTIMIZERS.items() if not kind.single)
 
 

@@ -50,7 +50,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What there is to say of an exception, in a form that other processes can read.
+    """Describes an exception in a form that other processes can read.
 
     ours: it is an error of ckptd. overwritten: it says that the state is partly overwritten. key: the key of the object that raised it, if
     a reference has loaded the state.

@@ -184,7 +184,7 @@ def _check_alive(daemon: Daemon) -> None:
 
 
 class Lane:
-    """Judges pairs one after the other. Its daemon is made anew after `PAIRS_OF_A_DAEMON` pairs."""
+    """Judges pairs one after the other. A new daemon replaces its daemon after `PAIRS_OF_A_DAEMON` pairs."""
 
     def __init__(self) -> None:
         self._open, self._left = ExitStack(), 0

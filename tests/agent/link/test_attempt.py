@@ -26,7 +26,7 @@ class Served:
     welcome: m.Welcome
     attempt: int = 0
     ends: int = 0
-    """How many calls end because the daemon does."""
+    """The number of calls that fail because the daemon ends."""
     comes_back: bool = True
 
     def call(self, make: Any, kind: type[m.Began], timeout: float) -> tuple[m.Began, tuple[()]]:

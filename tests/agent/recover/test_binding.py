@@ -55,7 +55,7 @@ class Unready(Loader):
 
 @pytest.mark.parametrize("key", ["loader", "loaders.1"])
 def test_an_object_whose_state_dict_raises_is_refused_by_its_key(key: str) -> None:
-    """Its form is what the saved one is compared with."""
+    """The recovery compares the form of this state dict with the saved one."""
     tensor, unready = torch.zeros(2), Unready()
 
     def of(loader: Loader, weight: torch.Tensor) -> dict[str, Any]:

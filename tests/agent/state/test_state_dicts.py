@@ -43,7 +43,7 @@ def loaded(module: torch.nn.Module, state: Any) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("place", ["state dict", "empty"])
 def test_a_state_dict_among_the_values_comes_back_with_its_versions(place: str) -> None:
-    """Its metadata are those of torch's round trip, and so is what `load_state_dict` makes of it."""
+    """The metadata, and the result of `load_state_dict`, are those of torch's round trip."""
     saved, module = stack(Same, LaterSame).state_dict(), stack(LaterSame, LaterSame)
     expected = loaded(stack(LaterSame, LaterSame), round_trip(saved))
     state: dict[str, Any] = {"list": [{"sd": module.state_dict() if place == "state dict" else OrderedDict()}]}
