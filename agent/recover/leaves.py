@@ -83,9 +83,14 @@ class Leaves:
         """Return True if the caller's value of this key stays."""
         if not self.options.keep:
             return False
+        matching = self.note_kept(path)
+        self.matched += matching
+        return matching
+
+    def note_kept(self, path: str) -> bool:
+        """Note which patterns in `keep` match this key of the state. Return True if any does."""
         matching = {pattern for pattern in self.options.keep if fnmatchcase(path, pattern)}
         self.kept |= matching
-        self.matched += bool(matching)
         return bool(matching)
 
     def other_kind(self, path: str, saved: Any, expected: str) -> Value:

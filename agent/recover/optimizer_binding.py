@@ -54,6 +54,9 @@ class Optimizers:
             return self._whole(place, tree, path) if optimizer_loads_by_itself(place) else leaves.other_kind(path, saved, "an optimizer")
         former = _names_in(tree)
         tree = with_current_names(tree, place, self._names)
+        for number, group in enumerate(place.param_groups if leaves.options.keep else ()):
+            for name in group:  # the checkpoint may lack a setting that the caller keeps
+                leaves.note_kept(f"{path}.param_groups.{number}.{name}")
         keys = self._names.of(place)
         saved_names = _names_in(tree)
         self._parameters.rename(path, {new: old for new, old in zip(saved_names, former, strict=True) if new != old})

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -118,13 +118,24 @@ def test_files_of_an_upload_that_nobody_finishes_are_deleted(place: Home, point:
 
 
 def check_storage(root: Location) -> None:
-    """Have a daemon upload what waits, then check the root as without a stage."""
-    place, arguments = _places[root], without_stage.KEEP
-    daemon = Daemon(place, *arguments, forked=True).wait_ready()
-    try:
-        until(lambda: (stage := daemon.status()["stage"])["root_known"] and not stage["waiting"], "end of the uploads")
-    finally:
-        assert daemon.stop() == 0
+    """Have a daemon upload what waits, and the next one finish the deletions that its end has interrupted. Then check the root as
+    without a stage.
+    """
+    place, repository = _places[root], open_root(root)
+
+    def is_whole(tag: str) -> bool:
+        files = list(repository.files("job", tag))
+        return not files or names.MANIFEST in files
+
+    def serve_until(condition: Callable[[Daemon], bool], what: str) -> None:
+        daemon = Daemon(place, *without_stage.KEEP, forked=True).wait_ready()
+        try:
+            until(lambda: daemon.status()["stage"]["root_known"] and condition(daemon), what)
+        finally:
+            assert daemon.stop() == 0
+
+    serve_until(lambda daemon: not daemon.status()["stage"]["waiting"], "end of the uploads")
+    serve_until(lambda _: all(map(is_whole, repository.tags("job"))), "end of the deletions")
     original(root)
 
 

@@ -401,6 +401,18 @@ def test_any_key_may_be_kept_even_one_that_the_checkpoint_lacks() -> None:
     assert (state["w"].tolist(), state["epoch"], state["new"]) == ([0.0, 0.0], 9, 5)  # type: ignore[attr-defined]
 
 
+def test_a_setting_that_only_the_callers_optimizer_has_may_be_kept() -> None:
+    """The group has no parameters any more, so nothing says which saved settings would be its own."""
+    model, optimizer = trained()
+    other = torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.zeros(2))})
+    into = torch.optim.Adam([{"params": [], "lr": 9.0}])
+    saved, keep = Checkpoint({"model": model, "optim": optimizer}), ["optim.param_groups.*.lr"]
+    assert saved.bind({"model": other, "optim": into}, strict=False, keep=keep).kept == set(keep)
+    saved.recover({"model": other, "optim": into}, strict=False, keep=keep)
+    assert torch.equal(other["a"], model["a"])
+    assert into.param_groups[0]["lr"] == 9.0
+
+
 def test_an_optimizer_of_which_no_parameter_is_in_the_checkpoint_is_refused() -> None:
     model, optimizer = trained()
     other, into = trained(lr=0.5)
