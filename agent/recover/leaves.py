@@ -123,14 +123,13 @@ class Leaves:
         self.paths[saved.fqn] = path
         return unchanged
 
-    def converted(self, saved: TensorRef, path: str, dtype: torch.dtype, device: torch.device) -> Value:
-        """Make a saved tensor in another dtype."""
-        own = self.saved.dtype(saved.fqn)
+    def convert(self, name: str, path: str, dtype: torch.dtype) -> None:
+        """Have the saved tensor of this name made in another dtype. Record a difference if that dtype cannot hold its values."""
+        own = self.saved.dtype(name)
         if why := refused(own, dtype):
-            return self.differ(_other_dtype(path, own, dtype, why), keep=path)
-        self.fresh_dtypes[saved.fqn] = dtype
-        self.paths[saved.fqn] = path
-        return self.make(saved, path, device)
+            self.differ(_other_dtype(path, own, dtype, why), keep=path)
+        self.fresh_dtypes[name] = dtype
+        self.paths[name] = path
 
     def have_memory(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> bool:
         """Return True if all tensors have memory.

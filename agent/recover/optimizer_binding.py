@@ -339,40 +339,35 @@ class Optimizers:
             leaves.differ(*state_difference(mine, entry, path), keep=optimizer)
         values: dict[Any, Value] = {}
         for name, saved in entry.items():
-            own = mine.get(name)
+            own, inside = mine.get(name), f"{path}.{name}"
             device = torch.device("cpu") if name == "step" and not steps_on_device(place, parameter) else parameter.device
+            tensors = [saved] if isinstance(saved, TensorRef) else list(map(TensorRef, tensor_names(saved)))
+            dtypes = {one.fqn: self._dtype_for(one, name, key, parameter, optimizer) for one in tensors} if in_place else {}
+            dtypes = {fqn: dtype for fqn, dtype in dtypes.items() if dtype != leaves.saved.dtype(fqn)}
             if isinstance(saved, TensorRef):
                 # An optimizer that has only some of the state of a parameter fails at its next step.
-                leaves.wholes[f"{path}.{name}"] = path
-                described = leaves.saved.describe(saved.fqn)
-                dtype = self._dtype_for(saved, name, key, parameter, optimizer) if in_place else leaves.saved.dtype(saved.fqn)
-                if isinstance(own, torch.Tensor) and tuple(own.shape) == tuple(described.size) and own.dtype == dtype:
-                    values[name] = leaves.tensor(own, saved, f"{path}.{name}")
-                elif isinstance(parameter, DTensor) and tuple(parameter.shape) == tuple(described.size):
-                    values[name] = self._like(parameter, saved, dtype, f"{path}.{name}")
-                elif dtype != leaves.saved.dtype(saved.fqn):
-                    values[name] = leaves.converted(saved, f"{path}.{name}", dtype, device)
-                else:
-                    values[name] = leaves.make(saved, f"{path}.{name}", device)
-            elif (
-                own is None
-                and isinstance(parameter, DTensor)
-                and isinstance(saved, ObjectNode)
-                and size_of(saved.kind, saved.tree) == tuple(parameter.shape)
-            ):
-                leaves.differ(
-                    f"{path}.{name}: the checkpoint has a tensor of class {saved.cls}, which consists of several tensors, "
-                    "and the parameter is a DTensor: it cannot be divided as the parameter is",
-                    keep=path,
-                )
-            elif isinstance(own, torch.Tensor) and isinstance(saved, ObjectNode):  # saved in parts, such as a quantized tensor
-                values[name] = self._bind(own, saved, f"{path}.{name}")
-            else:
-                for inner in map(TensorRef, tensor_names(saved) if in_place else ()):
-                    dtype = self._dtype_for(inner, name, key, parameter, optimizer)
-                    if dtype != leaves.saved.dtype(inner.fqn):
-                        leaves.converted(inner, f"{path}.{name}", dtype, device)
-                values[name] = leaves.make(saved, f"{path}.{name}", device)
+                leaves.wholes[inside] = path
+                size, dtype = tuple(leaves.saved.describe(saved.fqn).size), dtypes.get(saved.fqn, leaves.saved.dtype(saved.fqn))
+                if isinstance(own, torch.Tensor) and tuple(own.shape) == size and own.dtype == dtype:
+                    values[name] = leaves.tensor(own, saved, inside)
+                    continue
+                if isinstance(parameter, DTensor) and tuple(parameter.shape) == size:
+                    values[name] = self._like(parameter, saved, dtype, inside)
+                    continue
+            elif isinstance(saved, ObjectNode):  # saved in parts, such as a quantized tensor
+                if own is None and isinstance(parameter, DTensor) and size_of(saved.kind, saved.tree) == tuple(parameter.shape):
+                    leaves.differ(
+                        f"{inside}: the checkpoint has a tensor of class {saved.cls}, which consists of several tensors, "
+                        "and the parameter is a DTensor: it cannot be divided as the parameter is",
+                        keep=path,
+                    )
+                    continue
+                if isinstance(own, torch.Tensor) and (not dtypes or isinstance(own, DTensor)):
+                    values[name] = self._bind(own, saved, inside)
+                    continue
+            for fqn, dtype in dtypes.items():
+                leaves.convert(fqn, inside, dtype)
+            values[name] = leaves.make(saved, inside, device)
         return values
 
     def _dtype_for(self, saved: TensorRef, name: Any, key: Key, parameter: torch.Tensor, path: str) -> torch.dtype:

@@ -265,6 +265,12 @@ def _lossy_block(chance: Random, pair: Pair) -> Pair | None:
 
 def _grown(chance: Random, pair: Pair) -> Pair | None:
     made = _change_block(chance, pair, lambda block, _: replace(block, size=block.size * 2))
+    if made is not None and made.call.keep:  # an optimizer inside an object gets all of its saved state, and so that of what is kept
+        before, after = (
+            replace(which, optimizers=tuple(replace(plan, wrapped=False) for plan in which.optimizers))
+            for which in (made.before, made.after)
+        )
+        made = replace(made, before=before, after=after)
     if made is not None and chance.random() < 0.3:
         keys = tuple(plan.key for plan in made.after.optimizers)
         return replace(made, call=replace(made.call, only=keys, saved=keys))

@@ -130,7 +130,7 @@ def load_by_name(run: Run, data: bytes, call: Call, facts: Facts) -> None:
 
     def load(key: str, place: Any, saved: Any) -> None:
         if isinstance(place, nn.Module):
-            _module(place, saved, call)
+            _module(key, place, saved, call)
         elif key in run.optimizers and not isinstance(place, Holder):
             _optimizer(run, key, place, saved, facts, call)
         elif isinstance(place, Holder) and key not in facts.held:
@@ -189,13 +189,17 @@ def _into(place: Any, saved: Any, key: str, load: Callable[[str, Any, Any], None
     return saved
 
 
-def _module(module: nn.Module, saved: dict[str, Any], call: Call) -> None:
+def _module(key: str, module: nn.Module, saved: dict[str, Any], call: Call) -> None:
     if type(module).state_dict is not nn.Module.state_dict:  # the names are those of its own form
         module.load_state_dict(saved, strict=call.strict)
         return
     by_name = {canonical(name): value for name, value in saved.items()}
     own = {canonical(name): name for name in module.state_dict()}
     named = {own.get(name, name): value for name, value in by_name.items()}
+    mine = module.state_dict() if call.keep else {}
+    for name in own if call.keep else ():  # a value that is kept need not have its saved shape
+        if own[name] in named and any(fnmatchcase(f"{key}.{name}", pattern) for pattern in call.keep):
+            named[own[name]] = mine[own[name]]
     metadata = getattr(saved, "_metadata", None)
     if metadata is not None:
         renamed = type(saved)(named)

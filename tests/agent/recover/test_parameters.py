@@ -13,6 +13,7 @@ from ckptd.agent.recover.options import Options
 from ckptd.agent.recover.parameters import Form, SavedParameters, kept_parameters
 from ckptd.agent.state.naming import Names
 from tests.oracle.prints import text
+from tests.oracle.tensors import Doubled
 from tests.support.refusals import refusal, refuses
 from tests.support.saved_states import Checkpoint
 
@@ -158,6 +159,22 @@ def test_recorded_dtypes_are_followed_too() -> None:
     state = trained(3, 0.0, BF16, steps=0)
     Checkpoint({"optim": trained(3)["optim"]}).recover({"optim": state["optim"]})
     assert {value.dtype for name, value in state["optim"].state[state["model"].emb.weight].items() if name != "step"} == {BF16}
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_moments_that_consist_of_several_tensors_follow_the_dtype_too(has_state: bool) -> None:
+    def made(value: float, dtype: torch.dtype, has_state: bool) -> dict[str, Any]:
+        parameter = torch.nn.Parameter(Doubled(torch.full((2,), value, dtype=dtype), torch.zeros(2, dtype=dtype)))
+        optim = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        if has_state:
+            high, low = torch.full((2,), value, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+            optim.state[parameter]["momentum_buffer"] = Doubled(high, low)
+        return {"model": torch.nn.ParameterDict({"a": parameter}), "optim": optim}
+
+    state = made(0.0, BF16, has_state)
+    Checkpoint(made(3.0, F32, True)).recover(state)
+    moment = state["optim"].state[state["model"]["a"]]["momentum_buffer"]
+    assert (moment.high.dtype, moment.low.dtype, moment.high.tolist()) == (BF16, BF16, [3.0, 3.0])
 
 
 def test_an_optimizer_without_its_modules_says_that_the_names_are_theirs() -> None:
