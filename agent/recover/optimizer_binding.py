@@ -21,9 +21,10 @@ from ckptd.agent.recover.optimizer_check import (
 )
 from ckptd.agent.recover.own_loaders import load_into, loader_of
 from ckptd.agent.recover.parameters import SavedParameters
-from ckptd.agent.state.capture import flattened_state, load_flattened_state, state_of
+from ckptd.agent.state.capture import state_of
 from ckptd.agent.state.components import size_of
 from ckptd.agent.state.customized import optimizer_loads_by_itself
+from ckptd.agent.state.flat_optimizers import flattened_state, load_flattened_state
 from ckptd.agent.state.merge import is_optimizer
 from ckptd.agent.state.naming import Key, Names, parameters_of, with_current_names
 from ckptd.agent.state.optimizers import steps_on_device, tell, without_state
@@ -292,7 +293,7 @@ class Optimizers:
             leaves.undo += [place.state.clear, lambda: place.state.update(before)]  # DCP makes the optimizer take a fake step
         try:
             with state_of(place, path):
-                own = flattened_state(place, root)
+                own = flattened_state(place, root, path)
         except UnsavableValue as error:
             return leaves.differ(str(error), keep=path)
         groups: list[dict[str, Any]] = own["param_groups"]

@@ -18,13 +18,14 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.state.dtypes import dtype_name
+from ckptd.agent.state.flat_optimizers import flat_optimizer_state
 from ckptd.agent.state.merge import is_optimizer
 from ckptd.agent.state.naming import KeptNames, Key, Names, find, is_stateful, parameters_of
-from ckptd.agent.state.optimizers import class_of
+from ckptd.agent.state.optimizers import class_of, taken_key, without_param_names
 from ckptd.agent.state.refusals import check_values, is_uninitialized
 from ckptd.agent.state.values import TENSORS, Known, LenientPacker, Packer
 from ckptd.agent.state.versions import Versions, versions_of
@@ -122,7 +123,7 @@ def _capture(state: Any, rank: int, habits: Habits, unsaved: dict[str, str] | No
         with state_of(value, path):
             if id(value) in failed:
                 raise failed[id(value)]
-            return expand_object(value, names)
+            return expand_object(value, names, path)
 
     packer = Packer(expand, rank, habits.dicts) if unsaved is None else LenientPacker(expand, rank, unsaved)
     encoded, tensors = packer.encode(state), packer.tensors
@@ -177,16 +178,17 @@ def values_document(captured: Captured, *, rng: bool) -> bytes:
     return packer.encode_map({**encoded, "rng": packer.pack(rng_state() if rng else None, "rng")})
 
 
-def expand_object(value: Any, names: Names) -> tuple[str, Any] | None:
+def expand_object(value: Any, names: Names, path: str = "") -> tuple[str, Any] | None:
     """Return (kind, plain tree) for an object that has a state of its own, or None for any other value.
 
-    The kind is `module`, `optimizer`, or `stateful` for any other object with both `state_dict` and `load_state_dict`.
+    The kind is `module`, `optimizer`, or `stateful` for any other object with both `state_dict` and `load_state_dict`. path: the key of the
+    value.
     """
     if isinstance(value, torch.nn.Module):
         return "module", module_state(value)
     if isinstance(value, torch.optim.Optimizer):
         root = names.flattened_by(value)
-        return "optimizer", optimizer_state(value, names) if root is None else flattened_optimizer_state(value, root)
+        return "optimizer", optimizer_state(value, names) if root is None else flat_optimizer_state(value, root, path)
     if is_stateful(value):
         return "stateful", value.state_dict()
     return None
@@ -229,87 +231,6 @@ def versioned_state(module: torch.nn.Module) -> tuple[dict[str, Any], Versions |
     return canonical_keys(module, state), versions_of(module, state)
 
 
-def flattened_optimizer_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> dict[str, Any]:
-    """Return the state of an optimizer over parameters that FSDP1 has flattened in the module `root`.
-
-    An optimizer without state is captured as empty, because DCP's `get_optimizer_state_dict` would make it take a step.
-    """
-    if any(isinstance(key, torch.Tensor) for key in optimizer.state):
-        return flattened_state(optimizer, root)
-    groups = [{**group, "params": []} for group in optimizer.param_groups]
-    return {"state": dict(optimizer.state), "param_groups": _without_param_names(groups)}
-
-
-def flattened_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> dict[str, Any]:
-    """Return the state of an optimizer over flat parameters, from DCP's `get_optimizer_state_dict`.
-
-    The groups and the entries that belong to no parameter, which DCP leaves out, are added. DCP
-    gives all parameters of a flat parameter the same tensor `step`. Here each has a tensor of its
-    own, because an optimizer over a model that is not flat adds to the step of each parameter.
-    """
-    with _only_parameters(optimizer) as (empty, others):
-        found: dict[str, Any] = get_optimizer_state_dict(root, optimizer)
-    groups = list(found["param_groups"])
-    for number, group in empty.items():
-        groups.insert(number, {**group, "params": []})
-    _check_apart(others, groups)
-    return {**found, "state": {**_unshared(found["state"]), **others}, "param_groups": _without_param_names(groups)}
-
-
-def _unshared(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of parameters without shared scalar tensors.
-
-    A scalar tensor that an earlier parameter has, too, is copied.
-    """
-    seen = set[int]()
-
-    def own(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and not value.dim():
-            if id(value) in seen:
-                return value.clone()
-            seen.add(id(value))
-        return value
-
-    return {name: {key: own(value) for key, value in entry.items()} for name, entry in state.items()}
-
-
-def load_flattened_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Load a state that `flattened_state` has returned, with DCP's `set_optimizer_state_dict`."""
-    named = {name for group in state["param_groups"] for name in group["params"]}
-    of_parameters = {
-        **state,
-        "state": {key: value for key, value in state["state"].items() if key in named},
-        "param_groups": [group for group in state["param_groups"] if group["params"]],
-    }
-    with _only_parameters(optimizer) as (empty, others):
-        set_optimizer_state_dict(root, optimizer, of_parameters)
-        others.clear()
-        others.update({key: value for key, value in state["state"].items() if key not in named})
-        for number, group in empty.items():
-            group.update({key: value for key, value in state["param_groups"][number].items() if key != "params"})
-
-
-@contextmanager
-def _only_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[int, dict[str, Any]], dict[Any, Any]]]:
-    """Context manager. Remove the groups and entries without parameters, because DCP fails on them.
-
-    Yields the removed groups by their number, and the removed entries of the state. Both are put
-    back at the end, as they then are.
-    """
-    groups = optimizer.param_groups
-    empty = {number: group for number, group in enumerate(groups) if not group["params"]}
-    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    groups[:] = [group for group in groups if group["params"]]
-    for key in others:
-        del optimizer.state[key]
-    try:
-        yield empty, others
-    finally:
-        for number, group in empty.items():
-            optimizer.param_groups.insert(number, group)
-        optimizer.state.update(others)
-
-
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
     """Return `optimizer.state_dict()` in DCP's form, with names in place of its integers.
 
@@ -332,28 +253,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Names) -> dict[str,
         others: list[Any] = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
         taken = next((key for key in others if key in keys or (type(key) is int and 0 <= key < len(keys))), None)
         if taken is not None:
-            raise _taken(taken)
-    return {**state, "state": found, "param_groups": _without_param_names(groups)}
-
-
-def _without_param_names(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return parameter groups without the names that torch keeps in them.
-
-    These names are no settings, and a recovery leaves the caller's as they are.
-    """
-    return [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
-
-
-def _check_apart(others: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
-    for taken in others.keys() & {name for group in groups for name in group["params"]}:
-        raise _taken(taken)
-
-
-def _taken(key: Any) -> UnsavableValue:
-    return UnsavableValue(
-        f"the state of an optimizer has an entry of no parameter under the key {key!r}, which is also the name or the number of one of its "
-        "parameters: keep the entry under another key"
-    )
+            raise taken_key(taken)
+    return {**state, "state": found, "param_groups": without_param_names(groups)}
 
 
 def optimizer_bytes_to_come(state: Any, world_size: int = 1) -> int:

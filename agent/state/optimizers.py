@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from ckptd.shared.errors import UnsavableValue
+
 
 def steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
     """Return True if the optimizer keeps the step counter of this parameter on the parameter's device.
@@ -66,3 +68,19 @@ def without_state(place: torch.optim.Optimizer, groups: list[dict[str, Any]]) ->
     place.state.clear()
     for group, saved in zip(place.param_groups, groups, strict=False):
         group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def without_param_names(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return parameter groups without the names that torch keeps in them.
+
+    These names are no settings, and a recovery leaves the caller's as they are.
+    """
+    return [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
+
+
+def taken_key(key: Any) -> UnsavableValue:
+    """Return the error for an entry of no parameter whose key is also the name or the number of a parameter."""
+    return UnsavableValue(
+        f"the state of an optimizer has an entry of no parameter under the key {key!r}, which is also the name or the number of one of its "
+        "parameters: keep the entry under another key"
+    )

@@ -143,15 +143,9 @@ def _changed(chance: Random, pair: SpreadPair, name: str) -> SpreadPair:
 def _possible(pair: SpreadPair) -> SpreadPair:
     """Return the pair without what its kinds of programs cannot do.
 
-    FSDP1 cannot freeze a layer, or have flat parameters compiled or in two groups. It cannot gather quantized moments: if only
-    one of two ranks has them, the other one waits in the collective. Experts inside the model cannot be marked, and need a kind
-    that leaves them alone. Values of each rank's own cannot go to another number of ranks.
+    FSDP1 cannot freeze a layer, or have flat parameters compiled or in two groups. Experts inside the model cannot be marked, and
+    need a kind that leaves them alone. Values of each rank's own cannot go to another number of ranks.
     """
-    if "eight-bit" in (pair.before.optimizer, pair.after.optimizer):
-        sharded = [
-            replace(one, kind="fsdp2") if one.kind.startswith("fsdp1") and one.world > 1 else one for one in (pair.before, pair.after)
-        ]
-        pair = replace(pair, before=sharded[0], after=sharded[1])
     before, after = pair.before, pair.after
     kinds = {before.kind, after.kind}
     limits: dict[str, Any] = {}

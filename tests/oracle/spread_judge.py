@@ -126,7 +126,7 @@ def _at_odds(found: list[Print]) -> list[str]:
 
 def _names_optimizer(errors: list[str]) -> bool:
     """Return True if each error names a moment, or the optimizer, from which FSDP1 could not gather the moments."""
-    return all("optim.state." in error or "optim: the state_dict() of " in error for error in errors)
+    return all("optim.state." in error or "optim: FullyShardedDataParallel cannot gather " in error for error in errors)
 
 
 def _unmarked(pair: SpreadPair, errors: list[str], ranks: Ranks, socket: Path, job: str, sharded: bool) -> Verdict:

@@ -26,9 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ckptd.agent import Agent
-from ckptd.shared.errors import StructureMismatch
+from ckptd.shared.errors import CkptdError, StructureMismatch
 from ckptd.shared.part import PartReader
 from ckptd.shared.plan import Plan
+from tests.oracle.optimizers import EightBitMomentum
 from tests.support import forks
 from tests.support.daemons import Daemon, Home, home
 from tests.support.ranks import HERE, Ranks
@@ -68,6 +69,30 @@ class Tied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores: torch.Tensor = self.head(torch.tanh(self.embedding(x.argmax(1))))
+        return scores
+
+
+class Three(nn.Module):
+    """A network with three parameters, so that one of two shards has two of them, and the other has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(3, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.only(x[:, :3])
+        return scores
+
+
+class One(nn.Module):
+    """A network with one parameter, so that one of two shards is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.only(x[:, :1])
         return scores
 
 
@@ -120,6 +145,8 @@ def _optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     if kind == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    if kind == "eight-bit":
+        return EightBitMomentum(model.parameters(), lr=0.1)
     assert kind == "groups"
     first, *rest = model.parameters()
     return torch.optim.AdamW([{"params": [first], "lr": 0.3, "weight_decay": 0.2}, {"params": rest, "lr": 0.05}], foreach=False)
@@ -141,6 +168,24 @@ def train(steps: int) -> None:
 def save(socket: Path, step: int) -> None:
     """Save a durable snapshot of everything."""
     agent(socket).snapshot(_state(), step=step, rng=False).wait("durable", timeout=60)
+
+
+def refusal_of_save(socket: Path, step: int) -> str:
+    """Return the error of a snapshot."""
+    try:
+        agent(socket).snapshot(_state(), step=step, rng=False, on_error="raise").wait("durable", timeout=60)
+    except CkptdError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refusal_of_recovery(socket: Path) -> str:
+    """Return the error of a recovery."""
+    try:
+        agent(socket).recover(_state())
+    except CkptdError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def recover(socket: Path, same_partition: bool = False) -> tuple[str, int]:
