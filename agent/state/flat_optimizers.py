@@ -44,15 +44,17 @@ def _has_state(optimizer: torch.optim.Optimizer) -> bool:
     return any(isinstance(key, torch.Tensor) for key in optimizer.state)
 
 
+def _groups(root: torch.nn.Module) -> list[dist.ProcessGroup]:
+    """Return the process groups over whose ranks FSDP1 has divided parameters of `root`."""
+    modules = FullyShardedDataParallel.fsdp_modules(root)
+    divided = [module.process_group for module in modules if module.sharding_strategy is not ShardingStrategy.NO_SHARD]
+    return list({id(group): group for group in divided}.values())
+
+
 def _of_all_ranks(root: torch.nn.Module, own: Any) -> list[Any]:
     """Return the values that the ranks pass which share flat parameters of `root` with this rank. Each of them must call this."""
-    groups = {
-        id(module.process_group): module.process_group
-        for module in FullyShardedDataParallel.fsdp_modules(root)
-        if module.sharding_strategy is not ShardingStrategy.NO_SHARD
-    }
     found = [own]
-    for group in groups.values():
+    for group in _groups(root):
         values: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(values, own, group=group)
         found += values
@@ -70,7 +72,7 @@ def flattened_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module, pat
 
     def check(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         values = [value for entry in state["state"].values() if isinstance(entry, dict) for value in entry.values()]
-        in_parts = any(is_traceable_wrapper_subclass(value) and not isinstance(value, DTensor) for value in values)
+        in_parts = bool(_groups(root)) and any(is_traceable_wrapper_subclass(value) and not isinstance(value, DTensor) for value in values)
         ranks = _of_all_ranks(root, dist.get_rank() if in_parts else None)
         if holders := sorted(rank for rank in ranks if rank is not None):
             raise UnsavableValue(

@@ -54,6 +54,18 @@ def test_a_recovery_into_a_quantized_shard_on_one_rank_is_refused_on_all(daemon:
         assert ranks.call(optimizer_entries) == [0] * 2
 
 
+def test_quantized_moments_of_one_rank_are_not_gathered_and_come_back(daemon: Daemon) -> None:
+    with Ranks(1) as ranks:
+        ranks.call(build, "fsdp1", 1, "eight-bit")
+        ranks.call(train, 1)
+        ranks.call(save, daemon.home.socket, 1)
+        entries = ranks.call(optimizer_entries)
+    with Ranks(1) as ranks:
+        ranks.call(build, "fsdp1", 2, "eight-bit")
+        assert ranks.call(recover, daemon.home.socket) == [("memory", 1)]
+        assert ranks.call(optimizer_entries) == entries
+
+
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp1-flat"])
 def test_a_rank_whose_shard_is_empty_takes_part(daemon: Daemon, kind: str) -> None:
     """Its optimizer has no state, and the other rank's state is gathered from both."""
