@@ -380,7 +380,7 @@ class Optimizers:
         of a higher precision than the parameters.
         """
         dtype = self._leaves.saved.dtype(saved.fqn)
-        if name == "step" or not parameter.is_floating_point() or not dtype.is_floating_point:
+        if name == "step" or not parameter.is_floating_point() or not (dtype.is_floating_point or dtype.is_complex):
             return dtype
         before = {form.dtype for form in self._parameters.forms(path, key)}
         return parameter.dtype if before and parameter.dtype not in before else dtype

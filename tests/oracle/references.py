@@ -248,7 +248,7 @@ def _optimizer(run: Run, key: str, place: Any, saved: dict[str, Any], facts: Fac
     place.load_state_dict({**saved, "state": state, "param_groups": groups})
     for group, kept in zip(optimizer.param_groups, lacking, strict=True):
         group.update(kept)
-    if not _has_ways_of_its_own(optimizer):
+    if not has_ways_of_its_own(optimizer):
         _widen(run, optimizer, state, facts)
     for number, entry in own_state.items():
         optimizer.state[_parameters(optimizer)[number]] = entry
@@ -258,7 +258,7 @@ def _without_names(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "param_names"}
 
 
-def _has_ways_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
+def has_ways_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if an optimizer is given its state through its own method, which then decides about dtypes."""
     cls, plain = type(optimizer), torch.optim.Optimizer
     hooked = any(value for name, value in vars(optimizer).items() if "state_dict_" in name and name.endswith("hooks"))

@@ -21,7 +21,7 @@ from tests.oracle.extras import SCALERS, SCHEDULERS
 from tests.oracle.optimizers import Holder
 from tests.oracle.prints import text
 from tests.oracle.program import Pair
-from tests.oracle.references import Facts, by_position, names_by_group
+from tests.oracle.references import Facts, by_position, has_ways_of_its_own, names_by_group
 
 REFUSED_VALUES = frozenset({"plain-class", "ellipsis", "np-dtype"})
 """Values that cannot be saved, on purpose: a fresh process could not make them without code that a file names."""
@@ -59,6 +59,7 @@ def must_refuse(pair: Pair, run: Run, target: Run, facts: Facts) -> list[Reason]
         chain(
             _lossy(run, target),
             _shapes(pair, run, target, facts),
+            _complex_moments(pair, run, target),
             _unmatched(pair, target, facts),
             _of_other_keys(pair, run, target),
             _of_other_optimizers(pair, run, target, facts),
@@ -141,6 +142,20 @@ def _shapes(pair: Pair, run: Run, target: Run, facts: Facts) -> Iterator[Reason]
         for name, parameter in ((target.names[id(one)], one) for group in optimizer.param_groups for one in group["params"]):
             if name in saved and tuple(parameter.shape) != facts.shapes[name] and not pair.call.keep:
                 yield _reason("the state of a parameter of another shape", key, _key_of(name))
+
+
+def _complex_moments(pair: Pair, run: Run, target: Run) -> Iterator[Reason]:
+    """No imaginary part of a moment is dropped, as torch drops it for a parameter that is real now."""
+    for key, optimizer in target.optimizers.items():
+        if key not in target.state or key not in run.optimizers or loads_by_itself(pair, key) or pair.call.keep:
+            continue
+        if has_ways_of_its_own(optimizer):
+            continue
+        states = ((one, entry) for one, entry in run.optimizers[key].state.items() if isinstance(one, torch.Tensor))
+        saved = {run.names[id(one)] for one, entry in states if any(torch.is_tensor(v) and v.is_complex() for v in entry.values())}
+        for name, parameter in ((target.names[id(one)], one) for group in optimizer.param_groups for one in group["params"]):
+            if name in saved and parameter.is_floating_point():
+                yield _reason("complex moments into real", key)
 
 
 def _unmatched(pair: Pair, target: Run, facts: Facts) -> Iterator[Reason]:

@@ -177,6 +177,20 @@ def test_moments_that_consist_of_several_tensors_follow_the_dtype_too(has_state:
     assert (moment.high.dtype, moment.low.dtype, moment.high.tolist()) == (BF16, BF16, [3.0, 3.0])
 
 
+@pytest.mark.parametrize("has_state", [False, True])
+def test_complex_moments_of_a_parameter_that_is_real_now_are_refused(has_state: bool) -> None:
+    def made(dtype: torch.dtype, has_state: bool) -> dict[str, Any]:
+        parameter = torch.nn.Parameter(torch.ones(2, dtype=dtype))
+        optim = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        if has_state:
+            optim.state[parameter]["momentum_buffer"] = torch.ones(2, dtype=dtype)
+        return {"optim": optim}
+
+    words, _ = refusal(Checkpoint(made(torch.complex64, True)), made(BF16, has_state))
+    assert words.startswith("optim.state.0.momentum_buffer: "), words
+    assert "complex64" in words
+
+
 def test_an_optimizer_without_its_modules_says_that_the_names_are_theirs() -> None:
     saved, state = trained(3), trained(3, 0.0)
     words, call = refusal(Checkpoint(saved), {"optim": state["optim"]}, strict=False)
