@@ -27,7 +27,7 @@ from ckptd.agent.state.customized import optimizer_loads_by_itself
 from ckptd.agent.state.flat_optimizers import flattened_state, load_flattened_state
 from ckptd.agent.state.merge import is_optimizer
 from ckptd.agent.state.naming import Key, Names, parameters_of, with_current_names
-from ckptd.agent.state.optimizers import steps_on_device, tell, without_state
+from ckptd.agent.state.optimizers import steps_on_device, tell, unshared, without_state
 from ckptd.agent.state.refusals import is_uninitialized
 from ckptd.agent.state.tree import ObjectNode, TensorRef, filled, tensor_names
 from ckptd.shared.errors import UnsavableValue
@@ -146,6 +146,8 @@ class Optimizers:
                 mine = place.state.get(parameter_of[key], {})
                 made_entries = {name: value(resolve) for name, value in entries.items()}
                 state[parameter_of[key]] = {name: mine[name] if made is KEEP else made for name, made in made_entries.items()}
+            if type(place).__module__.startswith("torch.optim."):
+                state = unshared(state)  # as flat parameters of FSDP1 had one `step` in checkpoints of earlier versions
             state.update({key: value(resolve) for key, value in others.items()})
             place.state.clear()
             place.state.update(state)

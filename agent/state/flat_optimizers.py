@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckptd.agent.state.optimizers import taken_key, without_param_names, without_wrappers
+from ckptd.agent.state.optimizers import taken_key, unshared, without_param_names, without_wrappers
 from ckptd.shared.errors import UnsavableValue
 
 
@@ -44,7 +44,7 @@ def _has_state(optimizer: torch.optim.Optimizer) -> bool:
     return any(isinstance(key, torch.Tensor) for key in optimizer.state)
 
 
-def _groups(root: torch.nn.Module) -> list[dist.ProcessGroup]:
+def _groups(root: torch.nn.Module) -> list[dist.ProcessGroup | None]:
     """Return the process groups over whose ranks FSDP1 has divided parameters of `root`."""
     modules = FullyShardedDataParallel.fsdp_modules(root)
     divided = [module.process_group for module in modules if module.sharding_strategy is not ShardingStrategy.NO_SHARD]
@@ -86,7 +86,7 @@ def flattened_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module, pat
     for number, group in empty.items():
         groups.insert(number, {**group, "params": []})
     _check_apart(others, groups)
-    return {**found, "state": {**_unshared(found["state"]), **others}, "param_groups": without_param_names(groups)}
+    return {**found, "state": {**unshared(found["state"]), **others}, "param_groups": without_param_names(groups)}
 
 
 @contextmanager
@@ -105,23 +105,6 @@ def _checked(optimizer: torch.optim.Optimizer, check: Callable[[torch.optim.Opti
         yield
     finally:
         hook.remove()
-
-
-def _unshared(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of parameters without shared scalar tensors.
-
-    A scalar tensor that an earlier parameter has, too, is copied.
-    """
-    seen = set[int]()
-
-    def own(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and not value.dim():
-            if id(value) in seen:
-                return value.clone()
-            seen.add(id(value))
-        return value
-
-    return {name: {key: own(value) for key, value in entry.items()} for name, entry in state.items()}
 
 
 def load_flattened_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module, state: dict[str, Any]) -> None:

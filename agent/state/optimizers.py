@@ -70,6 +70,26 @@ def without_state(place: torch.optim.Optimizer, groups: list[dict[str, Any]]) ->
         group.update({key: value for key, value in saved.items() if key != "params"})
 
 
+def unshared(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the state of parameters without shared scalar tensors.
+
+    A scalar tensor in the memory of one that an earlier parameter has is copied.
+    """
+    seen = set[int]()
+
+    def own(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not value.dim() and (address := value.data_ptr()):
+            if address in seen:
+                return value.clone()
+            seen.add(address)
+        return value
+
+    return {
+        parameter: {name: own(value) for name, value in entry.items()} if isinstance(entry, dict) else entry
+        for parameter, entry in state.items()
+    }
+
+
 def without_param_names(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return parameter groups without the names that torch keeps in them.
 

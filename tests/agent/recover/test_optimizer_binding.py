@@ -15,9 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from ckptd.agent import Agent
 from ckptd.shared.errors import StructureMismatch
 from tests.oracle.optimizers import EightBitMomentum
 from tests.oracle.prints import text
+from tests.support.daemons import Daemon
 from tests.support.ranks import Ranks
 from tests.support.refusals import refuses
 from tests.support.saved_states import Checkpoint
@@ -399,6 +401,21 @@ def test_any_key_may_be_kept_even_one_that_the_checkpoint_lacks() -> None:
     state = {"w": torch.zeros(2), "epoch": 1, "new": 5}
     Checkpoint({"w": torch.ones(2), "epoch": 9}).recover(state, keep=["w", "new"])
     assert (state["w"].tolist(), state["epoch"], state["new"]) == ([0.0, 0.0], 9, 5)  # type: ignore[attr-defined]
+
+
+def test_a_step_that_two_parameters_shared_is_counted_apart(daemon: Daemon) -> None:
+    """In checkpoints of earlier versions, all parameters of a flat one have the same `step`."""
+    model, optimizer = trained()
+    first, second = model.values()
+    optimizer.state[second]["step"] = optimizer.state[first]["step"]
+    other, into = fresh()
+    agent = Agent("job", socket=daemon.home.socket)
+    agent.snapshot({"model": model, "optim": optimizer}, step=1).wait("durable", timeout=60)
+    agent.recover({"model": other, "optim": into})
+    agent.close()
+    sum(p.square().sum() for p in other.values()).backward()
+    into.step()
+    assert [entry["step"].item() for entry in into.state.values()] == [2, 2]
 
 
 def test_a_setting_that_only_the_callers_optimizer_has_may_be_kept() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptd.agent.state.optimizers import class_of, steps_on_device, tell, without_state, without_wrappers
+from ckptd.agent.state.optimizers import class_of, steps_on_device, tell, unshared, without_state, without_wrappers
 
 
 def parameter() -> torch.nn.Parameter:
@@ -77,3 +77,12 @@ def test_wrappers_of_optimizers_and_schedulers_are_known_by_what_they_hold() -> 
     sequence = torch.optim.lr_scheduler.SequentialLR(optimizer, [scheduler, torch.optim.lr_scheduler.StepLR(optimizer, 2)], [1])
     for other in (Trainer(scheduler), Wrapper(None), sequence, scheduler, optimizer, Wrapper, 5):
         assert without_wrappers(other) is other
+
+
+def test_scalar_tensors_in_one_memory_are_copied() -> None:
+    step, moment = torch.tensor(3.0), torch.ones(2)
+    state = {name: {"step": step.detach(), "moment": moment, "n": 1} for name in "ab"} | {"c": 5}
+    found = unshared(state)
+    assert found == state
+    assert found["a"]["step"].data_ptr() == step.data_ptr() != found["b"]["step"].data_ptr()
+    assert found["b"]["moment"] is moment
