@@ -54,7 +54,7 @@ class Optimizers:
         if not is_optimizer(tree):
             return self._whole(place, tree, path) if optimizer_loads_by_itself(place) else leaves.other_kind(path, saved, "an optimizer")
         former = _names_in(tree)
-        tree = with_current_names(tree, place, self._names)
+        tree = with_current_names(tree, place, self._names, self._parameters.tensors)
         for number, group in enumerate(place.param_groups if leaves.options.keep else ()):
             for name in group:  # the checkpoint may lack a setting that the caller keeps
                 leaves.note_kept(f"{path}.param_groups.{number}.{name}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,10 @@ class SavedParameters:
         checkpoint of several ranks.
         """
         return path in self._unnamed or self._several_ranks
+
+    def tensors(self, name: Any) -> Sequence[str]:
+        """Return the keys of the saved tensors for which a name in an optimizer may stand."""
+        return self._tensors.get(name, ())
 
     def forms(self, path: str, name: Any) -> list[Form]:
         """Return the forms that a parameter of the optimizer at `path` may have had.

@@ -10,7 +10,7 @@ name still holds if the module has the same parameter in the same place.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple, TypeVar
@@ -271,8 +271,14 @@ def _depth(module: torch.nn.Module) -> int:
     return depth
 
 
-def with_current_names(tree: dict[str, Any], optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
+def with_current_names(
+    tree: dict[str, Any], optimizer: torch.optim.Optimizer, names: Names, saved_tensors: Callable[[Any], Sequence[str]] = lambda name: ()
+) -> dict[str, Any]:
     """Return the saved state of an optimizer under the present names of its parameters.
+
+    saved_tensors: returns the keys of the saved tensors for which a saved name may stand. A name
+    follows the key of its tensor, because the other modules of the state decide whether a name
+    begins with the key of its module.
 
     `param_names`, which torch keeps in a group, are left out: they are names of the program that
     saved them, and no settings. Checkpoints of earlier versions have other names, or number all
@@ -287,14 +293,40 @@ def with_current_names(tree: dict[str, Any], optimizer: torch.optim.Optimizer, n
     if saved and all(type(name) is int for name in saved):
         if len(saved) == len(keys):
             current = {number: keys[number] for number in saved if number < len(keys)}
-    elif unknown:
-        taken = set(keys).intersection(saved)
-        current = {name: key for name, key in names.former(optimizer).items() if name in unknown and key not in taken}
-        count = Counter(current.values())
-        current = {name: key for name, key in current.items() if count[key] == 1}
+    else:
+        current = _by_tensors(saved, names, optimizer, saved_tensors)
+        unknown -= current.keys()
+        taken = {current.get(name, name) for name in saved}.intersection(keys)
+        former = names.former(optimizer).items() if unknown else ()
+        others = {name: key for name, key in former if name in unknown and key not in taken}
+        count = Counter(others.values())
+        current |= {name: key for name, key in others.items() if count[key] == 1}
     for group in groups:
         group["params"] = [current.get(name, name) for name in group["params"]]
     return {**tree, "param_groups": groups, "state": {current.get(key, key): value for key, value in tree["state"].items()}}
+
+
+def _by_tensors(
+    saved: list[Any], names: Names, optimizer: torch.optim.Optimizer, saved_tensors: Callable[[Any], Sequence[str]]
+) -> dict[Any, Key]:
+    """Return the present names of the saved names that stand for a tensor under another name now.
+
+    A name may stand for several saved tensors, as where a copy of a module was saved beside it. Then
+    it is that of the only one that a parameter of the optimizer is now. A name whose tensor is no longer in its module may be that of another parameter now. It becomes
+    the key of its tensor, which is the name of no parameter.
+    """
+    keys = names.of(optimizer)
+    taken, key_of = set(keys), {tensor: key for tensor, key in zip(names.tensors_of(optimizer), keys, strict=True) if tensor is not None}
+    inside = tuple(f"{path}." for path, _ in names.modules if path)
+    current: dict[Any, Key] = {}
+    for name in saved:
+        found = list(dict.fromkeys(map(former_name, saved_tensors(name))))
+        here = [tensor for tensor in found if tensor in key_of]
+        if len(here) == 1:
+            current[name] = key_of[here[0]]
+        elif found and not here and name in taken and all(tensor.startswith(inside) for tensor in found):
+            current[name] = found[0]
+    return {name: key for name, key in current.items() if name != key}
 
 
 @dataclass(slots=True)

@@ -173,7 +173,7 @@ def _into(place: Any, saved: Any, key: str, load: Callable[[str, Any, Any], None
             with torch.no_grad():
                 place.copy_(saved)
             return place
-        return saved
+        return saved if isinstance(place, type(saved)) and place.dtype == saved.dtype else place.copy_(saved)
     if isinstance(place, torch.Tensor) and not isinstance(saved, torch.Tensor):
         raise Unfit(f"{key} is {type(saved).__name__}, not {type(place).__name__}")
     if isinstance(place, dict) and isinstance(saved, dict) and place and (type(place) is dict or type(place) is not type(saved)):

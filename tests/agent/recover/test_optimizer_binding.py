@@ -403,6 +403,41 @@ def test_any_key_may_be_kept_even_one_that_the_checkpoint_lacks() -> None:
     assert (state["w"].tolist(), state["epoch"], state["new"]) == ([0.0, 0.0], 9, 5)  # type: ignore[attr-defined]
 
 
+def two_modules(model: int, head: int, fill: float) -> dict[str, Any]:
+    """Two modules with so many layers each, which are numbered, and one optimizer after a step."""
+    state: dict[str, Any] = {
+        key: torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(layers)))
+        for key, layers in (("model", model), ("head", head))
+    }
+    parameters = [parameter for module in state.values() for parameter in module.parameters()]
+    for number, parameter in enumerate(parameters):
+        torch.nn.init.constant_(parameter, fill + number)
+    state["optim"] = optimizer = torch.optim.Adam(parameters, lr=0.1)
+    sum(p.pow(2).sum() for p in parameters).backward()
+    optimizer.step()
+    return state
+
+
+def moments_by_key(state: dict[str, Any]) -> dict[str, float]:
+    return {
+        f"{key}.{name}": state["optim"].state[parameter]["exp_avg"].mean().item()
+        for key in ("model", "head")
+        for name, parameter in state[key].named_parameters()
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((2, 1), (2, 2)), ((2, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 2), (2, 1)), ((1, 1), (2, 1))],
+)
+def test_moments_follow_their_parameter_whatever_names_the_other_modules_have(before: tuple[int, int], after: tuple[int, int]) -> None:
+    """An optimizer has a name that two modules have with the key of the module, and a name of one module without it."""
+    saved, state = two_modules(*before, 1.0), two_modules(*after, 50.0)
+    wanted, own = moments_by_key(saved), moments_by_key(state)
+    Checkpoint(saved).recover(state, strict=False)
+    assert moments_by_key(state) == {key: wanted.get(key, value) for key, value in own.items()}
+
+
 def test_a_step_that_two_parameters_shared_is_counted_apart(daemon: Daemon) -> None:
     """In checkpoints of earlier versions, all parameters of a flat one have the same `step`."""
     model, optimizer = trained()

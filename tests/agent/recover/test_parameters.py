@@ -48,6 +48,13 @@ def test_the_forms_are_those_of_the_saved_modules() -> None:
     assert found.forms("optim", "other") == []
 
 
+def test_a_name_may_stand_for_each_tensor_that_has_it_in_a_module() -> None:
+    found = parameters_of(Checkpoint({"one": nn.Linear(2, 3, bias=False), "two": nn.Linear(4, 5), "bare": nn.Parameter(torch.ones(7))}))
+    assert [list(found.tensors(name)) for name in ("weight", "bias", "one.weight", "bare", "other")] == [
+        ["one.weight", "two.weight"], ["two.bias"], ["one.weight"], ["bare"], [],
+    ]  # fmt: skip
+
+
 def test_a_name_of_several_modules_may_stand_for_any_of_them() -> None:
     both = {"one": nn.Linear(2, 3, bias=False), "two": nn.Linear(4, 5, bias=False), "bare": nn.Parameter(torch.ones(7))}
     found = parameters_of(Checkpoint(both))

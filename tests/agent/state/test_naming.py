@@ -171,6 +171,21 @@ def test_an_old_name_that_could_mean_two_parameters_is_not_understood() -> None:
     assert with_current_names(both, sgd(one.weight), Names({"model": one})) == both  # both are the name of one parameter
 
 
+def test_a_name_follows_the_key_of_its_tensor() -> None:
+    one, two = nn.Linear(1, 1), nn.Linear(1, 1)
+    state, optimizer = {"a": one, "b": two, "copy": nn.Linear(1, 1)}, sgd(one.weight, two.weight)
+    for tensors, name in ((["a.weight"], "a.weight"), (["copy.weight", "b.weight"], "b.weight"), (["a.weight", "b.weight"], "weight")):
+        saved = with_current_names(saved_groups("weight"), optimizer, Names(state), lambda _, tensors=tensors: tensors)  # type: ignore[misc]
+        assert saved == {"state": {name: {"of": "weight"}}, "param_groups": [{"params": [name]}]}
+
+
+def test_the_name_of_a_tensor_that_its_module_no_longer_has_is_not_that_of_another_parameter() -> None:
+    state, optimizer = {"a": nn.Sequential(), "b": (module := nn.Linear(1, 1))}, sgd(module.weight)
+    for tensors, name in ((["a.weight"], "a.weight"), (["renamed.weight"], "weight"), ([], "weight")):
+        saved = with_current_names(saved_groups("weight"), optimizer, Names(state), lambda _, tensors=tensors: tensors)  # type: ignore[misc]
+        assert saved["param_groups"] == [{"params": [name]}]
+
+
 def test_the_names_that_torch_keeps_in_a_group_are_left_out() -> None:
     module = nn.Linear(1, 1)
     saved = saved_groups("weight", param_names=["w"], lr=2.0)
