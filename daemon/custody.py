@@ -16,7 +16,7 @@ from ckptd.daemon.seal_intake import SealIntake
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.daemon.steps import Steps
 from ckptd.shared import names
-from ckptd.shared.errors import CkptdError, IntegrityError, SnapshotFailed
+from ckptd.shared.errors import CkptdError, IntegrityError, SnapshotFailed, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.segment import SlotState
 
@@ -57,6 +57,8 @@ class Custody:
                     await self._seals.record(slot, adopted=True)
                 except JournalBroken:
                     raise
+                except StorageError as error:
+                    log.error("%r is left alone: %s", slot, error)
                 except CkptdError as error:  # the seal is damaged: its step has failed, and its slot is free
                     log.warning("%r removed: %s", slot, error)
                     self._saver.counters["verify_failures"] += 1
@@ -82,16 +84,19 @@ class Custody:
     async def end_owner(self, owner: Owner) -> Job | None:
         """End an owner whose process is dead: record its seals, free its other slots, and save the newest snapshot of its job.
 
-        Return the job, or None if the owner has left already.
+        Return the job, or None if the owner has left already. If a slot cannot be read now, raises StorageError, and the owner stays.
         """
         failpoint("orphan.found")
         job = self._catalog.job(owner.job)
         if not job.ranks.is_here(owner):
             return None
+        recorded = {slot.name for slot in self._slots.of(*owner.identity) if await self._seals.record_unreported(slot)}
+        if not job.ranks.is_here(owner):
+            return None
         job.ranks.remove(owner)
         log.info("job %s attempt %d rank %d: the trainer is gone", owner.job, owner.attempt, owner.rank)
         for slot in self._slots.of(*owner.identity):
-            if not await self._seals.record_unreported(slot) and (step := job.step_in(slot.name)) is not None:
+            if slot.name not in recorded and (step := job.step_in(slot.name)) is not None:
                 self._steps.perform(job, [d.Free(step.key, slot.name)])
         self._steps.end(job, owner, "ended")
         self.save_owed(job)
@@ -119,7 +124,10 @@ class Custody:
     async def drain(self) -> None:
         """Save the newest sealed snapshot of every job, wait for all saves, and stop all timers of steps."""
         for slot in list(self._slots.slots.values()):
-            await self._seals.record_unreported(slot)
+            try:
+                await self._seals.record_unreported(slot)
+            except StorageError as error:
+                log.error("%r is left to the next daemon: %s", slot, error)
         self._saver.stop_waiting()
         while True:
             for job in self._catalog.jobs.values():

@@ -8,6 +8,7 @@ through here too, because they start and stop the timers and the watch.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Coroutine
 
@@ -16,6 +17,9 @@ from ckptd.daemon.custody import Custody
 from ckptd.daemon.ranks import Owner
 from ckptd.daemon.slots import Slot
 from ckptd.daemon.tasks import watched
+from ckptd.shared.errors import StorageError
+
+log = logging.getLogger("ckptd.orphans")
 
 CHECK_SECONDS = 1.0
 """Seconds between two checks of the locks of trainers that have not reconnected after a restart of the daemon."""
@@ -29,6 +33,7 @@ class Orphans:
         self._custody, self._ttl, self._changed = custody, memory_ttl, changed
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._guards: dict[tuple[str, int, int], int] = {}
+        self._unread = set[tuple[str, int, int]]()  # the dead owners whose memory cannot be read
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -73,7 +78,16 @@ class Orphans:
             await asyncio.sleep(CHECK_SECONDS)
 
     async def _end(self, owner: Owner) -> None:
-        job = await self._custody.end_owner(owner)
+        """End an owner whose process is dead. If its memory cannot be read now, log the reason, and leave it to `_watch`."""
+        try:
+            job = await self._custody.end_owner(owner)
+        except StorageError as error:
+            if owner.identity not in self._unread:
+                self._unread.add(owner.identity)
+                log.error("job %s rank %d: the trainer is gone; %s; it is tried again every second", owner.job, owner.rank, error)
+                self.connection_lost(owner)
+            return
+        self._unread.discard(owner.identity)
         if job is not None:
             self.start_timer(job)
 

@@ -18,7 +18,7 @@ from ckptd.daemon.slots import Slot
 from ckptd.daemon.snapshot import RankSeal, Snapshot
 from ckptd.daemon.steps import Steps
 from ckptd.shared import names
-from ckptd.shared.errors import CkptdError, IntegrityError
+from ckptd.shared.errors import CkptdError, IntegrityError, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.reuse import ChunkCheck
 from ckptd.shared.segment import SegmentHeader, SlotState
@@ -41,7 +41,8 @@ class SealIntake:
         If the trainer has sealed the slot with checksums, they count. If the slot is `adopted` from an earlier daemon, its memory may have
         changed long since, so `Saver.check` compares it with the checksums.
 
-        If the seal cannot be accepted, the step fails on all ranks, the slot is freed, and the reason is raised.
+        If the seal cannot be accepted, the step fails on all ranks, the slot is freed, and the reason is raised. If the slot cannot be read
+        now, StorageError is raised, and it stays as it is: the error of a disk may pass.
         """
         header = slot.header
         assert header.step is not None
@@ -49,6 +50,8 @@ class SealIntake:
         step = job.occupy(slot.name, header.rank, (header.attempt, header.step))
         try:
             sealed, tag = await self._read(slot, step, header)
+        except StorageError:
+            raise
         except CkptdError as error:
             if recorded := step.sealed_by(header.rank):
                 return recorded
@@ -81,7 +84,7 @@ class SealIntake:
     async def record_unreported(self, slot: Slot) -> bool:
         """Record the seal of a slot if its header says sealed and the seal is not recorded yet.
 
-        Return False if the slot is in no step, is not sealed, or its seal is damaged.
+        Return False if the slot is in no step, is not sealed, or its seal is damaged. Raises StorageError if it cannot be read now.
         """
         if slot.released:  # by a seal that was recorded meanwhile
             return False
@@ -93,7 +96,7 @@ class SealIntake:
             snapshot = job.snapshot((header.attempt, header.step))
             if snapshot is None or header.rank not in snapshot.seals:
                 await self.record(slot)
-        except JournalBroken:
+        except (JournalBroken, StorageError):
             raise
         except CkptdError as error:
             log.warning("%r: %s", slot, error)
@@ -101,10 +104,10 @@ class SealIntake:
         return True
 
     async def _read(self, slot: Slot, step: Step, header: SegmentHeader) -> tuple[SealedSlot, str]:
-        """Return the sealed slot and the tag that it gives the step. Raises NotFound, IntegrityError, InvalidName."""
+        """Return the sealed slot and the tag that it gives the step. Raises NotFound, IntegrityError, InvalidName, StorageError."""
         step.reading.append(slot.name)
         try:
-            with slot.pinned() as fd:
+            with slot.reading() as fd:
                 sealed = await self._read_documents(fd, header)
             user_tag = names.check_user_tag(sealed.request.tag) if sealed.request.tag else None
             return sealed, names.tag_directory(step.number, user_tag, step.attempt)

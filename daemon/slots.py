@@ -77,6 +77,18 @@ class Slot:
         """Return the error for a slot that has been released."""
         return NotFound(f"segment {self.name} has been released: that copy in memory is lost")
 
+    @contextmanager
+    def reading(self) -> Iterator[int]:
+        """Context manager. The same as `pinned`, for reads: an OSError becomes a StorageError that names the segment."""
+        with self.pinned() as fd:
+            try:
+                yield fd
+            except OSError as error:
+                raise self._unreadable(error) from None
+
+    def _unreadable(self, error: OSError) -> StorageError:
+        return StorageError.of(f"read the segment {self.name} of job {self.header.job} in {self.directory.path}", error)
+
     @property
     def owner(self) -> tuple[str, int, int]:
         """The rank that owns the slot, as (job, attempt, rank)."""
@@ -85,9 +97,13 @@ class Slot:
     def refresh(self) -> SegmentHeader:
         """Read the header again, because the trainer may have changed it. Return the new header.
 
-        Raises NotFound as `fd` does, and IntegrityError if the header is damaged or belongs to another segment.
+        Raises NotFound as `fd` does, IntegrityError if the header is damaged or belongs to another segment, and StorageError if it cannot
+        be read now.
         """
-        header = read_header(self.fd)
+        try:
+            header = read_header(self.fd)
+        except OSError as error:
+            raise self._unreadable(error) from None
         mine, its = self.header, header
         if (mine.job, mine.attempt, mine.rank, mine.capacity, mine.chunk_size) != (
             its.job,

@@ -41,6 +41,46 @@ def test_the_unreported_seals_of_a_dead_trainer_count(ranks: ConnectedRanks) -> 
     assert (ranks.job.ranks.gone, ranks.core.run(ranks.core.custody.end_owner(owner))) == ({1: "ended"}, None)
 
 
+def test_an_owner_whose_memory_cannot_be_read_stays_until_it_can(ranks: ConnectedRanks) -> None:
+    ranks.seal(0, 5)
+    slot = ranks.grant(1, 5)
+    ranks.write_seal(slot, 5)
+    owner = ranks.lose(1)
+    slot.unreadable = True
+    with pytest.raises(StorageError, match="cannot read the segment"):
+        ranks.core.run(ranks.core.custody.end_owner(owner))
+    assert ranks.job.ranks.is_here(owner)
+    assert slot.name in ranks.core.segments.slots
+    slot.unreadable = False
+    assert ranks.core.run(ranks.core.custody.end_owner(owner)) is ranks.job
+    assert ranks.job.is_durable(1, 5)
+
+
+def test_a_new_daemon_leaves_a_slot_alone_that_it_cannot_read(ranks: ConnectedRanks) -> None:
+    ranks.seal(0, 5)
+    slot = ranks.grant(1, 5)
+    ranks.write_seal(slot, 5)
+    ranks.core.finish("journal")
+    ranks.core = core = Core(ranks.core.close())
+    slot.unreadable = True
+    core.start()
+    assert slot.name in core.segments.slots
+    slot.unreadable = False
+    (owner,) = (owner for owner in ranks.job.ranks.owners.values() if owner.rank == 1)
+    core.run(core.custody.end_owner(owner))
+    assert ranks.job.is_durable(1, 5)
+
+
+def test_a_daemon_that_stops_leaves_a_slot_that_it_cannot_read_to_the_next_one(ranks: ConnectedRanks) -> None:
+    complete(ranks, 5, persist=False)
+    slot = ranks.grant(1, 6)
+    ranks.write_seal(slot, 6)
+    slot.unreadable = True
+    ranks.core.run(ranks.core.custody.drain())
+    assert ranks.job.is_durable(1, 5)
+    assert slot.name in ranks.core.segments.slots
+
+
 def test_a_memory_only_snapshot_is_saved_when_its_trainer_is_dead(ranks: ConnectedRanks) -> None:
     complete(ranks, 5, persist=False)
     assert not ranks.job.is_durable(1, 5)

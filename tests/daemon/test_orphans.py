@@ -56,6 +56,26 @@ def test_a_trainer_that_comes_back_is_watched_once(ranks: ConnectedRanks) -> Non
     assert ranks.core.loop.readers == {}
 
 
+def test_the_memory_of_a_dead_trainer_is_tried_again_until_it_can_be_read(ranks: ConnectedRanks, caplog: pytest.LogCaptureFixture) -> None:
+    slot = ranks.grant(0, 5)
+    ranks.write_seal(slot, 5)
+    process = guard(ranks, ranks.owner(ranks.clients[0]))
+    ranks.lose(0)
+    slot.unreadable = True
+    die(ranks, process)
+    for _ in range(3):
+        ranks.core.advance(CHECK_SECONDS)
+    assert [record.getMessage() for record in caplog.records if record.name == "ckptd.orphans"] == [
+        f"job gpt rank 0: the trainer is gone; cannot read the segment {slot.name}; it is tried again every second"
+    ]
+    slot.unreadable = False
+    ranks.core.advance(CHECK_SECONDS)
+    ranks.core.finish()
+    assert ranks.job.is_durable(1, 5)
+    ranks.core.advance(CHECK_SECONDS)
+    assert not ranks.core.orphans.busy
+
+
 def test_the_lock_counts_where_there_is_no_process_to_watch(ranks: ConnectedRanks) -> None:
     owner = ranks.owner(ranks.clients[0])
     owner.notify = None

@@ -8,7 +8,7 @@ import pytest
 
 from ckptd.daemon import records as r
 from ckptd.daemon.snapshot import Snapshot
-from ckptd.shared.errors import AlreadyExists, InvalidName, NotFound, SnapshotFailed, StructureChanged
+from ckptd.shared.errors import AlreadyExists, InvalidName, NotFound, SnapshotFailed, StorageError, StructureChanged
 from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.reuse import ChunkCheck
 from tests.support.core import ConnectedRanks, Segment
@@ -74,6 +74,17 @@ def test_a_second_read_that_fails_does_not_undo_the_first(ranks: ConnectedRanks)
     ranks.core.finish()
     assert tasks[1].result() is tasks[0].result()
     assert (ranks.job.step_in(slot.name), ranks.clients[0].told) == (ranks.job.step((1, 5)), [])
+
+
+def test_a_seal_that_cannot_be_read_now_stays(ranks: ConnectedRanks) -> None:
+    slot = sealed(ranks, 0, 5)
+    slot.unreadable = True
+    with pytest.raises(StorageError, match="cannot read the segment"):
+        ranks.core.run(ranks.core.seals.record(slot))  # type: ignore[arg-type]
+    assert (ranks.job.step_in(slot.name), ranks.clients[0].told) == (ranks.job.step((1, 5)), [])
+    slot.unreadable = False
+    assert ranks.core.run(ranks.core.seals.record_unreported(slot)) is True  # type: ignore[arg-type]
+    assert journaled(ranks) == [(5, 0)]
 
 
 def test_a_damaged_seal_fails_the_step_on_all_ranks(ranks: ConnectedRanks) -> None:

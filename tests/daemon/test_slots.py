@@ -418,6 +418,22 @@ def test_a_damaged_header_is_refused(shm: Shm) -> None:
         made.refresh()
 
 
+def test_an_error_while_a_segment_is_read_names_it_and_is_no_damage_of_the_snapshot(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = shm.open()
+    made = slots.add(slots.create(header()))
+
+    def fails(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", fails)
+    wanted = f"cannot read the segment {made.name} of job gpt in .*: Input/output error"
+    with pytest.raises(StorageError, match=wanted):
+        made.refresh()
+    with pytest.raises(StorageError, match=wanted), made.reading() as fd:
+        os.pread(fd, 1, 0)
+    assert (made.pins, shm.files()) == (0, [made.name])
+
+
 # -- release and close
 
 

@@ -30,7 +30,7 @@ from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.steps import Steps
 from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.board import Holding
-from ckptd.shared.errors import CkptdError, IntegrityError, NotFound, SharedMemoryFull
+from ckptd.shared.errors import CkptdError, IntegrityError, NotFound, SharedMemoryFull, StorageError
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.messages import Holds, News, Progress, Waiting
 from ckptd.shared.plan import MIN_CHUNK
@@ -95,13 +95,17 @@ class Work:
 
 @dataclass(eq=False)
 class Segment:
-    """A slot without a file, with what its trainer has written. `held`: the trainer holds its lock."""
+    """A slot without a file, with what its trainer has written.
+
+    held: the trainer holds its lock. unreadable: its disk reports an error now.
+    """
 
     name: str
     header: SegmentHeader
     written: SegmentHeader
     held: bool = False
     damaged: bool = False
+    unreadable: bool = False
     tag: str | None = None
     persist: bool = True
     plan: bytes = b"plan"
@@ -128,9 +132,13 @@ class Segment:
         finally:
             self.pins -= 1
 
+    reading = pinned
+
     def _check(self) -> None:
         if self.released:
             raise NotFound(f"segment {self.name} has been released")
+        if self.unreadable:
+            raise StorageError(f"cannot read the segment {self.name}")
 
     def write(self, state: SlotState, step: int | None = None) -> None:
         """Write a header, as the trainer does."""
