@@ -312,8 +312,9 @@ def _by_tensors(
     """Return the present names of the saved names that stand for a tensor under another name now.
 
     A name may stand for several saved tensors, as where a copy of a module was saved beside it. Then
-    it is that of the only one that a parameter of the optimizer is now. A name whose tensor is no longer in its module may be that of another parameter now. It becomes
-    the key of its tensor, which is the name of no parameter.
+    it is that of the only one that a parameter of the optimizer is now. A name whose tensor is no
+    longer in its module may be that of another parameter now. It becomes the key of its tensor,
+    which is the name of no parameter.
     """
     keys = names.of(optimizer)
     taken, key_of = set(keys), {tensor: key for tensor, key in zip(names.tensors_of(optimizer), keys, strict=True) if tensor is not None}
