@@ -40,6 +40,7 @@ class SavedParameters:
                     self._recorded[path, name] = Form(tuple(shape), dtype_of(dtype))
         self._former: dict[str, dict[Any, Any]] = {}
         self._tensors: dict[str, list[str]] = {}
+        self._keys: dict[str, list[str]] = {}
         self._collect(tree, "")
 
     def rename(self, path: str, former: dict[Any, Any]) -> None:
@@ -59,7 +60,7 @@ class SavedParameters:
 
     def tensors(self, name: Any) -> Sequence[str]:
         """Return the keys of the saved tensors for which a name in an optimizer may stand."""
-        return self._tensors.get(name, ())
+        return self._keys.get(name, ())
 
     def forms(self, path: str, name: Any) -> list[Form]:
         """Return the forms that a parameter of the optimizer at `path` may have had.
@@ -75,11 +76,14 @@ class SavedParameters:
     def _collect(self, tree: Any, path: str) -> None:
         if isinstance(tree, ObjectNode) and tree.kind == "module" and isinstance(tree.tree, dict):
             for name, value in tree.tree.items():
-                if type(value) is TensorRef:
-                    for known in {str(name), f"{path}.{name}"}:
+                key = f"{path}.{name}" if path else str(name)
+                for known in {str(name), key}:
+                    self._keys.setdefault(known, []).append(key)
+                    if type(value) is TensorRef:
                         self._tensors.setdefault(known, []).append(value.fqn)
         elif type(tree) is TensorRef:
             self._tensors.setdefault(path, []).append(tree.fqn)
+            self._keys.setdefault(path, []).append(path)
         elif isinstance(tree, ObjectNode):
             return
         elif isinstance(tree, dict):

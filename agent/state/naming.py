@@ -256,6 +256,14 @@ class Names:
         count = Counter(names.values())
         return {parameter: name for parameter, name in names.items() if count[name] == 1}
 
+    def tensors(self) -> set[str]:
+        """Return the keys of all parameters of the modules in the state."""
+        return {
+            f"{path}.{name}" if path else name
+            for (path, _), held in zip(self.modules, self.held(), strict=True)
+            for name in (*held.names, *held.others)
+        }
+
     def held(self) -> list[ModuleParameters]:
         """Return the parameters of each module of the state."""
         if self._held is None:
@@ -316,18 +324,18 @@ def _by_tensors(
     longer in its module may be that of another parameter now. It becomes the key of its tensor,
     which is the name of no parameter.
     """
-    keys = names.of(optimizer)
-    taken, key_of = set(keys), {tensor: key for tensor, key in zip(names.tensors_of(optimizer), keys, strict=True) if tensor is not None}
+    key_of = {tensor: key for tensor, key in zip(names.tensors_of(optimizer), names.of(optimizer), strict=True) if tensor is not None}
+    taken, present = set(names.of(optimizer)), names.tensors()
     inside = tuple(f"{path}." for path, _ in names.modules if path)
     current: dict[Any, Key] = {}
     for name in saved:
         found = list(dict.fromkeys(map(former_name, saved_tensors(name))))
         here = [tensor for tensor in found if tensor in key_of]
-        if len(here) == 1:
+        if name not in taken and len(here) == 1:
             current[name] = key_of[here[0]]
-        elif found and not here and name in taken and all(tensor.startswith(inside) for tensor in found):
+        elif name in taken and found and present.isdisjoint(found) and all(tensor.startswith(inside) for tensor in found):
             current[name] = found[0]
-    return {name: key for name, key in current.items() if name != key}
+    return current
 
 
 @dataclass(slots=True)

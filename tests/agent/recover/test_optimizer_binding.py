@@ -19,6 +19,7 @@ from ckptd.agent import Agent
 from ckptd.shared.errors import StructureMismatch
 from tests.oracle.optimizers import EightBitMomentum
 from tests.oracle.prints import text
+from tests.oracle.tensors import Doubled
 from tests.support.daemons import Daemon
 from tests.support.ranks import Ranks
 from tests.support.refusals import refuses
@@ -436,6 +437,22 @@ def test_moments_follow_their_parameter_whatever_names_the_other_modules_have(be
     wanted, own = moments_by_key(saved), moments_by_key(state)
     Checkpoint(saved).recover(state, strict=False)
     assert moments_by_key(state) == {key: wanted.get(key, value) for key, value in own.items()}
+
+
+def test_moments_stay_with_their_parameter_beside_a_module_whose_parameters_have_another_form() -> None:
+    """The other module has a plain tensor of the same name, and no part in the optimizer."""
+
+    def made(fill: float) -> dict[str, Any]:
+        plain, parts = torch.nn.Linear(2, 1, bias=False), torch.nn.Module()
+        parts.weight = torch.nn.Parameter(Doubled(torch.full((2,), fill), torch.zeros(2)))
+        optim = torch.optim.SGD([parts.weight], lr=0.1, momentum=0.9)
+        optim.state[parts.weight]["momentum_buffer"] = torch.full((2,), fill)
+        return {"plain": plain, "parts": parts, "optim": optim}
+
+    for strict in (True, False):
+        state = made(0.0)
+        Checkpoint(made(3.0)).recover(state, strict=strict)
+        assert state["optim"].state[state["parts"].weight]["momentum_buffer"].tolist() == [3.0, 3.0]
 
 
 def test_a_step_that_two_parameters_shared_is_counted_apart(daemon: Daemon) -> None:

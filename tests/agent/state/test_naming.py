@@ -180,8 +180,9 @@ def test_a_name_follows_the_key_of_its_tensor() -> None:
 
 
 def test_the_name_of_a_tensor_that_its_module_no_longer_has_is_not_that_of_another_parameter() -> None:
-    state, optimizer = {"a": nn.Sequential(), "b": (module := nn.Linear(1, 1))}, sgd(module.weight)
-    for tensors, name in ((["a.weight"], "a.weight"), (["renamed.weight"], "weight"), ([], "weight")):
+    state: dict[str, Any] = {"a": nn.Sequential(), "b": (module := nn.Linear(1, 1)), "c": nn.Linear(1, 1)}
+    optimizer = sgd(module.weight)
+    for tensors, name in ((["a.weight"], "a.weight"), (["renamed.weight"], "weight"), (["c.weight"], "weight"), ([], "weight")):
         saved = with_current_names(saved_groups("weight"), optimizer, Names(state), lambda _, tensors=tensors: tensors)  # type: ignore[misc]
         assert saved["param_groups"] == [{"params": [name]}]
 
