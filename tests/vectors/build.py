@@ -368,8 +368,8 @@ class Checkpoint:
             "writer": WRITER | {"codec": "raw"},
         }
         members = self.edit_members({**members, **self.members})
-        found: Files = self.edit_files(files | {"manifest.json": self.edit_manifest(sealed_json.encode(members))})
-        return found
+        written: Files = self.edit_files(files | {"manifest.json": self.edit_manifest(sealed_json.encode(members))})
+        return written
 
 
 def resealed(data: bytes) -> bytes:
