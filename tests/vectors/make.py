@@ -33,7 +33,7 @@ def vectors() -> tuple[Files, dict[str, Any]]:
     for name, make in sound.SOUND.items():
         vector = make()
         add_checkpoint(name, vector.checkpoint.built(), vector.entry(), vector.checkpoint.tag)
-    about = "an abandonment in the place of the manifest: there is no checkpoint"
+    about = "an abandonment under the name of the manifest: there is no checkpoint"
     add_checkpoint("abandoned", sound.abandoned(), {"about": about, "expect": "nothing"}, "step-00001000.a0002")
     for name, case in refused.REFUSED.items():
         add_checkpoint(name, case.files, case.entry(), "step-00001000.a0002")
