@@ -19,6 +19,7 @@ import pytest
 
 from ckptd.daemon import journal_file as jf
 from ckptd.daemon import records as r
+from ckptd.daemon.pipeline import SealedSlot
 from ckptd.shared import standard
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
@@ -27,7 +28,7 @@ from ckptd.shared.metadata_object import MetadataReader, stored_places
 from ckptd.shared.part import PartReader
 from ckptd.shared.plain_values import Undecoded, decode_plain, merged
 from ckptd.shared.plan import BLOB
-from ckptd.shared.scatter import scatter
+from ckptd.shared.scatter import scatter, verify
 from ckptd.shared.segment import RootMark, SlotState, read_check, read_header, read_root_mark
 from ckptd.shared.sharding import Mesh
 from tests.shared.test_documents import FORMAT, code_names, rows, section
@@ -294,15 +295,37 @@ def test_a_segment(name: str, place: Path) -> None:
         os.close(fd)
 
 
+def read_segment(fd: int) -> None:
+    """Read a sealed segment as a daemon does before it answers a seal, and then as an agent does that recovers from it."""
+    from ckptd.agent.read.slot_source import SlotSource
+
+    header = read_header(fd)
+    SealedSlot.read(fd, header)
+    assert header.step is not None
+    slot = SlotSource(fd, header.attempt, header.step)
+    try:
+        verify(slot)
+    finally:
+        slot.close()
+
+
 @pytest.mark.parametrize("name", named("segments", "refused"))
 def test_a_segment_that_must_be_refused(name: str, place: Path) -> None:
     fd = os.open(place / VECTORS[name]["path"], os.O_RDONLY)
     try:
         with pytest.raises(IntegrityError) as refused:
-            read_header(fd)
+            read_segment(fd)
     finally:
         os.close(fd)
     assert isinstance(refused.value, NewerFormat) == (VECTORS[name]["why"] == "newer")
+
+
+def test_a_sealed_segment_with_checks_is_read(place: Path) -> None:
+    fd = os.open(place / VECTORS["segments/checks-by-the-client"]["path"], os.O_RDONLY)
+    try:
+        read_segment(fd)
+    finally:
+        os.close(fd)
 
 
 def records_of(scan: jf.Scan) -> Iterator[tuple[int, bytes]]:

@@ -152,6 +152,17 @@ def segments() -> dict[str, Memory]:
         )
 
     broken = bytes([SEALED[0] ^ 1]) + SEALED[1:]
+
+    def changed(about: str, check: str, at: str, place: int, data: bytes | None = None) -> Memory:
+        """Return a refused segment with one byte of its data changed, at this place in the data."""
+        sound = data or segment(SEALED, FILLING, by_client)
+        byte = DATA + place
+        found = sound[:byte] + bytes([sound[byte] ^ 1]) + sound[byte + 1 :]
+        return Memory(found, {"about": about, "expect": "refused", "why": "damaged", "at": at, "check": check})
+
+    other_plan = bytes([PLAN[0]]) + PLAN[1:].replace(b"weight", b"height", 1)
+    unsigned = segment(head(4, 3, places=PLACES | {"plan": (512, other_plan)}), FILLING, by_client)
+    unsigned = unsigned[: DATA + 512] + other_plan + unsigned[DATA + 512 + len(other_plan) :]
     return {
         "checks-by-the-client": case(
             "sealed with a check area that the client wrote before the seal; the bytes behind its entries mean nothing",
@@ -203,6 +214,20 @@ def segments() -> dict[str, Memory]:
             None,
             IDENTITY.hex(),
         ),
+        "plan-damaged": changed("a bit of the plan document is another", "segment-documents", "open", 530),
+        "request-damaged": changed("a bit of the request document is another", "segment-documents", "open", 1030),
+        "signature": Memory(
+            unsigned,
+            {
+                "about": "the signature is that of another plan document, and its crc32c is right",
+                "expect": "refused",
+                "why": "damaged",
+                "at": "open",
+                "check": "part-identity",
+            },
+        ),
+        "data-changed": changed("a bit of a tensor is another than when the slot was sealed", "segment-checks", "read", 3),
+        "values-changed": changed("a bit of the values document is another than when the slot was sealed", "segment-checks", "read", 70),
         "both-damaged": refused("neither copy of the header is valid", broken, bytes(ALIGN)),
         "version": refused("both copies have version 2", head(4, 3, version=2), head(3, 2, version=2), newer=True),
         "feature": refused(
