@@ -1002,7 +1002,18 @@ def second_versions() -> Iterator[tuple[str, Refused]]:
         files = format_2()[0].built()
         return {name: edit(data) if name.startswith("metadata.") else data for name, data in files.items()}
 
-    yield case("order", "the entries of a block are not in their order", edit_block=unsorted)
+    yield case("order", "a block begins with its last entry", edit_block=unsorted)
+    yield case(
+        "order-inside",
+        "a block has its second entry behind its third",
+        split=3,
+        edit_block=lambda block: [block[0], *block[:0:-1]],
+    )
+    yield case(
+        "twice",
+        "a block has an entry twice",
+        edit_block=lambda block: [block[0], block[0], *block[1:]],
+    )
     yield case(
         "block-crc",
         "the crc32c of a block is another",
