@@ -76,7 +76,12 @@ class ArrayCheckpoint:
                 except FileNotFoundError:
                     raise IntegrityError(f"{part.file} is missing") from None
                 self._held.callback(file.close)
-                self._add(PartReader(file, part.file, part.index_sha256, lambda name: _File(directory / name)))
+                reader = PartReader(file, part.file, part.index_sha256, lambda name: _File(directory / name))
+                index = reader.index
+                whose = (index.attempt, index.step, index.rank, len(reader.plan.items), 1 + len(index.files))
+                if whose != (self.manifest.attempt, self.manifest.step, part.rank, part.items, part.files):
+                    raise IntegrityError(f"{part.file} is not the part that the manifest describes")
+                self._add(reader)
         except BaseException:
             self.close()
             raise

@@ -109,6 +109,7 @@ function readPart(directory, entry) {
   if (Number(trailer.readBigUInt64LE(32)) !== file.length) fail("a part has another length than its trailer says");
   const document = file.subarray(offset, offset + length);
   if (crc32c(document) !== trailer.readUInt32LE(40) || sha256(document) !== entry.index_sha256) fail("an index does not match its digest");
+  if (file.subarray(offset + length, file.length - TRAILER).some((byte) => byte)) fail("the padding behind an index is not zero");
   const index = decode(document), nonce = file.subarray(16, 32), plan = decode(index.get("plan"));
   if (sha256(index.get("plan")) !== index.get("signature").toString("hex")) fail("a plan does not match its signature");
   const files = [file, ...(index.get("files") || []).map((size, n) => {
@@ -199,6 +200,21 @@ function plain(value, tensors) {
   return made ? made() : fail(`this reader does not know the extension type ${value.code}`);
 }
 
+function isOptimizer(tree) {
+  const found = tree.has("state") && tree.get("param_groups");
+  return Array.isArray(found) && found.every((group) => group instanceof Map && Array.isArray(group.get("params")));
+}
+
+function groups(optimizers) {
+  const seen = new Set(), found = [];
+  for (const group of optimizers.flatMap((tree) => tree.get("param_groups"))) {
+    const fresh = group.get("params").filter((name) => !seen.has(name));
+    fresh.forEach((name) => seen.add(name));
+    if (fresh.length || !group.get("params").length) found.push({ ...merged([group]), params: fresh });
+  }
+  return found;
+}
+
 function merged(trees) {
   const [first] = trees;
   if (first instanceof Own) {
@@ -207,7 +223,9 @@ function merged(trees) {
   }
   if (first instanceof Map) {
     const maps = trees.filter((tree) => tree instanceof Map), keys = new Set(maps.flatMap((tree) => [...tree.keys()]));
-    return Object.fromEntries([...keys].map((key) => [key, merged(maps.filter((tree) => tree.has(key)).map((tree) => tree.get(key)))]));
+    const made = Object.fromEntries([...keys].map((key) => [key, merged(maps.filter((tree) => tree.has(key)).map((tree) => tree.get(key)))]));
+    if (isOptimizer(first)) made.param_groups = groups(maps.filter(isOptimizer));
+    return made;
   }
   if (Array.isArray(first)) {
     const alike = trees.filter((tree) => Array.isArray(tree) && tree.length === first.length);
@@ -218,8 +236,8 @@ function merged(trees) {
 
 function main(directory) {
   const data = fs.readFileSync(path.join(directory, "manifest.json")), text = data.toString("utf8");
-  const end = /"sha256": ?"([0-9a-f]{64})"\n?}\n?$/.exec(text) || fail("the manifest is cut short");
-  if (sha256(data.subarray(0, Buffer.byteLength(text.slice(0, end.index)))) !== end[1]) fail("the manifest does not match its digest");
+  const tail = /^"sha256": "([0-9a-f]{64})"\n}\n$/.exec(data.subarray(-79).toString("latin1")) || fail("the manifest is cut short");
+  if (sha256(data.subarray(0, data.length - 79)) !== tail[1]) fail("the manifest does not match its digest");
   const parts = JSON.parse(text).parts.map((entry) => readPart(directory, entry)), tensors = tensorsOf(parts);
   process.stdout.write(JSON.stringify(merged(parts.map((part) => plain(part.values.get("state"), tensors)))) + "\n");
 }

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.golden import make_ranks
 from tests.support import sharded
 from tests.support.daemons import Home, running
 from tests.support.ranks import Ranks
+from tests.vectors import refused, sound
 
 READER = Path(__file__).parent / "reader.js"
 
@@ -99,3 +101,32 @@ def test_damage_is_found(tmp_path: Path) -> None:
         file.write_bytes(data)
         done = run(copy)
         assert (done.returncode, done.stdout) == (1, ""), file.name
+
+
+@pytest.fixture
+def vector(tmp_path: Path) -> Callable[[dict[str, bytes]], Path]:
+    """Writes the files of a test vector, and returns their directory."""
+
+    def write(files: dict[str, bytes]) -> Path:
+        for name, data in files.items():
+            (tmp_path / name).write_bytes(data)
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["shapes", "later-members", "own-tag", "two-ranks", "two-ranks-without-ranks"])
+def test_sound_vectors(name: str, vector: Callable[[dict[str, bytes]], Path]) -> None:
+    """Those that need only what this reader knows: chunks that are stored as they are, and the usual dtypes and values."""
+    directory = vector(sound.SOUND[name]().checkpoint.built())
+    assert read(directory) == expected(directory)
+
+
+CHECKED = ("manifest-tail", "manifest-digest", "index-digest", "chunk-stored-crc")
+"""Checks that this reader makes; it leaves out most of the others."""
+
+
+@pytest.mark.parametrize("name", [name for name, each in refused.REFUSED.items() if each.check in CHECKED])
+def test_vectors_that_must_be_refused(name: str, vector: Callable[[dict[str, bytes]], Path]) -> None:
+    done = run(vector(refused.REFUSED[name].files))
+    assert (done.returncode, done.stdout) == (1, "")

@@ -23,6 +23,7 @@ from tests.agent.convert.saved import DTYPES, STATES, bits, random
 from tests.support import sharded
 from tests.support.daemons import Daemon
 from tests.support.storage import part_in, source
+from tests.vectors.refused import REFUSED
 
 
 @dataclass
@@ -251,3 +252,11 @@ def test_no_torch_and_no_posix_is_needed(two: Path) -> None:
     """Run where nothing can be imported that other operating systems lack, and where `os` lacks what Windows lacks."""
     done = subprocess.run([sys.executable, "-c", _ELSEWHERE, str(two)], capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.stderr) == ("[1, 2, 3] True\n", "")
+
+
+@pytest.mark.parametrize("name", ["part-another-step", "part-another-count", "part-two-parts-of-one-rank"])
+def test_a_part_that_the_manifest_does_not_describe_is_refused(name: str, tmp_path: Path) -> None:
+    for file, data in REFUSED[name].files.items():
+        (tmp_path / file).write_bytes(data)
+    with pytest.raises(IntegrityError, match="is not the part that the manifest describes"):
+        ArrayCheckpoint.open(tmp_path)

@@ -17,9 +17,10 @@ import pytest
 import ckptd.shared
 from ckptd.daemon import journal_file as jf
 from ckptd.daemon import records as r
-from ckptd.shared import binary, codec, errors, frames, manifest, metadata_object, names, part, plan, segment, session
+from ckptd.shared import binary, codec, errors, frames, manifest, metadata_object, names, part, plan, receipt, segment, session, standard
 from ckptd.shared import messages as m
 from ckptd.shared.board import Answer, Holding
+from ckptd.shared.heartbeat import Heartbeat
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.membership import Membership
 from ckptd.shared.replicas import Brief
@@ -302,6 +303,79 @@ def test_every_limit_is_in_the_document() -> None:
     assert f"Version {session.MAX_VERSION}." in PROTOCOL
 
 
+# -- the registries of FORMAT.md
+
+
+def test_the_registry_of_magics() -> None:
+    listed = [code_names(row[0])[0] for row in rows(section(FORMAT, 14), "| magic | file |")]
+    known = [
+        segment.SEGMENT_MAGIC,
+        segment.CHECK_MAGIC,
+        segment.ROOT_MAGIC,
+        part.PART_MAGIC,
+        part.END_MAGIC,
+        metadata_object.MAGIC,
+        jf.MAGIC,
+    ]
+    assert listed == [magic.decode() for magic in known]
+    written = {
+        node.value.decode()
+        for path in (*SHARED.rglob("*.py"), *(SHARED.parent / "daemon").glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, bytes) and re.fullmatch(rb"CKPTD[A-Z]{3}", node.value)
+    }
+    assert written == set(listed)
+
+
+def test_the_registry_of_features() -> None:
+    fourteen = section(FORMAT, 14)
+    assert {code_names(row[0])[0] for row in rows(fourteen, "| feature of a manifest |")} == manifest.FEATURES
+    assert "No feature of deleters is defined." in fourteen
+    assert frozenset() == manifest.DELETER_FEATURES
+    bits = [(code_names(row[0])[0], 1 << int(row[1])) for row in rows(fourteen, "| magic with feature bits |")]
+    assert bits == [("CKPTDPRT", part.SEVERAL_FILES), ("CKPTDPRT", part.LINKED_FILES)]
+
+
+def version_of(cls: type[Any]) -> int:
+    info: Any = msgspec.inspect.type_info(cls)
+    return int(next(field.default for field in info.fields if field.name == "version"))
+
+
+def test_the_registry_of_versions() -> None:
+    listed = {row[0]: row[1] for row in rows(section(FORMAT, 14), "| versioned document |")}
+    assert listed == {
+        "plan document": str(plan.PLAN_VERSION),
+        "manifest": f"1 and {manifest.VERSION}",
+        "receipt": str(receipt.VERSION),
+        "abandonment": str(receipt.VERSION),
+        "heartbeat": str(version_of(Heartbeat)),
+        "payload of a journal record": str(jf.PAYLOAD_VERSION),
+    }
+
+
+def test_the_registry_of_codecs() -> None:
+    listed = {int(row[0]): code_names(row[1])[0] for row in rows(section(FORMAT, 14), "| codec | name |")}
+    assert listed == {number: found.name for number, found in codec._DECODERS.items()}
+
+
+def test_the_registries_of_values() -> None:
+    three = section(FORMAT, 3)
+    types = [name for row in rows(three, "| type | parts |") for name in code_names(row[0])]
+    assert sorted(types) == sorted(standard._MAKERS)
+    listed: list[str] = []
+    for row in rows(three, "| kind | fields |"):
+        listed += code_names(re.sub(r"\(`[^`]*`\)", "", row[0]))
+    from ckptd.agent.state.components import TENSOR_KINDS
+    from ckptd.agent.state.records import KINDS
+
+    assert sorted(listed) == sorted(KINDS | TENSOR_KINDS)
+
+
+def test_the_registry_of_slot_states() -> None:
+    row = next(row for row in rows(section(FORMAT, 2), "| offset | type | field |") if row[2] == "state")
+    assert row[3] == ", ".join(f"{state.value} {state.name.lower()}" for state in segment.SlotState)
+
+
 def test_names_are_those_of_the_expression() -> None:
     assert f"`^{names._NAME.pattern}$`" in section(FORMAT, 0)
 
@@ -351,6 +425,20 @@ def test_every_error_code_on_the_wire_is_in_the_document_and_comes_back() -> Non
     for code in documented:
         assert errors.from_wire(code, "").code == code
         assert type(errors.from_wire(code, "")) is not errors.ServiceError, code
+
+
+def test_the_registry_of_error_codes() -> None:
+    documented = [code for row in rows(section(PROTOCOL, 4), "| code |") for code in code_names(row[0])]
+    assert sorted(documented) == sorted(errors._ON_THE_WIRE)
+
+
+def test_the_registry_of_features_of_the_protocol() -> None:
+    listed = {code_names(row[0])[0]: row[1] for row in rows(section(PROTOCOL, 8), "| feature | named by |")}
+    sources = {side: (SHARED.parent / file).read_text() for side, file in (("daemon", "daemon/app.py"), ("client", "shared/channel.py"))}
+    assert set(listed) == {session.NODES, session.STAGE, session.REPLICAS, session.WAITING}
+    for name, side in listed.items():
+        named = {each for each, source in sources.items() if re.search(rf"\b{name.upper()}\b", source)}
+        assert named == ({"daemon", "client"} if side == "both" else {side}), name
 
 
 # -- fields of messages

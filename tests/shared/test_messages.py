@@ -159,3 +159,15 @@ def test_a_welcome_of_an_older_daemon_has_no_instance() -> None:
     assert m.decode(old) == m.Welcome(re=1, version=1, instance="")
     with pytest.raises(ProtocolError):
         m.decode(msgspec.msgpack.encode({"type": "welcome", "re": 1, "version": 1, "instance": "x" * 65}))
+
+
+def _map_of(*members: tuple[str, Any]) -> bytes:
+    """Return a msgpack map with these members, which may have a key twice."""
+    return bytes([0x80 + len(members)]) + b"".join(msgspec.msgpack.encode(each) for member in members for each in member)
+
+
+def test_of_a_key_that_comes_twice_the_last_value_counts() -> None:
+    """PROTOCOL.md, section 1: no sender does this, and a receiver may refuse it."""
+    assert m.decode(_map_of(("id", 1), ("type", "status"), ("id", 2))) == m.Status(id=2)
+    with pytest.raises(ProtocolError):
+        m.decode(_map_of(("type", "status"), ("type", "persist"), ("id", 2)))

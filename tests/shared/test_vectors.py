@@ -1,0 +1,355 @@
+"""Tests that ckptd's own readers read every test vector as `vectors.json` says, and refuse those that must be refused."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from ckptd.daemon import journal_file as jf
+from ckptd.daemon import records as r
+from ckptd.daemon.pipeline import SealedSlot
+from ckptd.shared import standard
+from ckptd.shared.array_checkpoint import ArrayCheckpoint
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
+from ckptd.shared.manifest import Manifest
+from ckptd.shared.metadata_object import MetadataReader, stored_places
+from ckptd.shared.part import PartReader
+from ckptd.shared.plain_values import Undecoded, decode_plain, merged
+from ckptd.shared.plan import BLOB
+from ckptd.shared.scatter import scatter, verify
+from ckptd.shared.segment import RootMark, SlotState, read_check, read_header, read_root_mark
+from ckptd.shared.sharding import Mesh
+from tests.shared.test_documents import FORMAT, code_names, rows, section
+from tests.support.storage import source
+from tests.vectors import make
+
+FILES = make.unpacked(make.ARCHIVE.read_bytes())
+INDEX = json.loads(FILES["vectors.json"])
+VECTORS: dict[str, dict[str, Any]] = INDEX["vectors"]
+
+
+def named(kind: str, expect: str) -> list[str]:
+    return [name for name, entry in VECTORS.items() if name.startswith(f"{kind}/") and entry["expect"] == expect]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked archive."""
+    there = tmp_path_factory.mktemp("vectors")
+    for name, data in FILES.items():
+        (there / name).parent.mkdir(parents=True, exist_ok=True)
+        (there / name).write_bytes(data)
+    return there
+
+
+def test_the_archive_is_what_its_script_makes() -> None:
+    assert make.contents() == FILES, "run python -m tests.vectors.make"
+
+
+def test_the_script_makes_the_same_archive_twice() -> None:
+    assert make.archive({"a": b"1", "b": bytes(9000)}) == make.archive({"a": b"1", "b": bytes(9000)})
+
+
+def test_every_kind_of_vector_is_there() -> None:
+    assert len(named("checkpoints", "read")) >= 17
+    assert len(named("checkpoints", "refused")) >= 100
+    assert {entry["expect"] for entry in VECTORS.values()} == {"read", "refused", "nothing"}
+    assert {entry["why"] for entry in VECTORS.values() if entry["expect"] == "refused"} == {
+        "damaged",
+        "newer",
+    }
+
+
+def test_every_vector_that_must_be_refused_names_a_check_of_the_document() -> None:
+    checks = {name for row in rows(section(FORMAT, 13), "| check | ") for name in code_names(row[0])}
+    assert {entry["check"] for entry in VECTORS.values() if "check" in entry} <= checks
+
+
+def test_every_check_of_a_file_has_a_vector() -> None:
+    table = {code_names(row[0])[0]: row[-1] for row in rows(section(FORMAT, 13), "| check | ")}
+    shown = {entry["check"] for entry in VECTORS.values() if "check" in entry}
+    assert {name for name, vectors in table.items() if vectors == "yes"} == shown
+
+
+# -- sound checkpoints
+
+
+def plain(value: Any) -> Any:
+    """Return a value as `vectors.json` has it."""
+    match value:
+        case bool() | None | str():
+            return value
+        case int():
+            return value if abs(value) < 1 << 53 else {"$integer": str(value)}
+        case float():
+            return value if np.isfinite(value) else {"$number": str(value)}
+        case complex():
+            return {"$complex": [value.real, value.imag]}
+        case bytes() | bytearray():
+            return {"$bytes": value.hex()}
+        case dict() if "$tensor" in value:
+            return value
+        case dict() if all(isinstance(key, str) for key in value):
+            return {key: plain(item) for key, item in value.items()}
+        case dict():
+            return {"$pairs": [[plain(key), plain(item)] for key, item in value.items()]}
+        case list() | tuple():
+            return [plain(item) for item in value]
+        case set() | frozenset():
+            return sorted(value)
+        case Undecoded():
+            return {"$undecoded": value.kind}
+        case datetime.date() | uuid.UUID() | range():
+            return {"$standard": plain(standard.parts_of(value))}
+    raise AssertionError(f"{value!r} has no form in vectors.json")
+
+
+def values_of(part: PartReader) -> bytes:
+    offset, length = part.values
+    data = bytearray(length)
+    scatter(part, [(offset, memoryview(data))])
+    return bytes(data)
+
+
+def opened(place: Path, entry: dict[str, Any]) -> ArrayCheckpoint:
+    return ArrayCheckpoint.open((place / entry["path"]).parent, Path(entry["path"]).name)
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize("name", named("checkpoints", "read"))
+def test_a_sound_checkpoint_without_torch(name: str, place: Path) -> None:
+    entry = VECTORS[name]
+    with opened(place, entry) as checkpoint:
+        manifest = checkpoint.manifest
+        assert (manifest.step, manifest.tag, manifest.world_size) == (
+            entry["step"],
+            entry["tag"],
+            entry["world_size"],
+        )
+        for member in ("metrics", "user_content", "retention"):
+            if member in entry:
+                assert plain(getattr(manifest, member)) == entry[member]
+        assert checkpoint.verify() == sum(part.raw_bytes for part in manifest.parts)
+        found = {
+            key: {
+                "dtype": checkpoint.dtype(key),
+                "shape": list(checkpoint.shape(key)),
+                "sha256": digest(checkpoint.array(key).tobytes()),
+            }
+            for key in list(checkpoint.keys())
+        }
+        assert found == {key: each | {"dtype": each["dtype"].partition("/")[0]} for key, each in entry["tensors"].items()}
+        documents = [decode_plain(values_of(part), lambda tensor: {"$tensor": tensor}) for part in checkpoint._parts]
+        assert plain(merged([document["state"] for document in documents])) == entry["state"]
+        checkpoint.load()
+
+
+@pytest.mark.parametrize("name", named("checkpoints", "read"))
+def test_a_sound_checkpoint_with_torch(name: str, place: Path) -> None:
+    import torch
+
+    from ckptd.agent import Checkpoint
+
+    entry = VECTORS[name]
+    with Checkpoint.open((place / entry["path"]).parent, Path(entry["path"]).name) as checkpoint:
+        checkpoint.verify()
+        assert sorted(checkpoint.keys()) == sorted(entry["tensors"])
+        for key, each in entry["tensors"].items():
+            if "/" in each["dtype"]:
+                with pytest.raises(NotFound, match="which torch .* does not have"):
+                    checkpoint.tensor(key)
+                continue
+            found = checkpoint.tensor(key).detach()
+            assert (str(found.dtype), list(found.shape)) == (
+                f"torch.{each['dtype']}",
+                each["shape"],
+            )
+            raw = found.contiguous().reshape(-1).view(torch.uint8) if found.numel() else torch.empty(0, dtype=torch.uint8)
+            assert digest(raw.numpy().tobytes()) == each["sha256"], key
+        found_blobs = checkpoint.opened.saved.read_blobs(list(entry.get("blobs", {})))
+        assert {key: {"bytes": len(data), "sha256": digest(data)} for key, data in found_blobs.items()} == entry.get("blobs", {})
+
+
+@pytest.mark.parametrize("name", [name for name in named("checkpoints", "read") if "shards" in VECTORS[name]])
+def test_rules_give_the_shards_that_the_vector_lists(name: str, place: Path) -> None:
+    entry = VECTORS[name]
+    directory = place / entry["path"]
+    manifest = Manifest.decode((directory / "manifest.json").read_bytes())
+    if manifest.metadata_object is None:
+        described, meshes = (
+            dict(manifest.metadata["state_dict_metadata"]),
+            list(manifest.metadata["meshes"]),
+        )
+    else:
+        fd = os.open(directory / manifest.metadata_object.file, os.O_RDONLY)
+        with closing(MetadataReader(source(fd), manifest.metadata_object, manifest.world_size, "the metadata object")) as reader:
+            assert reader.verify() == manifest.metadata_object.tensors == len(entry["state"])
+            described, meshes = dict(reader.entries()), list(reader.meshes)
+    assert all(isinstance(mesh, Mesh) for mesh in meshes)
+    found = {
+        key: [[list(shard[0]), list(shard[1]), rank] for shard, rank in stored_places(each, meshes) if shard is not None]
+        for key, each in described.items()
+        if each["dtype"] != BLOB
+    }
+    assert {key: sorted(each) for key, each in found.items()} == {key: sorted(each) for key, each in entry["shards"].items()}
+
+
+def test_an_abandonment_is_no_checkpoint(place: Path) -> None:
+    from ckptd.agent import Checkpoint
+
+    [name] = named("checkpoints", "nothing")
+    with pytest.raises(NotFound):
+        Checkpoint.open((place / VECTORS[name]["path"]).parent)
+
+
+# -- checkpoints that must be refused
+
+
+def read_without_torch(place: Path, entry: dict[str, Any]) -> None:
+    """Open a checkpoint, and read everything in it if the vector says that only a read shows what is wrong."""
+    with opened(place, entry) as checkpoint:
+        if entry["at"] == "read":
+            checkpoint.verify()
+            list(map(checkpoint.array, checkpoint.keys()))
+            checkpoint.load()
+
+
+def read_with_torch(place: Path, entry: dict[str, Any]) -> None:
+    from ckptd.agent import Checkpoint
+
+    with Checkpoint.open((place / entry["path"]).parent, Path(entry["path"]).name) as checkpoint:
+        if entry["at"] == "read":
+            checkpoint.verify()
+            list(map(checkpoint.tensor, checkpoint.keys()))
+            checkpoint.load()
+
+
+IGNORES_METADATA = ("metadata-object", "rules", "metadata-parts")
+"""The checks of metadata that a reader of parts does not look at."""
+
+
+@pytest.mark.parametrize("name", named("checkpoints", "refused"))
+def test_a_checkpoint_that_must_be_refused_without_torch(name: str, place: Path) -> None:
+    entry = VECTORS[name]
+    if entry["check"] in IGNORES_METADATA:
+        with opened(place, entry) as checkpoint:
+            checkpoint.verify()
+        return
+    with pytest.raises(IntegrityError) as refused:
+        read_without_torch(place, entry)
+    assert isinstance(refused.value, NewerFormat) == (entry["why"] == "newer"), str(refused.value)
+
+
+@pytest.mark.parametrize("name", named("checkpoints", "refused"))
+def test_a_checkpoint_that_must_be_refused_with_torch(name: str, place: Path) -> None:
+    entry = VECTORS[name]
+    if entry["check"] == "values" and name.removeprefix("checkpoints/values-") in (
+        "list",
+        "without-state",
+        "unknown-tensor",
+    ):
+        pytest.skip("the shape of a tree is checked by the reader without torch")
+    with pytest.raises(IntegrityError) as refused:
+        read_with_torch(place, entry)
+    assert isinstance(refused.value, NewerFormat) == (entry["why"] == "newer"), str(refused.value)
+
+
+# -- memory
+
+
+@pytest.mark.parametrize("name", named("segments", "read"))
+def test_a_segment(name: str, place: Path) -> None:
+    entry = VECTORS[name]
+    fd = os.open(place / entry["path"], os.O_RDONLY)
+    try:
+        header = read_header(fd)
+        found = {
+            "generation": header.generation,
+            "state": SlotState(header.state).name.lower(),
+            "job": header.job,
+            "attempt": header.attempt,
+            "rank": header.rank,
+            "world_size": header.world_size,
+            "step": header.step,
+        }
+        assert found == entry["header"]
+        assert read_check(fd, header) == entry["checks"]
+        mark = read_root_mark(fd, header)
+        assert (mark.identity if isinstance(mark, RootMark) else None) == entry["identity"]
+    finally:
+        os.close(fd)
+
+
+def read_segment(fd: int) -> None:
+    """Read a sealed segment as a daemon does before it answers a seal, and then as an agent does that recovers from it."""
+    from ckptd.agent.read.slot_source import SlotSource
+
+    header = read_header(fd)
+    SealedSlot.read(fd, header)
+    assert header.step is not None
+    slot = SlotSource(fd, header.attempt, header.step)
+    try:
+        verify(slot)
+    finally:
+        slot.close()
+
+
+@pytest.mark.parametrize("name", named("segments", "refused"))
+def test_a_segment_that_must_be_refused(name: str, place: Path) -> None:
+    fd = os.open(place / VECTORS[name]["path"], os.O_RDONLY)
+    try:
+        with pytest.raises(IntegrityError) as refused:
+            read_segment(fd)
+    finally:
+        os.close(fd)
+    assert isinstance(refused.value, NewerFormat) == (VECTORS[name]["why"] == "newer")
+
+
+def test_a_sealed_segment_with_checks_is_read(place: Path) -> None:
+    fd = os.open(place / VECTORS["segments/checks-by-the-client"]["path"], os.O_RDONLY)
+    try:
+        read_segment(fd)
+    finally:
+        os.close(fd)
+
+
+def records_of(scan: jf.Scan) -> Iterator[tuple[int, bytes]]:
+    for record in scan.records:
+        if record.type in (r.STATE, *r.TYPES):
+            yield record.type, record.payload
+        else:
+            assert record.flags & jf.IGNORABLE
+
+
+@pytest.mark.parametrize("name", named("journals", "read"))
+def test_a_journal(name: str, place: Path) -> None:
+    entry = VECTORS[name]
+    scan = jf.scan((place / entry["path"]).read_bytes(), 1)
+    assert (scan.ending.value, len(scan.records)) == (entry["ending"], entry["records"])
+    state = r.JournalState()
+    for kind, payload in records_of(scan):
+        if kind == r.STATE:
+            state = r.decode_state(payload)
+        else:
+            state.apply(r.decode(kind, payload))
+    if entry["state"] is not None:
+        assert json.loads(msgspec.json.encode(state)) == entry["state"]
+
+
+def test_names_of_vectors_are_words() -> None:
+    assert all(re.fullmatch(r"[a-z]+/[a-z0-9-]+", name) for name in VECTORS)
