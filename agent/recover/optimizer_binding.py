@@ -22,7 +22,7 @@ from ckptd.agent.recover.optimizer_check import (
 from ckptd.agent.recover.own_loaders import load_into, loader_of
 from ckptd.agent.recover.parameters import SavedParameters
 from ckptd.agent.state.capture import state_of
-from ckptd.agent.state.components import size_of
+from ckptd.agent.state.components import TENSOR_KINDS, kind_of_tensor, size_of
 from ckptd.agent.state.customized import optimizer_loads_by_itself
 from ckptd.agent.state.flat_optimizers import flattened_state, load_flattened_state
 from ckptd.agent.state.merge import is_optimizer
@@ -365,13 +365,24 @@ class Optimizers:
                         keep=path,
                     )
                     continue
-                if isinstance(own, torch.Tensor) and (not dtypes or isinstance(own, DTensor)):
+                if isinstance(own, torch.Tensor) and (isinstance(own, DTensor) or (not dtypes and self._has_dtypes(own, saved))):
                     values[name] = self._bind(own, saved, inside)
                     continue
             for fqn, dtype in dtypes.items():
                 leaves.convert(fqn, inside, dtype)
             values[name] = leaves.make(saved, inside, device)
         return values
+
+    def _has_dtypes(self, own: torch.Tensor, saved: ObjectNode) -> bool:
+        """Return True if the tensors of which `own` consists have the dtypes of the saved ones."""
+        kind = kind_of_tensor(own)
+        inner = TENSOR_KINDS[kind].fields(own) if kind and isinstance(saved.tree, dict) else {}
+        pairs = ((inner.get(name), value) for name, value in saved.tree.items()) if inner else ()
+        return all(
+            mine.dtype == self._leaves.saved.dtype(theirs.fqn)
+            for mine, theirs in pairs
+            if isinstance(mine, torch.Tensor) and isinstance(theirs, TensorRef)
+        )
 
     def _dtype_for(self, saved: TensorRef, name: Any, key: Key, parameter: torch.Tensor, path: str) -> torch.dtype:
         """Return the dtype in which state is brought back.

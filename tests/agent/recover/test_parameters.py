@@ -184,6 +184,18 @@ def test_moments_that_consist_of_several_tensors_follow_the_dtype_too(has_state:
     assert (moment.high.dtype, moment.low.dtype, moment.high.tolist()) == (BF16, BF16, [3.0, 3.0])
 
 
+def test_moments_in_several_tensors_keep_their_dtype_where_the_optimizer_has_made_others() -> None:
+    def made(dtype: torch.dtype) -> dict[str, Any]:
+        parameter = torch.nn.Parameter(torch.ones(2))
+        optim = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        optim.state[parameter]["momentum_buffer"] = Doubled(torch.ones(2, dtype=dtype), torch.zeros(2, dtype=dtype))
+        return {"model": torch.nn.ParameterDict({"a": parameter}), "optim": optim}
+
+    state = made(F32)
+    Checkpoint(made(torch.float64)).recover(state)
+    assert state["optim"].state[state["model"]["a"]]["momentum_buffer"].high.dtype == torch.float64
+
+
 @pytest.mark.parametrize("has_state", [False, True])
 def test_complex_moments_of_a_parameter_that_is_real_now_are_refused(has_state: bool) -> None:
     def made(dtype: torch.dtype, has_state: bool) -> dict[str, Any]:
