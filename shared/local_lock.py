@@ -13,11 +13,14 @@ from ckptd.shared.owners import make_own_directory
 
 
 class LocalLock(Descriptor):
-    """An open and locked file in this user's directory in /tmp. `close` deletes the file; the kernel unlocks it if the process dies."""
+    """An open and locked file in this user's directory in /tmp. `close` deletes the file; the kernel unlocks it if the process dies.
+
+    In a forked child `close` leaves the file, because the parent still has the lock.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-        self._path = path
+        self._path, self._pid = path, os.getpid()
 
     @classmethod
     def take(cls, name: str) -> LocalLock | None:
@@ -35,7 +38,7 @@ class LocalLock(Descriptor):
             Descriptor.close(lock)  # its holder has just ended, and has deleted the file
 
     def close(self) -> None:
-        if not self.closed:
+        if not self.closed and os.getpid() == self._pid:
             with suppress(FileNotFoundError):
                 self._path.unlink()
         super().close()

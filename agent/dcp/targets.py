@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from ckptd.agent.copy.mapped_slot import Documents, document_offsets
+from ckptd.agent.dcp.turns import Turn, take_turn
 from ckptd.agent.handover.handover import Handover
 from ckptd.agent.handover.rank_link import SAVE_SECONDS, RankLink, links
 from ckptd.agent.link.arguments import job_store
@@ -151,8 +152,9 @@ class Claim:
 def claim(target: Target, others: Sequence[RankDaemon | None], *, overwrite: bool) -> tuple[list[Claim], Callable[[], None]]:
     """Claim the attempt and the step of a save for all ranks. Return a claim for each rank, and a function to call once the save is over.
 
-    Runs on the coordinator. A step that does not follow the last one begins a new attempt, and so does a tag that is overwritten. With
-    `overwrite`, and before a new attempt, this waits up to `SAVE_SECONDS` for other saves of this process.
+    Runs on the coordinator. A step that does not follow the last one begins a new attempt, and so does a tag that is overwritten. This waits
+    up to `SAVE_SECONDS` for the saves of other processes to the same job, which a new attempt would end. With `overwrite`, and before a new
+    attempt, it also waits for other saves of this process.
 
     others: the daemons of ranks 1 and up, each None if it is not known. Such a rank uses the coordinator's daemon, and so does one that
     has found no daemon on the coordinator's own node.
@@ -170,6 +172,16 @@ def claim(target: Target, others: Sequence[RankDaemon | None], *, overwrite: boo
             f"Checkpoint already exists in {target.path}, and it was saved without the daemon: move it away, or choose another path"
         )
     until = time.monotonic() + SAVE_SECONDS
+    turn = take_turn(target.root, target.job, until)
+    try:
+        return _claim(targets, turn, until, overwrite=overwrite)
+    except BaseException:
+        turn.close()
+        raise
+
+
+def _claim(targets: Sequence[Target], turn: Turn, until: float, *, overwrite: bool) -> tuple[list[Claim], Callable[[], None]]:
+    target = targets[0]
     while True:
         with _calls("save"):
             held = _current(targets)
@@ -185,7 +197,7 @@ def claim(target: Target, others: Sequence[RankDaemon | None], *, overwrite: boo
                     f"step {target.step} does not follow step {held.last_step}, the last of {whose}: call recover() to go back"
                 )
             if not held.saving or not (overwrite or begins_next) or time.monotonic() > until:
-                return _claimed(targets, _begin_all(targets) if begins_next else held)
+                return _claimed(targets, _begin_all(targets) if begins_next else held, turn)
         time.sleep(_LOOK_SECONDS)  # a save on another thread may be the one to overwrite, and a new attempt would end it
 
 
@@ -217,18 +229,18 @@ def _names(target: Target) -> list[tuple[bytes, str, str | None]]:
     return [(boot, host, target.socket), *([(boot, "", instance)] if instance else [])]
 
 
-def _claimed(targets: Sequence[Target], held: RankLink) -> tuple[list[Claim], Callable[[], None]]:
-    token, step = _Token(), targets[0].step
-    held.saving.add(token)
+def _claimed(targets: Sequence[Target], held: RankLink, turn: Turn) -> tuple[list[Claim], Callable[[], None]]:
+    def over() -> None:
+        held.saving.discard(turn)
+        turn.close()
+
+    step = targets[0].step
+    held.saving.add(turn)  # a set that holds it weakly, so that a save that Ctrl-C has ended leaves by itself
     if step is None and len(targets) > 1:
         step = held.handovers.last_step = held.last_step + 1
     places, node = [target.place for target in targets], held.node
     begun = [BegunAttempt(held.attempt, None, [])] * len(places) if node is None else as_begun(held.attempt, places, node.claim)
-    return [Claim(*each, step) for each in zip(targets, begun, strict=True)], lambda: held.saving.discard(token)
-
-
-class _Token:
-    """A mark for a save in `RankLink.saving`. That set holds it weakly, so a save that Ctrl-C has ended leaves the set by itself."""
+    return [Claim(*each, step) for each in zip(targets, begun, strict=True)], over
 
 
 def _current(targets: Sequence[Target]) -> RankLink:

@@ -232,6 +232,33 @@ def test_saves_continue_after_another_process_has_saved_to_the_job(daemon: Daemo
     ]
 
 
+def save_own_paths(ready: Any, socket: Path, job: Path, number: int, said: Any, options: dict[str, Any]) -> None:
+    try:
+        ready.wait(60)
+        for save in range(3):
+            writer = StorageWriter(job / f"of-{number}-{save}", socket=socket)
+            dcp.save({"a": torch.full((300_000,), number)}, storage_writer=writer, **options)
+        said.put("")
+    except BaseException as error:
+        said.put(repr(error))
+
+
+@pytest.mark.parametrize("options", [{}, {"no_dist": True}])
+def test_processes_that_save_paths_of_their_own_do_not_fence_one_another(daemon: Daemon, gpt: Path, options: dict[str, Any]) -> None:
+    context, savers = forks.context(), 4
+    ready, said = context.Barrier(savers), context.Queue()
+    arguments = [(ready, daemon.home.socket, gpt, number, said, options) for number in range(savers)]
+    processes = [context.Process(target=save_own_paths, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    assert [said.get(timeout=120) for _ in processes] == [""] * savers
+    for process in processes:
+        process.join(60)
+    for number in range(savers):
+        for save in range(3):
+            assert torch.equal(Checkpoint.open(gpt / f"of-{number}-{save}").load()["a"], torch.full((300_000,), number))
+
+
 def test_an_agent_that_is_made_later_is_used_too(daemon: Daemon, gpt: Path) -> None:
     dcp.save(state(1), storage_writer=StorageWriter(gpt / "one", socket=daemon.home.socket))
     agent = Agent("gpt", socket=daemon.home.socket)
