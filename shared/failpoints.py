@@ -97,7 +97,15 @@ STAGE = (
     "upload.journaled",
 )
 """Points that only a daemon with a stage passes."""
-NAMES = frozenset(AGENT + DAEMON + NODES + STAGE)
+MARKER = (
+    "marker.starting",
+    "marker.written",
+    "marker.synced",
+    "marker.renamed",
+    "marker.durable",
+)
+"""Points that a process passes only when it saves a checkpoint outside every root, after its manifest is durable."""
+NAMES = frozenset(AGENT + DAEMON + NODES + STAGE + MARKER)
 
 _SPEC = re.compile(r"(?P<action>kill|hang|short_write|error\((?P<errno>E\w+)\)|sleep\((?P<s>\d+(?:\.\d+)?)\))(?:@(?P<n>\d+))?")
 

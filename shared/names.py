@@ -18,6 +18,8 @@ from ckptd.shared.location import Location
 from ckptd.shared.owners import is_usable_for_sockets, own_directories, own_directory
 
 MANIFEST = "manifest.json"
+MARKER = ".metadata"
+"""The name of a marker beside the manifest, outside every root. DCP's own checkpoints have their metadata, a pickle, under this name."""
 NEWEST = "newest"
 IDENTITY = "id"
 CONTROL = ".ckptd"
@@ -42,7 +44,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TAG_DIRECTORY = re.compile(r"(?P<tag>[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.a(?P<attempt>[0-9]{4,9})(?:\.t(?P<try>[0-9]{1,4}))?")
 _STEP_TAG = re.compile(r"step-(?P<step>[0-9]{8,19})")
 _PART = re.compile(r"rank-(?P<rank>[0-9]{5,9})\.(?P<nonce>[0-9a-f]{32})(?:\.(?P<number>[0-9]{4,9}))?\.ckpt")
-_UNDER_WAY = re.compile(r"manifest\.json\.[0-9a-f]{32}\.tmp")
+_UNDER_WAY = re.compile(r"(?:manifest\.json|\.metadata)\.(?P<nonce>[0-9a-f]{32})\.tmp")
 _RECEIPT = re.compile(r"receipt-(?P<rank>[0-9]{5,9})\.json")
 _METADATA = re.compile(r"metadata\.[0-9a-f]{32}\.ckpt")
 _ATTEMPT = re.compile(r"a(?P<attempt>[0-9]{4,9})")
@@ -162,9 +164,15 @@ def is_checkpoint_file(name: str) -> bool:
 def is_standalone_file(name: str) -> bool:
     """Return True if ckptd may have left a file of this name in a directory that holds one checkpoint by itself, outside every root.
 
-    Such a file is a part file, a data file, a metadata object, or a manifest under publication.
+    Such a file is a part file, a data file, a metadata object, or a manifest or a marker under publication.
     """
-    return part_of(name) is not None or is_metadata_file(name) or _UNDER_WAY.fullmatch(name) is not None
+    return part_of(name) is not None or is_metadata_file(name) or publisher_of(name) is not None
+
+
+def publisher_of(name: str) -> str | None:
+    """Return the nonce of the part whose saver publishes a file of this name, a manifest or a marker outside every root, or None."""
+    match = _UNDER_WAY.fullmatch(name)
+    return match["nonce"] if match else None
 
 
 def is_identity(text: str) -> bool:

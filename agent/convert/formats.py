@@ -14,6 +14,8 @@ from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.shared.errors import CkptdError, IntegrityError, InvalidRequest, NotFound
 from ckptd.shared.location import Location
 from ckptd.shared.names import MANIFEST
+from ckptd.shared.storage.locate import open_standalone
+from ckptd.shared.storage.marker import is_marked
 
 FORMATS = {
     "dcp": "a directory that torch.distributed.checkpoint reads",
@@ -26,7 +28,11 @@ FORMATS = {
 
 def is_of_another_tool(path: Path) -> bool:
     """Return True if a path is a file, or a directory that a tool other than ckptd has written."""
-    return path.is_file() or (path / METADATA).is_file() or huggingface.is_model(path)
+    return path.is_file() or _is_of_dcp(path) or huggingface.is_model(path)
+
+
+def _is_of_dcp(path: Path) -> bool:
+    return (path / METADATA).is_file() and not is_marked(open_standalone(path).storage)
 
 
 def format_of(path: Path, wanted: str = "") -> str:
@@ -44,11 +50,13 @@ def format_of(path: Path, wanted: str = "") -> str:
     if wanted:
         if (wanted in ("dcp", "hf")) != path.is_dir():
             raise NotFound(f"{path} is a {'directory' if path.is_dir() else 'file'}; expected {FORMATS[wanted]}")
+        if wanted == "dcp" and is_marked(open_standalone(path).storage):
+            raise InvalidRequest(f"{path} is a checkpoint of ckptd already; its {METADATA} is a marker of ckptd")
         return wanted
     if path.is_file():
         with path.open("rb") as file:
             return "safetensors" if file.read(9)[8:] == b"{" else "torch"
-    if (path / METADATA).is_file():
+    if _is_of_dcp(path):
         return "dcp"
     if huggingface.is_model(path):
         return "hf"

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from ckptd.agent.dcp.metadata import place_of, set_version
 from ckptd.agent.read.load_plan import read_plan
 from ckptd.agent.read.sources import Opened, open_checkpoint
 from ckptd.shared.errors import IntegrityError, InvalidRequest, StorageError
@@ -88,8 +89,16 @@ class StorageReader(dcp.StorageReader):
         except OSError as error:
             raise StorageError.of(f"read {path}", error) from None
         save_id = metadata.storage_meta.save_id if metadata.storage_meta else None
-        metadata.storage_meta = StorageMeta(checkpoint_id=str(path), save_id=save_id, load_id=self.load_id)
+        metadata.storage_meta = StorageMeta(checkpoint_id=place_of(path), save_id=save_id, load_id=self.load_id)
+        set_version(metadata)
         return metadata
+
+    def read(self, path: str, state_dict: Any = None, **kwargs: Any) -> Any:
+        """Refuse a call of `torch.distributed.checkpoint._experimental`, whose checkpointers read files of `torch.save` for each rank."""
+        raise InvalidRequest(
+            "a Checkpointer of torch.distributed.checkpoint._experimental needs a CheckpointReader of its own, which reads a file of "
+            "torch.save for each rank: pass StorageReader to dcp.load, or call Checkpoint.open(path).load()"
+        )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._opened is None:  # the metadata was read elsewhere, and this reader has opened nothing yet

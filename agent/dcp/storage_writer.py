@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ckptd.agent.dcp.metadata import place_of, set_version
 from ckptd.agent.dcp.standalone import StandalonePart, commit, is_named
 from ckptd.agent.dcp.targets import Claim, RankDaemon, SlotPart, Target, claim, fail_step
 from ckptd.agent.dcp.tickets import Ticket, receive, send, show, shown
@@ -35,7 +36,8 @@ from ckptd.shared.manifest import PartEntry
 from ckptd.shared.part_writer import Spread
 from ckptd.shared.plan import HIDDEN
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage.locate import attempts_of, open_standalone
+from ckptd.shared.storage.locate import attempts_of, check_no_other_tool, open_standalone
+from ckptd.shared.storage.standalone import StandaloneCheckpoint
 
 log = logging.getLogger("ckptd.agent")
 
@@ -85,7 +87,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
     path: `<root>/<job>/<tag>` under the root of a daemon, or any directory outside. A `checkpoint_id` given to DCP replaces it. A tag
     `step-<number>` saves that step.
     overwrite: True replaces the checkpoint at the path. Under a root the new one is saved in a new attempt, and the older one is deleted
-    after that, unless it is pinned or being read.
+    after that, unless it is pinned or being read. Outside, the `.metadata` of a checkpoint of DCP is replaced, and DCP's data files stay.
     codec, threads, files_per_rank, bytes_per_file (0: no limit): for saves without the daemon. The daemon saves by its own settings.
     socket: the daemon's. Without it, the daemon is found as for `Agent`.
     weights_only: False also saves values that only pickled code can bring back, if the planner pickles them.
@@ -151,7 +153,15 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         return is_place(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+        path = getattr(self._local, "path", self._path)
+        return StorageMeta(checkpoint_id=None if path is None else place_of(path), save_id=self.save_id)
+
+    def write(self, path: str, state_dict: Any, **kwargs: Any) -> Any:
+        """Refuse a call of `torch.distributed.checkpoint._experimental`, whose checkpointers write files of `torch.save` for each rank."""
+        raise InvalidRequest(
+            "a Checkpointer of torch.distributed.checkpoint._experimental needs a CheckpointWriter of its own, which writes a file of "
+            "torch.save for each rank: pass StorageWriter to dcp.save or dcp.async_save instead"
+        )
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
         """Return a copy of the state on the CPU, for a save on another thread or in another process."""
@@ -211,12 +221,23 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
                 raise AlreadyExists(
                     f"Checkpoint already exists: {path.parent / beside[max(beside)]}; only its daemon may save another one of this name"
                 )
+            self._repair_marker(checkpoint, path)
+            if not self.overwrite:
+                for place in dict.fromkeys((self._where(), path)):
+                    check_no_other_tool(place, "choose another directory, or pass overwrite=True")
             checkpoint.make()
             if not self.overwrite and checkpoint.has_manifest():
                 raise AlreadyExists(f"Checkpoint already exists in {path}; choose another directory, or pass overwrite=True")
             self._save.holding.enter_context(checkpoint.saving())
         except OSError as error:
             raise StorageError.of(f"save {path}", error) from None
+
+    @staticmethod
+    def _repair_marker(checkpoint: StandaloneCheckpoint, path: Location) -> None:
+        try:
+            checkpoint.repair_marker()
+        except OSError as error:
+            log.warning("the marker .metadata in %s could not be repaired after an interrupted save: %s", path, error)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part. The coordinator's part is completed by `finish`, which has the metadata."""
@@ -275,7 +296,8 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
             raise StorageError.of(f"save {save.ticket.path}", error) from None
         finally:
             save.drop("the checkpoint is not complete")
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=save.save_id)
+        metadata.storage_meta = StorageMeta(checkpoint_id=place_of(self._where()), save_id=save.save_id)
+        set_version(metadata)
 
     def _finish(self, save: _Save, ticket: Ticket, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         part, resolved = save.part, save.resolved
@@ -310,6 +332,10 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
             else:
                 part.discard("")
             raise
+        try:
+            checkpoint.mark(part.nonce.hex())
+        except OSError as error:
+            log.warning("the checkpoint in %s is durable, but programs that look for .metadata will miss it: %s", ticket.path, error)
         part.close()
         save.holding.close()
         try:

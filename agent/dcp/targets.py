@@ -35,7 +35,7 @@ from ckptd.shared.membership import Membership
 from ckptd.shared.messages import Welcome
 from ckptd.shared.segment import this_boot
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage.locate import attempts_of, job_and_tag, open_standalone
+from ckptd.shared.storage.locate import attempts_of, check_no_other_tool, job_and_tag, open_standalone
 
 log = logging.getLogger("ckptd.agent")
 
@@ -152,9 +152,9 @@ class Claim:
 def claim(target: Target, others: Sequence[RankDaemon | None], *, overwrite: bool) -> tuple[list[Claim], Callable[[], None]]:
     """Claim the attempt and the step of a save for all ranks. Return a claim for each rank, and a function to call once the save is over.
 
-    Runs on the coordinator. A step that does not follow the last one begins a new attempt, and so does a tag that is overwritten. This waits
-    up to `SAVE_SECONDS` for the saves of other processes to the same job, which a new attempt would end. With `overwrite`, and before a new
-    attempt, it also waits for other saves of this process.
+    Runs on the coordinator. A step that does not follow the last one begins a new attempt, and so does a tag that is overwritten.
+    This waits up to `SAVE_SECONDS` for the saves of other processes to the same job, which a new attempt would end. With
+    `overwrite`, and before a new attempt, it also waits for other saves of this process.
 
     others: the daemons of ranks 1 and up, each None if it is not known. Such a rank uses the coordinator's daemon, and so does one that
     has found no daemon on the coordinator's own node.
@@ -165,6 +165,8 @@ def claim(target: Target, others: Sequence[RankDaemon | None], *, overwrite: boo
     targets = _targets(target, others)
     try:
         alone = open_standalone(target.path).has_manifest()
+        if not alone:
+            check_no_other_tool(target.path, "move it away, or choose another path")
     except OSError as error:
         raise StorageError.of(f"look for a checkpoint at {target.path}", error) from None
     if alone:

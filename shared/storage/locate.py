@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd.shared import names
-from ckptd.shared.errors import IntegrityError, InvalidConfig, NotFound, RemoteError, StorageError
+from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidConfig, NotFound, RemoteError, StorageError
 from ckptd.shared.fs import FileSystem
 from ckptd.shared.location import Location, Url, located
+from ckptd.shared.storage.marker import other_tool
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint, StandaloneDirectory, StandaloneObjects
@@ -95,9 +96,27 @@ def find_checkpoint(path: Location) -> tuple[Repository, str, str]:
         return standalone, standalone.job, standalone.tag
     if found:
         return open_root(path.parent.parent), path.parent.name, found[max(found)]
-    if holds(path, ".metadata"):
-        raise NotFound(f"{path} is a checkpoint of torch.distributed.checkpoint itself: make one of ckptd from it with `ckptd import`")
+    if other := _of_another_tool(path):
+        raise NotFound(f"{path} {other}")
     raise NotFound(f"no checkpoint at {path}" + ("" if isinstance(path, Url) or path.is_dir() else ", which is not a directory"))
+
+
+def _of_another_tool(path: Location) -> str:
+    """Return "is a checkpoint of TOOL", with advice, or "" if there is no checkpoint of another tool directly in this place."""
+    other = other_tool(open_standalone(path).storage)
+    if other is None:
+        return ""
+    advice = "`ckptd import` cannot read it"
+    if other.importable is not None:
+        advice = f"make one of ckptd from it with `ckptd import {path / other.importable if other.importable else path} --out DIR`"
+    return f"is a checkpoint of {other.tool} ({other.file}): {advice}"
+
+
+def check_no_other_tool(path: Location, advice: str) -> None:
+    """Raise AlreadyExists, with advice, if there is a checkpoint of another tool directly in this place. Raises OSError."""
+    other = other_tool(open_standalone(path).storage)
+    if other is not None:
+        raise AlreadyExists(f"{path} holds a checkpoint of {other.tool} ({other.file}), and nothing was saved there: {advice}")
 
 
 def attempts_of(path: Location) -> dict[int, str]:
@@ -163,10 +182,15 @@ def existing_root(root: Location) -> Repository:
 
 
 def meant(path: Location) -> str:
-    """Return ": did you mean PATH?" with a path near the given one that holds checkpoints, or "" if there is none, or for a URL."""
+    """Return what to add to an error about a path without checkpoints: the hint that another tool has written it, or a path near it.
+
+    Return "" if there is neither, or for a URL.
+    """
     if isinstance(path, Url):
         return ""
     try:
+        if other := _of_another_tool(path):
+            return f"; it {other}"
         found = next(_near(Path(os.path.abspath(path))), None)
     except OSError:
         found = None

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound
+from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import FileSystem
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.storage import locks
+from ckptd.shared.storage.marker import MARKER, is_marked
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.posix_streams import PosixSource
 from ckptd.shared.storage.protocol import Closable, Source
@@ -54,6 +56,21 @@ class StandaloneCheckpoint(Repository, ABC):
         Raises FileExistsError, OSError; after an OSError the manifest may be there nevertheless.
         """
         self.storage.publish(names.MANIFEST, data, replace=overwrite, by=nonce)
+
+    def mark(self, nonce: str) -> None:
+        """Publish the marker of the committed checkpoint. It replaces one of DCP. `nonce`: as for `commit`. Raises OSError."""
+        failpoint("marker.starting")
+        self.storage.publish(names.MARKER, MARKER, replace=True, by=nonce, points="marker")
+        failpoint("marker.durable")
+
+    def repair_marker(self) -> None:
+        """Publish the marker that a manifest lacks, or delete a marker without a manifest. Leave DCP's own metadata. Raises OSError."""
+        marked = is_marked(self.storage)
+        if marked and not self.has_manifest():
+            self.storage.delete("", [names.MARKER])
+            marked = False  # another save may have committed since, and its marker may be deleted
+        if not marked and self.has_manifest() and not self.storage.exists(names.MARKER):
+            self.storage.publish(names.MARKER, MARKER, replace=False, by=names.new_nonce().hex())
 
     def hold(self, file: str) -> Closable:
         """Keep a part from being swept until the result is closed. Raises FileNotFoundError if it has been swept, Busy, IntegrityError."""
@@ -142,8 +159,7 @@ class StandaloneDirectory(StandaloneCheckpoint):
         if unpublished:  # listed again, because a listing may lack a part that was created while it was made
             parts = {parsed[1].hex(): file for file in self._all_files() if (parsed := names.parse_part_file(file)) is not None}
             for file in unpublished:
-                nonce = file.removeprefix(f"{names.MANIFEST}.").removesuffix(names.TMP_SUFFIX)
-                left.setdefault(parts.get(nonce, file), []).append(file)
+                left.setdefault(parts.get(names.publisher_of(file) or "", file), []).append(file)
         return left
 
     def _sweep(self, directory: int, left: dict[str, list[str]]) -> None:

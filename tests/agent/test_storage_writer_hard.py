@@ -150,7 +150,7 @@ def test_locks_of_another_user_delay_only_the_sweep(kind: str) -> None:
             assert len(list(where.glob("*.ckpt"))) == 2
         dcp.save(state(3), storage_writer=StorageWriter(where, overwrite=True))
         assert same(Checkpoint.open(where).load(), state(3))
-        assert len(list(where.iterdir())) == 2
+        assert len(list(where.iterdir())) == 3
 
 
 def test_a_reader_without_the_lock_on_the_directory_keeps_its_parts() -> None:
@@ -165,7 +165,7 @@ def test_a_reader_without_the_lock_on_the_directory_keeps_its_parts() -> None:
             checkpoint.verify()
             assert same(checkpoint.load(), state(1))
         dcp.save(state(3), storage_writer=StorageWriter(where, overwrite=True))
-        assert len(list(where.iterdir())) == 2
+        assert len(list(where.iterdir())) == 3
 
 
 def test_a_save_without_the_lock_on_the_directory_is_not_swept() -> None:
@@ -185,7 +185,7 @@ def test_a_save_without_the_lock_on_the_directory_is_not_swept() -> None:
         assert set(where.iterdir()) >= {*begun, unpublished}
         part.close()
         dcp.save(state(3), storage_writer=StorageWriter(where, overwrite=True))
-        assert len(list(where.iterdir())) == 2
+        assert len(list(where.iterdir())) == 3
 
 
 def test_a_part_that_is_swept_before_it_is_locked_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_a_part_that_is_swept_before_it_is_locked_is_created_again(tmp_path: Pat
     dcp.save(state(9), storage_writer=StorageWriter(tmp_path, overwrite=True))
     assert len(swept) == 2
     assert same(Checkpoint.open(tmp_path).load(), state(9))
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 # -- attempts

@@ -145,6 +145,12 @@ def test_other_names_do_not_parse_as_a_data_file(number: str) -> None:
     assert not names.is_standalone_file(f"rank-00007.{HEX}.{number}.ckpt")
 
 
+def test_a_manifest_or_marker_under_publication_names_its_part() -> None:
+    for name, nonce in ((f"manifest.json.{HEX}.tmp", HEX), (f".metadata.{HEX}.tmp", HEX), (f"notes.{HEX}.tmp", None), (".metadata", None)):
+        assert names.publisher_of(name) == nonce
+        assert names.is_standalone_file(name) == (nonce is not None)
+
+
 @steady
 @given(st.integers(0, (1 << 24) - 1), st.binary(min_size=16, max_size=16))
 def test_part_files_round_trip(rank: int, nonce: bytes) -> None:

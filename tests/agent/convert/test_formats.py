@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptd.agent.convert.formats import FORMATS, format_of
+from ckptd.agent.convert.formats import FORMATS, format_of, is_of_another_tool
 from ckptd.shared.errors import InvalidRequest, NotFound
+from ckptd.shared.storage.marker import MARKER
 
 
 def test_formats_are_told_by_their_files(tmp_path: Path) -> None:
@@ -23,6 +24,11 @@ def test_formats_are_told_by_their_files(tmp_path: Path) -> None:
     assert format_of(tmp_path / "old") == "torch"
     with pytest.raises(InvalidRequest, match="ours is a checkpoint of ckptd already$"):
         format_of(tmp_path / "ours")
+    (tmp_path / "ours" / ".metadata").write_bytes(MARKER)  # as a save through DCP leaves it
+    assert not is_of_another_tool(tmp_path / "ours")
+    for wanted in ("", "dcp"):
+        with pytest.raises(InvalidRequest, match="ours is a checkpoint of ckptd already"):
+            format_of(tmp_path / "ours", wanted)
     with pytest.raises(NotFound, match="nothing is in no format that can be imported: it has neither .metadata, as a DCP checkpoint, nor "):
         format_of(tmp_path / "nothing")
     with pytest.raises(NotFound, match="nowhere is not there$"):

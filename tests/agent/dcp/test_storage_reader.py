@@ -49,7 +49,7 @@ def test_each_load_has_an_id_of_its_own(saved: Path) -> None:
         reader.reset()
         meta = reader.read_metadata().storage_meta
         assert meta is not None
-        assert (meta.checkpoint_id, meta.load_id) == (str(saved), reader.load_id)
+        assert (meta.checkpoint_id, meta.load_id) == (saved, reader.load_id)
         found.append(meta.load_id)
     assert len(set(found)) == 2
     reader.close()

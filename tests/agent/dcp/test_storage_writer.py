@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
 from ckptd.agent.dcp.targets import leave_all
 from ckptd.daemon.forgetting import pin
-from ckptd.shared import names
-from ckptd.shared.errors import CkptdError, NotFound
+from ckptd.shared import failpoints, names
+from ckptd.shared.errors import AlreadyExists, CkptdError, InvalidRequest, NotFound
+from ckptd.shared.storage.marker import MARKER
 from tests.support.daemons import Daemon
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
@@ -156,8 +157,8 @@ def test_the_writer_is_a_stager_and_can_be_pickled() -> None:
 
 def test_a_save_outside_every_root_is_one_directory(tmp_path: Path) -> None:
     dcp.save(state(), storage_writer=StorageWriter(tmp_path / "deep" / "er"))
-    manifest, part = sorted(p.name for p in (tmp_path / "deep" / "er").iterdir())
-    assert manifest == "manifest.json"
+    marker, manifest, part = sorted(p.name for p in (tmp_path / "deep" / "er").iterdir())
+    assert (marker, manifest) == (".metadata", "manifest.json")
     assert names.parse_part_file(part) is not None
 
 
@@ -258,7 +259,7 @@ def test_overwrite_replaces_the_checkpoint(spot: Place) -> None:
         dcp.load(loaded, storage_reader=StorageReader(spot.path("latest")))
         assert same(loaded, state(seed))
     if spot.daemon is None:
-        assert [len(files) for files in spot.files().values()] == [2]  # nothing of the earlier checkpoints is left
+        assert [len(files) for files in spot.files().values()] == [3]  # nothing of the earlier checkpoints is left
     else:
         assert directories(spot.daemon.home.root / "gpt") == ["latest.a0003"]
 
@@ -275,7 +276,7 @@ def test_a_part_is_spread_over_several_files(tmp_path: Path) -> None:
         with Checkpoint.open(tmp_path) as checkpoint:
             checkpoint.verify()
             assert same(checkpoint.load(), state(seed))
-    assert sorted(path.name for path in tmp_path.iterdir())[:2] == ["manifest.json", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir())[:3] == [".metadata", "manifest.json", "notes.txt"]
 
 
 def test_a_reader_of_an_overwritten_checkpoint_can_finish(tmp_path: Path) -> None:
@@ -287,7 +288,7 @@ def test_a_reader_of_an_overwritten_checkpoint_can_finish(tmp_path: Path) -> Non
         assert same(checkpoint.load(), state(1))
         assert same(Checkpoint.open(tmp_path).load(), state(3))
     dcp.save(state(4), storage_writer=StorageWriter(tmp_path, overwrite=True))
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_bytes_per_file_limits_the_length_of_files(tmp_path: Path) -> None:
@@ -334,6 +335,87 @@ def test_files_of_a_killed_process_are_swept(tmp_path: Path) -> None:
     dcp.save(state(2), storage_writer=StorageWriter(tmp_path, overwrite=True))
     assert not left.exists()
     assert mine.exists()
+
+
+# -- checkpoints of other tools, and the marker for programs that look for `.metadata`
+
+
+def stock(path: Path) -> None:
+    dcp.save({"a": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(path))
+
+
+def hugging_face(path: Path) -> None:
+    path.mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(b"weights")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"), [(stock, "torch.distributed.checkpoint itself (.metadata)"), (hugging_face, "Hugging Face (model")]
+)
+def test_a_save_beside_a_checkpoint_of_another_tool_is_refused(spot: Place, make: Callable[[Path], None], said: str) -> None:
+    for name in ("theirs", "step-7"):
+        make(spot.path(name))
+        before = sorted(spot.path(name).iterdir())
+        error = refused(dcp.save, {"a": torch.zeros(3)}, storage_writer=spot.writer(name))
+        assert error.startswith(f"AlreadyExists: {spot.path(name)} holds a checkpoint of {said}")
+        assert sorted(spot.path(name).iterdir()) == before
+    assert directories(spot.base) == ["step-7", "theirs"]
+
+
+def test_a_save_of_each_rank_beside_a_checkpoint_of_dcp_is_refused(tmp_path: Path) -> None:
+    stock(tmp_path)
+    with pytest.raises(AlreadyExists, match="holds a checkpoint of torch.distributed.checkpoint itself"):
+        dcp.save({"a": torch.zeros(3)}, storage_writer=StorageWriter(tmp_path), use_collectives=False)
+    dcp.save({"a": torch.zeros(3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "x"), use_collectives=False)
+    with pytest.raises(AlreadyExists, match=r"holds a checkpoint of torch.distributed.checkpoint itself \(__0.metadata\)"):
+        dcp.save({"a": torch.zeros(3)}, storage_writer=StorageWriter(tmp_path / "x"), use_collectives=False)
+
+
+def test_overwriting_a_checkpoint_of_dcp_leaves_nothing_that_dcp_would_read(tmp_path: Path) -> None:
+    stock(tmp_path)
+    dcp.save({"a": torch.full((3,), 2.0)}, storage_writer=StorageWriter(tmp_path, overwrite=True))
+    assert Checkpoint.open(tmp_path).load()["a"].tolist() == [2.0] * 3
+    with pytest.raises(pickle.UnpicklingError):
+        dcp.FileSystemReader(tmp_path).read_metadata()
+
+
+def test_programs_that_look_for_metadata_find_a_checkpoint_outside_every_root(spot: Place) -> None:
+    """DCP's own reader refuses the marker, and ckptd's own checks do not take it for a checkpoint of DCP."""
+    dcp.save({"a": torch.ones(3)}, storage_writer=spot.writer("first"))
+    if spot.daemon:
+        assert not list(spot.base.rglob(".metadata"))
+        return
+    marker = spot.path("first") / ".metadata"
+    assert marker.read_bytes() == MARKER
+    with pytest.raises(pickle.UnpicklingError, match="invalid load key, '#'"):
+        dcp.FileSystemReader(spot.path("first")).read_metadata()
+    assert refused(dcp.save, {"a": torch.zeros(3)}, storage_writer=spot.writer("first")).startswith(
+        f"AlreadyExists: Checkpoint already exists in {spot.path('first')}"
+    )
+    dcp.save({"a": torch.zeros(3)}, storage_writer=spot.writer("first", overwrite=True))
+    assert Checkpoint.open(spot.path("first")).load()["a"].tolist() == [0.0] * 3
+    assert marker.read_bytes() == MARKER
+
+
+def test_a_marker_that_cannot_be_written_fails_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    failpoints.arm("marker.written=error(ENOSPC)")
+    try:
+        dcp.save({"a": torch.ones(3)}, storage_writer=StorageWriter(tmp_path))
+    finally:
+        failpoints.arm("")
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"the checkpoint in {tmp_path} is durable, but programs that look for .metadata will miss it: [Errno 28] No space left on device"
+    ]
+    assert len(list(tmp_path.iterdir())) == 2
+    assert "already exists" in refused(dcp.save, {"a": torch.ones(3)}, storage_writer=StorageWriter(tmp_path))
+    assert (tmp_path / ".metadata").read_bytes() == MARKER  # repaired by the next save, although it was refused
+    (tmp_path / "manifest.json").unlink()
+    failpoints.arm("marker.starting=error(EIO)")
+    try:
+        dcp.save({"a": torch.ones(3)}, storage_writer=StorageWriter(tmp_path))
+    finally:
+        failpoints.arm("")
+    assert not (tmp_path / ".metadata").exists()  # deleted when the save began
 
 
 # -- planners
@@ -435,7 +517,7 @@ def test_storage_meta_names_save_and_load(spot: Place) -> None:
     found = reader.read_metadata().storage_meta
     assert found is not None
     assert metadata.storage_meta is not None
-    assert (found.checkpoint_id, found.save_id, found.load_id) == (str(spot.path("meta")), writer.save_id, reader.load_id)
+    assert (str(found.checkpoint_id), found.save_id, found.load_id) == (str(spot.path("meta")), writer.save_id, reader.load_id)
     assert metadata.storage_meta.save_id == writer.save_id
     reader.close()
 
@@ -644,7 +726,7 @@ def test_a_checkpoint_of_dcp_itself_is_not_unpickled(
     monkeypatch.setattr(f"{__name__}.MARK", tmp_path / "ran")
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / ".metadata").write_bytes(pickle.dumps(Hostile()))
-    assert "make one of ckptd from it with `ckptd import`" in not_loaded(caplog, {}, StorageReader(tmp_path / "theirs"))
+    assert "make one of ckptd from it with `ckptd import" in not_loaded(caplog, {}, StorageReader(tmp_path / "theirs"))
     assert not MARK.exists()
 
 
@@ -727,3 +809,14 @@ def refused_any(function: Any, *arguments: Any, **options: Any) -> str:
     with pytest.raises((dcp.CheckpointException, CkptdError)) as caught:
         function(*arguments, **options)
     return str(caught.value)
+
+
+def test_the_checkpointers_of_experimental_dcp_are_refused(tmp_path: Path) -> None:
+    experimental = pytest.importorskip("torch.distributed.checkpoint._experimental")
+    both = experimental.SyncCheckpointer(writer=StorageWriter(tmp_path), reader=StorageReader(tmp_path))
+    with pytest.raises(InvalidRequest, match="pass StorageWriter to dcp.save or dcp.async_save instead$"):
+        both.save(str(tmp_path), {"a": torch.ones(3)})
+    with pytest.raises(InvalidRequest, match=r"pass StorageReader to dcp.load, or call Checkpoint.open\(path\).load\(\)$"):
+        both.load(str(tmp_path), {"a": torch.ones(3)})
+    both.close()
+    assert list(tmp_path.iterdir()) == []

@@ -65,7 +65,7 @@ def test_a_checkpoint_is_replaced_and_its_parts_are_deleted(place: str) -> None:
     save({"w": torch.zeros(5)}, place)
     before = set(objects(place))
     save({"w": torch.ones(5)}, place, overwrite=True)
-    assert before & set(objects(place)) == {"manifest.json"}
+    assert before & set(objects(place)) == {"manifest.json", ".metadata"}
     with Checkpoint.open(place) as checkpoint:
         assert checkpoint.tensor("w").tolist() == [1.0] * 5
 

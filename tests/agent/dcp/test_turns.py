@@ -51,19 +51,22 @@ def test_a_save_that_is_gone_has_no_turn() -> None:
 
 
 def test_a_turn_comes_when_the_other_process_is_ready_and_the_wait_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = LocalLock.take(f"dcp-{names.root_digest(Path('/ckpts/gpt'))}")
-    assert other is not None
+    taken = LocalLock.take(f"dcp-{names.root_digest(Path('/ckpts/gpt'))}")
+    assert taken is not None
+    others = [taken]
+    del taken
 
     class Ends(Clock):
         def sleep(self, seconds: float) -> None:
             super().sleep(seconds)
             if len(self.slept) == 3:
-                other.close()
+                others.pop().close()
 
-    monkeypatch.setattr(turns, "time", Clock())
-    assert not take_turn("/ckpts", "gpt", turns.time.monotonic() + 1.0).held
+    clock = Clock()
+    monkeypatch.setattr(turns, "time", clock)
+    assert not take_turn("/ckpts", "gpt", clock.now + 1.0).held
     monkeypatch.setattr(turns, "time", Ends())
-    assert take_turn("/ckpts", "gpt", turns.time.monotonic() + 60.0).held
+    assert take_turn("/ckpts", "gpt", clock.now + 60.0).held
 
 
 def test_without_a_place_for_locks_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,9 +78,14 @@ def test_a_forked_child_neither_has_nor_ends_the_turn_of_its_parent(directory: P
     turn = take_turn("/ckpts", "gpt", 0.0)
     context: Any = mp.get_context("fork")
     said = context.Queue()
-    child = context.Process(target=lambda: said.put((len(turns._taken), other_process_could_take(), turn.close())))
+
+    def work() -> None:
+        turn.close()
+        said.put((len(turns._taken), other_process_could_take()))
+
+    child = context.Process(target=work)
     child.start()
-    assert said.get(timeout=60) == (0, False, None)
+    assert said.get(timeout=60) == (0, False)
     child.join(60)
     assert (len(os.listdir(directory)), other_process_could_take()) == (1, False)
     turn.close()

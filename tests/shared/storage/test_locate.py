@@ -10,6 +10,7 @@ import pytest
 
 from ckptd.shared.errors import NotFound
 from ckptd.shared.storage.locate import attempts_of, find_checkpoint, find_job_or_checkpoint, job_and_tag, meant
+from ckptd.shared.storage.marker import MARKER
 from ckptd.shared.storage.standalone import StandaloneDirectory
 from tests.shared.samples import TAG, write_checkpoint
 from tests.support.forged import forge
@@ -37,7 +38,23 @@ def test_a_directory_that_is_one_checkpoint_is_found(tmp_path: Path) -> None:
     [
         (lambda path: None, "^no checkpoint at .*, which is not a directory$"),
         (lambda path: path.mkdir(), "^no checkpoint at .*x$"),
-        (lambda path: (path.mkdir(), (path / ".metadata").touch()), "is a checkpoint of torch.distributed.checkpoint itself"),
+        (
+            lambda path: (path.mkdir(), (path / ".metadata").touch()),
+            r"is a checkpoint of torch.distributed.checkpoint itself \(\.metadata\): make one .* `ckptd import .*/x --out DIR`$",
+        ),
+        (
+            lambda path: (path.mkdir(), (path / "model.safetensors").touch()),
+            r"is a checkpoint of Hugging Face \(model\.safetensors\): make one of ckptd from it with `ckptd import .*/x --out DIR`$",
+        ),
+        (
+            lambda path: (path.mkdir(), (path / "pytorch_model.bin").touch()),
+            r"is a checkpoint of Hugging Face .* `ckptd import .*/x/pytorch_model\.bin --out DIR`$",
+        ),
+        (
+            lambda path: (path.mkdir(), (path / "_CHECKPOINT_METADATA").touch()),
+            r"is a checkpoint of Orbax .*: `ckptd import` cannot read it$",
+        ),
+        (lambda path: (path.mkdir(), (path / ".metadata").write_bytes(MARKER)), "^no checkpoint at .*x$"),
     ],
 )
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, make: Any, words: str) -> None:
@@ -103,3 +120,10 @@ def test_a_path_near_to_checkpoints_is_answered_with_the_one_that_was_meant(tmp_
         find_job_or_checkpoint(root / "gtp")
     with pytest.raises(NotFound, match=f"^{root} is a root, which holds jobs, and not a job: did you mean {root}/gpt\\?$"):
         find_job_or_checkpoint(root)
+
+
+def test_the_checkpoint_of_another_tool_is_what_a_path_may_mean(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    assert meant(tmp_path) == (
+        f"; it is a checkpoint of Hugging Face (model.safetensors): make one of ckptd from it with `ckptd import {tmp_path} --out DIR`"
+    )

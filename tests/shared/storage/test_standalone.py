@@ -11,6 +11,7 @@ from ckptd.shared.errors import IntegrityError
 from ckptd.shared.names import MANIFEST, part_file
 from ckptd.shared.scatter import verify
 from ckptd.shared.storage.locks import exclude
+from ckptd.shared.storage.marker import MARKER
 from ckptd.shared.storage.standalone import StandaloneDirectory
 from tests.shared.samples import NONCE, write_checkpoint
 from tests.support.descriptors import opened
@@ -36,7 +37,15 @@ def other(number: int = 0, rank: int = 0) -> str:
 
 def test_a_sweep_deletes_everything_that_is_left(alone: StandaloneDirectory) -> None:
     before = files_of(alone)
-    for file in (other(), other(1), other(2), other(7, rank=3), f"{MANIFEST}.{'ab' * 16}.tmp", f"{MANIFEST}.{NONCE.hex()}.tmp"):
+    for file in (
+        other(),
+        other(1),
+        other(2),
+        other(7, rank=3),
+        f"{MANIFEST}.{'ab' * 16}.tmp",
+        f"{MANIFEST}.{NONCE.hex()}.tmp",
+        f".metadata.{'cd' * 16}.tmp",
+    ):
         (alone.path / file).write_bytes(b"left")
     (alone.path / other(0, rank=5)).symlink_to("/etc/passwd")
     (alone.path / "notes.txt").write_text("mine")
@@ -121,3 +130,28 @@ def test_a_part_swept_before_it_is_locked_is_reported_as_gone(alone: StandaloneD
     assert opened(alone.path) == before
     with pytest.raises(IntegrityError, match="is missing"):
         alone.open_part(alone.job, alone.tag, PART)
+
+
+def test_a_marker_is_repaired_and_dcps_own_metadata_stay(alone: StandaloneDirectory) -> None:
+    marker, manifest = alone.path / ".metadata", alone.path / MANIFEST
+    alone.repair_marker()
+    assert marker.read_bytes() == MARKER
+    marker.write_bytes(b"\x80 of DCP")
+    alone.repair_marker()
+    assert marker.read_bytes() == b"\x80 of DCP"
+    alone.mark(NONCE.hex())
+    manifest.unlink()
+    alone.repair_marker()
+    assert not marker.exists()
+    StandaloneDirectory(alone.path / "missing").repair_marker()
+    assert not (alone.path / "missing").exists()
+
+
+def test_a_marker_is_not_lost_to_a_repair_beside_a_commit(alone: StandaloneDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other save commits after the repair has looked for a manifest, and its marker is deleted."""
+    alone.mark(NONCE.hex())
+    looks = iter([False])
+    has_manifest = StandaloneDirectory.has_manifest
+    monkeypatch.setattr(StandaloneDirectory, "has_manifest", lambda self: next(looks, None) is None and has_manifest(self))
+    alone.repair_marker()
+    assert (alone.path / ".metadata").read_bytes() == MARKER
