@@ -108,9 +108,11 @@ class Custody:
     def save_owed(self, job: Job) -> None:
         """Save what `Job.owed` names, although no rank has requested it."""
         for owed in job.owed():
-            log.info("snapshot %s/%s: saved unasked, because its trainer is gone or this daemon is stopping", owed.job, owed.tag)
-            owed.persist = True
-            self._saver.counters["saved_unasked"] += 1
+            if not owed.persist:
+                log.info(
+                    "snapshot %s/%s: is to be saved unasked, because its trainer is gone or this daemon is stopping", owed.job, owed.tag
+                )
+                owed.persist = owed.unasked = True
             self._saver.start(owed)
 
     def release_expired(self, job: Job) -> None:

@@ -237,7 +237,8 @@ class Engine:
         self._check_not_stopping()
         self._current(owner)
         if isinstance(slot, str):
-            self._steps.counters["skipped"] += 1
+            if owner.rank == (0 if job.node is None else job.node.ranks[0]):  # all ranks of this node skip the step
+                self._steps.counters["skipped"] += 1
             self._steps.perform(job, d.skipped(job.step(key), slot))
             return slot
         self._check_turn(job, owner, number)

@@ -167,6 +167,20 @@ class Saver:
             await self._save(job, snapshot, sealed, checking)
         if snapshot.node is not None and snapshot.state is SnapshotState.WRITTEN:
             await self.joint.settle(job, snapshot)
+        if snapshot.state is SnapshotState.DURABLE:
+            self._count(snapshot, "persisted")
+
+    def _count(self, snapshot: Snapshot, outcome: str) -> None:
+        """Count the outcome of a save, "persisted" or "failed". A snapshot that is saved in a later try moves to the other counter."""
+        if outcome == snapshot.counted:
+            return
+        if snapshot.counted:
+            self.counters[snapshot.counted] -= 1
+        snapshot.counted = outcome
+        self.counters[outcome] += 1
+        if outcome == "persisted" and snapshot.unasked:
+            self.counters["saved_unasked"] += 1
+            log.info("snapshot %s/%s: saved unasked", snapshot.job, snapshot.directory)
 
     async def _until_all_hold(self, job: Job, snapshot: Snapshot) -> None:
         """Wait until all nodes hold a step, or until that can no longer be learned: then the save itself finds out, on storage.
@@ -208,7 +222,6 @@ class Saver:
         job.stored = self._destination(snapshot).catalog.job(job.name).stored = {entry.rank: stored for (entry, _, _), stored in saved}
         seconds = time.monotonic() - begun
         self.persist_seconds += seconds
-        self.counters["persisted"] += 1
         entries = [entry for entry, _, _ in documents]
         raw, written, linked = (sum(sizes) for sizes in zip(*((e.raw_bytes, e.new_bytes, e.linked_bytes) for e in entries), strict=True))
         held = max(seal.training_held for seal in snapshot.seals.values())
@@ -247,7 +260,8 @@ class Saver:
             return
         log.error("snapshot %s/%s: %s", snapshot.job, snapshot.tag, error)
         snapshot.reason, snapshot.code = str(error), error.code
-        self.counters["failed"] += 1
+        if snapshot.state is not SnapshotState.DURABLE:
+            self._count(snapshot, "failed")
         if isinstance(error, IntegrityError):
             self.counters["verify_failures"] += 1
         snapshot.delivered &= not abandoned

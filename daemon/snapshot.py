@@ -79,6 +79,10 @@ class Snapshot:
     """True once the receipt of this node is durable, until its try is abandoned."""
     abandoned: int = 0
     """The number of its tries that were abandoned."""
+    unasked: bool = False
+    """True if no rank has requested the save: its trainer was gone, or the daemon was stopping."""
+    counted: str = ""
+    """The counter that this snapshot is in, "persisted" or "failed", or "" if its save has not ended yet."""
 
     briefs: list[Brief] | None = None
     """The briefs of the replica groups for the board, or None until they are needed."""

@@ -85,7 +85,21 @@ def test_a_memory_only_snapshot_is_saved_when_its_trainer_is_dead(ranks: Connect
     complete(ranks, 5, persist=False)
     assert not ranks.job.is_durable(1, 5)
     ranks.core.run(ranks.core.custody.end_owner(ranks.lose(0)))
-    assert (ranks.job.is_durable(1, 5), ranks.core.saver.counters["saved_unasked"]) == (True, 1)
+    snapshot = ranks.job.snapshot((1, 5))
+    assert snapshot is not None
+    assert (ranks.job.is_durable(1, 5), snapshot.unasked) == (True, True)
+
+
+def test_a_save_that_a_rank_has_requested_is_not_called_unasked(ranks: ConnectedRanks, caplog: pytest.LogCaptureFixture) -> None:
+    for rank in (0, 1):
+        ranks.seal(rank, 5)
+    with caplog.at_level("INFO"):
+        ranks.core.custody.save_owed(ranks.job)
+        ranks.core.run(ranks.core.custody.end_owner(ranks.lose(0)))
+    snapshot = ranks.job.snapshot((1, 5))
+    assert snapshot is not None
+    assert not snapshot.unasked
+    assert "unasked" not in caplog.text
 
 
 def test_a_failed_save_is_tried_again_and_only_then_the_memory_is_freed(ranks: ConnectedRanks) -> None:

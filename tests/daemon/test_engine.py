@@ -334,3 +334,13 @@ def test_a_state_that_was_released_is_not_in_memory(ranks: ConnectedRanks) -> No
             ranks.seal(rank, step)
         ranks.core.finish()
     assert [(s.step, s.state) for s in ranks.job.snapshots] == [(6, SnapshotState.DURABLE)]
+
+
+def test_a_step_that_all_ranks_skip_counts_once(ranks: ConnectedRanks) -> None:
+    for step in (5, 6):
+        for rank in (0, 1):
+            ranks.seal(rank, step)
+    for rank in (0, 1):
+        said = ranks.core.run(ranks.core.engine.acquire(ranks.owner(ranks.clients[rank]), 7, None, 0.0))
+        assert isinstance(said, str), said
+    assert ranks.core.steps.counters["skipped"] == 1

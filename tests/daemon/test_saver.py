@@ -331,3 +331,26 @@ def test_settle_waits_until_no_save_is_under_way(world: World) -> None:
 def test_a_job_keeps_its_governor(world: World) -> None:
     assert world.saver.governor("gpt") is world.saver.governor("gpt")
     assert world.saver.governor("gpt") is not world.saver.governor("bert")
+
+
+def test_a_save_that_succeeds_in_a_later_try_counts_once(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`sealed` is the sum of what was saved, what has failed and what is only in memory."""
+    world.snapshot.unasked = True
+    save = world.saver.front_parts.save
+
+    async def full(*_: object) -> None:
+        raise StorageError("full")
+
+    monkeypatch.setattr(world.saver.front_parts, "save", full)
+    for _ in range(2):
+        world.run()
+        assert (world.counters["failed"], world.counters["persisted"], world.counters["saved_unasked"]) == (1, 0, 0)
+    assert "saved unasked" not in caplog.text
+    monkeypatch.setattr(world.saver.front_parts, "save", save)
+    with caplog.at_level("INFO"):
+        world.run()
+    assert world.committed()
+    assert (world.counters["failed"], world.counters["persisted"], world.counters["saved_unasked"]) == (0, 1, 1)
+    assert "saved unasked" in caplog.text
