@@ -20,7 +20,7 @@ from ckptd.daemon.job_report import job_report, job_text
 from ckptd.daemon.run_command import default_socket, run
 from ckptd.shared import __version__
 from ckptd.shared import errors as e
-from ckptd.shared.command import MEMORY_ONLY, PLACE, ask_before_deleting, json_option, speaks
+from ckptd.shared.command import MEMORY_ONLY, PLACE, ask_before_deleting, complete_path, json_option, speaks
 from ckptd.shared.location import Location
 from ckptd.shared.retention import parse
 from ckptd.shared.storage.locate import find_job_or_checkpoint
@@ -176,9 +176,21 @@ def gc(delete: bool, yes: bool, shm_dir: Path, as_json: bool) -> None:
 
 
 @main.command(short_help="Check that this node is fit for a daemon.")
-@click.option("--root", envvar="CKPTD_ROOT", help="Directory for the checkpoints; without it only the node is checked.")
-@click.option("--stage", envvar="CKPTD_STAGE", help="Directory on a local disk in front of the root, if the daemon is to have one.")
-@click.option("--socket", envvar="CKPTD_SOCKET", help="Unix socket that the daemon is to listen on. Default: as for run.")
+@click.option(
+    "--root", shell_complete=complete_path, envvar="CKPTD_ROOT", help="Directory for the checkpoints; without it only the node is checked."
+)
+@click.option(
+    "--stage",
+    shell_complete=complete_path,
+    envvar="CKPTD_STAGE",
+    help="Directory on a local disk in front of the root, if the daemon is to have one.",
+)
+@click.option(
+    "--socket",
+    shell_complete=complete_path,
+    envvar="CKPTD_SOCKET",
+    help="Unix socket that the daemon is to listen on. Default: as for run.",
+)
 @click.option("--config", "file", type=click.Path(path_type=Path), envvar="CKPTD_CONFIG", help="TOML file with the daemon's settings.")
 @json_option
 @speaks
@@ -190,7 +202,11 @@ def doctor(root: str | None, stage: str | None, socket: str | None, file: Path |
     from ckptd.daemon import config as settings
     from ckptd.daemon import doctor as checks
 
-    known = {**(settings.read_file(file) if file else {}), **({"root": root} if root else {}), **({"socket": socket} if socket else {})}
+    known = {
+        **(settings.read_file(file) if file else {}),
+        **({"root": root} if root is not None else {}),
+        **({"socket": socket} if socket else {}),
+    }
     known |= {"stage": stage} if stage else {}
     given = {key: str(known[key]) for key in ("stage",) if "root" in known and key in known}
     given |= {"root": str(known.get("root", "/")), "socket": str(known["socket"] if "socket" in known else default_socket())}

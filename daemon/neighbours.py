@@ -16,7 +16,7 @@ from ckptd.daemon import unsaved
 from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.channel import Channel
-from ckptd.shared.errors import Busy, CkptdError, DaemonUnreachable, Forbidden, NotFound, from_wire
+from ckptd.shared.errors import Busy, CkptdError, DaemonUnreachable, Forbidden, InvalidConfig, from_wire
 from ckptd.shared.location import Location, located
 
 TIMEOUT = 10.0
@@ -99,7 +99,7 @@ def of_root(root: Location) -> Neighbour:
 def named(root: Location | None, socket: Path | None) -> Neighbour:
     """Return the daemon of a root, or else the one at a socket, or else that of CKPTD_ROOT.
 
-    Raises DaemonUnreachable, or NotFound if none is named.
+    Raises DaemonUnreachable, or InvalidConfig if none is named.
     """
     if root is None and socket is not None:
         status = daemon_status(socket)
@@ -107,7 +107,7 @@ def named(root: Location | None, socket: Path | None) -> Neighbour:
     if root is None and (variable := os.environ.get("CKPTD_ROOT")):
         root = located(variable)
     if root is None:
-        raise NotFound("name the root of the daemon to stop; `ckptd ps` lists the daemons")
+        raise InvalidConfig("name the root of the daemon to stop; `ckptd ps` lists the daemons")
     return of_root(root)
 
 

@@ -14,15 +14,31 @@ import click
 
 from ckptd.shared import errors as e
 from ckptd.shared import names
-from ckptd.shared.command import MEMORY_ONLY, exit_code, speaks
+from ckptd.shared.command import MEMORY_ONLY, complete_path, complete_word, exit_code, speaks
 
 
 @click.command(short_help="Run the daemon of this node.")
-@click.option("--root", help="Directory for the checkpoints of all jobs; made if missing.")
-@click.option("--stage", help="Directory on a local disk where checkpoints are committed before they are uploaded to the root.")
-@click.option("--socket", help="Unix socket to listen on. Default: /run/ckptd/USER.sock, else $XDG_RUNTIME_DIR/ckptd.sock.")
-@click.option("--state-dir", help="Directory on a local disk for the journal. Default: /var/lib/ckptd for root, else ~/.local/state/ckptd.")
-@click.option("--codec", help="How chunks are stored: auto, raw, zstd, zstd:LEVEL (1-19) or planes. Default: auto.")
+@click.option("--root", shell_complete=complete_path, help="Directory for the checkpoints of all jobs; made if missing.")
+@click.option(
+    "--stage",
+    shell_complete=complete_path,
+    help="Directory on a local disk where checkpoints are committed before they are uploaded to the root.",
+)
+@click.option(
+    "--socket",
+    shell_complete=complete_path,
+    help="Unix socket to listen on. Default: /run/ckptd/USER.sock, else $XDG_RUNTIME_DIR/ckptd.sock.",
+)
+@click.option(
+    "--state-dir",
+    shell_complete=complete_path,
+    help="Directory on a local disk for the journal. Default: /var/lib/ckptd for root, else ~/.local/state/ckptd.",
+)
+@click.option(
+    "--codec",
+    shell_complete=complete_word("auto", "raw", "planes", "zstd"),
+    help="How chunks are stored: auto, raw, zstd, zstd:LEVEL (1-19) or planes. Default: auto.",
+)
 @click.option("--config", "file", type=click.Path(path_type=Path), envvar="CKPTD_CONFIG", help="TOML file with any of the settings.")
 @click.option("--keep-last", type=int, help="Checkpoints of a job to keep; 0 keeps all. Default: 10.")
 @click.option(
@@ -30,7 +46,7 @@ from ckptd.shared.command import MEMORY_ONLY, exit_code, speaks
 )
 @click.option("--make-room", is_flag=True, default=None, help="Let a save on a full disk delete the job's oldest checkpoints early.")
 @click.option("--slots", type=int, help="Slots in shared memory for each rank. Default: 2.")
-@click.option("--shm-dir", help="A tmpfs for the slots. Default: /dev/shm.")
+@click.option("--shm-dir", shell_complete=complete_path, help="A tmpfs for the slots. Default: /dev/shm.")
 @click.option("--shm-quota", help="Shared memory that all slots may take, like 24G. Default: nine tenths of the tmpfs.")
 @click.option("--memory-ttl", type=float, help="Seconds that a dead trainer's newest snapshot stays in memory. Default: 900.")
 @click.option("--threads", type=int, help="Threads for checksums; twice as many write. Default: one for each CPU, 8 at most.")
@@ -39,10 +55,14 @@ from ckptd.shared.command import MEMORY_ONLY, exit_code, speaks
 @click.option("--bytes-per-file", help="Bytes that a file of a checkpoint may have, like 4G. Default: 0, no limit.")
 @click.option("--link-unchanged/--no-link-unchanged", default=None, help="Link the files of unchanged tensors, or write them each time.")
 @click.option(
-    "--foreign-memory", help="How to treat snapshots in memory that were saved for another root: refuse, adopt or drop. Default: refuse."
+    "--foreign-memory",
+    shell_complete=complete_word("refuse", "adopt", "drop"),
+    help="How to treat snapshots in memory that were saved for another root: refuse, adopt or drop. Default: refuse.",
 )
-@click.option("--log-file", help="File for the log; at 10 MiB it becomes FILE.1. Default: standard error.")
-@click.option("--log-level", help="debug, info, warning or error. Default: info.")
+@click.option("--log-file", shell_complete=complete_path, help="File for the log; at 10 MiB it becomes FILE.1. Default: standard error.")
+@click.option(
+    "--log-level", shell_complete=complete_word("debug", "info", "warning", "error"), help="debug, info, warning or error. Default: info."
+)
 @click.option("--overflow/--no-overflow", default=None, help="Put slots that do not fit into shared memory on the disk, or refuse them.")
 @click.option("--strict-journal", is_flag=True, default=None, help="Refuse to start on a corrupt journal instead of rebuilding it.")
 @click.option("--private", is_flag=True, default=None, hidden=True)

@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from ckptd.shared import errors as e
 from ckptd.shared.location import Location, located
@@ -22,6 +23,7 @@ from ckptd.shared.units import size_text
 EXIT_CODES: dict[type[e.CkptdError], int] = {
     e.InvalidConfig: 2,
     e.InvalidName: 2,
+    e.InvalidRequest: 2,
     e.NotFound: 10,
     e.Busy: 11,
     e.IntegrityError: 13,
@@ -36,8 +38,21 @@ def _action(error: OSError) -> str:
     return f"use {error.filename}" if error.filename else "do that"
 
 
+def complete_path(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Have the shell complete a path, as the `shell_complete` of an option or an argument whose value is text."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_word(*words: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """Return the `shell_complete` of an option that has one of these words as its value, among others."""
+    return lambda ctx, param, incomplete: [CompletionItem(word) for word in words if word.startswith(incomplete)]
+
+
 class _Place(click.ParamType[Location]):
     name = "place"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return complete_path(ctx, param, incomplete)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Location:
         try:

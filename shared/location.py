@@ -64,11 +64,13 @@ Location: TypeAlias = Path | Url
 def located(place: str | os.PathLike[str] | Url) -> Location:
     """Return the place that a user has named: a URL as it is, and any other text as an absolute path.
 
-    Raises InvalidConfig if it is a URL that names no place in an object store, or one with credentials in it.
+    Raises InvalidConfig if it is a URL that names no place in an object store, or one with credentials in it, or if it is empty.
     """
     if isinstance(place, Url):
         return place
     text = os.fspath(place)
+    if not text:  # the working directory would be a surprise
+        raise InvalidConfig("an empty text names no place: is a variable unset? The working directory is `.`")
     scheme = url_scheme(text)
     return _parse(text, scheme) if scheme else Path(os.path.abspath(text))
 

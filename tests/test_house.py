@@ -241,6 +241,7 @@ TOUCH_FILES = {
     "agent/copy/mapped_slot.py": "locks the segment that it maps",
     "agent/link/launch.py": "the log of a private daemon",
     "agent/smp/full.py": "the files of full checkpoints, beside the jobs",
+    "agent/smp/runs.py": "the directory of full checkpoints, beside the jobs or outside every root",
     "daemon/app.py": "removes its socket",
     "daemon/foreign_memory.py": "reads segments in shared memory",
     "daemon/journal_directory.py": "the journal, on the local disk",

@@ -15,7 +15,18 @@ from ckptd.agent.convert.export import export
 from ckptd.agent.convert.load_model import give_memory, on_meta, tensors_of
 from ckptd.agent.pending import Pending
 from ckptd.agent.smp.full import SUFFIX, State, resume_full
-from ckptd.agent.smp.runs import check_absent, check_plain, known_run, manifests, on_rank_0, run_in, source_rank, tag_of
+from ckptd.agent.smp.runs import (
+    JobPlace,
+    check_absent,
+    check_plain,
+    job_place,
+    known_run,
+    manifests,
+    on_rank_0,
+    run_in,
+    source_rank,
+    tag_of,
+)
 from ckptd.agent.state.tree import PerRank, per_rank
 from ckptd.agent.state.wrappers import unwrapped
 from ckptd.shared.errors import InvalidRequest, NotFound
@@ -38,7 +49,8 @@ def save_checkpoint(
 ) -> Pending:
     """Save a model, an optimizer and the caller's own content. All ranks call this.
 
-    path: a directory, which becomes the root of a daemon. tag: a name, such as "total_steps1000".
+    path: a directory, which becomes the root of a daemon, unless it lies below the root of a daemon of this node.
+    tag: a name, such as "total_steps1000".
     partial: True copies the state and returns. The daemon saves it, replicas once, and it can be resumed on any number of ranks. False also
         writes `<path>/<tag>.pt` with whole tensors, and returns when that file is there. No rank holds all of it in memory.
     user_content: of this rank, for example the position of its data loader. For partial=False, plain values that
@@ -72,7 +84,7 @@ def save_checkpoint(
     pending = run.saved[tag] = agent.snapshot(state, step=run.highest, user_content={"tag": tag}, on_error="raise")
     if not partial:
         pending.wait("durable")
-        on_rank_0(agent, file, lambda: export(where / _JOB, "torch", file, which=pending.step))
+        on_rank_0(agent, file, lambda: export(run.place.path, "torch", file, which=pending.step))
     return pending
 
 
@@ -112,10 +124,10 @@ def resume_from_checkpoint(
         return resume_full(where, tag, model, optimizer if load_optimizer else None, strict, translate_function, device)
     if translate_function is not None:
         raise InvalidRequest("translate_function: only for partial=False; a partial checkpoint has the names of the model that saved it")
-    if known_run(where, _JOB) is None and not is_root(where):
+    if known_run(where, _JOB) is None and not is_root(job_place(where, _JOB, ask=True).root):
         raise NotFound(f"no partial checkpoint in {where}")
     run = run_in(where, _JOB)
-    step = None if tag is None else run.saved[tag].step if tag in run.saved else _step_of(where, tag)
+    step = None if tag is None else run.saved[tag].step if tag in run.saved else _step_of(where, run.place, tag)
     state: State = {"model": model, "optimizer": optimizer if load_optimizer else None, "user_content": per_rank(None)}
     with ExitStack() as undone:
         if model is not None:
@@ -142,8 +154,8 @@ def resume_from_checkpoint(
     return (own.value if isinstance(own, PerRank) else own)["content"]
 
 
-def _step_of(where: Path, tag: str) -> int:
-    found = manifests(where, _JOB)
+def _step_of(where: Path, place: JobPlace, tag: str) -> int:
+    found = manifests(place)
     steps = [manifest.step for manifest in found if tag_of(manifest.user_content) == tag and manifest.step is not None]
     if not steps:
         tags = ", ".join(tag_of(manifest.user_content) for manifest in found[-8:]) or "none"

@@ -16,7 +16,7 @@ from ckptd.agent.convert.formats import one_sentence
 from ckptd.agent.pending import Pending
 from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.agent.read.loader import materialize
-from ckptd.agent.smp.runs import check_absent, check_plain, known_run, manifests, on_rank_0, run_in, source_rank, tag_of
+from ckptd.agent.smp.runs import check_absent, check_plain, job_place, known_run, manifests, on_rank_0, run_in, source_rank, tag_of
 from ckptd.agent.state.tree import any_node, empty_like, filled, like, per_rank, tensor_names
 from ckptd.shared.errors import NotFound, StorageError, UnsavableValue
 from ckptd.shared.location import local
@@ -30,7 +30,8 @@ _JOB = "objects"
 def save(obj: Any, f: str | os.PathLike[str], partial: bool = True) -> Pending:
     """Save an object, such as a state dict. All ranks call this.
 
-    obj: of this rank: containers, tensors and values as for `Agent.snapshot`. f: DIR/NAME; DIR becomes the root of a daemon.
+    obj: of this rank: containers, tensors and values as for `Agent.snapshot`. f: DIR/NAME; DIR becomes the root of a daemon,
+        unless it lies below the root of one.
     partial: True copies the object of each rank and returns, and the daemon saves the copies as a checkpoint of the job "objects" in DIR.
         Sharded tensors (DTensor, ShardedTensor) are saved by their shards, each once. Everything else is saved for each rank, also if it is
         the same on all. A later save of the same name is another checkpoint, and both stay.
@@ -54,7 +55,7 @@ def save(obj: Any, f: str | os.PathLike[str], partial: bool = True) -> Pending:
         run.saved[name] = pending
     else:
         pending.wait("durable")
-        on_rank_0(run.agent, where / name, lambda: export(where / _JOB, "torch", where / name, which=pending.step, only="object"))
+        on_rank_0(run.agent, where / name, lambda: export(run.place.path, "torch", where / name, which=pending.step, only="object"))
     return pending
 
 
@@ -79,18 +80,19 @@ def load(f: str | os.PathLike[str], map_location: str | torch.device | None = No
     run = known_run(where, _JOB)
     if run is not None and name in run.saved:
         run.saved[name].wait("durable")
-    found = manifests(where, _JOB) if is_root(where) else []
+    place = job_place(where, _JOB)
+    found = manifests(place) if is_root(place.root) else []
     named = [manifest for manifest in found if tag_of(manifest.user_content) == name]
     if not named:
         there = some_text(list(dict.fromkeys(tag for one in reversed(found) if (tag := tag_of(one.user_content))))) or "none"
         raise NotFound(f"no object {name!r} in {where}; there are {there}")
-    with Checkpoint.open(where / _JOB / named[-1].tag) as checkpoint:
+    with Checkpoint.open(place.path / named[-1].tag) as checkpoint:
         return _of_rank(checkpoint, torch.device(map_location or "cpu"))
 
 
 def _place(f: str | os.PathLike[str]) -> tuple[Path, str]:
     directory, name = os.path.split(os.fspath(f))
-    return local(directory, "path").resolve(), check_name("name", name)
+    return local(directory or ".", "path").resolve(), check_name("name", name)
 
 
 def _by_rank(value: Any) -> Any:

@@ -12,20 +12,71 @@ import torch
 import torch.distributed as dist
 
 from ckptd.agent.agent import Agent
+from ckptd.agent.link.launch import find_place
 from ckptd.agent.pending import Pending
 from ckptd.agent.state.naming import find
-from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InvalidRequest, NotFound, StorageError
+from ckptd.shared import names
+from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InvalidName, InvalidRequest, NotFound, StorageError
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.retention import PreserveAll
-from ckptd.shared.storage.locate import open_root
+from ckptd.shared.storage.locate import is_root, open_root
 
 log = logging.getLogger("ckptd.agent")
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlace:
+    """The root and the job in which the checkpoints of a directory of the caller lie."""
+
+    root: Path
+    job: str
+
+    @property
+    def path(self) -> Path:
+        return self.root / self.job
+
+
+def job_place(where: Path, kind: str, *, ask: bool = False) -> JobPlace:
+    """Return where the checkpoints of one kind of a directory lie. `kind`: "partial" or "objects".
+
+    A directory is a root of its own, with a job for each kind. If it lies below the root of a daemon
+    of this node, it is no root, and the jobs are in the root above: those of `/ckpts/run` are `run..partial` and
+    `run..objects` in `/ckpts`. ask: look for such a daemon, because nothing may have been saved there yet.
+
+    Raises the errors of a connection to a daemon that the environment names.
+    """
+    own = JobPlace(where, kind)
+    if is_root(where):
+        return own
+    root = next((above for above in where.parents if is_root(above)), None)
+    if root is None:
+        return own
+    job = "..".join((*where.relative_to(root).parts, kind))  # two dots, because a part of the path may have one
+    try:
+        names.check_name("job", job)
+    except InvalidName:
+        return own
+    above = JobPlace(root, job)
+    return above if above.path.is_dir() or (ask and _is_served(root)) else own
+
+
+def _is_served(root: Path) -> bool:
+    """Return True if the daemon of the node that this process would use serves the root. A private daemon does not count."""
+    place = find_place(None, root)
+    if place.private:
+        return False
+    try:
+        place.connect().close()
+    except InvalidRequest:  # it serves another root
+        return False
+    return True
 
 
 @dataclass(slots=True)
 class Run:
     """A job in a directory that this process saves to: its agent, the highest step in it, and what this process has saved, by tag."""
 
+    place: JobPlace
     agent: Agent
     highest: int
     saved: dict[str, Pending] = field(default_factory=dict)
@@ -42,18 +93,19 @@ def known_run(where: Path, job: str) -> Run | None:
 
 
 def run_in(where: Path, job: str) -> Run:
-    """Return the run of a job in a directory, which becomes the root of a daemon. All ranks call this.
+    """Return the run of a job in a directory, which becomes the root of a daemon, or lies below one. All ranks call this.
 
     Nothing that it saves is deleted, until the caller sets the `retention` of its agent. Raises the errors of `Agent`, StorageError.
     """
     run = known_run(where, job)
     if run is None:
-        agent = Agent(job, root=where, retention=PreserveAll())  # makes the root
-        steps = [manifest.step for manifest in manifests(where, job) if manifest.step is not None]
+        place = job_place(where, job, ask=True)
+        agent = Agent(place.job, root=place.root, retention=PreserveAll())  # makes the root
+        steps = [manifest.step for manifest in manifests(place) if manifest.step is not None]
         highest = [max(steps, default=-1)]
         if agent.world_size > 1:  # the list may grow meanwhile: the daemon still saves what an earlier run has captured
             dist.broadcast_object_list(highest, src=0)
-        run = _runs[str(where), job] = Run(agent, highest[0])
+        run = _runs[str(where), job] = Run(place, agent, highest[0])
     return run
 
 
@@ -72,17 +124,17 @@ def close() -> None:
         raise failure
 
 
-def manifests(where: Path, job: str) -> list[Manifest]:
-    """Return the manifests of a job in a directory, the newest last. Damaged ones are left out. Raises StorageError."""
-    repository, found = open_root(where), list[Manifest]()
+def manifests(place: JobPlace) -> list[Manifest]:
+    """Return the manifests of a job, the newest last. Damaged ones are left out. Raises StorageError."""
+    repository, found = open_root(place.root), list[Manifest]()
     try:
-        for name in repository.tags(job):
+        for name in repository.tags(place.job):
             try:
-                found.append(repository.read_manifest(job, name))
+                found.append(repository.read_manifest(place.job, name))
             except (NotFound, IntegrityError):
                 continue
     except OSError as error:
-        raise StorageError.of(f"list {where}", error) from None
+        raise StorageError.of(f"list {place.root}", error) from None
     return sorted(found, key=lambda manifest: manifest.order)
 
 
@@ -115,6 +167,7 @@ def on_rank_0(agent: Agent, file: Path, write: Callable[[], object]) -> None:
     failure: Exception | None = None
     if agent.rank == 0:
         try:
+            file.parent.mkdir(parents=True, exist_ok=True)  # below the root of a daemon it is no root, which the daemon would have made
             write()
         except Exception as error:
             failure = error

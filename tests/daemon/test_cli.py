@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.shell_completion import BashComplete
 
 from ckptd.agent import Agent, Checkpoint, StorageWriter
 from ckptd.daemon import cli, report
@@ -167,7 +168,7 @@ def test_commands_accept_a_directory_that_is_one_checkpoint(full: Daemon, tmp_pa
         assert (row["tag"], row["step"], row["newest"], row["damaged"]) == (path.name, step, False, None)
         for verb in ("forget", "pin"):
             refused = ckptd(verb, path)
-            assert refused.returncode == 1
+            assert refused.returncode == 2
             assert "is a checkpoint outside every root" in refused.stderr
     part = next(alone.glob("rank-*.ckpt"))
     part.write_bytes(part.read_bytes()[:5000] + b"?" + part.read_bytes()[5001:])
@@ -321,3 +322,46 @@ def test_help_shows_the_first_commands_of_a_newcomer() -> None:
     for verb in ("run", "status", "ls", "show", "verify"):
         assert f"  {verb} " in result.stdout
         assert ckptd(verb, "--help").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["ls", ""], "file,"),
+        (["verify", "/t"], "file,/t"),
+        (["copy", "a", ""], "file,"),
+        (["adopt", "a", ""], "file,"),
+        (["run", "--root", ""], "file,"),
+        (["doctor", "--root", ""], "file,"),
+        (["run", "--codec", "r"], "plain,raw"),
+        (["export", "x", "--to", "h"], "plain,hf"),
+        (["ver"], "plain,verify"),
+    ],
+)
+def test_the_shell_is_offered_paths_and_words(typed: list[str], offered: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a path, bash would not even complete the names of files after `ckptd ls`."""
+    monkeypatch.setenv("COMP_WORDS", " ".join(["ckptd", *typed]))
+    monkeypatch.setenv("COMP_CWORD", str(len(typed)))
+    assert BashComplete(cli.main, {}, "ckptd", "_CKPTD_COMPLETE").complete() == offered
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["stop"],
+        ["forget", "{root}/gpt"],
+        ["copy", "{root}", "{root}"],
+        ["copy", "{root}", "{root}/gpt"],
+        ["export", "{root}/gpt", "--to", "torch", "--out", "{root}/x", "--dtype", "nope"],
+        ["export", "{root}/gpt", "--to", "torch", "--out", "{root}/x", "--rename", "nope"],
+        ["adopt", "{root}/gpt", "{root}"],
+        ["ls", ""],
+        ["verify", ""],
+        ["stop", ""],
+        ["doctor", "--root", ""],
+        ["run", "--root", ""],
+    ],
+)
+def test_every_mistake_of_usage_has_the_exit_code_2(trained: Daemon, typed: list[str]) -> None:
+    told = ckptd(*[each.format(root=trained.home.root) for each in typed])
+    assert (told.returncode, told.stdout, "Traceback" in told.stderr) == (2, "", False)

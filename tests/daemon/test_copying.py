@@ -289,7 +289,7 @@ def test_the_command_prints_a_line_or_a_row_for_each(own: Path, tmp_path: Path) 
     assert (done.exit_code, [(row["tag"], row["copied"], row["error"] is None) for row in rows]) == (
         13, [(steps(6)[0], False, False), (steps(5)[0], False, True), (steps(7)[0], True, True)],
     )  # fmt: skip
-    assert ckptd(own / "gpt", own).exit_code == 1
+    assert ckptd(own / "gpt", own).exit_code == 2
 
 
 def test_the_repository_of_a_copy_is_one(own: Path) -> None:

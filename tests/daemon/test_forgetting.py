@@ -204,8 +204,8 @@ def test_forget_leaves_files_of_other_programs(place: Home, socket: list[Any]) -
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["gpt"], 1, "is a job: say which of its checkpoints to keep, like --keep 'LatestN(5)', or name one"),
-        (["gpt/step-00000001", "--keep", "LatestN(1)"], 1, "is one checkpoint, and --keep needs a job"),
+        (["gpt"], 2, "is a job: say which of its checkpoints to keep, like --keep 'LatestN(5)', or name one"),
+        (["gpt/step-00000001", "--keep", "LatestN(1)"], 2, "is one checkpoint, and --keep needs a job"),
         (["gpt", "--keep", "LatestM(1)"], 2, "--keep: there is no retention policy 'LatestM'; did you mean 'LatestN'?"),
         (["gpt/step-00000009"], 10, "no checkpoint 'step-00000009' of job 'gpt'"),
     ],
@@ -236,7 +236,7 @@ def test_a_named_socket_of_another_root_is_refused(place: Home, tmp_path: Path) 
         train(place, [1])
         os.rename(place.root / "gpt" / tag(1), tmp_path / "gpt" / tag(1))
         run = ckptd("forget", tmp_path / "gpt" / tag(1), "--yes", "--socket", daemon.home.socket)
-        assert run.returncode == 1
+        assert run.returncode == 2
         assert f"serves {place.root}, not {tmp_path}" in run.stderr
 
 

@@ -15,7 +15,7 @@ import torch
 from ckptd.agent import Agent
 from ckptd.daemon import neighbours
 from ckptd.daemon.neighbours import Neighbour
-from ckptd.shared.errors import DaemonUnreachable, NotFound
+from ckptd.shared.errors import DaemonUnreachable, InvalidConfig
 from tests.daemon.test_cli import ckptd
 from tests.support.daemons import Daemon, Home, home, running
 
@@ -103,7 +103,7 @@ def test_without_a_root_nothing_is_stopped_unless_a_socket_or_the_environment_na
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CKPTD_ROOT", raising=False)
-    with pytest.raises(NotFound, match="^name the root of the daemon to stop; `ckptd ps` lists the daemons$"):
+    with pytest.raises(InvalidConfig, match="^name the root of the daemon to stop; `ckptd ps` lists the daemons$"):
         neighbours.named(None, None)
     assert neighbours.named(None, daemon.home.socket).pid == daemon.process.pid
     monkeypatch.setenv("CKPTD_ROOT", str(daemon.home.root.parent / "other"))

@@ -16,7 +16,8 @@ from ckptd.shared.command import ask_before_deleting, exit_code, json_option, sp
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (e.InvalidName("x"), 2), (e.NotFound("x"), 10), (e.Busy("x"), 11), (e.IntegrityError("x"), 13), (e.NewerFormat("x"), 13),
+        (e.InvalidName("x"), 2), (e.InvalidRequest("x"), 2), (e.InvalidConfig("x"), 2),
+        (e.NotFound("x"), 10), (e.Busy("x"), 11), (e.IntegrityError("x"), 13), (e.NewerFormat("x"), 13),
         (e.DaemonUnreachable("x"), 14), (e.StorageError("x"), 1),
     ],
 )  # fmt: skip

@@ -39,7 +39,7 @@ def test_the_report_has_every_way_and_nothing_is_left(tmp_path: Path) -> None:
 
 def test_a_root_without_room_is_refused(tmp_path: Path) -> None:
     found = CliRunner().invoke(bench, ["--root", str(tmp_path), "--megabytes", str(10**9)])
-    assert found.exit_code == 1
+    assert found.exit_code == 2
     assert "are needed for a state of" in found.output
     assert "choose a smaller --megabytes or another --root" in found.output
 
