@@ -164,7 +164,8 @@ def is_checkpoint_file(name: str) -> bool:
 def is_standalone_file(name: str) -> bool:
     """Return True if ckptd may have left a file of this name in a directory that holds one checkpoint by itself, outside every root.
 
-    Such a file is a part file, a data file, a metadata object, or a manifest or a marker under publication.
+    Such a file is a part file, a data file, a metadata object, or a manifest or a marker under
+    publication.
     """
     return part_of(name) is not None or is_metadata_file(name) or publisher_of(name) is not None
 

@@ -87,7 +87,8 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
     path: `<root>/<job>/<tag>` under the root of a daemon, or any directory outside. A `checkpoint_id` given to DCP replaces it. A tag
     `step-<number>` saves that step.
     overwrite: True replaces the checkpoint at the path. Under a root the new one is saved in a new attempt, and the older one is deleted
-    after that, unless it is pinned or being read. Outside, the `.metadata` of a checkpoint of DCP is replaced, and DCP's data files stay.
+    after that, unless it is pinned or being read. Outside, the `.metadata` of a checkpoint of DCP
+    is replaced, and DCP's data files stay.
     codec, threads, files_per_rank, bytes_per_file (0: no limit): for saves without the daemon. The daemon saves by its own settings.
     socket: the daemon's. Without it, the daemon is found as for `Agent`.
     weights_only: False also saves values that only pickled code can bring back, if the planner pickles them.

@@ -41,8 +41,8 @@ class Turn:
 def take_turn(root: str, job: str, until: float) -> Turn:
     """Wait until no other process of this user on this node saves to the job through DCP, and return this save's share in the turn.
 
-    Saves of one process share a turn, because they share an attempt. Returns a turn that is not held at the time `until`, or if locks
-    cannot be made here.
+    Saves of one process share a turn, because they share an attempt. Returns a turn that is not
+    held at the time `until`, or if locks cannot be made here.
     """
     name = f"dcp-{names.root_digest(located(root) / job)}"
     while True:

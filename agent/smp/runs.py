@@ -39,9 +39,10 @@ class JobPlace:
 def job_place(where: Path, kind: str, *, ask: bool = False) -> JobPlace:
     """Return where the checkpoints of one kind of a directory lie. `kind`: "partial" or "objects".
 
-    A directory is a root of its own, with a job for each kind. If it lies below the root of a daemon
-    of this node, it is no root, and the jobs are in the root above: those of `/ckpts/run` are `run..partial` and
-    `run..objects` in `/ckpts`. ask: look for such a daemon, because nothing may have been saved there yet.
+    A directory is a root of its own, with a job for each kind. If it lies below the root of a
+    daemon of this node, it is no root, and the jobs are in the root above: those of `/ckpts/run`
+    are `run..partial` and `run..objects` in `/ckpts`. ask: look for such a daemon, because nothing
+    may have been saved there yet.
 
     Raises the errors of a connection to a daemon that the environment names.
     """

@@ -23,7 +23,8 @@ MARKER = MAGIC + _TEXT
 class OtherTool(NamedTuple):
     """The checkpoint of another tool in a directory.
 
-    file: the file by which it is known. importable: what `ckptd import` takes, relative to the directory, or None if it can read nothing.
+    file: the file by which it is known. importable: what `ckptd import` takes, relative to the
+    directory, or None if it can read nothing.
     """
 
     tool: str
