@@ -24,6 +24,7 @@ COMMANDS = (
     "forget {root}/gpt --keep LatestN(1) --yes",
     "forget {root}/gpt --keep BestN('val_loss',1) --yes",
     "forget {root}/gpt --keep LatestDuration(1) --yes",
+    "forget {root}/gpt --keep BestN('val_loss',2)",
     "pin {root}/gpt/step-00000005.a0001",
     "pin {root}/gpt/step-00000005.a0001 --remove",
     "copy {root}/gpt {root}-copy",
