@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ckptd.daemon.save_progress import SaveProgress
+from ckptd.daemon.seal_check import Contents
 from ckptd.shared import lifecycle
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.membership import Membership
@@ -33,7 +34,8 @@ class RankSeal:
     the slot, or None until they have been computed. `training_held`: seconds for which the snapshot
     held the training of this rank, or 0.0 if the rank has not said so. `cost`: what an earlier
     snapshot has cost the training of this rank, or None. `node`: the share of this node, as the
-    rank has sent it. `replicas`: digests of the tensors that other ranks hold, too.
+    rank has sent it. `replicas`: digests of the tensors that other ranks hold, too. `contents`: what
+    the slot describes, or None once the ranks of this node have been compared.
     """
 
     rank: int
@@ -47,6 +49,7 @@ class RankSeal:
     training_held: float = 0.0
     cost: TrainingCost | None = None
     replicas: Sequence[ReplicaDigests] = ()
+    contents: Contents | None = None
 
 
 @dataclass(slots=True, eq=False)

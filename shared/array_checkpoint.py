@@ -21,7 +21,7 @@ import numpy as np
 
 from ckptd.shared import names
 from ckptd.shared.bounds import is_flat
-from ckptd.shared.coverage import check_cover, two_sizes
+from ckptd.shared.coverage import check_cover, two_dtypes, two_sizes
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
 from ckptd.shared.location import local
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest
@@ -119,6 +119,8 @@ class ArrayCheckpoint:
             others = self._items.setdefault(item.fqn, [])
             if others and others[0][1].size != item.size:
                 raise two_sizes(item.fqn, others[0][1].size, item.size)
+            if others and others[0][1].dtype != item.dtype:
+                raise two_dtypes(item.fqn, others[0][1].dtype, item.dtype)
             others.append((part, item))
         for alias in part.plan.aliases:
             self._aliases[alias.fqn] = part, own[alias.base], alias
@@ -173,7 +175,10 @@ class ArrayCheckpoint:
 
         See `plain_values` for the values that need torch. Raises IntegrityError, NewerFormat, OSError.
         """
+        return self._filled(self._tree())
 
+    def _tree(self) -> Any:
+        """Return the state of all ranks as one tree, with a reference for each tensor."""
         documents = []
         for part in self._parts:
             offset, length = part.values
@@ -181,35 +186,44 @@ class ArrayCheckpoint:
             scatter(part, [(offset, memoryview(data))])
             documents.append(decode_plain(bytes(data), _Reference))
         try:
-            tree = merged([document["state"] for document in documents])
-        except (TypeError, KeyError, AttributeError) as error:
+            return merged([document["state"] for document in documents])
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise IntegrityError(f"the values documents cannot be merged: {error!r}") from None
-        return self._filled(tree)
+
+    def _check_known(self, names: Iterable[str]) -> None:
+        for name in names:
+            if (name not in self._items and name not in self._aliases) or name.startswith(HIDDEN):
+                raise IntegrityError(f"the values document names the tensor {name!r}, which no part has")
 
     def _filled(self, tree: Any) -> Any:
         """Return a tree with arrays in place of references. Arrays that share a storage in the checkpoint share it."""
         names = dict.fromkeys(reference.name for reference in _references(tree))
         bases = {name: self._aliases[name][:2] for name in names if name in self._aliases}
-        shards = {(id(part), item.fqn): (part, item) for part, item in bases.values()}
+        shards = {_key(part, item): (part, item) for part, item in bases.values()}
+        self._check_known(names)
         for name in names.keys() - bases.keys():
-            if name not in self._items:
-                raise IntegrityError(f"the values document names the tensor {name!r}, which no part has")
-            shards |= {(id(part), item.fqn): (part, item) for part, item in self._items[name]}
+            shards |= {_key(part, item): (part, item) for part, item in self._items[name]}
         held = _read_all(shards.values())
         made = {name: self._made(name, held) for name in names}
         return _replaced(tree, made)
 
-    def _made(self, name: str, held: dict[tuple[int, str], bytearray]) -> Any:
+    def _made(self, name: str, held: Held) -> Any:
         shards = self._items.get(name, ())
         if shards and shards[0][1].dtype == BLOB:
-            return Undecoded("torch", bytes(held[id(shards[0][0]), name]))
-        return self._array(name, lambda part, item: held[id(part), item.fqn])
+            return Undecoded("torch", bytes(held[_key(*shards[0])]))
+        return self._array(name, lambda part, item: held[_key(part, item)])
 
     def verify(self) -> int:
-        """Read every byte and compare it with its checksum. Return the number of raw bytes. Raises IntegrityError, OSError."""
+        """Check all that `load` needs: every byte, every tensor, and every value. Return the number of raw bytes.
+
+        Raises IntegrityError, NewerFormat, OSError.
+        """
         for name, shards in self._items.items():
-            check_cover(name, shards[0][1].size, [(item.offsets, item.sizes) for _, item in shards])
-        return sum(map(verify, self._parts))
+            if shards[0][1].dtype != BLOB:
+                check_cover(name, shards[0][1].size, [(item.offsets, item.sizes) for _, item in shards])
+        total = sum(map(verify, self._parts))
+        self._check_known(reference.name for reference in _references(self._tree()))
+        return total
 
     def close(self) -> None:
         self._held.close()
@@ -300,14 +314,23 @@ def _replaced(tree: Any, made: Mapping[str, Any]) -> Any:
 
 
 def _read(part: PartReader, item: Item) -> bytearray:
-    return _read_all([(part, item)])[id(part), item.fqn]
+    return _read_all([(part, item)])[_key(part, item)]
 
 
-def _read_all(shards: Iterable[tuple[PartReader, Item]]) -> dict[tuple[int, str], bytearray]:
-    """Return the bytes of shards, by the id of their part and their name. Each chunk is read once."""
-    found, targets = dict[tuple[int, str], bytearray](), dict[int, tuple[PartReader, list[tuple[int, memoryview]]]]()
+Held = dict[tuple[int, str, tuple[int, ...]], bytearray]
+"""The bytes of shards."""
+
+
+def _key(part: PartReader, item: Item) -> tuple[int, str, tuple[int, ...]]:
+    """Return what tells a shard from all others: a part may have several shards of one tensor."""
+    return id(part), item.fqn, item.offsets
+
+
+def _read_all(shards: Iterable[tuple[PartReader, Item]]) -> Held:
+    """Return the bytes of shards, by `_key`. Each chunk is read once."""
+    found, targets = Held(), dict[int, tuple[PartReader, list[tuple[int, memoryview]]]]()
     for part, item in shards:
-        data = found[id(part), item.fqn] = bytearray(item.length)
+        data = found[_key(part, item)] = bytearray(item.length)
         if data:
             targets.setdefault(id(part), (part, []))[1].append((item.offset, memoryview(data)))
     for part, wanted in targets.values():

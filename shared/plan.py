@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Annotated, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 
@@ -169,7 +169,7 @@ class Plan(msgspec.Struct, frozen=True):
             try:
                 plan = _DECODER.decode(data)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise IntegrityError(f"plan document cannot be read: {error}") from None
+                raise IntegrityError(f"plan document cannot be read: {error}{_culprit(data)}") from None
             if plan.version > PLAN_VERSION:
                 raise NewerFormat(f"plan document has version {plan.version}; this ckptd reads up to {PLAN_VERSION}: upgrade it")
             plan._check()
@@ -242,6 +242,30 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 _DECODER = msgspec.msgpack.Decoder(Plan)
+_MOST_SEARCHED = 16 << 20
+"""The most bytes of a plan document in which the tensor is looked for that an error is about."""
+
+
+def _culprit(data: bytes | memoryview) -> str:
+    """Return words that name the tensor which is described wrongly in a plan document that cannot be read, or "" if none can be named."""
+    try:
+        members = msgspec.msgpack.decode(data) if len(data) <= _MOST_SEARCHED else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    if not isinstance(members, dict):
+        return ""
+    found: list[tuple[Any, Any, Any]] = []
+    for member, kind in (("items", Item), ("aliases", Alias)):
+        entries = members.get(member)
+        found += [(entry[0], entry, kind) for entry in entries if isinstance(entry, list) and entry] if isinstance(entries, list) else []
+    metadata = members.get("metadata")
+    found += [(name, entry, Described) for name, entry in metadata.items()] if isinstance(metadata, dict) else []
+    for name, entry, kind in found:
+        try:
+            msgspec.convert(entry, kind)
+        except (msgspec.ValidationError, RecursionError):
+            return f" (of {str(name)[:200]!r})"
+    return ""
 
 
 def check_elements(name: str, size: tuple[int, ...]) -> None:

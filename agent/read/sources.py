@@ -69,6 +69,7 @@ class Opened:
         Raises IntegrityError, OSError; UnsavableValue for a blob that only pickled code could bring back.
         """
         found: dict[str, Any] = decode(self.values(rank))
+        _check_document(found, rank)
         names = self.saved.blob_names()
         blobs = self.saved.read_blobs([name for name in tensor_names(found["state"]) if name in names] if names else [])
         if blobs:
@@ -129,6 +130,18 @@ class Opened:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _check_document(document: Any, rank: int) -> None:
+    """Raise IntegrityError if a decoded values document is not a map with a state, or has versions of another form."""
+    if not isinstance(document, dict) or "state" not in document:
+        raise IntegrityError(f"the values document of rank {rank} has no state")
+    versions = document.get("versions", {})
+    if not isinstance(versions, dict) or not all(
+        isinstance(key, str) and isinstance(entries, dict) and all(isinstance(entry, dict) for entry in entries.values())
+        for key, entries in versions.items()
+    ):
+        raise IntegrityError(f"the values document of rank {rank} has versions that are not maps of maps")
 
 
 def load_blob(name: str, data: bytes) -> Any:
