@@ -9,7 +9,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -22,7 +22,7 @@ import numpy as np
 from ckptd.shared import names
 from ckptd.shared.bounds import is_flat
 from ckptd.shared.coverage import check_cover, two_dtypes, two_sizes
-from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
 from ckptd.shared.location import local
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest
 from ckptd.shared.part import PartReader
@@ -60,7 +60,7 @@ class ArrayCheckpoint:
     """An open, committed checkpoint, made by `ArrayCheckpoint.open`. Use it in a `with` statement.
 
     manifest: its manifest, with step, tag, metrics and user_content. This reader takes no lease: ckptd may delete the checkpoint while it
-    is read, which then raises FileNotFoundError or IntegrityError.
+    is read, which then raises StorageError or IntegrityError.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -93,10 +93,15 @@ class ArrayCheckpoint:
         path: the directory of a job, or of one checkpoint. which: for a job, "newest", a step or a tag; of several attempts with this step
         or tag, the highest counts.
 
-        Raises NotFound; IntegrityError if the checkpoint is damaged; NewerFormat if a newer ckptd wrote it; OSError. "newest" passes over
-        damaged checkpoints, but not over one that a newer ckptd wrote.
+        Raises NotFound; IntegrityError if the checkpoint is damaged; NewerFormat if a newer ckptd wrote it; StorageError. "newest" passes
+        over damaged checkpoints, but not over one that a newer ckptd wrote.
         """
         where = local(path, "path")
+        with _reading(where):
+            return cls._open(where, which)
+
+    @classmethod
+    def _open(cls, where: Path, which: str | int) -> ArrayCheckpoint:
         if (where / names.MANIFEST).is_file():
             return cls(where)
         failure: IntegrityError | None = None
@@ -148,9 +153,10 @@ class ArrayCheckpoint:
     def array(self, name: str) -> np.ndarray[Any, Any]:
         """Return a tensor as a new array. Only the chunks that hold it are read. See `numpy_dtype`.
 
-        A tensor of several shards comes whole, in C order. Raises NotFound, IntegrityError, OSError.
+        A tensor of several shards comes whole, in C order. Raises NotFound, IntegrityError, StorageError.
         """
-        found = self._array(name, _read)
+        with _reading(name):
+            found = self._array(name, _read)
         return found.copy() if name in self._aliases else found
 
     def _array(self, name: str, read: Callable[[PartReader, Item], bytearray]) -> np.ndarray[Any, Any]:
@@ -173,9 +179,10 @@ class ArrayCheckpoint:
     def load(self) -> Any:
         """Return the whole state, with an array for each tensor. Objects come as their state dicts, and records as dicts of their fields.
 
-        See `plain_values` for the values that need torch. Raises IntegrityError, NewerFormat, OSError.
+        See `plain_values` for the values that need torch. Raises IntegrityError, NewerFormat, StorageError.
         """
-        return self._filled(self._tree())
+        with _reading(self.manifest.tag):
+            return self._filled(self._tree())
 
     def _tree(self) -> Any:
         """Return the state of all ranks as one tree, with a reference for each tensor."""
@@ -216,13 +223,14 @@ class ArrayCheckpoint:
     def verify(self) -> int:
         """Check all that `load` needs: every byte, every tensor, and every value. Return the number of raw bytes.
 
-        Raises IntegrityError, NewerFormat, OSError.
+        Raises IntegrityError, NewerFormat, StorageError.
         """
         for name, shards in self._items.items():
             if shards[0][1].dtype != BLOB:
                 check_cover(name, shards[0][1].size, [(item.offsets, item.sizes) for _, item in shards])
-        total = sum(map(verify, self._parts))
-        self._check_known(reference.name for reference in _references(self._tree()))
+        with _reading(self.manifest.tag):
+            total = sum(map(verify, self._parts))
+            self._check_known(reference.name for reference in _references(self._tree()))
         return total
 
     def close(self) -> None:
@@ -233,6 +241,15 @@ class ArrayCheckpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+@contextmanager
+def _reading(what: object) -> Iterator[None]:
+    """Context manager. An OSError that is raised inside becomes a StorageError that says what could not be read."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError.of(f"read {what}", error) from None
 
 
 class _File:

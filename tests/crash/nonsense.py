@@ -386,7 +386,7 @@ def plan_member(chance: Random, case: Case) -> tuple[str, ...]:
 
 def plan_bytes(chance: Random, case: Case) -> tuple[str, ...]:
     part = _part(chance, case)
-    encoded = bytearray(_plan(part))
+    encoded = bytearray(plan_bytes_of(part))
     if chance.random() < 0.3:
         part.raw_plan = chance.choice([b"", b"\xc1", chance.randbytes(40), bytes(encoded[: chance.randrange(len(encoded))])])
     else:
@@ -608,7 +608,8 @@ def case_of(chance: Random) -> Case:
 # -- the client
 
 
-def _plan(part: Part) -> bytes:
+def plan_bytes_of(part: Part) -> bytes:
+    """Return the plan document of a part as it is sealed."""
     if part.raw_plan is not None:
         return part.raw_plan
     plan = {
@@ -655,9 +656,8 @@ class Client:
         """Write a slot and report its seal. Return the number of the request."""
         fd = self._files[segment].fileno()
         head = read_header(fd)
-        plan = _plan(part)
-        values = part.raw_values if part.raw_values is not None else _pack(part.values)
-        asked = part.raw_request if part.raw_request is not None else _request_bytes(part.request)
+        plan = plan_bytes_of(part)
+        values, asked = values_bytes_of(part), request_bytes_of(part)
         at = align_region(max(len(part.data), max((sum(region[:2]) for region in part.regions if sum(region[:2]) < 1 << 20), default=0)))
         extents = {}
         os.pwrite(fd, part.data, head.data_offset)
@@ -698,9 +698,17 @@ def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def _request_bytes(request: dict[str, Any]) -> bytes:
+def values_bytes_of(part: Part) -> bytes:
+    """Return the values document of a part as it is sealed."""
+    return part.raw_values if part.raw_values is not None else _pack(part.values)
+
+
+def request_bytes_of(part: Part) -> bytes:
+    """Return the request document of a part as it is sealed."""
+    if part.raw_request is not None:
+        return part.raw_request
     try:
-        return _pack(request)
+        return _pack(part.request)
     except (UnicodeEncodeError, ValueError):
         return b"\x81\xacuser_content\xa3\xed\xa0\x80"
 
