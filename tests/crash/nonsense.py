@@ -188,11 +188,11 @@ def sound_case(chance: Random, ranks: int, *, large: bool) -> Case:
         part.request = msgspec.to_builtins(SnapshotRequest(), builtin_types=(bytes,))
     parts[0].metadata = metadata
     for part in parts:
-        _place(part)
+        lay_out(part)
     return Case(parts)
 
 
-def _place(part: Part) -> None:
+def lay_out(part: Part) -> None:
     """Lay the items out in regions, and fill in the bytes of the blob."""
     end, data = 0, bytearray()
     part.regions = []
@@ -211,6 +211,21 @@ def _place(part: Part) -> None:
             end += length
         part.regions.append([start, end - start, width])
     part.data = bytes(data)
+
+
+def simple_case(*items: tuple[str, str, list[int]], ranks: int = 1) -> Case:
+    """Return a sound case in which rank 0 stores these tensors, given by name, dtype and size.
+
+    The values of each rank name all of them.
+    """
+    metadata = {name: {"dtype": dtype, "size": size, "chunks": [[[0] * len(size), size]]} for name, dtype, size in items}
+    tree = {name: Ext(1, name.encode()) for name, _, _ in items}
+    rows = [[name, dtype, size, [0] * len(size), size, None, 0, "cpu", False] for name, dtype, size in items]
+    parts = [Part([] if rank else rows, [], None if rank else metadata, {"state": dict(tree), "rng": None}) for rank in range(ranks)]
+    for part in parts:
+        part.request = msgspec.to_builtins(SnapshotRequest(), builtin_types=(bytes,))
+        lay_out(part)
+    return Case(parts)
 
 
 # -- mutations

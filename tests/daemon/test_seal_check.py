@@ -16,9 +16,7 @@ from ckptd.shared import messages as m
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.plan import Item, Plan, Region
 from ckptd.shared.plan_check import check_plans
-from ckptd.shared.snapshot_request import SnapshotRequest
-from tests.crash import nonsense
-from tests.crash.nonsense import Case, Client, Part, sound_case
+from tests.crash.nonsense import Case, Client, simple_case, sound_case
 from tests.shared.samples import WRITER
 from tests.support.daemons import Home, home, running
 
@@ -73,18 +71,6 @@ def answers(clients: list[Client], step: int, case: Case) -> list[Any]:
     return [client.outcome(number) for client, number in zip(clients, numbers, strict=True)]
 
 
-def made(*items: tuple[str, str, list[int]], ranks: int = 1) -> Case:
-    """A case in which rank 0 stores these tensors, given by name, dtype and size. The values of each rank name all of them."""
-    metadata = {name: {"dtype": dtype, "size": size, "chunks": [[[0] * len(size), size]]} for name, dtype, size in items}
-    tree = {name: Ext(1, name.encode()) for name, _, _ in items}
-    rows = [[name, dtype, size, [0] * len(size), size, None, 0, "cpu", False] for name, dtype, size in items]
-    parts = [Part([] if rank else rows, [], None if rank else metadata, {"state": dict(tree), "rng": None}) for rank in range(ranks)]
-    for part in parts:
-        part.request = msgspec.to_builtins(SnapshotRequest(), builtin_types=(bytes,))
-        nonsense._place(part)
-    return Case(parts)
-
-
 def change(**changes: Any) -> Any:
     return lambda case: vars(case.parts[0]).update(changes)
 
@@ -107,14 +93,14 @@ REFUSED = [
 def test_a_seal_that_could_not_be_loaded_is_refused_in_one_sentence(place: Home, wrong: Any, words: str) -> None:
     with running(place) as daemon:
         client = Client(place, "job", 0, 1)
-        case = made(("w", "float32", [4, 2]))
+        case = simple_case(("w", "float32", [4, 2]))
         wrong(case)
         (answer,) = answers([client], 1, case)
         assert isinstance(answer, m.Error), answer
         assert (answer.code, "\n" in answer.message) == ("integrity", False)
         assert words in answer.message
         assert not list((place.root / "job").glob("step-*"))
-        assert isinstance(answers([client], 2, made(("w", "float32", [4, 2])))[0], m.Sealed)
+        assert isinstance(answers([client], 2, simple_case(("w", "float32", [4, 2])))[0], m.Sealed)
         assert client.wait(2).state == "durable"
         assert daemon.status()["counters"]["persisted"] == 1
         client.close()
@@ -124,12 +110,12 @@ def test_the_ranks_of_a_step_are_compared_when_the_last_one_has_sealed(place: Ho
     with running(place):
         first = Client(place, "job", 0, 2)
         clients = [first, Client(place, "job", 1, 2, first.attempt)]
-        wrong = made(("w", "float32", [4, 2]), ranks=2)
+        wrong = simple_case(("w", "float32", [4, 2]), ranks=2)
         wrong.parts[1].values = {"state": {"v": Ext(1, b"v")}}
         found = answers(clients, 1, wrong)
         assert any(isinstance(answer, m.Error) and "the values of rank 1 name the tensor 'v'" in answer.message for answer in found)
         assert [client.wait(1).state for client in clients] == ["failed"] * 2
-        assert all(isinstance(answer, m.Sealed) for answer in answers(clients, 2, made(("w", "float32", [4, 2]), ranks=2)))
+        assert all(isinstance(answer, m.Sealed) for answer in answers(clients, 2, simple_case(("w", "float32", [4, 2]), ranks=2)))
         assert [client.wait(2).state for client in clients] == ["durable"] * 2
         for client in clients:
             client.close()
