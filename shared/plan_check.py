@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from ckptd.shared.collector import paused_collector
 from ckptd.shared.coverage import Box, Shape, check_all, two_sizes
 from ckptd.shared.errors import IntegrityError
+from ckptd.shared.manifest import MOST_INLINE
 from ckptd.shared.metadata_object import check_entry, stored_places
 from ckptd.shared.plan import BLOB, HIDDEN, Described, Plan
 from ckptd.shared.sharding import Mesh, Place, Rule, place, replica_of
@@ -93,6 +96,8 @@ class _Stored:
 
 _MOST_SPREAD = 1 << 18
 """The most shards of a job of several nodes that are checked for holes and overlaps by the metadata. More would take many seconds."""
+_BYTES_OF_A_PART = 512
+"""The most bytes of the entry of a part in a manifest."""
 _USUAL = ({"dtype", "size", "chunks"}, {"dtype", "size", "chunks", "ranks"})
 _FIRST = [0]
 
@@ -107,6 +112,16 @@ class _Metadata:
         for mesh in self._meshes:
             mesh.check(world_size)
         self._coordinates: list[dict[int, Sequence[int]]] = []
+        self._names_ranks = world_size == 1 or not self._is_of_earlier_version()
+
+    def _is_of_earlier_version(self) -> bool:
+        """Return True if the metadata name no rank, as those of earlier versions, and no reader will need the ranks.
+
+        Readers need them if the metadata become an object beside the manifest, because they are large.
+        """
+        if any("ranks" in entry or "rule" in entry for entry in self._entries.values()):
+            return False
+        return len(msgspec.json.encode(self._entries)) + _BYTES_OF_A_PART * (self._world_size + 64) <= MOST_INLINE
 
     def check(self, stored: _Stored, plans: Mapping[int, Plan]) -> None:
         """Raise IntegrityError for the first entry that does not describe what these ranks hold."""
@@ -133,6 +148,8 @@ class _Metadata:
                 if _is_left_out(box, size):
                     continue
                 places.add(box)
+                if not self._names_ranks and (box in there or len(plans) < self._world_size):
+                    continue
                 if rank in plans and rank not in there.get(box, ()):
                     raise IntegrityError(
                         f"the metadata say that rank {rank} stores {_shown(name, box)}; the plan of that rank has no such item"

@@ -1,8 +1,9 @@
 """Checks a values document without building its values (FORMAT.md, section 3), and lists the tensors that it names.
 
-The check walks over the bytes, so that it takes no memory in proportion to the document, and a thread that runs it never keeps the
-interpreter from other threads for long. It needs neither torch nor NumPy. What only torch can judge, such as the bytes of `torch.save`, is
-counted in `Checked.unjudged`, and so are values of a newer version in `Checked.newer`.
+The check walks over the bytes, so that it takes no memory in proportion to the document, and a
+thread that runs it never keeps the interpreter from other threads for long. It needs no torch, and
+NumPy only for arrays of unusual dtypes. What only torch can judge, such as the bytes of
+`torch.save`, is counted in `Checked.unjudged`, and values of a newer version in `Checked.newer`.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ _MADE_OF_FIELDS = frozenset(REQUIRED_FIELDS) - {"dataclass", "namedtuple", "conf
 """The kinds of records that a reader makes again, so that their fields must fit. A dict takes the place of the others."""
 _CONSTANTS = frozenset({"layout", "memory_format", "qscheme", "finfo", "iinfo", "version"})
 PATHS = frozenset({"PurePosixPath", "PureWindowsPath", "PosixPath", "Path", "PurePath"})
+"""The classes of paths that a document may name."""
 
 _WINDOW = 1 << 20
 """The most bytes that one call looks at. A thread cannot be interrupted within such a call."""
 _RUN = 1 << 16
 """The most numbers that one call looks at."""
-_SMALL = 1 << 16
-"""The most bytes of a value of the standard library that is not text or bytes. It is made to see whether it can be made."""
+_SMALL = 1 << 20
+"""The most bytes of a value of the standard library. It is made to see whether it can be made."""
 _MOST_DIGITS = 4300
 """The most digits of an integer beyond 64 bits, as Python reads them by default."""
 _SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
@@ -58,8 +60,9 @@ _RUNS = {
 }
 """For each length: a run of numbers of this length."""
 _HASHED = frozenset({1, 2, 4, 6, 7, 9, 10, 11, 12, 13, 14, 23, 27, 28, 29})
+"""The extension types whose values have a hash, 2 and 4 if their items have one."""
 _LAST = 30
-_NPY = re.compile(rb"[<>|=]?[a-zA-Z]\d*(?:\[[0-9a-zA-Z/]*\])?")
+"""The highest extension type that this version knows."""
 
 
 @dataclass(slots=True)

@@ -71,6 +71,26 @@ def test_a_node_of_several_checks_what_its_ranks_and_the_metadata_tell() -> None
         check_plans({0: hole}, 2)
 
 
+def without_ranks(*names: str) -> dict[str, Any]:
+    return {name: {key: value for key, value in described(0, 1).items() if key != "ranks"} for name in names}
+
+
+def test_metadata_of_an_earlier_version_name_no_ranks() -> None:
+    halves = {rank: shard("w", 4 * rank, 4) for rank in (0, 1)}
+    plans = {0: plan(halves[0], metadata=without_ranks("w")), 1: plan(halves[1])}
+    assert check_plans(plans, 2) == frozenset({"w"})
+    assert check_plans({0: plans[0]}, 2) == frozenset({"w"})
+    with pytest.raises(IntegrityError, match=r"rank 0 stores the shard \[4\] at \[0\] of 'v'; the plan of that rank has no such item"):
+        check_plans({0: plan(halves[0], metadata=without_ranks("w", "v")), 1: plan(halves[1], shard("v", 0, 8))}, 2)
+
+
+def test_large_metadata_must_name_the_ranks_because_readers_need_them() -> None:
+    names = [f"{'long' * 2000}.{number}" for number in range(140)]
+    first = plan(*(shard(name, 0, 4) for name in names), metadata=without_ranks(*names))
+    with pytest.raises(IntegrityError, match="the plan of that rank has no such item"):
+        check_plans({0: first, 1: plan(*(shard(name, 4, 4) for name in names))}, 2)
+
+
 WRONG: list[tuple[dict[int, Plan], int, str]] = [
     ({0: plan(shard("w", 0, 7), metadata={"w": described(0)})}, 1, "w: only 7 of 8 elements are stored"),
     ({0: plan(shard("w", 0, 6), metadata={"w": described(0, 1)}), 1: plan(shard("w", 4, 4))}, 2, "w: the shards .* overlap"),
