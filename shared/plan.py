@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, TypedDict
 
 import msgspec
 
@@ -242,30 +242,47 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 _DECODER = msgspec.msgpack.Decoder(Plan)
-_MOST_SEARCHED = 16 << 20
+_MOST_SEARCHED = 4 << 20
 """The most bytes of a plan document in which the tensor is looked for that an error is about."""
 
 
+class _Loose(msgspec.Struct):
+    """A plan document whose entries are not decoded yet."""
+
+    items: list[msgspec.Raw] = []
+    aliases: list[msgspec.Raw] = []
+    metadata: dict[str, msgspec.Raw] | None = None
+
+
+_LOOSE_DECODER = msgspec.msgpack.Decoder(_Loose)
+_ENTRY_DECODERS = msgspec.msgpack.Decoder(Item), msgspec.msgpack.Decoder(Alias), msgspec.msgpack.Decoder(Described)
+
+
 def _culprit(data: bytes | memoryview) -> str:
-    """Return words that name the tensor which is described wrongly in a plan document that cannot be read, or "" if none can be named."""
+    """Return words that name the tensor which a plan document describes wrongly, or "" if none can be named."""
     try:
-        members = msgspec.msgpack.decode(data) if len(data) <= _MOST_SEARCHED else None
+        loose = _LOOSE_DECODER.decode(data if len(data) <= _MOST_SEARCHED else b"")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
-    if not isinstance(members, dict):
-        return ""
-    found: list[tuple[Any, Any, Any]] = []
-    for member, kind in (("items", Item), ("aliases", Alias)):
-        entries = members.get(member)
-        found += [(entry[0], entry, kind) for entry in entries if isinstance(entry, list) and entry] if isinstance(entries, list) else []
-    metadata = members.get("metadata")
-    found += [(name, entry, Described) for name, entry in metadata.items()] if isinstance(metadata, dict) else []
-    for name, entry, kind in found:
-        try:
-            msgspec.convert(entry, kind)
-        except (msgspec.ValidationError, RecursionError):
-            return f" (of {str(name)[:200]!r})"
+    for entries, decoder in zip((loose.items, loose.aliases, loose.metadata or {}), _ENTRY_DECODERS, strict=True):
+        for place in entries:
+            entry = entries[place] if isinstance(entries, dict) else place
+            try:
+                decoder.decode(entry)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                return f" (of {_name_of(place)!r})"
     return ""
+
+
+def _name_of(place: str | msgspec.Raw) -> str:
+    """Return the name of an entry: its key, or the first member of an item or an alias."""
+    if isinstance(place, str):
+        return place[:200]
+    try:
+        found = msgspec.msgpack.decode(place)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    return str(found[0])[:200] if isinstance(found, list) and found else ""
 
 
 def check_elements(name: str, size: tuple[int, ...]) -> None:
