@@ -28,11 +28,11 @@ from ckptd.daemon.orphans import Orphans
 from ckptd.daemon.pipeline import Pipeline, SealedSlot
 from ckptd.daemon.run_guard import RunGuard
 from ckptd.daemon.saver import Saver
-from ckptd.daemon.seal_check import Contents, SealCheck, read_sealed
+from ckptd.daemon.seal_check import SealCheck, read_sealed
 from ckptd.daemon.seal_intake import SealIntake
 from ckptd.daemon.served_root import ServedRoot
 from ckptd.daemon.slots import Slot, Slots
-from ckptd.daemon.snapshot import Snapshot
+from ckptd.daemon.snapshot import SlotContents, Snapshot
 from ckptd.daemon.stage_root import StageRoot, check_apart, check_is_no_stage
 from ckptd.daemon.steps import Steps
 from ckptd.daemon.storage_calls import StorageCalls
@@ -134,10 +134,10 @@ async def opened(
             def save(snapshot: Snapshot) -> None:
                 saver.start(snapshot)
 
-            def read_seal(fd: int, header: SegmentHeader) -> Awaitable[tuple[SealedSlot, Contents]]:
+            def read_seal(fd: int, header: SegmentHeader) -> Awaitable[tuple[SealedSlot, SlotContents]]:
                 return pipeline.run(lambda: read_sealed(fd, header))
 
-            def compare_seals(contents: Mapping[int, Contents], world_size: int) -> Awaitable[None]:
+            def compare_seals(contents: Mapping[int, SlotContents], world_size: int) -> Awaitable[None]:
                 return pipeline.run(lambda: seal_check.compare(contents, world_size))
 
             async def reach_root(job: Job) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from ckptd.daemon.pipeline import SealedSlot
+from ckptd.daemon.snapshot import SlotContents
 from ckptd.shared.bounds import MAX_DEPTH
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.plan import Plan
 from ckptd.shared.plan_check import check_plans
 from ckptd.shared.segment import SegmentHeader, read_document
 from ckptd.shared.values_check import check_values
@@ -25,23 +24,14 @@ _MOST_KNOWN = 8
 """The most sets of plans that are remembered as sound. A structure seldom changes, and a node seldom runs more jobs than this."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What the slot of one rank describes. `tensors`: the names of the tensors that its values name."""
-
-    signature: bytes
-    plan: Plan
-    tensors: Collection[str]
-
-
-def read_sealed(fd: int, header: SegmentHeader) -> tuple[SealedSlot, Contents]:
+def read_sealed(fd: int, header: SegmentHeader) -> tuple[SealedSlot, SlotContents]:
     """Read a sealed slot and check its documents.
 
     Raises IntegrityError if a document is damaged or not sound, naming the tensor or the key, and NewerFormat.
     """
     sealed = SealedSlot.read(fd, header)
     checked = check_values(read_document(fd, header, header.values, "values"), _LEVELS)
-    return sealed, Contents(header.signature, sealed.plan, checked.tensors)
+    return sealed, SlotContents(header.signature, sealed.plan, checked.tensors)
 
 
 class SealCheck:
@@ -51,7 +41,7 @@ class SealCheck:
         self._lock = threading.Lock()
         self._sound: OrderedDict[tuple[int, frozenset[tuple[int, bytes]]], frozenset[str] | None] = OrderedDict()
 
-    def compare(self, contents: Mapping[int, Contents], world_size: int) -> None:
+    def compare(self, contents: Mapping[int, SlotContents], world_size: int) -> None:
         """Compare the slots of all ranks of this node, given by rank.
 
         Raises IntegrityError, naming the tensor, if a reader would refuse the snapshot.
@@ -64,7 +54,7 @@ class SealCheck:
                 unknown = min(set(each.tensors) - names)
                 raise IntegrityError(f"the values of rank {rank} name the tensor {unknown!r}, which no rank stores")
 
-    def _names(self, contents: Mapping[int, Contents], world_size: int) -> frozenset[str] | None:
+    def _names(self, contents: Mapping[int, SlotContents], world_size: int) -> frozenset[str] | None:
         key = world_size, frozenset((rank, each.signature) for rank, each in contents.items())
         with self._lock:
             if key in self._sound:

@@ -16,9 +16,8 @@ from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Catalog, Step
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.pipeline import SealedSlot
-from ckptd.daemon.seal_check import Contents
 from ckptd.daemon.slots import Slot
-from ckptd.daemon.snapshot import RankSeal, Snapshot
+from ckptd.daemon.snapshot import RankSeal, SlotContents, Snapshot
 from ckptd.daemon.steps import Steps
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, IntegrityError, StorageError
@@ -37,8 +36,8 @@ class SealIntake:
         catalog: Catalog,
         steps: Steps,
         journal: Journal,
-        read: Callable[[int, SegmentHeader], Awaitable[tuple[SealedSlot, Contents]]],
-        compare: Callable[[Mapping[int, Contents], int], Awaitable[None]],
+        read: Callable[[int, SegmentHeader], Awaitable[tuple[SealedSlot, SlotContents]]],
+        compare: Callable[[Mapping[int, SlotContents], int], Awaitable[None]],
     ) -> None:
         """Make the intake.
 
@@ -121,7 +120,7 @@ class SealIntake:
             return False
         return True
 
-    async def _compare_ranks(self, step: Step, header: SegmentHeader, sealed: SealedSlot, contents: Contents) -> None:
+    async def _compare_ranks(self, step: Step, header: SegmentHeader, sealed: SealedSlot, contents: SlotContents) -> None:
         """Compare the slots of all ranks of this node if this seal is the last one.
 
         Raises IntegrityError if they do not fit together.
@@ -132,7 +131,7 @@ class SealIntake:
         if step.failure is None and len(known) == len(ranks):
             await self._compare(known, header.world_size)
 
-    async def _read(self, slot: Slot, step: Step, header: SegmentHeader) -> tuple[SealedSlot, Contents, str]:
+    async def _read(self, slot: Slot, step: Step, header: SegmentHeader) -> tuple[SealedSlot, SlotContents, str]:
         """Return the sealed slot, its contents, and the tag that it gives the step.
 
         Raises NotFound, IntegrityError, InvalidName, StorageError.

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ckptd.daemon.save_progress import SaveProgress
-from ckptd.daemon.seal_check import Contents
 from ckptd.shared import lifecycle
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.membership import Membership
 from ckptd.shared.messages import TrainingCost
+from ckptd.shared.plan import Plan
 from ckptd.shared.replicas import Brief, ReplicaDigests
 from ckptd.shared.reuse import ChunkCheck
 
@@ -24,6 +24,15 @@ log = logging.getLogger("ckptd.catalog")
 
 Key = tuple[int, int]
 """The attempt and the step of a snapshot, which identify it within its job."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotContents:
+    """What the slot of one rank describes. `tensors`: the names of the tensors that its values name."""
+
+    signature: bytes
+    plan: Plan
+    tensors: Collection[str]
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +58,7 @@ class RankSeal:
     training_held: float = 0.0
     cost: TrainingCost | None = None
     replicas: Sequence[ReplicaDigests] = ()
-    contents: Contents | None = None
+    contents: SlotContents | None = None
 
 
 @dataclass(slots=True, eq=False)

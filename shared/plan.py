@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Annotated, TypedDict
 
@@ -255,7 +256,8 @@ class _Loose(msgspec.Struct):
 
 
 _LOOSE_DECODER = msgspec.msgpack.Decoder(_Loose)
-_ENTRY_DECODERS = msgspec.msgpack.Decoder(Item), msgspec.msgpack.Decoder(Alias), msgspec.msgpack.Decoder(Described)
+_ITEM_DECODER, _ALIAS_DECODER = msgspec.msgpack.Decoder(Item), msgspec.msgpack.Decoder(Alias)
+_DESCRIBED_DECODER = msgspec.msgpack.Decoder(Described)
 
 
 def _culprit(data: bytes | memoryview) -> str:
@@ -264,13 +266,17 @@ def _culprit(data: bytes | memoryview) -> str:
         loose = _LOOSE_DECODER.decode(data if len(data) <= _MOST_SEARCHED else b"")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
-    for entries, decoder in zip((loose.items, loose.aliases, loose.metadata or {}), _ENTRY_DECODERS, strict=True):
-        for place in entries:
-            entry = entries[place] if isinstance(entries, dict) else place
-            try:
-                decoder.decode(entry)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                return f" (of {_name_of(place)!r})"
+    described = (loose.metadata or {}).items()
+    found: Iterator[tuple[str | msgspec.Raw, msgspec.Raw, Callable[[msgspec.Raw], object]]] = chain(
+        ((entry, entry, _ITEM_DECODER.decode) for entry in loose.items),
+        ((entry, entry, _ALIAS_DECODER.decode) for entry in loose.aliases),
+        ((name, entry, _DESCRIBED_DECODER.decode) for name, entry in described),
+    )
+    for place, entry, decode in found:
+        try:
+            decode(entry)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return f" (of {_name_of(place)!r})"
     return ""
 
 

@@ -1,9 +1,9 @@
 """Checks a values document without building its values (FORMAT.md, section 3), and lists the tensors that it names.
 
 The check walks over the bytes, so that it takes no memory in proportion to the document, and a
-thread that runs it never keeps the interpreter from other threads for long. It needs no torch, and
-NumPy only for arrays of unusual dtypes. What only torch can judge, such as the bytes of
-`torch.save`, is counted in `Checked.unjudged`, and values of a newer version in `Checked.newer`.
+thread that runs it never keeps the interpreter from other threads for long. It needs neither torch
+nor NumPy. What only torch can judge, such as the bytes of `torch.save`, is counted in
+`Checked.unjudged`, and values of a newer version in `Checked.newer`.
 """
 
 from __future__ import annotations
@@ -599,22 +599,31 @@ _MOST_OF_A_HEADER = 10_000
 
 
 def _itemsize(descr: Any) -> int | None:
-    """Return the size of one element of a NumPy dtype in bytes, or None if NumPy would not read arrays of this dtype.
+    """Return the size of one element of a NumPy dtype in bytes, or None if NumPy reads no arrays of this dtype.
 
-    Asks NumPy itself, unless the dtype is one of a few that nearly all arrays have.
+    descr: as in the header of a `.npy` file, a text or a list of fields.
     """
-    if type(descr) is str and (known := _ITEM_SIZES.get(descr[1:])) is not None and descr[0] in "<>|=":
-        return known
-    import numpy as np
-
-    try:
-        dtype = np.lib.format.descr_to_dtype(descr)
-    except Exception:  # a dtype from a file
+    if type(descr) is str:
+        found = _DTYPE.fullmatch(descr)
+        if found is None or (found[1] in _ITEM_SIZES and int(found[2]) not in _ITEM_SIZES[found[1]]):
+            return None
+        return int(found[2]) * (4 if found[1] == "U" else 1)
+    if type(descr) is not list or not descr:
         return None
-    return None if dtype.hasobject else int(dtype.itemsize)
+    total = 0
+    for member in descr:
+        if type(member) is not tuple or len(member) not in (2, 3) or (size := _itemsize(member[1])) is None:
+            return None
+        for length in member[2] if len(member) == 3 and type(member[2]) is tuple else member[2:]:
+            if type(length) is not int or length < 0:
+                return None
+            size *= length
+        total += size
+    return total
 
 
-_ITEM_SIZES = {"b1": 1, **{f"{kind}{size}": size for kind in "iu" for size in (1, 2, 4, 8)}, "f2": 2, "f4": 4, "f8": 8, "c8": 8, "c16": 16}
+_DTYPE = re.compile(r"[<>|=]?([biufcSVUMm])(\d{1,9})(?:(?<=[Mm]8)\[\d{0,9}(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
+_ITEM_SIZES = {"b": {1}, "i": {1, 2, 4, 8}, "u": {1, 2, 4, 8}, "f": {2, 4, 8, 12, 16}, "c": {8, 16, 24, 32}, "M": {8}, "m": {8}}
 _OF_BYTES: dict[int, Callable[[_Walk, int, int], None]] = {
     6: _Walk._digits, 8: _Walk._array, 9: _Walk._scalar, 12: _Walk._utf8, 13: _Walk._utf8, 18: _Walk._for_torch, 19: _Walk._anything,
     26: _Walk._utf8,

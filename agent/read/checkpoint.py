@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,9 @@ from ckptd.shared.manifest import Manifest
 from ckptd.shared.plan import Alias
 from ckptd.shared.storage.locate import find_checkpoint, open_root
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.units import some_text
 
+log = logging.getLogger("ckptd.agent")
 _OLDER = "Checkpoint.open(path, step or tag)"
 
 
@@ -158,25 +161,36 @@ class Checkpoint:
             made = materialize(self.opened.saved, self.opened.saved.names())
             return filled(tree, lambda name: made[name] if name in made else self._lacks(name))
 
-    def verify(self) -> int:
+    def verify(self, unchecked: list[str] | None = None) -> int:
         """Check all that `load` needs: every byte, every tensor, and every value. Return the number of raw bytes.
 
-        The tensors are read chunk by chunk, so that this takes little memory. Raises what `load` raises.
+        unchecked: gets a sentence for each tensor and value that this process cannot judge, because its torch lacks a dtype, or because
+        only pickled code could bring a value back. Without the list, they are logged as a warning. If there is none, `load` succeeds.
+
+        The tensors are read chunk by chunk, so that this takes little memory. Raises IntegrityError, StorageError.
         """
+        said: list[str] = []
         with _reading(self.tag):
             total = self.opened.verify()
-            tree, saved = self._tree(), self.opened.saved
+            tree, saved = self._tree(said), self.opened.saved
             for name in saved.names():
-                saved.dtype(name)
+                try:
+                    saved.dtype(name)
+                except NotFound as error:
+                    said.append(str(error))
             needed = [name for name in names_in_records(tree) if name in saved]
             made = materialize(saved, list(dict.fromkeys(needed)))
             blank = torch.empty(0, dtype=torch.uint8, device="cpu")
             filled(tree, lambda name: made[name] if name in made else blank if name in saved else self._lacks(name))
+        if said and unchecked is None:
+            log.warning("%s is sound as far as this process can tell. Not checked: %s", self.tag, some_text(said, 3))
+        elif unchecked is not None:
+            unchecked += said
         return total
 
-    def _tree(self) -> Any:
-        """Return the state of all ranks as one decoded tree. Raises as `Opened.document`."""
-        documents = [self.opened.document(rank) for rank in range(self.manifest.world_size)]
+    def _tree(self, refused: list[str] | None = None) -> Any:
+        """Return the state of all ranks as one decoded tree. Raises as `Opened.document`, which explains `refused`."""
+        documents = [self.opened.document(rank, refused) for rank in range(self.manifest.world_size)]
         return bare(merge([document["state"] for document in documents]))
 
     def _lacks(self, name: str) -> NoReturn:

@@ -172,35 +172,37 @@ def _everything(opened: Any) -> None:
                 pass
 
 
-def _with(opened: Any, how: Callable[[Any], Any]) -> None:
-    with opened as checkpoint:
-        how(checkpoint)
+def _opened(kind: Any, path: Path, how: str) -> None:
+    """Open a checkpoint and call its method `how`, or each method that takes the name of a tensor if `how` is ""."""
+    with kind.open(path) as checkpoint:
+        if how:
+            getattr(checkpoint, how)()
+        else:
+            _everything(checkpoint)
 
 
 def calls_on(path: Path, out: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield each call that reads a checkpoint of ckptd, with its name."""
     for where in (path, path.parent):
-        for how in ("load", "verify"):
-            yield f"Checkpoint.{how}", lambda how=how, where=where: _with(Checkpoint.open(where), lambda c: getattr(c, how)())
-            yield f"ArrayCheckpoint.{how}", lambda how=how, where=where: _with(ArrayCheckpoint.open(where), lambda c: getattr(c, how)())
-        yield "Checkpoint", lambda where=where: _with(Checkpoint.open(where), _everything)
-        yield "ArrayCheckpoint", lambda where=where: _with(ArrayCheckpoint.open(where), _everything)
-    yield "Checkpoint.open by step", lambda: Checkpoint.open(path.parent, 1)
-    yield "StorageReader", lambda: _dcp_load(path)
-    yield "smp.load", lambda: smp.load(path / "object")
-    yield "smp.load of a file", lambda: smp.load(path / "manifest.json", partial=False)
+        for kind in (Checkpoint, ArrayCheckpoint):
+            for how in ("", "load", "verify"):
+                yield f"{kind.__name__}.{how}", partial(_opened, kind, where, how)
+    yield "Checkpoint.open by step", partial(Checkpoint.open, path.parent, 1)
+    yield "StorageReader", partial(_dcp_load, path)
+    yield "smp.load", partial(smp.load, path / "object")
+    yield "smp.load of a file", partial(smp.load, path / "manifest.json", partial=False)
     for number, to in enumerate(FORMATS):
-        yield f"export to {to}", lambda to=to, number=number: export(path, to, out / f"exported-{number}")
+        yield f"export to {to}", partial(export, path, to, out / f"exported-{number}")
     yield from calls_on_any(path, out)
 
 
 def calls_on_any(path: Path, out: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield each call that reads a checkpoint in any format, with its name."""
-    yield "load_model", lambda: load_model(_Model(), path)
-    yield "load_model, not strict", lambda: load_model(_Model(), path, strict=False)
-    yield "import_checkpoint", lambda: import_checkpoint(path, out / "imported")
+    yield "load_model", partial(load_model, _Model(), path)
+    yield "load_model, not strict", partial(load_model, _Model(), path, strict=False)
+    yield "import_checkpoint", partial(import_checkpoint, path, out / "imported")
     for verb in COMMANDS:
-        yield f"ckptd {verb}", lambda verb=verb: _command([*verb.split(), str(path)])
+        yield f"ckptd {verb}", partial(_command, [*verb.split(), str(path)])
 
 
 def _dcp_load(path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from ckptd.agent import Checkpoint
 from ckptd.daemon import seal_check
-from ckptd.daemon.seal_check import Contents, SealCheck
+from ckptd.daemon.seal_check import SealCheck
+from ckptd.daemon.snapshot import SlotContents
 from ckptd.shared import messages as m
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.plan import Item, Plan, Region
@@ -23,10 +24,10 @@ from tests.support.daemons import Home, home, running
 Ext = msgspec.msgpack.Ext
 
 
-def contents(name: str = "w", signature: bytes = b"one", named: tuple[str, ...] = ("w",), **changes: Any) -> Contents:
+def contents(name: str = "w", signature: bytes = b"one", named: tuple[str, ...] = ("w",), **changes: Any) -> SlotContents:
     metadata: Any = {name: {"dtype": "float32", "size": [4], "chunks": [[[0], [4]]], **changes}}
     plan = Plan([Region(0, 16, 4)], [Item(name, "float32", (4,), (0,), (4,), None, 0)], [], metadata, WRITER, bytes(32))
-    return Contents(signature, plan, set(named))
+    return SlotContents(signature, plan, set(named))
 
 
 def test_values_may_name_only_what_is_stored() -> None:
