@@ -261,9 +261,10 @@ def show(path: Location, keys: bool, as_json: bool) -> None:
 @json_option
 @speaks
 def verify(path: Location, as_json: bool) -> None:
-    """Read every byte of a checkpoint (DIR/JOB/TAG), or of all of a job (DIR/JOB) or of a root (DIR), against its checksums.
+    """Check every byte, tensor and value of a checkpoint (DIR/JOB/TAG), or of all of a job (DIR/JOB) or of a root (DIR).
 
     PATH may also be a checkpoint outside every root. Nothing is changed. The exit code is 13 if anything is damaged.
+    Values that only torch can decode are counted and not checked.
     """
     results = []
     for result in report.verification(path):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -28,10 +28,11 @@ from ckptd.daemon.orphans import Orphans
 from ckptd.daemon.pipeline import Pipeline, SealedSlot
 from ckptd.daemon.run_guard import RunGuard
 from ckptd.daemon.saver import Saver
+from ckptd.daemon.seal_check import SealCheck, read_sealed
 from ckptd.daemon.seal_intake import SealIntake
 from ckptd.daemon.served_root import ServedRoot
 from ckptd.daemon.slots import Slot, Slots
-from ckptd.daemon.snapshot import Snapshot
+from ckptd.daemon.snapshot import SlotContents, Snapshot
 from ckptd.daemon.stage_root import StageRoot, check_apart, check_is_no_stage
 from ckptd.daemon.steps import Steps
 from ckptd.daemon.storage_calls import StorageCalls
@@ -124,7 +125,7 @@ async def opened(
             locked()
             identity = await calls.run(repository.identity) if behind is None else behind.identity
             slots.mark = RootMark(identity, str(config.root))
-            catalog = Catalog()
+            catalog, seal_check = Catalog(), SealCheck()
 
             def lose_claim(job: Job, attempt: int) -> None:
                 engine.lose_claim(job, attempt)
@@ -133,8 +134,11 @@ async def opened(
             def save(snapshot: Snapshot) -> None:
                 saver.start(snapshot)
 
-            def read_seal(fd: int, header: SegmentHeader) -> Awaitable[SealedSlot]:
-                return pipeline.run(lambda: SealedSlot.read(fd, header))
+            def read_seal(fd: int, header: SegmentHeader) -> Awaitable[tuple[SealedSlot, SlotContents]]:
+                return pipeline.run(lambda: read_sealed(fd, header))
+
+            def compare_seals(contents: Mapping[int, SlotContents], world_size: int) -> Awaitable[None]:
+                return pipeline.run(lambda: seal_check.compare(contents, world_size))
 
             async def reach_root(job: Job) -> None:
                 assert uploader is not None
@@ -178,7 +182,7 @@ async def opened(
             if behind is not None:
                 uploader = Uploader(behind, front, final, finish_save=finish_save, changed=changed)
                 saver.front_parts.evict = uploader.make_room
-            seals = SealIntake(catalog, steps, journal, read_seal)
+            seals = SealIntake(catalog, steps, journal, read_seal, compare_seals)
             admission = Admission(slots, config.chunk_size, pipeline.run)
             plan_timeout = config.stall_budget + PLAN_GRACE_SECONDS
             beats = HeartbeatStore(root.storage)

@@ -18,14 +18,15 @@ from ckptd.shared.errors import Busy, CkptdError, IntegrityError, NotFound, Stor
 from ckptd.shared.location import Location, Url, located, url_scheme
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.metadata_object import stored_places
-from ckptd.shared.plan import Described
-from ckptd.shared.scatter import verify
+from ckptd.shared.plan import BLOB, Described
+from ckptd.shared.scatter import scatter, verify
 from ckptd.shared.sharding import Mesh
 from ckptd.shared.storage.locate import existing_root, find_job_or_checkpoint, has_checkpoint, is_prefix, is_root, meant, tags_of
 from ckptd.shared.storage.metadata import metadata_objects, tensors
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
 from ckptd.shared.units import count_text, size_text, some_text, span_text
+from ckptd.shared.values_check import Checked, check_values
 
 SNAPSHOT_COUNTERS = {"sealed": "sealed", "persisted": "saved", "skipped": "skipped", "failed": "failed"}
 
@@ -305,7 +306,9 @@ def manifest_text(manifest: Manifest, title: str, tensors: Mapping[str, Describe
 
 
 def verification(path: Location) -> Iterator[dict[str, Any]]:
-    """Read every byte of each checkpoint at the path, and yield one result for each.
+    """Check all of each checkpoint at the path that can be checked without torch, every byte included, and yield one result for each.
+
+    The member `unchecked` says what was not checked.
 
     Raises NotFound if there is no checkpoint, Busy if a checkpoint is being deleted.
     """
@@ -321,16 +324,17 @@ def verification(path: Location) -> Iterator[dict[str, Any]]:
         begun = time.monotonic()
         called = title(repository, job, name)
         directory = located(repository.where()).name if isinstance(repository, StandaloneCheckpoint) else name
-        result: dict[str, Any] = {"job": job, "tag": directory, "name": called, "ok": False, "bytes": 0, "error": None}
+        result: dict[str, Any] = {"job": job, "tag": directory, "name": called, "ok": False, "bytes": 0, "error": None, "unchecked": []}
         try:
             lease = repository.lease(job, name)
             try:
-                shards = Shards()  # of all parts together, since a tensor may lie in several
+                shards, values = Shards(), Checked()  # of all parts together, since a tensor may lie in several
                 manifest = repository.read_manifest(job, name)
                 for part in manifest.parts:
-                    result["bytes"] += _verify_part(repository, job, name, part, shards)
+                    result["bytes"] += _verify_part(repository, job, name, part, shards, values)
                 with _named(called):
                     shards.check()
+                    shards.check_named(sorted(values.tensors))
                     if manifest.metadata_object is not None:
                         result["bytes"] += sum(map(len, metadata_objects(repository, job, name, manifest).values()))
                         entries, meshes = tensors(repository, job, name, manifest)
@@ -339,6 +343,10 @@ def verification(path: Location) -> Iterator[dict[str, Any]]:
             finally:
                 lease.close()
             result["ok"] = True
+            result["unchecked"] = [
+                *([f"{count_text(values.unjudged, 'value')} that only torch can decode"] if values.unjudged else []),
+                *([f"{count_text(values.newer, 'value')} of a newer version of ckptd"] if values.newer else []),
+            ]
         except NotFound:
             if len(wanted) == 1:
                 raise
@@ -362,8 +370,11 @@ def _named(name: str) -> Iterator[None]:
         raise type(error)(f"{name}: {error}") from None
 
 
-def _verify_part(repository: Repository, job: str, tag: str, part: PartEntry, shards: Shards) -> int:
-    """Read every byte of a part, and add its shards to `shards`. Return the part's bytes on storage. Raises IntegrityError, OSError."""
+def _verify_part(repository: Repository, job: str, tag: str, part: PartEntry, shards: Shards, values: Checked) -> int:
+    """Read every byte of a part, and check its values. Return the part's bytes on storage.
+
+    Adds its shards to `shards`, and what its values name to `values`. Raises IntegrityError, OSError.
+    """
     reader = repository.open_part(job, tag, part.file, part.index_sha256)
     try:
         found = (verify(reader), len(reader.plan.items), reader.nbytes, 1 + len(reader.index.files))
@@ -371,6 +382,12 @@ def _verify_part(repository: Repository, job: str, tag: str, part: PartEntry, sh
             raise IntegrityError(f"{reader.name} does not have the sizes and counts that the manifest says")
         with _named(reader.name):
             shards.add(reader.plan, part.rank)
+            document = bytearray(reader.values[1])
+            scatter(reader, [(reader.values[0], memoryview(document))])
+            checked = check_values(bytes(document))
+        values.tensors |= checked.tensors
+        values.unjudged += checked.unjudged + sum(item.dtype == BLOB for item in reader.plan.items)
+        values.newer += checked.newer
     finally:
         reader.close()
     return part.bytes
@@ -379,7 +396,8 @@ def _verify_part(repository: Repository, job: str, tag: str, part: PartEntry, sh
 def verification_text(result: dict[str, Any]) -> str:
     where = result["name"]
     if result["ok"]:
-        return f"{where}: sound, {size_text(result['bytes'])} in {result['seconds']:.2f} s"
+        unchecked = f"; not checked: {', '.join(result['unchecked'])}" if result["unchecked"] else ""
+        return f"{where}: sound, {size_text(result['bytes'])} in {result['seconds']:.2f} s{unchecked}"
     return printable(f"{where}: DAMAGED: {result['error']}")
 
 

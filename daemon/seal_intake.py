@@ -1,13 +1,15 @@
 """Reads the seals of slots, journals them, and adds them to their snapshots.
 
-A seal counts once the header of the slot says so, whether or not the trainer has reported it. The daemon therefore also reads seals that
-nobody has reported, such as those of a dead trainer.
+A seal counts once the header of the slot says so, whether or not the trainer has reported it. The
+daemon therefore also reads seals that nobody has reported, such as those of a dead trainer. A seal
+is accepted only if its documents are sound, and the last seal of a step only if the documents of
+all ranks of this node fit together.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from ckptd.daemon import decisions as d
 from ckptd.daemon import records as r
@@ -15,7 +17,7 @@ from ckptd.daemon.catalog import Catalog, Step
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.pipeline import SealedSlot
 from ckptd.daemon.slots import Slot
-from ckptd.daemon.snapshot import RankSeal, Snapshot
+from ckptd.daemon.snapshot import RankSeal, SlotContents, Snapshot
 from ckptd.daemon.steps import Steps
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, IntegrityError, StorageError
@@ -30,10 +32,21 @@ class SealIntake:
     """The intake of one daemon. A seal may be read by several tasks at once; the first that has read it records it."""
 
     def __init__(
-        self, catalog: Catalog, steps: Steps, journal: Journal, read: Callable[[int, SegmentHeader], Awaitable[SealedSlot]]
+        self,
+        catalog: Catalog,
+        steps: Steps,
+        journal: Journal,
+        read: Callable[[int, SegmentHeader], Awaitable[tuple[SealedSlot, SlotContents]]],
+        compare: Callable[[Mapping[int, SlotContents], int], Awaitable[None]],
     ) -> None:
-        """read: reads the documents of a sealed slot from its descriptor, on a worker thread."""
-        self._catalog, self._steps, self._journal, self._read_documents = catalog, steps, journal, read
+        """Make the intake.
+
+        read: reads and checks the documents of a sealed slot, given its descriptor. compare:
+        compares the slots of all ranks of this node, given the number of ranks of the job. Both
+        work on a worker thread.
+        """
+        self._catalog, self._steps, self._journal = catalog, steps, journal
+        self._read_documents, self._compare = read, compare
 
     async def record(self, slot: Slot, *, adopted: bool = False) -> Snapshot:
         """Record the seal of a slot whose header has just been read and says sealed. Return the snapshot.
@@ -49,7 +62,8 @@ class SealIntake:
         job = self._catalog.job(header.job)
         step = job.occupy(slot.name, header.rank, (header.attempt, header.step))
         try:
-            sealed, tag = await self._read(slot, step, header)
+            sealed, contents, tag = await self._read(slot, step, header)
+            await self._compare_ranks(step, header, sealed, contents)
         except StorageError:
             raise
         except CkptdError as error:
@@ -71,12 +85,15 @@ class SealIntake:
         self._journal_seal(header, tag, slot.name, persist=persist)
         seal = RankSeal(
             header.rank, slot.name, header.generation, header.signature, sealed.plan.global_plan, persist, node=node,
-            replicas=sealed.request.replicas,
+            replicas=sealed.request.replicas, contents=contents,
         )  # fmt: skip
         if sealed.crcs is not None and not adopted:
             seal.checks = list(map(ChunkCheck, sealed.crcs))
         self._steps.perform(job, d.seal_journaled(step, seal))
         snapshot.seals[header.rank] = seal
+        if snapshot.complete:
+            for each in snapshot.seals.values():
+                each.contents = None  # a large plan is kept only while it is needed
         self._steps.perform(job, d.sealed(job, step))
         self._steps.release_replaced(job)
         return snapshot
@@ -103,14 +120,28 @@ class SealIntake:
             return False
         return True
 
-    async def _read(self, slot: Slot, step: Step, header: SegmentHeader) -> tuple[SealedSlot, str]:
-        """Return the sealed slot and the tag that it gives the step. Raises NotFound, IntegrityError, InvalidName, StorageError."""
+    async def _compare_ranks(self, step: Step, header: SegmentHeader, sealed: SealedSlot, contents: SlotContents) -> None:
+        """Compare the slots of all ranks of this node if this seal is the last one.
+
+        Raises IntegrityError if they do not fit together.
+        """
+        others = {} if step.snapshot is None else {rank: seal.contents for rank, seal in step.snapshot.seals.items()}
+        ranks = range(header.world_size) if sealed.request.node is None else sealed.request.node.ranks
+        known = {rank: found for rank, found in {**others, header.rank: contents}.items() if found is not None}
+        if step.failure is None and len(known) == len(ranks):
+            await self._compare(known, header.world_size)
+
+    async def _read(self, slot: Slot, step: Step, header: SegmentHeader) -> tuple[SealedSlot, SlotContents, str]:
+        """Return the sealed slot, its contents, and the tag that it gives the step.
+
+        Raises NotFound, IntegrityError, InvalidName, StorageError.
+        """
         step.reading.append(slot.name)
         try:
             with slot.reading() as fd:
-                sealed = await self._read_documents(fd, header)
+                sealed, contents = await self._read_documents(fd, header)
             user_tag = names.check_user_tag(sealed.request.tag) if sealed.request.tag else None
-            return sealed, names.tag_directory(step.number, user_tag, step.attempt)
+            return sealed, contents, names.tag_directory(step.number, user_tag, step.attempt)
         finally:
             step.reading.remove(slot.name)
 

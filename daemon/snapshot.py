@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,6 +16,7 @@ from ckptd.shared import lifecycle
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.membership import Membership
 from ckptd.shared.messages import TrainingCost
+from ckptd.shared.plan import Plan
 from ckptd.shared.replicas import Brief, ReplicaDigests
 from ckptd.shared.reuse import ChunkCheck
 
@@ -23,6 +24,15 @@ log = logging.getLogger("ckptd.catalog")
 
 Key = tuple[int, int]
 """The attempt and the step of a snapshot, which identify it within its job."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotContents:
+    """What the slot of one rank describes. `tensors`: the names of the tensors that its values name."""
+
+    signature: bytes
+    plan: Plan
+    tensors: Collection[str]
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +43,8 @@ class RankSeal:
     the slot, or None until they have been computed. `training_held`: seconds for which the snapshot
     held the training of this rank, or 0.0 if the rank has not said so. `cost`: what an earlier
     snapshot has cost the training of this rank, or None. `node`: the share of this node, as the
-    rank has sent it. `replicas`: digests of the tensors that other ranks hold, too.
+    rank has sent it. `replicas`: digests of the tensors that other ranks hold, too. `contents`: what
+    the slot describes, or None once the ranks of this node have been compared.
     """
 
     rank: int
@@ -47,6 +58,7 @@ class RankSeal:
     training_held: float = 0.0
     cost: TrainingCost | None = None
     replicas: Sequence[ReplicaDigests] = ()
+    contents: SlotContents | None = None
 
 
 @dataclass(slots=True, eq=False)

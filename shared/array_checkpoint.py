@@ -9,7 +9,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -21,8 +21,8 @@ import numpy as np
 
 from ckptd.shared import names
 from ckptd.shared.bounds import is_flat
-from ckptd.shared.coverage import check_cover, two_sizes
-from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
+from ckptd.shared.coverage import check_cover, two_dtypes, two_sizes
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
 from ckptd.shared.location import local
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest
 from ckptd.shared.part import PartReader
@@ -60,7 +60,7 @@ class ArrayCheckpoint:
     """An open, committed checkpoint, made by `ArrayCheckpoint.open`. Use it in a `with` statement.
 
     manifest: its manifest, with step, tag, metrics and user_content. This reader takes no lease: ckptd may delete the checkpoint while it
-    is read, which then raises FileNotFoundError or IntegrityError.
+    is read, which then raises StorageError or IntegrityError.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -93,10 +93,15 @@ class ArrayCheckpoint:
         path: the directory of a job, or of one checkpoint. which: for a job, "newest", a step or a tag; of several attempts with this step
         or tag, the highest counts.
 
-        Raises NotFound; IntegrityError if the checkpoint is damaged; NewerFormat if a newer ckptd wrote it; OSError. "newest" passes over
-        damaged checkpoints, but not over one that a newer ckptd wrote.
+        Raises NotFound; IntegrityError if the checkpoint is damaged; NewerFormat if a newer ckptd wrote it; StorageError. "newest" passes
+        over damaged checkpoints, but not over one that a newer ckptd wrote.
         """
         where = local(path, "path")
+        with _reading(where):
+            return cls._open(where, which)
+
+    @classmethod
+    def _open(cls, where: Path, which: str | int) -> ArrayCheckpoint:
         if (where / names.MANIFEST).is_file():
             return cls(where)
         failure: IntegrityError | None = None
@@ -119,6 +124,8 @@ class ArrayCheckpoint:
             others = self._items.setdefault(item.fqn, [])
             if others and others[0][1].size != item.size:
                 raise two_sizes(item.fqn, others[0][1].size, item.size)
+            if others and others[0][1].dtype != item.dtype:
+                raise two_dtypes(item.fqn, others[0][1].dtype, item.dtype)
             others.append((part, item))
         for alias in part.plan.aliases:
             self._aliases[alias.fqn] = part, own[alias.base], alias
@@ -146,9 +153,10 @@ class ArrayCheckpoint:
     def array(self, name: str) -> np.ndarray[Any, Any]:
         """Return a tensor as a new array. Only the chunks that hold it are read. See `numpy_dtype`.
 
-        A tensor of several shards comes whole, in C order. Raises NotFound, IntegrityError, OSError.
+        A tensor of several shards comes whole, in C order. Raises NotFound, IntegrityError, StorageError.
         """
-        found = self._array(name, _read)
+        with _reading(name):
+            found = self._array(name, _read)
         return found.copy() if name in self._aliases else found
 
     def _array(self, name: str, read: Callable[[PartReader, Item], bytearray]) -> np.ndarray[Any, Any]:
@@ -171,9 +179,13 @@ class ArrayCheckpoint:
     def load(self) -> Any:
         """Return the whole state, with an array for each tensor. Objects come as their state dicts, and records as dicts of their fields.
 
-        See `plain_values` for the values that need torch. Raises IntegrityError, NewerFormat, OSError.
+        See `plain_values` for the values that need torch. Raises IntegrityError, NewerFormat, StorageError.
         """
+        with _reading(self.manifest.tag):
+            return self._filled(self._tree())
 
+    def _tree(self) -> Any:
+        """Return the state of all ranks as one tree, with a reference for each tensor."""
         documents = []
         for part in self._parts:
             offset, length = part.values
@@ -181,35 +193,45 @@ class ArrayCheckpoint:
             scatter(part, [(offset, memoryview(data))])
             documents.append(decode_plain(bytes(data), _Reference))
         try:
-            tree = merged([document["state"] for document in documents])
-        except (TypeError, KeyError, AttributeError) as error:
+            return merged([document["state"] for document in documents])
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise IntegrityError(f"the values documents cannot be merged: {error!r}") from None
-        return self._filled(tree)
+
+    def _check_known(self, names: Iterable[str]) -> None:
+        for name in names:
+            if (name not in self._items and name not in self._aliases) or name.startswith(HIDDEN):
+                raise IntegrityError(f"the values document names the tensor {name!r}, which no part has")
 
     def _filled(self, tree: Any) -> Any:
         """Return a tree with arrays in place of references. Arrays that share a storage in the checkpoint share it."""
         names = dict.fromkeys(reference.name for reference in _references(tree))
         bases = {name: self._aliases[name][:2] for name in names if name in self._aliases}
-        shards = {(id(part), item.fqn): (part, item) for part, item in bases.values()}
+        shards = {_key(part, item): (part, item) for part, item in bases.values()}
+        self._check_known(names)
         for name in names.keys() - bases.keys():
-            if name not in self._items:
-                raise IntegrityError(f"the values document names the tensor {name!r}, which no part has")
-            shards |= {(id(part), item.fqn): (part, item) for part, item in self._items[name]}
+            shards |= {_key(part, item): (part, item) for part, item in self._items[name]}
         held = _read_all(shards.values())
         made = {name: self._made(name, held) for name in names}
         return _replaced(tree, made)
 
-    def _made(self, name: str, held: dict[tuple[int, str], bytearray]) -> Any:
+    def _made(self, name: str, held: Held) -> Any:
         shards = self._items.get(name, ())
         if shards and shards[0][1].dtype == BLOB:
-            return Undecoded("torch", bytes(held[id(shards[0][0]), name]))
-        return self._array(name, lambda part, item: held[id(part), item.fqn])
+            return Undecoded("torch", bytes(held[_key(*shards[0])]))
+        return self._array(name, lambda part, item: held[_key(part, item)])
 
     def verify(self) -> int:
-        """Read every byte and compare it with its checksum. Return the number of raw bytes. Raises IntegrityError, OSError."""
+        """Check all that `load` needs: every byte, every tensor, and every value. Return the number of raw bytes.
+
+        Raises IntegrityError, NewerFormat, StorageError.
+        """
         for name, shards in self._items.items():
-            check_cover(name, shards[0][1].size, [(item.offsets, item.sizes) for _, item in shards])
-        return sum(map(verify, self._parts))
+            if shards[0][1].dtype != BLOB:
+                check_cover(name, shards[0][1].size, [(item.offsets, item.sizes) for _, item in shards])
+        with _reading(self.manifest.tag):
+            total = sum(map(verify, self._parts))
+            self._check_known(reference.name for reference in _references(self._tree()))
+        return total
 
     def close(self) -> None:
         self._held.close()
@@ -219,6 +241,15 @@ class ArrayCheckpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+@contextmanager
+def _reading(what: object) -> Iterator[None]:
+    """Context manager. An OSError that is raised inside becomes a StorageError that says what could not be read."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError.of(f"read {what}", error) from None
 
 
 class _File:
@@ -300,14 +331,23 @@ def _replaced(tree: Any, made: Mapping[str, Any]) -> Any:
 
 
 def _read(part: PartReader, item: Item) -> bytearray:
-    return _read_all([(part, item)])[id(part), item.fqn]
+    return _read_all([(part, item)])[_key(part, item)]
 
 
-def _read_all(shards: Iterable[tuple[PartReader, Item]]) -> dict[tuple[int, str], bytearray]:
-    """Return the bytes of shards, by the id of their part and their name. Each chunk is read once."""
-    found, targets = dict[tuple[int, str], bytearray](), dict[int, tuple[PartReader, list[tuple[int, memoryview]]]]()
+Held = dict[tuple[int, str, tuple[int, ...]], bytearray]
+"""The bytes of shards."""
+
+
+def _key(part: PartReader, item: Item) -> tuple[int, str, tuple[int, ...]]:
+    """Return what tells a shard from all others: a part may have several shards of one tensor."""
+    return id(part), item.fqn, item.offsets
+
+
+def _read_all(shards: Iterable[tuple[PartReader, Item]]) -> Held:
+    """Return the bytes of shards, by `_key`. Each chunk is read once."""
+    found, targets = Held(), dict[int, tuple[PartReader, list[tuple[int, memoryview]]]]()
     for part, item in shards:
-        data = found[id(part), item.fqn] = bytearray(item.length)
+        data = found[_key(part, item)] = bytearray(item.length)
         if data:
             targets.setdefault(id(part), (part, []))[1].append((item.offset, memoryview(data)))
     for part, wanted in targets.values():

@@ -97,6 +97,18 @@ def is_flat(values: Collection[Any]) -> bool:
     return types_of(values) <= PLAIN_TYPES
 
 
+def is_group(value: Any) -> bool:
+    """Return True if the value has the form of a parameter group: a dict with a list of names as `params`."""
+    names = value.get("params") if isinstance(value, dict) else None
+    if not isinstance(names, list):
+        return False
+    try:
+        set(names)
+    except TypeError:  # the value comes from a file, and a name may have no hash
+        return False
+    return True
+
+
 def _inside(value: Any) -> Iterable[Any] | None:
     """Return the contents of a container, or None for any other value.
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.plan import BLOB, Plan
+from ckptd.shared.plan import BLOB, HIDDEN, Plan
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
@@ -67,15 +67,18 @@ class Shards:
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[Shape, set[Box]]] = {}
+        self._dtypes: dict[str, str] = {}
         self._stored: dict[str, set[tuple[Box | None, int]]] = {}
 
     def add(self, plan: Plan, rank: int = 0) -> None:
-        """Add the shards of one part. Raises IntegrityError if a tensor has another size here than in an earlier part."""
+        """Add the shards of one part. Raises IntegrityError if a tensor has another size or dtype here than in an earlier part."""
         for alias in plan.aliases:
             self._stored.setdefault(alias.fqn, set()).add((((0,) * len(alias.size), alias.size), rank))
         for item in plan.items:
             box = None if item.dtype == BLOB else (item.offsets, item.sizes)
             self._stored.setdefault(item.fqn, set()).add((box, rank))
+            if (dtype := self._dtypes.setdefault(item.fqn, item.dtype)) != item.dtype:
+                raise two_dtypes(item.fqn, dtype, item.dtype)
             if box is None:
                 continue
             size, boxes = self._found.setdefault(item.fqn, (item.size, set()))
@@ -88,6 +91,12 @@ class Shards:
         wanted = set(places)
         if not wanted or not wanted <= self._stored.get(name, set()):
             raise IntegrityError(f"{name}: the metadata of the checkpoint name shards that no part has")
+
+    def check_named(self, names: Iterable[str]) -> None:
+        """Raise IntegrityError if no part has a tensor or a blob of one of these names."""
+        for name in names:
+            if name not in self._stored or name.startswith(HIDDEN):
+                raise IntegrityError(f"the values name the tensor {name!r}, which no part has")
 
     def check(self) -> None:
         """Raise IntegrityError for the first tensor that does not pass `check_cover`."""
@@ -107,6 +116,11 @@ def check_all(tensors: Mapping[str, tuple[Shape, set[Box]]]) -> None:
 def two_sizes(name: str, one: Shape, other: Shape) -> IntegrityError:
     """Return the IntegrityError for a tensor that is stored with two different sizes."""
     return IntegrityError(f"{name} has two sizes: {list(other)} and {list(one)}")
+
+
+def two_dtypes(name: str, one: str, other: str) -> IntegrityError:
+    """Return the IntegrityError for a tensor that is stored with two different dtypes."""
+    return IntegrityError(f"{name} has two dtypes: {other} and {one}")
 
 
 def _overlap(size: Shape, boxes: list[Box], effort: Effort) -> tuple[Box, Box] | None:

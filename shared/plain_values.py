@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from ckptd.shared import standard
-from ckptd.shared.bounds import MAX_DEPTH_READ, check_msgpack, deeper_than, is_flat
+from ckptd.shared.bounds import MAX_DEPTH_READ, check_msgpack, deeper_than, is_flat, is_group
 from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
 
@@ -159,7 +159,7 @@ def merged(trees: Sequence[Any]) -> Any:
 
 def _is_optimizer(tree: dict[Any, Any]) -> bool:
     groups = tree.get("param_groups") if "state" in tree else None
-    return isinstance(groups, list) and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+    return isinstance(groups, list) and all(map(is_group, groups))
 
 
 def _groups(optimizers: Sequence[dict[Any, Any]]) -> Iterator[dict[Any, Any]]:

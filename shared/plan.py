@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Annotated, TypedDict
 
@@ -169,7 +170,7 @@ class Plan(msgspec.Struct, frozen=True):
             try:
                 plan = _DECODER.decode(data)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise IntegrityError(f"plan document cannot be read: {error}") from None
+                raise IntegrityError(f"plan document cannot be read: {error}{_culprit(data)}") from None
             if plan.version > PLAN_VERSION:
                 raise NewerFormat(f"plan document has version {plan.version}; this ckptd reads up to {PLAN_VERSION}: upgrade it")
             plan._check()
@@ -242,6 +243,52 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 _DECODER = msgspec.msgpack.Decoder(Plan)
+_MOST_SEARCHED = 4 << 20
+"""The most bytes of a plan document in which the tensor is looked for that an error is about."""
+
+
+class _Loose(msgspec.Struct):
+    """A plan document whose entries are not decoded yet."""
+
+    items: list[msgspec.Raw] = []
+    aliases: list[msgspec.Raw] = []
+    metadata: dict[str, msgspec.Raw] | None = None
+
+
+_LOOSE_DECODER = msgspec.msgpack.Decoder(_Loose)
+_ITEM_DECODER, _ALIAS_DECODER = msgspec.msgpack.Decoder(Item), msgspec.msgpack.Decoder(Alias)
+_DESCRIBED_DECODER = msgspec.msgpack.Decoder(Described)
+
+
+def _culprit(data: bytes | memoryview) -> str:
+    """Return words that name the tensor which a plan document describes wrongly, or "" if none can be named."""
+    try:
+        loose = _LOOSE_DECODER.decode(data if len(data) <= _MOST_SEARCHED else b"")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    described = (loose.metadata or {}).items()
+    found: Iterator[tuple[str | msgspec.Raw, msgspec.Raw, Callable[[msgspec.Raw], object]]] = chain(
+        ((entry, entry, _ITEM_DECODER.decode) for entry in loose.items),
+        ((entry, entry, _ALIAS_DECODER.decode) for entry in loose.aliases),
+        ((name, entry, _DESCRIBED_DECODER.decode) for name, entry in described),
+    )
+    for place, entry, decode in found:
+        try:
+            decode(entry)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return f" (of {_name_of(place)!r})"
+    return ""
+
+
+def _name_of(place: str | msgspec.Raw) -> str:
+    """Return the name of an entry: its key, or the first member of an item or an alias."""
+    if isinstance(place, str):
+        return place[:200]
+    try:
+        found = msgspec.msgpack.decode(place)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    return str(found[0])[:200] if isinstance(found, list) and found else ""
 
 
 def check_elements(name: str, size: tuple[int, ...]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -80,7 +81,7 @@ def write_directory(directory: Path, planned: Planned, contents: Contents, progr
             finish(file, ends)
         else:
             progress(path.stat().st_size)
-        for item, start, end in zip([*values, *part], [0, *ends[:-1]], ends, strict=True):
+        for item, (start, end) in zip([*values, *part], pairwise([0, *ends]), strict=True):
             info = _StorageInfo(path.name, start, end - start)
             results.append(WriteResult(index=item.index, size_in_bytes=end - start, storage_data=info))
     writer = FileSystemWriter(directory)

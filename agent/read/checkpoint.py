@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,7 +16,7 @@ from ckptd.agent.read.loader import load, materialize
 from ckptd.agent.read.slices import Index, read_slice
 from ckptd.agent.read.sources import Opened, newer, open_checkpoint
 from ckptd.agent.state.merge import bare, merge
-from ckptd.agent.state.tree import filled
+from ckptd.agent.state.tree import filled, names_in_records
 from ckptd.shared import names
 from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
@@ -24,7 +25,9 @@ from ckptd.shared.manifest import Manifest
 from ckptd.shared.plan import Alias
 from ckptd.shared.storage.locate import find_checkpoint, open_root
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.units import some_text
 
+log = logging.getLogger("ckptd.agent")
 _OLDER = "Checkpoint.open(path, step or tag)"
 
 
@@ -153,19 +156,45 @@ class Checkpoint:
 
         Raises IntegrityError, StorageError; UnsavableValue for a value that only pickled code could bring back.
         """
-        try:
-            documents = [self.opened.document(rank) for rank in range(self.manifest.world_size)]
-            made = materialize(self.opened.saved, self.keys())
-        except OSError as error:
-            raise StorageError.of(f"read {self.tag}", error) from None
-        return filled(bare(merge([document["state"] for document in documents])), made.__getitem__)
+        with _reading(self.tag):
+            tree = self._tree()
+            made = materialize(self.opened.saved, self.opened.saved.names())
+            return filled(tree, lambda name: made[name] if name in made else self._lacks(name))
 
-    def verify(self) -> int:
-        """Read every byte and compare it with its checksum. Return the number of raw bytes. Raises IntegrityError, StorageError."""
-        try:
-            return self.opened.verify()
-        except OSError as error:
-            raise StorageError.of(f"read {self.tag}", error) from None
+    def verify(self, unchecked: list[str] | None = None) -> int:
+        """Check all that `load` needs: every byte, every tensor, and every value. Return the number of raw bytes.
+
+        unchecked: gets a sentence for each tensor and value that this process cannot judge, because its torch lacks a dtype, or because
+        only pickled code could bring a value back. Without the list, they are logged as a warning. If there is none, `load` succeeds.
+
+        The tensors are read chunk by chunk, so that this takes little memory. Raises IntegrityError, StorageError.
+        """
+        said: list[str] = []
+        with _reading(self.tag):
+            total = self.opened.verify()
+            tree, saved = self._tree(said), self.opened.saved
+            for name in saved.names():
+                try:
+                    saved.dtype(name)
+                except NotFound as error:
+                    said.append(str(error))
+            needed = [name for name in names_in_records(tree) if name in saved]
+            made = materialize(saved, list(dict.fromkeys(needed)))
+            blank = torch.empty(0, dtype=torch.uint8, device="cpu")
+            filled(tree, lambda name: made[name] if name in made else blank if name in saved else self._lacks(name))
+        if said and unchecked is None:
+            log.warning("%s is sound as far as this process can tell. Not checked: %s", self.tag, some_text(said, 3))
+        elif unchecked is not None:
+            unchecked += said
+        return total
+
+    def _tree(self, refused: list[str] | None = None) -> Any:
+        """Return the state of all ranks as one decoded tree. Raises as `Opened.document`, which explains `refused`."""
+        documents = [self.opened.document(rank, refused) for rank in range(self.manifest.world_size)]
+        return bare(merge([document["state"] for document in documents]))
+
+    def _lacks(self, name: str) -> NoReturn:
+        raise IntegrityError(f"{self.tag}: its values name the tensor {name!r}, which no part has")
 
     def close(self) -> None:
         self.opened.close()
@@ -182,11 +211,13 @@ class Checkpoint:
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Context manager. An OSError that is raised inside becomes a StorageError that says what could not be read."""
+    """Context manager. An OSError or a RecursionError that is raised inside becomes a CkptdError that says what could not be read."""
     try:
         yield
     except OSError as error:
         raise StorageError.of(f"read {what}", error) from None
+    except RecursionError:
+        raise IntegrityError(f"{what}: its values are nested more deeply than this Python can follow") from None
 
 
 def _newest_first(repository: Repository, job: str, tags: list[str], which: str | int) -> Iterator[Manifest]:

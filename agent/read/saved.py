@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptd.agent.state.dtypes import dtype_of, plain_name
 from ckptd.shared.collector import paused_collector
-from ckptd.shared.coverage import Box, check_all, check_cover, two_sizes
+from ckptd.shared.coverage import Box, check_all, check_cover, two_dtypes, two_sizes
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
 from ckptd.shared.part import ChunkSource
 from ckptd.shared.plan import BLOB, HIDDEN, Alias, Item, Writer, c_order
@@ -80,8 +80,12 @@ class Saved:
                 if item.dtype == BLOB:
                     saved.blobs[item.fqn] = Shard(source, item)
                     continue
-                if saved.shards.get(item.fqn) and saved.shards[item.fqn][0].item.size != item.size:
-                    raise two_sizes(item.fqn, saved.shards[item.fqn][0].item.size, item.size)
+                if item.fqn in saved.shards:
+                    first = saved.shards[item.fqn][0].item
+                    if first.size != item.size:
+                        raise two_sizes(item.fqn, first.size, item.size)
+                    if first.dtype != item.dtype:
+                        raise two_dtypes(item.fqn, first.dtype, item.dtype)
                 own[item.fqn] = Shard(source, item)
                 saved.shards.setdefault(item.fqn, []).append(own[item.fqn])
             for alias in source.plan.aliases:

@@ -21,7 +21,7 @@ from ckptd.agent.read.saved import Saved, torch_version
 from ckptd.agent.read.slot_source import PartWithSlot, SlotSource
 from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.state_dicts import attach_versions
-from ckptd.agent.state.tree import TensorRef, filled, tensor_names, unavailable
+from ckptd.agent.state.tree import TensorRef, Unavailable, filled, tensor_names, unavailable
 from ckptd.agent.state.values import decode
 from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
@@ -63,16 +63,28 @@ class Opened:
         scatter(source, [(offset, memoryview(document))])
         return bytes(document)
 
-    def document(self, rank: int = 0) -> dict[str, Any]:
+    def document(self, rank: int = 0, refused: list[str] | None = None) -> dict[str, Any]:
         """Return the values document of a rank, decoded, with its blobs loaded and its state dicts with their versions.
 
-        Raises IntegrityError, OSError; UnsavableValue for a blob that only pickled code could bring back.
+        refused: gets the reason for each blob that only pickled code could bring back. A placeholder then takes the place of the blob.
+        Raises IntegrityError, OSError; UnsavableValue for such a blob if `refused` is None.
         """
+
+        def loaded(name: str) -> Any:
+            try:
+                return load_blob(name, blobs[name])
+            except UnsavableValue as error:
+                if refused is None:
+                    raise
+                refused.append(str(error))
+                return Unavailable(str(error))
+
         found: dict[str, Any] = decode(self.values(rank))
+        _check_document(found, rank)
         names = self.saved.blob_names()
         blobs = self.saved.read_blobs([name for name in tensor_names(found["state"]) if name in names] if names else [])
         if blobs:
-            found["state"] = filled(found["state"], lambda name: load_blob(name, blobs[name]) if name in blobs else TensorRef(name))
+            found["state"] = filled(found["state"], lambda name: loaded(name) if name in blobs else TensorRef(name))
         found["state"] = attach_versions(found["state"], found.get("versions", {}), rank)
         return found
 
@@ -129,6 +141,18 @@ class Opened:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _check_document(document: Any, rank: int) -> None:
+    """Raise IntegrityError if a decoded values document is not a map with a state, or has versions of another form."""
+    if not isinstance(document, dict) or "state" not in document:
+        raise IntegrityError(f"the values document of rank {rank} has no state")
+    versions = document.get("versions", {})
+    if not isinstance(versions, dict) or not all(
+        isinstance(key, str) and isinstance(entries, dict) and all(isinstance(entry, dict) for entry in entries.values())
+        for key, entries in versions.items()
+    ):
+        raise IntegrityError(f"the values document of rank {rank} has versions that are not maps of maps")
 
 
 def load_blob(name: str, data: bytes) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unsaved, empty_like, like
 from ckptd.agent.state.values import Packer
-from ckptd.shared.bounds import is_flat
+from ckptd.shared.bounds import is_flat, is_group
 from ckptd.shared.errors import UnsavableValue
 
 
@@ -92,7 +92,7 @@ def has_own(tree: Any) -> bool:
 def is_optimizer(tree: Any) -> bool:
     """Return True if the tree has the form of an optimizer's state dict, either torch's own or DCP's."""
     groups = tree.get("param_groups") if isinstance(tree, dict) and "state" in tree else None
-    return isinstance(groups, list) and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+    return isinstance(groups, list) and all(map(is_group, groups))
 
 
 @dataclass(frozen=True, slots=True)

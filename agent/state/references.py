@@ -182,7 +182,10 @@ def make_constant(parts: Any) -> Any:
     if kind == "version":
         return TorchVersion(text)
     if kind in ("finfo", "iinfo"):
-        return (torch.finfo if kind == "finfo" else torch.iinfo)(torch_dtype(text))
+        try:
+            return (torch.finfo if kind == "finfo" else torch.iinfo)(torch_dtype(text))
+        except TypeError:
+            raise NotFound(f"torch {torch.__version__} has no {kind} of {text!r}") from None
     if kind not in _CONSTANTS:
         raise NewerFormat(f"a value has the unknown kind {kind!r}: it was written by a newer ckptd; upgrade this one")
     found = vars(torch).get(text)  # not by getattr, which imports some modules of torch at their first use

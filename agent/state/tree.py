@@ -86,6 +86,13 @@ def tensor_names(tree: Any) -> list[str]:
     return [name for value in inside(tree) or () for name in tensor_names(value)]
 
 
+def names_in_records(tree: Any) -> list[str]:
+    """Return the names of the tensors in the records of a decoded tree: sparse tensors and other records are made from them."""
+    if isinstance(tree, ObjectNode) and tree.kind in RECORDS:
+        return tensor_names(tree)
+    return [name for value in inside(tree) or () for name in names_in_records(value)]
+
+
 def empty_like(tree: dict[Any, Any]) -> dict[Any, Any]:
     """Return a new empty dict of the same type as `tree`, with its `_metadata` if it has any."""
     if isinstance(tree, defaultdict):

@@ -538,14 +538,20 @@ def _device(text: str) -> torch.device:
         raise NotFound(f"torch {torch.__version__} has no device {text!r}: import the package that brings it before loading") from None
 
 
+_NOT_OF_TORCH = "values document has a value whose bytes are not those of torch.save"
+
+
 def _load(data: bytes) -> Any:
     try:
         return torch.load(io.BytesIO(data), weights_only=True)
     except RuntimeError:  # the value was saved on a device that this machine does not have
-        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+        try:
+            return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+        except Exception:  # torch.load raises errors of many types
+            raise IntegrityError(_NOT_OF_TORCH) from None
     except Exception as error:  # torch's refusal has a type that is private to its unpickler
         if (name := re.search(r"GLOBAL ([\w.]+)", str(error))) is None:
-            raise
+            raise IntegrityError(_NOT_OF_TORCH) from None
         raise NotFound(
             f"torch.load(weights_only=True) does not accept {name[1]}: call torch.serialization.add_safe_globals() with it before "
             "loading, as the program that saved it did"

@@ -6,6 +6,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
@@ -15,6 +16,8 @@ from ckptd.daemon import report
 from ckptd.daemon.cli import main
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.manifest import Manifest
+from tests.crash.hostile import forge as forge_case
+from tests.crash.nonsense import simple_case
 from tests.shared.samples import steady
 from tests.shared.test_manifest import JSON, resealed
 from tests.support.forged import forge
@@ -72,3 +75,30 @@ def test_a_manifest_that_claims_2_to_the_62_ranks_is_refused_at_no_cost(tmp_path
     said = CliRunner().invoke(main, [verb, str(place)])
     assert said.exit_code == (0 if verb == "ls" else 13)
     assert "manifest of 4611686018427387903 ranks lists parts of ranks [0]" in said.output
+
+
+def test_verify_says_what_only_torch_can_check(tmp_path: Path) -> None:
+    case = simple_case(("w", "float32", [4, 2]))
+    case.parts[0].values["state"] |= {"odd": msgspec.msgpack.Ext(18, b"garbage"), "new": [msgspec.msgpack.Ext(31, b"?")] * 2}
+    assert forge_case(case, tmp_path, 1)
+    (found,) = report.verification(tmp_path / "gpt")
+    unchecked = ["1 value that only torch can decode", "2 values of a newer version of ckptd"]
+    assert (found["ok"], found["unchecked"]) == (True, unchecked)
+    said = CliRunner().invoke(main, ["verify", str(tmp_path / "gpt")])
+    assert (said.exit_code, f"; not checked: {', '.join(unchecked)}\n" in said.output) == (0, True)
+
+
+WRONG_VALUES = [
+    (msgspec.msgpack.Ext(1, b"nobody"), "the values name the tensor 'nobody', which no part has"),
+    (msgspec.msgpack.Ext(1, b"~x"), "the values name the tensor '~x', which no part has"),
+    (msgspec.msgpack.Ext(3, b"\x91\x90"), "values document: 'state.odd.0' has a list as an item of a set"),
+]
+
+
+@pytest.mark.parametrize(("value", "words"), WRONG_VALUES)
+def test_verify_finds_values_that_cannot_be_loaded(tmp_path: Path, value: Any, words: str) -> None:
+    case = simple_case(("w", "float32", [4, 2]))
+    case.parts[0].values["state"]["odd"] = value
+    assert forge_case(case, tmp_path, 1)
+    (found,) = report.verification(tmp_path / "gpt")
+    assert (found["ok"], words in found["error"], found["unchecked"]) == (False, True, [])

@@ -96,6 +96,26 @@ def test_a_damaged_seal_fails_the_step_on_all_ranks(ranks: ConnectedRanks) -> No
     assert journaled(ranks) == []
 
 
+def test_the_ranks_are_compared_once_the_last_of_them_has_sealed(ranks: ConnectedRanks) -> None:
+    ranks.core.run(ranks.core.seals.record(sealed(ranks, 0, 5)))  # type: ignore[arg-type]
+    assert ranks.core.compared == []
+    snapshot: Snapshot = ranks.core.run(ranks.core.seals.record(sealed(ranks, 1, 5)))  # type: ignore[arg-type]
+    assert ranks.core.compared == [[0, 1]]
+    assert [seal.contents for seal in snapshot.seals.values()] == [None, None]  # a large plan is kept no longer than needed
+
+
+def test_ranks_that_do_not_fit_together_fail_the_step_before_the_seal_is_journaled(ranks: ConnectedRanks) -> None:
+    first, last = sealed(ranks, 0, 5), sealed(ranks, 1, 5)
+    ranks.core.run(ranks.core.seals.record(first))  # type: ignore[arg-type]
+    last.misfit = True
+    tasks = [ranks.core.spawn(ranks.core.seals.record(last)) for _ in range(2)]  # type: ignore[arg-type]
+    ranks.core.finish()
+    assert [str(task.exception()) for task in tasks] == ["'w' has a hole"] * 2
+    assert [client.failures(1, 5) for client in ranks.clients] == [["'w' has a hole"]] * 2
+    assert journaled(ranks) == [(5, 0)]
+    assert (ranks.job.step_in(first.name), ranks.job.step_in(last.name), ranks.job.snapshots) == (None, None, [])
+
+
 def test_a_step_that_fails_while_its_seal_is_read_does_not_come_back(ranks: ConnectedRanks) -> None:
     """The slot has been granted for the next step by then, and stays in it."""
     sealing, slot = ranks.seal(0, 5), ranks.core.segments.slots["gpt1r0n1"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,9 +18,11 @@ import torch
 from ckptd.agent import Agent, Checkpoint, per_rank
 from ckptd.shared import array_checkpoint
 from ckptd.shared.array_checkpoint import ArrayCheckpoint, numpy_dtype
-from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
 from ckptd.shared.part import PartReader
 from tests.agent.convert.saved import DTYPES, STATES, bits, random
+from tests.crash.hostile import forge
+from tests.crash.nonsense import Case, lay_out, simple_case
 from tests.support import sharded
 from tests.support.daemons import Daemon
 from tests.support.storage import part_in, source
@@ -183,7 +186,6 @@ def test_each_chunk_is_read_once_however_many_tensors_are_in_it(daemon: Daemon, 
 def test_documents_that_cannot_be_merged_are_damage(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong: list[Any] = [
         {},
-        {"state": {"state": {}, "param_groups": [{"params": [[1]]}]}},
         {"state": array_checkpoint._Reference("nothing")},
     ]
     for document in wrong:
@@ -260,3 +262,56 @@ def test_a_part_that_the_manifest_does_not_describe_is_refused(name: str, tmp_pa
         (tmp_path / file).write_bytes(data)
     with pytest.raises(IntegrityError, match="is not the part that the manifest describes"):
         ArrayCheckpoint.open(tmp_path)
+
+
+def pieces() -> Case:
+    """A checkpoint in which one rank stores two shards of a tensor."""
+    case = simple_case(("w", "float32", [5, 2]))
+    part = case.parts[0]
+    part.items = [["w", "float32", [5, 2], [at, 0], [length, 2], None, 0, "cpu", False] for at, length in ((0, 3), (3, 2))]
+    assert part.metadata is not None
+    part.metadata["w"]["chunks"] = [[[0, 0], [3, 2]], [[3, 0], [2, 2]]]
+    lay_out(part)
+    part.data = np.arange(10, dtype="f4").tobytes()
+    return case
+
+
+def test_one_part_may_have_several_shards_of_a_tensor(tmp_path: Path) -> None:
+    assert forge(pieces(), tmp_path, 1)
+    with ArrayCheckpoint.open(tmp_path / "gpt") as opened:
+        opened.verify()
+        for found in (opened.load()["w"], opened.array("w")):
+            assert np.array_equal(found, np.arange(10, dtype="f4").reshape(5, 2))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (msgspec.msgpack.Ext(1, b"nobody"), "names the tensor 'nobody', which no part has"),
+        (msgspec.msgpack.Ext(5, b"\x91\x92\x90\x01"), "values document cannot be read"),
+    ],
+)
+def test_verify_finds_values_that_load_would_refuse(tmp_path: Path, value: Any, words: str) -> None:
+    case = pieces()
+    case.parts[0].values["state"]["odd"] = value
+    assert forge(case, tmp_path, 1)
+    for how in ("verify", "load"):
+        with pytest.raises(IntegrityError, match=words), ArrayCheckpoint.open(tmp_path / "gpt") as opened:
+            getattr(opened, how)()
+
+
+def test_two_dtypes_of_one_tensor_are_damage(tmp_path: Path) -> None:
+    case = pieces()
+    case.parts[0].items[1][1] = "int32"
+    assert forge(case, tmp_path, 1)
+    with pytest.raises(IntegrityError, match="w has two dtypes: int32 and float32"):
+        ArrayCheckpoint.open(tmp_path / "gpt", 1)
+
+
+def test_an_error_of_the_file_system_is_one_of_ckptd(tmp_path: Path) -> None:
+    assert forge(pieces(), tmp_path, 1)
+    (part,) = tmp_path.rglob("rank-*.ckpt")
+    part.unlink()
+    part.mkdir()
+    with pytest.raises(StorageError, match="cannot read .*Is a directory"):
+        ArrayCheckpoint.open(tmp_path / "gpt", 1)

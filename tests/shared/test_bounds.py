@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.shared import bounds
-from ckptd.shared.bounds import MAX_DIMENSIONS, MAX_OBJECTS, check_json, check_msgpack, deeper_than
+from ckptd.shared.bounds import MAX_DIMENSIONS, MAX_OBJECTS, check_json, check_msgpack, deeper_than, is_group
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest
 from ckptd.shared.names import part_file
@@ -286,3 +286,9 @@ def test_format_md_lists_these_limits() -> None:
         assert f"| {number:,d}" in limits, number
     assert f"| dimensions of a tensor | {MAX_DIMENSIONS} |" in limits
     assert f"| {bounds.MAX_DEPTH} when written, {bounds.MAX_DEPTH_READ} when read |" in limits
+
+
+def test_a_group_has_names_with_a_hash() -> None:
+    assert is_group({"params": ["w", 1], "lr": 0.1})
+    assert is_group({"params": []})
+    assert not any(map(is_group, [None, [], {}, {"params": "w"}, {"params": [[1]]}, {"params": [{}]}]))

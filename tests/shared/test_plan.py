@@ -389,3 +389,23 @@ def test_the_origin_says_who_wrote_a_document_without_what_a_terminal_obeys() ->
 )
 def test_strides_in_c_order_are_those_of_torch(sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
     assert c_order(sizes) == strides == torch.empty(sizes).stride()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"items": [["w", "float32", [4], [0], [4], None, 0], ["odd", "float32", "x", [0], [4], None, 0]]},
+        {"aliases": [["odd", "w", -1, "float32", [4], [1]]]},
+        {"metadata": {"w": {"dtype": "float32"}, "odd": {"dtype": ""}}},
+        {"metadata": {"odd": 7}},
+    ],
+)
+def test_a_document_that_cannot_be_read_names_the_tensor(change: dict[str, Any]) -> None:
+    with pytest.raises(IntegrityError, match=r"plan document cannot be read: .* \(of 'odd'\)$"):
+        Plan.decode(msgspec.msgpack.encode({**msgspec.to_builtins(sample_plan(), builtin_types=(bytes,)), **change}))
+
+
+@pytest.mark.parametrize("change", [{"items": 7}, {"metadata": [1]}, {"regions": 7}, {"version": "x"}, {"items": [[]]}, {"items": [7]}])
+def test_a_document_that_cannot_be_read_may_name_no_tensor(change: dict[str, Any]) -> None:
+    with pytest.raises(IntegrityError, match="plan document cannot be read"):
+        Plan.decode(msgspec.msgpack.encode({**msgspec.to_builtins(sample_plan(), builtin_types=(bytes,)), **change}))

@@ -10,7 +10,7 @@ import asyncio
 import os
 import selectors
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -97,7 +97,8 @@ class Work:
 class Segment:
     """A slot without a file, with what its trainer has written.
 
-    held: the trainer holds its lock. unreadable: its disk reports an error now.
+    held: the trainer holds its lock. unreadable: its disk reports an error now. misfit: its
+    documents do not fit those of other ranks.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Segment:
     held: bool = False
     damaged: bool = False
     unreadable: bool = False
+    misfit: bool = False
     tag: str | None = None
     persist: bool = True
     plan: bytes = b"plan"
@@ -335,6 +337,8 @@ class Core:
         tasks.on_failure(self.errors.append)
         self.loop.set_exception_handler(lambda _, context: self.errors.append(context.get("exception") or RuntimeError(context["message"])))
         self.changes = 0
+        self.compared: list[list[int]] = []
+        """The ranks whose slots were compared, each time."""
 
         def save(snapshot: Snapshot) -> None:
             self.saver.start(snapshot)
@@ -345,7 +349,7 @@ class Core:
 
         self.steps = Steps(self.catalog, slots, save, RANK_TIMEOUT)
         self.saver = _fake(Saver(self, self.steps.tell, settled))
-        self.seals = SealIntake(self.catalog, self.steps, self.journal, self._read)
+        self.seals = SealIntake(self.catalog, self.steps, self.journal, self._read, self._compare)
         self.admission = Admission(slots, MIN_CHUNK, self._create)
         self.engine = Engine(
             self.catalog, slots, self.journal, self.claims, self.admission, self.steps, self.seals, self.saver,
@@ -386,11 +390,18 @@ class Core:
         await self.begin("read", segment).future
         if segment.damaged or segment.written.generation != header.generation:
             raise IntegrityError(f"{segment.name} is damaged")
-        return SimpleNamespace(
+        sealed = SimpleNamespace(
             request=SimpleNamespace(tag=segment.tag, persist=segment.persist, node=None, replicas=[]),
             plan=SimpleNamespace(global_plan=segment.plan),
             crcs=segment.crcs,
         )
+        return sealed, segment
+
+    async def _compare(self, contents: Mapping[int, Any], world_size: int) -> None:
+        self.compared.append(sorted(contents))
+        if any(segment.misfit for segment in contents.values()):
+            await self.begin("compare", sorted(contents)).future
+            raise IntegrityError("'w' has a hole")
 
     # -- moving it
 

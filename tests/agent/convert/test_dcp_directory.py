@@ -117,3 +117,12 @@ def test_places_in_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [None if one is None else int(one) for one in found["list"]] == [1, None, 0]
     assert int(found["huge"][1 << 40]) == 2
     assert int(found["mixed"]["a"]) == 3
+
+
+def test_a_state_without_items_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with Checkpoint.open(save({}, tmp_path / "checkpoint")) as checkpoint:
+        contents = contents_of(checkpoint.opened)
+        write_directory(out, Planned(contents.tree), contents, lambda length: None)
+    assert FileSystemReader(out).read_metadata().state_dict_metadata == {}

@@ -7,24 +7,29 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptd.agent import Checkpoint, StorageWriter
 from ckptd.agent.read.loader import load
-from ckptd.shared.errors import Busy, IntegrityError, NotFound
+from ckptd.shared.errors import Busy, IntegrityError, NotFound, UnsavableValue
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.storage import locks
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneDirectory
+from tests.crash.hostile import forge
+from tests.crash.nonsense import Case, lay_out, simple_case
 from tests.shared.samples import write_checkpoint
 from tests.support.descriptors import opened
 
+Ext, pack = msgspec.msgpack.Ext, msgspec.msgpack.encode
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 COUNT, ELEMENTS = 24, 500_000
@@ -189,3 +194,84 @@ def test_parameters_views_and_other_dtypes_are_filled_alike(tmp_path: Path) -> N
         load(checkpoint.opened.saved, places)
     for name, place in places.items():
         assert torch.equal(place.detach().to(torch.float32), saved[name]), name
+
+
+Change = Callable[[Case], Any]
+
+
+def odd_value(value: Any) -> Change:
+    return lambda case: case.parts[0].values["state"].update(odd=value)
+
+
+def two_dtypes(case: Case) -> None:
+    part = case.parts[0]
+    halves = ((0, "float32"), (2, "int32"))
+    part.items = [["w", dtype, [4, 2], [at, 0], [2, 2], None, 0, "cpu", False] for at, dtype in halves]
+    lay_out(part)
+
+
+def sparse(size: list[int]) -> msgspec.msgpack.Ext:
+    fields = {"layout": "torch.sparse_coo", "size": size, "coalesced": False, "indices": Ext(1, b"i"), "values": Ext(1, b"v")}
+    return Ext(24, pack(["sparse", "", fields]))
+
+
+UNSOUND: list[tuple[Change, str]] = [
+    (odd_value(Ext(1, b"nobody")), "its values name the tensor 'nobody', which no part has"),
+    (odd_value(Ext(1, b"~x")), "its values name the tensor '~x', which no part has"),
+    (odd_value(Ext(18, b"garbage")), "a value whose bytes are not those of torch.save"),
+    (odd_value(Ext(5, pack([[[1], 2]]))), "values document cannot be read"),
+    (odd_value(Ext(24, pack(["sparse", "", {"layout": "?", "size": [1]}]))), "a value of kind sparse cannot be made from its fields"),
+    (odd_value(sparse([0, 0])), "a value of kind sparse cannot be made from its fields"),
+    (lambda case: vars(case.parts[0]).update(values={"rng": None}), "the values document of rank 0 has no state"),
+    (lambda case: vars(case.parts[0]).update(values=7), "the values document of rank 0 has no state"),
+    (lambda case: case.parts[0].values.update(versions={"model": {"": 7}}), "versions that are not maps of maps"),
+    (lambda case: two_dtypes(case), "w has two dtypes: int32 and float32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "words"), UNSOUND, ids=range(len(UNSOUND)))
+def test_verify_finds_everything_that_load_would_refuse(tmp_path: Path, change: Change, words: str) -> None:
+    case = simple_case(("w", "float32", [4, 2]), ("i", "int64", [2, 3]), ("v", "float32", [3]))
+    change(case)
+    assert forge(case, tmp_path, 1)
+    for how in ("verify", "load"):
+        with pytest.raises(IntegrityError, match=re.escape(words)), Checkpoint.open(tmp_path / "gpt", 1) as opened:
+            getattr(opened, how)()
+
+
+def test_verify_makes_records_from_their_tensors(tmp_path: Path) -> None:
+    case = simple_case(("w", "float32", [4, 2]), ("i", "int64", [2, 3]), ("v", "float32", [3]))
+    odd_value(sparse([5, 5]))(case)
+    assert forge(case, tmp_path, 1)
+    with Checkpoint.open(tmp_path / "gpt") as opened:
+        assert opened.verify() > 0
+        assert opened.load()["odd"].shape == (5, 5)
+
+
+def test_names_of_parameters_without_a_hash_make_no_optimizer(tmp_path: Path) -> None:
+    case = simple_case(("w", "float32", [4, 2]))
+    odd_value({"state": {}, "param_groups": [{"params": [[1], {}]}]})(case)
+    assert forge(case, tmp_path, 1)
+    with Checkpoint.open(tmp_path / "gpt") as opened:
+        opened.verify()
+        assert opened.load()["odd"]["param_groups"] == [{"params": [[1], {}]}]
+
+
+def test_verify_says_what_this_process_cannot_judge(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    case = simple_case(("w", "float3/4", [4, 2]), ("blob", "uint8", [3]))
+    part = case.parts[0]
+    part.items[-1][1] = "bytes"
+    assert part.metadata is not None
+    part.metadata["blob"] = {"dtype": "bytes"}
+    assert forge(case, tmp_path, 1)
+    with Checkpoint.open(tmp_path / "gpt", 1) as opened:
+        unchecked: list[str] = []
+        opened.verify(unchecked)
+        assert [said.split(",")[0] for said in unchecked] == [
+            "blob: it can only be loaded by running pickled code", "w has dtype float3",
+        ]  # fmt: skip
+        assert caplog.messages == []
+        opened.verify()
+        assert "is sound as far as this process can tell. Not checked: blob: it can only" in caplog.messages[0]
+        with pytest.raises(UnsavableValue):
+            opened.load()

@@ -118,3 +118,9 @@ def test_a_name_that_is_lacking_takes_the_place_of_its_value_only() -> None:
     assert found["b"] == 1
     assert isinstance(found["a"], Unavailable)
     assert Packer().encode(found) == document
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("finfo", "int64"), ("iinfo", "float32"), ("iinfo", "no_dtype")])
+def test_limits_of_a_dtype_that_has_none_are_not_available(kind: str, dtype: str) -> None:
+    with pytest.raises(NotFound, match=dtype):
+        make_constant([kind, dtype])

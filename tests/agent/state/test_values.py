@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -114,3 +115,10 @@ def test_lists_with_other_values_among_plain_ones_are_packed_one_by_one() -> Non
     for where, value in (("a.1", {"a": ["x", text]}), ("a", {"a": {text: 1}}), ("a.b", {"a": {"b": text}}), ("a.1", {"a": ("x", text)})):
         with pytest.raises(UnsavableValue, match=f"^{where}: a text or key holds surrogates"):
             Packer().encode(value)
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", b"\x80\x02K\x01.", b"PK\x03\x04" + bytes(100)])
+def test_bytes_that_are_not_those_of_torch_save_are_damage_in_one_sentence(data: bytes) -> None:
+    document = msgspec.msgpack.encode({"state": msgspec.msgpack.Ext(18, data)})
+    with pytest.raises(IntegrityError, match=r"^values document has a value whose bytes are not those of torch\.save$"):
+        decode(document)
