@@ -205,7 +205,12 @@ VALUES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 """The kinds of plain values, each with a function for the value that is saved, and one for the value that the recovering program has."""
 
 
-RECORDS = frozenset({"dataclass", "frozen-dataclass", "namedtuple", "namespace", "simple-namespace", "chainmap", "np-generator"})
+RECORDS = frozenset(
+    {
+        "dataclass", "frozen-dataclass", "namedtuple", "namespace", "simple-namespace", "chainmap", "generator", "np-generator",
+        "np-random-state", "python-random",
+    }
+)  # fmt: skip
 """Objects that come back as dicts of their fields where the recovering program has no such object."""
 
 

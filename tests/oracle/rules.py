@@ -139,8 +139,14 @@ def _shapes(pair: Pair, run: Run, target: Run, facts: Facts) -> Iterator[Reason]
         if key not in target.state or key not in run.optimizers or isinstance(target.state[key], Holder):
             continue
         saved = {run.names[id(one)] for one in run.optimizers[key].state if isinstance(one, torch.Tensor)}
+        theirs = [name for names in facts.groups.get(key, []) for name in names]
+        ours = [target.names[id(one)] for group in optimizer.param_groups for one in group["params"]]
+        shapes = facts.shapes
+        if pair.call.saved and len(theirs) == len(ours):  # saved without modules, so that a parameter goes by its position
+            saved = {mine for old, mine in zip(theirs, ours, strict=True) if old in saved}
+            shapes = {mine: shapes[old] for old, mine in zip(theirs, ours, strict=True)}
         for name, parameter in ((target.names[id(one)], one) for group in optimizer.param_groups for one in group["params"]):
-            if name in saved and tuple(parameter.shape) != facts.shapes[name] and not pair.call.keep:
+            if name in saved and tuple(parameter.shape) != shapes[name] and not pair.call.keep:
                 yield _reason("the state of a parameter of another shape", key, _key_of(name))
 
 
