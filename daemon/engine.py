@@ -237,9 +237,10 @@ class Engine:
         self._check_not_stopping()
         self._current(owner)
         if isinstance(slot, str):
-            if owner.rank == (0 if job.node is None else job.node.ranks[0]):  # all ranks of this node skip the step
+            step, first = job.step(key), 0 if job.node is None else job.node.ranks[0]
+            if owner.rank == first and not step.planned:  # all ranks of this node skip the step; a planned one fails, and counts so
                 self._steps.counters["skipped"] += 1
-            self._steps.perform(job, d.skipped(job.step(key), slot))
+            self._steps.perform(job, d.skipped(step, slot))
             return slot
         self._check_turn(job, owner, number)
         step = job.occupy(slot.name, owner.rank, key)

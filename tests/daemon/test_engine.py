@@ -344,3 +344,14 @@ def test_a_step_that_all_ranks_skip_counts_once(ranks: ConnectedRanks) -> None:
         said = ranks.core.run(ranks.core.engine.acquire(ranks.owner(ranks.clients[rank]), 7, None, 0.0))
         assert isinstance(said, str), said
     assert ranks.core.steps.counters["skipped"] == 1
+
+
+def test_a_step_that_is_skipped_while_ranks_plan_it_counts_as_failed_alone(ranks: ConnectedRanks) -> None:
+    for step in (5, 6):
+        for rank in (0, 1):
+            ranks.seal(rank, step)
+    ranks.call(lambda: ranks.core.engine.plan(ranks.owner(ranks.clients[0]), 7, "a key is new"))
+    said = ranks.core.run(ranks.core.engine.acquire(ranks.owner(ranks.clients[0]), 7, None, 0.0))
+    assert isinstance(said, str), said
+    counters = ranks.core.steps.counters
+    assert (counters["skipped"], counters["failed"]) == (0, 1)

@@ -135,33 +135,41 @@ def _tensors(run: Run) -> dict[str, torch.Tensor]:
 
 def _shapes(pair: Pair, run: Run, target: Run, facts: Facts) -> Iterator[Reason]:
     """The shape that a parameter had when its state was saved is compared with its shape now."""
-    for key, optimizer in target.optimizers.items():
-        if key not in target.state or key not in run.optimizers or isinstance(target.state[key], Holder):
-            continue
-        saved = {run.names[id(one)] for one in run.optimizers[key].state if isinstance(one, torch.Tensor)}
-        theirs = [name for names in facts.groups.get(key, []) for name in names]
-        ours = [target.names[id(one)] for group in optimizer.param_groups for one in group["params"]]
-        shapes = facts.shapes
-        if pair.call.saved and len(theirs) == len(ours):  # saved without modules, so that a parameter goes by its position
-            saved = {mine for old, mine in zip(theirs, ours, strict=True) if old in saved}
-            shapes = {mine: shapes[old] for old, mine in zip(theirs, ours, strict=True)}
-        for name, parameter in ((target.names[id(one)], one) for group in optimizer.param_groups for one in group["params"]):
-            if name in saved and tuple(parameter.shape) != shapes[name] and not pair.call.keep:
+    for key in _optimizers_of_both(pair, run, target):
+        for name, parameter, theirs in _with_state(pair, run, target, key):
+            if tuple(parameter.shape) != facts.shapes[run.names[id(theirs)]]:
                 yield _reason("the state of a parameter of another shape", key, _key_of(name))
 
 
 def _complex_moments(pair: Pair, run: Run, target: Run) -> Iterator[Reason]:
     """No imaginary part of a moment is dropped, as torch drops it for a parameter that is real now."""
-    for key, optimizer in target.optimizers.items():
-        if key not in target.state or key not in run.optimizers or loads_by_itself(pair, key) or pair.call.keep:
+    for key in _optimizers_of_both(pair, run, target):
+        if has_ways_of_its_own(target.optimizers[key]):
             continue
-        if has_ways_of_its_own(optimizer):
-            continue
-        states = ((one, entry) for one, entry in run.optimizers[key].state.items() if isinstance(one, torch.Tensor))
-        saved = {run.names[id(one)] for one, entry in states if any(torch.is_tensor(v) and v.is_complex() for v in entry.values())}
-        for name, parameter in ((target.names[id(one)], one) for group in optimizer.param_groups for one in group["params"]):
-            if name in saved and parameter.is_floating_point():
+        for _, parameter, theirs in _with_state(pair, run, target, key):
+            moments = run.optimizers[key].state[theirs].values()
+            if parameter.is_floating_point() and any(torch.is_tensor(moment) and moment.is_complex() for moment in moments):
                 yield _reason("complex moments into real", key)
+
+
+def _optimizers_of_both(pair: Pair, run: Run, target: Run) -> list[str]:
+    """Return the keys of the optimizers that both programs have in their states themselves, or none if the caller keeps something."""
+    both = [key for key in target.optimizers if key in target.state and key in run.optimizers]
+    return [key for key in both if not pair.call.keep and not isinstance(target.state[key], Holder)]
+
+
+def _with_state(pair: Pair, run: Run, target: Run, key: str) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield each parameter of an optimizer that gets saved state: its name, the parameter itself, and the one that was saved.
+
+    Of an optimizer that was saved without modules, a parameter goes by its position.
+    """
+    ours, theirs = ([one for group in each.optimizers[key].param_groups for one in group["params"]] for each in (target, run))
+    if pair.call.saved and len(ours) == len(theirs):
+        pairs = list(zip(ours, theirs, strict=True))
+    else:
+        named = {run.names[id(one)]: one for one in theirs}
+        pairs = [(one, named[target.names[id(one)]]) for one in ours if target.names[id(one)] in named]
+    yield from ((target.names[id(mine)], mine, other) for mine, other in pairs if other in run.optimizers[key].state)
 
 
 def _unmatched(pair: Pair, target: Run, facts: Facts) -> Iterator[Reason]:
