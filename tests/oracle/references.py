@@ -184,6 +184,8 @@ def _into(place: Any, saved: Any, key: str, load: Callable[[str, Any, Any], None
             if isinstance(place, OrderedDict):
                 place.move_to_end(name)
         return place
+    if type(place) is dict and not place and isinstance(saved, dict):  # the caller's dict keeps its class, whatever class was saved
+        return dict(saved)
     if type(place) in (list, tuple) and isinstance(saved, type(place)) and len(place) == len(saved):
         return type(place)(_into(one, item, key, load, call) for one, item in zip(place, saved, strict=True))
     return saved
