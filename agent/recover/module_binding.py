@@ -66,7 +66,7 @@ class Modules:
         saved_names = [name for name in tree if name not in to_loaders]
         inner = tuple(prefix for prefix in loaders if prefix)
         apart = not any(name in raw_of or name.startswith(inner) for name in tree)
-        if not leaves.options.strict and raw_of and tree and apart:
+        if not leaves.options.strict and raw_of and apart:
             return self._without_match(list(tree), list(raw_of), path)
         leaves.matched += not plain_names and not saved_names  # a module without state matches another
         leaves.compare(saved_names, plain_names, path)
@@ -96,7 +96,7 @@ class Modules:
 
         Its method gets the whole saved state dict.
         """
-        if not self._leaves.options.strict and isinstance(own, dict) and own and tree and set(own).isdisjoint(tree):
+        if not self._leaves.options.strict and isinstance(own, dict) and own and set(own).isdisjoint(tree):
             return self._without_match(list(tree), list(own), path)
         fresh = self._leaves.alike(tree, tensors_in(own, path), path, lossless=True)
         metadata = metadata_for_loading(module, own, tree, self._versions.get(path))
@@ -109,8 +109,8 @@ class Modules:
 
     def _without_match(self, theirs: list[str], ours: list[str], path: str) -> Value:
         return self._leaves.differ(
-            f"{path or 'the state'}: no key of the module is in the checkpoint, which has {', '.join(map(str, theirs[:3]))}, while the "
-            f"state has {', '.join(ours[:3])}",
+            f"{path or 'the state'}: no key of the module is in the checkpoint, which has {', '.join(map(str, theirs[:3])) or 'none'}, while "
+            f"the state has {', '.join(ours[:3])}",
             keep=path,
         )
 

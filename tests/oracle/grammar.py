@@ -352,6 +352,8 @@ def _other_container(chance: Random, pair: Pair) -> Pair | None:
 def _regrouped(chance: Random, pair: Pair) -> Pair | None:
     if any(plan.empty_group for plan in pair.after.optimizers):  # nothing says which group without parameters is which
         return None
+    if {plan.key: plan.wrapped for plan in pair.before.optimizers} != {plan.key: plan.wrapped for plan in pair.after.optimizers}:
+        return None  # an object with an optimizer has no names, and the positions would be others
     made = _change_optimizer(chance, pair, lambda plan: replace(plan, grouping=chance.choice(list(optimizers.GROUPINGS))))
     return made and replace(made, call=replace(made.call, strict=chance.random() < 0.6))
 
@@ -417,7 +419,13 @@ def _names_passed(chance: Random, pair: Pair) -> Pair | None:
 
 
 def _held(chance: Random, pair: Pair) -> Pair | None:
+    if _groupings(pair.before) != _groupings(pair.after):  # the object has no names, and the positions are others
+        return None
     return _change_optimizer(chance, pair, lambda plan: replace(plan, wrapped=not plan.wrapped))
+
+
+def _groupings(which: Program) -> dict[str, str]:
+    return {plan.key: plan.grouping for plan in which.optimizers}
 
 
 def _other_form(chance: Random, pair: Pair) -> Pair | None:

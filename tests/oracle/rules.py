@@ -205,7 +205,7 @@ def _apart(mine: Any, theirs: Any) -> bool:
         return False
     known = [type(module).state_dict is nn.Module.state_dict for module in (mine, theirs)]
     ours, saved = ({canonical(name) if all(known) else name for name in module.state_dict()} for module in (mine, theirs))
-    return bool(ours and saved) and ours.isdisjoint(saved)
+    return bool(ours) and ours.isdisjoint(saved)
 
 
 def _of_other_optimizers(pair: Pair, run: Run, target: Run, facts: Facts) -> Iterator[Reason]:
@@ -293,7 +293,7 @@ def may_refuse(pair: Pair, run: Run, target: Run) -> list[Reason]:
             _of_other_settings(pair, run, target),
             _keep_without_match(pair, target),
             _sharing_elements(target),
-            _without_parameters(run, target),
+            _without_parameters(target),
         )
     )
 
@@ -305,16 +305,10 @@ def _sharing_elements(target: Run) -> Iterator[Reason]:
             yield _reason("elements share memory", key)
 
 
-def _without_parameters(run: Run, target: Run) -> Iterator[Reason]:
-    """A state that has nothing but optimizers without parameters matches nothing, and a checkpoint without a tensor neither."""
-    if all(_without_parameter(target, key) for key in target.state) or all(
-        _without_parameter(run, key) or (isinstance(value, nn.Module) and not value.state_dict()) for key, value in run.state.items()
-    ):
+def _without_parameters(target: Run) -> Iterator[Reason]:
+    """A state that has nothing but optimizers without parameters matches nothing."""
+    if all(key in target.optimizers and not any(group["params"] for group in target.optimizers[key].param_groups) for key in target.state):
         yield _reason("nothing is recovered", "no key of the state")
-
-
-def _without_parameter(run: Run, key: str) -> bool:
-    return key in run.optimizers and not any(group["params"] for group in run.optimizers[key].param_groups)
 
 
 def _partly_alone(pair: Pair, run: Run, target: Run) -> Iterator[Reason]:

@@ -242,6 +242,17 @@ def test_a_module_without_a_match_is_refused_although_strict_is_off() -> None:
     assert text(state["net"]) == text(nn.Sequential(linear(0.0)))
 
 
+@pytest.mark.parametrize("made", [linear, Resizes])
+def test_a_module_that_was_saved_without_state_does_not_match_one_with_parameters(made: Callable[[float], nn.Module]) -> None:
+    """The training would go on from random weights without a word."""
+    saved, state = Checkpoint({"net": nn.Dropout(), "epoch": 4}), {"net": made(0.0), "epoch": 0}
+    words, call = refusal(saved, state, strict=False)
+    assert words.startswith("net: no key of the module is in the checkpoint, which has none, while the state has ")
+    assert call == {"strict": False, "keep": ["net"]}
+    saved.recover(state, strict=False, keep=["net"])
+    assert state["epoch"] == 4
+
+
 def test_a_module_of_parts_with_loaders_without_a_match_is_refused_although_strict_is_off() -> None:
     saved = {"net": nn.ModuleDict({"first": Resizes(3.0)}), "epoch": 4}
     state = {"net": nn.ModuleDict({"renamed": Resizes(0.0)}), "epoch": 0}
