@@ -96,6 +96,7 @@ GROUPS = ([{"params": ["a", "b"], "lr": 1}, {"params": []}], [{"params": ["b", "
         [[{"a": 1}, 2], [{"b": 2}, 3]],
         [({"a": 1},), ({"a": 2},)],
         [{"optim": {"state": {f"p{rank}": rank}, "param_groups": groups}} for rank, groups in enumerate(GROUPS)],
+        [{"optim": {"state": {}, "param_groups": [{"params": [], "lr": lr}]}} for lr in (1, 1, 2)],
         [{"a": {"x": 1}}, {"a": 3}],
         [[1, 2], [3]],
     ],
