@@ -279,12 +279,6 @@ def test_a_checkpoint_that_must_be_refused_without_torch(name: str, place: Path)
 @pytest.mark.parametrize("name", named("checkpoints", "refused"))
 def test_a_checkpoint_that_must_be_refused_with_torch(name: str, place: Path) -> None:
     entry = VECTORS[name]
-    if entry["check"] == "values" and name.removeprefix("checkpoints/values-") in (
-        "list",
-        "without-state",
-        "unknown-tensor",
-    ):
-        pytest.skip("the shape of a tree is checked by the reader without torch")
     with pytest.raises(IntegrityError) as refused:
         read_with_torch(place, entry)
     assert isinstance(refused.value, NewerFormat) == (entry["why"] == "newer"), str(refused.value)

@@ -289,7 +289,10 @@ def segments() -> dict[str, Memory]:
         "checks-chunk-size": ignored("the check area has another chunk size", checks(4, CHUNKS, chunk_size=2 * CHUNK)),
         "mark-damaged": ignored("the root mark is damaged, and does not count", b"", bytes([mark()[0] ^ 1]) + mark()[1:]),
         "plan-item-beyond": sealed_with(
-            "the plan has an item that reaches beyond its region", "plan-items", "plan", PLAN.replace(b"\x91\x93\x00\x18\x04", b"\x91\x93\x00\x14\x04")
+            "the plan has an item that reaches beyond its region",
+            "plan-items",
+            "plan",
+            PLAN.replace(b"\x91\x93\x00\x18\x04", b"\x91\x93\x00\x14\x04"),
         ),
         "values-inside": sealed_with("the values document begins inside the tensors", "values-place", "values", VALUES, 16),
         "request-garbage": sealed_with("the request document is no msgpack", "segment-documents", "request", b"\xc1" * 8),
@@ -302,9 +305,7 @@ SALT = bytes(range(16, 32))
 FILE = f"rank-00000.{nonce_of(0).hex()}.ckpt"
 
 
-def record(
-    previous: int, kind: int, sequence: int, durable: int, payload: Any, *, flags: int = 0, version: int = 1
-) -> tuple[bytes, int]:
+def record(previous: int, kind: int, sequence: int, durable: int, payload: Any, *, flags: int = 0, version: int = 1) -> tuple[bytes, int]:
     """Return the bytes of a record, and its crc."""
     packed = payload if isinstance(payload, bytes) else msgspec.msgpack.encode(payload)
     body = struct.pack("<IIBBHQQ", len(packed), previous, kind, flags, version, sequence, durable)
@@ -439,9 +440,7 @@ def journals() -> dict[str, Memory]:
         "short": refused("the file has 4,096 bytes", "journal-header", sound[:4096].ljust(4096, b"\0")),
         "long": refused("a byte follows the 4 MiB", "journal-header", whole(sound) + b"\0"),
         "header-checksum": refused("one bit of the salt is another", "journal-header", whole(first[:24] + b"\0" + sound[25:])),
-        "header-magic": refused(
-            "the magic is that of a part", "journal-header", whole(_resealed(b"CKPTDPRT" + first[8:]) + sound[64:])
-        ),
+        "header-magic": refused("the magic is that of a part", "journal-header", whole(_resealed(b"CKPTDPRT" + first[8:]) + sound[64:])),
         "header-padding": refused("a byte behind the header is not zero", "journal-header", whole(first[:63] + b"\1" + sound[64:])),
         "number": refused("the number is not that in the name", "journal-header", whole(header(2)[0])),
         "version": refused("version 2", "journal-header", whole(header(version=2)[0]), newer=True),
@@ -449,7 +448,11 @@ def journals() -> dict[str, Memory]:
         "type": with_record("a record of an unknown type", 200, {}, newer=True),
         "record-version": with_record("a record of a higher version", 5, part, newer=True, version=2),
         "payload": with_record("the payload of a record is no msgpack", 5, b"\xc1"),
-        "payload-member": with_record("the payload of a record has no `file`", 4, {name: common[name] for name in common if name != "file"}),
+        "payload-member": with_record(
+            "the payload of a record has no `file`",
+            4,
+            {name: common[name] for name in common if name != "file"},
+        ),
     }
 
 

@@ -284,7 +284,6 @@ def manifests() -> Iterator[tuple[str, Refused]]:
         ),
     )
 
-
     for name, about, text in (
         ("surrogate", "an escape of half a character of two", b'"\\ud800"'),
         ("surrogate-raw", "a text has half a character of two in three bytes", b'"\xed\xa0\x80"'),
@@ -576,11 +575,22 @@ def part_files() -> Iterator[tuple[str, Refused]]:
             }
         ),
     )
-    for name, about, features in (
-        ("feature-files", "the header says that there are data files, and there is none", 1),
-        ("feature-linked", "the header says that there are linked files, and there is none", 2),
-    ):
-        yield case(name, about, "part-identity", in_part(lambda data, features=features: reheaded(data, features=features)))
+
+    def with_features(features: int) -> Files:
+        return in_part(lambda data: reheaded(data, features=features))
+
+    yield case(
+        "feature-files",
+        "the header says that there are data files, and there is none",
+        "part-identity",
+        with_features(1),
+    )
+    yield case(
+        "feature-linked",
+        "the header says that there are linked files, and there is none",
+        "part-identity",
+        with_features(2),
+    )
     yield case(
         "feature-missing",
         "the header does not say that there are data files",
@@ -876,6 +886,10 @@ def coverage() -> Iterator[tuple[str, Refused]]:
     )
     yield case("too-many", "row 1 of 4 is in two shards", (4, 0, 2), (4, 1, 3))
     yield case("sizes", "the tensor has 4 rows in one part, and 5 in another", (4, 0, 2), (5, 2, 2))
+    halves = [Tensor("rows", dtype, (1,), floats(rank), (2,), (rank,)) for rank, dtype in enumerate(("float32", "int32"))]
+    parts = [Part([half], state_of(["rows"]), rank, 2) for rank, half in enumerate(halves)]
+    about = "the tensor has a dtype in one part, and another one of the same size in another part"
+    yield "cover-dtypes", Refused(about, "coverage", "read", checkpoint(parts))
 
 
 def codecs() -> Iterator[tuple[str, Refused]]:
