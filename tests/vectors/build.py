@@ -150,6 +150,7 @@ class Part:
     request: Mapping[str, Any] = field(default_factory=dict)
     encode: Encode = raw
     files: int = 1
+    values_align: int = 64
     edit_plan: Edit = lambda plan: plan
     edit_index: Edit = lambda index: index
     edit_stored: Edit = lambda stored: stored
@@ -265,7 +266,7 @@ class Part:
             if len(slot) > start:
                 regions.append((start, len(slot) - start, width))
         values = self.values if isinstance(self.values, bytes) else msgspec.msgpack.encode(self.values)
-        at = align_region(len(slot))
+        at = -(-len(slot) // self.values_align) * self.values_align
         slot = slot.ljust(at, b"\0") + values
         plan: dict[str, Any] = {
             "regions": copy.copy(regions),

@@ -287,6 +287,7 @@ def segments() -> dict[str, Memory]:
         "checks-reserved": ignored("a byte of the check area that must be zero is not", checks(4, CHUNKS, zero=b"\1")),
         "checks-version": ignored("the check area has version 2", checks(4, CHUNKS, version=2)),
         "checks-chunk-size": ignored("the check area has another chunk size", checks(4, CHUNKS, chunk_size=2 * CHUNK)),
+        "checks-count": ignored("the check area has a checksum too few", checks(4, CHUNKS[:1])),
         "mark-damaged": ignored("the root mark is damaged, and does not count", b"", bytes([mark()[0] ^ 1]) + mark()[1:]),
         "plan-item-beyond": sealed_with(
             "the plan has an item that reaches beyond its region",

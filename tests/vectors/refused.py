@@ -597,6 +597,19 @@ def part_files() -> Iterator[tuple[str, Refused]]:
         "part-identity",
         spread(lambda files: {**files, _first(files): reheaded(files[_first(files)])}),
     )
+    yield case("chunk-empty", "a chunk has the stored length 0", "chunk-places", in_index(setter("chunks", 1, 3, to=0)))
+    yield case(
+        "chunk-large",
+        "the last chunk has a stored length of 16 MiB and a byte",
+        "chunk-places",
+        in_index(setter("chunks", 3, 3, to=(16 << 20) + 1)),
+    )
+    yield case(
+        "values-long",
+        "the values document has 256 MiB and a byte",
+        "limits",
+        in_index(setter("values", 1, to=(256 << 20) + 1)),
+    )
     yield case("long-tag", "the tag in the index has 257 characters", "limits", in_index(setter("tag", to="a" * 257)))
     yield case(
         "placed-nowhere",

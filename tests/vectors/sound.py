@@ -968,6 +968,26 @@ def at_the_limits() -> Vector:
     )
 
 
+def values_anywhere() -> Vector:
+    tensors = [Tensor("w", "float32", (3,), floats(1, 2, 3))]
+    return Vector(
+        "the values region begins at no multiple of 64, and right behind the last tensor: a reader does not mind",
+        Checkpoint([Part(tensors, state_of(["w"]), metadata=whole(tensors), values_align=1)]),
+        expected(tensors),
+        {"w": reference("w")},
+    )
+
+
+def known_dtype_with_size() -> Vector:
+    tensors = [Tensor("w", "float32/4", (3,), floats(1, 2, 3))]
+    return Vector(
+        "a known dtype that is followed by its own size, as no writer writes it: it is the dtype itself",
+        Checkpoint([Part(tensors, state_of(["w"]), metadata=whole(tensors))]),
+        expected(tensors),
+        {"w": reference("w")},
+    )
+
+
 def zstd_dictionary() -> Vector:
     tensors = [Tensor("zeros", "float32", (500,), bytes(2000))]
     part = Part(tensors, state_of(["zeros"]), metadata=whole(tensors), encode=zstd(dictionary=0))
@@ -1002,6 +1022,8 @@ SOUND = {
     "replicas-twice": replicas_twice,
     "at-the-limits": at_the_limits,
     "zstd-dictionary": zstd_dictionary,
+    "values-anywhere": values_anywhere,
+    "known-dtype-with-size": known_dtype_with_size,
 }
 
 
