@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from ckptd.shared import standard
-from ckptd.shared.bounds import MAX_DEPTH_READ, check_msgpack, deeper_than, is_flat, is_group
+from ckptd.shared.bounds import MAX_DEPTH_READ, check_msgpack, deeper_than, is_flat, is_group, is_same
 from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
 
@@ -173,6 +173,6 @@ def _groups(optimizers: Sequence[dict[Any, Any]]) -> list[dict[Any, Any]]:
         for group in optimizer["param_groups"]:
             fresh = [name for name in group["params"] if name not in seen]
             seen.update(fresh)
-            if fresh or (not group["params"] and (number == 0 or group not in groups)):
+            if fresh or (not group["params"] and (number == 0 or not any(is_same(group, other) for other in groups))):
                 groups.append({**group, "params": fresh})
     return groups

@@ -814,7 +814,7 @@ def version_2() -> Vector:
     )
 
 
-# -- what a second implementer had to guess
+# -- clauses that a reader easily overlooks
 
 
 def npy(descr: str, shape: tuple[int, ...], data: bytes) -> bytes:
