@@ -300,6 +300,12 @@ def manifests() -> Iterator[tuple[str, Refused]]:
     yield case("metric", "a metric is another text", "manifest-members", in_members(setter("metrics", to={"loss": "infinity"})))
     yield case("beyond-range", "`seq` is 2^62", "manifest-members", in_members(setter("seq", to=1 << 62)))
     yield case("policies", "there are 65 policies", "limits", in_members(setter("retention", to=["LatestN(n=1)"] * 65)))
+    yield case(
+        "long-policy",
+        "a policy has 4,097 characters",
+        "limits",
+        in_members(setter("retention", to=["a" * 4097])),
+    )
     for name in ("job", "tag", "created"):
         yield case(f"long-{name}", f"`{name}` has 257 characters", "limits", in_members(setter(name, to="a" * 257)))
     yield case("writers", "`writer` has 65 entries", "limits", in_members(setter("writer", to={str(n): "" for n in range(65)})))
