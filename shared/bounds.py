@@ -109,6 +109,21 @@ def is_group(value: Any) -> bool:
     return True
 
 
+def is_same(one: Any, other: Any) -> bool:
+    """Return True if two decoded values are equal. Arrays of NumPy inside them are compared as a whole."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    try:
+        return bool(one == other)
+    except ValueError:  # one of them is an array of several elements
+        if type(one) is not type(other):
+            return False
+        found: bool = (one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes())
+        return found
+
+
 def _inside(value: Any) -> Iterable[Any] | None:
     """Return the contents of a container, or None for any other value.
 

@@ -9,7 +9,7 @@ decode.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from ckptd.shared import standard
-from ckptd.shared.bounds import MAX_DEPTH_READ, check_msgpack, deeper_than, is_flat, is_group
+from ckptd.shared.bounds import MAX_DEPTH_READ, check_msgpack, deeper_than, is_flat, is_group, is_same
 from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
 
@@ -149,7 +149,7 @@ def merged(trees: Sequence[Any]) -> Any:
         keys = {key: None for tree in dicts for key in tree}
         made = {key: merged([tree[key] for tree in dicts if key in tree]) for key in keys}
         if _is_optimizer(first):
-            made["param_groups"] = list(_groups([tree for tree in dicts if _is_optimizer(tree)]))
+            made["param_groups"] = _groups([tree for tree in dicts if _is_optimizer(tree)])
         return made
     if type(first) in (list, tuple) and not is_flat(first):
         alike = [tree for tree in trees if type(tree) is type(first) and len(tree) == len(first)]
@@ -162,11 +162,17 @@ def _is_optimizer(tree: dict[Any, Any]) -> bool:
     return isinstance(groups, list) and all(map(is_group, groups))
 
 
-def _groups(optimizers: Sequence[dict[Any, Any]]) -> Iterator[dict[Any, Any]]:
+def _groups(optimizers: Sequence[dict[Any, Any]]) -> list[dict[Any, Any]]:
+    """Return the parameter groups of all ranks, so that each parameter is in one group.
+
+    A group without parameters that several ranks have is one group.
+    """
     seen: set[Any] = set()
-    for optimizer in optimizers:
+    groups: list[dict[Any, Any]] = []
+    for number, optimizer in enumerate(optimizers):
         for group in optimizer["param_groups"]:
             fresh = [name for name in group["params"] if name not in seen]
             seen.update(fresh)
-            if fresh or not group["params"]:
-                yield {**group, "params": fresh}
+            if fresh or (not group["params"] and (number == 0 or not any(is_same(group, other) for other in groups))):
+                groups.append({**group, "params": fresh})
+    return groups

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unsaved, empty_like, like
 from ckptd.agent.state.values import Packer
-from ckptd.shared.bounds import is_flat, is_group
+from ckptd.shared.bounds import is_flat, is_group, is_same
 from ckptd.shared.errors import UnsavableValue
 
 
@@ -203,7 +203,7 @@ def _merge_optimizers(held: list[tuple[int, dict[str, Any]]], own: int | None, f
         for group in optimizer["param_groups"]:
             fresh = [name for name in group["params"] if name not in seen]
             seen.update(fresh)
-            if fresh or (not group["params"] and (number == 0 or group not in groups)):
+            if fresh or (not group["params"] and (number == 0 or not any(is_same(group, other) for other in groups))):
                 groups.append({**group, "params": fresh})
     rest = [(rank, {key: value for key, value in optimizer.items() if key != "param_groups"}) for rank, optimizer in held]
     made: dict[str, Any] = _merge(rest, own, foreign)

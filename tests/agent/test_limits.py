@@ -153,6 +153,7 @@ def test_the_table_of_limits_has_these_rows() -> None:
         "regions of a plan": "tests/shared/test_plan.py; a writer has one for each element size",
         "chunks, and data files, of one part": "tests/shared/test_bounds.py",
         "parts of a manifest": "tests/shared/test_manifest.py",
+        "policies in `retention`, and characters of each": "tests/shared/test_retention.py, tests/shared/test_vectors.py",
         "`created` of a request": "tests/shared/test_bounds.py; the writer's clock",
         "characters of a device type": "tests/shared/test_plan.py; torch's own",
         "entries of `writer`, and characters of each value": "tests/shared/test_bounds.py; three entries of ckptd's own",

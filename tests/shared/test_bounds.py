@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.shared import bounds
-from ckptd.shared.bounds import MAX_DIMENSIONS, MAX_OBJECTS, check_json, check_msgpack, deeper_than, is_group
+from ckptd.shared.bounds import MAX_DIMENSIONS, MAX_OBJECTS, check_json, check_msgpack, deeper_than, is_group, is_same
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest
 from ckptd.shared.names import part_file
@@ -292,3 +293,13 @@ def test_a_group_has_names_with_a_hash() -> None:
     assert is_group({"params": ["w", 1], "lr": 0.1})
     assert is_group({"params": []})
     assert not any(map(is_group, [None, [], {}, {"params": "w"}, {"params": [[1]]}, {"params": [{}]}]))
+
+
+def test_values_are_the_same() -> None:
+    assert is_same({"a": [1, (2, "b")]}, {"a": [1, (2, "b")]})
+    assert is_same([np.arange(3)], [np.arange(3)])
+    assert not is_same([np.arange(3)], [np.arange(4)])
+    assert not is_same(np.arange(3), [0, 1, 2])
+    assert not is_same({"a": 1}, {"b": 1})
+    assert not is_same([1, 2], (1, 2))
+    assert not is_same([1, 2], [1])

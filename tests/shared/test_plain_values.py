@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -85,6 +86,14 @@ def test_an_unknown_type_is_newer_and_damage_is_damage() -> None:
         decoded(deep)
 
 
+@pytest.mark.parametrize(("values", "count"), [(((1, 2), (1, 2)), 1), (((1, 2), (1, 3)), 2), (((1, 2), (1, 2, 3)), 2)])
+def test_groups_without_parameters_may_hold_arrays(values: Sequence[Sequence[int]], count: int) -> None:
+    trees = [{"state": {}, "param_groups": [{"params": [], "own": [np.array(each)]}]} for each in values]
+    assert len(bare(merge(trees))["param_groups"]) == count
+    documents = [decode_plain(Packer().encode(tree), lambda name: name) for tree in trees]
+    assert len(merged(documents)["param_groups"]) == count
+
+
 GROUPS = ([{"params": ["a", "b"], "lr": 1}, {"params": []}], [{"params": ["b", "c"], "lr": 2}], [{"params": ["c"], "lr": 3}])
 
 
@@ -96,6 +105,7 @@ GROUPS = ([{"params": ["a", "b"], "lr": 1}, {"params": []}], [{"params": ["b", "
         [[{"a": 1}, 2], [{"b": 2}, 3]],
         [({"a": 1},), ({"a": 2},)],
         [{"optim": {"state": {f"p{rank}": rank}, "param_groups": groups}} for rank, groups in enumerate(GROUPS)],
+        [{"optim": {"state": {}, "param_groups": [{"params": [], "lr": lr}]}} for lr in (1, 1, 2)],
         [{"a": {"x": 1}}, {"a": 3}],
         [[1, 2], [3]],
     ],

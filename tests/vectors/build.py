@@ -59,11 +59,12 @@ def frame(
     checksum: bool = False,
     size: int | None = None,
     sized: bool = True,
+    dictionary: int | None = None,
 ) -> bytes:
     """Return one zstd frame, whose blocks are runs of one byte or stored as they are (RFC 8878).
 
     window: the exponent of the window, at least 10, or None for a single segment. size: the content size that the frame names, if it is
-    not the true one. sized: False if it names none, which needs a window.
+    not the true one. sized: False if it names none, which needs a window. dictionary: the id of a dictionary, in one byte, or None.
     """
     size = len(data) if size is None else size
     flag, stated = (3, struct.pack("<Q", size)) if size >= 1 << 32 else (2, struct.pack("<I", size))
@@ -74,8 +75,9 @@ def frame(
     if not sized:
         assert window is not None
         flag, stated = 0, b""
-    descriptor = flag << 6 | (window is None) << 5 | checksum << 2
-    head = struct.pack("<IB", 0xFD2FB528, descriptor) + (b"" if window is None else bytes([(window - 10) << 3])) + stated
+    descriptor = flag << 6 | (window is None) << 5 | checksum << 2 | (dictionary is not None)
+    head = struct.pack("<IB", 0xFD2FB528, descriptor) + (b"" if window is None else bytes([(window - 10) << 3]))
+    head += (b"" if dictionary is None else bytes([dictionary])) + stated
     pieces = [data[at : at + 1024] for at in range(0, len(data), 1024)] or [b""]
     blocks = b""
     for number, piece in enumerate(pieces):
@@ -148,6 +150,7 @@ class Part:
     request: Mapping[str, Any] = field(default_factory=dict)
     encode: Encode = raw
     files: int = 1
+    values_align: int = 64
     edit_plan: Edit = lambda plan: plan
     edit_index: Edit = lambda index: index
     edit_stored: Edit = lambda stored: stored
@@ -263,7 +266,7 @@ class Part:
             if len(slot) > start:
                 regions.append((start, len(slot) - start, width))
         values = self.values if isinstance(self.values, bytes) else msgspec.msgpack.encode(self.values)
-        at = align_region(len(slot))
+        at = -(-len(slot) // self.values_align) * self.values_align
         slot = slot.ljust(at, b"\0") + values
         plan: dict[str, Any] = {
             "regions": copy.copy(regions),

@@ -53,12 +53,15 @@ def head(
     check_length: int = CHECK_LENGTH,
     places: dict[str, tuple[int, bytes]] | None = None,
     features: int = 0,
+    chunk_size: int = CHUNK,
+    zero: int = 0,
+    job: bytes = JOB.encode(),
 ) -> bytes:
-    """Return one copy of a header, 4096 bytes."""
+    """Return one copy of a header, 4096 bytes. `zero` takes the place of the zeros behind each crc32c of a document."""
     extents = b""
     for name in ("plan", "request", "values"):
         at, document = (places or {}).get(name, (0, b""))
-        extents += struct.pack("<QQII", at, len(document), crc32c(document) if document else 0, 0)
+        extents += struct.pack("<QQII", at, len(document), crc32c(document) if document else 0, zero)
     body = (
         preamble(b"CKPTDSEG", features, version)
         + struct.pack(
@@ -72,10 +75,10 @@ def head(
             BOOT,
             capacity,
             check_length,
-            CHUNK,
+            chunk_size,
             1,
-            JOB.encode(),
-            hashlib.sha256(PLAN).digest() if state == 3 else bytes(32),
+            job,
+            hashlib.sha256((places or PLACES)["plan"][1]).digest() if state == 3 else bytes(32),
         )
         + extents
     )
@@ -83,10 +86,13 @@ def head(
     return (body + struct.pack("<I", crc32c(body))).ljust(ALIGN, b"\0")
 
 
-def checks(generation: int, crcs: list[int], behind: bytes = b"") -> bytes:
-    start = preamble(b"CKPTDCHK") + struct.pack("<QII", generation, len(crcs), CHUNK)
+def checks(
+    generation: int, crcs: list[int], behind: bytes = b"", *, chunk_size: int = CHUNK, version: int = 1, zero: bytes = b"\0"
+) -> bytes:
+    """Return a check area. Bytes 36 to 64 are filled with `zero`."""
+    start = preamble(b"CKPTDCHK", 0, version) + struct.pack("<QII", generation, len(crcs), chunk_size)
     entries = struct.pack(f"<{len(crcs)}I", *crcs)
-    return (start + struct.pack("<I", crc32c(entries, crc32c(start)))).ljust(64, b"\0") + entries + behind
+    return (start + struct.pack("<I", crc32c(entries, crc32c(start)))).ljust(64, zero) + entries + behind
 
 
 def mark(place: bytes = b"/ckpts") -> bytes:
@@ -97,10 +103,16 @@ def mark(place: bytes = b"/ckpts") -> bytes:
 SEALED, FILLING = head(4, 3, places=PLACES), head(3, 2)
 
 
-def segment(copy_0: bytes, copy_1: bytes, check: bytes = b"", root_mark: bytes = b"") -> bytes:
+def segment(
+    copy_0: bytes,
+    copy_1: bytes,
+    check: bytes = b"",
+    root_mark: bytes = b"",
+    places: dict[str, tuple[int, bytes]] = PLACES,
+) -> bytes:
     data = bytearray(align(CAPACITY))
     data[:24] = WEIGHT
-    for at, document in PLACES.values():
+    for at, document in places.values():
         data[at : at + len(document)] = document
     return copy_0 + copy_1 + check.ljust(CHECK_LENGTH, b"\0") + bytes(data) + root_mark
 
@@ -160,8 +172,22 @@ def segments() -> dict[str, Memory]:
         found = sound[:byte] + bytes([sound[byte] ^ 1]) + sound[byte + 1 :]
         return Memory(found, {"about": about, "expect": "refused", "why": "damaged", "at": at, "check": check})
 
+    def ignored(about: str, check: bytes, root_mark: bytes = b"") -> Memory:
+        """Return a sound segment whose check area, and whose root mark if it has one, does not count."""
+        return case(about, segment(SEALED, FILLING, check, root_mark), told(4, "sealed"), None)
+
+    def sealed_with(about: str, check: str, name: str, document: bytes, at: int | None = None) -> Memory:
+        """Return a segment that is sealed with another document of this name. Its crc32c and the signature are right."""
+        places = PLACES | {name: (PLACES[name][0] if at is None else at, document)}
+        return Memory(
+            segment(head(4, 3, places=places), FILLING, by_client, places=places),
+            {"about": about, "expect": "refused", "why": "damaged", "at": "open", "check": check},
+        )
+
     other_plan = bytes([PLAN[0]]) + PLAN[1:].replace(b"weight", b"height", 1)
-    unsigned = segment(head(4, 3, places=PLACES | {"plan": (512, other_plan)}), FILLING, by_client)
+    signed = head(4, 3, places=PLACES | {"plan": (512, other_plan)})
+    body = signed[:216] + hashlib.sha256(PLAN).digest() + signed[248:320]
+    unsigned = segment((body + struct.pack("<I", crc32c(body))).ljust(ALIGN, b"\0"), FILLING, by_client)
     unsigned = unsigned[: DATA + 512] + other_plan + unsigned[DATA + 512 + len(other_plan) :]
     return {
         "checks-by-the-client": case(
@@ -248,6 +274,29 @@ def segments() -> dict[str, Memory]:
             bytes(ALIGN),
         ),
         "padding": refused("a byte behind the header is not zero", SEALED[:-1] + b"\1", bytes(ALIGN)),
+        "chunk-size": refused("the chunk size is 4,096", head(4, 2, chunk_size=4096), bytes(ALIGN)),
+        "zeros": refused("the zero behind the crc32c of a document is 1", head(4, 3, places=PLACES, zero=1), bytes(ALIGN)),
+        "job": refused("the job is not UTF-8", head(4, 3, places=PLACES, job=b"\xff"), bytes(ALIGN)),
+        "one-newer": refused("copy 0 has version 2, and copy 1 is damaged", head(4, 3, version=2), broken, newer=True),
+        "wrong-copy": case(
+            "both generations are in the copy of the other: a reader does not check that",
+            segment(FILLING, SEALED, by_client),
+            told(4, "sealed"),
+            CHUNKS,
+        ),
+        "checks-reserved": ignored("a byte of the check area that must be zero is not", checks(4, CHUNKS, zero=b"\1")),
+        "checks-version": ignored("the check area has version 2", checks(4, CHUNKS, version=2)),
+        "checks-chunk-size": ignored("the check area has another chunk size", checks(4, CHUNKS, chunk_size=2 * CHUNK)),
+        "checks-count": ignored("the check area has a checksum too few", checks(4, CHUNKS[:1])),
+        "mark-damaged": ignored("the root mark is damaged, and does not count", b"", bytes([mark()[0] ^ 1]) + mark()[1:]),
+        "plan-item-beyond": sealed_with(
+            "the plan has an item that reaches beyond its region",
+            "plan-items",
+            "plan",
+            PLAN.replace(b"\x91\x93\x00\x18\x04", b"\x91\x93\x00\x14\x04"),
+        ),
+        "values-inside": sealed_with("the values document begins inside the tensors", "values-place", "values", VALUES, 16),
+        "request-garbage": sealed_with("the request document is no msgpack", "segment-documents", "request", b"\xc1" * 8),
     }
 
 
@@ -257,17 +306,21 @@ SALT = bytes(range(16, 32))
 FILE = f"rank-00000.{nonce_of(0).hex()}.ckpt"
 
 
-def record(previous: int, kind: int, sequence: int, durable: int, payload: Any, *, flags: int = 0) -> tuple[bytes, int]:
+def record(previous: int, kind: int, sequence: int, durable: int, payload: Any, *, flags: int = 0, version: int = 1) -> tuple[bytes, int]:
     """Return the bytes of a record, and its crc."""
     packed = payload if isinstance(payload, bytes) else msgspec.msgpack.encode(payload)
-    body = struct.pack("<IIBBHQQ", len(packed), previous, kind, flags, 1, sequence, durable)
+    body = struct.pack("<IIBBHQQ", len(packed), previous, kind, flags, version, sequence, durable)
     crc = crc32c(packed, crc32c(body, crc32c(SALT)))
     data = struct.pack("<I", crc) + body + packed
     return data.ljust(-(-len(data) // 8) * 8, b"\0"), crc
 
 
 def journals() -> dict[str, Memory]:
-    start = preamble(b"CKPTDJNL") + struct.pack("<Q16sI", 1, SALT, 0)
+    def header(number: int = 1, **options: Any) -> tuple[bytes, int]:
+        """Return a header, and its crc."""
+        start = preamble(b"CKPTDJNL", **options) + struct.pack("<Q16sI", number, SALT, 0)
+        return (start + struct.pack("<I", crc32c(start))).ljust(64, b"\0"), crc32c(start)
+
     before = {
         "jobs": {"gpt": {"attempt": 1, "world_size": 2, "sealed_step": 900, "seq": 6}, "idle": {}},
         "staged": {"gpt/step-00000900.a0001": {FILE: None}},
@@ -307,7 +360,8 @@ def journals() -> dict[str, Memory]:
         (9, {"job": JOB, "tag": "step-00000100.a0001"}),
         (8, {"job": JOB, "tag": "step-00000200.a0001", "files": [FILE]}),
     ]
-    pieces, crc = [(start + struct.pack("<I", crc32c(start))).ljust(64, b"\0")], crc32c(start)
+    first, crc = header()
+    pieces = [first]
     for sequence, (kind, payload) in enumerate(records, start=1):
         data, crc = record(crc, kind, sequence, 4 if sequence > 4 else 0, payload)
         pieces.append(data)
@@ -327,7 +381,20 @@ def journals() -> dict[str, Memory]:
             {"about": about, "expect": "read", "ending": ending, "records": count, "state": found},
         )
 
+    def refused(about: str, check: str, data: bytes, *, newer: bool = False) -> Memory:
+        why = "newer" if newer else "damaged"
+        return Memory(data, {"about": about, "expect": "refused", "why": why, "at": "open", "check": check})
+
+    def with_record(about: str, kind: int, payload: Any, *, newer: bool = False, **options: int) -> Memory:
+        """Return a refused journal with one record more."""
+        data, _ = record(crc, kind, 9, 4, payload, **options)
+        return refused(about, "journal-records", whole(sound + data), newer=newer)
+
     last = len(sound) - len(pieces[-1])
+    one, _ = record(header()[1], *(2, 1, 0), {"job": JOB, "attempt": ATTEMPT, "world_size": 2})
+    broken_one = one[:40] + bytes([one[40] ^ 1]) + one[41:]
+    unrelated, _ = record(77, *(2, 2, 1), {"job": JOB, "attempt": ATTEMPT, "world_size": 2})
+    nothing: dict[str, Any] = {"jobs": {}, "staged": {}, "retiring": {}}
     third = sum(map(len, pieces[:3]))
     again, _ = record(crc, 5, 9, 4, part)
     ignorable, _ = record(crc, 200, 9, 4, b"\xc1", flags=1)
@@ -355,4 +422,41 @@ def journals() -> dict[str, Memory]:
             2,
             None,
         ),
+        "without-records": case("a header, and no record", first, "clean", 0, nothing),
+        "torn-first": case("the only record is damaged", first + broken_one, "torn tail", 0, nothing),
+        "corrupt-first": case(
+            "record 1 is damaged, and record 2 says that it was durable; record 2 names another crc of the record before",
+            first + broken_one + unrelated,
+            "corrupt",
+            0,
+            None,
+        ),
+        "another-sequence": case(
+            "the record behind record 8 has the sequence number 10",
+            sound + record(crc, 5, 10, 4, part)[0],
+            "torn tail",
+            8,
+            state,
+        ),
+        "short": refused("the file has 4,096 bytes", "journal-header", sound[:4096].ljust(4096, b"\0")),
+        "long": refused("a byte follows the 4 MiB", "journal-header", whole(sound) + b"\0"),
+        "header-checksum": refused("one bit of the salt is another", "journal-header", whole(first[:24] + b"\0" + sound[25:])),
+        "header-magic": refused("the magic is that of a part", "journal-header", whole(_resealed(b"CKPTDPRT" + first[8:]) + sound[64:])),
+        "header-padding": refused("a byte behind the header is not zero", "journal-header", whole(first[:63] + b"\1" + sound[64:])),
+        "number": refused("the number is not that in the name", "journal-header", whole(header(2)[0])),
+        "version": refused("version 2", "journal-header", whole(header(version=2)[0]), newer=True),
+        "feature": refused("an unknown feature bit", "journal-header", whole(header(features=1)[0]), newer=True),
+        "type": with_record("a record of an unknown type", 200, {}, newer=True),
+        "record-version": with_record("a record of a higher version", 5, part, newer=True, version=2),
+        "payload": with_record("the payload of a record is no msgpack", 5, b"\xc1"),
+        "payload-member": with_record(
+            "the payload of a record has no `file`",
+            4,
+            {name: common[name] for name in common if name != "file"},
+        ),
     }
+
+
+def _resealed(header: bytes) -> bytes:
+    """Return the header of a journal file with its crc32c made again."""
+    return header[:44] + struct.pack("<I", crc32c(header[:44])) + header[48:]

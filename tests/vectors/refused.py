@@ -284,6 +284,38 @@ def manifests() -> Iterator[tuple[str, Refused]]:
         ),
     )
 
+    for name, about, text in (
+        ("surrogate", "an escape of half a character of two", b'"\\ud800"'),
+        ("surrogate-raw", "a text has half a character of two in three bytes", b'"\xed\xa0\x80"'),
+        ("beyond-double", "a number is beyond the range of a double", b"1e400"),
+    ):
+        yield case(name, about, "manifest-json", _with_content(text))
+    yield case("digits", "an integer has 4,301 digits", "limits", _with_content(b"1" * 4301))
+    yield case(
+        "metadata",
+        "the size of a tensor in `metadata` is a text",
+        "manifest-members",
+        in_members(setter("metadata", to={"state_dict_metadata": {"mask": {"dtype": "bool", "size": "3"}}})),
+    )
+    yield case("metric", "a metric is another text", "manifest-members", in_members(setter("metrics", to={"loss": "infinity"})))
+    yield case("beyond-range", "`seq` is 2^62", "manifest-members", in_members(setter("seq", to=1 << 62)))
+    yield case("policies", "there are 65 policies", "limits", in_members(setter("retention", to=["LatestN(n=1)"] * 65)))
+    yield case(
+        "long-policy",
+        "a policy has 4,097 characters",
+        "limits",
+        in_members(setter("retention", to=["a" * 4097])),
+    )
+    for name in ("job", "tag", "created"):
+        yield case(f"long-{name}", f"`{name}` has 257 characters", "limits", in_members(setter(name, to="a" * 257)))
+    yield case("writers", "`writer` has 65 entries", "limits", in_members(setter("writer", to={str(n): "" for n in range(65)})))
+    yield case("long-writer", "a text in `writer` has 1,025 characters", "limits", in_members(setter("writer", to={"torch": "2" * 1025})))
+
+
+def _with_content(text: bytes) -> Files:
+    """Return a checkpoint with this JSON as its `user_content`."""
+    return checkpoint(edit_manifest=lambda data: resealed(data.replace(b'"user_content": null', b'"user_content": ' + text)))
+
 
 def part_files() -> Iterator[tuple[str, Refused]]:
     def case(name: str, about: str, check: str, files: Files, *, at: str = "open", newer: bool = False) -> tuple[str, Refused]:
@@ -504,7 +536,7 @@ def part_files() -> Iterator[tuple[str, Refused]]:
     yield case(
         "two-parts-of-one-rank",
         "both parts say that they are of rank 0",
-        "part-identity",
+        "part-manifest",
         _two_of_one_rank(),
     )
     yield case(
@@ -548,6 +580,54 @@ def part_files() -> Iterator[tuple[str, Refused]]:
                 data_file(files): files[_first(files)][:ALIGN] + files[data_file(files)][ALIGN:],
             }
         ),
+    )
+
+    def with_features(features: int) -> Files:
+        return in_part(lambda data: reheaded(data, features=features))
+
+    yield case(
+        "feature-files",
+        "the header says that there are data files, and there is none",
+        "part-identity",
+        with_features(1),
+    )
+    yield case(
+        "feature-linked",
+        "the header says that there are linked files, and there is none",
+        "part-identity",
+        with_features(2),
+    )
+    yield case(
+        "feature-missing",
+        "the header does not say that there are data files",
+        "part-identity",
+        spread(lambda files: {**files, _first(files): reheaded(files[_first(files)])}),
+    )
+    yield case("chunk-empty", "a chunk has the stored length 0", "chunk-places", in_index(setter("chunks", 1, 3, to=0)))
+    yield case(
+        "chunk-large",
+        "the last chunk has a stored length of 16 MiB and a byte",
+        "chunk-places",
+        in_index(setter("chunks", 3, 3, to=(16 << 20) + 1)),
+    )
+    yield case(
+        "values-long",
+        "the values document has 256 MiB and a byte",
+        "limits",
+        in_index(setter("values", 1, to=(256 << 20) + 1)),
+    )
+    yield case("long-tag", "the tag in the index has 257 characters", "limits", in_index(setter("tag", to="a" * 257)))
+    yield case(
+        "placed-nowhere",
+        "`placed` names a data file 2, and there is one data file",
+        "chunk-places",
+        in_index(setter("placed", to=[0, 1, 2, 1]), files=2),
+    )
+    yield case(
+        "placed-short",
+        "`placed` has a chunk too few",
+        "chunk-places",
+        in_index(setter("placed", to=[0, 1, 0]), files=2),
     )
     yield case(
         "data-file-unused",
@@ -751,6 +831,29 @@ def plans() -> Iterator[tuple[str, Refused]]:
         "dtype",
         newer=True,
     )
+    yield case(
+        "aliases-twice",
+        "two aliases have one name",
+        setter("aliases", to=[["tied", "weight", at, "float32", [1], [1]] for at in (0, 4)]),
+        "plan-aliases",
+    )
+    yield case(
+        "alias-of-alias",
+        "the base of an alias is another alias",
+        setter("aliases", to=[["tied", "weight", 0, "float32", [1], [1]], ["too", "tied", 0, "float32", [1], [1]]]),
+        "plan-aliases",
+    )
+    yield case(
+        "metadata",
+        "the size of a tensor in `metadata` is a text",
+        setter("metadata", to={"mask": {"dtype": "bool", "size": "3"}}),
+        "plan-members",
+    )
+    yield case("negative", "an offset is negative", setter("items", 1, 3, to=[-1, 0]), "plan-members")
+    yield case("without-name", "an item has an empty name", setter("items", 1, 0, to=""), "plan-members")
+    yield case("long-name", "an item has a name of 16,385 characters", setter("items", 1, 0, to="n" * 16385), "limits")
+    yield case("long-device", "an item has a device of 65 characters", setter("items", 1, 7, to="d" * 65), "limits")
+    yield case("writers", "`writer` has 65 entries", setter("writer", to={str(n): "" for n in range(65)}), "limits")
     blob = Tensor("blob", "bytes", (4,), b"blob")
     yield case(
         "alias-of-blob",
@@ -802,6 +905,10 @@ def coverage() -> Iterator[tuple[str, Refused]]:
     )
     yield case("too-many", "row 1 of 4 is in two shards", (4, 0, 2), (4, 1, 3))
     yield case("sizes", "the tensor has 4 rows in one part, and 5 in another", (4, 0, 2), (5, 2, 2))
+    halves = [Tensor("rows", dtype, (1,), floats(rank), (2,), (rank,)) for rank, dtype in enumerate(("float32", "int32"))]
+    parts = [Part([half], state_of(["rows"]), rank, 2) for rank, half in enumerate(halves)]
+    about = "the tensor has a dtype in one part, and another one of the same size in another part"
+    yield "cover-dtypes", Refused(about, "coverage", "read", checkpoint(parts))
 
 
 def codecs() -> Iterator[tuple[str, Refused]]:
@@ -908,6 +1015,7 @@ def codecs() -> Iterator[tuple[str, Refused]]:
         lambda data, width: struct.pack("<II", 0x184D2A50, 0) + frame(data),
     )
     yield case("zstd-garbage", "no zstd frame", 1, lambda data, width: data)
+    yield case("zstd-dictionary", "a zstd frame names dictionary 7", 1, lambda data, width: frame(data, dictionary=7))
     yield case(
         "zstd-other",
         "a zstd frame with other bytes of the right length",
@@ -971,6 +1079,12 @@ def values() -> Iterator[tuple[str, Refused]]:
         state_of(NAMES, broken=plain_ext(2, b"\x93\x01")),
     )
     yield case("deep", "lists are nested 300 levels deep", state_of(NAMES, deep=deep), "limits")
+    yield case("tuple", "the payload of a tuple is a number", state_of(NAMES, broken=ext(2, 1)))
+    yield case("number", "the digits of an integer are a word", state_of(NAMES, broken=plain_ext(6, "twelve")))
+    yield case("digits", "an integer beyond 64 bits has 4,301 digits", state_of(NAMES, broken=plain_ext(6, "1" * 4301)), "limits")
+    yield case("complex", "the parts of a complex number are a text", state_of(NAMES, broken=ext(7, ["x", 1])))
+    yield case("array", "an array is no `.npy` file", state_of(NAMES, broken=plain_ext(8, b"array")))
+    yield case("stream", "an unknown kind of stream", state_of(NAMES, later=ext(30, ["RawIO", b"", 0])), newer=True)
 
 
 def second_versions() -> Iterator[tuple[str, Refused]]:
@@ -1100,6 +1214,14 @@ def second_versions() -> Iterator[tuple[str, Refused]]:
         "metadata-parts",
         edit_block=with_entry("whole", {"dtype": "uint8", "size": [3], "chunks": [[[0], [3]]]}),
     )
+    for name, about, entry in (
+        ("no-shards", "an entry has no shard", {"chunks": []}),
+        ("shard-dimensions", "a shard has a dimension more than its tensor", {"chunks": [[[0, 0], [3, 1]]]}),
+        ("rank-beyond", "an entry names a rank that the job does not have", {"chunks": [[[0], [3]]], "ranks": [4]}),
+        ("rank-missing", "an entry has a rank too few", {"chunks": [[[0], [2]], [[2], [1]]], "ranks": [0]}),
+        ("rule-and-chunks", "an entry has a rule and shards", {"chunks": [[[0], [3]]], "rule": [0, [], 0]}),
+    ):
+        yield case(name, about, edit_block=with_entry("whole", {"dtype": "bool", "size": [3]} | entry))
     yield case(
         "nonces",
         "the column of nonces has one too few",

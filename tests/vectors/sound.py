@@ -33,6 +33,7 @@ from tests.vectors.build import (
     shrunk,
     tensor,
     whole,
+    zstd,
 )
 
 JsonTree = Any
@@ -813,6 +814,191 @@ def version_2() -> Vector:
     )
 
 
+# -- clauses that a reader easily overlooks
+
+
+def npy(descr: str, shape: tuple[int, ...], data: bytes) -> bytes:
+    """Return a `.npy` file of version 1.0."""
+    head = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    head = head.ljust(-(-(len(head) + 11) // 64) * 64 - 11) + b"\n"
+    return b"\x93NUMPY\1\0" + struct.pack("<H", len(head)) + head + data
+
+
+def more_values() -> Vector:
+    """Return a checkpoint with values whose form in a reader without torch is not plain."""
+    state = {
+        "array": plain_ext(8, npy("<f4", (2, 1), floats(1, 2))),
+        "scalar": plain_ext(9, npy("<i8", (), struct.pack("<q", -7))),
+        "bytes": ext(30, ["BytesIO", b"\x00ab", 1]),
+        "text": ext(30, ["StringIO", "line\n", 2, None]),
+        "no bits": ext(27, ["train", "Mode", [], 0]),
+        "members": ext(27, ["train", "Mode", ["READ", "WRITE"], 0]),
+        "rest": ext(27, ["train", "Mode", [], 255]),
+        "ordered": ext(15, [[2, "b"], ["a", 1]]),
+        "counter": ext(16, [[1, 3]]),
+        "default": ext(25, ["other", [[1, 2]]]),
+        "own": ext(21, {"list": ext(2, [1])}),
+    }
+    told = {
+        "array": {"$array": ["<f4", [2, 1], floats(1, 2).hex()]},
+        "scalar": {"$array": ["<i8", [], struct.pack("<q", -7).hex()]},
+        "bytes": {"$bytes": "006162"},
+        "text": "line\n",
+        "no bits": "Mode.0x0",
+        "members": "Mode.READ|WRITE",
+        "rest": "Mode.0xff",
+        "ordered": {"$pairs": [[2, "b"], ["a", 1]]},
+        "counter": {"$pairs": [[1, 3]]},
+        "default": {"$pairs": [[1, 2]]},
+        "own": {"list": [1]},
+    }
+    tensors = [Tensor("w", "float32", (2,), floats(1, 2))]
+    return Vector(
+        "arrays, streams, flags without a name, and maps whose keys are no texts; there is no `rng`",
+        Checkpoint([Part(tensors, {"state": {"w": tensor("w"), **state}}, metadata=whole(tensors))]),
+        expected(tensors),
+        {"w": reference("w"), **told},
+        more={"needs": ["class train.Mode"]},
+    )
+
+
+def merging() -> Vector:
+    """Return a checkpoint of two ranks whose trees differ in every way that a merge has a rule for."""
+
+    def optimizer(*groups: tuple[float, list[str]]) -> dict[str, Any]:
+        return {"state": {}, "param_groups": [{"lr": lr, "params": params} for lr, params in groups]}
+
+    trees: list[dict[str, Any]] = [
+        {
+            "dict or list": {"a": 1},
+            "list or dict": [[1]],
+            "longer": [[1], [2]],
+            "same length": [{"a": 1}, 5],
+            "tuple or list": ext(2, [[1], [2]]),
+            "numbers": [1, 2],
+            "ordered": ext(15, [["k", 1], ["j", 2]]),
+            "own": ext(21, {"seen": 0}),
+            "optim": optimizer((1.0, ["w", "v"]), (2.0, [])),
+        },
+        {
+            "dict or list": [[2]],
+            "list or dict": {"b": 2},
+            "longer": [[1], [2], [3]],
+            "same length": [{"b": 2, "a": 9}, 6],
+            "tuple or list": [{"c": 3}, {"c": 3}],
+            "numbers": [3, 4, 5],
+            "ordered": {"l": 3, "k": 9},
+            "own": 7,
+            "optim": optimizer((3.0, ["v"]), (2.0, []), (4.0, []), (5.0, ["w", "u"])),
+            "second": None,
+        },
+    ]
+    names = ["w0", "w1"]
+    tensors = [Tensor(name, "float32", (1,), floats(rank)) for rank, name in enumerate(names)]
+    metadata = whole(tensors)
+    metadata["w1"]["ranks"] = [1]
+    parts = [
+        Part([tensors[rank]], {"state": tree, "rng": None}, rank, 2, metadata=metadata if rank == 0 else None)
+        for rank, tree in enumerate(trees)
+    ]
+    return Vector(
+        "two ranks whose trees have values of other types and lengths, and groups of parameters that are repeated, dropped or empty",
+        Checkpoint(parts),
+        expected(tensors),
+        {
+            "dict or list": {"a": 1},
+            "list or dict": [[1]],
+            "longer": [[1], [2]],
+            "same length": [{"a": 1, "b": 2}, 5],
+            "tuple or list": [[1], [2]],
+            "numbers": [1, 2],
+            "ordered": {"k": 1, "j": 2, "l": 3},
+            "own": {"seen": 0},
+            "optim": optimizer((1.0, ["w", "v"]), (2.0, []), (4.0, []), (5.0, ["u"])),
+            "second": None,
+        },
+    )
+
+
+def replicas_twice() -> Vector:
+    """Return a checkpoint of two ranks that both store one tensor, and one shard of another."""
+    shared = Tensor("shared", "int16", (3,), counted(3, 2))
+    rows = [Tensor("rows", "float32", (1, 2), floats(2 * n, 2 * n + 1), (2, 2), (n, 0)) for n in range(2)]
+    metadata = {
+        "shared": {"dtype": "int16", "size": [3], "chunks": [[[0], [3]]]},
+        "rows": {"dtype": "float32", "size": [2, 2], "chunks": [[[0, 0], [1, 2]], [[1, 0], [1, 2]]], "ranks": [0, 1]},
+    }
+    names = ["shared", "rows"]
+    parts = [
+        Part([shared, rows[0]], state_of(names), 0, 2, metadata=metadata),
+        Part([shared, *rows], state_of(names), 1, 2),
+    ]
+    return Vector(
+        "a tensor and a shard that two parts store: identical shards count once, and one part has both shards of a tensor",
+        Checkpoint(parts),
+        {"shared": ("int16", (3,), shared.data), "rows": ("float32", (2, 2), floats(0, 1, 2, 3))},
+        {name: reference(name) for name in names},
+    )
+
+
+def at_the_limits() -> Vector:
+    """Return a checkpoint that is as large as limits of section 9 allow."""
+    name = "n" * 16384
+    tensors = [Tensor(name, "float32", (2,), floats(1, 2), device="d" * 64)]
+    content: Any = []
+    for _ in range(254):
+        content = [content]
+    deep: Any = []
+    for _ in range(98):
+        deep = [deep]
+    number = "9" * 4300
+    return Vector(
+        "a name of 16,384 characters, a device of 64, an integer of 4,300 digits, 64 policies, content of 256 levels and a state of 100",
+        Checkpoint(
+            [Part(tensors, state_of([name], deep=deep, number=plain_ext(6, number)), metadata=whole(tensors))],
+            members={
+                "user_content": [content, int(number)],
+                "retention": ["LatestN(n=1)"] * 64,
+                "writer": {f"{n}": "w" * 1024 for n in range(64)},
+            },
+        ),
+        expected(tensors),
+        {name: reference(name), "deep": deep, "number": {"$integer": number}},
+        more={"user_content": [content, {"$integer": number}], "retention": ["LatestN(n=1)"] * 64},
+    )
+
+
+def values_anywhere() -> Vector:
+    tensors = [Tensor("w", "float32", (3,), floats(1, 2, 3))]
+    return Vector(
+        "the values region begins at no multiple of 64, and right behind the last tensor: a reader does not mind",
+        Checkpoint([Part(tensors, state_of(["w"]), metadata=whole(tensors), values_align=1)]),
+        expected(tensors),
+        {"w": reference("w")},
+    )
+
+
+def known_dtype_with_size() -> Vector:
+    tensors = [Tensor("w", "float32/4", (3,), floats(1, 2, 3))]
+    return Vector(
+        "a known dtype that is followed by its own size, as no writer writes it: it is the dtype itself",
+        Checkpoint([Part(tensors, state_of(["w"]), metadata=whole(tensors))]),
+        expected(tensors),
+        {"w": reference("w")},
+    )
+
+
+def zstd_dictionary() -> Vector:
+    tensors = [Tensor("zeros", "float32", (500,), bytes(2000))]
+    part = Part(tensors, state_of(["zeros"]), metadata=whole(tensors), encode=zstd(dictionary=0))
+    return Vector(
+        "a zstd frame with the dictionary id 0, which means that there is no dictionary",
+        Checkpoint([part]),
+        expected(tensors),
+        {"zeros": reference("zeros")},
+    )
+
+
 SOUND = {
     "dtypes": dtypes,
     "unknown-dtype": unknown_dtype,
@@ -831,6 +1017,13 @@ SOUND = {
     "linked-files": linked_files,
     "rules": rules,
     "version-2": version_2,
+    "more-values": more_values,
+    "merging": merging,
+    "replicas-twice": replicas_twice,
+    "at-the-limits": at_the_limits,
+    "zstd-dictionary": zstd_dictionary,
+    "values-anywhere": values_anywhere,
+    "known-dtype-with-size": known_dtype_with_size,
 }
 
 
