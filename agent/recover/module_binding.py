@@ -108,9 +108,9 @@ class Modules:
         return put
 
     def _without_match(self, theirs: list[str], ours: list[str], path: str) -> Value:
+        known = ", ".join(map(str, theirs[:3])) or "none"
         return self._leaves.differ(
-            f"{path or 'the state'}: no key of the module is in the checkpoint, which has {', '.join(map(str, theirs[:3])) or 'none'}, while "
-            f"the state has {', '.join(ours[:3])}",
+            f"{path or 'the state'}: no key of the module is in the checkpoint, which has {known}, while the state has {', '.join(ours[:3])}",
             keep=path,
         )
 
