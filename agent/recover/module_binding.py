@@ -108,9 +108,9 @@ class Modules:
         return put
 
     def _without_match(self, theirs: list[str], ours: list[str], path: str) -> Value:
-        known = ", ".join(map(str, theirs[:3])) or "none"
+        known, wanted = (", ".join(map(str, keys[:3])) or "none" for keys in (theirs, ours))
         return self._leaves.differ(
-            f"{path or 'the state'}: no key of the module is in the checkpoint, which has {known}, while the state has {', '.join(ours[:3])}",
+            f"{path or 'the state'}: no key of the module is in the checkpoint, which has {known}, while the state has {wanted}",
             keep=path,
         )
 
