@@ -28,7 +28,7 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class SlotContents:
-    """What the slot of one rank describes. `tensors`: the names of the tensors that its values name."""
+    """Holds the plan in the slot of one rank, with its signature. `tensors`: the names of the tensors that its values name."""
 
     signature: bytes
     plan: Plan

@@ -50,9 +50,10 @@ Boxes = dict[Box | None, list[int]]
 
 
 class _Stored:
-    """What the parts hold. `items` and `aliases` have the dtype and the size of each name, and the ranks that store each shard of it.
+    """Collects the tensors of all parts.
 
-    The place of a blob is None.
+    `items` and `aliases` have, for each name, its dtype, its size, and the ranks that store each of
+    its shards. The place of a blob is None.
     """
 
     def __init__(self) -> None:

@@ -51,14 +51,14 @@ _WIDTHS = {
     **dict.fromkeys([0xCC, 0xD0], 2), **dict.fromkeys([0xCD, 0xD1], 3),
     **dict.fromkeys([0xCA, 0xCE, 0xD2], 5), **dict.fromkeys([0xCB, 0xCF, 0xD3], 9),
 }  # fmt: skip
-"""For each first byte of a number, None, True or False: its length in bytes."""
+"""Gives the length in bytes of a number, None, True or False, by its first byte."""
 _RUNS = {
     width: re.compile(
         b"(?:[%s].{%d})++" % (b"".join(b"\\x%02x" % kind for kind, of in _WIDTHS.items() if of == width), width - 1), re.DOTALL
     )
     for width in set(_WIDTHS.values())
 }
-"""For each length: a run of numbers of this length."""
+"""Matches a run of numbers that have the same length in bytes, by this length."""
 _HASHED = frozenset({1, 2, 4, 6, 7, 9, 10, 11, 12, 13, 14, 23, 27, 28, 29})
 """The extension types whose values have a hash, 2 and 4 if their items have one."""
 _LAST = 30
@@ -67,7 +67,7 @@ _LAST = 30
 
 @dataclass(slots=True)
 class Checked:
-    """What the check of one values document has found.
+    """Collects what the check of one values document finds.
 
     tensors: the names of the tensors and blobs that the document names. unjudged: how many values only torch can judge. newer: how many
     values have a type of a newer version.

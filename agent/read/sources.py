@@ -66,7 +66,7 @@ class Opened:
     def document(self, rank: int = 0, refused: list[str] | None = None) -> dict[str, Any]:
         """Return the values document of a rank, decoded, with its blobs loaded and its state dicts with their versions.
 
-        refused: gets the reason for each blob that only pickled code could bring back. A placeholder then takes the place of the blob.
+        refused: gets the reason for each blob that only pickled code could bring back. The blob becomes a placeholder then.
         Raises IntegrityError, OSError; UnsavableValue for such a blob if `refused` is None.
         """
 

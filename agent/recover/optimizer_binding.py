@@ -374,7 +374,7 @@ class Optimizers:
         return values
 
     def _has_dtypes(self, own: torch.Tensor, saved: ObjectNode) -> bool:
-        """Return True if the tensors of which `own` consists have the dtypes of the saved ones."""
+        """Return True if the inner tensors of `own` have the dtypes of the saved ones."""
         kind = kind_of_tensor(own)
         inner = TENSOR_KINDS[kind].fields(own) if kind and isinstance(saved.tree, dict) else {}
         pairs = ((inner.get(name), value) for name, value in saved.tree.items()) if inner else ()

@@ -52,7 +52,7 @@ def _groups(root: torch.nn.Module) -> list[dist.ProcessGroup | None]:
 
 
 def _of_all_ranks(root: torch.nn.Module, own: Any) -> list[Any]:
-    """Return the values that the ranks pass which share flat parameters of `root` with this rank. Each of them must call this."""
+    """Return `own` of each rank that shares flat parameters of `root` with this one. All these ranks must call this."""
     found = [own]
     for group in _groups(root):
         values: list[Any] = [None] * dist.get_world_size(group)

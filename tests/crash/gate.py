@@ -8,11 +8,7 @@ been fed, work continues.
 
 from __future__ import annotations
 
-import argparse
-import logging
-import os
 import shutil
-import sys
 import time
 from collections import Counter
 from contextlib import closing
@@ -22,6 +18,7 @@ from ckptd.agent import Agent, CkptdError, Pending
 from ckptd.shared.fs import PosixFileSystem
 from tests.crash.images import ThinImage
 from tests.crash.lives import examine
+from tests.crash.rounds import main
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, home
 
@@ -127,17 +124,5 @@ def run(rounds: int, seed: int, seconds: float = float("inf")) -> tuple[Counter[
         return gate.ends, gate.problems
 
 
-def main() -> None:
-    logging.disable()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
-    options = parser.parse_args()
-    ends, problems = run(options.rounds, options.seed)
-    print(*(f"{what:20} {count}" for what, count in ends.most_common()), *problems, sep="\n")
-    print(f"{ends.total()} snapshots, seed {options.seed}, {len(problems)} lost")
-    sys.exit(bool(problems))
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, run)

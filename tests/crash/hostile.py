@@ -217,7 +217,7 @@ def _dcp_load(path: Path) -> None:
 
 
 _OF_DCP = re.compile("Missing key|[Ss]ize mismatch")
-"""What DCP's planner says if the checkpoint does not have the caller's state."""
+"""Matches the errors of DCP's planner for a checkpoint that does not have the caller's state."""
 
 
 def _command(arguments: list[str]) -> None:

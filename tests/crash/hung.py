@@ -8,11 +8,9 @@ again, and the daemon answers every request. Once the disk answers again, every 
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import logging
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,8 +24,9 @@ import torch
 
 from ckptd.agent import Agent, Checkpoint, CkptdError
 from tests.crash.images import Image, Unavailable
+from tests.crash.rounds import main, run_rounds
 from tests.support import forks, trainers
-from tests.support.daemons import Daemon, Home, home
+from tests.support.daemons import Daemon, Home
 
 SIZE = 20_000
 SECONDS = 60.0
@@ -219,29 +218,8 @@ class Round:
 
 def run(rounds: int, number: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
     """Return how often the disk hung, by kind of hang, and what went wrong. `number` is the random seed."""
-    chance, done, end = Random(number), Counter[str](), time.monotonic() + seconds
-    for _ in range(rounds):
-        if time.monotonic() > end:
-            break
-        with home() as place:
-            try:
-                Round(place, chance, done).live()
-            except (AssertionError, CkptdError, OSError) as error:
-                return done, [f"{error!r}\n{place.log_text()[-3000:]}"]
-    return done, []
-
-
-def main() -> None:
-    logging.disable()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
-    options = parser.parse_args()
-    done, problems = run(options.rounds, options.seed)
-    print(*(f"{what:20} {count}" for what, count in done.most_common()), *problems, sep="\n")
-    print(f"{done.total()} rounds, seed {options.seed}, {len(problems)} lost")
-    sys.exit(bool(problems))
+    return run_rounds(lambda place, chance, done: Round(place, chance, done).live(), rounds, number, seconds)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, run)

@@ -75,7 +75,10 @@ class Part:
 
 @dataclass
 class Case:
-    """What all ranks of one step seal. `what`: the names of the mutations. `named`: words of which a refusal must contain one, if any."""
+    """Holds what all ranks of one step seal.
+
+    what: the names of the mutations. named: a refusal must contain one of these words, if there are any.
+    """
 
     parts: list[Part]
     what: list[str] = field(default_factory=list)
@@ -231,7 +234,7 @@ def simple_case(*items: tuple[str, str, list[int]], ranks: int = 1) -> Case:
 # -- mutations
 
 Mutation = Callable[[Random, Case], tuple[str, ...] | None]
-"""Change a case. Return words of which the refusal must contain one, or () if there is none to name. None: it does not apply."""
+"""Change a case. Return words, one of which the refusal must contain, or () if there is none to name, or None if it does not apply."""
 
 
 def _part(chance: Random, case: Case) -> Part:
@@ -635,7 +638,7 @@ def plan_bytes_of(part: Part) -> bytes:
 
 
 class Client:
-    """One rank of a job, with one slot. `seal` fills the slot and reports the seal."""
+    """Plays one rank of a job, with one slot. `seal` fills the slot and reports the seal."""
 
     def __init__(self, place: Home, job: str, rank: int, world_size: int, attempt: int = 0) -> None:
         self.channel = Channel(place.socket, SECONDS, later=SECONDS)

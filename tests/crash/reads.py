@@ -7,12 +7,9 @@ an error, but no wrong value. The daemon after that one has no faults, and must 
 
 from __future__ import annotations
 
-import argparse
 import errno
 import itertools
-import logging
 import os
-import sys
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -23,7 +20,8 @@ from typing import Any
 
 from ckptd.agent import CkptdError
 from tests.crash.hung import Trainer
-from tests.support.daemons import Daemon, Home, home
+from tests.crash.rounds import main, run_rounds
+from tests.support.daemons import Daemon, Home
 
 CALLS = ("open", "pread", "preadv")
 ERRORS = (errno.EIO, errno.ENOMEM, errno.EMFILE)
@@ -63,7 +61,7 @@ def make_reads_fail(directory: Path, first: int, last: int, error: int) -> None:
 
 
 class Round:
-    """Three daemons, one after the other, of which the second one cannot read some of the time."""
+    """Three daemons, one after the other. The second one cannot read some of the time."""
 
     def __init__(self, place: Home, chance: Random, done: Counter[str]) -> None:
         self._place, self._chance, self._done = place, chance, done
@@ -137,29 +135,8 @@ class Round:
 
 def run(rounds: int, number: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
     """Return how many daemons could not read, how recoveries from them ended, and what was lost. `number` is the random seed."""
-    chance, done, end = Random(number), Counter[str](), time.monotonic() + seconds
-    for _ in range(rounds):
-        if time.monotonic() > end:
-            break
-        with home() as place:
-            try:
-                Round(place, chance, done).live()
-            except (AssertionError, CkptdError, OSError) as error:
-                return done, [f"{error!r}\n{place.log_text()[-3000:]}"]
-    return done, []
-
-
-def main() -> None:
-    logging.disable()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
-    options = parser.parse_args()
-    done, problems = run(options.rounds, options.seed)
-    print(*(f"{what:40} {count}" for what, count in done.most_common()), *problems, sep="\n")
-    print(f"{done['reads that fail']} rounds, seed {options.seed}, {len(problems)} lost")
-    sys.exit(bool(problems))
+    return run_rounds(lambda place, chance, done: Round(place, chance, done).live(), rounds, number, seconds)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, run)

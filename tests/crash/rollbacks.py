@@ -8,13 +8,11 @@ descriptor or segment of a trainer that has closed.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import logging
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from functools import partial
@@ -29,6 +27,7 @@ from ckptd.agent import Agent, CkptdError, Pending
 from ckptd.agent.link.client import Client
 from ckptd.shared import messages as m
 from ckptd.shared.errors import NotFound, SnapshotFailed
+from tests.crash.rounds import main
 from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home, holds, home
 
@@ -139,7 +138,7 @@ class Rolled:
         try:
             self._agent.close()
         except SnapshotFailed:
-            self._done["agents of which nothing was saved"] += 1
+            self._done["agents that saved nothing"] += 1
 
     def _begin_again(self) -> None:
         self._close()
@@ -235,17 +234,5 @@ def _round(place: Home, seed: int, done: Counter[str]) -> list[str]:
     return [f"seed {seed}: {problem}" for problem in problems]
 
 
-def main() -> None:
-    logging.disable()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
-    options = parser.parse_args()
-    done, problems = run(options.rounds, options.seed)
-    print(*(f"{what:20} {count}" for what, count in done.most_common()), *problems, sep="\n")
-    print(f"seed {options.seed}, {len(problems)} lost")
-    sys.exit(bool(problems))
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, run)

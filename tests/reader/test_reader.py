@@ -117,7 +117,7 @@ def vector(tmp_path: Path) -> Callable[[dict[str, bytes]], Path]:
 
 @pytest.mark.parametrize("name", ["shapes", "later-members", "own-tag", "two-ranks", "two-ranks-without-ranks"])
 def test_sound_vectors(name: str, vector: Callable[[dict[str, bytes]], Path]) -> None:
-    """Those that need only what this reader knows: chunks that are stored as they are, and the usual dtypes and values."""
+    """These vectors need only what this reader knows: chunks that are stored as they are, and the usual dtypes and values."""
     directory = vector(sound.SOUND[name]().checkpoint.built())
     assert read(directory) == expected(directory)
 

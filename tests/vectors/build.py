@@ -121,7 +121,7 @@ def in_planes(method: Callable[[int, bytes], tuple[int, bytes]] | None = None) -
 
 @dataclass(frozen=True)
 class Tensor:
-    """One item of a part, and its bytes in the order of their addresses."""
+    """Holds one item of a part, and its bytes in the order of their addresses."""
 
     fqn: str
     dtype: str
@@ -136,7 +136,7 @@ class Tensor:
 
 @dataclass
 class Part:
-    """One part before it is encoded. The edits break a rule, and all checksums that follow are made afterwards."""
+    """Holds one part before it is encoded. The edits break a rule, and all checksums that follow are made afterwards."""
 
     tensors: Sequence[Tensor]
     values: Any

@@ -68,7 +68,7 @@ def test_quantized_moments_of_one_rank_are_not_gathered_and_come_back(daemon: Da
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp1-flat"])
 def test_a_rank_whose_shard_is_empty_takes_part(daemon: Daemon, kind: str) -> None:
-    """Its optimizer has no state, and the other rank's state is gathered from both."""
+    """Gathering the state of one rank needs both, although the optimizer of the other has no state."""
     with Ranks(2) as ranks:
         ranks.call(build, kind, 1, "sgd", One)
         ranks.call(train, 2)
