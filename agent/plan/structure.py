@@ -148,6 +148,8 @@ def reach(tensor: torch.Tensor) -> int:
 
     The tensor must not be empty.
     """
+    if tensor.is_contiguous():
+        return tensor.nbytes
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return extent * tensor.element_size()
 

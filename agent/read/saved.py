@@ -68,6 +68,8 @@ class Saved:
     """The version of torch that saved the checkpoint, such as "2.13.0", or "" if it is unknown."""
     _checked: set[str] = field(default_factory=set)
     """Names of the tensors that `check_whole` need not look at again."""
+    _dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    """The dtypes that `dtype` has returned: a recovery asks for that of a tensor ten times."""
 
     @classmethod
     @paused_collector()
@@ -117,9 +119,11 @@ class Saved:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor. Raises NotFound for an unknown name, and for a dtype that this torch does not have."""
+        if (known := self._dtypes.get(name)) is not None:
+            return known
         dtype, _ = self.shape(name)
         try:
-            return dtype_of(dtype)
+            return self._dtypes.setdefault(name, dtype_of(dtype))
         except NotFound:
             needed = f"torch {self.torch_version}, which saved it, or a newer one" if self.torch_version else "a newer torch"
             raise NotFound(

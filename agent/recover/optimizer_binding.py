@@ -341,17 +341,17 @@ class Optimizers:
         if leaves.options.strict:
             leaves.differ(*state_difference(mine, entry, path), keep=optimizer)
         values: dict[Any, Value] = {}
+        converted = in_place and parameter.is_floating_point() and self._is_converted(parameter, key, optimizer)
         for name, saved in entry.items():
             own, inside = mine.get(name), f"{path}.{name}"
             device = torch.device("cpu") if name == "step" and not steps_on_device(place, parameter) else parameter.device
-            tensors = [saved] if isinstance(saved, TensorRef) else list(map(TensorRef, tensor_names(saved)))
-            dtypes = {one.fqn: self._dtype_for(one, name, key, parameter, optimizer) for one in tensors} if in_place else {}
-            dtypes = {fqn: dtype for fqn, dtype in dtypes.items() if dtype != leaves.saved.dtype(fqn)}
+            dtypes = self._new_dtypes(saved, parameter) if converted and name != "step" else {}
             if isinstance(saved, TensorRef):
                 # An optimizer that has only some of the state of a parameter fails at its next step.
                 leaves.wholes[inside] = path
-                size, dtype = tuple(leaves.saved.describe(saved.fqn).size), dtypes.get(saved.fqn, leaves.saved.dtype(saved.fqn))
-                if isinstance(own, torch.Tensor) and tuple(own.shape) == size and own.dtype == dtype:
+                found = leaves.saved.describe(saved.fqn)
+                size, dtype = tuple(found.size), dtypes.get(saved.fqn, leaves.saved.dtype(saved.fqn))
+                if isinstance(own, torch.Tensor) and own.shape == size and own.dtype == dtype:
                     values[name] = leaves.tensor(own, saved, inside)
                     continue
                 if isinstance(parameter, DTensor) and tuple(parameter.shape) == size:
@@ -384,19 +384,25 @@ class Optimizers:
             if isinstance(mine, torch.Tensor) and isinstance(theirs, TensorRef)
         )
 
-    def _dtype_for(self, saved: TensorRef, name: Any, key: Key, parameter: torch.Tensor, path: str) -> torch.dtype:
-        """Return the dtype in which state is brought back.
-
-        It is the dtype of the parameter if that has changed since the save, and otherwise the saved
-        dtype. torch gives all state but the step the dtype of its parameter. State of a parameter
-        whose dtype has not changed keeps its own dtype here, because some optimizers have moments
-        of a higher precision than the parameters.
-        """
-        dtype = self._leaves.saved.dtype(saved.fqn)
-        if name == "step" or not parameter.is_floating_point() or not (dtype.is_floating_point or dtype.is_complex):
-            return dtype
+    def _is_converted(self, parameter: torch.Tensor, key: Key, path: str) -> bool:
+        """Return True if the dtype of a parameter has changed since the save."""
         before = {form.dtype for form in self._parameters.forms(path, key)}
-        return parameter.dtype if before and parameter.dtype not in before else dtype
+        return bool(before) and parameter.dtype not in before
+
+    def _new_dtypes(self, saved: Any, parameter: torch.Tensor) -> dict[str, torch.dtype]:
+        """Return the dtype of a converted parameter for each tensor in its saved state that takes it.
+
+        torch gives all state but the step the dtype of its parameter. State of a parameter whose
+        dtype has not changed keeps its own dtype here, because some optimizers have moments of a
+        higher precision than the parameters.
+        """
+        names = [saved.fqn] if isinstance(saved, TensorRef) else tensor_names(saved)
+        dtypes = {name: self._leaves.saved.dtype(name) for name in names}
+        return {
+            name: parameter.dtype
+            for name, dtype in dtypes.items()
+            if (dtype.is_floating_point or dtype.is_complex) and dtype != parameter.dtype
+        }
 
     def _like(self, parameter: DTensor, saved: TensorRef, dtype: torch.dtype, path: str) -> Value:
         """Make state that the optimizer does not have yet for a sharded parameter, sharded like the parameter."""
