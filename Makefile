@@ -9,8 +9,8 @@ ROUNDS ?= 10
 MINUTES ?= 8
 PAIRS ?= 2000
 COVERED := */daemon/journal*.py,*/daemon/records.py,*/daemon/recovery.py,*/daemon/saver.py,*/shared/session.py
-COVERING := $(wildcard tests/daemon/test_journal*.py) tests/daemon/test_records.py tests/daemon/test_recovery.py tests/daemon/test_saver.py \
-	tests/shared/test_session.py
+COVERING := $(wildcard tests/daemon/test_journal*.py) tests/daemon/journal/test_records.py tests/daemon/test_recovery.py tests/daemon/saving/test_saver.py \
+	tests/shared/wire/test_session.py
 
 .PHONY: demo test crashes matrix lint kills rank-kills crash-matrix trust oracle coverage coverage-all bench man clean
 

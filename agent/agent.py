@@ -46,12 +46,12 @@ from ckptd.agent.state.capture import Habits, capture, optimizer_bytes_to_come, 
 from ckptd.agent.state.naming import modules_of
 from ckptd.agent.step_times import StepTimes
 from ckptd.agent.threads.call_lock import Nested
-from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed
-from ckptd.shared.replicas import ReplicaDigests
+from ckptd.shared.formats.replicas import ReplicaDigests
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.retention import Policy, checked
-from ckptd.shared.session import REPLICAS
-from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.system.collector import paused_collector
+from ckptd.shared.wire.session import REPLICAS
 
 log = logging.getLogger("ckptd.agent")
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from ckptd.agent.threads.call_lock import Nested, call_around
 from ckptd.agent.threads.flag import Waiters
 from ckptd.shared.errors import CkptdError, SnapshotFailed
-from ckptd.shared.lifecycle import Event, SnapshotState, step
-from ckptd.shared.messages import TrainingCost
+from ckptd.shared.wire.lifecycle import Event, SnapshotState, step
+from ckptd.shared.wire.messages import TrainingCost
 
 log = logging.getLogger("ckptd.agent")
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckptd.agent.pending import Pending
-from ckptd.shared.messages import TrainingCost
+from ckptd.shared.wire.messages import TrainingCost
 
 _REMEMBERED, _FEWEST = 64, 3
 """The quiet steps that are remembered, and the fewest that say how long a step usually takes."""

@@ -18,8 +18,8 @@ import torch
 from benchmarks.rows import Row, keep
 from benchmarks.trained import trained
 from ckptd.agent.bench.ways import timed
-from ckptd.shared.codec import Codec, decoder, encoder
-from ckptd.shared.plan import DEFAULT_CHUNK
+from ckptd.shared.codecs.codec import Codec, decoder, encoder
+from ckptd.shared.formats.plan import DEFAULT_CHUNK
 
 CODECS = ("zstd", "planes")
 WANTED = {"bf16": (0.651, 1.2, 1.8), "fp32": (0.825, 1.4, 2.4), "exp_avg": (0.833, 0.0, 0.0), "exp_avg_sq": (0.773, 0.0, 0.0)}

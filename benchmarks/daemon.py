@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
-from ckptd.daemon import records as r
-from ckptd.daemon.journal import Journal
-from ckptd.shared.fs import PosixFileSystem
+from ckptd.daemon.journal import records as r
+from ckptd.daemon.journal.journal import Journal
+from ckptd.shared.system.fs import PosixFileSystem
 from tests.support.daemons import Daemon, Home, home
 
 MOST_RSS, MOST_SECONDS = 60e6, 0.5

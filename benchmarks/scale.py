@@ -28,10 +28,10 @@ from ckptd.agent.plan.by_rule import ByRule, RuledShare, Structured, Summary
 from ckptd.agent.plan.layout import plan_locally
 from ckptd.agent.plan.rule_shares import decide, representatives
 from ckptd.shared import names
-from ckptd.shared.manifest import Manifest, PartEntry
-from ckptd.shared.metadata_object import MetadataReader
-from ckptd.shared.plan import Plan
-from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.formats.manifest import Manifest, PartEntry
+from ckptd.shared.formats.metadata_object import MetadataReader
+from ckptd.shared.formats.plan import Plan
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 
 _PEER_RANKS = 4
 """The ranks for which DCP plans. Its work grows with their number."""

@@ -18,15 +18,15 @@ from statistics import median
 
 from benchmarks.rows import Row, keep, settled
 from benchmarks.trained import trained
-from ckptd.daemon.pipeline import Pipeline, SealedSlot
-from ckptd.shared.codec import Encoder, encoder
-from ckptd.shared.fs import Buffer
-from ckptd.shared.part_writer import PartWriter
-from ckptd.shared.plan import DEFAULT_CHUNK, Region, chunk_ranges
-from ckptd.shared.reuse import ChunkCheck
-from ckptd.shared.segment import SegmentHeader
-from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage.protocol import Creator, Sink
+from ckptd.daemon.chunks.pipeline import Pipeline, SealedSlot
+from ckptd.shared.codecs.codec import Encoder, encoder
+from ckptd.shared.formats.part_writer import PartWriter
+from ckptd.shared.formats.plan import DEFAULT_CHUNK, Region, chunk_ranges
+from ckptd.shared.formats.reuse import ChunkCheck
+from ckptd.shared.formats.segment import SegmentHeader
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
+from ckptd.shared.system.fs import Buffer
+from ckptd.shared.system.storage_seam import Creator, Sink
 from tests.shared.samples import NONCE, sample_plan
 from tests.support.daemons import home
 from tests.support.storage import files_in

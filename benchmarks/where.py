@@ -29,11 +29,11 @@ from ckptd.agent.bench.ways import DirectWrite, PlainCopy, State, timed
 from ckptd.agent.handover.handover import Handover
 from ckptd.agent.plan.kept_plan import KeptPlan
 from ckptd.agent.read import loader, sources
-from ckptd.shared.binary import PIECE
-from ckptd.shared.codec import encoder
-from ckptd.shared.fs import read_exactly
-from ckptd.shared.plan import DEFAULT_CHUNK
-from ckptd.shared.reuse import new_hasher
+from ckptd.shared.codecs.codec import encoder
+from ckptd.shared.formats.binary import PIECE
+from ckptd.shared.formats.plan import DEFAULT_CHUNK
+from ckptd.shared.formats.reuse import new_hasher
+from ckptd.shared.system.fs import read_exactly
 from tests.support.daemons import home, running
 
 Times = dict[str, list[float]]

@@ -11,41 +11,42 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptd.daemon import moved_root, recovery, tasks
-from ckptd.daemon.admission import Admission
-from ckptd.daemon.attempts import Attempts
-from ckptd.daemon.catalog import Catalog, Job
-from ckptd.daemon.claims import Claims
+from ckptd.daemon import recovery, tasks
+from ckptd.daemon.chunks.pipeline import Pipeline, SealedSlot
+from ckptd.daemon.chunks.seal_check import SealCheck, read_sealed
 from ckptd.daemon.config import Config
-from ckptd.daemon.custody import Custody
-from ckptd.daemon.destination import Destination
-from ckptd.daemon.engine import PLAN_GRACE_SECONDS, Engine
-from ckptd.daemon.foreign_memory import ForeignMemoryKeeper
-from ckptd.daemon.heartbeats import Heartbeats
-from ckptd.daemon.journal import Journal
-from ckptd.daemon.journal_place import journal_directory
-from ckptd.daemon.orphans import Orphans
-from ckptd.daemon.pipeline import Pipeline, SealedSlot
-from ckptd.daemon.run_guard import RunGuard
-from ckptd.daemon.saver import Saver
-from ckptd.daemon.seal_check import SealCheck, read_sealed
-from ckptd.daemon.seal_intake import SealIntake
-from ckptd.daemon.served_root import ServedRoot
-from ckptd.daemon.slots import Slot, Slots
-from ckptd.daemon.snapshot import SlotContents, Snapshot
-from ckptd.daemon.stage_root import StageRoot, check_apart, check_is_no_stage
-from ckptd.daemon.steps import Steps
-from ckptd.daemon.storage_calls import StorageCalls
-from ckptd.daemon.uploader import Uploader
+from ckptd.daemon.engine.custody import Custody
+from ckptd.daemon.engine.engine import PLAN_GRACE_SECONDS, Engine
+from ckptd.daemon.engine.orphans import Orphans
+from ckptd.daemon.engine.seal_intake import SealIntake
+from ckptd.daemon.engine.steps import Steps
+from ckptd.daemon.job.catalog import Catalog, Job
+from ckptd.daemon.job.snapshot import SlotContents, Snapshot
+from ckptd.daemon.journal.journal import Journal
+from ckptd.daemon.journal.place import journal_directory
+from ckptd.daemon.memory import moved_root
+from ckptd.daemon.memory.admission import Admission
+from ckptd.daemon.memory.foreign_memory import ForeignMemoryKeeper
+from ckptd.daemon.memory.slots import Slot, Slots
+from ckptd.daemon.root.attempts import Attempts
+from ckptd.daemon.root.claims import Claims
+from ckptd.daemon.root.served_root import ServedRoot
+from ckptd.daemon.root.storage_calls import StorageCalls
+from ckptd.daemon.runs.heartbeats import Heartbeats
+from ckptd.daemon.runs.run_guard import RunGuard
+from ckptd.daemon.saving.destination import Destination
+from ckptd.daemon.saving.saver import Saver
+from ckptd.daemon.stage.root import StageRoot, check_apart, check_is_no_stage
+from ckptd.daemon.stage.uploader import Uploader
 from ckptd.shared import names
-from ckptd.shared.failpoints import failpoint
-from ckptd.shared.fs import FileSystem
+from ckptd.shared.formats.segment import RootMark, SegmentHeader
 from ckptd.shared.location import Location
-from ckptd.shared.segment import RootMark, SegmentHeader
-from ckptd.shared.state_directory import state_directory
 from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system.failpoints import failpoint
+from ckptd.shared.system.fs import FileSystem
+from ckptd.shared.system.state_directory import state_directory
 
 
 @dataclass(frozen=True, slots=True)

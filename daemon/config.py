@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptd.shared import codec
+from ckptd.shared.codecs import codec
 from ckptd.shared.errors import InvalidConfig
+from ckptd.shared.formats.part_writer import Spread
+from ckptd.shared.formats.plan import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
 from ckptd.shared.location import Location, Url, local, located
-from ckptd.shared.numa import parse_cpus
-from ckptd.shared.part_writer import Spread
-from ckptd.shared.plan import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
 from ckptd.shared.retention import LatestN, Policy, PreserveAll, parse
-from ckptd.shared.settings import FOREIGN_MEMORY_CHOICES, NOT_OF_THE_DAEMON, PREFIX, nearest
-from ckptd.shared.state_directory import default_state_dir
+from ckptd.shared.system.numa import parse_cpus
+from ckptd.shared.system.settings import FOREIGN_MEMORY_CHOICES, NOT_OF_THE_DAEMON, PREFIX, nearest
+from ckptd.shared.system.state_directory import default_state_dir
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?", re.IGNORECASE)

@@ -11,28 +11,28 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Catalog, Job
-from ckptd.daemon.claims import Claims
-from ckptd.daemon.committer import Document
-from ckptd.daemon.deleter import sweep, uncommit
-from ckptd.daemon.destination import Destination
-from ckptd.daemon.foreign_memory import ForeignMemoryKeeper
-from ckptd.daemon.journal import Journal, JournalBroken
-from ckptd.daemon.orphans import Orphans
-from ckptd.daemon.saver import Saver
-from ckptd.daemon.slots import Slot, Slots
-from ckptd.daemon.snapshot import Snapshot
-from ckptd.daemon.storage_calls import StorageCalls
-from ckptd.daemon.stored_checkpoint import StoredCheckpoint
+from ckptd.daemon.engine.orphans import Orphans
+from ckptd.daemon.job.catalog import Catalog, Job
+from ckptd.daemon.job.snapshot import Snapshot
+from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
+from ckptd.daemon.journal import records as r
+from ckptd.daemon.journal.journal import Journal, JournalBroken
+from ckptd.daemon.memory.foreign_memory import ForeignMemoryKeeper
+from ckptd.daemon.memory.slots import Slot, Slots
+from ckptd.daemon.root.claims import Claims
+from ckptd.daemon.root.storage_calls import StorageCalls
+from ckptd.daemon.saving.committer import Document
+from ckptd.daemon.saving.deleter import sweep, uncommit
+from ckptd.daemon.saving.destination import Destination
+from ckptd.daemon.saving.saver import Saver
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, IntegrityError, NewerFormat, NotFound, StorageError
-from ckptd.shared.failpoints import failpoint
-from ckptd.shared.fs import NO_ROOM
-from ckptd.shared.lifecycle import SnapshotState
-from ckptd.shared.manifest import PartEntry
-from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.formats.manifest import PartEntry
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system.failpoints import failpoint
+from ckptd.shared.system.fs import NO_ROOM
+from ckptd.shared.wire.lifecycle import SnapshotState
 
 log = logging.getLogger("ckptd.recovery")
 

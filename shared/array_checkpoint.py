@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 
 from ckptd.shared import names
-from ckptd.shared.bounds import is_flat
-from ckptd.shared.coverage import check_cover, two_dtypes, two_sizes
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
+from ckptd.shared.formats.bounds import is_flat
+from ckptd.shared.formats.coverage import check_cover, two_dtypes, two_sizes
+from ckptd.shared.formats.manifest import MAX_MANIFEST, Manifest
+from ckptd.shared.formats.part import PartReader
+from ckptd.shared.formats.plain_values import Undecoded, decode_plain, merged
+from ckptd.shared.formats.plan import BLOB, HIDDEN, Alias, Item, c_order, element_size
+from ckptd.shared.formats.scatter import scatter, verify
 from ckptd.shared.location import local
-from ckptd.shared.manifest import MAX_MANIFEST, Manifest
-from ckptd.shared.part import PartReader
-from ckptd.shared.plain_values import Undecoded, decode_plain, merged
-from ckptd.shared.plan import BLOB, HIDDEN, Alias, Item, c_order, element_size
-from ckptd.shared.scatter import scatter, verify
 
 _NUMPY = frozenset({
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64", "complex64",

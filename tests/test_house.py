@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.shared import failpoints
+from ckptd.shared.system import failpoints
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("agent", "daemon", "shared")
@@ -139,8 +139,8 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 def test_the_search_finds_a_cycle() -> None:
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]
     assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
-    assert edges("shared")["ckptd.shared.part"] >= {"ckptd.shared.codec", "ckptd.shared.errors", "ckptd.shared.plan"}
-    assert edges("daemon")["ckptd.daemon.cli"] == {
+    assert edges("shared")["ckptd.shared.formats.part"] >= {"ckptd.shared.codecs.codec", "ckptd.shared.errors", "ckptd.shared.formats.plan"}
+    assert edges("daemon")["ckptd.daemon.commands.cli"] == {
         f"ckptd.daemon.{name}" for name in ("copying", "job_report", "neighbours", "report", "run_command", "unsaved")
     }
 
@@ -220,7 +220,7 @@ MOST_LEVELS = {"agent": 15, "daemon": 14, "shared": 11}
 
 def test_nothing_imports_the_command_line() -> None:
     """Its imports inside functions are not checked above. They cannot close a cycle if no module imports the command line."""
-    importers = [path.name for path in FILES if any(under(name, "ckptd.daemon.cli") for name in imports(path))]
+    importers = [path.name for path in FILES if any(under(name, "ckptd.daemon.commands.cli") for name in imports(path))]
     assert importers == ["__main__.py"]
 
 
@@ -242,22 +242,22 @@ TOUCH_FILES = {
     "agent/link/launch.py": "the log of a private daemon",
     "agent/smp/full.py": "the files of full checkpoints, beside the jobs",
     "agent/smp/runs.py": "the directory of full checkpoints, beside the jobs or outside every root",
-    "daemon/app.py": "removes its socket",
-    "daemon/foreign_memory.py": "reads segments in shared memory",
-    "daemon/journal_directory.py": "the journal, on the local disk",
-    "daemon/journal_place.py": "the directory of the journal, on the local disk",
-    "daemon/leftovers.py": "segments and sockets that dead daemons have left",
-    "daemon/limits.py": "/proc",
-    "daemon/listener.py": "the socket",
-    "daemon/moved_root.py": "moves segments in shared memory, or on the local disk",
-    "daemon/segment_directory.py": "the directories of segments",
-    "daemon/slots.py": "segments in shared memory, or on the local disk",
-    "daemon/unsaved.py": "segments that a daemon has left",
+    "daemon/process/app.py": "removes its socket",
+    "daemon/memory/foreign_memory.py": "reads segments in shared memory",
+    "daemon/journal/directory.py": "the journal, on the local disk",
+    "daemon/journal/place.py": "the directory of the journal, on the local disk",
+    "daemon/commands/leftovers.py": "segments and sockets that dead daemons have left",
+    "daemon/process/limits.py": "/proc",
+    "daemon/process/listener.py": "the socket",
+    "daemon/memory/moved_root.py": "moves segments in shared memory, or on the local disk",
+    "daemon/memory/segment_directory.py": "the directories of segments",
+    "daemon/memory/slots.py": "segments in shared memory, or on the local disk",
+    "daemon/memory/unsaved.py": "segments that a daemon has left",
     "shared/array_checkpoint.py": "a checkpoint, also where there is no POSIX file system",
-    "shared/fs.py": "is the seam to the operating system",
-    "shared/local_lock.py": "a file in this user's directory in /tmp",
-    "shared/log_file.py": "the log of a daemon",
-    "shared/numa.py": "/sys",
+    "shared/system/fs.py": "is the seam to the operating system",
+    "shared/system/local_lock.py": "a file in this user's directory in /tmp",
+    "shared/system/log_file.py": "the log of a daemon",
+    "shared/system/numa.py": "/sys",
     "shared/owners.py": "checks owners of any path",
 }
 """The modules outside `shared/storage/` that use files, and which files. None of these files is part of a checkpoint."""
@@ -277,7 +277,7 @@ def test_only_the_storage_package_uses_the_files_of_a_root() -> None:
 
 def test_only_the_storage_package_knows_its_implementations() -> None:
     known = {str(path.relative_to(ROOT)) for path in FILES for name in imports(path) if name.startswith("ckptd.shared.storage.posix")}
-    assert {name for name in known if not name.startswith("shared/storage/")} == {"daemon/doctor.py"}  # it probes a directory
+    assert {name for name in known if not name.startswith("shared/storage/")} == {"daemon/commands/doctor.py"}  # it probes a directory
 
 
 # -- the code map
@@ -312,13 +312,13 @@ def test_the_code_map_has_every_file_and_its_first_sentence() -> None:
 WITHOUT_A_TEST = {
     "agent/recover/leaves.py": "tests/agent/recover/test_binding.py compares states of every kind through it",
     "daemon/__main__.py": "has one statement, which every daemon that a test starts as a process executes",
-    "daemon/app.py": "is the life of a daemon: tests/daemon/test_run_command.py starts, signals and ends them",
+    "daemon/process/app.py": "is the life of a daemon: tests/daemon/commands/test_run_command.py starts, signals and ends them",
     "daemon/composition.py": "puts the parts together: tests/daemon/test_recovery.py starts them in its own process",
-    "daemon/journal_directory.py": "tests/daemon/test_journal.py uses it under a file system that fails",
-    "shared/log_file.py": "tests/agent/link/test_launch.py and tests/daemon/test_rotating_log.py open files of every kind through it",
-    "shared/storage/posix_probe.py": "tests/daemon/test_doctor.py shows its results",
+    "daemon/journal/directory.py": "tests/daemon/journal/test_journal.py uses it under a file system that fails",
+    "shared/system/log_file.py": "tests/agent/link/test_launch.py and tests/daemon/process/test_rotating_log.py open files of every kind through it",
+    "shared/storage/posix_probe.py": "tests/daemon/commands/test_doctor.py shows its results",
     "shared/storage/posix_streams.py": "tests/shared/storage/test_conformance.py runs over it",
-    "shared/storage/protocol.py": "is what tests/shared/storage/test_conformance.py demands",
+    "shared/system/storage_seam.py": "is what tests/shared/storage/test_conformance.py demands",
 }
 """Modules that need no test of their own, each with the reason. An `__init__.py` needs none, because it only exports or describes."""
 
@@ -329,9 +329,9 @@ FROM_OUTSIDE = {
     "agent/recover/optimizer_binding.py": "its test binds optimizers as parts of a state",
     "agent/smp/checkpoints.py": "its test saves and resumes with `ckptd.agent.smp`",
     "agent/smp/full.py": "its test saves and resumes with `ckptd.agent.smp`",
-    "daemon/deleter.py": "its test takes the deleter out of the saver that owns it",
-    "daemon/forgetting.py": "its test runs the commands `forget` and `pin`",
-    "daemon/run_command.py": "its test starts daemons as processes",
+    "daemon/saving/deleter.py": "its test takes the deleter out of the saver that owns it",
+    "daemon/commands/forgetting.py": "its test runs the commands `forget` and `pin`",
+    "daemon/commands/run_command.py": "its test starts daemons as processes",
     "shared/storage/posix_root.py": "its test serves roots as a daemon does",
 }
 """Modules whose tests do not import them, each with the reason."""

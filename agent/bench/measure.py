@@ -27,9 +27,9 @@ from ckptd.agent.bench.training import Training
 from ckptd.agent.bench.ways import DirectWrite, PlainCopy, Times, Way, WithAgent, by_dcp_async_save, by_dcp_save, by_torch_save, timed
 from ckptd.agent.dcp.storage_reader import StorageReader
 from ckptd.shared import __version__
-from ckptd.shared import messages as m
 from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.units import size_text
+from ckptd.shared.wire import messages as m
 
 _JOB = "bench"
 _QUIET_STEPS = 4

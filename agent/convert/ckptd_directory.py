@@ -30,11 +30,11 @@ from ckptd.agent.state.components import TENSOR_KINDS
 from ckptd.agent.state.dtypes import copyable
 from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.tree import ObjectNode, filled, tensor_names, unavailable
-from ckptd.shared import codec as codecs
+from ckptd.shared.codecs import codec as codecs
 from ckptd.shared.errors import NotFound, UnsavableValue
-from ckptd.shared.part_writer import ONE_FILE
-from ckptd.shared.plan import HIDDEN, Alias, Item, c_order
-from ckptd.shared.snapshot_request import MAX_REQUEST, SnapshotRequest
+from ckptd.shared.formats.part_writer import ONE_FILE
+from ckptd.shared.formats.plan import HIDDEN, Alias, Item, c_order
+from ckptd.shared.formats.snapshot_request import MAX_REQUEST, SnapshotRequest
 from ckptd.shared.storage.standalone import StandaloneDirectory
 from ckptd.shared.units import size_text
 

@@ -11,8 +11,8 @@ import torch
 
 from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.tree import empty_like, like
-from ckptd.shared.bounds import MAX_DEPTH, MAX_OBJECTS
 from ckptd.shared.errors import UnsavableValue
+from ckptd.shared.formats.bounds import MAX_DEPTH, MAX_OBJECTS
 
 T = TypeVar("T")
 

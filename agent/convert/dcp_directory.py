@@ -27,7 +27,7 @@ from ckptd.agent.convert.output import CheckedFile, Progress, finish, result_of
 from ckptd.agent.convert.torch_file import not_loaded, save
 from ckptd.agent.state.dtypes import copyable
 from ckptd.shared.errors import IntegrityError, InvalidRequest
-from ckptd.shared.plan import c_order
+from ckptd.shared.formats.plan import c_order
 
 _FILE_BYTES = 4 << 30
 """Bytes after which another file begins."""

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ckptd.shared.bounds import MAX_DEPTH
-from ckptd.shared.coverage import check_all
 from ckptd.shared.errors import IntegrityError, NotFound, UnsavableValue
+from ckptd.shared.formats.bounds import MAX_DEPTH
+from ckptd.shared.formats.coverage import check_all
 
 METADATA = ".metadata"
 _OF_DCP = "torch.distributed.checkpoint."

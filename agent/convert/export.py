@@ -19,8 +19,8 @@ from ckptd.agent.convert.selection import Selection
 from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.shared import __version__
 from ckptd.shared.errors import InvalidRequest, StorageError
+from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.location import Url, local
-from ckptd.shared.manifest import Manifest
 
 SHARD = 5_000_000_000
 """The bytes after which an export to "hf" begins another file."""

@@ -20,8 +20,8 @@ from ckptd.agent.convert.contents import Contents, Leaf
 from ckptd.agent.convert.output import CheckedFile, Progress, finish, result_of
 from ckptd.agent.convert.safetensors_file import leaves_of, write_file
 from ckptd.agent.convert.stored import StoredBytes, read_stored
-from ckptd.shared.bounds import MAX_DEPTH, deeper_than
 from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound
+from ckptd.shared.formats.bounds import MAX_DEPTH, deeper_than
 
 CARRIED = (
     "config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt",

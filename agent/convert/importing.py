@@ -14,7 +14,7 @@ from ckptd.agent.convert.contents import Contents, Leaf, flat
 from ckptd.agent.convert.formats import format_of, one_sentence, open_contents
 from ckptd.agent.convert.output import Progress, check_place, published
 from ckptd.agent.convert.selection import Selection
-from ckptd.shared import codec as codecs
+from ckptd.shared.codecs import codec as codecs
 from ckptd.shared.errors import InvalidRequest, StorageError
 from ckptd.shared.location import local
 

@@ -17,8 +17,8 @@ from crc32c import crc32c
 
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, Busy, IntegrityError, StorageError
-from ckptd.shared.fs import PosixFileSystem, opened_directory
 from ckptd.shared.storage.locks import description_lock
+from ckptd.shared.system.fs import PosixFileSystem, opened_directory
 from ckptd.shared.units import size_text
 
 _PIECE, _STEP = 8 << 20, 64 << 20

@@ -20,7 +20,7 @@ from ckptd.agent.convert.output import CheckedFile, Progress
 from ckptd.agent.convert.stored import StoredBytes, read_stored
 from ckptd.agent.plan.layout import memory
 from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
-from ckptd.shared.plan import c_order
+from ckptd.shared.formats.plan import c_order
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",

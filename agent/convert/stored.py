@@ -13,8 +13,8 @@ from ckptd.agent.convert.contents import Leaf
 from ckptd.agent.plan.layout import memory
 from ckptd.agent.state.dtypes import copyable
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.fs import read_exactly
-from ckptd.shared.plan import ELEMENT_SIZES, is_dense
+from ckptd.shared.formats.plan import ELEMENT_SIZES, is_dense
+from ckptd.shared.system.fs import read_exactly
 
 _WIDEST = max(ELEMENT_SIZES)
 

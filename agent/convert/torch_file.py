@@ -26,7 +26,7 @@ from ckptd.agent.convert.stored import StoredBytes, fill, length_of, read_stored
 from ckptd.agent.plan.layout import memory
 from ckptd.agent.state.tree import any_node
 from ckptd.shared.errors import IntegrityError, StorageError, UnsavableValue
-from ckptd.shared.plan import is_dense
+from ckptd.shared.formats.plan import is_dense
 
 _CENTRAL, _LOCAL_CRC, _CENTRAL_CRC, _LOCAL_LENGTHS = struct.Struct("<4s6H3I5H2I"), 14, 16, 26
 """The entry of a file in the directory of a zip, the places of its CRC-32 in its own header and in that entry, and the place of the lengths

@@ -20,7 +20,7 @@ from crc32c import crc32c
 from ckptd.agent.copy.mapping import present
 from ckptd.agent.plan.structure import PLAIN
 from ckptd.agent.state.dtypes import COPYABLE, copyable
-from ckptd.shared.plan import Region
+from ckptd.shared.formats.plan import Region
 
 copy_bytes: Callable[[list[int], list[int], list[int], list[int], int, int], list[int]] | None = None
 """`copy` of `_checked_copy.c`, or None where that could not be compiled."""

@@ -24,11 +24,11 @@ from ckptd.agent.copy.lanes import lock_pages, unlock_pages
 from ckptd.agent.copy.mapping import MADV_POPULATE_WRITE, advise, map_segment
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.state.dtypes import copyable, dtype_of
-from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, QuotaExceeded
-from ckptd.shared.failpoints import failpoint
-from ckptd.shared.plan import Item, align_region
-from ckptd.shared.segment import SegmentHeader, SlotState, read_header, write_check, write_document, write_header
+from ckptd.shared.formats.plan import Item, align_region
+from ckptd.shared.formats.segment import SegmentHeader, SlotState, read_header, write_check, write_document, write_header
+from ckptd.shared.system.descriptor import Descriptor
+from ckptd.shared.system.failpoints import failpoint
 
 log = logging.getLogger("ckptd.agent")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ckptd.shared.numa import SYSTEM, UNKNOWN, node_of, nodes
+from ckptd.shared.system.numa import SYSTEM, UNKNOWN, node_of, nodes
 
 DEVICES = Path("/sys/bus/pci/devices")
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ckptd.agent.plan.kept_plan import PlanInUse, Shared
-from ckptd.shared.membership import Membership
-from ckptd.shared.replicas import ReplicaDigests
+from ckptd.shared.formats.membership import Membership
+from ckptd.shared.formats.replicas import ReplicaDigests
 
 if TYPE_CHECKING:
     from ckptd.agent.copy.replica_samples import Queue, ReplicaSamples

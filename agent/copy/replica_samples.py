@@ -34,8 +34,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from ckptd.agent.plan.layout import Row, digest, weigh
 from ckptd.agent.plan.replica_groups import ReplicaGroup
-from ckptd.shared.membership import Membership
-from ckptd.shared.replicas import DIGEST, GROUP, MOST_DIGESTS, MOST_GROUPS, MOST_KEYS, ReplicaDigests, encode_keys
+from ckptd.shared.formats.membership import Membership
+from ckptd.shared.formats.replicas import DIGEST, GROUP, MOST_DIGESTS, MOST_GROUPS, MOST_KEYS, ReplicaDigests, encode_keys
 
 log = logging.getLogger("ckptd.agent")
 

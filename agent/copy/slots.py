@@ -17,10 +17,10 @@ from ckptd.agent.copy.numa import home_node
 from ckptd.agent.link.client import Client
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.threads.flag import Flag
-from ckptd.shared import messages as m
-from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import CkptdError, InternalError, StorageError
-from ckptd.shared.failpoints import failpoint
+from ckptd.shared.system.descriptor import Descriptor
+from ckptd.shared.system.failpoints import failpoint
+from ckptd.shared.wire import messages as m
 
 log = logging.getLogger("ckptd.agent")
 

@@ -19,16 +19,16 @@ from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import Resolved, stream
 from ckptd.agent.threads.flag import Flag
 from ckptd.shared import names
-from ckptd.shared.binary import align
-from ckptd.shared.codec import Encoder
+from ckptd.shared.codecs.codec import Encoder
 from ckptd.shared.errors import IntegrityError, NotFound
-from ckptd.shared.manifest import Manifest, PartEntry
-from ckptd.shared.part import Chunk, PartIndex
-from ckptd.shared.part_writer import PartWriter, Spread
-from ckptd.shared.plan import DEFAULT_CHUNK, ChunkRange, Region, align_region, chunk_ranges
-from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage.protocol import Closable, Creator, Sink
+from ckptd.shared.formats.binary import align
+from ckptd.shared.formats.manifest import Manifest, PartEntry
+from ckptd.shared.formats.part import Chunk, PartIndex
+from ckptd.shared.formats.part_writer import PartWriter, Spread
+from ckptd.shared.formats.plan import DEFAULT_CHUNK, ChunkRange, Region, align_region, chunk_ranges
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.system.storage_seam import Closable, Creator, Sink
 
 _MOST_THREADS = 8
 _TRIES = 10

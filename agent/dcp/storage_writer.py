@@ -29,13 +29,13 @@ from ckptd.agent.dcp.standalone import StandalonePart, commit, is_named
 from ckptd.agent.dcp.targets import Claim, RankDaemon, SlotPart, Target, claim, fail_step
 from ckptd.agent.dcp.tickets import Ticket, receive, send, show, shown
 from ckptd.agent.plan.save_plan import Resolved, check_complete, plain_metadata, values_of
-from ckptd.shared import codec as codecs
+from ckptd.shared.codecs import codec as codecs
 from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InvalidRequest, StorageError
+from ckptd.shared.formats.manifest import PartEntry
+from ckptd.shared.formats.part_writer import Spread
+from ckptd.shared.formats.plan import HIDDEN
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.location import Location, is_place, located
-from ckptd.shared.manifest import PartEntry
-from ckptd.shared.part_writer import Spread
-from ckptd.shared.plan import HIDDEN
-from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.locate import attempts_of, check_no_other_tool, open_standalone
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
 

@@ -30,12 +30,12 @@ from ckptd.agent.plan.save_plan import Resolved, resolves_by_itself
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed, StorageError
+from ckptd.shared.formats.membership import Membership
+from ckptd.shared.formats.segment import this_boot
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.location import Location, located
-from ckptd.shared.membership import Membership
-from ckptd.shared.messages import Welcome
-from ckptd.shared.segment import this_boot
-from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.locate import attempts_of, check_no_other_tool, job_and_tag, open_standalone
+from ckptd.shared.wire.messages import Welcome
 
 log = logging.getLogger("ckptd.agent")
 

@@ -12,8 +12,8 @@ import time
 from weakref import WeakValueDictionary
 
 from ckptd.shared import names
-from ckptd.shared.local_lock import LocalLock
 from ckptd.shared.location import located
+from ckptd.shared.system.local_lock import LocalLock
 
 log = logging.getLogger("ckptd.agent")
 

@@ -29,11 +29,11 @@ from ckptd.agent.link.slot_requests import SlotRequest
 from ckptd.agent.pending import Pending
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.threads.flag import Waiters
-from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError, IntegrityError, InternalError, SnapshotFailed
-from ckptd.shared.failpoints import failpoint
-from ckptd.shared.lifecycle import Event
-from ckptd.shared.segment import SlotState
+from ckptd.shared.formats.segment import SlotState
+from ckptd.shared.system.failpoints import failpoint
+from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.lifecycle import Event
 
 _BATCH = 256 << 20
 """Bytes of the sources that `fill` copies in one batch. A planner may make them for the copy, so they must not all exist at once."""

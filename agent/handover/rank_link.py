@@ -26,11 +26,11 @@ from ckptd.agent.link.rounds import WARN_SECONDS, Exchange, Ranks, Told, not_cal
 from ckptd.agent.pending import Pending
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.agent.threads.reminder import reminder
-from ckptd.shared import messages as m
-from ckptd.shared.board import Answer
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, InvalidRequest, StructureChanged, from_wire
-from ckptd.shared.failpoints import failpoint
-from ckptd.shared.membership import Membership
+from ckptd.shared.formats.membership import Membership
+from ckptd.shared.system.failpoints import failpoint
+from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.board import Answer
 
 log = logging.getLogger("ckptd.agent")
 

@@ -6,9 +6,9 @@ import logging
 
 from ckptd.agent.copy.mapped_slot import MappedSlot
 from ckptd.agent.link.client import Client
-from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError
-from ckptd.shared.segment import SlotState
+from ckptd.shared.formats.segment import SlotState
+from ckptd.shared.wire import messages as m
 
 log = logging.getLogger("ckptd.agent")
 

@@ -6,9 +6,9 @@ import weakref
 
 from ckptd.agent.link.client import Client
 from ckptd.agent.pending import Pending
-from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError, SnapshotFailed, from_wire
-from ckptd.shared.lifecycle import Event
+from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.lifecycle import Event
 
 
 class Seals:

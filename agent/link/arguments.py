@@ -15,13 +15,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_
 
 from ckptd.agent.link.rounds import Alone, Exchange, Ranks
 from ckptd.agent.link.script import script_job
-from ckptd.shared.bounds import MAX_DEPTH, deeper_than
 from ckptd.shared.errors import InvalidRequest
-from ckptd.shared.membership import Membership
+from ckptd.shared.formats.bounds import MAX_DEPTH, deeper_than
+from ckptd.shared.formats.membership import Membership
+from ckptd.shared.formats.snapshot_request import MAX_REQUEST, SnapshotRequest
 from ckptd.shared.names import check_name, check_user_tag, host
 from ckptd.shared.retention import Policy
-from ckptd.shared.settings import FOREIGN_MEMORY_CHOICES
-from ckptd.shared.snapshot_request import MAX_REQUEST, SnapshotRequest
+from ckptd.shared.system.settings import FOREIGN_MEMORY_CHOICES
 
 
 def job_name(job: str | None, *, private: bool) -> str:

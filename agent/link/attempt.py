@@ -12,12 +12,12 @@ import msgspec
 from ckptd.agent.link.arguments import foreign_memory, launch_id
 from ckptd.agent.link.client import CALL_SECONDS, Client
 from ckptd.agent.link.rounds import Ranks
-from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, JobRunning
-from ckptd.shared.membership import Membership
-from ckptd.shared.segment import this_boot
-from ckptd.shared.session import NODES
+from ckptd.shared.formats.membership import Membership
+from ckptd.shared.formats.segment import this_boot
+from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.session import NODES
 
 log = logging.getLogger("ckptd.agent")
 

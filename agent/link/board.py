@@ -1,7 +1,7 @@
 """Carries the board of an attempt of several nodes: a thread of the lowest rank of each node, off the training thread.
 
 Each node overwrites one small value in the job's store, which says what it holds. The lowest rank of all, rank 0, reads these values and
-writes one answer, which the other nodes read. `shared/board.py` says what the values mean. A store that does not answer blocks only this
+writes one answer, which the other nodes read. `shared/wire/board.py` says what the values mean. A store that does not answer blocks only this
 thread: the daemons then save what they hold after a while, and storage decides.
 
 A step costs each node one write and one or two reads: a node writes only what another node may wait for, and looks for the first time when
@@ -20,7 +20,7 @@ import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ckptd.agent.threads.flag import Waiters
-from ckptd.shared.board import Answer, Holding, answer, is_news, is_open, is_quiet
+from ckptd.shared.wire.board import Answer, Holding, answer, is_news, is_open, is_quiet
 
 log = logging.getLogger("ckptd.agent")
 

@@ -18,10 +18,10 @@ from typing import TypeVar
 from ckptd.agent.link.launch import Place
 from ckptd.agent.threads.call_lock import Nested
 from ckptd.agent.threads.flag import Flag
-from ckptd.shared import messages as m
-from ckptd.shared.channel import Channel
-from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, Fenced, Forbidden, ForeignMemory, ProtocolError, from_wire
+from ckptd.shared.system.descriptor import Descriptor
+from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.channel import Channel
 
 log = logging.getLogger("ckptd.agent")
 

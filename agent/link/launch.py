@@ -16,12 +16,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptd.shared import names, owners, settings
-from ckptd.shared.channel import Channel, no_daemon
+from ckptd.shared import names, owners
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, Forbidden, InvalidRequest
 from ckptd.shared.location import Location, located
-from ckptd.shared.log_file import open_log
-from ckptd.shared.state_directory import configured_state_dir, state_directory
+from ckptd.shared.system import settings
+from ckptd.shared.system.log_file import open_log
+from ckptd.shared.system.state_directory import configured_state_dir, state_directory
+from ckptd.shared.wire.channel import Channel, no_daemon
 
 log = logging.getLogger("ckptd.agent")
 

@@ -9,8 +9,8 @@ import time
 
 from ckptd.agent.link.client import Call, Client
 from ckptd.agent.threads.call_lock import Nested
-from ckptd.shared import messages as m
 from ckptd.shared.errors import Busy, DaemonUnreachable
+from ckptd.shared.wire import messages as m
 
 GRACE_SECONDS = 2.0  # time after the deadline for the daemon to answer that no slot is free
 _AGAIN_SECONDS = 0.05

@@ -22,8 +22,8 @@ from ckptd.agent.plan.layout import Layout, Local, Row, lay_out
 from ckptd.agent.plan.replica_groups import ALONE, ReplicaGroup, SharedRows, grouped, members
 from ckptd.agent.plan.structure import PLAIN
 from ckptd.agent.state.dtypes import dtype_name
-from ckptd.shared.plan import element_size
-from ckptd.shared.sharding import Mesh, Splits, place, replica_of
+from ckptd.shared.formats.plan import element_size
+from ckptd.shared.formats.sharding import Mesh, Splits, place, replica_of
 
 _LEVEL = 1
 """The zstd level of a document. The names in it repeat, so that level 1 leaves a twentieth. Level 3 takes longer."""

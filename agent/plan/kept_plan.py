@@ -26,8 +26,8 @@ from ckptd.agent.state import values
 from ckptd.agent.state.capture import Captured
 from ckptd.agent.state.merge import value_digests
 from ckptd.agent.state.naming import buffer_names
-from ckptd.shared import messages as m
-from ckptd.shared.collector import paused_collector
+from ckptd.shared.system.collector import paused_collector
+from ckptd.shared.wire import messages as m
 
 PLAN_SECONDS = 2.0
 """The least time, in seconds, that the other ranks have to join the planning, however small the stall budget is."""

@@ -29,10 +29,9 @@ from ckptd.agent.plan.structure import PLAIN, shard_at
 from ckptd.agent.state.dtypes import copyable, dtype_name, sizeless
 from ckptd.agent.state.refusals import check_tensor
 from ckptd.shared import __version__, names
-from ckptd.shared.coverage import Box
 from ckptd.shared.errors import UnsavableValue
-from ckptd.shared.failpoints import failpoint
-from ckptd.shared.plan import (
+from ckptd.shared.formats.coverage import Box
+from ckptd.shared.formats.plan import (
     ELEMENT_SIZES,
     HIDDEN,
     MAX_DOCUMENT,
@@ -47,7 +46,8 @@ from ckptd.shared.plan import (
     is_dense,
     signature,
 )
-from ckptd.shared.sharding import Mesh
+from ckptd.shared.formats.sharding import Mesh
+from ckptd.shared.system.failpoints import failpoint
 
 
 @dataclass(frozen=True, slots=True)

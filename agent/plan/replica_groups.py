@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ckptd.agent.plan.layout import Key, Row
-from ckptd.shared.sharding import Mesh
+from ckptd.shared.formats.sharding import Mesh
 
 ALONE = -1
 """Stands for the group of a shard that no other rank holds, or that is not compared."""

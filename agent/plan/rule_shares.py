@@ -18,8 +18,8 @@ import msgspec
 from ckptd.agent.plan.by_rule import WHOLE, Family, Ruled, RuledShare, Structured, Summary, stacked
 from ckptd.agent.plan.replica_groups import ALONE, SharedRows
 from ckptd.agent.plan.shares import Offer, share_out
-from ckptd.shared.plan import HIDDEN
-from ckptd.shared.sharding import Mesh, Splits, replicas
+from ckptd.shared.formats.plan import HIDDEN
+from ckptd.shared.formats.sharding import Mesh, Splits, replicas
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ from ckptd.agent.state.dtypes import copyable, dtype_name, dtype_of
 from ckptd.agent.state.refusals import check_tensor
 from ckptd.agent.state.tree import TensorRef
 from ckptd.agent.state.values import Packer
-from ckptd.shared.coverage import check_all
 from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
-from ckptd.shared.plan import BLOB
+from ckptd.shared.formats.coverage import check_all
+from ckptd.shared.formats.plan import BLOB
 from ckptd.shared.units import some_text
 
 

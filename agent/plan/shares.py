@@ -23,7 +23,7 @@ from ckptd.agent.plan.layout import Key, Layout, Local, Row, lay_out
 from ckptd.agent.plan.replica_groups import ALONE, ReplicaGroup, SharedRows, grouped, held_by_each
 from ckptd.agent.state.dtypes import dtype_of, sizeless
 from ckptd.shared.errors import UnsavableValue
-from ckptd.shared.plan import HIDDEN
+from ckptd.shared.formats.plan import HIDDEN
 
 
 class Offer(msgspec.Struct, frozen=True):

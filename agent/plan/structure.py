@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptd.agent.state.refusals import check_tensor
 from ckptd.shared.errors import UnsavableValue
-from ckptd.shared.plan import Item, Plan
+from ckptd.shared.formats.plan import Item, Plan
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 

@@ -18,13 +18,13 @@ from ckptd.agent.read.sources import Opened, newer, open_checkpoint
 from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.tree import filled, names_in_records
 from ckptd.shared import names
-from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
+from ckptd.shared.formats.manifest import Manifest
+from ckptd.shared.formats.plan import Alias
 from ckptd.shared.location import Url, located
-from ckptd.shared.manifest import Manifest
-from ckptd.shared.plan import Alias
 from ckptd.shared.storage.locate import find_checkpoint, open_root
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system.collector import paused_collector
 from ckptd.shared.units import some_text
 
 log = logging.getLogger("ckptd.agent")

@@ -22,10 +22,10 @@ from ckptd.agent.plan.layout import memory
 from ckptd.agent.plan.structure import PLAIN, local_part
 from ckptd.agent.read.saved import Reads, Saved, Shard
 from ckptd.agent.state.dtypes import copyable, dtype_of
-from ckptd.shared.collector import paused_collector
-from ckptd.shared.coverage import Box
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
-from ckptd.shared.plan import Alias, Item
+from ckptd.shared.formats.coverage import Box
+from ckptd.shared.formats.plan import Alias, Item
+from ckptd.shared.system.collector import paused_collector
 
 _BATCH = 512 << 20  # bytes of temporaries that are filled at once, for data that cannot be read straight into its destination
 

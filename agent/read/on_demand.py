@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from ckptd.agent.read.saved import Saved, Shard
 from ckptd.agent.read.slot_source import PartWithSlot
 from ckptd.shared.errors import IntegrityError, NotFound
-from ckptd.shared.metadata_object import MetadataReader, stored_places
-from ckptd.shared.part import PartReader
-from ckptd.shared.plan import BLOB, HIDDEN, Alias, ChunkRange, Described, Item, Plan
-from ckptd.shared.sharding import Place
+from ckptd.shared.formats.metadata_object import MetadataReader, stored_places
+from ckptd.shared.formats.part import PartReader
+from ckptd.shared.formats.plan import BLOB, HIDDEN, Alias, ChunkRange, Described, Item, Plan
+from ckptd.shared.formats.sharding import Place
 
 OPENED_AT_ONCE = 16
 """The parts in an object store that are opened at the same time. Each takes several requests."""

@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptd.agent.state.dtypes import dtype_of, plain_name
-from ckptd.shared.collector import paused_collector
-from ckptd.shared.coverage import Box, check_all, check_cover, two_dtypes, two_sizes
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
-from ckptd.shared.part import ChunkSource
-from ckptd.shared.plan import BLOB, HIDDEN, Alias, Item, Writer, c_order
-from ckptd.shared.scatter import Target, scatter
+from ckptd.shared.formats.coverage import Box, check_all, check_cover, two_dtypes, two_sizes
+from ckptd.shared.formats.part import ChunkSource
+from ckptd.shared.formats.plan import BLOB, HIDDEN, Alias, Item, Writer, c_order
+from ckptd.shared.formats.scatter import Target, scatter
+from ckptd.shared.system.collector import paused_collector
 
 
 class Shard(msgspec.Struct, frozen=True, gc=False):

@@ -19,9 +19,9 @@ from ckptd.agent.read.loader import copy_any
 from ckptd.agent.read.saved import Saved
 from ckptd.agent.state.dtypes import dtype_of
 from ckptd.shared.errors import IntegrityError, InvalidRequest
-from ckptd.shared.part import ChunkSource
-from ckptd.shared.plan import Alias
-from ckptd.shared.scatter import Target, scatter
+from ckptd.shared.formats.part import ChunkSource
+from ckptd.shared.formats.plan import Alias
+from ckptd.shared.formats.scatter import Target, scatter
 
 Index = SupportsIndex | slice
 _SPANS = 16_384

@@ -12,10 +12,10 @@ from typing import Any
 from ckptd.agent.copy.checked_copy import copy_bytes, copy_out
 from ckptd.agent.copy.mapping import map_segment
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.part import PartReader
-from ckptd.shared.plan import Plan, chunk_ranges, with_values
-from ckptd.shared.segment import SlotState, read_check, read_data, read_document, read_header
-from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.formats.part import PartReader
+from ckptd.shared.formats.plan import Plan, chunk_ranges, with_values
+from ckptd.shared.formats.segment import SlotState, read_check, read_data, read_document, read_header
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 
 log = logging.getLogger("ckptd.agent")
 

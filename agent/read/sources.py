@@ -23,15 +23,15 @@ from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.state_dicts import attach_versions
 from ckptd.agent.state.tree import TensorRef, Unavailable, filled, tensor_names, unavailable
 from ckptd.agent.state.values import decode
-from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
-from ckptd.shared.manifest import Manifest, PartEntry
-from ckptd.shared.part import ChunkSource, PartReader
-from ckptd.shared.scatter import scatter, verify
+from ckptd.shared.formats.manifest import Manifest, PartEntry
+from ckptd.shared.formats.part import ChunkSource, PartReader
+from ckptd.shared.formats.scatter import scatter, verify
 from ckptd.shared.storage.metadata import open_metadata
-from ckptd.shared.storage.protocol import Closable
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.system.descriptor import Descriptor
+from ckptd.shared.system.storage_seam import Closable
 
 
 @dataclass(slots=True)

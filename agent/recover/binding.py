@@ -37,8 +37,8 @@ from ckptd.agent.state.records import as_dict, kind_of
 from ckptd.agent.state.state_dicts import take_versions
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unavailable, Unsaved, empty_like
 from ckptd.agent.state.versions import Versions
-from ckptd.shared.bounds import PLAIN_TYPES, is_flat
 from ckptd.shared.errors import UnsavableValue
+from ckptd.shared.formats.bounds import PLAIN_TYPES, is_flat
 
 _COMPARED = (torch.Tensor, dict, list, tuple, PerRank)
 

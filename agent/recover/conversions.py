@@ -20,7 +20,7 @@ from ckptd.agent.plan.structure import local_part, reach
 from ckptd.agent.read.loader import copy_any
 from ckptd.agent.read.saved import Saved
 from ckptd.agent.state.dtypes import copyable
-from ckptd.shared.plan import Alias
+from ckptd.shared.formats.plan import Alias
 
 Read = Callable[[Mapping[str, torch.Tensor]], object]
 """A function that fills the given tensors, by name, with the saved values."""

@@ -19,11 +19,11 @@ from ckptd.agent.recover.options import Options
 from ckptd.agent.state.capture import set_rng_state
 from ckptd.agent.state.merge import Foreign, merge
 from ckptd.agent.state.versions import merged_versions
-from ckptd.shared import messages as m
-from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import CkptdError, IntegrityError, NewerFormat, NotFound, StorageError, StructureMismatch
-from ckptd.shared.failpoints import failpoint
 from ckptd.shared.storage.locate import open_root
+from ckptd.shared.system.descriptor import Descriptor
+from ckptd.shared.system.failpoints import failpoint
+from ckptd.shared.wire import messages as m
 
 log = logging.getLogger("ckptd.agent")
 

@@ -29,9 +29,7 @@ from ckptd.agent.recover.loading import DELIVER_SECONDS, FIND_SECONDS, RANKS_SEC
 from ckptd.agent.recover.options import Options
 from ckptd.agent.state.capture import set_rng_state
 from ckptd.agent.threads.reminder import reminder
-from ckptd.shared import messages as m
 from ckptd.shared import names
-from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import (
     CkptdError,
     InternalError,
@@ -40,9 +38,11 @@ from ckptd.shared.errors import (
     RecoveryFailed,
     StructureMismatch,
 )
-from ckptd.shared.failpoints import failpoint
-from ckptd.shared.plan import origin
+from ckptd.shared.formats.plan import origin
+from ckptd.shared.system.collector import paused_collector
+from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.units import size_text
+from ckptd.shared.wire import messages as m
 
 log = logging.getLogger("ckptd.agent")
 

@@ -17,7 +17,7 @@ from ckptd.agent.pending import Pending
 from ckptd.agent.state.naming import find
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InvalidName, InvalidRequest, NotFound, StorageError
-from ckptd.shared.manifest import Manifest
+from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.retention import PreserveAll
 from ckptd.shared.storage.locate import is_root, open_root
 

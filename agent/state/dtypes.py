@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from ckptd.shared.errors import IntegrityError, NotFound
-from ckptd.shared.plan import BLOB, ITEM_SIZES, element_size
+from ckptd.shared.formats.plan import BLOB, ITEM_SIZES, element_size
 
 COPYABLE = frozenset({
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,

@@ -15,8 +15,8 @@ from typing import Any
 
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unsaved, empty_like, like
 from ckptd.agent.state.values import Packer
-from ckptd.shared.bounds import is_flat, is_group, is_same
 from ckptd.shared.errors import UnsavableValue
+from ckptd.shared.formats.bounds import is_flat, is_group, is_same
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from ckptd.agent.state.records import KINDS, WITH_FIELDS, kind_of
 from ckptd.agent.state.tree import PerRank
 from ckptd.agent.state.values import TENSORS
 from ckptd.agent.state.wrappers import Ways, canonical_names, flattens, former_name, unwrapped
-from ckptd.shared.bounds import PLAIN_TYPES, types_of
+from ckptd.shared.formats.bounds import PLAIN_TYPES, types_of
 
 T = TypeVar("T")
 Key = str | int

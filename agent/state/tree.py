@@ -9,8 +9,8 @@ from typing import Any
 
 from ckptd.agent.state.components import TENSOR_KINDS
 from ckptd.agent.state.records import KINDS
-from ckptd.shared.bounds import is_flat
 from ckptd.shared.errors import CkptdError, IntegrityError
+from ckptd.shared.formats.bounds import is_flat
 
 RECORDS = KINDS | TENSOR_KINDS
 """The kinds of objects that are saved as their fields, by name."""

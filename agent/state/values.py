@@ -41,12 +41,12 @@ from ckptd.agent.state.references import (
 from ckptd.agent.state.refusals import are_texts, check_own, check_tensor, check_text, digits, said, too_deep
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unavailable, Unsaved, any_node, inside
 from ckptd.agent.state.versions import Versions, plain_metadata
-from ckptd.shared import bounds, standard
-from ckptd.shared.bounds import MAX_DEPTH, MAX_DEPTH_READ, PLAIN_TYPES, check_msgpack, deeper_than, types_of
-from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
-from ckptd.shared.plan import MAX_DOCUMENT
-from ckptd.shared.standard import parts_of, stream_parts
+from ckptd.shared.formats import bounds, standard
+from ckptd.shared.formats.bounds import MAX_DEPTH, MAX_DEPTH_READ, PLAIN_TYPES, check_msgpack, deeper_than, types_of
+from ckptd.shared.formats.plan import MAX_DOCUMENT
+from ckptd.shared.formats.standard import parts_of, stream_parts
+from ckptd.shared.system.collector import paused_collector
 
 Ext = msgspec.msgpack.Ext
 TENSOR, TUPLE, SET, FROZENSET, MAP, BIG_INT, COMPLEX, ARRAY, SCALAR, ENUM, PATH, DTYPE, DEVICE, SIZE = range(1, 15)

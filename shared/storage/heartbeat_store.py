@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from functools import partial
 
 from ckptd.shared import names
-from ckptd.shared.binary import ALIGN
-from ckptd.shared.heartbeat import MAX_HEARTBEAT, Heartbeat
-from ckptd.shared.storage.protocol import Storage
+from ckptd.shared.formats.binary import ALIGN
+from ckptd.shared.formats.heartbeat import MAX_HEARTBEAT, Heartbeat
+from ckptd.shared.system.storage_seam import Storage
 
 
 class HeartbeatStore:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidConfig, NotFound, RemoteError, StorageError
-from ckptd.shared.fs import FileSystem
 from ckptd.shared.location import Location, Url, located
 from ckptd.shared.storage.marker import other_tool
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint, StandaloneDirectory, StandaloneObjects
+from ckptd.shared.system.fs import FileSystem
 
 if TYPE_CHECKING:  # obstore is imported only for a URL
     from ckptd.shared.storage.object_store import ObjectStorage

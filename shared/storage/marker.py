@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.storage.protocol import Storage
+from ckptd.shared.system.storage_seam import Storage
 
 MAGIC = b"#CKPTD-MARKER 1\n"
 _TEXT = b"""\

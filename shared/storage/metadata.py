@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.manifest import Manifest
-from ckptd.shared.metadata_object import MetadataReader
-from ckptd.shared.plan import Described
-from ckptd.shared.sharding import Mesh
+from ckptd.shared.formats.manifest import Manifest
+from ckptd.shared.formats.metadata_object import MetadataReader
+from ckptd.shared.formats.plan import Described
+from ckptd.shared.formats.sharding import Mesh
 from ckptd.shared.storage.repository import Repository
 
 

@@ -18,13 +18,13 @@ import msgspec
 
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, RemoteError, StorageError
-from ckptd.shared.failpoints import failpoint
-from ckptd.shared.local_lock import LocalLock
 from ckptd.shared.storage import object_probe
 from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_leases import Leases
 from ckptd.shared.storage.object_streams import LEAST_PART, MOST_PARTS, ObjectSink, ObjectSource
-from ckptd.shared.storage.protocol import Closable, Entry
+from ckptd.shared.system.failpoints import failpoint
+from ckptd.shared.system.local_lock import LocalLock
+from ckptd.shared.system.storage_seam import Closable, Entry
 
 _UPLOAD_MEMORY = 128 << 20
 """The bytes that all uploads of a storage together have under way, as far as each has at least two parts."""

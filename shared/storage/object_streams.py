@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from ckptd.shared.errors import RemoteError
-from ckptd.shared.fs import Buffer
 from ckptd.shared.storage.bucket import Bucket
+from ckptd.shared.system.fs import Buffer
 
 FIRST = 64 << 10
 """The bytes of an object that are read when it is opened: small objects take one request, and large ones show their header in it."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from crc32c import crc32c
 
 from ckptd.shared import names
-from ckptd.shared.binary import NEWER, preamble
-from ckptd.shared.fs import FileSystem, make_directories, opened_directory, publish, read_small
+from ckptd.shared.formats.binary import NEWER, preamble
+from ckptd.shared.system.fs import FileSystem, make_directories, opened_directory, publish, read_small
 
 log = logging.getLogger("ckptd.storage")
 

@@ -19,12 +19,12 @@ from pathlib import Path
 import psutil
 
 from ckptd.shared import names
-from ckptd.shared.binary import ALIGN
 from ckptd.shared.errors import Busy, IntegrityError, StorageError
-from ckptd.shared.fs import NO_ROOM, FileSystem, PosixFileSystem, make_directories, publish
+from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.storage import locks, old_journal, posix_root
 from ckptd.shared.storage.posix_streams import PosixSink, PosixSource
-from ckptd.shared.storage.protocol import Closable, Entry
+from ckptd.shared.system.fs import NO_ROOM, FileSystem, PosixFileSystem, make_directories, publish
+from ckptd.shared.system.storage_seam import Closable, Entry
 
 
 class PosixStorage:

@@ -7,10 +7,10 @@ import logging
 import os
 from pathlib import Path
 
-from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.names import LOCK
 from ckptd.shared.owners import stranger
+from ckptd.shared.system.descriptor import Descriptor
 
 log = logging.getLogger("ckptd.storage")
 

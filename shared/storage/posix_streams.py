@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from ckptd.shared.binary import ALIGN
-from ckptd.shared.fs import Buffer, FileSystem, page_aligned
+from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.storage import locks
+from ckptd.shared.system.fs import Buffer, FileSystem, page_aligned
 
 
 class PosixSource:

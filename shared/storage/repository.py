@@ -14,12 +14,12 @@ from types import MappingProxyType
 
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound, StorageError
-from ckptd.shared.failpoints import failpoint
-from ckptd.shared.manifest import MAX_MANIFEST, Manifest, unknown_deleter_features
-from ckptd.shared.part import PartReader
-from ckptd.shared.receipt import DELETED, HEAD, MAX_RECEIPT, Abandonment, Receipt, encode, is_abandonment
-from ckptd.shared.reuse import Linker, StoredFile
-from ckptd.shared.storage.protocol import Creator, Source, Storage, read_whole
+from ckptd.shared.formats.manifest import MAX_MANIFEST, Manifest, unknown_deleter_features
+from ckptd.shared.formats.part import PartReader
+from ckptd.shared.formats.receipt import DELETED, HEAD, MAX_RECEIPT, Abandonment, Receipt, encode, is_abandonment
+from ckptd.shared.formats.reuse import Linker, StoredFile
+from ckptd.shared.system.failpoints import failpoint
+from ckptd.shared.system.storage_seam import Creator, Source, Storage, read_whole
 
 _MOST_OF_A_HINT = 300
 """The most bytes that are read of the object `newest`, and of the identity."""

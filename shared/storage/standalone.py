@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound
-from ckptd.shared.failpoints import failpoint
-from ckptd.shared.fs import FileSystem
-from ckptd.shared.manifest import Manifest
+from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.storage import locks
 from ckptd.shared.storage.marker import MARKER, is_marked
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.posix_streams import PosixSource
-from ckptd.shared.storage.protocol import Closable, Source
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system.failpoints import failpoint
+from ckptd.shared.system.fs import FileSystem
+from ckptd.shared.system.storage_seam import Closable, Source
 
 if TYPE_CHECKING:  # obstore is imported only for a URL
     from ckptd.shared.storage.object_store import ObjectStorage

@@ -16,7 +16,8 @@ import torch
 
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.link.script import script
-from ckptd.shared import errors, failpoints, names
+from ckptd.shared import errors, names
+from ckptd.shared.system import failpoints
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, running, until
 

@@ -16,12 +16,12 @@ from ckptd.agent.plan.layout import plan_locally
 from ckptd.agent.state import values
 from ckptd.agent.state.capture import Habits, capture, values_document
 from ckptd.agent.state.values import NESTED, Packer, decode
-from ckptd.shared import bounds
-from ckptd.shared.bounds import MAX_DEPTH, MAX_DIMENSIONS, MAX_OBJECTS
 from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
-from ckptd.shared.plain_values import decode_plain
-from ckptd.shared.plan import MAX_TEXT, Item, Plan, Region
-from ckptd.shared.snapshot_request import MAX_REQUEST, SnapshotRequest
+from ckptd.shared.formats import bounds
+from ckptd.shared.formats.bounds import MAX_DEPTH, MAX_DIMENSIONS, MAX_OBJECTS
+from ckptd.shared.formats.plain_values import decode_plain
+from ckptd.shared.formats.plan import MAX_TEXT, Item, Plan, Region
+from ckptd.shared.formats.snapshot_request import MAX_REQUEST, SnapshotRequest
 from tests.shared.samples import WRITER
 from tests.support import kinds
 
@@ -144,19 +144,19 @@ def test_the_table_of_limits_has_these_rows() -> None:
         "levels of lists and maps in a state or in `user_content`", "digits of an integer", "characters of a name of an item or alias",
     ]  # fmt: skip
     elsewhere = {
-        "bytes of a manifest": "tests/shared/test_bounds.py, daemon/saver",
-        "bytes of a metadata object": "tests/shared/test_metadata_object.py",
-        "bytes of its index, and of one block, before compression": "tests/shared/test_metadata_object.py",
-        "dimensions of a mesh, and its ranks": "tests/shared/test_sharding.py",
-        "elements of a tensor: the product of its dimensions, those of size 0 left out": "tests/shared/test_bounds.py; torch has none",
-        "items, and aliases, of one part": "tests/agent/plan/test_layout.py, tests/shared/test_bounds.py",
-        "regions of a plan": "tests/shared/test_plan.py; a writer has one for each element size",
-        "chunks, and data files, of one part": "tests/shared/test_bounds.py",
-        "parts of a manifest": "tests/shared/test_manifest.py",
+        "bytes of a manifest": "tests/shared/formats/test_bounds.py, daemon/saver",
+        "bytes of a metadata object": "tests/shared/formats/test_metadata_object.py",
+        "bytes of its index, and of one block, before compression": "tests/shared/formats/test_metadata_object.py",
+        "dimensions of a mesh, and its ranks": "tests/shared/formats/test_sharding.py",
+        "elements of a tensor: the product of its dimensions, those of size 0 left out": "tests/shared/formats/test_bounds.py; torch has none",
+        "items, and aliases, of one part": "tests/agent/plan/test_layout.py, tests/shared/formats/test_bounds.py",
+        "regions of a plan": "tests/shared/formats/test_plan.py; a writer has one for each element size",
+        "chunks, and data files, of one part": "tests/shared/formats/test_bounds.py",
+        "parts of a manifest": "tests/shared/formats/test_manifest.py",
         "policies in `retention`, and characters of each": "tests/shared/test_retention.py, tests/shared/test_vectors.py",
-        "`created` of a request": "tests/shared/test_bounds.py; the writer's clock",
-        "characters of a device type": "tests/shared/test_plan.py; torch's own",
-        "entries of `writer`, and characters of each value": "tests/shared/test_bounds.py; three entries of ckptd's own",
+        "`created` of a request": "tests/shared/formats/test_bounds.py; the writer's clock",
+        "characters of a device type": "tests/shared/formats/test_plan.py; torch's own",
+        "entries of `writer`, and characters of each value": "tests/shared/formats/test_bounds.py; three entries of ckptd's own",
         "characters of `job`, `tag` and `created` in a manifest, and of `tag` in an index": "tests/shared/test_names.py",
     }
     assert sorted(rows) == sorted([*here, *elsewhere])

@@ -19,8 +19,8 @@ from ckptd.agent.dcp import targets
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.slot_requests import SlotRequest
 from ckptd.shared import errors
-from ckptd.shared import messages as m
-from ckptd.shared.segment import SlotState
+from ckptd.shared.formats.segment import SlotState
+from ckptd.shared.wire import messages as m
 from tests.support.daemons import Daemon, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")

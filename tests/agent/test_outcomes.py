@@ -16,9 +16,9 @@ import torch
 from ckptd.agent import Agent, default, snapshot
 from ckptd.agent.outcomes import Outcomes
 from ckptd.agent.pending import Pending
-from ckptd.daemon.report import status_text
+from ckptd.daemon.commands.report import status_text
 from ckptd.shared.errors import CallerError, InvalidName, InvalidRequest, RecoveryFailed, SnapshotFailed, UnsavableValue
-from ckptd.shared.lifecycle import Event
+from ckptd.shared.wire.lifecycle import Event
 from tests.support.daemons import Daemon, Home, until
 
 GOOD = {"x": torch.ones(3)}

@@ -10,7 +10,7 @@ import pytest
 from ckptd.agent.pending import Pending
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared.errors import Busy, CkptdError, SnapshotFailed, StorageError
-from ckptd.shared.lifecycle import Event, IllegalStep
+from ckptd.shared.wire.lifecycle import Event, IllegalStep
 
 TO_DURABLE = (Event.GRANT, Event.STAGE, Event.SEAL, Event.COMMIT)
 

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 from ckptd.agent import Agent, LatestN, per_rank
 from ckptd.agent.link import attempt as link_attempt
-from ckptd.daemon import steps
-from ckptd.daemon.job_report import job_report
-from ckptd.daemon.report import status_text
+from ckptd.daemon.commands.job_report import job_report
+from ckptd.daemon.commands.report import status_text
+from ckptd.daemon.engine import steps
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, ForeignMemory, JobRunning
 from ckptd.shared.location import Url

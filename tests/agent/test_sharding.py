@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptd.shared import failpoints
+from ckptd.shared.system import failpoints
 from tests.support.daemons import Daemon
 from tests.support.ranks import Ranks
 from tests.support.sharded import (

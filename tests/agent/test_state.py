@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.plan.layout import memory
 from ckptd.shared import errors
-from ckptd.shared.plan import ITEM_SIZES
+from ckptd.shared.formats.plan import ITEM_SIZES
 from tests.support.daemons import Daemon
 
 DTYPES = sorted(

@@ -11,9 +11,9 @@ import torch
 from ckptd.agent import Agent
 from ckptd.agent.pending import Pending
 from ckptd.agent.step_times import StepTimes
-from ckptd.daemon import report
+from ckptd.daemon.commands import report
 from ckptd.shared.errors import SnapshotFailed
-from ckptd.shared.lifecycle import Event
+from ckptd.shared.wire.lifecycle import Event
 from tests.support.daemons import Home, running
 
 

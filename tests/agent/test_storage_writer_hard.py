@@ -27,12 +27,12 @@ from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
 from ckptd.agent.dcp.standalone import StandalonePart
 from ckptd.agent.dcp.targets import leave_all
 from ckptd.agent.plan.save_plan import Resolved
-from ckptd.shared import codec
+from ckptd.shared.codecs import codec
 from ckptd.shared.errors import CkptdError, IntegrityError, NotFound
-from ckptd.shared.part_writer import Spread
-from ckptd.shared.plan import BLOB, Alias, Item, Plan, Region
-from ckptd.shared.storage.protocol import Closable
+from ckptd.shared.formats.part_writer import Spread
+from ckptd.shared.formats.plan import BLOB, Alias, Item, Plan, Region
 from ckptd.shared.storage.standalone import StandaloneDirectory
+from ckptd.shared.system.storage_seam import Closable
 from tests.agent.dcp.test_storage_writer import Place, blank, refused, same, spot, state
 from tests.shared.samples import WRITER
 from tests.support import forks

@@ -10,7 +10,7 @@ import torch
 
 from ckptd.agent import Agent, Checkpoint, per_rank
 from ckptd.agent.copy import checked_copy
-from ckptd.shared.manifest import Manifest
+from ckptd.shared.formats.manifest import Manifest
 from tests.support.daemons import Home, running
 from tests.support.ranks import HERE, Ranks
 

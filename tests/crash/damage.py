@@ -21,12 +21,12 @@ from random import Random
 from unittest import mock
 
 from ckptd.agent import Agent, Checkpoint
-from ckptd.daemon import journal_file as jf
-from ckptd.daemon import records as r
-from ckptd.daemon.journal import Journal
+from ckptd.daemon.journal import file as jf
+from ckptd.daemon.journal import records as r
+from ckptd.daemon.journal.journal import Journal
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.fs import PosixFileSystem
-from ckptd.shared.manifest import Manifest
+from ckptd.shared.formats.manifest import Manifest
+from ckptd.shared.system.fs import PosixFileSystem
 from tests.shared.samples import flip
 from tests.support.daemons import home, running
 from tests.support.trainers import JOB, assert_equal, expected
@@ -101,7 +101,7 @@ def journal_lengths(size: int) -> Found:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    with mock.patch("ckptd.daemon.journal.log"):
+    with mock.patch("ckptd.daemon.journal.journal.log"):
         yield
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from ckptd.shared.fs import Buffer, PosixFileSystem
+from ckptd.shared.system.fs import Buffer, PosixFileSystem
 
 SECTOR = 512
 TOP = 0

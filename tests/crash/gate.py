@@ -15,7 +15,7 @@ from contextlib import closing
 from random import Random
 
 from ckptd.agent import Agent, CkptdError, Pending
-from ckptd.shared.fs import PosixFileSystem
+from ckptd.shared.system.fs import PosixFileSystem
 from tests.crash.images import ThinImage
 from tests.crash.lives import examine
 from tests.crash.rounds import main

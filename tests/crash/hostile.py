@@ -37,14 +37,14 @@ from crc32c import crc32c
 
 from ckptd.agent import Agent, Checkpoint, CkptdError, StorageReader, smp
 from ckptd.agent.convert import FORMATS, export, import_checkpoint, load_model
-from ckptd.daemon.cli import main as command
+from ckptd.daemon.commands.cli import main as command
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
-from ckptd.shared.binary import ALIGN, align
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.manifest import Manifest, PartEntry
+from ckptd.shared.formats.binary import ALIGN, align
+from ckptd.shared.formats.manifest import Manifest, PartEntry
+from ckptd.shared.formats.part import Chunk, PartIndex, encode_end, encode_header
+from ckptd.shared.formats.plan import MIN_CHUNK, Region, align_region, chunk_ranges, with_values
 from ckptd.shared.names import new_nonce, part_file, tag_directory
-from ckptd.shared.part import Chunk, PartIndex, encode_end, encode_header
-from ckptd.shared.plan import MIN_CHUNK, Region, align_region, chunk_ranges, with_values
 from tests.crash import nonsense
 from tests.shared.samples import WRITER
 from tests.support.daemons import Home, home, running

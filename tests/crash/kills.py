@@ -21,8 +21,8 @@ import torch
 from ckptd.agent import Agent
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError
-from ckptd.shared.part import PartReader
-from ckptd.shared.segment import SegmentHeader, SlotState, read_header
+from ckptd.shared.formats.part import PartReader
+from ckptd.shared.formats.segment import SegmentHeader, SlotState, read_header
 from tests.crash.tally import Tally, wait_for
 from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home, home

@@ -31,7 +31,7 @@ import torch
 
 from ckptd.agent import Agent, CkptdError
 from ckptd.shared import errors
-from ckptd.shared.channel import Channel
+from ckptd.shared.wire.channel import Channel
 from tests.crash import images
 from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home, holds, home

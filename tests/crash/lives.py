@@ -29,10 +29,11 @@ from unittest import mock
 import torch
 
 from ckptd.agent import Checkpoint, CkptdError
-from ckptd.shared import failpoints, names
+from ckptd.shared import names
 from ckptd.shared.location import Location
 from ckptd.shared.storage import object_leases
 from ckptd.shared.storage.locate import open_root, tags_of
+from ckptd.shared.system import failpoints
 from tests.crash import places
 from tests.crash.places import Where
 from tests.support import forks, trainers

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from ckptd.agent import Agent, Checkpoint, CkptdError
-from ckptd.daemon import forgetting
+from ckptd.daemon.commands import forgetting
 from ckptd.shared import names
 from ckptd.shared.errors import NotFound
 from ckptd.shared.storage.locate import open_root

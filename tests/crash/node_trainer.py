@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ckptd.agent import Agent, per_rank
-from ckptd.shared import failpoints
 from ckptd.shared.errors import CkptdError
+from ckptd.shared.system import failpoints
 from tests.support.trainers import JOB, Diary
 
 ROWS, COLUMNS = 24, 50

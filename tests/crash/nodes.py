@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ckptd.daemon import joint
-from ckptd.shared import failpoints
+from ckptd.daemon.saving import joint
 from ckptd.shared.location import Url
 from ckptd.shared.storage.locate import open_root
+from ckptd.shared.system import failpoints
 from tests.crash import node_trainer
 from tests.crash.hung import make_calls_wait
 from tests.crash.images import Unavailable

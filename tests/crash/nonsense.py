@@ -30,16 +30,16 @@ import torch
 from crc32c import crc32c
 
 from ckptd.agent import Checkpoint, CkptdError
-from ckptd.daemon.report import verification
+from ckptd.daemon.commands.report import verification
 from ckptd.shared import errors
-from ckptd.shared import messages as m
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
-from ckptd.shared.binary import align
-from ckptd.shared.channel import Channel
-from ckptd.shared.descriptor import Descriptor
-from ckptd.shared.plan import align_region, element_size
-from ckptd.shared.segment import Extent, SlotState, read_header, write_header
-from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.formats.binary import align
+from ckptd.shared.formats.plan import align_region, element_size
+from ckptd.shared.formats.segment import Extent, SlotState, read_header, write_header
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
+from ckptd.shared.system.descriptor import Descriptor
+from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.channel import Channel
 from tests.shared.samples import WRITER
 from tests.support.daemons import Home, home, running
 

@@ -16,7 +16,7 @@ import time
 from contextlib import closing
 from itertools import cycle, islice
 
-from ckptd.shared import failpoints
+from ckptd.shared.system import failpoints
 from tests.crash.images import FLUSHED, NOT_FLUSHED, Image
 from tests.crash.lives import ANY, Lives, report
 from tests.support.daemons import Home, home

@@ -24,8 +24,8 @@ import psutil
 
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError
-from ckptd.shared.part import PartReader
-from ckptd.shared.segment import SlotState, read_header
+from ckptd.shared.formats.part import PartReader
+from ckptd.shared.formats.segment import SlotState, read_header
 from tests.crash import rank_trainer
 from tests.crash.tally import Tally, wait_for
 from tests.support.daemons import Daemon, Home, home

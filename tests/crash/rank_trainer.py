@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ckptd.agent import Agent, CkptdError, per_rank
-from ckptd.shared import failpoints
-from ckptd.shared import messages as m
+from ckptd.shared.system import failpoints
+from ckptd.shared.wire import messages as m
 from tests.support.ranks import HERE
 from tests.support.trainers import JOB, Diary
 

@@ -25,8 +25,8 @@ import torch
 
 from ckptd.agent import Agent, CkptdError, Pending
 from ckptd.agent.link.client import Client
-from ckptd.shared import messages as m
 from ckptd.shared.errors import NotFound, SnapshotFailed
+from ckptd.shared.wire import messages as m
 from tests.crash.rounds import main
 from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home, holds, home

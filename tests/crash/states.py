@@ -29,10 +29,10 @@ from unittest import mock
 import torch
 
 from ckptd.agent import Agent, Checkpoint, CkptdError
-from ckptd.daemon import journal_file
-from ckptd.daemon.app import App
 from ckptd.daemon.composition import Parts
 from ckptd.daemon.config import Config
+from ckptd.daemon.journal import file as journal_file
+from ckptd.daemon.process.app import App
 from ckptd.shared import names
 from ckptd.shared.storage.locate import open_root
 from tests.crash.disk import FATES, Disk, Recorder, Step, Tree, lay, some_fate

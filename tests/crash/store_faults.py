@@ -23,8 +23,8 @@ import pytest
 
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, IntegrityError, NotFound, StorageError
+from ckptd.shared.formats.scatter import verify
 from ckptd.shared.location import Url
-from ckptd.shared.scatter import verify
 from ckptd.shared.storage import bucket as buckets
 from ckptd.shared.storage import object_leases
 from ckptd.shared.storage.bucket import open_bucket

@@ -9,10 +9,10 @@ from random import Random
 
 import pytest
 
-from ckptd.shared.fs import make_directories, opened_directory, publish, sync_parents
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system.fs import make_directories, opened_directory, publish, sync_parents
 from tests.crash.disk import EMPTY, LOST, TOP, TORN, WHOLE, Disk, Recorder, Step, Tree, every_fate
 
 

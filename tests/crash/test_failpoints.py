@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from ckptd.agent import Agent, Checkpoint
-from ckptd.shared import failpoints, names
+from ckptd.shared import names
 from ckptd.shared.location import Location
 from ckptd.shared.storage.locate import open_root
+from ckptd.shared.system import failpoints
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, running
 

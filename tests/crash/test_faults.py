@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint
-from ckptd.shared import errors, failpoints
+from ckptd.shared import errors
+from ckptd.shared.system import failpoints
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, running, until
 
@@ -106,7 +107,7 @@ def test_a_copy_that_fails_while_the_daemon_is_away_gives_its_slot_back(place: H
 
 
 def header_state(path: Any) -> int:
-    from ckptd.shared.segment import read_header
+    from ckptd.shared.formats.segment import read_header
 
     with path.open("rb") as file:
         return int(read_header(file.fileno()).state)

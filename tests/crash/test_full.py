@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from ckptd.agent import Agent
-from ckptd.daemon import forgetting
-from ckptd.daemon.journal import Journal
-from ckptd.daemon.records import JournalState
+from ckptd.daemon.commands import forgetting
+from ckptd.daemon.journal.journal import Journal
+from ckptd.daemon.journal.records import JournalState
 from ckptd.shared import names
 from ckptd.shared.errors import SnapshotFailed, StorageError
-from ckptd.shared.fs import PosixFileSystem, opened_directory
 from ckptd.shared.storage.locate import open_root
+from ckptd.shared.system.fs import PosixFileSystem, opened_directory
 from tests.crash.images import FewInodes, Image, Unavailable, fill
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, running, until

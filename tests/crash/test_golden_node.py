@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from ckptd.agent import Checkpoint
-from ckptd.daemon import journal_file as jf
-from ckptd.daemon import records as r
+from ckptd.daemon.journal import file as jf
+from ckptd.daemon.journal import records as r
 from ckptd.shared import names
-from ckptd.shared.segment import SegmentHeader, SlotState, read_header, this_boot
+from ckptd.shared.formats.segment import SegmentHeader, SlotState, read_header, this_boot
 from tests.golden import make_node
 from tests.golden.make_node import HALFWAY, JOBS, PINNED, RETIRING, WRITTEN
 from tests.support.daemons import Home, running

@@ -20,7 +20,7 @@ import torch
 from ckptd.agent import Checkpoint
 from ckptd.agent.state import values
 from ckptd.shared import names
-from ckptd.shared.segment import read_header
+from ckptd.shared.formats.segment import read_header
 from tests.crash import rank_trainer as trainer
 from tests.support import forks, trainers
 from tests.support.daemons import Home, running

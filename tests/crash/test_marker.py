@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.agent import Checkpoint
-from ckptd.shared import failpoints
 from ckptd.shared.storage.marker import MARKER
+from ckptd.shared.system import failpoints
 
 SCRIPT = """
 import sys, warnings

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from ckptd.agent import Agent
-from ckptd.daemon.cli import main
+from ckptd.daemon.commands.cli import main
 from tests.support.daemons import home, running
 
 COMMANDS = (

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from ckptd.agent import Agent, Checkpoint
-from ckptd.shared import failpoints, names
+from ckptd.shared import names
 from ckptd.shared.location import Location, Url
 from ckptd.shared.storage.locate import open_root
+from ckptd.shared.system import failpoints
 from tests.crash import test_failpoints as without_stage
 from tests.support import stores, trainers
 from tests.support.daemons import Daemon, Home, home, running, until

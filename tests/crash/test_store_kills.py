@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptd.shared import failpoints
+from ckptd.shared.system import failpoints
 from tests.crash.test_failpoints import die_at
 from tests.support import stores
 from tests.support.daemons import Home

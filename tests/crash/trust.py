@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ckptd.shared import failpoints
+from ckptd.shared.system import failpoints
 from tests.crash import (
     calls,
     crowd,

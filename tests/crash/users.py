@@ -37,10 +37,10 @@ import torch
 
 from ckptd.agent import Agent
 from ckptd.shared import errors, names
-from ckptd.shared import messages as m
-from ckptd.shared.plan import MIN_CHUNK
-from ckptd.shared.segment import SegmentHeader, write_header
-from ckptd.shared.session import Role, Session
+from ckptd.shared.formats.plan import MIN_CHUNK
+from ckptd.shared.formats.segment import SegmentHeader, write_header
+from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.session import Role, Session
 from tests.crash.images import Unavailable
 from tests.support import forks, trainers
 
@@ -125,7 +125,7 @@ def python(place: Path) -> str:
         with suppress(OSError):
             if (
                 subprocess.run(
-                    [found, "-c", "import ckptd.daemon.app"], user=THIEF, group=THIEF, extra_groups=[], stderr=subprocess.DEVNULL
+                    [found, "-c", "import ckptd.daemon.process.app"], user=THIEF, group=THIEF, extra_groups=[], stderr=subprocess.DEVNULL
                 ).returncode
                 == 0
             ):

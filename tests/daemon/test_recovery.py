@@ -15,26 +15,26 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptd.daemon import records as r
 from ckptd.daemon import recovery
-from ckptd.daemon.catalog import Catalog, Job
 from ckptd.daemon.composition import Parts
 from ckptd.daemon.config import Config
-from ckptd.daemon.journal import Journal, JournalBroken
-from ckptd.daemon.journal_place import journal_directory
+from ckptd.daemon.job.catalog import Catalog, Job
+from ckptd.daemon.journal import records as r
+from ckptd.daemon.journal.journal import Journal, JournalBroken
+from ckptd.daemon.journal.place import journal_directory
+from ckptd.daemon.process.service import Service
 from ckptd.daemon.recovery import scan_job
-from ckptd.daemon.served_root import ServedRoot
-from ckptd.daemon.service import Service
-from ckptd.daemon.storage_calls import StorageCalls
+from ckptd.daemon.root.served_root import ServedRoot
+from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, NewerFormat, StorageError
-from ckptd.shared.fs import FileSystem, PosixFileSystem
-from ckptd.shared.manifest import Manifest
-from ckptd.shared.membership import Membership
-from ckptd.shared.receipt import Abandonment, Receipt
-from ckptd.shared.segment import RootMark
+from ckptd.shared.formats.manifest import Manifest
+from ckptd.shared.formats.membership import Membership
+from ckptd.shared.formats.receipt import Abandonment, Receipt
+from ckptd.shared.formats.segment import RootMark
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system.fs import FileSystem, PosixFileSystem
 from tests.shared.samples import NONCE, write_checkpoint
 from tests.support.daemons import recover_only
 

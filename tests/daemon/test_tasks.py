@@ -10,8 +10,8 @@ import torch
 
 from ckptd.agent import Agent
 from ckptd.daemon import tasks
-from ckptd.daemon.app import App
 from ckptd.daemon.config import Config
+from ckptd.daemon.process.app import App
 from ckptd.shared.errors import Busy, CkptdError, InternalError
 from tests.support.daemons import Home, running
 
@@ -100,7 +100,7 @@ def test_a_failed_task_ends_the_daemon_and_the_next_one_continues(place: Home, m
             this._close()
         raise KeyError("no such key")
 
-    where = {"watch": "ckptd.daemon.vitals.Vitals", "serve": "ckptd.daemon.server.Server", "run": "ckptd.daemon.server.Connection"}[name]
+    where = {"watch": "ckptd.daemon.process.vitals.Vitals", "serve": "ckptd.daemon.process.server.Server", "run": "ckptd.daemon.process.server.Connection"}[name]
     monkeypatch.setattr(f"{where}.{name}", broken)
 
     async def live() -> None:

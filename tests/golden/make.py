@@ -22,18 +22,18 @@ from typing import Any, NamedTuple
 import msgspec
 from crc32c import crc32c
 
-from ckptd.daemon import journal_file as jf
-from ckptd.daemon import records as r
-from ckptd.shared import messages as m
-from ckptd.shared.frames import encode as encode_frame
-from ckptd.shared.manifest import Manifest, PartEntry, plain_metrics
+from ckptd.daemon.journal import file as jf
+from ckptd.daemon.journal import records as r
+from ckptd.shared.formats.manifest import Manifest, PartEntry, plain_metrics
+from ckptd.shared.formats.part import PartIndex
+from ckptd.shared.formats.plan import MIN_CHUNK, Alias, Described, Item, Plan, Region, chunk_ranges, signature, with_values
+from ckptd.shared.formats.segment import CHECK_OFFSET, Extent, SegmentHeader, SlotState, encode_check
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.names import part_file
-from ckptd.shared.part import PartIndex
-from ckptd.shared.plan import MIN_CHUNK, Alias, Described, Item, Plan, Region, chunk_ranges, signature, with_values
-from ckptd.shared.segment import CHECK_OFFSET, Extent, SegmentHeader, SlotState, encode_check
-from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.frames import encode as encode_frame
 from tests.shared.samples import encode_part
-from tests.shared.wire import MESSAGES
+from tests.shared.wire.samples import MESSAGES
 
 PLACE = pathlib.Path(__file__).parent / "v1"
 NONCE, SALT, BOOT = bytes(range(16)), bytes(range(16, 32)), bytes(range(32, 48))

@@ -34,12 +34,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ckptd.agent import Agent, per_rank
-from ckptd.daemon import forgetting
+from ckptd.daemon.commands import forgetting
 from ckptd.shared import names
-from ckptd.shared.binary import ALIGN
 from ckptd.shared.errors import CkptdError, IntegrityError
-from ckptd.shared.part import PartReader
-from ckptd.shared.segment import SegmentHeader, this_boot
+from ckptd.shared.formats.binary import ALIGN
+from ckptd.shared.formats.part import PartReader
+from ckptd.shared.formats.segment import SegmentHeader, this_boot
 from tests.support.daemons import Daemon, Home, home, until
 from tests.support.ranks import HERE, Ranks
 from tests.support.storage import source

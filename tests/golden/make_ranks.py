@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 from crc32c import crc32c
 
-from ckptd.shared import codec
-from ckptd.shared.manifest import Manifest, PartEntry
-from ckptd.shared.part import PartIndex
-from ckptd.shared.part_writer import PartWriter, Spread
-from ckptd.shared.plan import MIN_CHUNK, Alias, Described, Item, Plan, Region, chunk_ranges, signature, with_values
-from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.codecs import codec
+from ckptd.shared.formats.manifest import Manifest, PartEntry
+from ckptd.shared.formats.part import PartIndex
+from ckptd.shared.formats.part_writer import PartWriter, Spread
+from ckptd.shared.formats.plan import MIN_CHUNK, Alias, Described, Item, Plan, Region, chunk_ranges, signature, with_values
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from tests.golden import make
 from tests.support.storage import files_in
 

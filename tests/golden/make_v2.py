@@ -10,10 +10,10 @@ import sys
 from typing import Any
 from unittest import mock
 
-from ckptd.shared import manifest as manifests
-from ckptd.shared.manifest import Manifest, PartEntry
+from ckptd.shared.formats import manifest as manifests
+from ckptd.shared.formats.manifest import Manifest, PartEntry
+from ckptd.shared.formats.sharding import Mesh, Rule
 from ckptd.shared.names import part_file
-from ckptd.shared.sharding import Mesh, Rule
 from tests.golden import make
 
 PLACE = make.PLACE.parent / "v2"

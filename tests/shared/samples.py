@@ -15,16 +15,16 @@ from typing import Any
 from crc32c import crc32c
 from hypothesis import settings
 
-from ckptd.shared import codec as codecs
-from ckptd.shared.binary import ALIGN, align
-from ckptd.shared.manifest import Manifest, PartEntry
+from ckptd.shared.codecs import codec as codecs
+from ckptd.shared.formats.binary import ALIGN, align
+from ckptd.shared.formats.manifest import Manifest, PartEntry
+from ckptd.shared.formats.part import Chunk, PartIndex, encode_end, encode_header
+from ckptd.shared.formats.part_writer import PartWriter, Spread
+from ckptd.shared.formats.plan import MIN_CHUNK, Alias, Item, Plan, Region, align_region, chunk_ranges, signature, with_values
+from ckptd.shared.formats.segment import Extent, SegmentHeader, SlotState, write_document, write_header
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.names import new_nonce, part_file, tag_directory
-from ckptd.shared.part import Chunk, PartIndex, encode_end, encode_header
-from ckptd.shared.part_writer import PartWriter, Spread
-from ckptd.shared.plan import MIN_CHUNK, Alias, Item, Plan, Region, align_region, chunk_ranges, signature, with_values
-from ckptd.shared.segment import Extent, SegmentHeader, SlotState, write_document, write_header
-from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage.protocol import Creator
+from ckptd.shared.system.storage_seam import Creator
 from tests.support.storage import files_in
 
 steady = settings(deadline=None)

@@ -19,7 +19,7 @@ from ckptd.agent import Agent, Checkpoint, per_rank
 from ckptd.shared import array_checkpoint
 from ckptd.shared.array_checkpoint import ArrayCheckpoint, numpy_dtype
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
-from ckptd.shared.part import PartReader
+from ckptd.shared.formats.part import PartReader
 from tests.agent.convert.saved import DTYPES, STATES, bits, random
 from tests.crash.hostile import forge
 from tests.crash.nonsense import Case, lay_out, simple_case

@@ -11,15 +11,15 @@ import msgspec
 import pycddl
 import pytest
 
-from ckptd.daemon import records as r
-from ckptd.shared import manifest, metadata_object, part, plan, receipt
-from ckptd.shared import messages as m
-from ckptd.shared.board import Answer, Holding
-from ckptd.shared.heartbeat import Heartbeat
-from ckptd.shared.membership import Membership
-from ckptd.shared.replicas import Brief, OfNode, ReplicaDigests
-from ckptd.shared.sharding import Mesh, Rule
-from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.daemon.journal import records as r
+from ckptd.shared.formats import manifest, metadata_object, part, plan, receipt
+from ckptd.shared.formats.heartbeat import Heartbeat
+from ckptd.shared.formats.membership import Membership
+from ckptd.shared.formats.replicas import Brief, OfNode, ReplicaDigests
+from ckptd.shared.formats.sharding import Mesh, Rule
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
+from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.board import Answer, Holding
 from tests.shared.test_documents import FORMAT, code_names, rows, section
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"

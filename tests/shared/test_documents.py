@@ -15,18 +15,21 @@ import msgspec
 import pytest
 
 import ckptd.shared
-from ckptd.daemon import journal_file as jf
-from ckptd.daemon import records as r
-from ckptd.shared import binary, codec, errors, frames, manifest, metadata_object, names, part, plan, receipt, segment, session, standard
-from ckptd.shared import messages as m
-from ckptd.shared.board import Answer, Holding
-from ckptd.shared.heartbeat import Heartbeat
-from ckptd.shared.manifest import Manifest, PartEntry
-from ckptd.shared.membership import Membership
-from ckptd.shared.replicas import Brief
-from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.daemon.journal import file as jf
+from ckptd.daemon.journal import records as r
+from ckptd.shared import errors, names
+from ckptd.shared.codecs import codec
+from ckptd.shared.formats import binary, manifest, metadata_object, part, plan, receipt, segment, standard
+from ckptd.shared.formats.heartbeat import Heartbeat
+from ckptd.shared.formats.manifest import Manifest, PartEntry
+from ckptd.shared.formats.membership import Membership
+from ckptd.shared.formats.replicas import Brief
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
+from ckptd.shared.wire import frames, session
+from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.board import Answer, Holding
 from tests.golden import make
-from tests.shared.wire import MESSAGES
+from tests.shared.wire.samples import MESSAGES
 
 SHARED = Path(inspect.getfile(ckptd.shared)).parent
 FORMAT, PROTOCOL = ((SHARED / name).read_text() for name in ("FORMAT.md", "PROTOCOL.md"))
@@ -434,7 +437,7 @@ def test_the_registry_of_error_codes() -> None:
 
 def test_the_registry_of_features_of_the_protocol() -> None:
     listed = {code_names(row[0])[0]: row[1] for row in rows(section(PROTOCOL, 8), "| feature | named by |")}
-    sources = {side: (SHARED.parent / file).read_text() for side, file in (("daemon", "daemon/app.py"), ("client", "shared/channel.py"))}
+    sources = {side: (SHARED.parent / file).read_text() for side, file in (("daemon", "daemon/process/app.py"), ("client", "shared/wire/channel.py"))}
     assert set(listed) == {session.NODES, session.STAGE, session.REPLICAS, session.WAITING}
     for name, side in listed.items():
         named = {each for each, source in sources.items() if re.search(rf"\b{name.upper()}\b", source)}

@@ -10,22 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.daemon import journal_file as jf
-from ckptd.daemon import records as r
-from ckptd.shared import codec, frames
-from ckptd.shared import messages as m
+from ckptd.daemon.journal import file as jf
+from ckptd.daemon.journal import records as r
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
-from ckptd.shared.manifest import Manifest
-from ckptd.shared.metadata_object import MetadataReader
+from ckptd.shared.codecs import codec
+from ckptd.shared.formats.manifest import Manifest
+from ckptd.shared.formats.metadata_object import MetadataReader
+from ckptd.shared.formats.part import Chunk, PartReader
+from ckptd.shared.formats.plan import Plan
+from ckptd.shared.formats.scatter import scatter, verify
+from ckptd.shared.formats.segment import SegmentHeader, read_check, read_document, read_header
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.names import parse_part_file
-from ckptd.shared.part import Chunk, PartReader
-from ckptd.shared.plan import Plan
-from ckptd.shared.scatter import scatter, verify
-from ckptd.shared.segment import SegmentHeader, read_check, read_document, read_header
-from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.locate import open_root
+from ckptd.shared.wire import frames
+from ckptd.shared.wire import messages as m
 from tests.golden import make, make_ranks, make_v2
-from tests.shared.wire import MESSAGES
+from tests.shared.wire.samples import MESSAGES
 from tests.support.storage import source
 
 PLACE = make.PLACE

@@ -19,23 +19,23 @@ import msgspec
 import numpy as np
 import pytest
 
-from ckptd.daemon import journal_file as jf
-from ckptd.daemon import records as r
-from ckptd.daemon.journal import Journal
-from ckptd.daemon.pipeline import SealedSlot
-from ckptd.shared import standard
+from ckptd.daemon.chunks.pipeline import SealedSlot
+from ckptd.daemon.journal import file as jf
+from ckptd.daemon.journal import records as r
+from ckptd.daemon.journal.journal import Journal
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
-from ckptd.shared.fs import PosixFileSystem
-from ckptd.shared.manifest import Manifest
-from ckptd.shared.metadata_object import MetadataReader, stored_places
+from ckptd.shared.formats import standard
+from ckptd.shared.formats.manifest import Manifest
+from ckptd.shared.formats.metadata_object import MetadataReader, stored_places
+from ckptd.shared.formats.part import PartReader
+from ckptd.shared.formats.plain_values import Undecoded, decode_plain, merged
+from ckptd.shared.formats.plan import BLOB, ITEM_SIZES
+from ckptd.shared.formats.scatter import scatter, verify
+from ckptd.shared.formats.segment import RootMark, SlotState, read_check, read_header, read_root_mark
+from ckptd.shared.formats.sharding import Mesh
 from ckptd.shared.names import journal_file
-from ckptd.shared.part import PartReader
-from ckptd.shared.plain_values import Undecoded, decode_plain, merged
-from ckptd.shared.plan import BLOB, ITEM_SIZES
-from ckptd.shared.scatter import scatter, verify
-from ckptd.shared.segment import RootMark, SlotState, read_check, read_header, read_root_mark
-from ckptd.shared.sharding import Mesh
+from ckptd.shared.system.fs import PosixFileSystem
 from tests.shared.test_documents import FORMAT, code_names, rows, section
 from tests.support.storage import source
 from tests.vectors import make

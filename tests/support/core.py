@@ -16,25 +16,25 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from ckptd.daemon import records as r
 from ckptd.daemon import tasks
-from ckptd.daemon.admission import Admission
-from ckptd.daemon.catalog import Catalog, Job
-from ckptd.daemon.custody import Custody
-from ckptd.daemon.engine import Engine
-from ckptd.daemon.orphans import Orphans
-from ckptd.daemon.ranks import Owner
-from ckptd.daemon.run_guard import RunGuard
-from ckptd.daemon.seal_intake import SealIntake
-from ckptd.daemon.snapshot import Snapshot
-from ckptd.daemon.steps import Steps
-from ckptd.daemon.stored_checkpoint import StoredCheckpoint
-from ckptd.shared.board import Holding
+from ckptd.daemon.engine.custody import Custody
+from ckptd.daemon.engine.engine import Engine
+from ckptd.daemon.engine.orphans import Orphans
+from ckptd.daemon.engine.seal_intake import SealIntake
+from ckptd.daemon.engine.steps import Steps
+from ckptd.daemon.job.catalog import Catalog, Job
+from ckptd.daemon.job.ranks import Owner
+from ckptd.daemon.job.snapshot import Snapshot
+from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
+from ckptd.daemon.journal import records as r
+from ckptd.daemon.memory.admission import Admission
+from ckptd.daemon.runs.run_guard import RunGuard
 from ckptd.shared.errors import CkptdError, IntegrityError, NotFound, SharedMemoryFull, StorageError
-from ckptd.shared.lifecycle import Event, SnapshotState
-from ckptd.shared.messages import Holds, News, Progress, Waiting
-from ckptd.shared.plan import MIN_CHUNK
-from ckptd.shared.segment import SegmentHeader, SlotState
+from ckptd.shared.formats.plan import MIN_CHUNK
+from ckptd.shared.formats.segment import SegmentHeader, SlotState
+from ckptd.shared.wire.board import Holding
+from ckptd.shared.wire.lifecycle import Event, SnapshotState
+from ckptd.shared.wire.messages import Holds, News, Progress, Waiting
 
 RANK_TIMEOUT, PLAN_TIMEOUT, MEMORY_TTL = 60.0, 15.0, 900.0
 

@@ -16,14 +16,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ckptd.daemon import cli, steps
+from ckptd.daemon.commands import cli
+from ckptd.daemon.commands.neighbours import daemon_status
 from ckptd.daemon.composition import Parts, opened
 from ckptd.daemon.config import Config
-from ckptd.daemon.neighbours import daemon_status
-from ckptd.shared import failpoints as points
+from ckptd.daemon.engine import steps
 from ckptd.shared import names
-from ckptd.shared.fs import FileSystem, PosixFileSystem
-from ckptd.shared.state_directory import state_directory
+from ckptd.shared.system import failpoints as points
+from ckptd.shared.system.fs import FileSystem, PosixFileSystem
+from ckptd.shared.system.state_directory import state_directory
 from tests.support.forks import context
 from tests.support.measured import save_before_kill, save_on_signal
 

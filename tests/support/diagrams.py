@@ -6,7 +6,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from ckptd.shared import lifecycle, session
+from ckptd.shared.wire import lifecycle, session
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "life-cycles.md"
 
@@ -33,7 +33,7 @@ def session_diagram() -> str:
 def page() -> str:
     return f"""# Life cycles
 
-These diagrams are drawn from the tables in `shared/lifecycle.py` and `shared/session.py` by `python -m tests.support.diagrams --write`. A
+These diagrams are drawn from the tables in `shared/wire/lifecycle.py` and `shared/wire/session.py` by `python -m tests.support.diagrams --write`. A
 test fails when they differ.
 
 ## A snapshot

@@ -20,9 +20,9 @@ from typing import TypeVar
 import msgspec
 
 from ckptd.agent.link.launch import Place
-from ckptd.shared import frames
-from ckptd.shared import messages as m
-from ckptd.shared.session import Role, Session
+from ckptd.shared.wire import frames
+from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.session import Role, Session
 
 Q = TypeVar("Q", bound=m.Request)
 SECONDS = 60.0  # the patience of a test on a busy machine

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from ckptd.shared.binary import ALIGN, align
-from ckptd.shared.manifest import Manifest, PartEntry
+from ckptd.shared.formats.binary import ALIGN, align
+from ckptd.shared.formats.manifest import Manifest, PartEntry
+from ckptd.shared.formats.part import encode_end, encode_header
+from ckptd.shared.formats.plan import ITEM_SIZES, Described, Item, Plan, Region
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.names import part_file, tag_directory
-from ckptd.shared.part import encode_end, encode_header
-from ckptd.shared.plan import ITEM_SIZES, Described, Item, Plan, Region
-from ckptd.shared.snapshot_request import SnapshotRequest
 from tests.shared.samples import NONCE, WRITER, encode_part, values_after
 
 Shards = list[tuple[tuple[int, ...], tuple[int, ...]]]

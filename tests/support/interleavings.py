@@ -15,12 +15,12 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptd.daemon.catalog import Job, Step
-from ckptd.daemon.ranks import Owner
-from ckptd.daemon.snapshot import Key, Snapshot
+from ckptd.daemon.job.catalog import Job, Step
+from ckptd.daemon.job.ranks import Owner
+from ckptd.daemon.job.snapshot import Key, Snapshot
 from ckptd.shared.errors import CkptdError, IntegrityError, NotFound, StorageError
-from ckptd.shared.lifecycle import Event, SnapshotState
-from ckptd.shared.segment import SlotState
+from ckptd.shared.formats.segment import SlotState
+from ckptd.shared.wire.lifecycle import Event, SnapshotState
 from tests.support.core import MEMORY_TTL, PLAN_TIMEOUT, RANK_TIMEOUT, Client, Core, Segment, Work
 
 DISK = "the disk is full"

@@ -14,7 +14,7 @@ SCALE = 16
 
 _READER = """
 import importlib, json, pathlib, resource, sys
-from ckptd.shared import bounds
+from ckptd.shared.formats import bounds
 module, function, room, scale = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 bounds.MAX_OBJECTS //= scale
 decode = importlib.import_module(module)

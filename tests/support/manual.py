@@ -8,7 +8,7 @@ from pathlib import Path
 
 from click_man.core import write_man_pages
 
-from ckptd.daemon.cli import Verb, main
+from ckptd.daemon.commands.cli import Verb, main
 from ckptd.shared import __version__
 
 DIRECTORY = Path(__file__).parents[2] / "docs" / "man"

@@ -5,7 +5,7 @@ leads to: a node seals or fails a step, shows what it holds, hears the answer, f
 memory; the next attempt decides the past. The job has one rank on each node, and `slots` slots for each rank. No event is undone, so a job
 that lives comes to rest. It must then have settled every step, and have a slot for the next one: otherwise it is stuck.
 
-The decisions are those of `shared/board.py`, `shared/receipt.py`, `daemon/holdings.py` and `daemon/catalog.py`. A `Rules` object names
+The decisions are those of `shared/wire/board.py`, `shared/formats/receipt.py`, `daemon/job/holdings.py` and `daemon/job/catalog.py`. A `Rules` object names
 them, so that a test can switch one off and see that the search finds what it prevents.
 """
 
@@ -17,19 +17,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptd.daemon import holdings
-from ckptd.daemon.catalog import Job
-from ckptd.daemon.decisions import Fail
-from ckptd.daemon.ranks import Owner
-from ckptd.daemon.snapshot import RankSeal, Snapshot
-from ckptd.daemon.stored_checkpoint import StoredCheckpoint
-from ckptd.shared import board, receipt
-from ckptd.shared.board import Answer, Holding
+from ckptd.daemon.job import holdings
+from ckptd.daemon.job.catalog import Job
+from ckptd.daemon.job.decisions import Fail
+from ckptd.daemon.job.ranks import Owner
+from ckptd.daemon.job.snapshot import RankSeal, Snapshot
+from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.errors import CkptdError
-from ckptd.shared.lifecycle import SnapshotState
-from ckptd.shared.manifest import PartEntry
-from ckptd.shared.membership import Membership
-from ckptd.shared.receipt import CommitTry, Receipt
+from ckptd.shared.formats import receipt
+from ckptd.shared.formats.manifest import PartEntry
+from ckptd.shared.formats.membership import Membership
+from ckptd.shared.formats.receipt import CommitTry, Receipt
+from ckptd.shared.wire import board
+from ckptd.shared.wire.board import Answer, Holding
+from ckptd.shared.wire.lifecycle import SnapshotState
 
 CLAIM = "0" * 32
 HELD, SAVED, DURABLE, FAILED = "held", "saved", "durable", "failed"

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from ckptd.daemon import heartbeats, run_guard, sightings
+from ckptd.daemon.job import sightings
+from ckptd.daemon.runs import heartbeats, run_guard
 from ckptd.shared import names
 from ckptd.shared.location import Location
 from tests.support.daemons import Daemon, Home

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptd.shared import failpoints
+from ckptd.shared.system import failpoints
 from tests.support import forks
 from tests.support.measured import save_before_kill, save_on_signal
 

@@ -8,22 +8,22 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Catalog, Job
+from ckptd.daemon.chunks.pipeline import Pipeline
 from ckptd.daemon.config import Config
-from ckptd.daemon.destination import Destination
-from ckptd.daemon.journal import JournalBroken
-from ckptd.daemon.pipeline import Pipeline
-from ckptd.daemon.saver import Saver
-from ckptd.daemon.slots import Slot, Slots
-from ckptd.daemon.snapshot import RankSeal, Snapshot
-from ckptd.daemon.storage_calls import StorageCalls
+from ckptd.daemon.job.catalog import Catalog, Job
+from ckptd.daemon.job.snapshot import RankSeal, Snapshot
+from ckptd.daemon.journal import records as r
+from ckptd.daemon.journal.journal import JournalBroken
+from ckptd.daemon.memory.slots import Slot, Slots
+from ckptd.daemon.root.storage_calls import StorageCalls
+from ckptd.daemon.saving.destination import Destination
+from ckptd.daemon.saving.saver import Saver
 from ckptd.shared.errors import NotFound, StorageError
-from ckptd.shared.fs import PosixFileSystem
-from ckptd.shared.lifecycle import SnapshotState
-from ckptd.shared.plan import MIN_CHUNK
-from ckptd.shared.segment import SegmentHeader
+from ckptd.shared.formats.plan import MIN_CHUNK
+from ckptd.shared.formats.segment import SegmentHeader
 from ckptd.shared.storage.locate import open_root
+from ckptd.shared.system.fs import PosixFileSystem
+from ckptd.shared.wire.lifecycle import SnapshotState
 from tests.shared.samples import sample_plan, seal
 
 PLAN = sample_plan(30_000)

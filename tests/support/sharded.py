@@ -27,8 +27,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ckptd.agent import Agent
 from ckptd.shared.errors import CkptdError, StructureMismatch
-from ckptd.shared.part import PartReader
-from ckptd.shared.plan import Plan
+from ckptd.shared.formats.part import PartReader
+from ckptd.shared.formats.plan import Plan
 from tests.oracle.optimizers import EightBitMomentum
 from tests.support import forks
 from tests.support.daemons import Daemon, Home, home

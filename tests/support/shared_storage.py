@@ -20,7 +20,7 @@ from unittest import mock
 
 from obstore.store import MemoryStore
 
-from ckptd.daemon import joint
+from ckptd.daemon.saving import joint
 from ckptd.shared import names
 from ckptd.shared.errors import StorageError
 from ckptd.shared.storage import locks, object_leases

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptd.shared.fs import FileSystem, PosixFileSystem
 from ckptd.shared.names import parse_part_file
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.posix_streams import PosixSource
-from ckptd.shared.storage.protocol import Creator
+from ckptd.shared.system.fs import FileSystem, PosixFileSystem
+from ckptd.shared.system.storage_seam import Creator
 
 
 def part_in(directory: Path) -> Path:

@@ -1,6 +1,6 @@
 """A model of the requests that daemons and readers make to a storage that several nodes share, carried out in every possible order.
 
-The code of the product runs: the commits of `daemon/joint.py`, the restart of `daemon/recovery.py`, the deletions of `daemon/deleter.py`,
+The code of the product runs: the commits of `daemon/saving/joint.py`, the restart of `daemon/recovery.py`, the deletions of `daemon/saving/deleter.py`,
 and the leases, claims and receipts of `shared/storage`. Only the storage is a model. It carries out one request after another, and chance
 decides whose request is next, who dies before or after a request, whose listing is stale, and how far the clock has moved. So each seed is
 one order of events. `live` lives one life of a job with two nodes, and returns the first promise that was broken.
@@ -24,24 +24,24 @@ from unittest import mock
 
 import msgspec
 
-from ckptd.daemon import records as r
 from ckptd.daemon import recovery
-from ckptd.daemon.catalog import Catalog
-from ckptd.daemon.committer import Committer
 from ckptd.daemon.config import Config
-from ckptd.daemon.destination import Destination
-from ckptd.daemon.joint import Abandoned, Joint, Undecided
-from ckptd.daemon.snapshot import Snapshot
+from ckptd.daemon.job.catalog import Catalog
+from ckptd.daemon.job.snapshot import Snapshot
+from ckptd.daemon.journal import records as r
+from ckptd.daemon.saving.committer import Committer
+from ckptd.daemon.saving.destination import Destination
+from ckptd.daemon.saving.joint import Abandoned, Joint, Undecided
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, CkptdError, NotFound
-from ckptd.shared.lifecycle import SnapshotState
-from ckptd.shared.manifest import Manifest, PartEntry
-from ckptd.shared.membership import Membership
-from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.formats.manifest import Manifest, PartEntry
+from ckptd.shared.formats.membership import Membership
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.storage import object_leases
 from ckptd.shared.storage.bucket import ObjectMeta
 from ckptd.shared.storage.object_leases import Leases
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.wire.lifecycle import SnapshotState
 from tests.shared.samples import encode_part, packed_slot, sample_plan, values_after
 from tests.support.saving import Journal
 from tests.support.shared_storage import Actor, Broken, Calls, Files, SharedStorage, done, in_storage

@@ -11,7 +11,7 @@ import msgspec
 from ckptd.agent.plan.by_rule import WHOLE, ByRule, Ruled, Structured, Summary, digest_of
 from ckptd.agent.plan.layout import Layout, Local, Row
 from ckptd.agent.plan.rule_shares import Decision, decide, representatives
-from ckptd.shared.sharding import Mesh, Splits, place
+from ckptd.shared.formats.sharding import Mesh, Splits, place
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from crc32c import crc32c
 
-from ckptd.shared.descriptor import Descriptor
-from ckptd.shared.plan import MIN_CHUNK, Plan, chunk_ranges, with_values
-from ckptd.shared.segment import SegmentHeader, read_header, write_check, write_header
-from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.formats.plan import MIN_CHUNK, Plan, chunk_ranges, with_values
+from ckptd.shared.formats.segment import SegmentHeader, read_header, write_check, write_header
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
+from ckptd.shared.system.descriptor import Descriptor
 from tests.shared.samples import packed_slot, seal, values_after
 
 

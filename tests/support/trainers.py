@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ckptd.agent import Agent
-from ckptd.shared import failpoints
+from ckptd.shared.system import failpoints
 from tests.support.forks import context
 
 JOB = "job"

@@ -17,11 +17,11 @@ import msgspec
 import xxhash
 from crc32c import crc32c
 
-from ckptd.shared import sealed_json
-from ckptd.shared.binary import ALIGN, NO_STEP, align, preamble
+from ckptd.shared.formats import sealed_json
+from ckptd.shared.formats.binary import ALIGN, NO_STEP, align, preamble
+from ckptd.shared.formats.part import END_MAGIC, LINKED_FILES, PART_MAGIC, SEVERAL_FILES
+from ckptd.shared.formats.plan import MIN_CHUNK, align_region, element_size
 from ckptd.shared.names import part_file
-from ckptd.shared.part import END_MAGIC, LINKED_FILES, PART_MAGIC, SEVERAL_FILES
-from ckptd.shared.plan import MIN_CHUNK, align_region, element_size
 
 JOB, ATTEMPT, STEP, TAG = "gpt", 2, 1000, "step-00001000.a0002"
 WRITER = {"ckptd": "0.2.0", "torch": "2.13.0", "python": "3.12.0"}

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from crc32c import crc32c
 
-from ckptd.shared.binary import ALIGN, align, preamble
+from ckptd.shared.formats.binary import ALIGN, align, preamble
 from tests.vectors.build import ATTEMPT, JOB, STEP, TAG, WRITER, nonce_of
 
 CAPACITY, CHUNK = 4000, 65536

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ckptd.shared.binary import ALIGN, preamble
+from ckptd.shared.formats.binary import ALIGN, preamble
 from tests.vectors.build import (
     Checkpoint,
     Files,

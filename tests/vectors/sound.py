@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 from crc32c import crc32c
 
-from ckptd.shared import sealed_json
-from ckptd.shared.binary import PREAMBLE, preamble
-from ckptd.shared.metadata_object import MAGIC
+from ckptd.shared.formats import sealed_json
+from ckptd.shared.formats.binary import PREAMBLE, preamble
+from ckptd.shared.formats.metadata_object import MAGIC
 from ckptd.shared.names import metadata_file
 from tests.vectors.build import (
     ATTEMPT,

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from ckptd.agent.bench.command import bench, text_of
 from ckptd.agent.bench.measure import Figures, Report
-from ckptd.daemon.cli import main
+from ckptd.daemon.commands.cli import main
 
 WAYS = ["ckptd", "torch.save", "dcp.save", "dcp.async_save", "limit: plain copy"]
 
@@ -71,7 +71,7 @@ def test_the_table() -> None:
 
 
 def test_the_help_of_the_command_line_names_the_verb_and_loads_no_torch() -> None:
-    code = "import sys\nfrom ckptd.daemon.cli import main\nmain(['--help'], standalone_mode=False)\nassert 'torch' not in sys.modules"
+    code = "import sys\nfrom ckptd.daemon.commands.cli import main\nmain(['--help'], standalone_mode=False)\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "bench   Measure ckptd and its peers on this machine." in done.stdout
@@ -84,13 +84,13 @@ def test_the_verb_has_its_own_help() -> None:
 
 
 def test_the_verb_without_torch_says_how_to_install_it() -> None:
-    code = "import sys\nsys.modules['torch'] = None\nfrom ckptd.daemon.cli import main\nmain(['bench', '--root', '/x'])"
+    code = "import sys\nsys.modules['torch'] = None\nfrom ckptd.daemon.commands.cli import main\nmain(['bench', '--root', '/x'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "Error: ckptd.agent needs torch 2.8 or newer, and there is none: install it with pip install 'ckptd[torch]'\n"
 
 
 def test_a_verb_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptd.daemon.cli.entry_points", lambda **_: [])
+    monkeypatch.setattr("ckptd.daemon.commands.cli.entry_points", lambda **_: [])
     found = CliRunner().invoke(main, ["bench", "--root", "/x"])
     assert (found.exit_code, found.output) == (1, "Error: this installation of ckptd has no verb bench: install it again\n")

@@ -13,7 +13,7 @@ from ckptd.agent.convert.ckptd_directory import PlannedPart, contents_of, write_
 from ckptd.agent.convert.contents import Contents, Leaf, flat, leaf_of, replaced
 from ckptd.agent.dcp import standalone
 from ckptd.shared.errors import IntegrityError, UnsavableValue
-from ckptd.shared.plan import Plan
+from ckptd.shared.formats.plan import Plan
 from tests.agent.convert.saved import assert_same, bits, loaded, shared
 from tests.support.daemons import Daemon
 

@@ -26,9 +26,9 @@ from ckptd.agent.convert import contents, export, stored
 from ckptd.agent.convert.contents import flat, replaced
 from ckptd.agent.convert.importing import import_checkpoint
 from ckptd.agent.convert.safetensors_file import DTYPES as SAFE
-from ckptd.shared import fs
 from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InvalidRequest, NotFound, StorageError, UnsavableValue
-from ckptd.shared.plan import HIDDEN
+from ckptd.shared.formats.plan import HIDDEN
+from ckptd.shared.system import fs
 from tests.agent.convert.saved import DTYPES, STATES, assert_same, loaded, one_process, random, save
 from tests.support.forks import context
 

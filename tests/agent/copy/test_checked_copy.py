@@ -21,7 +21,7 @@ from ckptd.agent.copy import checked_copy
 from ckptd.agent.copy.checked_copy import CheckedCopy, Targets, copy_out
 from ckptd.agent.copy.mapping import map_segment
 from ckptd.agent.plan.layout import layout_of, plan_locally
-from ckptd.shared.plan import Region, chunk_ranges
+from ckptd.shared.formats.plan import Region, chunk_ranges
 
 CHUNK = 1 << 16
 LANES = 3 * 4096

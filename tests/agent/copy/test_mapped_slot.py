@@ -19,8 +19,8 @@ from ckptd.agent.copy.fences import Transfer
 from ckptd.agent.copy.mapped_slot import Documents, MappedSlot, batches, document_offsets
 from ckptd.agent.plan.layout import Layout, layout_of, plan_locally
 from ckptd.shared.errors import IntegrityError, QuotaExceeded
-from ckptd.shared.plan import Plan, align_region, chunk_ranges, signature, with_values
-from ckptd.shared.segment import SlotState, read_check, read_document, read_header, write_header
+from ckptd.shared.formats.plan import Plan, align_region, chunk_ranges, signature, with_values
+from ckptd.shared.formats.segment import SlotState, read_check, read_document, read_header, write_header
 from tests.support.tmpfs import Tmpfs, tmpfs
 
 CAPACITY = 600_000

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ckptd.agent.copy.numa import home_node
-from ckptd.shared.numa import UNKNOWN
-from tests.shared.test_numa import write
+from ckptd.shared.system.numa import UNKNOWN
+from tests.shared.system.test_numa import write
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from ckptd.agent.copy import replica_samples
 from ckptd.agent.copy.replica_samples import SAMPLE, ReplicaSamples, Sampled, _gather
 from ckptd.agent.plan.layout import plan_locally
 from ckptd.agent.plan.replica_groups import ReplicaGroup, grouped
-from ckptd.shared.membership import Membership
-from ckptd.shared.replicas import DIGEST, MOST_DIGESTS, ReplicaDigests, decode_keys
+from ckptd.shared.formats.membership import Membership
+from ckptd.shared.formats.replicas import DIGEST, MOST_DIGESTS, ReplicaDigests, decode_keys
 
 State = dict[str, torch.Tensor]
 

@@ -21,7 +21,7 @@ from ckptd.agent.copy.sealer import Sealer
 from ckptd.agent.plan.kept_plan import KeptPlan, PlanInUse
 from ckptd.agent.plan.layout import Layout
 from ckptd.shared.errors import SnapshotFailed
-from ckptd.shared.plan import signature
+from ckptd.shared.formats.plan import signature
 from tests.agent.copy.test_fences import Device, FakeLane, FakeMark
 from tests.support.daemons import Daemon
 

@@ -17,9 +17,9 @@ from ckptd.agent.copy import slots as slots_module
 from ckptd.agent.copy.mapped_slot import MappedSlot
 from ckptd.agent.copy.slots import MappedSlots, Preparation
 from ckptd.agent.link.client import Client
-from ckptd.shared import messages as m
-from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, QuotaExceeded, SharedMemoryFull, StorageError
+from ckptd.shared.system.descriptor import Descriptor
+from ckptd.shared.wire import messages as m
 from tests.support.clock import Clock
 from tests.support.daemons import until
 from tests.support.tmpfs import Tmpfs, tmpfs

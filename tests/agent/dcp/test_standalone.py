@@ -18,14 +18,14 @@ from ckptd.agent.dcp import standalone
 from ckptd.agent.dcp.standalone import StandalonePart, commit, is_named
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import Resolved, plain_metadata, values_of
-from ckptd.shared import codec
+from ckptd.shared.codecs import codec
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.manifest import PartEntry
-from ckptd.shared.part_writer import Spread
-from ckptd.shared.plan import MIN_CHUNK, chunk_ranges
-from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage.protocol import Closable
+from ckptd.shared.formats.manifest import PartEntry
+from ckptd.shared.formats.part_writer import Spread
+from ckptd.shared.formats.plan import MIN_CHUNK, chunk_ranges
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.standalone import StandaloneDirectory
+from ckptd.shared.system.storage_seam import Closable
 from tests.support.descriptors import opened
 
 STATE = {"w": torch.arange(300_000.0), "bytes": torch.arange(70_000, dtype=torch.int64).to(torch.uint8), "n": 5}

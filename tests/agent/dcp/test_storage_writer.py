@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
 from ckptd.agent.dcp.targets import leave_all
-from ckptd.daemon.forgetting import pin
-from ckptd.shared import failpoints, names
+from ckptd.daemon.commands.forgetting import pin
+from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, CkptdError, InvalidRequest, NotFound
 from ckptd.shared.storage.marker import MARKER
+from ckptd.shared.system import failpoints
 from tests.support.daemons import Daemon
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")

@@ -17,12 +17,12 @@ from ckptd.agent.dcp.targets import Claim, RankDaemon, Target, attach, claim, le
 from ckptd.agent.link.attempt import BegunAttempt, RankPlace, as_begun
 from ckptd.agent.link.launch import Place
 from ckptd.agent.threads.call_lock import CallLock
-from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, DaemonUnreachable, InvalidName, InvalidRequest, SnapshotFailed
-from ckptd.shared.membership import Membership
-from ckptd.shared.receipt import Abandonment, encode
-from ckptd.shared.segment import this_boot
+from ckptd.shared.formats.membership import Membership
+from ckptd.shared.formats.receipt import Abandonment, encode
+from ckptd.shared.formats.segment import this_boot
+from ckptd.shared.wire import messages as m
 from tests.support.clock import Clock
 from tests.support.fake_daemon import FakeDaemon, fake_daemon
 from tests.support.forged import forge

@@ -13,7 +13,7 @@ from ckptd.agent.dcp.tickets import Ticket, receive, send, show, shown
 from ckptd.agent.link.arguments import job_store
 from ckptd.agent.link.attempt import BegunAttempt, RankPlace
 from ckptd.shared.errors import InvalidRequest
-from ckptd.shared.membership import Membership
+from ckptd.shared.formats.membership import Membership
 
 PLACE = RankPlace(b"\x00boot", "node0", "a daemon", "/ckpts", "gpt")
 TARGET = Target("/run/s", "/ckpts", "gpt", None, 7, PLACE)

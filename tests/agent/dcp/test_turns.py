@@ -13,7 +13,7 @@ import pytest
 from ckptd.agent.dcp import turns
 from ckptd.agent.dcp.turns import take_turn
 from ckptd.shared import names
-from ckptd.shared.local_lock import LocalLock
+from ckptd.shared.system.local_lock import LocalLock
 from tests.support.clock import Clock
 
 

@@ -14,10 +14,10 @@ import pytest
 from ckptd.agent.handover.handover import Handover, Handovers
 from ckptd.agent.link.client import Call, Client
 from ckptd.agent.pending import Pending
-from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, SnapshotFailed
-from ckptd.shared.lifecycle import Event
-from ckptd.shared.segment import SlotState
+from ckptd.shared.formats.segment import SlotState
+from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.lifecycle import Event
 
 
 class Daemon:

@@ -16,7 +16,6 @@ from ckptd.agent.handover import rank_link
 from ckptd.agent.handover.rank_link import RankLink, links
 from ckptd.agent.link.rounds import Alone, Told
 from ckptd.agent.pending import Pending
-from ckptd.shared import messages as m
 from ckptd.shared.errors import (
     Busy,
     CkptdError,
@@ -27,7 +26,8 @@ from ckptd.shared.errors import (
     StorageError,
     StructureChanged,
 )
-from ckptd.shared.lifecycle import Event
+from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.lifecycle import Event
 from tests.support.daemons import until
 from tests.support.fake_daemon import SECONDS, Connection, FakeDaemon, fake_daemon
 

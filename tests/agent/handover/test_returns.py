@@ -7,9 +7,9 @@ from typing import Any, cast
 
 from ckptd.agent.handover.returns import MAX_REASON, Returns
 from ckptd.agent.link.client import Client
-from ckptd.shared import messages as m
 from ckptd.shared.errors import QuotaExceeded
-from ckptd.shared.segment import SlotState
+from ckptd.shared.formats.segment import SlotState
+from ckptd.shared.wire import messages as m
 
 
 class Wire:

@@ -10,9 +10,9 @@ import pytest
 from ckptd.agent.handover.seals import Seals
 from ckptd.agent.link.client import Client
 from ckptd.agent.pending import Pending
-from ckptd.shared import messages as m
 from ckptd.shared.errors import Fenced, SnapshotFailed, StorageError
-from ckptd.shared.lifecycle import Event
+from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.lifecycle import Event
 
 
 class Wire:

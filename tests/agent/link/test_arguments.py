@@ -14,8 +14,8 @@ from ckptd.agent.link.rounds import Alone, Exchange
 from ckptd.agent.link.script import script_job
 from ckptd.shared import names
 from ckptd.shared.errors import InvalidName, InvalidRequest
+from ckptd.shared.formats.snapshot_request import MAX_REQUEST
 from ckptd.shared.retention import LatestN
-from ckptd.shared.snapshot_request import MAX_REQUEST
 
 
 def test_the_name_of_a_job_is_the_argument_or_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ckptd.agent.link import attempt
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Exchange
-from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, InvalidRequest, JobRunning
+from ckptd.shared.wire import messages as m
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from ckptd.agent.link import board as board_module
 from ckptd.agent.link.board import Board
-from ckptd.shared.board import Answer, Holding
+from ckptd.shared.wire.board import Answer, Holding
 from tests.support.daemons import until
 
 

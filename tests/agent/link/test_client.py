@@ -18,11 +18,11 @@ from ckptd.agent.link import client as client_module
 from ckptd.agent.link.client import Call, Client
 from ckptd.agent.link.launch import Place
 from ckptd.agent.threads.call_lock import Nested
-from ckptd.shared import frames
-from ckptd.shared import messages as m
-from ckptd.shared.channel import Channel
-from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import AlreadyExists, Busy, CkptdError, DaemonUnreachable, Fenced, Forbidden, StorageError
+from ckptd.shared.system.descriptor import Descriptor
+from ckptd.shared.wire import frames
+from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.channel import Channel
 from tests.support.clock import Clock
 from tests.support.daemons import until
 from tests.support.fake_daemon import SECONDS, Connection, FakeDaemon, fake_daemon

@@ -22,10 +22,10 @@ from ckptd.agent.link import launch
 from ckptd.agent.link.launch import Place, find_place
 from ckptd.agent.link.script import script_job
 from ckptd.agent.outcomes import Outcomes
-from ckptd.daemon.neighbours import daemon_status
+from ckptd.daemon.commands.neighbours import daemon_status
 from ckptd.shared import errors, names
-from ckptd.shared import messages as m
-from ckptd.shared.state_directory import configured_state_dir, state_directory
+from ckptd.shared.system.state_directory import configured_state_dir, state_directory
+from ckptd.shared.wire import messages as m
 from tests.support.clock import Clock
 from tests.support.daemons import Daemon, Home
 from tests.support.descriptors import not_sockets

@@ -14,8 +14,8 @@ from ckptd.agent.link import slot_requests
 from ckptd.agent.link.client import Call, Client
 from ckptd.agent.link.slot_requests import GRACE_SECONDS, SlotRequest
 from ckptd.agent.threads.call_lock import Nested
-from ckptd.shared import messages as m
 from ckptd.shared.errors import AlreadyExists, Busy, CkptdError, DaemonUnreachable, InternalError
+from ckptd.shared.wire import messages as m
 from tests.support.clock import Clock
 from tests.support.daemons import Daemon, running
 

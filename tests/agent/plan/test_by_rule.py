@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 from ckptd.agent.plan.by_rule import WHOLE, ByRule, RuledShare, _splits_of, digest_of, stacked
 from ckptd.agent.plan.layout import plan_locally
-from ckptd.shared.sharding import Mesh, place
+from ckptd.shared.formats.sharding import Mesh, place
 
 
 def strided(dimension: int, factor: int) -> Any:

@@ -13,8 +13,8 @@ from ckptd.agent.link.rounds import Alone
 from ckptd.agent.pending import Pending
 from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan
 from ckptd.agent.state.capture import Captured, capture
-from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, StructureChanged, UnsavableValue
+from ckptd.shared.wire import messages as m
 
 
 class FakeClient:

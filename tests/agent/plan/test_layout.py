@@ -17,7 +17,7 @@ from ckptd.agent.plan.layout import (
 )
 from ckptd.agent.state.dtypes import dtype_name
 from ckptd.shared.errors import UnsavableValue
-from ckptd.shared.plan import ELEMENT_SIZES, MAX_TEXT, Plan, align_region, signature
+from ckptd.shared.formats.plan import ELEMENT_SIZES, MAX_TEXT, Plan, align_region, signature
 
 
 def laid_out(tensors: dict[str, torch.Tensor]) -> Layout:

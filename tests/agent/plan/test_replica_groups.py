@@ -7,7 +7,7 @@ import torch
 from ckptd.agent.plan.layout import Row, plan_locally
 from ckptd.agent.plan.replica_groups import ALONE, ReplicaGroup, SharedRows, grouped, held_by_each, members
 from ckptd.agent.plan.shares import Offer, share_out
-from ckptd.shared.sharding import Mesh
+from ckptd.shared.formats.sharding import Mesh
 
 
 def rows(names: list[str], buffers: tuple[str, ...] = (), **changed: torch.Tensor) -> list[Row]:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from ckptd.agent.plan.by_rule import WHOLE
 from ckptd.agent.plan.layout import Row
-from ckptd.shared.coverage import check_cover
-from ckptd.shared.sharding import Mesh, Rule, stored_shards
+from ckptd.shared.formats.coverage import check_cover
+from ckptd.shared.formats.sharding import Mesh, Rule, stored_shards
 from tests.shared.samples import steady
 from tests.support.synthetic import Job, Planned, Tensor, fsdp, grid, rows_of, transformer
 

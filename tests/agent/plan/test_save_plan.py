@@ -25,7 +25,7 @@ from ckptd.agent.plan.save_plan import (
 from ckptd.agent.state.tree import TensorRef
 from ckptd.agent.state.values import decode
 from ckptd.shared.errors import InvalidRequest, UnsavableValue
-from ckptd.shared.plan import BLOB
+from ckptd.shared.formats.plan import BLOB
 
 STATE = {"model": {"w": torch.arange(6.0).reshape(2, 3), "half": torch.ones(3, dtype=torch.float16)}, "step": 5}
 

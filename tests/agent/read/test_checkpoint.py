@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from ckptd.agent import Checkpoint, StorageWriter
 from ckptd.agent.read.loader import load
 from ckptd.shared.errors import Busy, IntegrityError, NotFound, UnsavableValue
-from ckptd.shared.manifest import Manifest
+from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.storage import locks
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneDirectory

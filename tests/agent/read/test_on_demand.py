@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
 from ckptd.agent.dcp.targets import leave_all
 from ckptd.agent.read.on_demand import SavedOnDemand
-from ckptd.daemon.cli import main
-from ckptd.shared import metadata_object
+from ckptd.daemon.commands.cli import main
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
 from ckptd.shared.errors import IntegrityError, NotFound, StorageError
-from ckptd.shared.manifest import Manifest
+from ckptd.shared.formats import metadata_object
+from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.metadata import tensors
 from tests.support.daemons import Home, running, until

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptd.agent import Agent, Checkpoint, StorageReader
-from ckptd.daemon import report
+from ckptd.daemon.commands import report
 from ckptd.shared.errors import IntegrityError, RecoveryFailed
 from tests.support.daemons import Home, running
 from tests.support.forged import Shards, forge

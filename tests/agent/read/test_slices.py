@@ -16,8 +16,8 @@ from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.read.saved import Saved
 from ckptd.agent.read.slices import read_slice
 from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound
-from ckptd.shared.part import PartReader
-from ckptd.shared.plan import MIN_CHUNK, Item, Plan, Region
+from ckptd.shared.formats.part import PartReader
+from ckptd.shared.formats.plan import MIN_CHUNK, Item, Plan, Region
 from tests.shared.samples import WRITER, encode_part, values_after
 from tests.support.daemons import Daemon
 from tests.support.storage import source

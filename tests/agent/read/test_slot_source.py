@@ -15,15 +15,15 @@ import pytest
 from ckptd.agent.read import slot_source
 from ckptd.agent.read.slot_source import PartWithSlot, SlotSource
 from ckptd.agent.read.sources import open_checkpoint, open_slots
-from ckptd.shared import manifest as manifests
-from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.part import PartReader
-from ckptd.shared.plan import MIN_CHUNK
-from ckptd.shared.scatter import scatter
-from ckptd.shared.segment import SlotState, read_header, write_header
-from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.formats import manifest as manifests
+from ckptd.shared.formats.part import PartReader
+from ckptd.shared.formats.plan import MIN_CHUNK
+from ckptd.shared.formats.scatter import scatter
+from ckptd.shared.formats.segment import SlotState, read_header, write_header
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.locate import open_root
+from ckptd.shared.system.descriptor import Descriptor
 from tests.shared.samples import encode_part, memory_file, packed_slot, sample_plan, values_after, write_checkpoint
 from tests.support.storage import source
 from tests.support.tmpfs import sealed_slot

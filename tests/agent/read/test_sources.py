@@ -14,12 +14,12 @@ import pytest
 from ckptd.agent.copy import checked_copy
 from ckptd.agent.read.sources import load_blob, newer, open_checkpoint, open_memory
 from ckptd.agent.state.tree import TensorRef
-from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
-from ckptd.shared.segment import read_header, write_check, write_header
-from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.formats.segment import read_header, write_check, write_header
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system.descriptor import Descriptor
 from tests.shared.samples import sample_plan
 from tests.support.descriptors import opened as descriptors
 from tests.support.forged import forge

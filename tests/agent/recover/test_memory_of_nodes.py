@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from ckptd.agent import Recovered
 from ckptd.shared import names
-from ckptd.shared.part import PartReader
-from ckptd.shared.segment import SlotState, read_header
+from ckptd.shared.formats.part import PartReader
+from ckptd.shared.formats.segment import SlotState, read_header
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
 from tests.agent.test_several_nodes import JOB, begin, sockets, take

@@ -23,8 +23,6 @@ from ckptd.agent.recover import loading, recovery
 from ckptd.agent.recover.loading import Loading
 from ckptd.agent.recover.options import Options
 from ckptd.agent.recover.recovery import Recovered, Recovery, restart
-from ckptd.shared import messages as m
-from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import (
     CkptdError,
     IntegrityError,
@@ -36,8 +34,10 @@ from ckptd.shared.errors import (
     StorageError,
     StructureMismatch,
 )
-from ckptd.shared.plan import chunk_ranges, with_values
-from ckptd.shared.segment import read_header, write_check
+from ckptd.shared.formats.plan import chunk_ranges, with_values
+from ckptd.shared.formats.segment import read_header, write_check
+from ckptd.shared.system.descriptor import Descriptor
+from ckptd.shared.wire import messages as m
 from tests.shared.samples import sample_plan, seal
 from tests.support.forged import forge
 from tests.support.tmpfs import tmpfs

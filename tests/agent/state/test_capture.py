@@ -22,8 +22,8 @@ from ckptd.agent.state.naming import Names
 from ckptd.agent.state.refusals import check_tensor
 from ckptd.agent.state.tree import ObjectNode, TensorRef
 from ckptd.agent.state.values import decode
-from ckptd.shared import bounds
 from ckptd.shared.errors import UnsavableValue
+from ckptd.shared.formats import bounds
 
 
 class Stateful:

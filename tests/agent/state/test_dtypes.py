@@ -7,7 +7,7 @@ import torch
 
 from ckptd.agent.state.dtypes import COPYABLE, copyable, dtype_name, dtype_of, sizeless, torch_dtype
 from ckptd.shared.errors import IntegrityError, NotFound
-from ckptd.shared.plan import BLOB, ITEM_SIZES, element_size
+from ckptd.shared.formats.plan import BLOB, ITEM_SIZES, element_size
 
 DTYPES = sorted(
     {found for found in vars(torch).values() if isinstance(found, torch.dtype) and not str(found).startswith("torch.q")}, key=str

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ckptd.agent import Agent
 from ckptd.agent.state.refusals import check_tensor, check_text, digits, said, too_deep
-from ckptd.shared.bounds import MAX_DEPTH
 from ckptd.shared.errors import UnsavableValue
+from ckptd.shared.formats.bounds import MAX_DEPTH
 from tests.support.daemons import Daemon
 from tests.support.ranks import Ranks
 

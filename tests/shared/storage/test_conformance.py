@@ -13,19 +13,19 @@ import pytest
 from obstore.store import MemoryStore
 
 from ckptd.shared import names
-from ckptd.shared.binary import ALIGN
 from ckptd.shared.errors import Busy, IntegrityError, NotFound
-from ckptd.shared.heartbeat import MAX_HEARTBEAT, Heartbeat
+from ckptd.shared.formats.binary import ALIGN
+from ckptd.shared.formats.heartbeat import MAX_HEARTBEAT, Heartbeat
+from ckptd.shared.formats.scatter import verify
 from ckptd.shared.location import Url
-from ckptd.shared.scatter import verify
 from ckptd.shared.storage import object_leases
 from ckptd.shared.storage.bucket import Bucket, open_bucket
 from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.object_store import ObjectStorage
 from ckptd.shared.storage.posix import PosixStorage
-from ckptd.shared.storage.protocol import Entry, Sink, Storage, read_whole
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneDirectory
+from ckptd.shared.system.storage_seam import Entry, Sink, Storage, read_whole
 from tests.shared.samples import TAG, write_parts
 from tests.support import stores
 

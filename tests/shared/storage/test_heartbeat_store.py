@@ -9,10 +9,10 @@ import pytest
 
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.fs import PosixFileSystem
-from ckptd.shared.heartbeat import Heartbeat
+from ckptd.shared.formats.heartbeat import Heartbeat
 from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.posix import PosixStorage
+from ckptd.shared.system.fs import PosixFileSystem
 
 BEAT = Heartbeat(job="gpt", attempt=2, host="node", boot="0" * 32, beat="0" * 32)
 

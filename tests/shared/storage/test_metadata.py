@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 
-from ckptd.shared import manifest as manifests
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.manifest import Manifest
+from ckptd.shared.formats import manifest as manifests
+from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.storage.metadata import metadata_objects, open_metadata, tensors
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from ckptd.daemon import journal_file as jf
+from ckptd.daemon.journal import file as jf
 from ckptd.shared import names
 from ckptd.shared.errors import NewerFormat
-from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.storage import old_journal
 from ckptd.shared.storage.posix import PosixStorage
+from ckptd.shared.system.fs import PosixFileSystem
 
 HOST = "node-a"
 FILES = {names.journal_file(7): b"seven" * 100, names.journal_file(8): b"eight" * 100}

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
-from ckptd.shared.fs import PosixFileSystem
-from ckptd.shared.manifest import Manifest
+from ckptd.shared.formats.manifest import Manifest
+from ckptd.shared.formats.scatter import verify
 from ckptd.shared.names import part_file
-from ckptd.shared.scatter import verify
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository, check_manifest_place
+from ckptd.shared.system.fs import PosixFileSystem
 from tests.shared.samples import NONCE, write_checkpoint
 
 TAG = "step-00001000.a0002"

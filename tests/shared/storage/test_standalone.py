@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.shared.errors import IntegrityError
+from ckptd.shared.formats.scatter import verify
 from ckptd.shared.names import MANIFEST, part_file
-from ckptd.shared.scatter import verify
 from ckptd.shared.storage.locks import exclude
 from ckptd.shared.storage.marker import MARKER
 from ckptd.shared.storage.standalone import StandaloneDirectory

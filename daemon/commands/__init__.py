@@ -1,0 +1,1 @@
+"""The command line `ckptd`: one module for each verb or group of verbs."""

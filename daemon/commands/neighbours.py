@@ -1,0 +1,189 @@
+"""Finds the daemons of this user on this node for the `ckptd` commands, asks them for their status, and stops them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ckptd.daemon.memory import unsaved
+from ckptd.shared import names
+from ckptd.shared.errors import Busy, CkptdError, DaemonUnreachable, Forbidden, InvalidConfig, from_wire
+from ckptd.shared.location import Location, located
+from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.channel import Channel
+
+TIMEOUT = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A daemon of this user: its process, its socket, and its status, or the reason why it has not told its status."""
+
+    pid: int
+    socket: str
+    status: dict[str, Any] | None
+    problem: str = ""
+
+    def row(self) -> dict[str, Any]:
+        """Return what `ckptd ps --json` prints of it."""
+        status = self.status or {}
+        return {
+            "pid": self.pid,
+            "root": status.get("root"),
+            "socket": self.socket,
+            "private": status.get("private"),
+            "uptime_seconds": status.get("uptime_seconds"),
+            "jobs": [job["job"] for job in status.get("jobs", [])],
+            "clients": status.get("descriptors", {}).get("clients"),
+            "problem": self.problem or None,
+        }
+
+
+def find_all() -> list[Neighbour]:
+    """Return the daemons of this user on this node, by process number. A daemon in another container is not seen."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.uids().effective != os.geteuid() or not _is_daemon(command := process.cmdline()):
+                continue
+        except (psutil.Error, OSError):
+            continue
+        sockets = _sockets(process) or _named_socket(command)
+        found += [_ask(process.pid, socket) for socket in sorted(sockets)[:1]]
+    return sorted(found, key=lambda neighbour: neighbour.pid)
+
+
+def _sockets(process: psutil.Process) -> set[str]:
+    """Return the addresses of a process's sockets, or an empty set if this system does not show them."""
+    try:
+        return {str(each.laddr) for each in process.net_connections("unix") if each.laddr}
+    except (psutil.Error, OSError, ValueError, LookupError):  # psutil raises the last two where /proc has another form
+        return set()
+
+
+def _named_socket(command: list[str]) -> set[str]:
+    """Return the socket that a daemon's command names, or an empty set if it names none."""
+    return {command[number] for number in range(1, len(command)) if command[number - 1] == "--socket"}
+
+
+def _is_daemon(command: list[str]) -> bool:
+    return "run" in command and any(word == "ckptd.daemon" or os.path.basename(word) == "ckptd" for word in command[:5])
+
+
+def _ask(pid: int, socket: str) -> Neighbour:
+    try:
+        return Neighbour(pid, socket, daemon_status(Path(socket)))
+    except CkptdError as error:
+        return Neighbour(pid, socket, None, str(error))
+
+
+def of_root(root: Location) -> Neighbour:
+    """Return the daemon of this user that serves a root. Raises DaemonUnreachable, which names the roots that are served."""
+    wanted, found = root.resolve(), find_all()
+    for neighbour in found:
+        if neighbour.status is not None and located(neighbour.status["root"]).resolve() == wanted:
+            return neighbour
+    roots = [located(neighbour.status["root"]) for neighbour in found if neighbour.status is not None]
+    near = [served for served in roots if wanted in served.parents or served in wanted.parents]
+    hint = f": did you mean {near[0]}?" if near else f"; the roots that are served here: {', '.join(map(str, roots))}" if roots else ""
+    raise DaemonUnreachable(f"no daemon of uid {os.geteuid()} serves {root}{hint}")
+
+
+def named(root: Location | None, socket: Path | None) -> Neighbour:
+    """Return the daemon of a root, or else the one at a socket, or else that of CKPTD_ROOT.
+
+    Raises DaemonUnreachable, or InvalidConfig if none is named.
+    """
+    if root is None and socket is not None:
+        status = daemon_status(socket)
+        return Neighbour(status["pid"], str(socket), status)
+    if root is None and (variable := os.environ.get("CKPTD_ROOT")):
+        root = located(variable)
+    if root is None:
+        raise InvalidConfig("name the root of the daemon to stop; `ckptd ps` lists the daemons")
+    return of_root(root)
+
+
+def stop(neighbour: Neighbour, seconds: float) -> None:
+    """Ask a daemon to end, and wait until it has saved what it owes. Raises Busy if it still runs after `seconds`."""
+    try:
+        process = os.pidfd_open(neighbour.pid)
+    except ProcessLookupError:
+        return
+    try:
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+        ended, _, _ = select.select([process], [], [], seconds)
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(process)
+    if not ended:
+        raise Busy(
+            f"pid {neighbour.pid} is still saving after {seconds:g} s, and will end when it has saved{_waiting(neighbour)}: "
+            "wait for its end, or look at its log"
+        )
+
+
+def _waiting(neighbour: Neighbour) -> str:
+    try:
+        told = unsaved.waiting_text(daemon_status(Path(neighbour.socket)))
+    except CkptdError:
+        return ""
+    return f"; until then, {told}" if told else ""
+
+
+# -- one daemon, by its socket
+
+
+def daemon_status(socket: Path | None) -> dict[str, Any]:
+    """Return the status of the daemon at `socket`, or else at the first of the usual places where a socket of this user or root exists.
+
+    Raises DaemonUnreachable if no daemon answers there, Forbidden if there are only sockets of other users.
+    """
+    channel = _connect(socket)
+    try:
+        channel.send(m.Status(id=channel.new_id()))
+        reply = channel.receive()[0]
+    finally:
+        channel.close()
+    if isinstance(reply, m.Error):
+        raise from_wire(reply.code, reply.message)
+    assert isinstance(reply, m.StatusReport)
+    status: dict[str, Any] = json.loads(reply.report)
+    return status
+
+
+def served_root(socket: Path | None, instead: str) -> Location:
+    """Return the root that the daemon at `socket` serves. `instead` is the command that needs no daemon, which an error names.
+
+    Raises DaemonUnreachable, Forbidden.
+    """
+    try:
+        return located(daemon_status(socket)["root"])
+    except DaemonUnreachable as error:
+        raise DaemonUnreachable(f"{error}; without a daemon, name the root: `{instead}`") from None
+
+
+def _connect(socket: Path | None) -> Channel:
+    if socket is not None:
+        return Channel(socket, TIMEOUT, later=TIMEOUT)
+    usual = names.default_sockets()
+    if root := os.environ.get("CKPTD_ROOT"):
+        usual = [*names.private_sockets(located(root)), *usual]
+    problem: Forbidden | DaemonUnreachable | None = None
+    for place in [place for place in usual if place.exists()]:
+        try:
+            return Channel(place, TIMEOUT, later=TIMEOUT)
+        except (Forbidden, DaemonUnreachable) as error:  # another user's daemon or a dead one: the next place may have ours
+            problem = problem or error
+    tried = " and ".join(map(str, usual))
+    raise problem or DaemonUnreachable(
+        f"no daemon at {tried}: start one with `ckptd run --root DIR`, or name its socket with --socket PATH"
+    )

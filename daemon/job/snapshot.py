@@ -1,0 +1,152 @@
+"""A snapshot in memory: the seals of the ranks of this node, its state, and the slots that hold it.
+
+This module does no I/O. A snapshot is known by its `Key`, and ordered by it, never by a clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ckptd.daemon.job.save_progress import SaveProgress
+from ckptd.shared.formats.membership import Membership
+from ckptd.shared.formats.plan import Plan
+from ckptd.shared.formats.replicas import Brief, ReplicaDigests
+from ckptd.shared.formats.reuse import ChunkCheck
+from ckptd.shared.wire import lifecycle
+from ckptd.shared.wire.lifecycle import Event, SnapshotState
+from ckptd.shared.wire.messages import TrainingCost
+
+log = logging.getLogger("ckptd.catalog")
+
+Key = tuple[int, int]
+"""The attempt and the step of a snapshot, which identify it within its job."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotContents:
+    """Holds the plan in the slot of one rank, with its signature. `tensors`: the names of the tensors that its values name."""
+
+    signature: bytes
+    plan: Plan
+    tensors: Collection[str]
+
+
+@dataclass(slots=True, eq=False)
+class RankSeal:
+    """The share of one rank in a snapshot, and the slot that holds this share.
+
+    `generation`: the generation of the slot at the seal. `checks`: the checksum of each chunk of
+    the slot, or None until they have been computed. `training_held`: seconds for which the snapshot
+    held the training of this rank, or 0.0 if the rank has not said so. `cost`: what an earlier
+    snapshot has cost the training of this rank, or None. `node`: the share of this node, as the
+    rank has sent it. `replicas`: digests of the tensors that other ranks hold, too. `contents`: what
+    the slot describes, or None once the ranks of this node have been compared.
+    """
+
+    rank: int
+    segment: str
+    generation: int
+    signature: bytes
+    global_plan: bytes = b""
+    persist: bool = True
+    node: Membership | None = None
+    checks: list[ChunkCheck] | None = None
+    training_held: float = 0.0
+    cost: TrainingCost | None = None
+    replicas: Sequence[ReplicaDigests] = ()
+    contents: SlotContents | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """The state of all ranks of this node at one step of one attempt, in memory.
+
+    `tag`: the name of the directory, for the first try. `persist`: True if it is to be saved. `reason` and `code`: message and error code
+    of its last failure, or "". `holds`: how many times `held` is in use now. `node`: the share of this node, or None if it has all ranks of
+    the job. `directory`: the name of the directory of the last try.
+    """
+
+    job: str
+    attempt: int
+    step: int
+    tag: str
+    world_size: int
+    persist: bool
+    state: SnapshotState = SnapshotState.FILLING
+    seals: dict[int, RankSeal] = field(default_factory=dict)
+    reason: str = ""
+    code: str = ""
+    holds: int = 0
+    progress: SaveProgress | None = None
+    """The share of the save that is done, as SaveProgress; None before the save writes its first part."""
+    unwanted: bool = False
+    """True once a rank has detached: the slots are then free as soon as the snapshot is durable."""
+    node: Membership | None = None
+    directory: str = ""
+    delivered: bool = False
+    """True once the receipt of this node is durable, until its try is abandoned."""
+    abandoned: int = 0
+    """The number of its tries that were abandoned."""
+    unasked: bool = False
+    """True if no rank has requested the save: its trainer was gone, or the daemon was stopping."""
+    counted: str = ""
+    """The counter that this snapshot is in, "persisted" or "failed", or "" if its save has not ended yet."""
+
+    briefs: list[Brief] | None = None
+    """The briefs of the replica groups for the board, or None until they are needed."""
+
+    checking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the slots are being checked."""
+
+    def __post_init__(self) -> None:
+        self.directory = self.directory or self.tag
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Context manager. While it is held, the slots of the snapshot are being read and are not reused."""
+        self.holds += 1
+        try:
+            yield
+        finally:
+            self.holds -= 1
+
+    @property
+    def key(self) -> Key:
+        return (self.attempt, self.step)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks of this node."""
+        return self.node.ranks if self.node is not None else range(self.world_size)
+
+    @property
+    def complete(self) -> bool:
+        """True if all ranks of this node have sealed the snapshot."""
+        return len(self.seals) == len(self.ranks)
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks of this node that have not sealed the snapshot."""
+        return [rank for rank in self.ranks if rank not in self.seals]
+
+    @property
+    def checked(self) -> bool:
+        """True if the checksums of all slots are known."""
+        return all(seal.checks is not None for seal in self.seals.values())
+
+    @property
+    def in_memory(self) -> bool:
+        return self.complete and self.state not in (SnapshotState.RELEASED, SnapshotState.FILLING)
+
+    def move(self, event: Event) -> None:
+        """Change the state as `lifecycle` says. Raises IllegalStep, and changes nothing, if the event cannot follow the state."""
+        after = lifecycle.step(self.state, event)
+        log.debug("snapshot %s/%s: %s -> %s", self.job, self.tag, self.state.value, after.value)
+        self.state = after
+
+    def __repr__(self) -> str:
+        return f"<Snapshot {self.job}/{self.tag} {self.state.value} {len(self.seals)}/{self.world_size}>"

@@ -1,0 +1,1 @@
+"""Keeps the journal, which tells the next daemon what this one was about to do."""

@@ -1,0 +1,1 @@
+"""Owns the memory of snapshots: segments, their slots, and who gets one."""

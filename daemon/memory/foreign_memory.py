@@ -1,0 +1,191 @@
+"""Keeps snapshots in memory that were saved for another root apart from the root that is served, until a person decides about them.
+
+A root is known by its identity (FORMAT.md, section 1). If the root was deleted and created again,
+or if another disk is mounted at its path, the segments of the former root are still in memory.
+Neither their snapshots nor the numbers of their attempts belong to the new root.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptd.daemon.memory.slots import ForeignSlot, Slot, Slots
+from ckptd.shared import names
+from ckptd.shared.errors import CkptdError, ForeignMemory, IntegrityError
+from ckptd.shared.formats.segment import RootMark, SlotState, read_header, read_root_mark
+from ckptd.shared.system.settings import FOREIGN_MEMORY_CHOICES
+
+log = logging.getLogger("ckptd.slots")
+
+_SHOWN = 8  # the digits of an identity that a sentence shows
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSnapshot:
+    """The foreign memory of one job: its newest sealed snapshot by (attempt, step), the root that it was saved for, and its bytes."""
+
+    job: str
+    attempt: int
+    step: int
+    root: RootMark
+    nbytes: int
+
+    def report(self) -> dict[str, object]:
+        """Return the entry of this snapshot in `ckptd status --json`."""
+        root = self.root
+        return {
+            "job": self.job, "attempt": self.attempt, "step": self.step, "identity": root.identity, "root": root.place, "bytes": self.nbytes
+        }  # fmt: skip
+
+
+def described(held: HeldSnapshot, place: str, identity: str | None) -> str:
+    """Return the text of ForeignMemory: what memory holds, for which root, and what to do.
+
+    place: the path or the URL of the root that is served. identity: the identity of the root that
+    is there now, or None if there is none.
+    """
+    former = "" if held.root.place in ("", place) else f", which was at {held.root.place}"
+    there = f"there is no root at {place} now" if identity is None else f"{place} has another root now, {identity[:_SHOWN]}"
+    return (
+        f"the memory of this node holds step {held.step} of attempt {held.attempt} of job {held.job!r}, saved for root "
+        f"{held.root.identity[:_SHOWN]}{former}, but {there}: the root was deleted or replaced, or another "
+        "disk is mounted there. Nothing was recovered, and nothing was written. Either mount or restore the "
+        f"right root at {place} and start again, or set CKPTD_FOREIGN_MEMORY for one run: `adopt` recovers "
+        "the snapshots in memory and saves them to the root that is there now, and `drop` deletes them"
+    )
+
+
+def read_held(directory: Path) -> Iterator[HeldSnapshot]:
+    """Yield the newest sealed snapshot of each job and root in a directory of segments.
+
+    They come in the order of the names of the jobs. Changes nothing. Segments without a root mark,
+    and segments that cannot be read, are passed over.
+    """
+    newest: dict[tuple[str, str], HeldSnapshot] = {}
+    try:
+        found = sorted(path for path in directory.iterdir() if names.is_segment_file(path.name))
+    except OSError:
+        return
+    for path in found:
+        try:
+            with path.open("rb") as file:
+                header = read_header(file.fileno())
+                mark = read_root_mark(file.fileno(), header)
+                nbytes = os.fstat(file.fileno()).st_size
+        except (IntegrityError, OSError):
+            continue
+        if mark is None or header.state is not SlotState.SEALED or header.step is None:
+            continue
+        one = HeldSnapshot(header.job, header.attempt, header.step, mark, nbytes)
+        other = newest.get(key := (header.job, mark.identity))
+        newest[key] = one if other is None or (one.attempt, one.step) > (other.attempt, other.step) else other
+    yield from (newest[key] for key in sorted(newest))
+
+
+class ForeignMemoryKeeper:
+    """The keeper of the snapshots in memory that were saved for other roots than this one.
+
+    place: the path or the URL of this daemon's root. setting: the setting `foreign_memory` of the
+    daemon. take_over: adopts slots while the daemon is running, as a starting daemon adopts those
+    that it finds.
+    """
+
+    def __init__(self, slots: Slots, place: str, setting: str, take_over: Callable[[list[Slot]], Awaitable[None]]) -> None:
+        self._slots, self._place, self._setting, self._take_over = slots, place, setting, take_over
+
+    def held(self) -> list[HeldSnapshot]:
+        """Return the newest foreign snapshot of each job, by the name of the job."""
+        jobs = sorted({each.slot.header.job for each in self._slots.foreign.values()})
+        return [found for job in jobs if (found := self._newest(self._of(job))) is not None]
+
+    def start(self) -> list[Slot]:
+        """Apply the daemon's setting to the foreign slots that are in memory when it starts.
+
+        Return the slots that belong to this root from now on. With `drop`, the slots of trainers
+        that are alive stay, and runs of their jobs are refused.
+        """
+        admitted: list[Slot] = []
+        self._slots.set_aside_half_admitted()
+        for held in self.held():
+            if self._setting == "adopt":
+                admitted += self._admit(held)
+            elif self._setting != "drop" or self._drop(self._of(held.job)):
+                log.error("%s", described(held, self._place, self._identity()))
+        return admitted
+
+    async def settle(self, job: str, choice: str = "") -> None:
+        """Decide about the foreign memory of a job before a run of the job begins.
+
+        choice: the choice of the run, or "" for the daemon's setting. Raises ForeignMemory if the
+        choice is to refuse the memory, or to drop the memory of a trainer that is alive.
+        """
+        mine = self._of(job)
+        if not mine:
+            return
+        held = self._newest(mine)
+        choice = choice if choice in FOREIGN_MEMORY_CHOICES else self._setting
+        if held is None:
+            self._drop([each for each in mine if self._is_empty(each)])
+        elif choice == "adopt":
+            await self._take_over(self._admit(held))
+        elif choice == "drop":
+            if self._drop(mine):
+                raise ForeignMemory(
+                    f"the snapshots of job {job!r} in memory, which were saved for another root than the one at {self._place}, belong to a "
+                    "trainer that is still running: end that trainer first, then start again"
+                )
+            log.warning("job %s: step %d of attempt %d, saved for another root, was dropped on request", job, held.step, held.attempt)
+        else:
+            raise ForeignMemory(described(held, self._place, self._identity()))
+
+    def _identity(self) -> str | None:
+        return None if self._slots.mark is None else self._slots.mark.identity
+
+    def _of(self, job: str) -> list[ForeignSlot]:
+        return [each for each in self._slots.foreign.values() if each.slot.header.job == job]
+
+    @staticmethod
+    def _is_empty(foreign: ForeignSlot) -> bool:
+        """Return True if a slot can be read and nothing is sealed in it."""
+        try:
+            return foreign.slot.refresh().state is not SlotState.SEALED
+        except (CkptdError, OSError):
+            return False
+
+    def _newest(self, foreign: Sequence[ForeignSlot]) -> HeldSnapshot | None:
+        """Return the newest snapshot in these slots of one job, or None if there is none.
+
+        The headers of the slots are read again for this.
+        """
+        newest: tuple[int, int, RootMark] | None = None
+        for each in foreign:
+            try:
+                header = each.slot.refresh()
+            except (CkptdError, OSError) as error:
+                log.warning("%r cannot be read, and is left alone: %s", each.slot, error)
+                continue
+            if header.state is SlotState.SEALED and header.step is not None:
+                found = (header.attempt, header.step, each.mark)
+                newest = found if newest is None or found[:2] > newest[:2] else newest
+        if newest is None:
+            return None
+        return HeldSnapshot(foreign[0].slot.header.job, *newest, sum(each.slot.nbytes for each in foreign))
+
+    def _admit(self, held: HeldSnapshot) -> list[Slot]:
+        log.warning(
+            "job %s: step %d of attempt %d, saved for root %s, is adopted into the root at %s on request",
+            held.job, held.step, held.attempt, held.root.identity[:_SHOWN], self._place,
+        )  # fmt: skip
+        return self._slots.admit([each.slot for each in self._of(held.job)])
+
+    def _drop(self, foreign: Sequence[ForeignSlot]) -> bool:
+        """Drop the slots. Return True instead, and drop none, if a trainer holds one of them."""
+        if any(self._slots.is_held(each.slot) for each in foreign):
+            return True
+        for each in foreign:
+            self._slots.drop(each.slot)
+        return False

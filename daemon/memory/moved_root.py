@@ -1,0 +1,106 @@
+"""Finds the segments of a root that was moved: they lie in the directory of its former path, and their marks have its identity."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckptd.daemon.memory.slots import Slots
+from ckptd.shared import names
+from ckptd.shared.errors import CkptdError, IntegrityError
+from ckptd.shared.formats.segment import RootMark, read_header, read_root_mark
+from ckptd.shared.location import Location, located
+from ckptd.shared.storage.locate import open_root
+from ckptd.shared.system.fs import READ
+
+log = logging.getLogger("ckptd.slots")
+
+
+def gather(slots: Slots, root: Location, disks: Path | None) -> None:
+    """Move the segments of this root from the directories of its former paths to those of `slots`.
+
+    `slots` must have the mark of the root. disks: the directory of this host below the daemon's
+    `state_dir`, if segments may be on the disk. Segments that a daemon uses stay where they are,
+    and so do those of a root that was copied and not moved. Any thread may call this before the
+    slots are adopted.
+    """
+    assert slots.mark is not None
+    moved: dict[str, bool] = {}
+    for directory in _beside(slots.path.parent, slots.path):
+        _gather(directory, slots.mark, moved, root, lambda fd, name: slots.move_in(fd, name))
+    if disks is not None:
+        for directory in sorted(disks.glob("*/segments")):
+            _gather(directory, slots.mark, moved, root, lambda fd, name: slots.move_in(fd, name, on_disk=True))
+
+
+def _beside(shm_dir: Path, own: Path) -> list[Path]:
+    return [path for path in sorted(shm_dir.glob(f"ckptd-{os.getuid()}-*")) if path != own]
+
+
+def _gather(directory: Path, mark: RootMark, moved: dict[str, bool], root: Location, move: Callable[[int, str], None]) -> None:
+    try:
+        with _opened(directory) as fd:
+            found = [
+                (name, place) for name, place in _marked(fd, mark.identity) if place != mark.place and _has_moved(place, mark, moved, root)
+            ]
+            if not found:
+                return
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for name, place in found:
+                move(fd, name)
+                log.info("segment %s is taken over from %s: the root was at %s before", name, directory, place)
+        with suppress(OSError):  # the directory holds other files
+            os.rmdir(directory)
+    except BlockingIOError:
+        log.warning("segments of this root in %s are left alone, because another daemon uses that directory", directory)
+    except OSError as error:
+        log.debug("%s is passed over: %s", directory, error)
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_uid != os.geteuid():
+            raise PermissionError("it belongs to another user")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _marked(directory: int, identity: str) -> Iterator[tuple[str, str]]:
+    """Yield the name of each segment of the root with this identity, and the place that its mark names."""
+    for name in sorted(filter(names.is_segment_file, os.listdir(directory))):
+        fd = os.open(name, READ | os.O_RDONLY, dir_fd=directory)
+        try:
+            mark = read_root_mark(fd, read_header(fd))
+        except IntegrityError:
+            mark = None
+        finally:
+            os.close(fd)
+        if mark is not None and mark.identity == identity:
+            yield name, mark.place
+
+
+def _has_moved(place: str, mark: RootMark, known: dict[str, bool], root: Location) -> bool:
+    """Return True unless another root of this identity is still at the former place.
+
+    If there is one, the root of this daemon is a copy of it, and has not moved.
+    """
+    if place not in known:
+        try:
+            known[place] = not place or _is_no_copy(located(place), mark.identity, root)
+        except (OSError, CkptdError) as error:
+            log.warning("segments that were made for this root at %s are left alone, because that place cannot be read: %s", place, error)
+            known[place] = False
+    return known[place]
+
+
+def _is_no_copy(former: Location, identity: str, root: Location) -> bool:
+    if open_root(former).known_identity() != identity:
+        return True
+    return isinstance(former, Path) and isinstance(root, Path) and os.path.samefile(former, root)

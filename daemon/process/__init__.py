@@ -1,0 +1,1 @@
+"""Runs the process of a daemon: its sockets, clients, signals and limits."""

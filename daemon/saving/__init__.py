@@ -1,0 +1,1 @@
+"""Saves a snapshot: writes its parts, commits it, and deletes what retention does not keep."""

@@ -1,0 +1,314 @@
+"""Saves sealed snapshots as committed checkpoints, and owns the order of operations on storage.
+
+The order of a save must not change: journal the intent, write the parts, compare them with the checksums of the slots, make the parts
+durable, journal them, publish the manifest, journal the commit, tell the ranks, update `newest`, apply retention. The checksums of slots
+that were sealed without them are computed at once, while the parts are being written. A job has one save at a time, and saves wait for
+their turn in the order of the seals. On several nodes, a save begins once all nodes hold the step, and `joint.py` commits it. Each failure
+is recorded in `Snapshot.reason`, sent to the ranks as a Progress message, and counted. The copy in memory stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+from ckptd.daemon.chunks.governor import Governor
+from ckptd.daemon.chunks.slot_check import SlotCheck
+from ckptd.daemon.config import Config
+from ckptd.daemon.job.catalog import Catalog, Job
+from ckptd.daemon.job.save_progress import SaveProgress
+from ckptd.daemon.job.snapshot import Snapshot
+from ckptd.daemon.journal.journal import JournalBroken
+from ckptd.daemon.memory.slots import Slots
+from ckptd.daemon.saving.destination import Destination
+from ckptd.daemon.saving.joint import Abandoned, Joint, Undecided
+from ckptd.daemon.saving.part_saver import PartSaver
+from ckptd.daemon.tasks import watched
+from ckptd.shared.errors import CkptdError, IntegrityError, InternalError, StorageError
+from ckptd.shared.formats.manifest import Manifest
+from ckptd.shared.location import Url
+from ckptd.shared.units import size_text
+from ckptd.shared.wire.lifecycle import Event, SnapshotState
+
+log = logging.getLogger("ckptd.saver")
+
+
+async def _keep_all(job: Job, needed: int) -> bool:
+    return False
+
+
+class Saver:
+    """The saver of one daemon. `start` begins a save. A save that fails does not raise: it is reported through `tell`.
+
+    A JournalBroken is not reported, because the journal itself ends the daemon. `persist_seconds`: seconds that successful saves have
+    taken. `front`: the stage if the daemon has one, and otherwise the root. `root`: the root, in which jobs of several nodes are saved.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        catalog: Catalog,
+        slots: Slots,
+        front: Destination,
+        root: Destination,
+        *,
+        counters: Counter[str],
+        claimed: Callable[[Job, int], Awaitable[None]],
+        tell: Callable[[Snapshot], None],
+        settled: Callable[[Job], None],
+    ) -> None:
+        """claimed: waits until an attempt of a job is durably claimed. tell: sends the ranks the outcome of a save.
+
+        settled: called when slots of a job may have become free, which is after a commit and at the end of each save.
+        """
+        self._config, self._catalog, self._slots = config, catalog, slots
+        self._claimed, self._tell, self._settled = claimed, tell, settled
+        self.front, self.root = front, root
+        self.joint = Joint(root, config.node_timeout, remote=isinstance(config.root, Url), stopping=lambda: self.stopping)
+        self.check = SlotCheck(catalog, slots, front.pipeline, link_unchanged=config.link_unchanged).check
+        self.stopping = False  # once this is True, saves no longer wait for other nodes to seal a step
+        self._tasks: dict[Snapshot, asyncio.Task[None]] = {}
+        self._refusals: dict[Snapshot, asyncio.Task[None]] = {}
+        self.counters = counters
+        self.persist_seconds = 0.0
+        self._governors: dict[str, Governor] = {}
+        self._writers = front.pipeline.writers
+
+        def part_saver(destination: Destination, make_room: Callable[[Job, int], Awaitable[bool]]) -> PartSaver:
+            return PartSaver(
+                config, catalog, slots, destination, counters=counters, governor=self.governor, make_room=make_room
+            )  # fmt: skip
+
+        self.root_parts = part_saver(root, root.make_room)
+        self.front_parts = self.root_parts if front is root else part_saver(front, _keep_all)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._tasks or self._refusals)
+
+    def governor(self, job: str) -> Governor:
+        """Return the governor of the saves of a job."""
+        return self._governors.setdefault(job, Governor(self._writers))
+
+    def _destination(self, snapshot: Snapshot) -> Destination:
+        return self.front if snapshot.node is None else self.root
+
+    def start(self, snapshot: Snapshot) -> asyncio.Task[None]:
+        """Return the task that checks a sealed snapshot and, if it is to persist, saves it. Start the task unless it is running."""
+        task = self._tasks.get(snapshot)
+        if task is None or task.done():
+            if (refusal := self._refusals.pop(snapshot, None)) is not None:
+                refusal.cancel()
+            hold = ExitStack()
+            hold.enter_context(snapshot.held())  # now, and not when the task first runs: a newer seal could release the slots in between
+            task = self._tasks[snapshot] = watched(self._run(snapshot, hold, time.monotonic()), f"saving {snapshot.job}/{snapshot.tag}")
+            task.add_done_callback(lambda done: self._done(snapshot, hold, done))
+        return task
+
+    def _done(self, snapshot: Snapshot, hold: ExitStack, task: asyncio.Task[None]) -> None:
+        hold.close()
+        if self._tasks.get(snapshot) is task:
+            del self._tasks[snapshot]
+        self._settled(self._catalog.job(snapshot.job))
+
+    async def settle(self, snapshot: Snapshot) -> None:
+        """Wait until no save of this snapshot is running."""
+        while snapshot in self._tasks:
+            await asyncio.wait([self._tasks[snapshot]])
+
+    def stop_waiting(self) -> None:
+        """Save the steps of several nodes that wait for other nodes at once, because the daemon ends."""
+        self.stopping = True
+        for job in self._catalog.jobs.values():
+            job.moved.set()
+
+    async def drain(self) -> None:
+        while self._tasks:
+            await asyncio.wait(list(self._tasks.values()))
+
+    async def _run(self, snapshot: Snapshot, hold: ExitStack, sealed: float) -> None:
+        """Check and save a snapshot whose last rank sealed it at the time `sealed` of the monotonic clock."""
+        job = self._catalog.job(snapshot.job)
+        try:
+            with hold:
+                checking = asyncio.ensure_future(self.check(snapshot))
+                if not snapshot.persist:
+                    await asyncio.wait([checking])  # meanwhile the trainer may die, and then the snapshot is to be saved after all
+                if snapshot.persist:  # if not, no await follows, unless the check has failed: no later death goes unnoticed
+                    try:
+                        await self._persist(job, snapshot, sealed, checking)
+                    finally:
+                        await asyncio.gather(checking, return_exceptions=True)  # it reads the slots
+                checking.result()
+            if snapshot.state is SnapshotState.DURABLE:
+                self._settled(job)
+            if snapshot.state is SnapshotState.DURABLE and (snapshot.node is None or snapshot.node.leads):
+                await self._destination(snapshot).retain(snapshot.job)
+        except JournalBroken:
+            pass
+        except Exception as error:
+            await self._fail(job, snapshot, error)
+
+    async def _persist(self, job: Job, snapshot: Snapshot, sealed: float, checking: asyncio.Future[None]) -> None:
+        """Save a snapshot unless it is durable, and wait for the outcome on all nodes. `checking` checks its slots meanwhile."""
+        if job.is_durable(*snapshot.key):
+            return
+        if snapshot.node is not None:
+            await asyncio.shield(checking)
+            await self._until_all_hold(job, snapshot)
+        destination = self._destination(snapshot)
+        await destination.ready(job)
+        async with destination.locks[snapshot.job]:
+            await self._save(job, snapshot, sealed, checking)
+        if snapshot.node is not None and snapshot.state is SnapshotState.WRITTEN:
+            await self.joint.settle(job, snapshot)
+        if snapshot.state is SnapshotState.DURABLE:
+            self._count(snapshot, "persisted")
+
+    def _count(self, snapshot: Snapshot, outcome: str) -> None:
+        """Count the outcome of a save, "persisted" or "failed". A snapshot that is saved in a later try moves to the other counter."""
+        if outcome == snapshot.counted:
+            return
+        if snapshot.counted:
+            self.counters[snapshot.counted] -= 1
+        snapshot.counted = outcome
+        self.counters[outcome] += 1
+        if outcome == "persisted" and snapshot.unasked:
+            self.counters["saved_unasked"] += 1
+            log.info("snapshot %s/%s: saved unasked", snapshot.job, snapshot.directory)
+
+    async def _until_all_hold(self, job: Job, snapshot: Snapshot) -> None:
+        """Wait until all nodes hold a step, or until that can no longer be learned: then the save itself finds out, on storage.
+
+        Raises the reason if another node will never seal the step.
+        """
+        self._settled(job)  # the checksums are known now, so the step may go on the board
+        try:
+            async with asyncio.timeout(self._config.rank_timeout):
+                while not self.stopping and not job.may_save(snapshot):
+                    job.moved.clear()
+                    await job.moved.wait()
+        except TimeoutError:
+            log.warning(
+                "%s/%s: not all nodes are known to hold it after %g s: it is saved nevertheless",
+                snapshot.job, snapshot.tag, self._config.rank_timeout,
+            )  # fmt: skip
+
+    async def _save(self, job: Job, snapshot: Snapshot, sealed_at: float, checking: asyncio.Future[None]) -> None:
+        """Save a snapshot whose slots `checking` checks meanwhile. Raises what `checking` raises, and the errors of its parts."""
+        begun = time.monotonic()
+        if checking.done():
+            checking.result()
+        await self._claimed(job, snapshot.attempt)
+        if snapshot.node is not None and not await self._needs_parts(job, snapshot):
+            return
+        snapshot.move(Event.WRITE)
+        used = [self._slots.get(seal.segment).header.values for seal in snapshot.seals.values()]  # the last document of each slot
+        snapshot.progress = SaveProgress(sum(values.offset + values.length for values in used), begun)
+        governor = self.governor(job.name)
+        governor.hear([seal.cost for seal in snapshot.seals.values() if seal.cost is not None])
+        saved = await (self.front_parts if snapshot.node is None else self.root_parts).save(snapshot, checking)
+        documents = [document for document, _ in saved]
+        snapshot.move(Event.WROTE)
+        if snapshot.node is None:
+            await self.front.committer.commit(snapshot, documents)
+        else:
+            await self.joint.deliver(job, snapshot, documents)
+        job.stored = self._destination(snapshot).catalog.job(job.name).stored = {entry.rank: stored for (entry, _, _), stored in saved}
+        seconds = time.monotonic() - begun
+        self.persist_seconds += seconds
+        entries = [entry for entry, _, _ in documents]
+        raw, written, linked = (sum(sizes) for sizes in zip(*((e.raw_bytes, e.new_bytes, e.linked_bytes) for e in entries), strict=True))
+        held = max(seal.training_held for seal in snapshot.seals.values())
+        governor.saved(snapshot.step, sealed_at, seconds, held)
+        log.info(
+            "saved %s/%s: %s as %s (%.0f %%)%s%s, %s after %.2f s, %s/s",
+            snapshot.job, snapshot.directory, size_text(raw), size_text(written), 100 * written / max(raw, 1),
+            f" and {size_text(linked)} in files that have not changed" if linked else "",
+            f", training held {held:.3f} s" if held else "", "durable" if snapshot.node is None else "delivered",
+            time.monotonic() - sealed_at, size_text(raw / max(seconds, 1e-6)),
+        )  # fmt: skip
+
+    async def _needs_parts(self, job: Job, snapshot: Snapshot) -> bool:
+        """Open the next try of a step of several nodes. Return False if this node has delivered its parts, or the step is committed."""
+        found = await self.joint.open_try(job, snapshot)
+        if found is None:
+            return True
+        snapshot.move(Event.WRITE)
+        snapshot.move(Event.WROTE)
+        if isinstance(found, Manifest):
+            await self.root.committer.record(snapshot, found)
+        return False
+
+    async def _fail(self, job: Job, snapshot: Snapshot, error: Exception) -> None:
+        dead, abandoned = job.is_dead(snapshot), isinstance(error, Abandoned)
+        if isinstance(error, Abandoned):
+            error = error.error
+        if isinstance(error, OSError):
+            error = StorageError.of(f"save {snapshot.job}/{snapshot.tag}", error)
+        elif not isinstance(error, CkptdError):
+            log.exception("snapshot %s/%s: internal error", snapshot.job, snapshot.tag)
+            error = InternalError(f"internal error while saving {snapshot.job}/{snapshot.tag}: {error!r}; the daemon's log has more")
+        assert isinstance(error, CkptdError)
+        if isinstance(error, Undecided) and self.stopping:
+            log.info("snapshot %s/%s: %s; the next daemon goes on with it", snapshot.job, snapshot.directory, error)
+            return
+        log.error("snapshot %s/%s: %s", snapshot.job, snapshot.tag, error)
+        snapshot.reason, snapshot.code = str(error), error.code
+        if snapshot.state is not SnapshotState.DURABLE:
+            self._count(snapshot, "failed")
+        if isinstance(error, IntegrityError):
+            self.counters["verify_failures"] += 1
+        snapshot.delivered &= not abandoned
+        snapshot.abandoned += abandoned
+        reported = snapshot.node is None or abandoned or (dead and not snapshot.delivered)
+        if reported and not await self._drop(snapshot, str(error)):
+            return
+        if snapshot.state in (SnapshotState.SEALED, SnapshotState.WRITING, SnapshotState.WRITTEN):
+            snapshot.move(Event.FAIL)
+        if snapshot.state is SnapshotState.FAILED:
+            self._tell(snapshot)
+        if not reported and not isinstance(error, Undecided):
+            refusal = watched(self._refuse(job, replace(snapshot), error), f"reporting that {snapshot.directory} cannot be saved")
+            self._refusals[snapshot] = refusal
+            refusal.add_done_callback(lambda _: self._refusals.pop(snapshot) if self._refusals.get(snapshot) is refusal else None)
+
+    async def _refuse(self, job: Job, tried: Snapshot, error: CkptdError) -> None:
+        try:
+            if await self.joint.refuse(job, tried, error):
+                await self._drop(tried, str(error))
+        except Exception:  # the other nodes then wait until `node_timeout`
+            log.exception("it cannot be reported that %s/%s cannot be saved", tried.job, tried.directory)
+
+    async def _drop(self, snapshot: Snapshot, reason: str) -> bool:
+        """Delete the files of a save that has failed. Return False if the journal is broken."""
+        try:
+            await self._destination(snapshot).committer.drop(snapshot.job, snapshot.directory, snapshot.attempt, snapshot.step, reason)
+        except JournalBroken:
+            return False
+        except (StorageError, OSError) as error:
+            log.warning(
+                "snapshot %s/%s: its files cannot be deleted now, and are deleted at the next start (%s)",
+                snapshot.job, snapshot.directory, error,
+            )  # fmt: skip
+        return True
+
+    def follow(self, job: Job, snapshot: Snapshot) -> None:
+        """Wait in the background for the outcome of a try that an earlier daemon of this node has delivered."""
+        task = self._tasks[snapshot] = watched(self._follow(job, snapshot), f"the outcome of {snapshot.job}/{snapshot.directory}")
+        task.add_done_callback(lambda done: self._done(snapshot, ExitStack(), done))
+
+    async def _follow(self, job: Job, snapshot: Snapshot) -> None:
+        try:
+            await self.joint.settle(job, snapshot)
+        except JournalBroken:
+            pass
+        except Abandoned as error:
+            await self._drop(snapshot, str(error.error))
+        except (OSError, CkptdError) as error:
+            log.warning("%s/%s: %s", snapshot.job, snapshot.directory, error)

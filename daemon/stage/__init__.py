@@ -1,0 +1,1 @@
+"""Copies the checkpoints of a stage to the root behind it."""

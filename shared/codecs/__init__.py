@@ -1,0 +1,1 @@
+"""Encodes and decodes chunks."""

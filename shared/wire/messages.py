@@ -1,0 +1,342 @@
+"""The messages between agent and daemon as frozen structs, with encoder and decoder (PROTOCOL.md, section 3).
+
+The bounds of the fields are checked while a message is decoded.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from ckptd.shared.errors import ProtocolError
+from ckptd.shared.formats.membership import MOST_RANKS, Membership
+from ckptd.shared.formats.plan import Size
+from ckptd.shared.system.numa import UNKNOWN
+from ckptd.shared.wire.board import Answer, Holding
+
+Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Name = Annotated[str, msgspec.Meta(max_length=128)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+AttemptNumber = Annotated[int, msgspec.Meta(ge=0, lt=10**9)]
+Step = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    """A message from a client. `id` is higher than every id before it on the connection."""
+
+    id: Id
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    """A message from the daemon. `re` is the id of the request that it answers, or 0 if it comes unasked."""
+
+    re: Id
+
+
+class Hello(Request, frozen=True, kw_only=True, tag="hello"):
+    min_version: int
+    max_version: int
+    features: list[str] = []
+    client: Annotated[str, msgspec.Meta(max_length=256)] = ""
+
+
+class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
+    """The reply to Hello. `settings` has the `CKPTD_*` variables of a private daemon, except its place; None if not told.
+
+    `identity` is that of the root, which tells two roots at the same path of two nodes apart. `stage` is the directory in which checkpoints
+    are committed before they are uploaded to the root, or "".
+    """
+
+    version: int
+    features: list[str] = []
+    daemon: str = ""
+    root: str = ""
+    private: bool = False
+    slots: int = 2
+    chunk_size: int = 0
+    stall_budget: float = 10.0
+    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    settings: dict[str, str] | None = None
+    identity: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    stage: str = ""
+
+
+class Status(Request, frozen=True, kw_only=True, tag="status"):
+    pass
+
+
+class StatusReport(Reply, frozen=True, kw_only=True, tag="status-report"):
+    report: str
+
+
+class Begin(Request, frozen=True, kw_only=True, tag="begin"):
+    """A request that begins an attempt, or joins or resumes one. `run` identifies the launch to which this process belongs, or is "".
+
+    `wait`: seconds to wait for the end of another run of the job before the request is refused, or
+    None to end that run's saving at once. `node`: the share of this node in an attempt of several
+    nodes, or None if all ranks are on one node. `foreign_memory`: the treatment of snapshots of the
+    job in memory that were saved for another root: "refuse", "adopt" or "drop", or "" for the
+    setting of the daemon.
+    """
+
+    job: Name
+    rank: Rank
+    world_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 24)]
+    attempt: AttemptNumber = 0
+    run: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    wait: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
+    node: Membership | None = None
+    foreign_memory: Annotated[str, msgspec.Meta(max_length=16)] = ""
+
+
+class HeldSegment(msgspec.Struct, frozen=True, kw_only=True):
+    segment: Name
+    slot: int
+    capacity: Size
+    generation: Size
+
+
+class Began(Reply, frozen=True, kw_only=True, tag="began"):
+    attempt: AttemptNumber
+    held: list[HeldSegment] = []
+
+
+class Allocate(Request, frozen=True, kw_only=True, tag="allocate"):
+    capacity: Size
+    count: Annotated[int, msgspec.Meta(ge=1, le=16)]
+    node: Annotated[int, msgspec.Meta(ge=-1, le=65535)] = UNKNOWN
+
+
+class Segments(Reply, frozen=True, kw_only=True, tag="segments"):
+    """The reply to Allocate. Two descriptors come with each segment, in this order: one to map, and one to hold the trainer's flock on.
+
+    `remark` is a sentence that the agent logs, or "".
+    """
+
+    segments: list[HeldSegment]
+    remark: str = ""
+
+
+class Replan(Request, frozen=True, kw_only=True, tag="plan"):
+    """A request that announces that this rank plans the step again, and `why`. It comes before the rank exchanges plans with the others."""
+
+    step: Step
+    why: Annotated[str, msgspec.Meta(max_length=65536)] = ""
+
+
+class Acquire(Request, frozen=True, kw_only=True, tag="acquire"):
+    step: Step
+    name: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
+    wait: Annotated[float, msgspec.Meta(ge=0, le=3600)]
+
+
+class Granted(Reply, frozen=True, kw_only=True, tag="granted"):
+    segment: Name
+    step: Step | None = None
+
+
+class Refused(Reply, frozen=True, kw_only=True, tag="refused"):
+    reason: str
+
+
+class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
+    """The cost of an earlier snapshot for the training of a rank.
+
+    `seconds`: the time by which the training is behind, the call of `snapshot` included. `usual`: seconds that an undisturbed step takes.
+    """
+
+    step: Step
+    seconds: float
+    usual: Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Seal(Request, frozen=True, kw_only=True, tag="seal"):
+    """A request that reports a sealed slot. `held`: seconds for which the snapshot held the training, or 0.0 if not known.
+
+    `cost`: that of the last snapshot whose cost is known, or None.
+    """
+
+    segment: Name
+    attempt: AttemptNumber
+    step: Step
+    held: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    cost: TrainingCost | None = None
+
+
+class Sealed(Reply, frozen=True, kw_only=True, tag="sealed"):
+    """The reply to Seal. `durable` is True if the snapshot is committed already."""
+
+    durable: bool = False
+
+
+class Abandon(Request, frozen=True, kw_only=True, tag="abandon"):
+    """A request that gives back a granted slot, or reports that this rank cannot take a step.
+
+    With `segment`, that slot will not be sealed, and the step fails on all ranks unless this rank has another slot for it. If `step` is
+    given and the slot is no longer granted for it, nothing happens. Without `segment`, the rank cannot take `step`, which then fails on all
+    ranks unless this rank has sealed it. With neither, a snapshot whose step was wrong is only counted. `reason` and `code` describe the
+    error that the ranks get.
+    """
+
+    segment: Name = ""
+    step: Step | None = None
+    reason: Annotated[str, msgspec.Meta(max_length=65536)] = ""
+    code: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+
+class Persist(Request, frozen=True, kw_only=True, tag="persist"):
+    pass
+
+
+class Heard(Request, frozen=True, kw_only=True, tag="heard"):
+    """A request of the lowest rank of a node, which passes on the answer that it has found on the board of an attempt."""
+
+    attempt: AttemptNumber
+    answer: Answer
+
+
+class Deliver(Request, frozen=True, kw_only=True, tag="deliver"):
+    """A request to save all that is in memory of the job. The reply comes once that is done. Only for jobs of several nodes."""
+
+
+class Delivered(Reply, frozen=True, kw_only=True, tag="delivered"):
+    """The reply to Deliver. `attempt` is the attempt before this one in which this daemon had `ranks`, or 0 if it knows of none.
+
+    `world_size`: the ranks of that attempt.
+    """
+
+    attempt: AttemptNumber = 0
+    world_size: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
+    ranks: Annotated[list[Rank], msgspec.Meta(max_length=MOST_RANKS)] = []
+
+
+class Find(Request, frozen=True, kw_only=True, tag="find"):
+    """A request for the candidates of a recovery. `delivered`: an attempt whose nodes have all delivered what they hold, or 0."""
+
+    step: Step | None = None
+    delivered: AttemptNumber = 0
+
+
+class RecoveryCandidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot or checkpoint that may be recovered. `source` is "memory", "stage" or "storage".
+
+    `tag` is the name of the checkpoint's directory. For a snapshot in memory it is the name that the directory has or would have.
+    """
+
+    attempt: AttemptNumber
+    step: Step | None
+    tag: str
+    source: str
+
+
+class Found(Reply, frozen=True, kw_only=True, tag="found"):
+    """The reply to Find. `incomplete` has a text for each abandoned try of a step after the best candidate."""
+
+    candidates: list[RecoveryCandidate]
+    damaged: list[str] = []
+    incomplete: list[str] = []
+
+
+class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):
+    """`check`: False if the slots need not be checked before the reply, because the agent compares them with a checkpoint."""
+
+    attempt: AttemptNumber
+    step: Step
+    check: bool = True
+
+
+class Fetched(Reply, frozen=True, kw_only=True, tag="fetched"):
+    """The reply to Fetch. One read-only descriptor comes with it for each rank of `ranks`, in the same order."""
+
+    ranks: list[Rank]
+
+
+class Forget(Request, frozen=True, kw_only=True, tag="forget"):
+    """A request to delete checkpoints of a job. `tags` are the names of their directories."""
+
+    job: Name
+    tags: Annotated[list[Annotated[str, msgspec.Meta(max_length=160)]], msgspec.Meta(max_length=1000)]
+
+
+class Forgotten(Reply, frozen=True, kw_only=True, tag="forgotten"):
+    """The reply to Forget. `refused` maps the tag of each checkpoint that is still there to the reason. All others are deleted."""
+
+    refused: dict[str, str] = {}
+
+
+class Detach(Request, frozen=True, kw_only=True, tag="detach"):
+    pass
+
+
+class Done(Reply, frozen=True, kw_only=True, tag="done"):
+    pass
+
+
+class Progress(Reply, frozen=True, kw_only=True, tag="progress"):
+    """News of a snapshot, which comes unasked. `state` is "durable" or "failed"; `reason` and `code` say why the snapshot failed."""
+
+    attempt: AttemptNumber
+    step: Step
+    state: str
+    reason: str = ""
+    code: str = ""
+
+
+class Waiting(Reply, frozen=True, kw_only=True, tag="waiting"):
+    """The ranks that have not come to a step that others wait for, which comes unasked to every rank.
+
+    Nothing has failed. Only a client with the feature `waiting` gets this message.
+    """
+
+    attempt: AttemptNumber
+    step: Step
+    ranks: Annotated[list[Rank], msgspec.Meta(max_length=MOST_RANKS)]
+
+
+class Holds(Reply, frozen=True, kw_only=True, tag="holds"):
+    """The steps that this node holds, which comes unasked to the lowest rank of the node, for the board."""
+
+    attempt: AttemptNumber
+    holding: Holding
+
+
+class Uploads(Reply, frozen=True, kw_only=True, tag="uploads"):
+    """The steps of an attempt that are in the root, and those that wait on the stage, which comes unasked if the daemon has a stage.
+
+    A step that was durable before this message and is in neither list will not be uploaded, or is no longer in the root.
+    """
+
+    attempt: AttemptNumber
+    uploaded: list[Step] = []
+    waiting: list[Step] = []
+
+
+class Error(Reply, frozen=True, kw_only=True, tag="error"):
+    code: str
+    message: str
+    retry: bool = False
+
+
+Message = (
+    Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Segments | Replan | Acquire | Granted | Refused | Seal | Sealed
+    | Abandon | Persist | Heard | Deliver | Delivered | Find | Found | Fetch | Fetched | Forget | Forgotten | Detach | Done | Progress
+    | Holds | Uploads | Waiting | Error
+)  # fmt: skip
+News = Progress | Holds | Uploads | Waiting
+"""The messages that a rank gets without a request."""
+
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Request | Reply) -> bytes:
+    """Return the msgpack payload for a message."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode(payload: bytes) -> Message:
+    """Return the message of a payload. Raises ProtocolError if it is not a valid message; the error names the field at fault."""
+    try:
+        return _DECODER.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a message cannot be decoded: {error}") from None

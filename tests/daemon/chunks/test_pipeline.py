@@ -1,0 +1,185 @@
+"""Tests the way from a sealed slot to a durable part: what is read is checked, and a part is whole or not there."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ckptd.daemon.chunks.pipeline import Pipeline, Plans, SealedSlot
+from ckptd.shared.codecs import codec
+from ckptd.shared.errors import IntegrityError
+from ckptd.shared.formats.part import PartReader
+from ckptd.shared.formats.part_writer import PartWriter
+from ckptd.shared.formats.plan import MIN_CHUNK
+from ckptd.shared.formats.reuse import ChunkCheck
+from ckptd.shared.formats.scatter import verify
+from ckptd.shared.formats.segment import Extent, SegmentHeader
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
+from ckptd.shared.system.fs import Buffer, FileSystem, PosixFileSystem
+from tests.shared.samples import NONCE, memory_file, packed_slot, sample_plan, seal, values_after
+from tests.support.storage import files_in, source
+
+PLAN = sample_plan(50_000)  # several chunks
+TAG = "step-00000005.a0001"
+HEADER = SegmentHeader(job="gpt", attempt=1, rank=0, world_size=1, slot=0, capacity=300_000, chunk_size=MIN_CHUNK)
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    with memory_file(bytes(HEADER.file_length)) as made:
+        yield made
+
+
+@pytest.fixture
+def pipeline() -> Iterator[Pipeline]:
+    made = Pipeline(2, 1 << 20, MIN_CHUNK)
+    yield made
+    made.close()
+
+
+def part(
+    pipeline: Pipeline, slot: SealedSlot, directory: Path, *, codec_name: str = "raw", change: bool = False, fs: FileSystem | None = None
+) -> PartReader:
+    """Make the checksums, then the part. With `change`, a byte of the slot changes in between."""
+
+    async def save() -> str:
+        found = await pipeline.checksum(slot)
+        if change:
+            os.pwrite(slot.fd, b"?", slot.header.data_offset + 100_000)
+
+        async def checks() -> list[ChunkCheck]:
+            return found
+
+        entry, _ = await pipeline.write_part(slot, PartWriter(files_in(directory, fs), NONCE, codec.encoder(codec_name)), TAG, checks)
+        return entry.file
+
+    file = asyncio.run(save())
+    return PartReader(source(os.open(directory / file, os.O_RDONLY)), file)
+
+
+@pytest.mark.parametrize("codec_name", ["raw", "zstd:1", "planes"])
+def test_a_part_holds_the_slot_and_its_documents(fd: int, pipeline: Pipeline, tmp_path: Path, codec_name: str) -> None:
+    slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN, request=SnapshotRequest(tag="mine", metrics={"loss": 0.5})))
+    assert len(slot.ranges) > 3
+    reader = part(pipeline, slot, tmp_path, codec_name=codec_name)
+    wanted = packed_slot(PLAN, values_after(PLAN))
+    for number, chunk in enumerate(slot.ranges):
+        raw = bytearray(chunk.length)
+        reader.read_chunk(number, memoryview(raw))
+        assert raw == wanted[chunk.offset : chunk.offset + chunk.length]
+    assert (reader.plan, SnapshotRequest.decode(reader.index.request)) == (PLAN, SnapshotRequest(tag="mine", metrics={"loss": 0.5}))
+    assert (reader.index.job, reader.index.attempt, reader.index.step, reader.index.tag) == ("gpt", 1, 5, TAG)
+    assert pipeline.bytes_read == sum(chunk.length for chunk in slot.ranges)
+    reader.close()
+
+
+def test_a_slot_with_larger_chunks_than_the_present_setting_is_saved(fd: int, pipeline: Pipeline, tmp_path: Path) -> None:
+    """The slot was made before a restart with another chunk_size."""
+    header = replace(HEADER, chunk_size=4 * MIN_CHUNK)
+    slot = SealedSlot.read(fd, seal(fd, header, PLAN))
+    assert max(chunk.length for chunk in slot.ranges) > MIN_CHUNK
+    reader = part(pipeline, slot, tmp_path)
+    assert verify(reader) == sum(chunk.length for chunk in slot.ranges)
+    reader.close()
+
+
+def test_a_slot_with_a_damaged_document_is_refused(fd: int) -> None:
+    header = seal(fd, HEADER, PLAN)
+    os.pwrite(fd, b"?", HEADER.data_offset + header.plan.offset + 10)
+    with pytest.raises(IntegrityError, match="plan document of gpt step 5 is damaged in memory"):
+        SealedSlot.read(fd, header)
+
+
+def test_a_plan_that_does_not_match_the_signature_is_refused(fd: int) -> None:
+    header = seal(fd, HEADER, PLAN, signature=bytes(32))
+    with pytest.raises(IntegrityError, match="is not the one that was sealed"):
+        SealedSlot.read(fd, header)
+
+
+def test_documents_that_overlap_the_tensors_are_refused(fd: int) -> None:
+    header = seal(fd, HEADER, PLAN)
+    values = Extent(header.values.offset - 64, header.values.length, header.values.crc)
+    with pytest.raises(IntegrityError, match="overlap its tensors"):
+        SealedSlot.read(fd, seal(fd, HEADER, PLAN, values=values))
+
+
+def test_a_segment_cut_short_is_refused(fd: int, pipeline: Pipeline) -> None:
+    slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
+    os.ftruncate(fd, HEADER.data_offset + 90_000)
+    with pytest.raises(IntegrityError, match="the slot of step 5 has been cut short: that copy in memory is lost"):
+        asyncio.run(pipeline.checksum(slot))
+
+
+def test_memory_that_changes_after_the_checksums_leaves_no_part(fd: int, pipeline: Pipeline, tmp_path: Path) -> None:
+    slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
+    with pytest.raises(IntegrityError, match="chunk [0-9] of gpt step 5 has changed in memory since it was sealed"):
+        part(pipeline, slot, tmp_path, change=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_changed_chunk_is_not_linked_because_its_old_checksum_is_that_of_the_part_before(
+    fd: int, pipeline: Pipeline, tmp_path: Path
+) -> None:
+    slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
+
+    async def save_twice() -> None:
+        crcs = [ChunkCheck(check.crc) for check in await pipeline.checksum(slot)]
+
+        async def checks() -> list[ChunkCheck]:
+            return crcs
+
+        writer = PartWriter(files_in(tmp_path), NONCE, codec.encoder("raw"))
+        _, before = await pipeline.write_part(slot, writer, TAG, checks, with_digests=True)
+        same = await pipeline._with_digests(slot, before, crcs)
+        assert [check.digest for check in same] == before.digests
+        os.pwrite(fd, b"?", slot.header.data_offset + 100_000)
+        again = PartWriter(files_in(tmp_path), NONCE[::-1], codec.encoder("raw"))
+        await pipeline.write_part(slot, again, TAG, checks, before=before, with_digests=True)
+
+    with pytest.raises(IntegrityError, match="chunk [0-9] of gpt step 5 has changed in memory since it was sealed"):
+        asyncio.run(save_twice())
+
+
+def test_every_chunk_has_a_result_or_nothing_is_written(fd: int, pipeline: Pipeline, tmp_path: Path) -> None:
+    slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
+    pipeline._memory.threads = 0  # no worker does anything, and none fails
+    with pytest.raises(IntegrityError, match=f"0 of {len(slot.ranges)} chunks have a result"):
+        part(pipeline, slot, tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_error_of_any_worker_fails_the_part(fd: int, tmp_path: Path) -> None:
+    """pytorch/pytorch#191391: DCP's threads lost the error, and the checkpoint lacked tensors."""
+
+    class Full(PosixFileSystem):
+        writes = 0
+
+        def write(self, fd: int, data: Buffer, offset: int) -> None:
+            self.writes += 1
+            if self.writes == 3:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().write(fd, data, offset)
+
+    pipeline = Pipeline(2, 1 << 20, MIN_CHUNK)
+    slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
+    with pytest.raises(OSError, match="No space left"):
+        part(pipeline, slot, tmp_path, fs=Full())
+    assert os.listdir(tmp_path) == []
+    pipeline.close()
+
+
+def test_plans_are_decoded_once_and_not_kept_for_ever() -> None:
+    plans = Plans(most=len(PLAN.encode()) + 10)
+    first = plans.decode(b"1", PLAN.encode())
+    assert plans.decode(b"1", b"not looked at") is first
+    other = msgspec.structs.replace(PLAN, writer={"ckptd": "9"})
+    assert plans.decode(b"2", other.encode()) == other
+    with pytest.raises(IntegrityError):
+        plans.decode(b"1", b"gone")

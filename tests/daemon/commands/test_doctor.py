@@ -1,0 +1,178 @@
+"""Tests each check of `ckptd doctor`, with given values and on this machine, and the command itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from ckptd.daemon.commands import doctor
+from ckptd.daemon.commands.doctor import FAILED, OK, WARNING, Check
+from ckptd.daemon.config import load
+from ckptd.daemon.process import limits
+from ckptd.daemon.process.peers import SO_PEERPIDFD
+from tests.crash.images import Image, Unavailable
+from tests.daemon.commands.test_cli import ckptd
+
+PLAN = limits.DescriptorPlan(slots=2)
+
+
+def by_name(checks: list[Check]) -> dict[str, Check]:
+    return {check.name: check for check in checks}
+
+
+@pytest.mark.parametrize(
+    ("hard", "most", "level", "fit", "words"),
+    [
+        (50, 256, FAILED, 0, "one rank needs 51"),
+        (51, 256, WARNING, 1, "LimitNOFILE=2601"),
+        (2601, 256, OK, 256, "256 ranks fit into 2601 open files"),
+        (2601, 257, WARNING, 256, "max_connections is 257"),
+        (resource.RLIM_INFINITY, 256, OK, 107374178, "ranks fit"),
+    ],
+)
+def test_the_limit_of_open_files_is_checked(hard: int, most: int, level: str, fit: int, words: str) -> None:
+    check = doctor.check_files(PLAN, 20, hard, most)
+    assert (check.level, check.values["ranks_fit"]) == (level, fit)
+    assert words in check.message
+
+
+def test_the_limit_of_locked_memory_is_checked() -> None:
+    assert doctor.check_locked_memory(resource.RLIM_INFINITY).level == OK
+    check = doctor.check_locked_memory(8 << 20)
+    assert (check.level, check.values) == (WARNING, {"limit": 8 << 20})
+
+
+def test_the_size_of_shared_memory_is_checked(tmp_path: Path) -> None:
+    check = doctor.check_shared_memory(Path("/dev/shm"), 4, 4 << 20)
+    assert check.values["largest_state_bytes"] == 1 << 20
+    assert check.level == WARNING  # little shared memory is free
+    assert doctor.check_shared_memory(Path("/dev/shm"), 2, 0).values["slots"] == 2
+    assert doctor.check_shared_memory(tmp_path / "nowhere", 2, 0).level == FAILED
+    assert "it is not a tmpfs" in doctor.check_shared_memory(Path("/proc"), 2, 0).message or os.geteuid()
+
+
+def test_a_usable_root_passes(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    before = list(tmp_path.iterdir())
+    found = by_name(list(doctor.check_root(tmp_path)))
+    assert set(found) == {"root", "permissions", "O_DIRECT", "fsync of a directory", "flock", "OFD locks"}
+    assert {name for name, check in found.items() if check.level == FAILED} == set()
+    assert found["flock"].level == found["fsync of a directory"].level == found["OFD locks"].level == OK
+    assert found["root"].values["exists"]
+    assert list(tmp_path.iterdir()) == before
+
+
+def test_of_a_missing_root_the_nearest_parent_is_checked(tmp_path: Path) -> None:
+    found = by_name(list(doctor.check_root(tmp_path / "a" / "b")))
+    assert f"{tmp_path} (where {tmp_path / 'a' / 'b'} will be made)" in found["root"].message
+    assert not found["root"].values["exists"]
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_root_that_cannot_be_written_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (check,) = doctor.check_root(tmp_path / "file")
+    assert (check.name, check.level) == ("root", FAILED)
+
+
+def test_a_stage_is_checked_as_a_root_is(tmp_path: Path) -> None:
+    config = load({"root": str(tmp_path / "root"), "socket": str(tmp_path / "s"), "stage": str(tmp_path / "stage")}, {}, None)
+    found = by_name(list(doctor.check_all(config)))
+    assert {"root", "flock", "stage", "stage: permissions", "stage: flock", "stage: fsync of a directory"} <= set(found)
+    assert str(tmp_path / "stage") in found["stage"].message
+    (tmp_path / "file").write_bytes(b"")
+    assert [check.level for check in doctor.check_stage(tmp_path / "file")] == [doctor.FAILED]
+    volatile = by_name(list(doctor.check_stage(Path("/dev/shm/ckptd-test-no-such-stage"))))["stage: kind"]
+    assert (volatile.level, "not uploaded yet are then lost" in volatile.message) == (doctor.WARNING, True)
+
+
+def test_a_root_with_little_room_is_a_warning() -> None:
+    try:
+        image = Image(16)
+    except Unavailable as error:
+        pytest.skip(str(error))
+    try:
+        check = by_name(list(doctor.check_root(image.where)))["root"]
+        assert check.level == WARNING
+        assert check.values["free_bytes"] < 16 << 20
+        assert 0 < check.values["free_inodes"] < 10_000
+    finally:
+        image.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "mask", "level", "words"),
+    [
+        (0o700, 0o022, OK, "new files get mode 0644 (umask 022)"),
+        (0o755, 0o022, WARNING, "every user can read checkpoints"),
+        (0o755, 0o027, OK, "new files get mode 0640"),
+        (0o777, 0o077, WARNING, "every user may write there"),
+    ],
+)
+def test_the_permissions_of_the_root_are_checked(tmp_path: Path, mode: int, mask: int, level: str, words: str) -> None:
+    tmp_path.chmod(mode)
+    before = os.umask(mask)
+    try:
+        check = by_name(list(doctor.check_root(tmp_path)))["permissions"]
+    finally:
+        os.umask(before)
+    assert check.level == level
+    assert words in check.message
+
+
+def test_the_directory_of_the_socket_is_checked(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    assert doctor.check_socket_directory(tmp_path).level == OK
+    assert doctor.check_socket_directory(tmp_path / "later").values["exists"] is False
+    tmp_path.chmod(0o777)
+    assert "chmod go-w" in doctor.check_socket_directory(tmp_path).message
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o777
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 65534, -1)
+        assert "who could replace the socket" in doctor.check_socket_directory(tmp_path).message
+
+
+def test_the_kernel_and_the_event_loop_are_checked() -> None:
+    found = by_name(list(doctor.check_kernel()))
+    assert set(found) == {"pidfd", "SO_PEERPIDFD", "memfd"}
+    one, other = socket.socketpair()
+    with one, other:
+        try:
+            os.close(one.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD))
+            there = True
+        except OSError:
+            there = False
+    assert found["SO_PEERPIDFD"].values["there"] is there
+    assert [doctor.check_event_loop(there).level for there in (True, False)] == [OK, WARNING]
+
+
+def test_the_command_prints_the_checks(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    done = ckptd("doctor", "--root", tmp_path, "--socket", tmp_path / "s")
+    assert done.returncode == 0, done.stdout
+    assert "open files" in done.stdout
+    done = ckptd("doctor", "--socket", tmp_path / "s", "--json", environment={"CKPTD_SHM_DIR": "/nowhere"})
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["ok"]) == (1, False)
+    assert [check["name"] for check in found["checks"] if check["level"] == FAILED] == ["shared memory"]
+    assert not [check for check in found["checks"] if check["name"] == "root"]
+
+
+def test_the_state_directory_is_to_be_written_and_to_last(tmp_path: Path) -> None:
+    assert doctor.check_state_dir(tmp_path / "state").level in (OK, WARNING)  # a test's directory may be on a tmpfs or an overlay
+    volatile = doctor.check_state_dir(Path("/dev/shm/state"))
+    assert (volatile.level, "a tmpfs, which a reboot empties" in volatile.message) == (WARNING, True)
+    refused = doctor.check_state_dir(Path("/proc/1/nowhere/state"))
+    assert (refused.level, "set state_dir to a directory of yours" in refused.message) == (FAILED, True) or os.geteuid() == 0
+
+
+def test_a_state_directory_on_nfs_gets_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_file_system", lambda path: 0x6969)
+    found = doctor.check_state_dir(tmp_path)
+    assert (found.level, f"{tmp_path} is on NFS: " in found.message) == (WARNING, True)

@@ -1,0 +1,123 @@
+"""Tests that the daemons of this user are found, asked and stopped, by their roots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from ckptd.agent import Agent
+from ckptd.daemon.commands import neighbours
+from ckptd.daemon.commands.neighbours import Neighbour
+from ckptd.shared.errors import DaemonUnreachable, InvalidConfig
+from tests.daemon.commands.test_cli import ckptd
+from tests.support.daemons import Daemon, Home, home, running
+
+
+@pytest.fixture
+def served(place: Home) -> Iterator[Daemon]:
+    """A daemon that was started by its command, and not forked."""
+    with running(place) as found:
+        yield found
+
+
+def test_a_daemon_is_listed_with_its_root_and_jobs(served: Daemon) -> None:
+    with closing(Agent("gpt", socket=served.home.socket)):
+        (row,) = [row for row in json.loads(ckptd("ps", "--json").stdout) if row["pid"] == served.process.pid]
+        assert row.pop("uptime_seconds") >= 0
+        assert row == {
+            "pid": served.process.pid, "root": str(served.home.root), "socket": str(served.home.socket), "private": False, "jobs": ["gpt"],
+            "clients": 2, "problem": None,
+        }  # fmt: skip
+        (line,) = [line for line in ckptd("ps").stdout.splitlines() if line.startswith(str(served.process.pid))]
+        assert line.split() == [
+            str(served.process.pid),
+            str(served.home.root),
+            "own",
+            line.split()[3],
+            "s",
+            "gpt",
+            "2",
+            str(served.home.socket),
+        ]
+
+
+def test_stop_saves_what_is_in_memory_and_ends_the_daemon_of_the_root(served: Daemon) -> None:
+    with home() as other, running(other) as second:
+        with closing(Agent("gpt", socket=served.home.socket)) as agent:
+            agent.snapshot({"x": torch.ones(3)}, step=1, persist=False).wait("sealed", timeout=60)
+            found = ckptd("stop", served.home.root)
+            assert (found.returncode, found.stdout) == (0, f"stopped pid {served.process.pid}, which served {served.home.root}\n")
+            assert served.died() == 0
+            assert (served.home.root / "gpt" / "step-00000001.a0001" / "manifest.json").exists()
+            agent._link.let_go()
+        assert second.status()["ready"]
+        missing = ckptd("stop", served.home.root)
+        assert missing.returncode == 14
+        assert missing.stderr.startswith("ckptd: no daemon of uid ")
+        assert str(other.root) in missing.stderr
+
+
+def test_status_finds_the_daemon_of_a_root_and_names_the_one_above(served: Daemon) -> None:
+    assert json.loads(ckptd("status", served.home.root, "--json").stdout)["pid"] == served.process.pid
+    found = ckptd("status", served.home.root / "gpt")
+    assert (found.returncode, found.stdout) == (14, "")
+    assert found.stderr.endswith(f"serves {served.home.root / 'gpt'}: did you mean {served.home.root}?\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "daemon"),
+    [
+        (["python", "-P", "-m", "ckptd.daemon", "run", "--private"], True),
+        (["/venv/bin/python", "/venv/bin/ckptd", "run", "--root", "/r"], True),
+        (["ckptd", "status"], False),
+        (["python", "train.py", "run", "ckptd"], True),
+        (["vim", "ckptd.md"], False),
+        ([], False),
+    ],
+)
+def test_a_process_is_known_as_a_daemon_by_its_command(command: list[str], daemon: bool) -> None:
+    assert neighbours._is_daemon(command) is daemon
+
+
+@pytest.mark.parametrize("problem", [IndexError("list index out of range"), psutil.AccessDenied(), OSError(), None])
+def test_where_sockets_are_hidden_the_command_names_the_socket(
+    served: Daemon, monkeypatch: pytest.MonkeyPatch, problem: Exception | None
+) -> None:
+    def hidden(self: psutil.Process, kind: str) -> list[Any]:
+        if problem is not None:
+            raise problem
+        return []
+
+    monkeypatch.setattr(psutil.Process, "net_connections", hidden)
+    assert neighbours.of_root(served.home.root).pid == served.process.pid
+
+
+def test_without_a_root_nothing_is_stopped_unless_a_socket_or_the_environment_names_a_daemon(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CKPTD_ROOT", raising=False)
+    with pytest.raises(InvalidConfig, match="^name the root of the daemon to stop; `ckptd ps` lists the daemons$"):
+        neighbours.named(None, None)
+    assert neighbours.named(None, daemon.home.socket).pid == daemon.process.pid
+    monkeypatch.setenv("CKPTD_ROOT", str(daemon.home.root.parent / "other"))
+    with pytest.raises(DaemonUnreachable, match="serves .*/other"):
+        neighbours.named(None, None)
+
+
+def test_the_roots_that_are_served_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Neighbour] = []
+    monkeypatch.setattr(neighbours, "find_all", lambda: found)
+    with pytest.raises(DaemonUnreachable, match="^no daemon of uid .* serves /ckpts$"):
+        neighbours.of_root(Path("/ckpts"))
+    found.append(Neighbour(7, "/s", None, "it is hung"))
+    assert found[0].row()["problem"] == "it is hung"
+    found.append(Neighbour(8, "/t", {"root": "/other"}))
+    with pytest.raises(DaemonUnreachable, match="the roots that are served here: /other$"):
+        neighbours.of_root(Path("/ckpts"))

@@ -1,0 +1,129 @@
+"""Tests which checkpoints retention deletes, and which it never deletes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.daemon.job import retention
+from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
+from ckptd.shared.names import tag_directory
+from ckptd.shared.retention import BestN, EveryNSteps, LatestN, Policy, PreserveAll
+from tests.shared.samples import steady
+
+
+def to_retire(checkpoints: list[StoredCheckpoint], keep_last: int) -> list[StoredCheckpoint]:
+    return retention.to_retire(checkpoints, [LatestN(keep_last) if keep_last else PreserveAll()])
+
+
+def make(attempt: int, step: int | None, user_tag: str | None = None, seq: int = 0) -> StoredCheckpoint:
+    tag = tag_directory(step or 0, user_tag, attempt)
+    return StoredCheckpoint("gpt", tag, attempt, step, seq, 1, (), user_tag is not None)
+
+
+def keys(checkpoints: list[StoredCheckpoint]) -> list[tuple[int, int | None]]:
+    return [(c.attempt, c.step) for c in checkpoints]
+
+
+def test_checkpoints_beyond_the_newest_are_deleted_oldest_first() -> None:
+    checkpoints = [make(1, step) for step in (30, 10, 50, 20, 40)]
+    assert keys(to_retire(checkpoints, 2)) == [(1, 10), (1, 20), (1, 30)]
+    assert keys(to_retire(checkpoints, 4)) == [(1, 10)]
+    assert to_retire(checkpoints, 5) == []
+    assert to_retire(checkpoints, 6) == []
+
+
+def test_zero_keeps_all() -> None:
+    assert to_retire([make(1, step) for step in range(100)], 0) == []
+
+
+def test_of_no_checkpoints_none_is_deleted() -> None:
+    assert to_retire([], 1) == []
+
+
+def test_a_user_tag_is_never_deleted_and_does_not_count() -> None:
+    checkpoints = [make(1, 1, "best"), make(1, 2), make(1, 3), make(1, 4, "other")]
+    assert keys(to_retire(checkpoints, 1)) == [(1, 2)]
+    assert to_retire([make(1, step, f"tag{step}") for step in range(5)], 1) == []
+
+
+def test_an_older_attempt_stays_until_its_step_is_passed() -> None:
+    older = [make(1, 100), make(1, 200)]
+    assert to_retire([*older, make(2, 50)], 1) == []
+    assert to_retire([*older, make(2, 99)], 1) == []
+    assert keys(to_retire([*older, make(2, 100)], 1)) == [(1, 100)]
+    assert keys(to_retire([*older, make(2, 150)], 1)) == [(1, 100)]
+    assert keys(to_retire([*older, make(2, 150), make(2, 250)], 1)) == [(1, 100), (1, 200), (2, 150)]
+
+
+def test_a_user_tag_does_not_pass_a_step() -> None:
+    """Retention relies only on checkpoints without a user tag."""
+    assert to_retire([make(1, 100), make(2, 50), make(2, 150, "best")], 1) == []
+
+
+def test_attempts_count_before_steps() -> None:
+    assert keys(to_retire([make(1, 10), make(2, 20), make(3, 5)], 2)) == []
+    assert keys(to_retire([make(1, 5), make(2, 20), make(3, 5)], 2)) == [(1, 5)]
+
+
+def test_checkpoints_without_steps_are_ordered_by_number() -> None:
+    checkpoints = [make(1, None, seq=seq) for seq in (3, 1, 2)]
+    assert [c.seq for c in to_retire(checkpoints, 1)] == [1, 2]
+
+
+# -- a policy that cannot choose
+
+
+def measured(step: int, **metrics: float) -> StoredCheckpoint:
+    return dataclasses.replace(make(1, step), metrics=metrics)
+
+
+SAVED = [measured(step, val_loss=float(step), train=1.0) for step in range(1, 9)]
+WRONG = BestN("valloss", 2)
+WHY = (
+    "BestN('valloss', 2) cannot choose: no checkpoint has the metric 'valloss' (their metrics are 'train', 'val_loss')"
+    "; did you mean 'val_loss'?"
+)
+
+
+def test_a_policy_over_a_metric_that_no_checkpoint_has_deletes_nothing() -> None:
+    several: list[list[Policy]] = [[WRONG], [WRONG, LatestN(1)], [LatestN(1), EveryNSteps(4), WRONG]]
+    for policies in several:
+        assert retention.to_retire(SAVED, policies) == []
+        assert retention.obstacle(SAVED, policies) == WHY
+        own = [*SAVED[:-1], dataclasses.replace(SAVED[-1], retention=tuple(policies))]
+        assert (retention.to_retire(own, [LatestN(1)]), retention.obstacle(own, [LatestN(1)])) == ([], WHY)
+        assert keys(retention.to_retire(own, [LatestN(7)], insisted=True)) == [(1, 1)]
+    assert retention.obstacle(SAVED, [BestN("val_loss", 2)]) == ""
+
+
+def test_a_policy_that_cannot_choose_is_no_obstacle_while_nothing_would_be_deleted_anyway() -> None:
+    """A young job has not measured anything yet. A person at the command line is told of a wrong name in any case."""
+    assert retention.obstacle(SAVED, [WRONG, LatestN(8)]) == ""
+    assert retention.obstacle(SAVED[:1], [WRONG]) == ""
+    assert retention.obstacle(SAVED[:2], [WRONG], pinned=[SAVED[0].tag]) == ""
+    assert retention.obstacle(SAVED, [WRONG, LatestN(8)], insisted=True) == WHY
+    assert retention.obstacle([], [WRONG], insisted=True) == ""
+
+
+def test_a_metric_that_only_a_user_tag_has_does_not_count() -> None:
+    """Policies choose only among the other checkpoints."""
+    mine = dataclasses.replace(make(1, 9, "best"), metrics={"valloss": 1.0})
+    assert retention.obstacle([*SAVED, mine], [WRONG]) == WHY
+
+
+@steady
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 30), st.booleans()), unique_by=lambda t: t[:2], max_size=25), st.integers(1, 6))
+def test_user_tags_the_newest_and_unpassed_steps_are_never_deleted(shapes: list[tuple[int, int, bool]], keep: int) -> None:
+    checkpoints = [make(attempt, step, "mine" if user else None) for attempt, step, user in shapes]
+    gone = to_retire(checkpoints, keep)
+    assert not [c for c in gone if c.user_tag]
+    own = sorted((c for c in checkpoints if not c.user_tag), key=lambda c: c.order)
+    assert not set(keys(gone)) & set(keys(own[-keep:]))
+    assert keys(gone) == sorted(keys(gone))
+    for c in gone:
+        assert any(k.attempt > c.attempt and (k.step or 0) >= (c.step or 0) for k in own) or c.attempt == own[-1].attempt
+    again = [c for c in checkpoints if c not in gone]
+    assert to_retire(again, keep) == []  # a second run deletes nothing more

@@ -1,0 +1,115 @@
+"""Tests the listening socket: only a dead daemon's own socket is ever removed, and no other user can replace it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from ckptd.daemon.process.listener import listen
+from ckptd.shared.errors import Busy, DaemonUnreachable, Forbidden, StorageError
+from ckptd.shared.wire.channel import Channel
+from tests.support.daemons import Daemon, Home
+
+
+@pytest.fixture
+def path(place: Home) -> Path:
+    return place.socket
+
+
+def test_a_new_socket_is_accessible_to_its_user_only(path: Path) -> None:
+    listener, ours = listen(path.parent / "made" / "s")
+    assert ours
+    assert (path.parent / "made").stat().st_mode & 0o777 == 0o700
+    assert (path.parent / "made" / "s").stat().st_mode & 0o777 == 0o700
+    listener.close()
+
+
+def test_a_file_at_the_sockets_name_is_left_alone(place: Home) -> None:
+    """`--socket FILE` once deleted any file, because a file refuses connections as a dead daemon's socket does."""
+    place.socket.write_text("a thesis")
+    daemon = Daemon(place)
+    assert not daemon.reached_ready()
+    assert daemon.died() == 1
+    daemon.close()
+    assert "a file that is not a socket has this name and was left alone; name another --socket" in place.log_text()
+    assert place.socket.read_text() == "a thesis"
+
+
+@pytest.mark.parametrize("kind", ["directory", "FIFO", "link to a socket", "link to nothing"])
+def test_anything_but_a_socket_is_left_alone(path: Path, kind: str) -> None:
+    target = path.parent / "target"
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(target)
+    if kind == "link to a socket":
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+            dead.bind(str(target))
+    before = path.lstat().st_ino, sorted(path.parent.iterdir())
+    with pytest.raises(StorageError, match=f"^cannot listen at {path}: a file that is not a socket has this name"):
+        listen(path)
+    assert (path.lstat().st_ino, sorted(path.parent.iterdir())) == before
+
+
+def test_a_dead_daemons_socket_is_replaced(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path))
+    listener, ours = listen(path)
+    assert ours
+    with pytest.raises(Busy, match=f"another ckptd listens at {path}"):
+        listen(path)
+    listener.close()
+
+
+def test_a_live_daemon_with_a_full_queue_is_not_replaced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its queue is full, so connect(2) would wait for ever."""
+    monkeypatch.setattr("ckptd.daemon.process.listener._PROBE_SECONDS", 0.05)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as live, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
+        live.bind(str(path))
+        live.listen(0)
+        first.connect(str(path))
+        with pytest.raises(Busy):
+            listen(path)
+    assert path.is_socket()
+
+
+def test_a_dead_socket_of_another_user_is_left_alone(path: Path) -> None:
+    if os.getuid():
+        pytest.skip("giving a file away needs root")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path))
+    os.chown(path, 65534, 65534)
+    with pytest.raises(StorageError, match="this socket belongs to uid 65534, not to uid 0, and was left alone"):
+        listen(path)
+    assert path.is_socket()
+
+
+def test_a_directory_where_others_may_replace_it_is_refused(path: Path) -> None:
+    path.parent.chmod(0o777)
+    with pytest.raises(Forbidden, match="has mode 777, so that other users could replace the socket"):
+        listen(path)
+    assert not path.exists()
+    path.parent.chmod(0o1777)
+    listener, _ = listen(path)
+    listener.close()
+
+
+def test_many_ranks_may_connect_at_once(path: Path) -> None:
+    """More than 128 ranks connect before the daemon accepts the first. The kernel allows net.core.somaxconn."""
+    listener, _ = listen(path)
+    count = min(1000, int(Path("/proc/sys/net/core/somaxconn").read_text()))
+    assert count > 128
+    with ExitStack() as held:
+        held.callback(listener.close)
+        for _ in range(count):
+            client = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            client.setblocking(False)
+            client.connect(str(path))
+        with pytest.raises(DaemonUnreachable, match="does not answer"):
+            Channel(path, 0.05)

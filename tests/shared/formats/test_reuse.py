@@ -1,0 +1,115 @@
+"""Tests which chunks of a new part are taken from an older one, without files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptd.shared.formats.binary import ALIGN, align
+from ckptd.shared.formats.part import Chunk, Linked
+from ckptd.shared.formats.plan import ChunkRange
+from ckptd.shared.formats.reuse import MOST_LINKED, ChunkCheck, StoredFile, StoredPart, choose, is_steady, new_hasher
+
+NONCE = bytes(16)
+
+
+def ranges(count: int, length: int = 10 * ALIGN) -> list[ChunkRange]:
+    return [ChunkRange(number * length, length, 4) for number in range(count)]
+
+
+def checks(count: int, *changed: int) -> list[ChunkCheck]:
+    """Return the checks of so many chunks. Those in `changed` differ from the usual ones."""
+    return [ChunkCheck(number + 1000 * (number in changed), bytes([number % 250, number in changed])) for number in range(count)]
+
+
+def stored(placed: list[int], sizes: dict[int, int] | None = None, **changes: Any) -> StoredPart:
+    """Return a part whose chunk n is in file placed[n]. Each file is as long as its chunks and a header, unless `sizes` says otherwise."""
+    found = ranges(len(placed))
+    files = [
+        StoredFile("tag", f"file-{n}", ALIGN + sum(c.length for c, f in zip(found, placed, strict=True) if f == n), Linked(0, NONCE, n, 1))
+        for n in range(max(placed) + 1)
+    ]
+    for number, size in (sizes or {}).items():
+        files[number] = StoredFile("tag", f"file-{number}", size, Linked(0, NONCE, number, 1))
+    usual = checks(len(placed))
+    chunks = [Chunk(c.offset, c.length, ALIGN, c.length, 0, c.element_size, usual[n].crc, 7) for n, c in enumerate(found)]
+    made: dict[str, Any] = {"attempt": 1, "world_size": 1, "chunks": chunks, "digests": [c.digest for c in usual], "placed": placed}
+    return StoredPart(**{**made, "files": files, **changes})
+
+
+def test_all_chunks_of_an_equal_part_are_reused() -> None:
+    before = stored([0, 0, 1, 1])
+    found = choose(before, ranges(4), checks(4))
+    assert {offset: known.chunk for offset, known in found.chunks.items()} == {c.raw_offset: c for c in before.chunks}
+    assert [found.files[known.file].name for known in found.chunks.values()] == ["file-0", "file-0", "file-1", "file-1"]
+    assert found.apart == frozenset()
+
+
+def test_a_changed_chunk_is_written_again() -> None:
+    found = choose(stored([0, 0, 0, 0]), ranges(4), checks(4, 1))
+    assert sorted(found.chunks) == [c.offset for n, c in enumerate(ranges(4)) if n != 1]
+    assert found.apart == frozenset()
+
+
+def test_an_equal_checksum_is_not_enough() -> None:
+    """A chunk with the same crc32c and another digest has changed; whether it may stay in its file for longer is not known."""
+    other = [ChunkCheck(check.crc, b"other") if number == 2 else check for number, check in enumerate(checks(4))]
+    found = choose(stored([0] * 4), ranges(4), other)
+    assert ranges(4)[2].offset not in found.chunks
+    assert len(found.chunks) == 3
+
+
+@pytest.mark.parametrize("missing", ["new", "old"])
+def test_without_digests_nothing_is_reused(missing: str) -> None:
+    before = stored([0] * 4, digests=[b""] * 4) if missing == "old" else stored([0] * 4)
+    now = checks(4) if missing == "old" else [ChunkCheck(check.crc) for check in checks(4)]
+    for wanted in (now, [ChunkCheck(check.crc) for check in checks(4)]):
+        found = choose(before, ranges(4), wanted)
+        assert (found.files, found.chunks) == ([], {})
+        assert found.apart == {c.offset for c in ranges(4)}
+
+
+def test_a_chunk_of_another_size_place_or_kind_is_another_chunk() -> None:
+    for other in (ChunkRange(0, 9 * ALIGN, 4), ChunkRange(0, 10 * ALIGN, 2), ChunkRange(64, 10 * ALIGN, 4)):
+        assert choose(stored([0]), [other], checks(1)).chunks == {}
+
+
+def test_a_file_is_linked_only_if_half_of_it_is_needed() -> None:
+    two = 2 * align(ranges(1)[0].length)
+    for size, linked in ((2 * two, True), (2 * two + 1, False)):
+        found = choose(stored([0, 0, 1, 1], {1: size}), ranges(4), checks(4))
+        assert ("file-1" in [file.name for file in found.files]) is linked
+        assert found.apart == (frozenset() if linked else {c.offset for c in ranges(4)[2:]})
+
+
+def test_a_few_small_chunks_get_no_file_of_their_own() -> None:
+    before = stored([0] * 128, {0: 1 << 40})
+    assert choose(before, ranges(128), checks(128, *range(126))).apart == {c.offset for c in ranges(128)[126:]}
+    assert choose(before, ranges(128), checks(128, *range(127))).apart == frozenset()
+
+
+def test_of_too_many_files_the_most_useful_are_linked() -> None:
+    placed = [*range(MOST_LINKED + 3), MOST_LINKED + 1]
+    found = choose(stored(placed), ranges(len(placed)), checks(len(placed)))
+    assert len(found.files) == MOST_LINKED
+    assert f"file-{MOST_LINKED + 1}" in [file.name for file in found.files]
+    assert len(found.apart) == len(placed) - len(found.chunks) == 3
+
+
+def test_a_part_of_which_little_stays_is_not_steady() -> None:
+    before = stored([0] * 128)
+    assert is_steady(None, ranges(128), checks(128))
+    assert is_steady(before, ranges(128), checks(128, *range(126)))
+    assert not is_steady(before, ranges(128), checks(128, *range(127)))
+
+
+def test_digests_tell_chunks_apart_and_need_no_whole_buffer() -> None:
+    whole, pieces = new_hasher(), new_hasher()
+    whole.update(b"ab" * 1000)
+    for piece in (b"ab" * 999, b"a", b"b"):
+        pieces.update(piece)
+    assert whole.digest() == pieces.digest()
+    assert len(whole.digest()) == 16
+    pieces.update(b"c")
+    assert whole.digest() != pieces.digest()

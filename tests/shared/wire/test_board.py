@@ -1,0 +1,181 @@
+"""The answer to what the nodes hold."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+
+from ckptd.shared.formats.replicas import Brief
+from ckptd.shared.wire.board import MOST_STEPS, Answer, Holding, answer, is_news, is_quiet
+
+NOTHING = Answer()
+
+
+def test_a_step_is_common_once_every_node_lists_it_and_stays_so() -> None:
+    nodes = {"a": Holding(held=[1, 2], done=2), "b": Holding(held=[1], done=1)}
+    first = answer(nodes, NOTHING)
+    assert first == Answer(common=[1])
+    assert answer({"a": Holding(held=[2], done=2, durable=1), "b": Holding(held=[2], done=2, durable=1)}, first) == Answer(common=[1, 2])
+
+
+def test_a_step_is_dead_once_a_node_is_done_with_it() -> None:
+    waiting = {"a": Holding(held=[1], done=1), "b": Holding(held=[], done=0)}
+    assert answer(waiting, NOTHING) == NOTHING
+    failed = waiting | {"b": Holding(held=[], done=1, failed={1: ("storage", "rank 1: disk full (on b)")})}
+    dead = Answer(dead={1: ("storage", "rank 1: disk full (on b)")})
+    assert answer(failed, NOTHING) == dead
+    assert answer(waiting | {"b": Holding(held=[], done=5)}, NOTHING) == Answer(dead={1: ("snapshot-failed", "step 1 was not taken on b")})
+    assert answer(waiting, dead) == dead
+
+
+def test_a_step_that_no_node_holds_is_neither() -> None:
+    assert answer({"a": Holding(done=3), "b": Holding(done=2)}, NOTHING) == NOTHING
+
+
+def test_what_is_durable_is_not_dead_on_nodes_that_have_freed_it() -> None:
+    freed = Holding(held=[3], done=3, durable=1)
+    assert answer({"a": freed, "b": Holding(held=[1, 3], done=3)}, NOTHING) == Answer(common=[3])
+
+
+def test_a_node_that_has_shown_nothing_holds_nothing_up() -> None:
+    assert answer({"a": Holding(held=[1], done=1), "b": Holding()}, NOTHING) == NOTHING
+    assert answer({}, NOTHING) == NOTHING
+
+
+def test_an_answer_stays_small() -> None:
+    found = NOTHING
+    for step in range(3 * MOST_STEPS):
+        dies = step % 2 == 0
+        found = answer({"a": Holding(held=[step], done=step), "b": Holding(held=[] if dies else [step], done=step)}, found)
+    assert found.common == list(range(MOST_STEPS + 1, 3 * MOST_STEPS, 2))[-MOST_STEPS:]
+    assert list(found.dead) == list(range(MOST_STEPS, 3 * MOST_STEPS, 2))[-MOST_STEPS:]
+
+
+def test_no_step_is_both_common_and_dead() -> None:
+    """Try all holdings of two steps on two nodes, one after the other."""
+    ways = [
+        Holding(held=list(held), done=done, durable=durable)
+        for held in ([], [1], [2], [1, 2])
+        for done in (-1, 1, 2)
+        for durable in (-1, 1)
+        if max(held, default=0) <= max(done, 0) or done == -1
+    ]
+    for one, other in itertools.product(ways, ways):
+        first = answer({"a": one, "b": other}, NOTHING)
+        assert not set(first.common) & first.dead.keys()
+        for later in ways:
+            second = answer({"a": later, "b": other}, first)
+            assert not set(second.common) & second.dead.keys(), (one, other, later)
+            assert set(first.common) <= set(second.common)
+            assert first.dead.items() <= second.dead.items()
+
+
+# -- missing ranks
+
+CAME = Holding(held=[1, 2], done=2, ranks=[0, 1], overdue=[2])
+"""A node that has sealed steps 1 and 2, and waits for step 2."""
+
+
+@pytest.mark.parametrize(
+    ("other", "missing"),
+    [
+        (Holding(held=[1], done=1, ranks=[2, 3]), {2: [2, 3]}),
+        (Holding(held=[1], done=1, ranks=[2, 3], begun={2: [3]}), {2: [3]}),
+        (Holding(held=[1], done=1, ranks=[2, 3], begun={2: []}), {}),  # its ranks still copy
+        (Holding(held=[1], done=1), {}),  # an older daemon, which does not show what it has begun
+        (Holding(held=[1, 2], done=2, ranks=[2, 3]), {}),
+        (Holding(held=[1], done=2, ranks=[2, 3]), {}),  # the step is dead
+        (Holding(held=[1], done=1, durable=2, ranks=[2, 3]), {}),
+    ],
+)
+def test_the_ranks_of_a_node_that_shows_nothing_of_an_overdue_step_are_missing(other: Holding, missing: dict[int, list[int]]) -> None:
+    assert answer({"a": CAME, "b": other}, NOTHING).missing == missing
+
+
+def test_ranks_of_all_nodes_are_missing_together() -> None:
+    one = Holding(done=4, ranks=[0, 1], begun={5: [1]}, overdue=[5])
+    others = {"b": Holding(done=4, ranks=[3, 5]), "c": Holding(done=4, ranks=[2, 4])}
+    assert answer({"a": one, **others}, NOTHING).missing == {5: [1, 2, 3, 4, 5]}
+    assert answer({"a": msgspec.structs.replace(one, overdue=[]), **others}, NOTHING).missing == {}
+
+
+def test_only_the_first_step_that_misses_a_rank_is_named() -> None:
+    node = Holding(done=4, ranks=[0, 1], begun={5: [], 6: [1], 7: [0, 1]}, overdue=[5, 6, 7])
+    assert answer({"a": node}, NOTHING).missing == {6: [1]}
+    assert answer({"a": node}, Answer(common=[6])).missing == {7: [0, 1]}
+
+
+def test_old_nodes_get_the_answer_that_they_know() -> None:
+    assert msgspec.msgpack.encode(Answer()) == msgspec.msgpack.encode({})
+    assert msgspec.msgpack.encode(Answer(common=[1])) == msgspec.msgpack.encode({"common": [1]})
+
+
+# -- news
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "news"),
+    [
+        (None, Holding(), True),
+        (Holding(), Holding(), False),
+        (Holding(done=1), Holding(held=[2], done=2), True),
+        (Holding(done=1), Holding(done=2), True),  # skipped: other nodes may hold it
+        (Holding(held=[2], done=2), Holding(held=[], done=2), True),  # lost
+        (Holding(held=[2], done=2), Holding(held=[], done=2, durable=2), False),
+        (Holding(held=[1, 2], done=2), Holding(held=[2], done=2), False),  # 1 is common
+        (Holding(held=[3], done=3), Holding(held=[], done=3), False),  # 3 is dead
+        (Holding(), Holding(failed={4: ("storage", "full")}), True),
+        (Holding(failed={4: ("storage", "full")}), Holding(), False),
+        (Holding(), Holding(begun={2: [1]}), True),
+        (Holding(begun={2: [1]}), Holding(begun={2: []}), True),  # rank 1 has come
+        (Holding(begun={2: []}), Holding(begun={2: []}), False),
+        (Holding(begun={2: []}), Holding(), False),  # another change says why
+        (Holding(), Holding(overdue=[2]), True),
+        (Holding(overdue=[2]), Holding(overdue=[2]), False),
+        (Holding(overdue=[2]), Holding(), False),
+        (Holding(), Holding(overdue=[1]), False),  # 1 is common
+    ],
+)
+def test_only_what_another_node_may_wait_for_is_news(before: Holding | None, after: Holding, news: bool) -> None:
+    assert is_news(after, before, Answer(common=[1], dead={3: ("storage", "full")})) == news
+
+
+# -- quiet
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "quiet"),
+    [
+        (Holding(), Holding(), True),
+        (Holding(held=[1], done=1), Holding(held=[1], done=1), True),  # 1 is common
+        (Holding(held=[3], done=3), Holding(done=3), True),  # 3 is dead
+        (Holding(held=[4], done=4, durable=4), Holding(done=4), True),  # freed on the other node
+        (Holding(held=[4], done=4), Holding(done=4, durable=4), True),
+        (Holding(done=4), Holding(held=[4], done=4), False),
+        (Holding(done=4), Holding(done=3), False),  # the other node may still seal 4, which this one has skipped
+        (Holding(held=[1], done=1), Holding(held=[1, 2], done=2), False),
+    ],
+)
+def test_it_is_quiet_only_while_no_node_waits_for_another_one(one: Holding, other: Holding, quiet: bool) -> None:
+    given = Answer(common=[1], dead={3: ("storage", "full")})
+    assert is_quiet({"a": one, "b": other}, given) == is_quiet({"a": other, "b": one}, given) == quiet
+
+
+def brief(digest: bytes, ranks: str = "rank 0", key: str = "") -> Brief:
+    return Brief(b"groupAAA", digest, ranks, key)
+
+
+def test_a_step_in_which_nodes_differ_is_dead_instead_of_common() -> None:
+    alike = {"a": Holding(held=[1], done=1, replicas={1: [brief(b"x")]}), "b": Holding(held=[1], done=1, replicas={1: [brief(b"x")]})}
+    assert answer(alike, NOTHING) == Answer(common=[1])
+    older = alike | {"b": Holding(held=[1], done=1)}
+    assert answer(older, NOTHING) == Answer(common=[1]), "a node of an older version shows no digests"
+    unlike = alike | {"b": Holding(held=[1], done=1, replicas={1: [brief(b"y", "ranks 1, 2", "experts.0.weight")]})}
+    why = (
+        "step 1 failed: at least one of the tensors that rank 0 and ranks 1, 2 share differs between them (the first of these tensors is "
+        "experts.0.weight): mark what is each rank's own with per_rank(...)"
+    )
+    assert answer(unlike, NOTHING) == Answer(dead={1: ("snapshot-failed", why)})
+    assert answer(alike, Answer(dead={1: ("snapshot-failed", why)})).common == [], "it stays so"
