@@ -1,8 +1,10 @@
-"""The public API of a training script: `snapshot`, `recover`, `close`, and the classes that go with them.
+"""The public API of a training script: `snapshot`, `recover`, `close`, and the classes
+that go with them.
 
-`per_rank` marks a value that differs from rank to rank. `Agent` is the object behind the functions, and `Schedule` decides when to
-snapshot. The retention policies, such as `LatestN`, decide which checkpoints to keep. `Checkpoint` reads a checkpoint without a daemon.
-`StorageWriter` and `StorageReader` serve `torch.distributed.checkpoint`.
+`per_rank` marks a value that differs from rank to rank. `Agent` is the object behind
+the functions, and `Schedule` decides when to snapshot. The retention policies, such as
+`LatestN`, decide which checkpoints to keep. `Checkpoint` reads a checkpoint without a
+daemon. `StorageWriter` and `StorageReader` serve `torch.distributed.checkpoint`.
 
 recovered = recover({"model": model, "optim": optimizer})
 for step in range(recovered.step + 1 if recovered else 0, steps):
@@ -13,7 +15,8 @@ close()
 
 from __future__ import annotations
 
-# First, because the other imports would fail on an old torch with an error that does not say why.
+# First, because the other imports would fail on an old torch with an error that does
+# not say why.
 from ckptd.agent import torch_support  # noqa: F401
 from ckptd.agent.agent import Agent
 from ckptd.agent.dcp.storage_reader import StorageReader
@@ -25,7 +28,15 @@ from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.schedule import Schedule
 from ckptd.agent.state.tree import per_rank
 from ckptd.shared.errors import CkptdError
-from ckptd.shared.retention import BestN, CustomSteps, EveryNSeconds, EveryNSteps, LatestDuration, LatestN, PreserveAll
+from ckptd.shared.retention import (
+    BestN,
+    CustomSteps,
+    EveryNSeconds,
+    EveryNSteps,
+    LatestDuration,
+    LatestN,
+    PreserveAll,
+)
 
 __all__ = [
     "Agent",

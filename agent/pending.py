@@ -1,4 +1,6 @@
-"""`Pending`, the result of `snapshot()`: the progress of one snapshot, which any thread may read or wait for."""
+"""`Pending`, the result of `snapshot()`: the progress of one snapshot, which any thread
+may read or wait for.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +30,37 @@ _RANK = {"staged": 0, "sealed": 1, "durable": 2, "uploaded": 3}
 
 
 class Pending:
-    """One snapshot on its way to storage. `snapshot()` returns it; any thread may read it or wait.
+    """One snapshot on its way to storage.
+
+    `snapshot()` returns it; any thread may read it or wait.
 
     step, attempt: the step and the attempt of the snapshot.
-    persist: True if the snapshot is to be saved to storage, False if it is kept in memory only.
-    stall: seconds for which the call of `snapshot` held the training; 0.0 until that call returns.
-    lost_seconds: seconds by which the training is behind because of this snapshot: its call, and the steps that took longer than usual
-        until it was durable. None until a step of an optimizer has ended, and if fewer than 3 undisturbed steps are known. The noise of
-        the step times may make it negative.
-    error: the reason if the snapshot failed, was skipped, or was kept in memory only and can no longer become durable; otherwise None.
+    persist: True if the snapshot is to be saved to storage, False if it is kept in
+        memory only.
+    stall: seconds for which the call of `snapshot` held the training; 0.0 until that
+        call returns.
+    lost_seconds: seconds by which the training is behind because of this snapshot: its
+        call, and the steps that took longer than usual until it was durable. None until
+        a step of an optimizer has ended, and if fewer than 3 undisturbed steps are
+        known. The noise of the step times may make it negative.
+    error: the reason if the snapshot failed, was skipped, or was kept in memory only
+        and can no longer become durable; otherwise None.
     segment: the name of its slot's segment, "" until a slot is granted.
-    unsaved: with unsavable="skip", the reason for each key that was left out of the snapshot, otherwise None.
+    unsaved: with unsavable="skip", the reason for each key that was left out of the
+        snapshot, otherwise None.
     """
 
     def __init__(
-        self, step: int, attempt: int = 0, *, persist: bool = True, note: Callable[[Pending], object] = lambda pending: None
+        self,
+        step: int,
+        attempt: int = 0,
+        *,
+        persist: bool = True,
+        note: Callable[[Pending], object] = lambda pending: None,
     ) -> None:
-        """`note` is called with this Pending when its state has become "sealed" or final, on the thread that has changed the state."""
+        """`note` is called with this Pending when its state has become "sealed" or
+        final, on the thread that has changed the state.
+        """
         self.step = step
         self.attempt = attempt
         self.persist = persist
@@ -55,13 +71,18 @@ class Pending:
         self.error: CkptdError | None = None
         self.segment = ""
         self.meets = True
-        """False if this rank keeps its plan, and so meets the other ranks in no round for this step."""
+        """False if this rank keeps its plan, and so meets the other ranks in no round
+        for this step.
+        """
         self.unsaved: dict[str, str] | None = None
         self._state = SnapshotState.NEW
         self._was_sealed = False
-        self._local = False  # True if the daemon has a stage, and so a durable checkpoint may be on the local disk only
+        # True if the daemon has a stage, and so a durable checkpoint may be on the
+        # local disk only
+        self._local = False
         self._uploaded = False
-        self._never: CkptdError | None = None  # the reason why a durable checkpoint cannot become "uploaded" any more
+        # The reason why a durable checkpoint cannot become "uploaded" any more.
+        self._never: CkptdError | None = None
         self._over = False  # True once a memory-only snapshot can no longer become durable
         self._note = note
         self._lock = threading.RLock()
@@ -69,35 +90,49 @@ class Pending:
 
     @property
     def state(self) -> str:
-        """The state of the snapshot: "staged", "sealed", "durable", "uploaded", "failed" or "skipped".
+        """The state of the snapshot: "staged", "sealed", "durable", "uploaded",
+        "failed" or "skipped".
 
-        "staged": this rank's slot is not complete yet. "sealed": this rank's slot is complete, in memory. "durable": the checkpoint is
-        committed to storage, with the parts of all ranks. If the daemon has a stage, and the job is on one node only, "durable" means that
-        it is committed on the local disk of this node. "uploaded": the daemon has a stage, and the checkpoint is committed in the root.
-        Without a stage, a durable checkpoint is in the root. "failed" and "skipped": `error` has the reason.
+        "staged": this rank's slot is not complete yet. "sealed": this rank's slot is
+        complete, in memory. "durable": the checkpoint is committed to storage, with the
+        parts of all ranks. If the daemon has a stage, and the job is on one node only,
+        "durable" means that it is committed on the local disk of this node. "uploaded":
+        the daemon has a stage, and the checkpoint is committed in the root. Without a
+        stage, a durable checkpoint is in the root. "failed" and "skipped": `error` has
+        the reason.
         """
         return "uploaded" if self._uploaded else _SHOWN[self._state]
 
     @property
     def done(self) -> bool:
-        """True if the save is over: the state is "durable", "uploaded", "failed" or "skipped"."""
+        """True if the save is over: the state is "durable", "uploaded", "failed" or
+        "skipped".
+        """
         return self._state in (SnapshotState.DURABLE, SnapshotState.FAILED, SnapshotState.SKIPPED)
 
     def wait(self, state: str = "durable", timeout: float | None = None) -> Pending:
-        """Wait until the snapshot has reached `state`, or a later one, and return this Pending.
+        """Wait until the snapshot has reached `state`, or a later one, and return this
+        Pending.
 
-        state: "staged" (a slot is granted), "sealed" (this rank's slot is complete, in memory), "durable" (the checkpoint is committed to
-            storage, by all ranks) or "uploaded" (it is committed in the root). If the daemon has a stage, "durable" means the local disk of
-            this node. If that disk is lost, so is the checkpoint, until it is "uploaded". Without a stage, the two are the same. A snapshot
-            with `persist=False` becomes durable only if its trainer dies or closes, or the daemon stops, while it is the newest.
+        state: "staged" (a slot is granted), "sealed" (this rank's slot is complete, in
+            memory), "durable" (the checkpoint is committed to storage, by all ranks) or
+            "uploaded" (it is committed in the root). If the daemon has a stage,
+            "durable" means the local disk of this node. If that disk is lost, so is the
+            checkpoint, until it is "uploaded". Without a stage, the two are the same. A
+            snapshot with `persist=False` becomes durable only if its trainer dies or
+            closes, or the daemon stops, while it is the newest.
         timeout: seconds to wait. Default: no limit.
 
-        Raises `error` if the snapshot can no longer reach that state; TimeoutError after `timeout` seconds; ValueError for an unknown
-        state. Raises Busy if it would have to wait inside another call of this thread, for example in a signal handler that interrupts
-        `snapshot`: the interrupted call cannot continue until the handler returns.
+        Raises `error` if the snapshot can no longer reach that state; TimeoutError
+        after `timeout` seconds; ValueError for an unknown state. Raises Busy if it
+        would have to wait inside another call of this thread, for example in a signal
+        handler that interrupts `snapshot`: the interrupted call cannot continue until
+        the handler returns.
         """
         if state not in _RANK:
-            raise ValueError(f"state is {state!r}; expected 'staged', 'sealed', 'durable' or 'uploaded'")
+            raise ValueError(
+                f"state is {state!r}; expected 'staged', 'sealed', 'durable' or 'uploaded'"
+            )
         settled = self._settled(state)
         if not settled and (outer := call_around()):
             raise Nested("wait()", f"{outer}()")
@@ -111,7 +146,11 @@ class Pending:
 
     def _settled(self, state: str) -> bool:
         """Return True if the snapshot has reached the state, or can no longer reach it."""
-        if self._reached(state) or self._over or self._state in (SnapshotState.FAILED, SnapshotState.SKIPPED):
+        if (
+            self._reached(state)
+            or self._over
+            or self._state in (SnapshotState.FAILED, SnapshotState.SKIPPED)
+        ):
             return True
         return self._never is not None and self._state is SnapshotState.DURABLE
 
@@ -120,7 +159,11 @@ class Pending:
             return True
         if state == "uploaded" and self._state is SnapshotState.DURABLE and not self._local:
             return True
-        return self.state in _RANK and _RANK[self.state] >= _RANK[state] and self._state is not SnapshotState.NEW
+        return (
+            self.state in _RANK
+            and _RANK[self.state] >= _RANK[state]
+            and self._state is not SnapshotState.NEW
+        )
 
     def __repr__(self) -> str:
         why = f": {self.error}" if self.error else ""
@@ -134,7 +177,9 @@ class Pending:
 
     @property
     def held(self) -> float:
-        """Seconds for which the call of `snapshot` has held the training so far; 0.0 if `dcp.save` takes it instead."""
+        """Seconds for which the call of `snapshot` has held the training so far; 0.0 if
+        `dcp.save` takes it instead.
+        """
         return self.stall or (0.0 if self.begun is None else time.perf_counter() - self.begun)
 
     @property
@@ -142,11 +187,16 @@ class Pending:
         return self._state is not SnapshotState.NEW
 
     def expect_upload(self) -> None:
-        """Record that the daemon has a stage. Called before the snapshot becomes durable."""
+        """Record that the daemon has a stage.
+
+        Called before the snapshot becomes durable.
+        """
         self._local = True
 
     def upload(self, error: CkptdError | None = None) -> None:
-        """Record that a durable checkpoint is in the root, or the reason why that can no longer be known. The first call counts."""
+        """Record that a durable checkpoint is in the root, or the reason why that can
+        no longer be known. The first call counts.
+        """
         with self._lock:
             if self._uploaded or self._never is not None:
                 return
@@ -156,7 +206,8 @@ class Pending:
     def move(self, event: Event) -> None:
         """Apply an event to the state, and wake the waiting threads.
 
-        Raises the error of the snapshot if it has failed meanwhile, for example because another rank could not take the step.
+        Raises the error of the snapshot if it has failed meanwhile, for example because
+        another rank could not take the step.
         """
         with self._lock:
             if self._state is SnapshotState.FAILED:
@@ -172,27 +223,41 @@ class Pending:
     def seal(self) -> None:
         """Move to "sealed" from any earlier state.
 
-        Needed if Ctrl-C came after the slot's header was sealed and before this state had followed.
+        Needed if Ctrl-C came after the slot's header was sealed and before this state
+        had followed.
         """
-        for before, event in ((SnapshotState.NEW, Event.GRANT), (SnapshotState.FILLING, Event.STAGE), (SnapshotState.STAGED, Event.SEAL)):
+        for before, event in (
+            (SnapshotState.NEW, Event.GRANT),
+            (SnapshotState.FILLING, Event.STAGE),
+            (SnapshotState.STAGED, Event.SEAL),
+        ):
             if self._state is before:
                 self.move(event)
 
     def fail(self, error: CkptdError) -> None:
-        """Mark the snapshot as failed. Does nothing if its state is final, so the first error counts."""
+        """Mark the snapshot as failed.
+
+        Does nothing if its state is final, so the first error counts.
+        """
         with self._lock:
             if self.done:
                 return
             self.error = error
             self._state = step(self._state, Event.FAIL)
-            log.error("snapshot of step %d failed: %s", self.step, str(error).removeprefix(f"step {self.step} failed: "))
+            log.error(
+                "snapshot of step %d failed: %s",
+                self.step,
+                str(error).removeprefix(f"step {self.step} failed: "),
+            )
         self._waiters.notify()
         self._note(self)
 
     def skip(self, reason: str) -> None:
-        """Mark the snapshot as skipped because it gets no slot, or as failed if it had a smaller slot before.
+        """Mark the snapshot as skipped because it gets no slot, or as failed if it had
+        a smaller slot before.
 
-        Does nothing if its state is final: another rank may have failed the step before the refusal arrived.
+        Does nothing if its state is final: another rank may have failed the step before
+        the refusal arrived.
         """
         with self._lock:
             skipped = self._state is SnapshotState.NEW
@@ -207,7 +272,9 @@ class Pending:
         self._note(self)
 
     def supersede(self, why: str = "a newer snapshot has replaced it there") -> None:
-        """Record that a memory-only snapshot can no longer become durable, because its slot is filled again or the agent closes."""
+        """Record that a memory-only snapshot can no longer become durable, because its
+        slot is filled again or the agent closes.
+        """
         with self._lock:
             if not self.done:
                 self.error = SnapshotFailed(f"step {self.step} was kept in memory only, and {why}")

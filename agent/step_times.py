@@ -1,4 +1,6 @@
-"""Measures how much training time each snapshot costs, by the times between the steps of an optimizer."""
+"""Measures how much training time each snapshot costs, by the times between the steps
+of an optimizer.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,28 @@ from ckptd.agent.pending import Pending
 from ckptd.shared.wire.messages import TrainingCost
 
 _REMEMBERED, _FEWEST = 64, 3
-"""The quiet steps that are remembered, and the fewest that say how long a step usually takes."""
+"""The quiet steps that are remembered, and the fewest that say how long a step usually
+takes.
+"""
 _MOST_ON_THEIR_WAY = 8
-"""The most snapshots that are followed at the same time. Without an optimizer that steps, none of them would ever end."""
+"""The most snapshots that are followed at the same time. Without an optimizer that
+steps, none of them would ever end.
+"""
 _MOST = 2
-"""The most usual steps that one step can lose beside the call of `snapshot`. A longer one has done something else, such as validation."""
+"""The most usual steps that one step can lose beside the call of `snapshot`. A longer
+one has done something else, such as validation.
+"""
 
 
 class StepTimes:
-    """The step times of one training. A step is quiet if no snapshot was on its way while it ran.
+    """The step times of one training.
 
-    Only the steps of one optimizer are counted: the first that takes one, and another once that one no longer steps. `usual`: the median
-    time of the last quiet steps in seconds, or None if there were too few. `last`: the last snapshot whose cost is known, or None.
+    A step is quiet if no snapshot was on its way while it ran.
+
+    Only the steps of one optimizer are counted: the first that takes one, and another
+    once that one no longer steps. `usual`: the median time of the last quiet steps in
+    seconds, or None if there were too few. `last`: the last snapshot whose cost is
+    known, or None.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -38,10 +50,13 @@ class StepTimes:
         self._ended = self._held = 0.0
         self._quiet: deque[float] = deque(maxlen=_REMEMBERED)
         self._others = 0  # steps of other optimizers since the counted one has stepped
-        # A lock would deadlock: a signal handler may call `snapshot` while `_stepped` runs on the same thread.
+        # A lock would deadlock: a signal handler may call `snapshot` while `_stepped`
+        # runs on the same thread.
         self._on_their_way: deque[Pending] = deque(maxlen=_MOST_ON_THEIR_WAY)
         me = weakref.WeakMethod(self._stepped)
-        hook = register_optimizer_step_post_hook(lambda optimizer, *_: (found := me()) and found(optimizer))
+        hook = register_optimizer_step_post_hook(
+            lambda optimizer, *_: (found := me()) and found(optimizer)
+        )
         self.close = weakref.finalize(self, hook.remove)
 
     @property
@@ -57,9 +72,11 @@ class StepTimes:
         return TrainingCost(step=last.step, seconds=last.lost_seconds, usual=usual)
 
     def begin(self, pending: Pending) -> None:
-        """Count the steps from now on until the snapshot is durable, or has ended otherwise, as steps that it may have slowed down.
+        """Count the steps from now on until the snapshot is durable, or has ended
+        otherwise, as steps that it may have slowed down.
 
-        Called when `snapshot` returns. A snapshot that has failed or was skipped by then is not counted.
+        Called when `snapshot` returns. A snapshot that has failed or was skipped by
+        then is not counted.
         """
         if pending.state not in ("failed", "skipped"):
             self._on_their_way.append(pending)
@@ -85,7 +102,9 @@ class StepTimes:
             self._quiet.append(took)
         elif (usual := self.usual) is not None:
             self.last = found[-1]
-            self.last.lost_seconds = (self.last.lost_seconds or 0.0) + held + min(took - held - usual, _MOST * usual)
+            self.last.lost_seconds = (
+                (self.last.lost_seconds or 0.0) + held + min(took - held - usual, _MOST * usual)
+            )
 
 
 def _is_over(pending: Pending) -> bool:

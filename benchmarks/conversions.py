@@ -1,11 +1,15 @@
-"""Measures the time, the bytes and the memory of exports and imports, beside the ways that PyTorch and transformers have.
+"""Measures the time, the bytes and the memory of exports and imports, beside the ways
+that PyTorch and transformers have.
 
-`python -m benchmarks.conversions [--gigabytes N]`. The state is that of a transformer with random weights in bf16 and no optimizer, 5 GB by
-default. Each way runs in a process of its own, whose most memory (ru_maxrss) counts, without that of the imports. The files that are read
-were dropped from the page cache, and the time ends when what was written is synced.
+`python -m benchmarks.conversions [--gigabytes N]`. The state is that of a transformer
+with random weights in bf16 and no optimizer, 5 GB by default. Each way runs in a
+process of its own, whose most memory (ru_maxrss) counts, without that of the imports.
+The files that are read were dropped from the page cache, and the time ends when what
+was written is synced.
 
-dcp_to_torch_save, save_pretrained and dcp.load check nothing of what they read or write, and dcp.load writes nothing. Exports check both,
-imports check what they write, and both read it back.
+dcp_to_torch_save, save_pretrained and dcp.load check nothing of what they read or
+write, and dcp.load writes nothing. Exports check both, imports check what they write,
+and both read it back.
 """
 
 from __future__ import annotations
@@ -38,7 +42,9 @@ SPARE = 512 << 20
 
 
 def state_of(nbytes: int) -> dict[str, torch.Tensor]:
-    """Return a state dict of about so many bytes: one large embedding, and layers of 32 MiB."""
+    """Return a state dict of about so many bytes: one large embedding, and layers of 32
+    MiB.
+    """
     state = {"embedding": torch.randn(LARGEST // 2 // 1024, 1024, dtype=torch.bfloat16)}
     for number in range(max(1, (nbytes - LARGEST) >> 25)):
         state[f"layers.{number}.weight"] = torch.randn(4096, 4096, dtype=torch.bfloat16)
@@ -63,7 +69,10 @@ def by_dcp_load(place: Path, out: Path) -> None:
     """Load into new tensors, and write nothing."""
     out.mkdir()
     entries = FileSystemReader(place / "dcp").read_metadata().state_dict_metadata
-    state = {name: torch.zeros(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}  # type: ignore[union-attr]
+    state = {
+        name: torch.zeros(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
+        for name, entry in entries.items()
+    }
     dcp.load(state, checkpoint_id=place / "dcp", no_dist=True)
 
 
@@ -72,15 +81,22 @@ def by_dcp_to_torch_save(place: Path, out: Path) -> None:
 
 
 def by_save_pretrained(place: Path, out: Path) -> None:
-    """Load with dcp.load and write the shards as `save_pretrained` does, with the library safetensors."""
+    """Load with dcp.load and write the shards as `save_pretrained` does, with the
+    library safetensors.
+    """
     from huggingface_hub import save_torch_state_dict
 
     out.mkdir()
 
     entries = FileSystemReader(place / "dcp").read_metadata().state_dict_metadata
-    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}  # type: ignore[union-attr]
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
+        for name, entry in entries.items()
+    }
     dcp.load(state, checkpoint_id=place / "dcp", no_dist=True)
-    save_torch_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()}, out)
+    save_torch_state_dict(
+        {name.removeprefix("model."): tensor for name, tensor in state.items()}, out
+    )
 
 
 def _run(pipe: Connection, way: Callable[[Path, Path], None], place: Path, out: Path) -> None:
@@ -88,11 +104,18 @@ def _run(pipe: Connection, way: Callable[[Path, Path], None], place: Path, out: 
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     way(place, out)
     os.sync()
-    pipe.send((time.perf_counter() - begun, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)))
+    pipe.send(
+        (
+            time.perf_counter() - begun,
+            1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before),
+        )
+    )
 
 
 def measured(way: Callable[[Path, Path], None], place: Path) -> tuple[float, int, int]:
-    """Return the seconds that a way takes in a process of its own, the bytes that it writes, and the memory that it takes."""
+    """Return the seconds that a way takes in a process of its own, the bytes that it
+    writes, and the memory that it takes.
+    """
     out = place / "out"
     settled()
     for file in place.rglob("*"):
@@ -106,7 +129,11 @@ def measured(way: Callable[[Path, Path], None], place: Path) -> tuple[float, int
     theirs.close()
     seconds, memory = ours.recv()
     process.join()
-    nbytes = sum(file.stat().st_size for file in (out.rglob("*") if out.is_dir() else [out]) if file.is_file())
+    nbytes = sum(
+        file.stat().st_size
+        for file in (out.rglob("*") if out.is_dir() else [out])
+        if file.is_file()
+    )
     shutil.rmtree(out) if out.is_dir() else out.unlink()
     return seconds, nbytes, memory
 
@@ -116,10 +143,16 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=5.2)
     warnings.simplefilter("ignore")
     nbytes = int(1e9 * parser.parse_args().gigabytes)
-    ways: dict[str, Callable[[Path, Path], None]] = {f"export to {to}": by_export(to) for to in FORMATS}
-    ways |= {"dcp_to_torch_save": by_dcp_to_torch_save, "dcp.load and save_torch_state_dict": by_save_pretrained}
+    ways: dict[str, Callable[[Path, Path], None]] = {
+        f"export to {to}": by_export(to) for to in FORMATS
+    }
+    ways |= {
+        "dcp_to_torch_save": by_dcp_to_torch_save,
+        "dcp.load and save_torch_state_dict": by_save_pretrained,
+    }
     with home() as place:
-        writer = get_context("fork").Process(target=_make, args=(place.path, nbytes))  # so that this process stays small
+        # So that this process stays small.
+        writer = get_context("fork").Process(target=_make, args=(place.path, nbytes))
         writer.start()
         writer.join()
         found = {name: measured(way, place.path) for name, way in ways.items()}

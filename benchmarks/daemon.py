@@ -1,7 +1,10 @@
-"""Measures what an idle daemon costs: the time to ready, and resident memory. `python -m benchmarks.daemon [--runs N] [--records N]`
+"""Measures what an idle daemon costs: the time to ready, and resident memory.
 
-The time is from `fork` to the ready message on the pipe, with the start of Python. The memory is the daemon's own RSS one second later.
-Then it is started again on a journal of that many records.
+`python -m benchmarks.daemon [--runs N] [--records N]`
+
+The time is from `fork` to the ready message on the pipe, with the start of Python. The
+memory is the daemon's own RSS one second later. Then it is started again on a journal
+of that many records.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ MOST_RSS, MOST_SECONDS = 60e6, 0.5
 
 
 def fill(place: Home, records: int) -> None:
-    """Write a journal of this many records: for each save that it is staged, and that it is committed."""
+    """Write a journal of this many records: for each save that it is staged, and that
+    it is committed.
+    """
     directory = os.open(place.journal, os.O_RDONLY)
     with ThreadPoolExecutor(1) as pool:
         journal = Journal.open(PosixFileSystem(), directory, pool)
@@ -34,7 +39,14 @@ def fill(place: Home, records: int) -> None:
             for step in range(records // 2):
                 tag = f"step-{step:08d}.a0001"
                 await journal.append(
-                    r.Staging(job="job", attempt=1, step=step, rank=0, tag=tag, file=f"rank-00000.{step:032x}.ckpt"),
+                    r.Staging(
+                        job="job",
+                        attempt=1,
+                        step=step,
+                        rank=0,
+                        tag=tag,
+                        file=f"rank-00000.{step:032x}.ckpt",
+                    ),
                     r.Committed(job="job", attempt=1, step=step, tag=tag, seq=step + 1),
                 )
             await journal.close()
@@ -46,7 +58,9 @@ def fill(place: Home, records: int) -> None:
 
 
 def with_journal(records: int) -> tuple[float, float]:
-    """Return the seconds to ready, and those of the recovery, with a journal of this many records."""
+    """Return the seconds to ready, and those of the recovery, with a journal of this
+    many records.
+    """
     with home() as place:
         Daemon(place).wait_ready().stop()
         fill(place, records)
@@ -73,12 +87,21 @@ def main() -> None:
             inside.append(float(place.log_text().split(" ready in ")[1].split(" s")[0]))
             daemon.stop()
     spread = f"median of {len(seconds)}; least {min(seconds):.3f}, most {max(seconds):.3f}"
-    print(f"time to ready   {statistics.median(seconds):.3f} s ({spread}); wanted: at most {MOST_SECONDS} s")
+    print(
+        f"time to ready   {statistics.median(seconds):.3f} s ({spread}); wanted: at most "
+        f"{MOST_SECONDS} s"
+    )
     print(f"  of it recovery {statistics.median(inside):.3f} s")
     again = [with_journal(options.records) for _ in range(options.runs)]
     whole, own = (statistics.median(times) for times in zip(*again, strict=True))
-    print(f"with {options.records:,d} records {whole:.3f} s, of it recovery {own:.3f} s; wanted: recovery in at most {MOST_SECONDS} s")
-    print(f"idle RSS        {statistics.median(rss) / 1e6:.1f} MB (most {max(rss) / 1e6:.1f}); wanted: at most {MOST_RSS / 1e6:.0f} MB")
+    print(
+        f"with {options.records:,d} records {whole:.3f} s, of it recovery {own:.3f} s; wanted: "
+        f"recovery in at most {MOST_SECONDS} s"
+    )
+    print(
+        f"idle RSS        {statistics.median(rss) / 1e6:.1f} MB (most {max(rss) / 1e6:.1f}); "
+        f"wanted: at most {MOST_RSS / 1e6:.0f} MB"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Measures what a checkpoint costs if 99 % of the state has not changed since the checkpoint before, as in fine-tuning with LoRA.
+"""Measures what a checkpoint costs if 99 % of the state has not changed since the
+checkpoint before, as in fine-tuning with LoRA.
 
-`python -m benchmarks.frozen [--copies N] [--rounds N]`. The state is that of `saves.py`, with another tensor of a hundredth of its bytes.
-Only that tensor changes. In each round a new job saves the state twice. "seconds" begins when the state has been copied, and ends when it
-is durable. `dcp.save` stores everything each time, and is measured beside it.
+`python -m benchmarks.frozen [--copies N] [--rounds N]`. The state is that of
+`saves.py`, with another tensor of a hundredth of its bytes. Only that tensor changes.
+In each round a new job saves the state twice. "seconds" begins when the state has been
+copied, and ends when it is durable. `dcp.save` stores everything each time, and is
+measured beside it.
 """
 
 from __future__ import annotations
@@ -60,14 +63,35 @@ def main() -> None:
         with home() as place:
             settled()
             times["dcp.save"].append(
-                timed(lambda: save(state, storage_writer=FileSystemWriter(place.path / "dcp", thread_count=2), no_dist=True))
+                timed(
+                    lambda: save(
+                        state,
+                        storage_writer=FileSystemWriter(place.path / "dcp", thread_count=2),
+                        no_dist=True,
+                    )
+                )
             )
     taken = {name: median(found) for name, found in times.items()}
     rows = []
     for codec, found in ratios.items():
-        rows.append(Row(name=f"99 % frozen, {codec}: bytes of the second / first", value=median(found), unit="x", limit=0.03))
+        rows.append(
+            Row(
+                name=f"99 % frozen, {codec}: bytes of the second / first",
+                value=median(found),
+                unit="x",
+                limit=0.03,
+            )
+        )
         share = taken[f"{codec}, second"] / taken[f"{codec}, first"]
-        rows.append(Row(name=f"99 % frozen, {codec}: seconds of the second / first", value=share, unit="x", limit=0.2, beside=taken))
+        rows.append(
+            Row(
+                name=f"99 % frozen, {codec}: seconds of the second / first",
+                value=share,
+                unit="x",
+                limit=0.2,
+                beside=taken,
+            )
+        )
     keep(rows, "frozen")
 
 

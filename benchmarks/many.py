@@ -1,7 +1,9 @@
-"""Measures what a state of very many small tensors costs: planning, capture, opening a checkpoint, and recovery, beside DCP.
+"""Measures what a state of very many small tensors costs: planning, capture, opening a
+checkpoint, and recovery, beside DCP.
 
-`python -m benchmarks.many [--tensors N] [--rounds N]`. One rank; each tensor has 16 elements, so that nearly all of the time goes into the
-handling of tensors. Each round uses a new job: its first snapshot follows `prepare`, as at the start of a training.
+`python -m benchmarks.many [--tensors N] [--rounds N]`. One rank; each tensor has 16
+elements, so that nearly all of the time goes into the handling of tensors. Each round
+uses a new job: its first snapshot follows `prepare`, as at the start of a training.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def main() -> None:
     parser.add_argument("--without-dcp", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    state: dict[str, Any] = {f"layers.{number}.weight": torch.randn(16) for number in range(options.tensors)}
+    state: dict[str, Any] = {
+        f"layers.{number}.weight": torch.randn(16) for number in range(options.tensors)
+    }
     times = defaultdict[str, list[float]](list)
     with home() as place, running(place) as _:
         for number in range(options.rounds):
@@ -56,8 +60,20 @@ def main() -> None:
             if not options.without_dcp:
                 settled()
                 path = place.path / "dcp"
-                times["dcp.save"].append(timed(lambda path=path: save(state, storage_writer=FileSystemWriter(path), no_dist=True)))  # type: ignore[misc]
-                times["dcp.load"].append(timed(lambda path=path: load(state, storage_reader=FileSystemReader(path), no_dist=True)))  # type: ignore[misc]
+                times["dcp.save"].append(
+                    timed(
+                        lambda path=path: save(  # type: ignore[misc]
+                            state, storage_writer=FileSystemWriter(path), no_dist=True
+                        )
+                    )
+                )
+                times["dcp.load"].append(
+                    timed(
+                        lambda path=path: load(  # type: ignore[misc]
+                            state, storage_reader=FileSystemReader(path), no_dist=True
+                        )
+                    )
+                )
                 shutil.rmtree(path)
     seconds = {name: median(values) for name, values in times.items()}
     saved = {"dcp.save": seconds["dcp.save"]} if "dcp.save" in seconds else {}
@@ -65,11 +81,33 @@ def main() -> None:
     label = f"{options.tensors:,d} tensors"
     keep(
         [
-            Row(name=f"{label}: held, first after prepare", value=seconds["first"], unit="s", limit=0.5, beside=saved),
-            Row(name=f"{label}: held, third", value=seconds["third"], unit="s", beside={"second": seconds["second"]}),
-            Row(name=f"{label}: durable, third", value=seconds["third durable"], unit="s", beside={"first": seconds["first durable"]}),
+            Row(
+                name=f"{label}: held, first after prepare",
+                value=seconds["first"],
+                unit="s",
+                limit=0.5,
+                beside=saved,
+            ),
+            Row(
+                name=f"{label}: held, third",
+                value=seconds["third"],
+                unit="s",
+                beside={"second": seconds["second"]},
+            ),
+            Row(
+                name=f"{label}: durable, third",
+                value=seconds["third durable"],
+                unit="s",
+                beside={"first": seconds["first durable"]},
+            ),
             Row(name=f"{label}: open", value=seconds["open"], unit="s", limit=0.5),
-            Row(name=f"{label}: recover", value=seconds["recover"], unit="s", limit=2.0, beside=loaded),
+            Row(
+                name=f"{label}: recover",
+                value=seconds["recover"],
+                unit="s",
+                limit=2.0,
+                beside=loaded,
+            ),
             Row(name=f"{label}: prepare", value=seconds["prepare"], unit="s"),
         ],
         f"many-{options.tensors}",

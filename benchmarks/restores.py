@@ -1,7 +1,10 @@
-"""Measures how long a recovery takes, from memory and from storage, beside a plain copy of the state and `dcp.load`.
+"""Measures how long a recovery takes, from memory and from storage, beside a plain copy
+of the state and `dcp.load`.
 
-`python -m benchmarks.restores [--copies N] [--rounds N]`. The state is that of `saves.py`. Every byte that ckptd brings back is verified.
-Reads from storage start with the files out of the page cache, as after a reboot; the figures with a warm cache stand beside them.
+`python -m benchmarks.restores [--copies N] [--rounds N]`. The state is that of
+`saves.py`. Every byte that ckptd brings back is verified. Reads from storage start with
+the files out of the page cache, as after a reboot; the figures with a warm cache stand
+beside them.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ def main() -> None:
                 agent = Agent("bench", socket=place.socket)
                 agent.snapshot(state, step=1).wait("durable")
                 agent.close()
-        save(state, storage_writer=FileSystemWriter(files.path / "dcp", thread_count=2), no_dist=True)
+        save(
+            state, storage_writer=FileSystemWriter(files.path / "dcp", thread_count=2), no_dist=True
+        )
         with home() as memory, running(memory, "--codec", "raw") as _:
             agent = Agent("bench", socket=memory.socket)
             agent.snapshot(state, step=1, persist=False).wait("sealed")
@@ -66,9 +71,16 @@ def main() -> None:
                 assert found is not None
                 assert found.source == "memory"
                 assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
-                round_times = {"recover from memory": found.seconds, "plain copy": plain(state, place_of_copy)[0]}
+                round_times = {
+                    "recover from memory": found.seconds,
+                    "plain copy": plain(state, place_of_copy)[0],
+                }
                 for cache in ("cold", "warm"):
-                    for name, path in (("raw", raw.root / "bench"), ("planes", planes.root / "bench"), ("dcp.load", files.path / "dcp")):
+                    for name, path in (
+                        ("raw", raw.root / "bench"),
+                        ("planes", planes.root / "bench"),
+                        ("dcp.load", files.path / "dcp"),
+                    ):
                         settled()
                         if cache == "cold":
                             drop(path)
@@ -80,11 +92,28 @@ def main() -> None:
             agent.close()
     seconds = {name: median(found) for name, found in times.items()}
     rate = seconds["plain copy"] / seconds["recover from memory"]
-    rows = [Row(name="recover from memory, verified, speed / plain copy", value=rate, unit="x", limit=0.6, at_most=False, beside=seconds)]
+    rows = [
+        Row(
+            name="recover from memory, verified, speed / plain copy",
+            value=rate,
+            unit="x",
+            limit=0.6,
+            at_most=False,
+            beside=seconds,
+        )
+    ]
     for codec in ("raw", "planes"):
         for cache in ("cold", "warm"):
             ratio = seconds[f"dcp.load, {cache}"] / seconds[f"{codec}, {cache}"]
-            rows.append(Row(name=f"dcp.load / load, {codec}, {cache} cache", value=ratio, unit="x", limit=2.0, at_most=False))
+            rows.append(
+                Row(
+                    name=f"dcp.load / load, {codec}, {cache} cache",
+                    value=ratio,
+                    unit="x",
+                    limit=2.0,
+                    at_most=False,
+                )
+            )
     keep(rows, "restores")
 
 

@@ -1,8 +1,11 @@
-"""Measures what several nodes cost: how long a snapshot holds the training, the board's traffic, when all nodes know, and a recovery.
+"""Measures what several nodes cost: how long a snapshot holds the training, the board's
+traffic, when all nodes know, and a recovery.
 
-`python -m benchmarks.several_nodes [--megabytes N] [--steps N]`. Two ranks save the same state on one node and on two nodes, whose daemons
-run on this machine and share a directory. The two ways take turns. If SeaweedFS is installed, two nodes then share an object store. A
-state that is divided between the ranks is recovered from what the nodes still hold, and from storage once their memory is lost.
+`python -m benchmarks.several_nodes [--megabytes N] [--steps N]`. Two ranks save the
+same state on one node and on two nodes, whose daemons run on this machine and share a
+directory. The two ways take turns. If SeaweedFS is installed, two nodes then share an
+object store. A state that is divided between the ranks is recovered from what the nodes
+still hold, and from storage once their memory is lost.
 """
 
 from __future__ import annotations
@@ -35,8 +38,11 @@ TWO = "two"
 
 
 class _Found(NamedTuple):
-    """The results for some jobs. held: the seconds for which each step held the training, by job. known: the seconds from the last receipt
-    of each step of `TWO` until all its ranks knew that the step is durable. traffic: the requests of each rank for one step of `TWO`."""
+    """The results for some jobs. held: the seconds for which each step held the
+    training, by job. known: the seconds from the last receipt of each step of `TWO`
+    until all its ranks knew that the step is durable. traffic: the requests of each
+    rank for one step of `TWO`.
+    """
 
     held: dict[str, list[float]]
     known: list[float]
@@ -69,7 +75,11 @@ def begin(sockets: list[Path], job: str, nbytes: int) -> None:
 
 
 def take(job: str, step: int) -> tuple[float, float]:
-    """Take a step. Return the seconds for which it held the training, and the time at which this rank knew that it is durable."""
+    """Take a step.
+
+    Return the seconds for which it held the training, and the time at which this rank
+    knew that it is durable.
+    """
     dist.barrier()
     pending = HERE[job].snapshot(HERE["state"], step=step)
     pending.wait("durable", timeout=300)
@@ -82,14 +92,21 @@ def traffic(job: str) -> dict[str, int]:
 
 
 def wait_for_receipts(root: Location, job: str, step: int) -> float:
-    """Wait until both receipts of a step are there, and return the time. They are looked for every few milliseconds."""
+    """Wait until both receipts of a step are there, and return the time.
+
+    They are looked for every few milliseconds.
+    """
     repository, tag = open_root(root), names.tag_directory(step, None, 1)
-    while sum(names.parse_receipt_file(file) is not None for file in repository.files(job, tag)) < 2:
+    while (
+        sum(names.parse_receipt_file(file) is not None for file in repository.files(job, tag)) < 2
+    ):
         time.sleep(0.002)
     return time.time()
 
 
-def on_nodes(place: Nodes, jobs: dict[str, list[Path]], nbytes: int, steps: int, environ: dict[str, str]) -> _Found:
+def on_nodes(
+    place: Nodes, jobs: dict[str, list[Path]], nbytes: int, steps: int, environ: dict[str, str]
+) -> _Found:
     """Take so many steps of each job in turns. `jobs` has the socket of each rank."""
     found = _Found({job: [] for job in jobs}, [], [])
     with Ranks(2) as ranks:
@@ -109,14 +126,20 @@ def on_nodes(place: Nodes, jobs: dict[str, list[Path]], nbytes: int, steps: int,
             if step == 0:
                 before = ranks.call(traffic, TWO)
         after = ranks.call(traffic, TWO)
-    per_step = [{key: (now[key] - then[key]) / (steps - 1) for key in now} for now, then in zip(after, before, strict=True)]
+    per_step = [
+        {key: (now[key] - then[key]) / (steps - 1) for key in now}
+        for now, then in zip(after, before, strict=True)
+    ]
     return found._replace(traffic=per_step)
 
 
 def divided(fill: float, nbytes: int) -> dict[str, DTensor]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     local = torch.full((nbytes // 4 // 16,), fill)
-    return {f"layer{number}": DTensor.from_local(local.clone(), mesh, [Shard(0)], run_check=False) for number in range(16)}
+    return {
+        f"layer{number}": DTensor.from_local(local.clone(), mesh, [Shard(0)], run_check=False)
+        for number in range(16)
+    }
 
 
 def save_divided(sockets: list[Path], nbytes: int) -> None:
@@ -125,7 +148,10 @@ def save_divided(sockets: list[Path], nbytes: int) -> None:
 
 
 def load_divided(sockets: list[Path], nbytes: int) -> tuple[float, int]:
-    """Recover, and check every value. Return the seconds and the bytes that came from memory."""
+    """Recover, and check every value.
+
+    Return the seconds and the bytes that came from memory.
+    """
     agent, state = Agent("divided", socket=sockets[dist.get_rank()]), divided(0.0, nbytes)
     dist.barrier()
     found = agent.recover(state)
@@ -153,39 +179,97 @@ def recovery(place: Nodes, nbytes: int, environ: dict[str, str], where: str) -> 
         assert all((read >= nbytes // 2) == from_memory for _, read in took), took
         seconds[f"{way} s"] = max(one for one, _ in took)
     value = seconds["memory s"] / seconds["storage s"]
-    return Row(name=f"{where}: recovery from the memory of two nodes / from storage", value=value, unit="x", beside=seconds)
+    return Row(
+        name=f"{where}: recovery from the memory of two nodes / from storage",
+        value=value,
+        unit="x",
+        beside=seconds,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, default=200, help="of the state, which both ranks hold")
+    parser.add_argument(
+        "--megabytes", type=int, default=200, help="of the state, which both ranks hold"
+    )
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
     nbytes, beside = options.megabytes * 1_000_000, {"MB": float(options.megabytes)}
     with nodes(2, "--codec", "raw", "--no-link-unchanged") as place:
         first, second = (node.home.socket for node in place)
-        found = on_nodes(place, {"one": [first, first], TWO: [first, second]}, nbytes, options.steps, {})
+        found = on_nodes(
+            place, {"one": [first, first], TWO: [first, second]}, nbytes, options.steps, {}
+        )
         again = recovery(place, nbytes, {}, "a directory")
     one, two = median(found.held["one"]), median(found.held[TWO])
     rows = [
-        Row(name="held on two nodes / on one", value=two / one, unit="x", limit=1.1, beside={"one s": one, "two s": two, **beside}),
-        Row(name="last receipt until durable on all nodes, median", value=median(found.known), unit="s", limit=0.2),
-        Row(name="last receipt until durable on all nodes, longest", value=max(found.known), unit="s"),
+        Row(
+            name="held on two nodes / on one",
+            value=two / one,
+            unit="x",
+            limit=1.1,
+            beside={"one s": one, "two s": two, **beside},
+        ),
+        Row(
+            name="last receipt until durable on all nodes, median",
+            value=median(found.known),
+            unit="s",
+            limit=0.2,
+        ),
+        Row(
+            name="last receipt until durable on all nodes, longest",
+            value=max(found.known),
+            unit="s",
+        ),
         again,
     ]
     for rank, counts in enumerate(found.traffic):
         reads = counts["get"] + counts["multi_get"] + counts["check"]
-        rows.append(Row(name=f"the job's store, rank {rank}: keys written for a snapshot", value=counts["set"], unit="requests", limit=1.0))
-        rows.append(Row(name=f"the job's store, rank {rank}: keys read for a snapshot", value=reads, unit="requests", limit=1.0))
+        rows.append(
+            Row(
+                name=f"the job's store, rank {rank}: keys written for a snapshot",
+                value=counts["set"],
+                unit="requests",
+                limit=1.0,
+            )
+        )
+        rows.append(
+            Row(
+                name=f"the job's store, rank {rank}: keys read for a snapshot",
+                value=reads,
+                unit="requests",
+                limit=1.0,
+            )
+        )
     with tempfile.TemporaryDirectory() as there, ExitStack() as held:
         if stores.program("weed"):
             server = held.enter_context(stores.Servers(Path(there))).get("seaweed")
             os.environ.update(server.environ)
             root = Url("s3", "bucket", ("root",))
-            place = held.enter_context(nodes(2, "--codec", "raw", root=root, environ=server.environ))
-            found = on_nodes(place, {TWO: [node.home.socket for node in place]}, nbytes // 10, options.steps, server.environ)
-            rows.append(Row(name="SeaweedFS: last receipt until durable on all nodes, median", value=median(found.known), unit="s"))
-            rows.append(Row(name="SeaweedFS: last receipt until durable on all nodes, longest", value=max(found.known), unit="s"))
+            place = held.enter_context(
+                nodes(2, "--codec", "raw", root=root, environ=server.environ)
+            )
+            found = on_nodes(
+                place,
+                {TWO: [node.home.socket for node in place]},
+                nbytes // 10,
+                options.steps,
+                server.environ,
+            )
+            rows.append(
+                Row(
+                    name="SeaweedFS: last receipt until durable on all nodes, median",
+                    value=median(found.known),
+                    unit="s",
+                )
+            )
+            rows.append(
+                Row(
+                    name="SeaweedFS: last receipt until durable on all nodes, longest",
+                    value=max(found.known),
+                    unit="s",
+                )
+            )
             rows.append(recovery(place, nbytes, server.environ, "SeaweedFS"))
     keep(rows, "several-nodes")
 

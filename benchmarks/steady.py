@@ -1,12 +1,16 @@
-"""Measures what a snapshot costs in steady state beyond `state_dict()` and the copy, and how long the agent's threads hold the GIL.
+"""Measures what a snapshot costs in steady state beyond `state_dict()` and the copy,
+and how long the agent's threads hold the GIL.
 
-`python -m benchmarks.steady [--rounds N] [--ranks N]`. The tensors are small (64 elements), so that handling them costs more than copying
-them. The time held, and the time of the state dicts and of the same copy, are measured alternately in one process, each after a pause, and
-the medians are subtracted. Store operations are those of all snapshots after the first: they must be 0. A trainer of one rank has one core,
-and the daemon has the others. Several ranks run where the system puts them.
+`python -m benchmarks.steady [--rounds N] [--ranks N]`. The tensors are small (64
+elements), so that handling them costs more than copying them. The time held, and the
+time of the state dicts and of the same copy, are measured alternately in one process,
+each after a pause, and the medians are subtracted. Store operations are those of all
+snapshots after the first: they must be 0. A trainer of one rank has one core, and the
+daemon has the others. Several ranks run where the system puts them.
 
-The GIL: the training thread only reads the clock. A gap between two readings is time in which something else ran. The daemon runs on other
-cores, so this is the agent or the system. "CPU" is the CPU time of the trainer's other threads.
+The GIL: the training thread only reads the clock. A gap between two readings is time in
+which something else ran. The daemon runs on other cores, so this is the agent or the
+system. "CPU" is the CPU time of the trainer's other threads.
 """
 
 from __future__ import annotations
@@ -35,7 +39,9 @@ def plain(count: int) -> dict[str, Any]:
 
 
 def objects(count: int) -> dict[str, Any]:
-    """Return a module and an optimizer that has stepped: one weight and three tensors of state for each parameter."""
+    """Return a module and an optimizer that has stepped: one weight and three tensors
+    of state for each parameter.
+    """
     model = torch.nn.ModuleList(torch.nn.Linear(64, 1, bias=False) for _ in range(count // 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for parameter in model.parameters():
@@ -56,7 +62,9 @@ def median(times: list[float]) -> float:
 
 
 def cost(socket: Path, kind: str, count: int, rounds: int) -> tuple[float, float, float, int]:
-    """Return the milliseconds held, those of the state dicts and of the copy, and the store operations after the first snapshot."""
+    """Return the milliseconds held, those of the state dicts and of the copy, and the
+    store operations after the first snapshot.
+    """
     torch.set_num_threads(1)
     agent = Agent(f"{kind}-{count}", socket=socket)
     state = (plain if kind == "tensors" else objects)(count)
@@ -91,7 +99,9 @@ def on_a_rank(daemon: int | None, *arguments: Any) -> tuple[float, float, float,
 
 
 def gaps(seconds: float) -> tuple[float, float]:
-    """Return the longest time between two readings of the clock, and the sum of the times above 1 ms, in milliseconds."""
+    """Return the longest time between two readings of the clock, and the sum of the
+    times above 1 ms, in milliseconds.
+    """
     longest = total = 0.0
     last = begun = time.perf_counter()
     while last - begun < seconds:
@@ -119,7 +129,10 @@ def hold(socket: Path, daemon: int) -> None:
     torch.set_num_threads(1)
     apart(daemon)
     state = {f"{number}": torch.randn(1 << 20) for number in range(128)}  # 0.5 GB
-    print(f"{'gaps of the training thread in 2 s':40s} {'longest':>10s} {'above 1 ms':>12s} {'CPU':>10s}")
+    print(
+        f"{'gaps of the training thread in 2 s':40s} {'longest':>10s} {'above 1 ms':>12s} "
+        f"{'CPU':>10s}"
+    )
     show("without ckptd")
     show("without ckptd")
     agent = Agent("gil", socket=socket)
@@ -143,7 +156,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     print(
-        f"{'tensors':>8s} {'given as':>12s} {'ranks':>6s} {'held':>10s} {'state_dict()':>13s} {'copy':>10s} {'the rest':>10s} {'store':>6s}"
+        f"{'tensors':>8s} {'given as':>12s} {'ranks':>6s} {'held':>10s} {'state_dict()':>13s} "
+        f"{'copy':>10s} {'the rest':>10s} {'store':>6s}"
     )
     rows = []
     for ranks in (1, options.ranks):
@@ -151,7 +165,9 @@ def main() -> None:
             elsewhere = daemon.process.pid if ranks == 1 else None
             for count in TENSORS:
                 for kind in ("tensors", "objects"):
-                    found = processes.call(on_a_rank, elsewhere, place.socket, kind, count, options.rounds, timeout=600)
+                    found = processes.call(
+                        on_a_rank, elsewhere, place.socket, kind, count, options.rounds, timeout=600
+                    )
                     held, in_dicts, in_copy, _ = found[0]
                     if ranks > 1:
                         in_copy /= ranks  # replicated: each rank copies its share only
@@ -159,7 +175,8 @@ def main() -> None:
                     times = f"{held:7.2f} ms {in_dicts:10.2f} ms {in_copy:7.2f} ms {rest:7.2f} ms"
                     if count == 1000:
                         rows.append(Row(
-                            name=f"1,000 {kind}, {ranks} ranks: held beyond state_dict() and copy", value=rest, unit="ms", limit=1.5,
+                            name=f"1,000 {kind}, {ranks} ranks: held beyond state_dict() and "
+                                f"copy", value=rest, unit="ms", limit=1.5,
                             beside={"held": held, "state_dict()": in_dicts, "copy": in_copy},
                         ))  # fmt: skip
                     print(f"{count:8,d} {kind:>12s} {ranks:6d} {times} {operations:6d}", flush=True)

@@ -1,7 +1,10 @@
-"""Measures how much training time a snapshot costs: its own call, and the slower steps until it is durable.
+"""Measures how much training time a snapshot costs: its own call, and the slower steps
+until it is durable.
 
-`python -m benchmarks.steps [--rounds N]`. A model trains on the CPU, with all cores and with all but one. Each round takes `STEPS` quiet
-steps, and then as many from a snapshot on. Lost time is the time of the second half beyond so many quiet steps of the median length.
+`python -m benchmarks.steps [--rounds N]`. A model trains on the CPU, with all cores and
+with all but one. Each round takes `STEPS` quiet steps, and then as many from a snapshot
+on. Lost time is the time of the second half beyond so many quiet steps of the median
+length.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ class Training:
 
 
 def lost(training: Training, save: Callable[[], object], rounds: int) -> tuple[float, float, float]:
-    """Return the seconds that a save costs the training, and those of a quiet step and of the call that saves: medians over the rounds."""
+    """Return the seconds that a save costs the training, and those of a quiet step and
+    of the call that saves: medians over the rounds.
+    """
     found, quiet, helds = [], list[float](), list[float]()
     for number in range(rounds + 1):
         settled()
@@ -61,7 +66,11 @@ def lost(training: Training, save: Callable[[], object], rounds: int) -> tuple[f
 def of_ckptd(training: Training, rounds: int, *options: str) -> tuple[float, float, float]:
     """Return `lost` for snapshots by a daemon with these options."""
     with home() as place, running(place, "--keep-last", "1", *options):
-        agent, state, numbers = Agent("bench", socket=place.socket), {"m": training.model, "o": training.optimizer}, iter(range(1 << 30))
+        agent, state, numbers = (
+            Agent("bench", socket=place.socket),
+            {"m": training.model, "o": training.optimizer},
+            iter(range(1 << 30)),
+        )
         agent.prepare(state)
         found = lost(training, lambda: agent.snapshot(state, step=next(numbers)), rounds)
         agent.close()
@@ -79,12 +88,18 @@ def main() -> None:
         training = Training()
         noise, *_ = lost(training, lambda: None, options.rounds)
         for codec in ("raw", "auto"):
-            seconds, step, held = of_ckptd(training, options.rounds, "--codec", codec, "--threads", options.threads)
+            seconds, step, held = of_ckptd(
+                training, options.rounds, "--codec", codec, "--threads", options.threads
+            )
             rows.append(Row(
-                name=f"lost step time, {codec}, {used} of {cores} cores train", value=seconds / step, unit="steps",
+                name=f"lost step time, {codec}, {used} of {cores} cores "
+                    f"train", value=seconds / step, unit="steps",
                 limit=0.05 if used < cores else None,
                 beside={
-                    "ms lost": 1000 * seconds, "ms held": 1000 * held, "ms a step": 1000 * step, "ms lost without a save": 1000 * noise,
+                    "ms "
+                    "lost": 1000 * seconds, "ms "
+                        "held": 1000 * held, "ms a "
+                            "step": 1000 * step, "ms lost without a save": 1000 * noise,
                 },
             ))  # fmt: skip
     keep(rows, "steps")

@@ -1,4 +1,5 @@
-"""Prints the table of all rows that the benchmarks of today have measured, and draws the times of the saves.
+"""Prints the table of all rows that the benchmarks of today have measured, and draws
+the times of the saves.
 
 `python -m benchmarks.table`; `make bench` ends with it.
 """
@@ -12,13 +13,18 @@ from typing import Any
 
 from benchmarks.rows import RESULTS, Row
 
-DRAWN = {"held, steady / best stager of dcp.async_save": "held", "seal to durable, raw / O_DIRECT write": "durable"}
+DRAWN = {
+    "held, steady / best stager of dcp.async_save": "held",
+    "seal to durable, raw / O_DIRECT write": "durable",
+}
 """The rows whose times are drawn, with the name of the drawing."""
 
 
 def rows_of(file: Path) -> list[Row]:
     found: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
-    return [Row(**{name: value for name, value in row.items() if name != "verdict"}) for row in found]
+    return [
+        Row(**{name: value for name, value in row.items() if name != "verdict"}) for row in found
+    ]
 
 
 def draw(seconds: dict[str, float], title: str, file: Path) -> None:
@@ -26,7 +32,11 @@ def draw(seconds: dict[str, float], title: str, file: Path) -> None:
 
     figure = Figure(figsize=(8, 0.4 * len(seconds) + 1.2), layout="constrained")
     axes = figure.subplots()
-    axes.barh(list(seconds), list(seconds.values()), color=["tab:blue" if name.startswith("ckptd") else "tab:gray" for name in seconds])
+    axes.barh(
+        list(seconds),
+        list(seconds.values()),
+        color=["tab:blue" if name.startswith("ckptd") else "tab:gray" for name in seconds],
+    )
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.set_title(title)
@@ -43,9 +53,14 @@ def main() -> None:
         for row in found:
             if row.name in DRAWN:
                 name = DRAWN[row.name]
-                draw(row.beside, f"{name}, fp32 weights and moments", RESULTS / f"{today}-{name}.svg")
+                draw(
+                    row.beside, f"{name}, fp32 weights and moments", RESULTS / f"{today}-{name}.svg"
+                )
     verdicts = [row.verdict for found in rows.values() for row in found]
-    print(f"\n{verdicts.count('PASS')} rows pass, {verdicts.count('FAIL')} fail, {verdicts.count('-')} have no limit")
+    print(
+        f"\n{verdicts.count('PASS')} rows pass, {verdicts.count('FAIL')} fail, "
+        f"{verdicts.count('-')} have no limit"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Measures how long a part takes with `raw`, `planes` and `auto`, to storages of several speeds.
+"""Measures how long a part takes with `raw`, `planes` and `auto`, to storages of
+several speeds.
 
-`python -m benchmarks.throttled [--megabytes N] [--rounds N]`. The daemon's pipeline writes a sealed slot of trained fp32 tensors. A storage
-of a given speed carries out one write at a time, drops the bytes, and takes as long as that speed allows; the last storage is the disk. The
-three codecs take turns. `auto` is compared with the better of the other two.
+`python -m benchmarks.throttled [--megabytes N] [--rounds N]`. The daemon's pipeline
+writes a sealed slot of trained fp32 tensors. A storage of a given speed carries out one
+write at a time, drops the bytes, and takes as long as that speed allows; the last
+storage is the disk. The three codecs take turns. `auto` is compared with the better of
+the other two.
 """
 
 from __future__ import annotations
@@ -35,7 +38,10 @@ CODECS = ("raw", "planes", "auto")
 
 
 class Throttled:
-    """A sink that drops what it gets, at `rate` bytes per second. All sinks of one storage share its `lock`."""
+    """A sink that drops what it gets, at `rate` bytes per second.
+
+    All sinks of one storage share its `lock`.
+    """
 
     size = 0
 
@@ -58,7 +64,14 @@ class Throttled:
 def sealed_slot(megabytes: int) -> SealedSlot:
     """Return a sealed slot of trained tensors, in shared memory."""
     header = SegmentHeader(
-        job="bench", attempt=1, rank=0, world_size=1, slot=0, capacity=megabytes * 1_000_000, chunk_size=DEFAULT_CHUNK, step=1
+        job="bench",
+        attempt=1,
+        rank=0,
+        world_size=1,
+        slot=0,
+        capacity=megabytes * 1_000_000,
+        chunk_size=DEFAULT_CHUNK,
+        step=1,
     )
     fd, length = os.memfd_create("slot"), 0
     for tensor in [tensor for named in trained().state().values() for tensor in named.values()]:
@@ -69,12 +82,18 @@ def sealed_slot(megabytes: int) -> SealedSlot:
     return SealedSlot(fd, header, plan, plan.encode(), SnapshotRequest(), ranges, None)
 
 
-async def written(pipeline: Pipeline, slot: SealedSlot, codec: Encoder, storage: float | Path) -> tuple[float, float]:
+async def written(
+    pipeline: Pipeline, slot: SealedSlot, codec: Encoder, storage: float | Path
+) -> tuple[float, float]:
     """Return the seconds that the part takes, and its size as a share of the slot's."""
     lock, files = threading.Lock(), files_in(storage) if isinstance(storage, Path) else None
 
     def create(name: str, size: int, head: bytes | None) -> Sink:
-        return files.create(name, size, head) if files is not None else Throttled(float(str(storage)), lock)
+        return (
+            files.create(name, size, head)
+            if files is not None
+            else Throttled(float(str(storage)), lock)
+        )
 
     checks = await pipeline.checksum(slot)
 
@@ -82,7 +101,12 @@ async def written(pipeline: Pipeline, slot: SealedSlot, codec: Encoder, storage:
         return checks
 
     begun = time.perf_counter()
-    entry, _ = await pipeline.write_part(slot, PartWriter(Creator(create, head_last=True), NONCE, codec), "step-00000001.a0001", known)
+    entry, _ = await pipeline.write_part(
+        slot,
+        PartWriter(Creator(create, head_last=True), NONCE, codec),
+        "step-00000001.a0001",
+        known,
+    )
     return time.perf_counter() - begun, entry.bytes / entry.raw_bytes
 
 
@@ -95,8 +119,14 @@ def main() -> None:
     pipeline = Pipeline(threads, 128 << 20, DEFAULT_CHUNK)
     with home() as place:
         place.path.joinpath("disk").mkdir()
-        for name, storage in (("0.2 GB/s", 0.2e9), ("1 GB/s", 1e9), ("3 GB/s", 3e9), ("the disk", place.path / "disk")):
-            encoders = {codec: encoder(codec) for codec in CODECS}  # kept from save to save, as in the daemon
+        for name, storage in (
+            ("0.2 GB/s", 0.2e9),
+            ("1 GB/s", 1e9),
+            ("3 GB/s", 3e9),
+            ("the disk", place.path / "disk"),
+        ):
+            # Kept from save to save, as in the daemon.
+            encoders = {codec: encoder(codec) for codec in CODECS}
             times, sizes = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
             for number in range(options.rounds + 1):
                 for codec in CODECS:
@@ -108,8 +138,18 @@ def main() -> None:
                         times[codec].append(seconds)
                         sizes[codec].append(size)
             auto, best = median(times["auto"]), min(median(times["raw"]), median(times["planes"]))
-            beside = {f"{codec} s": median(times[codec]) for codec in CODECS} | {"size of auto": median(sizes["auto"])}
-            rows.append(Row(name=f"auto / better of raw and planes, {name}", value=auto / best, unit="x", limit=1.10, beside=beside))
+            beside = {f"{codec} s": median(times[codec]) for codec in CODECS} | {
+                "size of auto": median(sizes["auto"])
+            }
+            rows.append(
+                Row(
+                    name=f"auto / better of raw and planes, {name}",
+                    value=auto / best,
+                    unit="x",
+                    limit=1.10,
+                    beside=beside,
+                )
+            )
     pipeline.close()
     keep(rows, "throttled")
 

@@ -1,8 +1,10 @@
-"""Trains the model whose state the benchmarks save, once, and keeps it in the user's cache directory.
+"""Trains the model whose state the benchmarks save, once, and keeps it in the user's
+cache directory.
 
-`python -m benchmarks.trained [--megabytes N] [--steps N]`. The model is the GPT of `examples/train_gpt.py`. AdamW trains it on the source
-code of the standard library. Its weights and both moments have the statistics of a real training, on which the size of encoded chunks
-depends. The default of 300 MB takes about five minutes on two cores.
+`python -m benchmarks.trained [--megabytes N] [--steps N]`. The model is the GPT of
+`examples/train_gpt.py`. AdamW trains it on the source code of the standard library. Its
+weights and both moments have the statistics of a real training, on which the size of
+encoded chunks depends. The default of 300 MB takes about five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ _BLOCK = 12 * WIDTH * WIDTH + 13 * WIDTH
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The fp32 tensors of a trained model, by the names of its parameters. The tied head is left out."""
+    """The fp32 tensors of a trained model, by the names of its parameters.
+
+    The tied head is left out.
+    """
 
     weights: dict[str, Tensor]
     exp_avg: dict[str, Tensor]
@@ -42,7 +47,10 @@ def cache_file(megabytes: int, steps: int) -> Path:
 
 
 def trained(megabytes: int = 300, steps: int = 100) -> Trained:
-    """Return the state of a model of about `megabytes` in fp32, moments included. Train the model unless an earlier call has done so."""
+    """Return the state of a model of about `megabytes` in fp32, moments included.
+
+    Train the model unless an earlier call has done so.
+    """
     file = cache_file(megabytes, steps)
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +72,11 @@ def _train(megabytes: int, steps: int) -> Trained:
         loss.backward()
         optimizer.step()
         if step % 10 == 0 or step == steps:
-            print(f"training the state: step {step} of {steps}, loss {loss.item():.3f}, {time.monotonic() - begun:.0f} s", flush=True)
+            print(
+                f"training the state: step {step} of {steps}, loss {loss.item():.3f}, "
+                f"{time.monotonic() - begun:.0f} s",
+                flush=True,
+            )
     named = dict(model.named_parameters())
     moments = {name: optimizer.state[parameter] for name, parameter in named.items()}
     return Trained(
@@ -80,7 +92,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
     for name, tensors in trained(options.megabytes, options.steps).state().items():
-        print(f"{name}: {len(tensors)} tensors, {sum(tensor.nbytes for tensor in tensors.values()) / 1e6:.0f} MB")
+        print(
+            f"{name}: {len(tensors)} tensors, "
+            f"{sum(tensor.nbytes for tensor in tensors.values()) / 1e6:.0f} MB"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""Measures this version beside another one, in turn: what a snapshot holds, and how long a recovery takes, for a model and its optimizer.
+"""Measures this version beside another one, in turn: what a snapshot holds, and how
+long a recovery takes, for a model and its optimizer.
 
-`python -m benchmarks.versions --other /path/to/python [--rounds N]`, where `/path/to/python` belongs to an environment that has the other
-version. Each round runs both versions one after the other in processes of their own, with private daemons and roots of their own.
+`python -m benchmarks.versions --other /path/to/python [--rounds N]`, where
+`/path/to/python` belongs to an environment that has the other version. Each round runs
+both versions one after the other in processes of their own, with private daemons and
+roots of their own.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ _STATES = {"4,000 parameters of 8 x 8": (2000, 8), "100 parameters of 1,024 x 1,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--other", required=True, help="the Python of an environment that has the other version")
+    parser.add_argument(
+        "--other", required=True, help="the Python of an environment that has the other version"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     times = defaultdict[tuple[str, str, str], list[float]](list)
@@ -61,14 +66,18 @@ def main() -> None:
                 settled()
                 with tempfile.TemporaryDirectory() as root:
                     run = [python, "-W", "ignore", "-c", _RUN, str(layers), str(width), root]
-                    said = subprocess.run(run, check=True, capture_output=True, text=True, cwd=root).stdout
+                    said = subprocess.run(
+                        run, check=True, capture_output=True, text=True, cwd=root
+                    ).stdout
                 for what, seconds in json.loads(said.splitlines()[-1]).items():
                     times[name, what, version].append(seconds)
     rows = []
     for name in _STATES:
         for what in ("held", "recover"):
             this, other = (median(times[name, what, version]) for version in ("this", "other"))
-            rows.append(Row(name=f"{name}: {what}", value=this, unit="s", beside={"other version": other}))
+            rows.append(
+                Row(name=f"{name}: {what}", value=this, unit="s", beside={"other version": other})
+            )
     keep(rows, "versions")
 
 

@@ -1,8 +1,11 @@
-"""Measures where the time of a snapshot, a save and a recovery goes: each step by itself, beside the whole.
+"""Measures where the time of a snapshot, a save and a recovery goes: each step by
+itself, beside the whole.
 
-`python -m benchmarks.where [--copies N] [--rounds N]`. The state is that of `saves.py`. The steps of the agent are timed where they run.
-Those of the daemon are repeated here with its own functions and as many threads, one step at a time, so that their sum is longer than a
-save, which does them at the same time. `docs/explanation/where-time-goes.md` explains the result.
+`python -m benchmarks.where [--copies N] [--rounds N]`. The state is that of `saves.py`.
+The steps of the agent are timed where they run. Those of the daemon are repeated here
+with its own functions and as many threads, one step at a time, so that their sum is
+longer than a save, which does them at the same time.
+`docs/explanation/where-time-goes.md` explains the result.
 """
 
 from __future__ import annotations
@@ -41,7 +44,10 @@ Times = dict[str, list[float]]
 
 @contextmanager
 def timing(times: Times, steps: dict[str, tuple[Any, str]]) -> Iterator[None]:
-    """Context manager. While it is held, the seconds of each call of these functions are added to `times`."""
+    """Context manager.
+
+    While it is held, the seconds of each call of these functions are added to `times`.
+    """
 
     def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -55,19 +61,29 @@ def timing(times: Times, steps: dict[str, tuple[Any, str]]) -> Iterator[None]:
 
     with ExitStack() as held:
         for name, (owner, attribute) in steps.items():
-            held.enter_context(mock.patch.object(owner, attribute, wrapped(name, getattr(owner, attribute))))
+            held.enter_context(
+                mock.patch.object(owner, attribute, wrapped(name, getattr(owner, attribute)))
+            )
         yield
 
 
 SNAPSHOT = {
-    "state_dict and names": (agent_module, "capture"), "compare the structure": (KeptPlan, "reuse"), "wait for slot": (Handover, "acquire"),
-    "copy": (Handover, "copy"), "plain values and random generators": (agent_module, "values_document"), "seal": (Handover, "seal_after"),
+    "state_dict and "
+    "names": (agent_module, "capture"), "compare the "
+        "structure": (KeptPlan, "reuse"), "wait for slot": (Handover, "acquire"),
+    "copy": (Handover, "copy"), "plain values and random "
+        "generators": (agent_module, "values_document"), "seal": (Handover, "seal_after"),
 }  # fmt: skip
-RECOVERY = {"read, verify and copy": (loader, "scatter"), "open and check the slots": (sources, "read_header")}
+RECOVERY = {
+    "read, verify and copy": (loader, "scatter"),
+    "open and check the slots": (sources, "read_header"),
+}
 
 
 def daemon_steps(state: State) -> dict[str, float]:
-    """Return the seconds that each step of a save takes by itself, with as many threads as a daemon has here."""
+    """Return the seconds that each step of a save takes by itself, with as many threads
+    as a daemon has here.
+    """
     threads, nbytes = min(8, os.cpu_count() or 1), sum(tensor.nbytes for tensor in state.values())
     slot = os.memfd_create("slot")
     data = torch.cat([tensor.flatten() for tensor in state.values()]).numpy().view("uint8")
@@ -75,11 +91,15 @@ def daemon_steps(state: State) -> dict[str, float]:
     for start in range(0, len(data), 1 << 30):
         os.pwrite(slot, data[start : start + (1 << 30)].tobytes(), start)
     planes = encoder("planes")
-    buffers = defaultdict[int, list[mmap.mmap]](lambda: [mmap.mmap(-1, DEFAULT_CHUNK), mmap.mmap(-1, DEFAULT_CHUNK)])
+    buffers = defaultdict[int, list[mmap.mmap]](
+        lambda: [mmap.mmap(-1, DEFAULT_CHUNK), mmap.mmap(-1, DEFAULT_CHUNK)]
+    )
 
     def each(work: Callable[[memoryview, memoryview, int], object]) -> float:
         def one(start: int) -> None:
-            raw, stored = (memoryview(buffer) for buffer in buffers[start // DEFAULT_CHUNK % (2 * threads)])
+            raw, stored = (
+                memoryview(buffer) for buffer in buffers[start // DEFAULT_CHUNK % (2 * threads)]
+            )
             work(raw[: min(DEFAULT_CHUNK, len(data) - start)], stored, start)
 
         with ThreadPoolExecutor(threads) as pool:
@@ -98,8 +118,15 @@ def daemon_steps(state: State) -> dict[str, float]:
         found = {
             "read the slot": each(lambda raw, _, start: pieces(raw, start)),
             "and checksums": each(lambda raw, _, start: pieces(raw, start, crc32c)),
-            "and digests": each(lambda raw, _, start: pieces(raw, start, crc32c, new_hasher().update)),
-            "encode, planes": each(lambda raw, stored, start: (read_exactly(slot, raw, start), planes.encode(raw, 4, stored[: len(raw)]))),
+            "and digests": each(
+                lambda raw, _, start: pieces(raw, start, crc32c, new_hasher().update)
+            ),
+            "encode, planes": each(
+                lambda raw, stored, start: (
+                    read_exactly(slot, raw, start),
+                    planes.encode(raw, 4, stored[: len(raw)]),
+                )
+            ),
             "write": write(state, place.path / "file")[1],
         }
     os.close(slot)
@@ -127,14 +154,20 @@ def main() -> None:
                 recovered = agent.recover(state)
             assert recovered is not None
             assert recovered.source == "memory"
-            found["recovery from memory"], found["plain copy"] = [recovered.seconds], [copy(state, place.path)[0]]
+            found["recovery from memory"], found["plain copy"] = (
+                [recovered.seconds],
+                [copy(state, place.path)[0]],
+            )
             for name, seconds in (daemon_steps(state) if step else {}).items():
                 found[name] = [seconds]
             if step:  # the first round warms up
                 for name, each in found.items():
                     times[name].append(sum(each))
         agent.close()
-    keep([Row(name=name, value=1000 * median(found), unit="ms") for name, found in times.items()], "where")
+    keep(
+        [Row(name=name, value=1000 * median(found), unit="ms") for name, found in times.items()],
+        "where",
+    )
 
 
 if __name__ == "__main__":

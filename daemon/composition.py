@@ -1,6 +1,8 @@
-"""Builds the parts of a daemon, in the order in which they need each other, and recovers the root before anyone may use them.
+"""Builds the parts of a daemon, in the order in which they need each other, and
+recovers the root before anyone may use them.
 
-`opened` is the only place that puts the parts together. `App` adds the socket and its clients; a deletion without a daemon adds nothing.
+`opened` is the only place that puts the parts together. `App` adds the socket and its
+clients; a deletion without a daemon adds nothing.
 """
 
 from __future__ import annotations
@@ -53,11 +55,11 @@ from ckptd.shared.system.state_directory import state_directory
 class Parts:
     """The parts of one daemon.
 
-    `engine` decides about ranks and seals, `saver` writes checkpoints, and `orphans` looks after
-    dead trainers. `identity` is the identity of the root. `served` checks that the root is still
-    there, and `foreign` keeps the memory of other roots apart. `repository` is the root, or the
-    stage if there is one. With a stage, `uploader` uploads to the root, and the second of
-    `pipelines` writes to the root.
+    `engine` decides about ranks and seals, `saver` writes checkpoints, and `orphans`
+    looks after dead trainers. `identity` is the identity of the root. `served` checks
+    that the root is still there, and `foreign` keeps the memory of other roots apart.
+    `repository` is the root, or the stage if there is one. With a stage, `uploader`
+    uploads to the root, and the second of `pipelines` writes to the root.
     """
 
     config: Config
@@ -86,12 +88,15 @@ async def opened(
     locked: Callable[[], None] = lambda: None,
     lost: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Parts]:
-    """Lock the root, build the parts, and recover; yield the parts; release everything at the end.
+    """Lock the root, build the parts, and recover; yield the parts; release everything
+    at the end.
 
-    `failed` is called with the error of a background task or of the journal, after which the daemon must end. `changed` is called when a
-    save or the work for a dead trainer has ended. `locked` is called once the root is locked and the journal is replayed, before anything
-    is recovered. `lost` is called if another root is found at the place of the root. Raises Busy if another daemon has the root,
-    StorageError, InvalidConfig, NewerFormat.
+    `failed` is called with the error of a background task or of the journal, after
+    which the daemon must end. `changed` is called when a save or the work for a dead
+    trainer has ended. `locked` is called once the root is locked and the journal is
+    replayed, before anything is recovered. `lost` is called if another root is found at
+    the place of the root. Raises Busy if another daemon has the root, StorageError,
+    InvalidConfig, NewerFormat.
     """
     with ExitStack() as held:
         root = open_root(config.root, fs)
@@ -106,22 +111,36 @@ async def opened(
         if behind is not None:
             held.callback(behind.close)
         failpoint("start.locked")
-        pipeline = Pipeline(config.threads, config.memory_budget, config.chunk_size, config.worker_cpus)
+        pipeline = Pipeline(
+            config.threads, config.memory_budget, config.chunk_size, config.worker_cpus
+        )
         held.callback(pipeline.close)
         pipelines = [pipeline]
         journal_thread = ThreadPoolExecutor(1, thread_name_prefix="ckptd-journal")
         held.callback(journal_thread.shutdown, wait=False)
-        overflow = state_directory(config.state_dir, config.root) / "segments" if config.overflow else None
-        slots = Slots(fs, config.shm_dir, names.segment_directory(config.root), config.shm_quota, overflow)
+        overflow = (
+            state_directory(config.state_dir, config.root) / "segments" if config.overflow else None
+        )
+        slots = Slots(
+            fs, config.shm_dir, names.segment_directory(config.root), config.shm_quota, overflow
+        )
         held.callback(slots.close)
         with ExitStack() as journals:
 
-            def open_journal(place: Location, of: Repository, identity: str | None = None) -> Journal:
-                directory = journals.enter_context(journal_directory(fs, config.state_dir, place, of, identity))
-                return Journal.open(fs, directory, journal_thread, strict=config.strict_journal, on_broken=failed)
+            def open_journal(
+                place: Location, of: Repository, identity: str | None = None
+            ) -> Journal:
+                directory = journals.enter_context(
+                    journal_directory(fs, config.state_dir, place, of, identity)
+                )
+                return Journal.open(
+                    fs, directory, journal_thread, strict=config.strict_journal, on_broken=failed
+                )
 
             journal = open_journal(config.stage or config.root, repository)
-            of_root = open_journal(config.root, root, behind.identity) if behind is not None else None
+            of_root = (
+                open_journal(config.root, root, behind.identity) if behind is not None else None
+            )
             tasks.on_failure(failed)
             locked()
             identity = await calls.run(repository.identity) if behind is None else behind.identity
@@ -135,10 +154,14 @@ async def opened(
             def save(snapshot: Snapshot) -> None:
                 saver.start(snapshot)
 
-            def read_seal(fd: int, header: SegmentHeader) -> Awaitable[tuple[SealedSlot, SlotContents]]:
+            def read_seal(
+                fd: int, header: SegmentHeader
+            ) -> Awaitable[tuple[SealedSlot, SlotContents]]:
                 return pipeline.run(lambda: read_sealed(fd, header))
 
-            def compare_seals(contents: Mapping[int, SlotContents], world_size: int) -> Awaitable[None]:
+            def compare_seals(
+                contents: Mapping[int, SlotContents], world_size: int
+            ) -> Awaitable[None]:
                 return pipeline.run(lambda: seal_check.compare(contents, world_size))
 
             async def reach_root(job: Job) -> None:
@@ -164,17 +187,38 @@ async def opened(
                 await claims.claimed(job, attempt)
 
             def gather() -> None:
-                moved_root.gather(slots, config.root, None if overflow is None else overflow.parent.parent)
+                moved_root.gather(
+                    slots, config.root, None if overflow is None else overflow.parent.parent
+                )
 
             served = ServedRoot(root, root_calls, slots.mark, lost, staged=behind is not None)
             foreign = ForeignMemoryKeeper(slots, str(config.root), config.foreign_memory, take_over)
-            claims = Claims(Attempts(root, root_calls, None if behind is None else repository), on_loss=lose_claim)
+            claims = Claims(
+                Attempts(root, root_calls, None if behind is None else repository),
+                on_loss=lose_claim,
+            )
             steps = Steps(catalog, slots, save, config.rank_timeout)
-            front = final = Destination(config, repository, journal, catalog, calls, pipeline, steps.counters, steps.tell)
+            front = final = Destination(
+                config, repository, journal, catalog, calls, pipeline, steps.counters, steps.tell
+            )
             if of_root is not None:
-                pipelines.append(Pipeline(config.threads, config.memory_budget, config.chunk_size, config.worker_cpus))
+                pipelines.append(
+                    Pipeline(
+                        config.threads, config.memory_budget, config.chunk_size, config.worker_cpus
+                    )
+                )
                 held.callback(pipelines[-1].close)
-                final = Destination(config, root, of_root, Catalog(), root_calls, pipelines[-1], steps.counters, steps.tell, reach_root)
+                final = Destination(
+                    config,
+                    root,
+                    of_root,
+                    Catalog(),
+                    root_calls,
+                    pipelines[-1],
+                    steps.counters,
+                    steps.tell,
+                    reach_root,
+                )
             saver = Saver(
                 config, catalog, slots, front, final,
                 counters=steps.counters, claimed=may_save, tell=steps.tell, settled=settled,
@@ -189,19 +233,36 @@ async def opened(
             beats = HeartbeatStore(root.storage)
             heartbeats = Heartbeats(beats, claims.is_claimed)
             guard = RunGuard(beats, root_calls, heartbeats)
-            engine = Engine(catalog, slots, journal, claims, admission, steps, seals, saver, guard, served, foreign, plan_timeout)
-            orphans = Orphans(Custody(catalog, slots, steps, seals, saver), config.memory_ttl, changed)
+            engine = Engine(
+                catalog,
+                slots,
+                journal,
+                claims,
+                admission,
+                steps,
+                seals,
+                saver,
+                guard,
+                served,
+                foreign,
+                plan_timeout,
+            )
+            orphans = Orphans(
+                Custody(catalog, slots, steps, seals, saver), config.memory_ttl, changed
+            )
             if of_root is not None:
                 of_root.start()
-            await recovery.recover(repository, calls, claims, journal, catalog, slots, saver, orphans, foreign, gather)
+            await recovery.recover(
+                repository, calls, claims, journal, catalog, slots, saver, orphans, foreign, gather
+            )
             if uploader is not None:
                 _know_attempts(catalog)
                 uploader.start()
             heartbeats.resume(catalog.jobs.values())
             try:
                 yield Parts(
-                    config, repository, identity, served, foreign, calls, pipelines, slots, catalog, journal, engine, saver, orphans,
-                    uploader,
+                    config, repository, identity, served, foreign, calls, pipelines, slots, catalog,
+                    journal, engine, saver, orphans, uploader,
                 )  # fmt: skip
             finally:
                 await heartbeats.close()
@@ -211,8 +272,12 @@ async def opened(
                 await journal.close()
 
 
-def _root_behind(config: Config, root: Repository, repository: Repository, calls: StorageCalls) -> StageRoot | None:
-    """Return the root behind the stage, or None if there is no stage: then `repository` is the root. The stage must be locked."""
+def _root_behind(
+    config: Config, root: Repository, repository: Repository, calls: StorageCalls
+) -> StageRoot | None:
+    """Return the root behind the stage, or None if there is no stage: then `repository`
+    is the root. The stage must be locked.
+    """
     if config.stage is None:
         if isinstance(config.root, Path):
             check_is_no_stage(repository)
@@ -224,7 +289,10 @@ def _root_behind(config: Config, root: Repository, repository: Repository, calls
 def _know_attempts(catalog: Catalog) -> None:
     """Raise the newest attempt of each job to that of its checkpoints on the stage.
 
-    An attempt may then begin in memory while the root does not answer, and recover from the stage.
+    An attempt may then begin in memory while the root does not answer, and recover from
+    the stage.
     """
     for job in catalog.jobs.values():
-        job.attempt = max([job.attempt, *(checkpoint.attempt for checkpoint in job.checkpoints.values())])
+        job.attempt = max(
+            [job.attempt, *(checkpoint.attempt for checkpoint in job.checkpoints.values())]
+        )

@@ -1,4 +1,7 @@
-"""Merges and checks the daemon's settings. Flags win over `CKPTD_*` variables, variables over the TOML file, the file over defaults.
+"""Merges and checks the daemon's settings.
+
+Flags win over `CKPTD_*` variables, variables over the TOML file, the file over
+defaults.
 
 Only the values are checked here. Paths and disks are checked where they are used.
 """
@@ -24,87 +27,148 @@ from ckptd.shared.system.numa import parse_cpus
 from ckptd.shared.system.settings import FOREIGN_MEMORY_CHOICES, NOT_OF_THE_DAEMON, PREFIX, nearest
 from ckptd.shared.system.state_directory import default_state_dir
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
+}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The settings of one daemon. Making an instance raises InvalidConfig if a value is not allowed."""
+    """The settings of one daemon.
+
+    Making an instance raises InvalidConfig if a value is not allowed.
+    """
 
     root: Location
-    """Place of the checkpoints of all jobs: an absolute path, or a URL like `s3://BUCKET/PREFIX`. A missing directory is created."""
+    """Place of the checkpoints of all jobs: an absolute path, or a URL like
+    `s3://BUCKET/PREFIX`. A missing directory is created.
+    """
     stage: Path | None = None
-    """Directory on a local disk where checkpoints are committed first; they are uploaded to the root afterwards. None for no stage."""
+    """Directory on a local disk where checkpoints are committed first; they are
+    uploaded to the root afterwards. None for no stage.
+    """
     socket: Path
     """Unix socket that the daemon listens on, as an absolute path of at most 107 bytes."""
     state_dir: Path = dataclasses.field(default_factory=default_state_dir)
-    """Directory on a local disk for the journals of all roots. It should outlive the daemon: keep it on a volume in a container."""
+    """Directory on a local disk for the journals of all roots. It should outlive the
+    daemon: keep it on a volume in a container.
+    """
     codec: str = "auto"
     """Encoding of stored chunks: `auto`, `raw`, `zstd`, `zstd:LEVEL` or `planes`."""
     slots: int = 2
-    """Slots for each rank, 2 to 8. Two are enough unless saves take longer than the time between snapshots."""
+    """Slots for each rank, 2 to 8. Two are enough unless saves take longer than the
+    time between snapshots.
+    """
     shm_dir: Path = Path("/dev/shm")
-    """Directory for the slots, in a tmpfs. A container with a small /dev/shm needs another one."""
+    """Directory for the slots, in a tmpfs. A container with a small /dev/shm needs
+    another one.
+    """
     shm_quota: int = 0
     """Bytes that all slots together may take; 0 means nine tenths of the tmpfs."""
     overflow: bool = True
-    """Put slots that do not fit into shm_dir into files in state_dir, on the local disk. A shm_quota that is set is never exceeded."""
+    """Put slots that do not fit into shm_dir into files in state_dir, on the local
+    disk. A shm_quota that is set is never exceeded.
+    """
     memory_ttl: float = 900.0
-    """Seconds for which the snapshots of a dead trainer stay in memory once they are durable."""
+    """Seconds for which the snapshots of a dead trainer stay in memory once they are
+    durable.
+    """
     keep_last: int = 10
     """The number of a job's newest checkpoints that are kept; 0 keeps all.
 
     Retention neither counts nor deletes checkpoints with a user's own tag.
     """
     make_room: bool = False
-    """Let a save on a full disk delete the job's oldest checkpoints early, never the newest, and try again."""
+    """Let a save on a full disk delete the job's oldest checkpoints early, never the
+    newest, and try again.
+    """
     keep: tuple[Policy, ...] = ()
-    """More retention policies, like `EveryNSteps(1000)` or `BestN('loss', 3)`, for jobs that have none of their own."""
+    """More retention policies, like `EveryNSteps(1000)` or `BestN('loss', 3)`, for jobs
+    that have none of their own.
+    """
     stall_budget: float = 10.0
     """Seconds for which `snapshot(on_busy="wait")` may hold up the training."""
     storage_timeout: float = 30.0
-    """Seconds that the root has to answer when it is listed or read. After that the request fails. Saves wait as long as it takes."""
+    """Seconds that the root has to answer when it is listed or read. After that the
+    request fails. Saves wait as long as it takes.
+    """
     rank_timeout: float = 60.0
-    """Seconds from the first rank's call for a step until the step is given up, if another rank has not sealed it."""
+    """Seconds from the first rank's call for a step until the step is given up, if
+    another rank has not sealed it.
+    """
     node_timeout: float = 600.0
-    """Seconds for which a step of several nodes waits for the parts of the other nodes before it is given up."""
+    """Seconds for which a step of several nodes waits for the parts of the other nodes
+    before it is given up.
+    """
     threads: int = 0
-    """Threads that make checksums; twice as many compress and write. 0 means one for each CPU, 8 at most."""
+    """Threads that make checksums; twice as many compress and write. 0 means one for
+    each CPU, 8 at most.
+    """
     cpus: str = ""
-    """CPUs on which these threads may run, like `0-3,8`; empty means all that the daemon may use."""
+    """CPUs on which these threads may run, like `0-3,8`; empty means all that the
+    daemon may use.
+    """
     memory_budget: int = 128 << 20
-    """Bytes of buffers that saves may use, whatever the size of a snapshot; at least four chunks."""
+    """Bytes of buffers that saves may use, whatever the size of a snapshot; at least
+    four chunks.
+    """
     chunk_size: int = DEFAULT_CHUNK
     """Raw bytes of a chunk: 64 KiB to 16 MiB, a multiple of 4096."""
     files_per_rank: int = 1
-    """Files that a rank's part of a checkpoint is spread over, 1 to 64. More than one pays where each file lies on one of many disks."""
+    """Files that a rank's part of a checkpoint is spread over, 1 to 64. More than one
+    pays where each file lies on one of many disks.
+    """
     bytes_per_file: int = 0
-    """The most bytes in one file of a checkpoint; a longer part is divided into more files. 0 means no limit."""
+    """The most bytes in one file of a checkpoint; a longer part is divided into more
+    files. 0 means no limit.
+    """
     link_unchanged: bool = True
-    """Link the files of tensors that have not changed since the checkpoint before, instead of writing these tensors again."""
+    """Link the files of tensors that have not changed since the checkpoint before,
+    instead of writing these tensors again.
+    """
     foreign_memory: str = "refuse"
-    """The treatment of snapshots in memory that were saved for another root than this one.
+    """The treatment of snapshots in memory that were saved for another root than this
+    one.
 
-    `refuse` refuses runs of their jobs, `adopt` adopts them into this root, and `drop` deletes
-    them.
+    `refuse` refuses runs of their jobs, `adopt` adopts them into this root, and `drop`
+    deletes them.
     """
     max_connections: int = 256
     """The most clients that may be connected at the same time."""
     strict_journal: bool = False
-    """Refuse to start if the journal is corrupt, instead of rebuilding it from storage and memory."""
+    """Refuse to start if the journal is corrupt, instead of rebuilding it from storage
+    and memory.
+    """
     private: bool = False
-    """True if an agent has started the daemon for itself: the daemon ends when nothing is left to do."""
+    """True if an agent has started the daemon for itself: the daemon ends when nothing
+    is left to do.
+    """
     idle_timeout: float = 10.0
     """Seconds without clients, slots and work after which a private daemon ends."""
     log_file: Path | None = None
-    """File for the log, as an absolute path, or None for standard error. At 10 MiB it becomes `FILE.1`, and a new one begins."""
+    """File for the log, as an absolute path, or None for standard error. At 10 MiB it
+    becomes `FILE.1`, and a new one begins.
+    """
     log_level: str = "info"
     """Lowest level of the messages in the log: `debug`, `info`, `warning` or `error`."""
 
     def __post_init__(self) -> None:
         codec.encoder(self.codec)
-        _require(isinstance(self.root, Url) or self.root.is_absolute(), "root", self.root, "an absolute path or a URL")
+        _require(
+            isinstance(self.root, Url) or self.root.is_absolute(),
+            "root",
+            self.root,
+            "an absolute path or a URL",
+        )
         _require(
             self.socket.is_absolute() and len(os.fsencode(self.socket)) < 108,
             "socket",
@@ -113,19 +177,49 @@ class Config:
         )
         if self.stage is not None:
             _require(self.stage.is_absolute(), "stage", self.stage, "an absolute path")
-            apart = self.root not in (self.stage, *self.stage.parents) and self.stage not in self.root.parents
-            _require(apart, "stage", self.stage, f"a directory that neither lies in the root {self.root} nor holds it")
+            apart = (
+                self.root not in (self.stage, *self.stage.parents)
+                and self.stage not in self.root.parents
+            )
+            _require(
+                apart,
+                "stage",
+                self.stage,
+                f"a directory that neither lies in the root {self.root} nor holds it",
+            )
         _require(self.state_dir.is_absolute(), "state_dir", self.state_dir, "an absolute path")
         _require(self.shm_dir.is_absolute(), "shm_dir", self.shm_dir, "an absolute path")
         _require(2 <= self.slots <= 8, "slots", self.slots, "2 to 8")
         _require(self.keep_last >= 0, "keep_last", self.keep_last, "0 (all) or more")
-        _require(MIN_CHUNK <= self.chunk_size <= MAX_CHUNK, "chunk_size", self.chunk_size, f"{MIN_CHUNK} to {MAX_CHUNK} bytes")
-        _require(self.chunk_size % 4096 == 0, "chunk_size", self.chunk_size, "a multiple of 4096 bytes")
-        _require(self.memory_budget >= 4 * self.chunk_size, "memory_budget", self.memory_budget, "at least four chunks")
+        _require(
+            MIN_CHUNK <= self.chunk_size <= MAX_CHUNK,
+            "chunk_size",
+            self.chunk_size,
+            f"{MIN_CHUNK} to {MAX_CHUNK} bytes",
+        )
+        _require(
+            self.chunk_size % 4096 == 0, "chunk_size", self.chunk_size, "a multiple of 4096 bytes"
+        )
+        _require(
+            self.memory_budget >= 4 * self.chunk_size,
+            "memory_budget",
+            self.memory_budget,
+            "at least four chunks",
+        )
         Spread.checked(self.files_per_rank, self.bytes_per_file, self.chunk_size)
         _require(0 <= self.threads <= 256, "threads", self.threads, "0 (automatic) to 256")
-        _require(self.log_level in ("debug", "info", "warning", "error"), "log_level", self.log_level, "debug, info, warning or error")
-        _require(self.foreign_memory in FOREIGN_MEMORY_CHOICES, "foreign_memory", self.foreign_memory, "refuse, adopt or drop")
+        _require(
+            self.log_level in ("debug", "info", "warning", "error"),
+            "log_level",
+            self.log_level,
+            "debug, info, warning or error",
+        )
+        _require(
+            self.foreign_memory in FOREIGN_MEMORY_CHOICES,
+            "foreign_memory",
+            self.foreign_memory,
+            "refuse, adopt or drop",
+        )
         _require(self.max_connections >= 1, "max_connections", self.max_connections, "1 or more")
         for name in ("shm_quota", "memory_ttl", "stall_budget", "idle_timeout"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
@@ -138,23 +232,35 @@ class Config:
 
     @property
     def worker_cpus(self) -> set[int]:
-        """The CPUs on which the worker threads may run. Raises InvalidConfig if `cpus` is not a list of CPUs that the daemon may use."""
+        """The CPUs on which the worker threads may run.
+
+        Raises InvalidConfig if `cpus` is not a list of CPUs that the daemon may use.
+        """
         allowed = os.sched_getaffinity(0)
         try:
             wanted = parse_cpus(self.cpus) if self.cpus else allowed
         except ValueError:
             wanted = set()
-        _require(bool(wanted) and wanted <= allowed, "cpus", self.cpus, f"some of the CPUs {_cpu_list(allowed)}, written like 0-3,8")
+        _require(
+            bool(wanted) and wanted <= allowed,
+            "cpus",
+            self.cpus,
+            f"some of the CPUs {_cpu_list(allowed)}, written like 0-3,8",
+        )
         return wanted
 
     @property
     def spread(self) -> Spread:
-        """The number and the largest size of the files that a rank's part is spread over."""
+        """The number and the largest size of the files that a rank's part is spread
+        over.
+        """
         return Spread.checked(self.files_per_rank, self.bytes_per_file, self.chunk_size)
 
     @property
     def open_files(self) -> int:
-        """The most files that the save of a rank keeps open: unchanged tensors may get as many files of their own as the others."""
+        """The most files that the save of a rank keeps open: unchanged tensors may get
+        as many files of their own as the others.
+        """
         return self.files_per_rank * (2 if self.link_unchanged else 1)
 
     @property
@@ -167,7 +273,9 @@ FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 
 
 def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None) -> Config:
-    """Return the settings, merged from flags, environment and TOML file. Raises InvalidConfig.
+    """Return the settings, merged from flags, environment and TOML file.
+
+    Raises InvalidConfig.
 
     flags: only the flags that were given.
     """
@@ -178,11 +286,18 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
         key = variable.removeprefix(PREFIX).lower()
         if variable.startswith(PREFIX) and key not in NOT_OF_THE_DAEMON:
             values[key] = _convert(key, text, f"{variable}: ")
-    values |= {key: _convert(key, value, f"--{key.replace('_', '-')}: ") for key, value in flags.items()}
+    values |= {
+        key: _convert(key, value, f"--{key.replace('_', '-')}: ") for key, value in flags.items()
+    }
     if "root" not in values:
-        raise InvalidConfig("no root: say where checkpoints go with --root DIR, CKPTD_ROOT or root = in the config file")
+        raise InvalidConfig(
+            "no root: say where checkpoints go with --root DIR, CKPTD_ROOT or root = in the "
+            "config file"
+        )
     if "socket" not in values:
-        raise InvalidConfig("no socket: name one with --socket PATH, CKPTD_SOCKET or socket = in the config file")
+        raise InvalidConfig(
+            "no socket: name one with --socket PATH, CKPTD_SOCKET or socket = in the config file"
+        )
     values["socket"] = Path(os.path.abspath(values["socket"]))
     if "stage" in values:
         values["stage"] = local(values["stage"], "stage")
@@ -204,7 +319,11 @@ def _convert(key: str, value: Any, where: str) -> Any:
     field = FIELDS.get(key)
     if field is None:
         near = nearest(key, FIELDS)
-        hint = f"; did you mean {near!r}?" if near else f"; the settings are {', '.join(sorted(FIELDS))}"
+        hint = (
+            f"; did you mean {near!r}?"
+            if near
+            else f"; the settings are {', '.join(sorted(FIELDS))}"
+        )
         raise InvalidConfig(f"{where}there is no setting {key!r}{hint}")
     if key == "root" and isinstance(value, (str, os.PathLike, Url)):
         return _root(value, where)
@@ -212,7 +331,11 @@ def _convert(key: str, value: Any, where: str) -> Any:
         if field.type in ("Path", "Path | None"):
             return Path(os.path.expanduser(_text(value)))
         if field.type == "bool":
-            return value if isinstance(value, bool) else {"true": True, "1": True, "false": False, "0": False}[_text(value).lower()]
+            return (
+                value
+                if isinstance(value, bool)
+                else {"true": True, "1": True, "false": False, "0": False}[_text(value).lower()]
+            )
         if field.type == "int":
             return value if type(value) is int else parse_size(_text(value))
         if field.type == "float":
@@ -221,8 +344,14 @@ def _convert(key: str, value: Any, where: str) -> Any:
             return _policies(value, where)
         return _text(value)
     except (ValueError, KeyError, TypeError):
-        kind = {"int": "a number (k, M, G, Ki, Mi, Gi allowed)", "bool": "true or false", "float": "a number of seconds"}
-        raise InvalidConfig(f"{where}{key} is {value!r}; expected {kind.get(str(field.type), 'text')}") from None
+        kind = {
+            "int": "a number (k, M, G, Ki, Mi, Gi allowed)",
+            "bool": "true or false",
+            "float": "a number of seconds",
+        }
+        raise InvalidConfig(
+            f"{where}{key} is {value!r}; expected {kind.get(str(field.type), 'text')}"
+        ) from None
 
 
 def _root(value: Any, where: str) -> Location:
@@ -233,7 +362,9 @@ def _root(value: Any, where: str) -> Location:
 
 
 def _policies(value: Any, where: str) -> tuple[Policy, ...]:
-    """Return the policies of a list of texts, or of one text with semicolons between them. Raises InvalidConfig."""
+    """Return the policies of a list of texts, or of one text with semicolons between
+    them. Raises InvalidConfig.
+    """
     texts = value.split(";") if isinstance(value, str) else list(value)
     try:
         return tuple(parse(_text(text)) for text in texts if _text(text).strip())
@@ -248,7 +379,9 @@ def _text(value: Any) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Return the number that a text stands for: `"24G"` is 24 * 10**9, `"8Mi"` is 8 * 2**20. Raises ValueError."""
+    """Return the number that a text stands for: `"24G"` is 24 * 10**9, `"8Mi"` is 8 *
+    2**20. Raises ValueError.
+    """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(text)

@@ -1,7 +1,9 @@
-"""Prepares a starting daemon: adopts slots, reads manifests, and finishes or undoes the saves and deletions that were under way.
+"""Prepares a starting daemon: adopts slots, reads manifests, and finishes or undoes the
+saves and deletions that were under way.
 
-A crash may interrupt any step; the next start then repeats it. Manifests and the headers of sealed slots are the truth. The journal tells
-which files this daemon may finish or delete, and no other file is deleted.
+A crash may interrupt any step; the next start then repeats it. Manifests and the
+headers of sealed slots are the truth. The journal tells which files this daemon may
+finish or delete, and no other file is deleted.
 """
 
 from __future__ import annotations
@@ -37,17 +39,24 @@ from ckptd.shared.wire.lifecycle import SnapshotState
 log = logging.getLogger("ckptd.recovery")
 
 _NOT_WRITABLE = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM)
-"""Errors after which a network file system may list a directory from its cache: the storage is full, or may only be read."""
+"""Errors after which a network file system may list a directory from its cache: the
+storage is full, or may only be read.
+"""
 
 
-async def scan_job(repository: Repository, job: Job, calls: StorageCalls, *, fresh: bool = False) -> None:
+async def scan_job(
+    repository: Repository, job: Job, calls: StorageCalls, *, fresh: bool = False
+) -> None:
     """Update the catalog from the manifests of a job.
 
-    fresh: True if a checkpoint that another node has just committed must not be missed, as in a recovery. On several nodes, it is an error
-    if this cannot be had, unless the storage may only be read.
+    fresh: True if a checkpoint that another node has just committed must not be missed,
+    as in a recovery. On several nodes, it is an error if this cannot be had, unless the
+    storage may only be read.
 
-    Raises StorageError if the job cannot be listed, if a manifest cannot be read because the machine has run out of memory, descriptors or
-    the like, or if the storage does not answer. Recovering an older checkpoint in these cases would lose history.
+    Raises StorageError if the job cannot be listed, if a manifest cannot be read
+    because the machine has run out of memory, descriptors or the like, or if the
+    storage does not answer. Recovering an older checkpoint in these cases would lose
+    history.
     """
     before = set(job.checkpoints)
     if fresh:
@@ -58,7 +67,9 @@ async def scan_job(repository: Repository, job: Job, calls: StorageCalls, *, fre
             if job.node is not None and error.errno not in _NOT_WRITABLE:
                 raise StorageError.of(f"list {repository.where(job.name)}", error) from None
     try:
-        tags = await calls.read(f"list {repository.where(job.name)}", lambda: repository.tags(job.name))
+        tags = await calls.read(
+            f"list {repository.where(job.name)}", lambda: repository.tags(job.name)
+        )
     except OSError as error:
         raise StorageError.of(f"list {repository.where(job.name)}", error) from None
     uncommitted: set[str] = set()
@@ -67,7 +78,10 @@ async def scan_job(repository: Repository, job: Job, calls: StorageCalls, *, fre
     guards: dict[str, str] = {}
     for tag in tags:
         try:
-            manifest = await calls.read(f"read the manifest of {job.name}/{tag}", partial(repository.read_manifest, job.name, tag))
+            manifest = await calls.read(
+                f"read the manifest of {job.name}/{tag}",
+                partial(repository.read_manifest, job.name, tag),
+            )
         except NotFound:
             before.discard(tag)
             uncommitted.add(tag)
@@ -79,7 +93,9 @@ async def scan_job(repository: Repository, job: Job, calls: StorageCalls, *, fre
             damaged[tag] = str(failure)
         except NewerFormat as error:
             newer[tag] = str(error).removeprefix(f"{job.name}/{tag}: ")
-            if unknown := await calls.run(partial(repository.unknown_deleter_features, job.name, tag)):
+            if unknown := await calls.run(
+                partial(repository.unknown_deleter_features, job.name, tag)
+            ):
                 guards[tag] = unknown[0]
             log.error("checkpoint %s/%s: %s", job.name, tag, newer[tag])
         except IntegrityError as error:
@@ -113,7 +129,9 @@ async def recover(
     foreign: ForeignMemoryKeeper,
     gather: Callable[[], None],
 ) -> None:
-    """Bring a starting daemon to the state in which it can serve clients. The journal must have been replayed already.
+    """Bring a starting daemon to the state in which it can serve clients.
+
+    The journal must have been replayed already.
 
     If the root was moved, `gather` brings its segments to `slots`.
 
@@ -128,7 +146,9 @@ async def recover(
         journal.start({slot.header.job for slot in adopted})
         failpoint("start.rotated")
         for name in await calls.read(f"list {repository.where()}", repository.jobs):
-            if reason := await calls.read(f"look at {repository.where(name)}", partial(repository.refusal, name)):
+            if reason := await calls.read(
+                f"look at {repository.where(name)}", partial(repository.refusal, name)
+            ):
                 log.warning("job %s is skipped: %s", name, reason)
                 continue
             await scan_job(repository, catalog.job(name), calls)
@@ -150,18 +170,24 @@ async def recover(
         except JournalBroken:
             raise
         except (OSError, StorageError) as error:
-            log.warning("%s could not be finished or undone, and is left for the next start: %s", place, error)
+            log.warning(
+                "%s could not be finished or undone, and is left for the next start: %s",
+                place,
+                error,
+            )
     failpoint("start.swept")
     await orphans.settle_adopted(adopted)
     for job in catalog.jobs.values():
         await saver.front.deleter.repair_newest(job)
 
 
-async def take_over(adopted: list[Slot], claims: Claims, catalog: Catalog, orphans: Orphans) -> None:
+async def take_over(
+    adopted: list[Slot], claims: Claims, catalog: Catalog, orphans: Orphans
+) -> None:
     """Adopt slots of one job while the daemon is running.
 
-    They are treated as `recover` treats the slots that it finds. No rank of the job may be
-    connected. Raises JournalBroken.
+    They are treated as `recover` treats the slots that it finds. No rank of the job may
+    be connected. Raises JournalBroken.
     """
     orphans.adopt(adopted)
     job = catalog.job(adopted[0].header.job)
@@ -171,8 +197,13 @@ async def take_over(adopted: list[Slot], claims: Claims, catalog: Catalog, orpha
     orphans.watch()
 
 
-async def finish_retiring(repository: Repository, journal: Journal, catalog: Catalog, calls: StorageCalls) -> None:
-    """Finish the deletions that an earlier daemon has begun. Those that fail are left for the next start."""
+async def finish_retiring(
+    repository: Repository, journal: Journal, catalog: Catalog, calls: StorageCalls
+) -> None:
+    """Finish the deletions that an earlier daemon has begun.
+
+    Those that fail are left for the next start.
+    """
     for place, files in list(journal.state.retiring.items()):
         name, tag = place.split("/")
         try:
@@ -184,10 +215,14 @@ async def finish_retiring(repository: Repository, journal: Journal, catalog: Cat
 
 
 def _delete_unless_held(repository: Repository, job: str, tag: str, files: Sequence[str]) -> bool:
-    """Delete a checkpoint that was being deleted. Return False if it stays, because it is pinned or being read."""
+    """Delete a checkpoint that was being deleted.
+
+    Return False if it stays, because it is pinned or being read.
+    """
     try:
         with repository.exclude(job, tag):
-            if tag in repository.pins(job) and repository.is_committed(job, tag):  # since the daemon died
+            # Since the daemon died.
+            if tag in repository.pins(job) and repository.is_committed(job, tag):
                 return False
             uncommit(repository, job, tag)
     except Busy:  # a reader who finds that the manifest is gone gives up
@@ -197,37 +232,62 @@ def _delete_unless_held(repository: Repository, job: str, tag: str, files: Seque
     return True
 
 
-async def finish_save(destination: Destination, saver: Saver, catalog: Catalog, calls: StorageCalls, place: str) -> None:
-    """Finish a save that was under way: commit it if it lacks only the manifest, and delete its files otherwise.
+async def finish_save(
+    destination: Destination, saver: Saver, catalog: Catalog, calls: StorageCalls, place: str
+) -> None:
+    """Finish a save that was under way: commit it if it lacks only the manifest, and
+    delete its files otherwise.
 
-    destination: where the checkpoint was to be committed. place: its job and tag, as `job/tag`. Raises JournalBroken, StorageError,
-    OSError.
+    destination: where the checkpoint was to be committed. place: its job and tag, as
+    `job/tag`. Raises JournalBroken, StorageError, OSError.
     """
     name, tag = place.split("/")
     there, journal = destination.catalog.job(name), destination.journal
     files = journal.state.staged.get(place, {})
-    parts = sorted((part for part in files.values() if part is not None), key=lambda part: part.rank)
+    parts = sorted(
+        (part for part in files.values() if part is not None), key=lambda part: part.rank
+    )
     attempt, step = (parts[0].attempt, parts[0].step) if parts else (0, 0)
     if (known := there.checkpoints.get(tag)) is not None:
         needless = [file for file in files if file not in known.files]
         await calls.run(partial(destination.repository.delete_unfinished, name, tag, needless))
-        await journal.append(r.Committed(job=name, attempt=known.attempt, step=known.step, tag=tag, seq=known.seq))
-    elif not parts or tag in there.damaged or not await _roll_forward(destination, saver, catalog.job(name), calls, parts):
-        await destination.committer.drop(name, tag, attempt, step, "the daemon ended before it was committed")
+        await journal.append(
+            r.Committed(job=name, attempt=known.attempt, step=known.step, tag=tag, seq=known.seq)
+        )
+    elif (
+        not parts
+        or tag in there.damaged
+        or not await _roll_forward(destination, saver, catalog.job(name), calls, parts)
+    ):
+        await destination.committer.drop(
+            name, tag, attempt, step, "the daemon ended before it was committed"
+        )
 
 
-async def _roll_forward(destination: Destination, saver: Saver, job: Job, calls: StorageCalls, durable: list[r.PartDurable]) -> bool:
-    """Commit a checkpoint from its durable parts. Return False if the part of a rank is missing or damaged, or if the commit fails.
+async def _roll_forward(
+    destination: Destination,
+    saver: Saver,
+    job: Job,
+    calls: StorageCalls,
+    durable: list[r.PartDurable],
+) -> bool:
+    """Commit a checkpoint from its durable parts.
 
-    Of several nodes, deliver the parts of this node, unless that is done, and follow what becomes of them.
+    Return False if the part of a rank is missing or damaged, or if the commit fails.
+
+    Of several nodes, deliver the parts of this node, unless that is done, and follow
+    what becomes of them.
     """
     first = durable[0]
     try:
-        read = await calls.run(lambda: [_read_part(destination.repository, part) for part in durable])
+        read = await calls.run(
+            lambda: [_read_part(destination.repository, part) for part in durable]
+        )
         documents, world_size = [document for document, _ in read], read[0][1]
         node = documents[0][2].node
         snapshot = Snapshot(
-            job.name, first.attempt, first.step, first.tag, world_size, persist=True, state=SnapshotState.WRITTEN, node=node
+            job.name, first.attempt, first.step, first.tag, world_size, persist=True,
+            state=SnapshotState.WRITTEN, node=node
         )  # fmt: skip
         if node is not None:
             if not await saver.joint.roll_forward(job, snapshot, documents):
@@ -239,21 +299,30 @@ async def _roll_forward(destination: Destination, saver: Saver, job: Job, calls:
         await destination.committer.commit(snapshot, documents)
     except (JournalBroken, StorageError, OSError):
         raise
-    except Exception as error:  # a damaged file may cause any error; the caller then drops the checkpoint
-        log.warning("checkpoint %s/%s cannot be committed from its parts: %r", job.name, first.tag, error)
+    except (
+        Exception
+    ) as error:  # a damaged file may cause any error; the caller then drops the checkpoint
+        log.warning(
+            "checkpoint %s/%s cannot be committed from its parts: %r", job.name, first.tag, error
+        )
         return False
     log.info("checkpoint %s/%s: committed from its durable parts", job.name, first.tag)
     return True
 
 
 def _read_part(repository: Repository, part: r.PartDurable) -> tuple[Document, int]:
-    """Return the documents of a durable part, and the number of ranks. Raises any error if the file is damaged."""
+    """Return the documents of a durable part, and the number of ranks.
+
+    Raises any error if the file is damaged.
+    """
     reader = repository.open_part(part.job, part.tag, part.file, part.index_sha256)
     try:
         index = reader.index
         entry = PartEntry(
-            rank=part.rank, file=part.file, bytes=part.bytes, raw_bytes=sum(c.raw_length for c in index.chunks),
-            items=len(reader.plan.items), index_sha256=part.index_sha256, files=1 + len(index.files), linked_bytes=reader.linked_bytes,
+            rank=part.rank, file=part.file, bytes=part.bytes,
+            raw_bytes=sum(c.raw_length for c in index.chunks), items=len(reader.plan.items),
+            index_sha256=part.index_sha256, files=1 + len(index.files),
+            linked_bytes=reader.linked_bytes,
         )  # fmt: skip
         return (entry, reader.plan, SnapshotRequest.decode(index.request)), index.world_size
     finally:

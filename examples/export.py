@@ -1,6 +1,8 @@
-"""Trains a small GPT-2 of Hugging Face, saves it with ckptd, and gives it to other tools, which read it without ckptd.
+"""Trains a small GPT-2 of Hugging Face, saves it with ckptd, and gives it to other
+tools, which read it without ckptd.
 
-`python examples/export.py [DIRECTORY]`. It needs `pip install transformers safetensors`, and downloads nothing.
+`python examples/export.py [DIRECTORY]`. It needs `pip install transformers
+safetensors`, and downloads nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +23,17 @@ from ckptd.agent.convert import export
 
 def main(directory: Path) -> None:
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=256, n_positions=64, bos_token_id=0, eos_token_id=0))
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=2,
+            n_head=2,
+            n_embd=64,
+            vocab_size=256,
+            n_positions=64,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     data = torch.randint(0, 256, (4, 32))
     for _ in range(3):
@@ -29,14 +41,21 @@ def main(directory: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     agent = Agent("gpt2", root=directory / "root")
-    agent.snapshot({"model": model, "optim": optimizer}, step=3, user_content={"config.json": model.config.to_json_string()})
+    agent.snapshot(
+        {"model": model, "optim": optimizer},
+        step=3,
+        user_content={"config.json": model.config.to_json_string()},
+    )
     agent.close()  # the checkpoint is durable now
     model.eval()
     expected = model(data).logits
 
     job = directory / "root" / "gpt2"
     written = export(job, "hf", directory / "hf")
-    print(f"Hugging Face: {', '.join(written.files)}; {', '.join(f'{name} is {first}' for name, first in written.tied.items())}")
+    print(
+        f"Hugging Face: {', '.join(written.files)}; "
+        f"{', '.join(f'{name} is {first}' for name, first in written.tied.items())}"
+    )
     again = AutoModelForCausalLM.from_pretrained(directory / "hf").eval()
     assert torch.equal(again(data).logits, expected)
 
@@ -52,9 +71,14 @@ def main(directory: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there is no process group
         dcp_to_torch_save(directory / "dcp", directory / "all.pt")
-    moments = torch.load(directory / "all.pt", weights_only=True)["optim"]["state"]["transformer.wte.weight"]
+    moments = torch.load(directory / "all.pt", weights_only=True)["optim"]["state"][
+        "transformer.wte.weight"
+    ]
     assert moments["step"] == 3
-    print("transformers, safetensors, torch.load and torch.distributed.checkpoint read the same model.")
+    print(
+        "transformers, safetensors, torch.load and torch.distributed.checkpoint read the same "
+        "model."
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Fine-tunes a GPT-2 with LoRA: loads the base from a Hugging Face model, and saves checkpoints that store only what has changed.
+"""Fine-tunes a GPT-2 with LoRA: loads the base from a Hugging Face model, and saves
+checkpoints that store only what has changed.
 
-`python examples/fine_tune.py [DIRECTORY]`. It needs `pip install transformers safetensors`, and downloads nothing.
+`python examples/fine_tune.py [DIRECTORY]`. It needs `pip install transformers
+safetensors`, and downloads nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from transformers.pytorch_utils import Conv1D
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.convert import load_model
 
-CONFIG = GPT2Config(n_layer=4, n_head=4, n_embd=256, vocab_size=50257, n_positions=64, bos_token_id=0, eos_token_id=0)
+CONFIG = GPT2Config(
+    n_layer=4,
+    n_head=4,
+    n_embd=256,
+    vocab_size=50257,
+    n_positions=64,
+    bos_token_id=0,
+    eos_token_id=0,
+)
 
 
 class LoRA(nn.Module):
@@ -37,15 +47,21 @@ class LoRA(nn.Module):
 
 def main(directory: Path) -> None:
     torch.manual_seed(0)
-    GPT2LMHeadModel(CONFIG).save_pretrained(directory / "base")  # stands for a model that you have downloaded
+    # Stands for a model that you have downloaded.
+    GPT2LMHeadModel(CONFIG).save_pretrained(directory / "base")
 
     with torch.device("meta"):  # without memory: it comes with the values
         model = AutoModelForCausalLM.from_config(CONFIG)
     model.requires_grad_(False)
     for block in model.transformer.h:
         block.attn.c_attn = LoRA(block.attn.c_attn)
-    loaded = load_model(model, directory / "base", rename=[(r"(attn\.c_attn)\.", r"\1.base.")], strict=False)
-    print(f"new in the model: {', '.join(loaded.missing[:2])} and {len(loaded.missing) - 2} more; unexpected: {len(loaded.unexpected)}")
+    loaded = load_model(
+        model, directory / "base", rename=[(r"(attn\.c_attn)\.", r"\1.base.")], strict=False
+    )
+    print(
+        f"new in the model: {', '.join(loaded.missing[:2])} and {len(loaded.missing) - 2} more; "
+        f"unexpected: {len(loaded.unexpected)}"
+    )
     assert all(".up." in name or ".down." in name for name in loaded.missing)
 
     # The parameters have memory from here on.
@@ -65,7 +81,10 @@ def main(directory: Path) -> None:
     with Checkpoint.open(directory / "root" / "lora") as checkpoint:
         entries = checkpoint.manifest.parts
         written = sum(part.bytes - part.linked_bytes for part in entries)
-        print(f"step {checkpoint.step}: {sum(part.bytes for part in entries):,d} bytes, {written:,d} of them written for this step")
+        print(
+            f"step {checkpoint.step}: {sum(part.bytes for part in entries):,d} bytes, "
+            f"{written:,d} of them written for this step"
+        )
         assert written < sum(part.bytes for part in entries) / 2
 
 

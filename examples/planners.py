@@ -1,11 +1,13 @@
 """Shows custom planners of torch.distributed.checkpoint on ckptd.
 
-They rename keys, cast, balance bytes over ranks, keep notes, load with a cast, load one tensor, and load into a model without memory.
+They rename keys, cast, balance bytes over ranks, keep notes, load with a cast, load one
+tensor, and load into a model without memory.
 
     python -m examples.planners DIR
     torchrun --nproc-per-node 2 -m examples.planners DIR
 
-If DIR is ROOT/JOB under the root of a running daemon, the daemon saves. Otherwise this process saves. Each part prints what it has shown.
+If DIR is ROOT/JOB under the root of a running daemon, the daemon saves. Otherwise this
+process saves. Each part prints what it has shown.
 """
 
 from __future__ import annotations
@@ -32,8 +34,12 @@ from ckptd.agent import Checkpoint, StorageReader, StorageWriter
 class Rename(DefaultSavePlanner):
     """Saves `transformer.*` as `model.*`, for an implementation with those names."""
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        renamed = {key.replace("transformer", "model", 1): value for key, value in state_dict.items()}
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        renamed = {
+            key.replace("transformer", "model", 1): value for key, value in state_dict.items()
+        }
         super().set_up_planner(renamed, storage_meta, is_coordinator)
 
 
@@ -53,11 +59,15 @@ class Half(DefaultSavePlanner):
 
 
 class Balance(DefaultSavePlanner):
-    """Lets the rank with the fewest bytes so far write what all ranks hold, the largest item first."""
+    """Lets the rank with the fewest bytes so far write what all ranks hold, the largest
+    item first.
+    """
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         planned, metadata = super().create_global_plan(all_plans)
-        kept = {(item.index.fqn, item.index.offset): item for plan in planned for item in plan.items}
+        kept = {
+            (item.index.fqn, item.index.offset): item for plan in planned for item in plan.items
+        }
         holders: dict[Any, list[int]] = {}
         for rank, plan in enumerate(all_plans):
             for item in plan.items:
@@ -68,7 +78,10 @@ class Balance(DefaultSavePlanner):
             rank = min(holders[key], key=load.__getitem__)
             shares[rank].append(item)
             load[rank] += _nbytes(item)
-        return [dataclasses.replace(plan, items=share) for plan, share in zip(planned, shares, strict=True)], metadata
+        return [
+            dataclasses.replace(plan, items=share)
+            for plan, share in zip(planned, shares, strict=True)
+        ], metadata
 
 
 class Notes(DefaultSavePlanner):
@@ -81,7 +94,9 @@ class Notes(DefaultSavePlanner):
 
 
 class Double(DefaultLoadPlanner):
-    """Reads tensors as float64, whatever dtype the model has, and then copies them into place."""
+    """Reads tensors as float64, whatever dtype the model has, and then copies them into
+    place.
+    """
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return torch.empty(read_item.lengths, dtype=torch.float64)
@@ -100,10 +115,17 @@ def main(base: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64), nn.LayerNorm(64))
     state = {"transformer": model.state_dict(), "epoch": 3}
 
-    dcp.save(state, storage_writer=StorageWriter(base / "renamed", overwrite=True), planner=Rename())
-    loaded: dict[str, Any] = {"model": {key: torch.zeros_like(value) for key, value in model.state_dict().items()}, "epoch": 0}
+    dcp.save(
+        state, storage_writer=StorageWriter(base / "renamed", overwrite=True), planner=Rename()
+    )
+    loaded: dict[str, Any] = {
+        "model": {key: torch.zeros_like(value) for key, value in model.state_dict().items()},
+        "epoch": 0,
+    }
     dcp.load(loaded, storage_reader=StorageReader(base / "renamed"))
-    assert all(torch.equal(loaded["model"][key], value) for key, value in model.state_dict().items())
+    assert all(
+        torch.equal(loaded["model"][key], value) for key, value in model.state_dict().items()
+    )
     say("renamed: transformer.* is model.*")
 
     dcp.save(state, storage_writer=StorageWriter(base / "half", overwrite=True), planner=Half())
@@ -113,13 +135,17 @@ def main(base: Path) -> None:
     assert all(torch.equal(value, value.half().float()) for value in model.state_dict().values())
     say("half: saved as float16, loaded into float32 by way of float64")
 
-    dcp.save(state, storage_writer=StorageWriter(base / "balanced", overwrite=True), planner=Balance())
+    dcp.save(
+        state, storage_writer=StorageWriter(base / "balanced", overwrite=True), planner=Balance()
+    )
     with Checkpoint.open(base / "balanced") as checkpoint:
         shares = [part.raw_bytes for part in checkpoint.manifest.parts]
     say(f"balanced: the ranks wrote {', '.join(f'{share:,d}' for share in shares)} bytes")
 
     dcp.save(state, storage_writer=StorageWriter(base / "notes", overwrite=True), planner=Notes())
-    assert StorageReader(base / "notes").read_metadata().planner_data["tokenizer"] == {"vocabulary": 50_257}
+    assert StorageReader(base / "notes").read_metadata().planner_data["tokenizer"] == {
+        "vocabulary": 50_257
+    }
     say("notes: planner_data came back")
 
     with Checkpoint.open(base / "renamed") as checkpoint:
@@ -133,7 +159,9 @@ def main(base: Path) -> None:
         late = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64), nn.LayerNorm(64))
     late.to_empty(device="cpu")
     dcp.load({"transformer": late.state_dict()}, storage_reader=StorageReader(base / "notes"))
-    assert all(torch.equal(late.state_dict()[key], value) for key, value in model.state_dict().items())
+    assert all(
+        torch.equal(late.state_dict()[key], value) for key, value in model.state_dict().items()
+    )
     say("meta: a model that was made without memory has its weights")
 
 

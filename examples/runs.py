@@ -1,6 +1,8 @@
-"""Training runs for demo.py: they are started, killed, watched through their output, and compared bit for bit.
+"""Training runs for demo.py: they are started, killed, watched through their output,
+and compared bit for bit.
 
-A run has a root and a private daemon of its own. A run on several ranks is started by torchrun, which ends the other ranks when one dies.
+A run has a root and a private daemon of its own. A run on several ranks is started by
+torchrun, which ends the other ranks when one dies.
 """
 
 from __future__ import annotations
@@ -29,12 +31,20 @@ from ckptd.shared import names
 
 TRAINER = Path(__file__).with_name("train_gpt.py")
 SETTINGS = {
-    "CKPTD_KEEP_LAST": "3",  # the default of ten checkpoints, of 120 MB each, would be too much for a demo
-    "OMP_NUM_THREADS": "1",  # with several threads, losses differed in their last bits on a busy machine, before anything was killed
-    "MKL_CBWR": "AUTO,STRICT",  # buffer alignment may not matter either (oneMKL, "Getting Reproducible Results with Conditional NR")
+    # The default of ten checkpoints, of 120 MB each, would be too much for a demo.
+    "CKPTD_KEEP_LAST": "3",
+    # With several threads, losses differed in their last bits on a busy machine, before
+    # anything was killed.
+    "OMP_NUM_THREADS": "1",
+    # Buffer alignment may not matter either (oneMKL, "Getting Reproducible Results with
+    # Conditional NR").
+    "MKL_CBWR": "AUTO,STRICT",
 }
 NOT_FOR_THE_TRAINER = ("CKPTD_ROOT", "CKPTD_SOCKET", "CKPTD_JOB", "CKPTD_CONFIG")
-RECOVERED = re.compile(r"recovered step (\d+) of attempt (\d+) from (\w+) in ([\d.]+) s(?: on rank \d+)?")  # ranks may share a line
+# Ranks may share a line.
+RECOVERED = re.compile(
+    r"recovered step (\d+) of attempt (\d+) from (\w+) in ([\d.]+) s(?: on rank \d+)?"
+)
 HEADINGS = ("killed", "in step", "back to step", "from", "within", "redone")
 BEGUN = time.monotonic()
 
@@ -45,7 +55,9 @@ class DemoFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Act:
-    """One kill: what was killed, which step was being computed, and what the next attempt recovered."""
+    """One kill: what was killed, which step was being computed, and what the next
+    attempt recovered.
+    """
 
     killed: str
     at: int
@@ -55,23 +67,46 @@ class Act:
     seconds: float
 
     def row(self) -> tuple[str, ...]:
-        return self.killed, str(self.at), str(self.step), self.source, f"{self.seconds:.2f} s", str(self.at - 1 - self.step)
+        return (
+            self.killed,
+            str(self.at),
+            str(self.step),
+            self.source,
+            f"{self.seconds:.2f} s",
+            str(self.at - 1 - self.step),
+        )
 
 
 class Run:
-    """One training run in a root of its own. `start` it, `wait_for` a step, `kill` it, `start` it again, `wait_for_end`, and `end`."""
+    """One training run in a root of its own.
+
+    `start` it, `wait_for` a step, `kill` it, `start` it again, `wait_for_end`, and
+    `end`.
+    """
 
     def __init__(self, out: Path, name: str, steps: int, arguments: str, ranks: int = 1) -> None:
         self.steps, self.ranks = steps, ranks
         self._arguments = f"--steps {steps} {arguments}".split()
-        self.root, self.log, self.losses, self.lines = (out / f"{name}{suffix}" for suffix in ("", ".log", ".json", ".json.jsonl"))
-        self.slots = Path(os.environ.get("CKPTD_SHM_DIR", "/dev/shm")) / names.segment_directory(self.root)
+        self.root, self.log, self.losses, self.lines = (
+            out / f"{name}{suffix}" for suffix in ("", ".log", ".json", ".json.jsonl")
+        )
+        self.slots = Path(os.environ.get("CKPTD_SHM_DIR", "/dev/shm")) / names.segment_directory(
+            self.root
+        )
         self._trainer: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the run, always with a private daemon, whatever the environment of this shell says."""
+        """Start the run, always with a private daemon, whatever the environment of this
+        shell says.
+        """
         others = {key: value for key, value in os.environ.items() if key not in NOT_FOR_THE_TRAINER}
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(self.ranks),
+        ]
         command = [
             sys.executable,
             *(launcher if self.ranks > 1 else []),
@@ -83,7 +118,11 @@ class Run:
         ]
         with open(self.log, "ab") as log:
             self._trainer = subprocess.Popen(
-                [*command, *self._arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=SETTINGS | others
+                [*command, *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=SETTINGS | others,
             )
 
     def wait_until(self, met: Callable[[], bool], what: str) -> None:
@@ -91,7 +130,9 @@ class Run:
         assert self._trainer is not None
         while not met():
             if self._trainer.poll() is not None and not met():
-                raise DemoFailed(f"the trainer ended before {what}; {self.log} says:\n{self.printed()[-2000:]}")
+                raise DemoFailed(
+                    f"the trainer ended before {what}; {self.log} says:\n{self.printed()[-2000:]}"
+                )
             time.sleep(0.02)
 
     def wait_for(self, step: int) -> None:
@@ -106,7 +147,9 @@ class Run:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def computed(self) -> list[tuple[int, float]]:
-        """Return (step, loss) of every step that any attempt has computed, in order of time. A line that a kill cut off does not count."""
+        """Return (step, loss) of every step that any attempt has computed, in order of
+        time. A line that a kill cut off does not count.
+        """
         found = []
         for line in self.lines.read_text().splitlines() if self.lines.exists() else []:
             with contextlib.suppress(json.JSONDecodeError):
@@ -115,12 +158,26 @@ class Run:
         return found
 
     def result(self) -> dict[int, float]:
-        """Return the losses by step from the finished trainer, which has carried them through its checkpoints across all kills."""
-        return {int(step): float(loss) for step, loss in json.loads(self.losses.read_text()).items()}
+        """Return the losses by step from the finished trainer, which has carried them
+        through its checkpoints across all kills.
+        """
+        return {
+            int(step): float(loss) for step, loss in json.loads(self.losses.read_text()).items()
+        }
 
     def status(self) -> dict[str, Any] | None:
-        """Return what `ckptd status` reports of the private daemon, or None if there is none."""
-        command = [sys.executable, "-m", "ckptd.daemon", "status", "--json", "--socket", str(names.private_socket(self.root))]
+        """Return what `ckptd status` reports of the private daemon, or None if there is
+        none.
+        """
+        command = [
+            sys.executable,
+            "-m",
+            "ckptd.daemon",
+            "status",
+            "--json",
+            "--socket",
+            str(names.private_socket(self.root)),
+        ]
         said: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE).stdout)
         return said if said.get("ready") else None
 
@@ -129,17 +186,26 @@ class Run:
         assert self._trainer is not None
         if self.ranks == 1:
             return [psutil.Process(self._trainer.pid)]
-        return sorted(psutil.Process(self._trainer.pid).children(), key=lambda process: int(process.environ()["RANK"]))
+        return sorted(
+            psutil.Process(self._trainer.pid).children(),
+            key=lambda process: int(process.environ()["RANK"]),
+        )
 
     def kill_rank(self, rank: int) -> int:
-        """SIGKILL one rank; torchrun ends the others and itself. Return the step that they were computing."""
+        """SIGKILL one rank; torchrun ends the others and itself.
+
+        Return the step that they were computing.
+        """
         assert self._trainer is not None
         self.processes()[rank].kill()
         self._trainer.wait()
         return max((step for step, _ in self.computed()), default=0) + 1
 
     def kill(self) -> int:
-        """SIGKILL the trainer with all its ranks. Return the step that it was computing."""
+        """SIGKILL the trainer with all its ranks.
+
+        Return the step that it was computing.
+        """
         if self._trainer is not None and self._trainer.poll() is None:
             others = psutil.Process(self._trainer.pid).children() if self.ranks > 1 else []
             self._trainer.kill()
@@ -150,7 +216,10 @@ class Run:
         return max((step for step, _ in self.computed()), default=0) + 1
 
     def end(self) -> None:
-        """End all processes and free their shared memory. The daemon may finish its work first."""
+        """End all processes and free their shared memory.
+
+        The daemon may finish its work first.
+        """
         self.kill()
         if (status := self.status()) is not None:
             end_process(status["pid"], signal.SIGTERM)
@@ -171,7 +240,9 @@ def say(text: str) -> None:
 
 
 def wipe(out: Path, *runs: Run) -> None:
-    """Remove what an earlier demo left, even a killed one: its daemons must not keep using roots that are made again."""
+    """Remove what an earlier demo left, even a killed one: its daemons must not keep
+    using roots that are made again.
+    """
     out.mkdir(parents=True, exist_ok=True)
     for run in runs:
         run.end()
@@ -183,27 +254,48 @@ def wipe(out: Path, *runs: Run) -> None:
 
 
 def check_losses(reference: Run, interrupted: Run) -> int:
-    """Compare all losses that were ever computed, and those of the last attempt, with the reference. Return how many were computed."""
+    """Compare all losses that were ever computed, and those of the last attempt, with
+    the reference. Return how many were computed.
+    """
     counts = set(re.findall(r"(\d+) threads", reference.printed() + interrupted.printed()))
     if len(counts) != 1:
-        raise DemoFailed(f"nothing can be said of the losses: the attempts ran with {' and '.join(sorted(counts))} threads")
+        raise DemoFailed(
+            f"nothing can be said of the losses: the attempts ran with "
+            f"{' and '.join(sorted(counts))} threads"
+        )
     expected, computed = reference.result(), interrupted.computed()
     differing = {step for step, loss in computed if loss.hex() != expected[step].hex()}
     ended_with = interrupted.result()
-    differing |= {step for step in expected if step not in ended_with or ended_with[step].hex() != expected[step].hex()}
+    differing |= {
+        step
+        for step in expected
+        if step not in ended_with or ended_with[step].hex() != expected[step].hex()
+    }
     if differing or len(expected) != reference.steps:
-        raise DemoFailed(f"{len(differing)} of {reference.steps} steps have another loss: {sorted(differing)}")
+        raise DemoFailed(
+            f"{len(differing)} of {reference.steps} steps have another loss: {sorted(differing)}"
+        )
     return len(computed)
 
 
 def check_checkpoints(reference: Run, interrupted: Run) -> int:
-    """Compare everything in the last checkpoints: model, optimizer, scheduler, losses. Return the number of tensors and values."""
-    with Checkpoint.open(reference.root / TRAINER.stem) as a, Checkpoint.open(interrupted.root / TRAINER.stem) as b:
+    """Compare everything in the last checkpoints: model, optimizer, scheduler, losses.
+
+    Return the number of tensors and values.
+    """
+    with (
+        Checkpoint.open(reference.root / TRAINER.stem) as a,
+        Checkpoint.open(interrupted.root / TRAINER.stem) as b,
+    ):
         if (a.step, b.step) != (reference.steps, reference.steps):
-            raise DemoFailed(f"the last checkpoints are of steps {a.step} and {b.step}, not {reference.steps}")
+            raise DemoFailed(
+                f"the last checkpoints are of steps {a.step} and {b.step}, not {reference.steps}"
+            )
         expected, found = leaves(a.load()), leaves(b.load())
     if differing := [path for path in expected | found if expected.get(path) != found.get(path)]:
-        raise DemoFailed(f"the last checkpoints differ in {len(differing)} places: {', '.join(differing[:5])}")
+        raise DemoFailed(
+            f"the last checkpoints differ in {len(differing)} places: {', '.join(differing[:5])}"
+        )
     return len(expected)
 
 
@@ -211,7 +303,11 @@ def leaves(tree: Any, path: str = "") -> dict[str, bytes]:
     """Yield every tensor and plain value of a nested state as bytes, with its path."""
     if isinstance(tree, (dict, list, tuple)):
         items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return {name: leaf for key, item in items for name, leaf in leaves(item, f"{path}.{key}").items()}
+        return {
+            name: leaf
+            for key, item in items
+            for name, leaf in leaves(item, f"{path}.{key}").items()
+        }
     return {path: tree.numpy().tobytes() if isinstance(tree, torch.Tensor) else repr(tree).encode()}
 
 
@@ -228,4 +324,6 @@ def print_table(rows: list[tuple[str, ...]]) -> None:
         return
     widths = [max(map(len, column)) for column in zip(HEADINGS, *rows, strict=True)]
     for row in (HEADINGS, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )

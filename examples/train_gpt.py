@@ -1,11 +1,15 @@
-"""Trains a small GPT on the source code of Python's standard library, and continues after any kill.
+"""Trains a small GPT on the source code of Python's standard library, and continues
+after any kill.
 
     python examples/train_gpt.py --root /tmp/ckpts --steps 200
 
-Kill it (`kill -9`) and start it again with the same command. It continues after the newest snapshot, and every loss from there on is, bit
-for bit, the one that it would have had without the kill. Everything that ckptd needs is in `main`: `state`, `recover`, `snapshot`, `close`.
-The rest is an ordinary training script. On several ranks (`torchrun --nproc-per-node 2 examples/train_gpt.py ...`) it trains with FSDP, and
-each rank uses batches of its own. Without --root, CKPTD_SOCKET or CKPTD_ROOT say where the daemon is.
+Kill it (`kill -9`) and start it again with the same command. It continues after the
+newest snapshot, and every loss from there on is, bit for bit, the one that it would
+have had without the kill. Everything that ckptd needs is in `main`: `state`, `recover`,
+`snapshot`, `close`. The rest is an ordinary training script. On several ranks
+(`torchrun --nproc-per-node 2 examples/train_gpt.py ...`) it trains with FSDP, and each
+rank uses batches of its own. Without --root, CKPTD_SOCKET or CKPTD_ROOT say where the
+daemon is.
 """
 
 from __future__ import annotations
@@ -33,12 +37,20 @@ class Block(nn.Module):
         self.dropout = dropout
         self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.before_attention(x)).unflatten(-1, (3, -1, 64)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
-        x = x + F.dropout(self.out(attended.transpose(1, 2).flatten(2)), self.dropout, self.training)
+        q, k, v = (
+            self.qkv(self.before_attention(x)).unflatten(-1, (3, -1, 64)).permute(2, 0, 3, 1, 4)
+        )
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
+        x = x + F.dropout(
+            self.out(attended.transpose(1, 2).flatten(2)), self.dropout, self.training
+        )
         return x + self.mlp(self.before_mlp(x))  # type: ignore[no-any-return]
 
 
@@ -47,7 +59,11 @@ class GPT(nn.Module):
 
     def __init__(self, context: int, layers: int, width: int, dropout: float = 0.1) -> None:
         super().__init__()
-        self.bytes, self.positions, self.dropout = nn.Embedding(256, width), nn.Embedding(context, width), nn.Dropout(dropout)
+        self.bytes, self.positions, self.dropout = (
+            nn.Embedding(256, width),
+            nn.Embedding(context, width),
+            nn.Dropout(dropout),
+        )
         self.blocks = nn.Sequential(*(Block(width, dropout) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         self.head.weight = self.bytes.weight
@@ -60,7 +76,9 @@ class GPT(nn.Module):
 
 
 def read_text(most: int = 4_000_000) -> Tensor:
-    """Return the first `most` bytes of the standard library's modules, sorted by name and joined."""
+    """Return the first `most` bytes of the standard library's modules, sorted by name
+    and joined.
+    """
     text = bytearray()
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += file.read_bytes()
@@ -68,22 +86,28 @@ def read_text(most: int = 4_000_000) -> Tensor:
 
 
 def draw_batch(text: Tensor, batch: int, context: int) -> Tensor:
-    """Draw a batch with torch's global generator. Its state is in every snapshot, so a recovered run draws the batches that it would have
-    drawn.
+    """Draw a batch with torch's global generator.
+
+    Its state is in every snapshot, so a recovered run draws the batches that it would
+    have drawn.
     """
     starts = torch.randint(len(text) - context, (batch,))
     return torch.stack([text[start : start + context + 1] for start in starts.tolist()])
 
 
 class Display:
-    """Shows a progress bar on a terminal if rich is installed, and otherwise prints a line at every snapshot."""
+    """Shows a progress bar on a terminal if rich is installed, and otherwise prints a
+    line at every snapshot.
+    """
 
     def __init__(self, done: int, steps: int) -> None:
         self.steps, self.bar, self.snapshots = steps, None, list[Pending]()
         if sys.stdout.isatty() and find_spec("rich"):
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-            self.bar = Progress("step", MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+            self.bar = Progress(
+                "step", MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")
+            )
             self.task = self.bar.add_task("", total=steps, completed=done)
             self.bar.start()
 
@@ -112,8 +136,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384, help="a multiple of 64")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--root", help="directory or URL (s3://...) for the checkpoints; a private daemon is started for it")
-    parser.add_argument("--losses", type=Path, help="gets {step: loss} at the end; beside it, FILE.jsonl gets a line at every step")
+    parser.add_argument(
+        "--root",
+        help="directory or URL (s3://...) for the checkpoints; a private daemon is started for it",
+    )
+    parser.add_argument(
+        "--losses",
+        type=Path,
+        help="gets {step: loss} at the end; beside it, FILE.jsonl gets a line at every step",
+    )
     args = parser.parse_args()
     if args.root:
         os.environ["CKPTD_ROOT"] = args.root
@@ -122,7 +153,8 @@ def main() -> None:
     if ranks > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(args.seed)
-    torch.use_deterministic_algorithms(True)  # so that a recovered run can be compared with another one, bit for bit
+    # So that a recovered run can be compared with another one, bit for bit.
+    torch.use_deterministic_algorithms(True)
     text = read_text()
     model = GPT(args.context, args.layers, args.width)
     size = sum(p.numel() for p in model.parameters())
@@ -133,9 +165,15 @@ def main() -> None:
         torch.manual_seed(args.seed + rank + 1)  # so that every rank draws batches of its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
-    losses: list[float] = []  # averaged over the ranks: a value that is not per_rank() must be the same on all ranks
+    # Averaged over the ranks: a value that is not per_rank() must be the same on all
+    # ranks.
+    losses: list[float] = []
     if rank == 0:
-        print(f"GPT of {size / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text, {torch.get_num_threads()} threads", flush=True)
+        print(
+            f"GPT of {size / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text, "
+            f"{torch.get_num_threads()} threads",
+            flush=True,
+        )
 
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "losses": losses}
     recovered = recover(state)
@@ -143,7 +181,9 @@ def main() -> None:
     if recovered:
         where = f" on rank {rank}" if ranks > 1 else ""
         print(
-            f"recovered step {done} of attempt {recovered.attempt} from {recovered.source} in {recovered.seconds:.2f} s{where}", flush=True
+            f"recovered step {done} of attempt {recovered.attempt} from {recovered.source} in "
+            f"{recovered.seconds:.2f} s{where}",
+            flush=True,
         )
 
     display = Display(done, args.steps)

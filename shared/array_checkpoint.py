@@ -1,6 +1,8 @@
-"""Reads a checkpoint into NumPy arrays, on any operating system, without torch and without a daemon.
+"""Reads a checkpoint into NumPy arrays, on any operating system, without torch and
+without a daemon.
 
-`ArrayCheckpoint.open("ckpts/gpt")` opens the newest checkpoint of a job. Everything that it reads is verified.
+`ArrayCheckpoint.open("ckpts/gpt")` opens the newest checkpoint of a job. Everything
+that it reads is verified.
 """
 
 from __future__ import annotations
@@ -31,18 +33,29 @@ from ckptd.shared.formats.scatter import scatter, verify
 from ckptd.shared.location import local
 
 _NUMPY = frozenset({
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64", "complex64",
-    "complex128",
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16",
+    "float32", "float64", "complex64", "complex128",
 })  # fmt: skip
-_ML_DTYPES = frozenset({"bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"})
+_ML_DTYPES = frozenset(
+    {
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    }
+)
 
 
 @cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the NumPy dtype of elements, given the name of their dtype in a plan document.
+    """Return the NumPy dtype of elements, given the name of their dtype in a plan
+    document.
 
-    bfloat16 and the 8-bit floats need the package ml_dtypes. Without it they come as unsigned integers of their size, with the same bits.
-    So do all dtypes that neither NumPy nor ml_dtypes has.
+    bfloat16 and the 8-bit floats need the package ml_dtypes. Without it they come as
+    unsigned integers of their size, with the same bits. So do all dtypes that neither
+    NumPy nor ml_dtypes has.
     """
     if name in _NUMPY:
         return np.dtype(name)
@@ -57,10 +70,13 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 class ArrayCheckpoint:
-    """An open, committed checkpoint, made by `ArrayCheckpoint.open`. Use it in a `with` statement.
+    """An open, committed checkpoint, made by `ArrayCheckpoint.open`.
 
-    manifest: its manifest, with step, tag, metrics and user_content. This reader takes no lease: ckptd may delete the checkpoint while it
-    is read, which then raises StorageError or IntegrityError.
+    Use it in a `with` statement.
+
+    manifest: its manifest, with step, tag, metrics and user_content. This reader takes
+    no lease: ckptd may delete the checkpoint while it is read, which then raises
+    StorageError or IntegrityError.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -76,10 +92,24 @@ class ArrayCheckpoint:
                 except FileNotFoundError:
                     raise IntegrityError(f"{part.file} is missing") from None
                 self._held.callback(file.close)
-                reader = PartReader(file, part.file, part.index_sha256, lambda name: _File(directory / name))
+                reader = PartReader(
+                    file, part.file, part.index_sha256, lambda name: _File(directory / name)
+                )
                 index = reader.index
-                whose = (index.attempt, index.step, index.rank, len(reader.plan.items), 1 + len(index.files))
-                if whose != (self.manifest.attempt, self.manifest.step, part.rank, part.items, part.files):
+                whose = (
+                    index.attempt,
+                    index.step,
+                    index.rank,
+                    len(reader.plan.items),
+                    1 + len(index.files),
+                )
+                if whose != (
+                    self.manifest.attempt,
+                    self.manifest.step,
+                    part.rank,
+                    part.items,
+                    part.files,
+                ):
                     raise IntegrityError(f"{part.file} is not the part that the manifest describes")
                 self._add(reader)
         except BaseException:
@@ -90,11 +120,12 @@ class ArrayCheckpoint:
     def open(cls, path: str | os.PathLike[str], which: str | int = "newest") -> ArrayCheckpoint:
         """Open a checkpoint.
 
-        path: the directory of a job, or of one checkpoint. which: for a job, "newest", a step or a tag; of several attempts with this step
-        or tag, the highest counts.
+        path: the directory of a job, or of one checkpoint. which: for a job, "newest",
+        a step or a tag; of several attempts with this step or tag, the highest counts.
 
-        Raises NotFound; IntegrityError if the checkpoint is damaged; NewerFormat if a newer ckptd wrote it; StorageError. "newest" passes
-        over damaged checkpoints, but not over one that a newer ckptd wrote.
+        Raises NotFound; IntegrityError if the checkpoint is damaged; NewerFormat if a
+        newer ckptd wrote it; StorageError. "newest" passes over damaged checkpoints,
+        but not over one that a newer ckptd wrote.
         """
         where = local(path, "path")
         with _reading(where):
@@ -114,7 +145,9 @@ class ArrayCheckpoint:
                 failure = failure or error
                 if which != "newest":
                     raise
-        raise failure or NotFound(f"no checkpoint{'' if which == 'newest' else f' {which!r}'} in {where}")
+        raise failure or NotFound(
+            f"no checkpoint{'' if which == 'newest' else f' {which!r}'} in {where}"
+        )
 
     def _add(self, part: PartReader) -> None:
         self._parts.append(part)
@@ -132,7 +165,11 @@ class ArrayCheckpoint:
 
     def keys(self) -> list[str]:
         """Return the names of all tensors."""
-        named = [name for name, items in self._items.items() if items[0][1].dtype != BLOB and not name.startswith(HIDDEN)]
+        named = [
+            name
+            for name, items in self._items.items()
+            if items[0][1].dtype != BLOB and not name.startswith(HIDDEN)
+        ]
         return named + list(self._aliases)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -140,26 +177,41 @@ class ArrayCheckpoint:
         return tuple(self._described(name).size)
 
     def dtype(self, name: str) -> str:
-        """Return the name that the dtype of a tensor has in torch, without a size. Raises NotFound."""
+        """Return the name that the dtype of a tensor has in torch, without a size.
+
+        Raises NotFound.
+        """
         return self._described(name).dtype.partition("/")[0]
 
     def _described(self, name: str) -> Item | Alias:
         if name in self._aliases:
             return self._aliases[name][2]
-        if name not in self._items or name.startswith(HIDDEN) or self._items[name][0][1].dtype == BLOB:
-            raise NotFound(f"no tensor {name!r}; the checkpoint has {len(self.keys())}, such as {', '.join(sorted(self.keys())[:3])}")
+        if (
+            name not in self._items
+            or name.startswith(HIDDEN)
+            or self._items[name][0][1].dtype == BLOB
+        ):
+            raise NotFound(
+                f"no tensor {name!r}; the checkpoint has {len(self.keys())}, "
+                f"such as {', '.join(sorted(self.keys())[:3])}"
+            )
         return self._items[name][0][1]
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
-        """Return a tensor as a new array. Only the chunks that hold it are read. See `numpy_dtype`.
+        """Return a tensor as a new array.
 
-        A tensor of several shards comes whole, in C order. Raises NotFound, IntegrityError, StorageError.
+        Only the chunks that hold it are read. See `numpy_dtype`.
+
+        A tensor of several shards comes whole, in C order. Raises NotFound,
+        IntegrityError, StorageError.
         """
         with _reading(name):
             found = self._array(name, _read)
         return found.copy() if name in self._aliases else found
 
-    def _array(self, name: str, read: Callable[[PartReader, Item], bytearray]) -> np.ndarray[Any, Any]:
+    def _array(
+        self, name: str, read: Callable[[PartReader, Item], bytearray]
+    ) -> np.ndarray[Any, Any]:
         described = self._described(name)
         dtype = numpy_dtype(described.dtype)
         if isinstance(described, Alias):
@@ -169,17 +221,26 @@ class ArrayCheckpoint:
         check_cover(name, described.size, [(item.offsets, item.sizes) for _, item in shards])
         if len(shards) == 1:
             [(part, item)] = shards
-            return _view(read(part, item), dtype, item.sizes, item.stride or c_order(item.sizes), 0, name)
+            return _view(
+                read(part, item), dtype, item.sizes, item.stride or c_order(item.sizes), 0, name
+            )
         whole = np.empty(described.size, dtype)
         for part, item in shards:
-            place = tuple(slice(at, at + size) for at, size in zip(item.offsets, item.sizes, strict=True))
-            whole[place] = _view(read(part, item), dtype, item.sizes, item.stride or c_order(item.sizes), 0, name)
+            place = tuple(
+                slice(at, at + size) for at, size in zip(item.offsets, item.sizes, strict=True)
+            )
+            whole[place] = _view(
+                read(part, item), dtype, item.sizes, item.stride or c_order(item.sizes), 0, name
+            )
         return whole
 
     def load(self) -> Any:
-        """Return the whole state, with an array for each tensor. Objects come as their state dicts, and records as dicts of their fields.
+        """Return the whole state, with an array for each tensor.
 
-        See `plain_values` for the values that need torch. Raises IntegrityError, NewerFormat, StorageError.
+        Objects come as their state dicts, and records as dicts of their fields.
+
+        See `plain_values` for the values that need torch. Raises IntegrityError,
+        NewerFormat, StorageError.
         """
         with _reading(self.manifest.tag):
             return self._filled(self._tree())
@@ -200,10 +261,15 @@ class ArrayCheckpoint:
     def _check_known(self, names: Iterable[str]) -> None:
         for name in names:
             if (name not in self._items and name not in self._aliases) or name.startswith(HIDDEN):
-                raise IntegrityError(f"the values document names the tensor {name!r}, which no part has")
+                raise IntegrityError(
+                    f"the values document names the tensor {name!r}, which no part has"
+                )
 
     def _filled(self, tree: Any) -> Any:
-        """Return a tree with arrays in place of references. Arrays that share a storage in the checkpoint share it."""
+        """Return a tree with arrays in place of references.
+
+        Arrays that share a storage in the checkpoint share it.
+        """
         names = dict.fromkeys(reference.name for reference in _references(tree))
         bases = {name: self._aliases[name][:2] for name in names if name in self._aliases}
         shards = {_key(part, item): (part, item) for part, item in bases.values()}
@@ -221,13 +287,17 @@ class ArrayCheckpoint:
         return self._array(name, lambda part, item: held[_key(part, item)])
 
     def verify(self) -> int:
-        """Check all that `load` needs: every byte, every tensor, and every value. Return the number of raw bytes.
+        """Check all that `load` needs: every byte, every tensor, and every value.
+
+        Return the number of raw bytes.
 
         Raises IntegrityError, NewerFormat, StorageError.
         """
         for name, shards in self._items.items():
             if shards[0][1].dtype != BLOB:
-                check_cover(name, shards[0][1].size, [(item.offsets, item.sizes) for _, item in shards])
+                check_cover(
+                    name, shards[0][1].size, [(item.offsets, item.sizes) for _, item in shards]
+                )
         with _reading(self.manifest.tag):
             total = sum(map(verify, self._parts))
             self._check_known(reference.name for reference in _references(self._tree()))
@@ -239,13 +309,22 @@ class ArrayCheckpoint:
     def __enter__(self) -> ArrayCheckpoint:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 @contextmanager
 def _reading(what: object) -> Iterator[None]:
-    """Context manager. An OSError that is raised inside becomes a StorageError that says what could not be read."""
+    """Context manager.
+
+    An OSError that is raised inside becomes a StorageError that says what could not be
+    read.
+    """
     try:
         yield
     except OSError as error:
@@ -284,7 +363,10 @@ def _manifest(directory: Path) -> Manifest:
 
 
 def _newest_first(job: Path, which: str | int) -> Iterator[Path]:
-    """Yield the committed directories of a job that `which` selects, the newest first. Damaged ones come where their names place them."""
+    """Yield the committed directories of a job that `which` selects, the newest first.
+
+    Damaged ones come where their names place them.
+    """
     found: list[tuple[tuple[float, ...], Path]] = []
     for directory in job.iterdir() if job.is_dir() else ():
         parsed = names.parse_tag_directory(directory.name)
@@ -321,13 +403,17 @@ def _references(tree: Any) -> Iterator[_Reference]:
 def _replaced(tree: Any, made: Mapping[str, Any]) -> Any:
     if isinstance(tree, _Reference):
         return made[tree.name]
-    if isinstance(tree, (dict, list, tuple)) and is_flat(tree.values() if isinstance(tree, dict) else tree):
+    if isinstance(tree, (dict, list, tuple)) and is_flat(
+        tree.values() if isinstance(tree, dict) else tree
+    ):
         return tree
     if isinstance(tree, dict):
         return {key: _replaced(item, made) for key, item in tree.items()}
     if isinstance(tree, (set, frozenset)) and any(isinstance(item, _Reference) for item in tree):
         return [_replaced(item, made) for item in tree]  # an array has no hash
-    return type(tree)(_replaced(item, made) for item in tree) if type(tree) in (list, tuple) else tree
+    return (
+        type(tree)(_replaced(item, made) for item in tree) if type(tree) in (list, tuple) else tree
+    )
 
 
 def _read(part: PartReader, item: Item) -> bytearray:
@@ -339,7 +425,9 @@ Held = dict[tuple[int, str, tuple[int, ...]], bytearray]
 
 
 def _key(part: PartReader, item: Item) -> tuple[int, str, tuple[int, ...]]:
-    """Return what tells a shard from all others: a part may have several shards of one tensor."""
+    """Return what tells a shard from all others: a part may have several shards of one
+    tensor.
+    """
     return id(part), item.fqn, item.offsets
 
 
@@ -356,7 +444,12 @@ def _read_all(shards: Iterable[tuple[PartReader, Item]]) -> Held:
 
 
 def _view(
-    data: bytearray, dtype: np.dtype[Any], shape: Sequence[int], stride: Sequence[int], offset: int, name: str
+    data: bytearray,
+    dtype: np.dtype[Any],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    name: str,
 ) -> np.ndarray[Any, Any]:
     """Return an array over bytes. Raises IntegrityError if they do not hold it."""
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

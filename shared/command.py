@@ -1,7 +1,9 @@
-"""Turns the errors of a command into one sentence and an exit code. Every command of the command line uses it.
+"""Turns the errors of a command into one sentence and an exit code.
 
-Exit codes: 0 ok, 1 failed, 2 usage, 10 no such checkpoint, 11 busy, 13 integrity, 14 daemon unreachable, 15 snapshots are in memory only,
-130 cancelled.
+Every command of the command line uses it.
+
+Exit codes: 0 ok, 1 failed, 2 usage, 10 no such checkpoint, 11 busy, 13 integrity, 14
+daemon unreachable, 15 snapshots are in memory only, 130 cancelled.
 """
 
 from __future__ import annotations
@@ -31,30 +33,46 @@ EXIT_CODES: dict[type[e.CkptdError], int] = {
 }
 
 MEMORY_ONLY = 15
-"""The exit code of `stop` and `run` if the daemon could not save a snapshot, which is in memory only."""
+"""The exit code of `stop` and `run` if the daemon could not save a snapshot, which is
+in memory only.
+"""
 
 
 def _action(error: OSError) -> str:
     return f"use {error.filename}" if error.filename else "do that"
 
 
-def complete_path(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Have the shell complete a path, as the `shell_complete` of an option or an argument whose value is text."""
+def complete_path(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Have the shell complete a path, as the `shell_complete` of an option or an
+    argument whose value is text.
+    """
     return [CompletionItem(incomplete, type="file")]
 
 
-def complete_word(*words: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """Return the `shell_complete` of an option that has one of these words as its value, among others."""
-    return lambda ctx, param, incomplete: [CompletionItem(word) for word in words if word.startswith(incomplete)]
+def complete_word(
+    *words: str,
+) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """Return the `shell_complete` of an option that has one of these words as its
+    value, among others.
+    """
+    return lambda ctx, param, incomplete: [
+        CompletionItem(word) for word in words if word.startswith(incomplete)
+    ]
 
 
 class _Place(click.ParamType[Location]):
     name = "place"
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
         return complete_path(ctx, param, incomplete)
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Location:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Location:
         try:
             return located(value)
         except e.InvalidConfig as error:
@@ -63,7 +81,9 @@ class _Place(click.ParamType[Location]):
 
 PLACE = _Place()
 """The type of an argument that is a path or a URL: the command gets a `Location`."""
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of text.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON for programs instead of text."
+)
 
 
 def exit_code(error: e.CkptdError) -> int:
@@ -71,7 +91,9 @@ def exit_code(error: e.CkptdError) -> int:
 
 
 def speaks(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a wrapper of `command` that turns an error into one sentence, or one JSON object with `--json`, and an exit code."""
+    """Return a wrapper of `command` that turns an error into one sentence, or one JSON
+    object with `--json`, and an exit code.
+    """
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -80,10 +102,25 @@ def speaks(command: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             sys.exit(130)
         except (e.CkptdError, OSError) as caught:
-            error = caught if isinstance(caught, e.CkptdError) else e.StorageError.of(_action(caught), caught)
+            error = (
+                caught
+                if isinstance(caught, e.CkptdError)
+                else e.StorageError.of(_action(caught), caught)
+            )
             code = exit_code(error)
             if kwargs.get("as_json"):
-                click.echo(json.dumps({"error": {"code": error.code, "message": str(error), "retry": error.retry}, "exit": code}))
+                click.echo(
+                    json.dumps(
+                        {
+                            "error": {
+                                "code": error.code,
+                                "message": str(error),
+                                "retry": error.retry,
+                            },
+                            "exit": code,
+                        }
+                    )
+                )
             else:
                 click.echo(f"ckptd: {error}", err=True)
             sys.exit(code)
@@ -92,20 +129,25 @@ def speaks(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def on_terminal() -> bool:
-    """Return True if a person can see the standard error of this command and answer on its standard input."""
+    """Return True if a person can see the standard error of this command and answer on
+    its standard input.
+    """
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def ask_before_deleting(what: str, listed: Sequence[str], instead: str, *, never: bool) -> None:
     """Ask on the terminal before a deletion. Return if the answer is yes.
 
-    what: the things to delete, in words. listed: a line for each of them. If the answer is no,
-    which is the default, the command ends with exit code 1. If there is no terminal, or `never` is
-    True, raises InvalidConfig, which names the option that is needed, and what the user can do
-    `instead`.
+    what: the things to delete, in words. listed: a line for each of them. If the answer
+    is no, which is the default, the command ends with exit code 1. If there is no
+    terminal, or `never` is True, raises InvalidConfig, which names the option that is
+    needed, and what the user can do `instead`.
     """
     if never or not on_terminal():
-        raise e.InvalidConfig(f"nothing was deleted, because this would delete {what}: pass --yes to delete that all the same, {instead}")
+        raise e.InvalidConfig(
+            f"nothing was deleted, because this would delete {what}: pass --yes to delete that "
+            f"all the same, {instead}"
+        )
     for line in listed:
         click.echo(line, err=True)
     if not click.confirm(f"Delete {what}?", default=False, err=True):
@@ -114,16 +156,25 @@ def ask_before_deleting(what: str, listed: Sequence[str], instead: str, *, never
 
 
 @contextmanager
-def progress_bar(out: Location, hidden: bool) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """Context manager. Yields two functions of a progress bar, which shows nothing if it is hidden.
+def progress_bar(
+    out: Location, hidden: bool
+) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """Context manager.
 
-    The first is called once with all bytes that will be written to `out`, and shows the bar. The second is called with those that were.
+    Yields two functions of a progress bar, which shows nothing if it is hidden.
+
+    The first is called once with all bytes that will be written to `out`, and shows the
+    bar. The second is called with those that were.
     """
     bars: list[Any] = []
 
     def begin(nbytes: int) -> None:
         if not hidden:
-            bars.append(click.progressbar(length=nbytes, label=f"{size_text(nbytes)} to {out}", file=sys.stderr))
+            bars.append(
+                click.progressbar(
+                    length=nbytes, label=f"{size_text(nbytes)} to {out}", file=sys.stderr
+                )
+            )
             bars[0].render_progress()
 
     def progress(length: int) -> None:

@@ -1,4 +1,5 @@
-"""The errors that ckptd raises: each tells whose fault it is, and whether a retry can help.
+"""The errors that ckptd raises: each tells whose fault it is, and whether a retry can
+help.
 
     CkptdError
     ├── CallerError               the caller's fault: change the call
@@ -8,7 +9,7 @@
     │   ├── StructureMismatch     (also ValueError) state and checkpoint differ; names the key
     │   ├── AlreadyExists         the tag is taken
     │   ├── JobRunning            another run of the job is alive, and was not to be taken over
-    │   ├── ForeignMemory         the job's snapshots in memory were saved for another root than the one that is there now
+    │   ├── ForeignMemory         the job's snapshots in memory were saved for another root
     │   ├── NotFound              the checkpoint, job, segment or tensor does not exist
     │   ├── QuotaExceeded         more shared memory is needed than the daemon may give
     │   ├── InvalidConfig         (also ValueError) a setting that is not allowed
@@ -25,8 +26,8 @@
         ├── Forbidden             the daemon, its socket or the client belongs to another user
         ├── Fenced                a newer attempt of the job has begun
         ├── Busy                  the resource is in use now; a retry helps
-        ├── SnapshotFailed        the snapshot can no longer reach the state that `Pending.wait` waits for
-        │   └── StructureChanged  the structure changed on some ranks only; every rank plans again at the next snapshot
+        ├── SnapshotFailed        the snapshot cannot reach the state that `Pending.wait` waits for
+        │   └── StructureChanged  the structure changed on some ranks only; all plan again
         ├── RecoveryFailed        checkpoints exist, and none could be loaded
         └── InternalError         a bug in ckptd
 
@@ -40,7 +41,11 @@ import os
 
 
 class CkptdError(Exception):
-    """The base of all errors of ckptd. `code` names the error in the protocol. `retry` is True if the same call may succeed later."""
+    """The base of all errors of ckptd.
+
+    `code` names the error in the protocol. `retry` is True if the same call may succeed
+    later.
+    """
 
     code = "internal"
     retry = False
@@ -98,11 +103,16 @@ class MachineError(CkptdError):
     pass
 
 
-_RUN_OUT = frozenset({_errno.EMFILE, _errno.ENFILE, _errno.ENOMEM, _errno.ENOSPC, _errno.EDQUOT, _errno.EAGAIN})
+_RUN_OUT = frozenset(
+    {_errno.EMFILE, _errno.ENFILE, _errno.ENOMEM, _errno.ENOSPC, _errno.EDQUOT, _errno.EAGAIN}
+)
 
 
 class RemoteError(OSError):
-    """An error of an object store. Its `strerror` says more than its error number, and holds no secret."""
+    """An error of an object store.
+
+    Its `strerror` says more than its error number, and holds no secret.
+    """
 
 
 class RemoteRefusal(RemoteError, PermissionError):
@@ -110,7 +120,10 @@ class RemoteRefusal(RemoteError, PermissionError):
 
 
 class StorageError(MachineError):
-    """A failed write, sync or read. `errno` is the error number of the operating system, or 0 if none is known."""
+    """A failed write, sync or read.
+
+    `errno` is the error number of the operating system, or 0 if none is known.
+    """
 
     code = "storage"
     retry = True
@@ -121,12 +134,17 @@ class StorageError(MachineError):
 
     @property
     def is_no_damage(self) -> bool:
-        """True if a resource of the machine has run out, or an object store does not serve: the file itself may be sound."""
+        """True if a resource of the machine has run out, or an object store does not
+        serve: the file itself may be sound.
+        """
         return self._remote or self.errno in _RUN_OUT
 
     @classmethod
     def of(cls, action: str, error: OSError) -> StorageError:
-        """Return the StorageError for an OSError. `action` completes the sentence "cannot ...", for example "write gpt/step-1"."""
+        """Return the StorageError for an OSError.
+
+        `action` completes the sentence "cannot ...", for example "write gpt/step-1".
+        """
         number = error.errno or 0
         hint = {
             _errno.ENOENT: " (has the root been moved or deleted?)",
@@ -184,13 +202,17 @@ class Busy(ServiceError):
 
 
 class SnapshotFailed(ServiceError):
-    """A snapshot that can no longer become sealed or durable. `__cause__` is the error behind it, or None."""
+    """A snapshot that can no longer become sealed or durable.
+
+    `__cause__` is the error behind it, or None.
+    """
 
     code = "snapshot-failed"
 
 
 class StructureChanged(SnapshotFailed):
-    """A snapshot that failed because the structure of the state changed on some ranks only.
+    """A snapshot that failed because the structure of the state changed on some ranks
+    only.
 
     These ranks cannot plan together with the ranks that kept their plan.
     """
@@ -200,7 +222,10 @@ class StructureChanged(SnapshotFailed):
 
 
 class RecoveryFailed(ServiceError):
-    """A recovery that could load none of the checkpoints. `overwritten` is True if part of the caller's state has been overwritten."""
+    """A recovery that could load none of the checkpoints.
+
+    `overwritten` is True if part of the caller's state has been overwritten.
+    """
 
     code = "recovery-failed"
 
@@ -216,13 +241,17 @@ class InternalError(ServiceError):
 _ON_THE_WIRE: dict[str, type[CkptdError]] = {
     cls.code: cls
     for cls in (
-        InvalidRequest, AlreadyExists, JobRunning, ForeignMemory, NotFound, QuotaExceeded, StorageError, SharedMemoryFull,
-        IntegrityError, ProtocolError, VersionMismatch, Forbidden, Fenced, Busy, InternalError, NewerFormat, SnapshotFailed,
-        StructureChanged, UnsavableValue, StructureMismatch, DaemonUnreachable, RecoveryFailed,
+        InvalidRequest, AlreadyExists, JobRunning, ForeignMemory, NotFound, QuotaExceeded,
+        StorageError, SharedMemoryFull, IntegrityError, ProtocolError, VersionMismatch, Forbidden,
+        Fenced, Busy, InternalError, NewerFormat, SnapshotFailed, StructureChanged, UnsavableValue,
+        StructureMismatch, DaemonUnreachable, RecoveryFailed,
     )
 }  # fmt: skip
 
 
 def from_wire(code: str, message: str) -> CkptdError:
-    """Return the exception for an error that the daemon or another rank has sent. An unknown code gives a plain ServiceError."""
+    """Return the exception for an error that the daemon or another rank has sent.
+
+    An unknown code gives a plain ServiceError.
+    """
     return _ON_THE_WIRE.get(code, ServiceError)(message)

@@ -1,7 +1,9 @@
-"""Builds and parses the name of every file, directory and socket that ckptd makes (FORMAT.md, section 1).
+"""Builds and parses the name of every file, directory and socket that ckptd makes
+(FORMAT.md, section 1).
 
-Other modules only add suffixes, such as `.tmp`. A sweep lists a directory, parses each name and keeps the files that are in use. A file
-whose name does not parse does not belong to ckptd and is never touched.
+Other modules only add suffixes, such as `.tmp`. A sweep lists a directory, parses each
+name and keeps the files that are in use. A file whose name does not parse does not
+belong to ckptd and is never touched.
 """
 
 from __future__ import annotations
@@ -19,14 +21,18 @@ from ckptd.shared.owners import is_usable_for_sockets, own_directories, own_dire
 
 MANIFEST = "manifest.json"
 MARKER = ".metadata"
-"""The name of a marker beside the manifest, outside every root. DCP's own checkpoints have their metadata, a pickle, under this name."""
+"""The name of a marker beside the manifest, outside every root. DCP's own checkpoints
+have their metadata, a pickle, under this name.
+"""
 NEWEST = "newest"
 IDENTITY = "id"
 CONTROL = ".ckptd"
 LOCK = "lock"
 JOURNAL = "journal"
 JOURNAL_SPARE = "spare"
-"""The name of an allocated file in the journal's directory. Its content means nothing; it becomes the next journal file on a full disk."""
+"""The name of an allocated file in the journal's directory. Its content means nothing;
+it becomes the next journal file on a full disk.
+"""
 ATTEMPTS = "attempts"
 PINS = "pins"
 RUNS = "runs"
@@ -37,13 +43,19 @@ STAGE = "stage.json"
 TMP_SUFFIX = ".tmp"
 
 _MOST_OF_A_SOCKET = 96
-"""The longest path of a private socket in $XDG_RUNTIME_DIR, in bytes. A socket address holds 107 bytes (unix(7)). The rest is for a suffix,
-such as the process number that `ckptd forget` appends."""
+"""The longest path of a private socket in $XDG_RUNTIME_DIR, in bytes. A socket address
+holds 107 bytes (unix(7)). The rest is for a suffix, such as the process number that
+`ckptd forget` appends.
+"""
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_TAG_DIRECTORY = re.compile(r"(?P<tag>[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.a(?P<attempt>[0-9]{4,9})(?:\.t(?P<try>[0-9]{1,4}))?")
+_TAG_DIRECTORY = re.compile(
+    r"(?P<tag>[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.a(?P<attempt>[0-9]{4,9})(?:\.t(?P<try>[0-9]{1,4}))?"
+)
 _STEP_TAG = re.compile(r"step-(?P<step>[0-9]{8,19})")
-_PART = re.compile(r"rank-(?P<rank>[0-9]{5,9})\.(?P<nonce>[0-9a-f]{32})(?:\.(?P<number>[0-9]{4,9}))?\.ckpt")
+_PART = re.compile(
+    r"rank-(?P<rank>[0-9]{5,9})\.(?P<nonce>[0-9a-f]{32})(?:\.(?P<number>[0-9]{4,9}))?\.ckpt"
+)
 _UNDER_WAY = re.compile(r"(?:manifest\.json|\.metadata)\.(?P<nonce>[0-9a-f]{32})\.tmp")
 _RECEIPT = re.compile(r"receipt-(?P<rank>[0-9]{5,9})\.json")
 _METADATA = re.compile(r"metadata\.[0-9a-f]{32}\.ckpt")
@@ -58,39 +70,56 @@ def is_name(name: str) -> bool:
 
 
 def check_name(kind: str, name: str) -> str:
-    """Return `name` if it can be a file name. `kind` is the word for it in the error text: "job" or "tag".
+    """Return `name` if it can be a file name.
+
+    `kind` is the word for it in the error text: "job" or "tag".
 
     Raises InvalidName otherwise, with one sentence that says which names are allowed.
     """
     if not isinstance(name, str) or not is_name(name):
         shown = repr(name if not isinstance(name, str) or len(name) <= 60 else name[:60] + "…")
         raise InvalidName(
-            f"{kind} {shown} cannot be a name: use 1 to 128 of the letters A-Z a-z 0-9 . _ -, beginning with a letter or digit"
+            f"{kind} {shown} cannot be a name: use 1 to 128 of the letters A-Z a-z 0-9 . _ -, "
+            f"beginning with a letter or digit"
         )
     return name
 
 
 def check_user_tag(tag: str) -> str:
-    """Return `tag` if a user may give it to a checkpoint. Raises InvalidName otherwise, also for `step-...`, which ckptd itself uses."""
+    """Return `tag` if a user may give it to a checkpoint.
+
+    Raises InvalidName otherwise, also for `step-...`, which ckptd itself uses.
+    """
     check_name("tag", tag)
     if tag.startswith("step-"):
-        raise InvalidName(f"tag {tag!r} cannot be used: names beginning with 'step-' are made by ckptd; leave tag= out or choose another")
+        raise InvalidName(
+            f"tag {tag!r} cannot be used: names beginning with 'step-' are made by ckptd; leave "
+            f"tag= out or choose another"
+        )
     return tag
 
 
 def tag_directory(step: int | None, tag: str | None, attempt: int) -> str:
-    """Return the name of a checkpoint's directory. In attempt 2 it is `<tag>.a0002`, or `step-00001000.a0002` if `tag` is None."""
+    """Return the name of a checkpoint's directory.
+
+    In attempt 2 it is `<tag>.a0002`, or `step-00001000.a0002` if `tag` is None.
+    """
     stem = tag if tag is not None else f"step-{step:08d}"
     return f"{stem}.a{attempt:04d}"
 
 
 def try_directory(directory: str, number: int) -> str:
-    """Return the name of the directory for a try of a step of several nodes: that of the checkpoint for try 1, `<name>.t2` for try 2."""
+    """Return the name of the directory for a try of a step of several nodes: that of
+    the checkpoint for try 1, `<name>.t2` for try 2.
+    """
     return directory if number == 1 else f"{directory}.t{number}"
 
 
 def parse_tag_directory(name: str) -> tuple[str, int | None, int] | None:
-    """Return the tag, the step (None for a user's own tag) and the attempt. Return None if ckptd does not make directories of this name."""
+    """Return the tag, the step (None for a user's own tag) and the attempt.
+
+    Return None if ckptd does not make directories of this name.
+    """
     match = _TAG_DIRECTORY.fullmatch(name)
     if match is None:
         return None
@@ -106,13 +135,17 @@ def parse_tag_directory(name: str) -> tuple[str, int | None, int] | None:
 
 
 def part_file(rank: int, nonce: bytes, number: int = 0) -> str:
-    """Return the name of a part file, if `number` is 0, or of the data file of that part with this number."""
+    """Return the name of a part file, if `number` is 0, or of the data file of that
+    part with this number.
+    """
     data = f".{number:04d}" if number else ""
     return f"rank-{rank:05d}.{nonce.hex()}{data}.ckpt"
 
 
 def parse_part_file(name: str) -> tuple[int, bytes] | None:
-    """Return the rank and the nonce in the name of a part file, or None for any other name, that of a data file included."""
+    """Return the rank and the nonce in the name of a part file, or None for any other
+    name, that of a data file included.
+    """
     parsed = _parse_part_file(name)
     return parsed[:2] if parsed is not None and not parsed[2] else None
 
@@ -126,13 +159,17 @@ def _parse_part_file(name: str) -> tuple[int, bytes, int] | None:
 
 
 def part_of(name: str) -> str | None:
-    """Return the name of the part file that a part file or data file belongs to, or None for other names. A part file belongs to itself."""
+    """Return the name of the part file that a part file or data file belongs to, or
+    None for other names. A part file belongs to itself.
+    """
     parsed = _parse_part_file(name)
     return None if parsed is None else part_file(*parsed[:2])
 
 
 def metadata_file(sha256: str) -> str:
-    """Return the name of the metadata object whose bytes have this sha256, in hexadecimal digits."""
+    """Return the name of the metadata object whose bytes have this sha256, in
+    hexadecimal digits.
+    """
     return f"metadata.{sha256[:32]}.ckpt"
 
 
@@ -147,31 +184,43 @@ def receipt_file(first_rank: int) -> str:
 
 
 def parse_receipt_file(name: str) -> int | None:
-    """Return the lowest rank of the node whose receipt has this name, or None for another name."""
+    """Return the lowest rank of the node whose receipt has this name, or None for
+    another name.
+    """
     match = _RECEIPT.fullmatch(name)
     rank = int(match["rank"]) if match else None
     return rank if rank is not None and receipt_file(rank) == name else None
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Return True if ckptd may have made a file of this name in the directory of a checkpoint."""
+    """Return True if ckptd may have made a file of this name in the directory of a
+    checkpoint.
+    """
     stem = name.removesuffix(TMP_SUFFIX)
     if stem != name:
         stem = claimed(stem)
-    return stem == MANIFEST or parse_receipt_file(stem) is not None or is_metadata_file(stem) or part_of(name) is not None
+    return (
+        stem == MANIFEST
+        or parse_receipt_file(stem) is not None
+        or is_metadata_file(stem)
+        or part_of(name) is not None
+    )
 
 
 def is_standalone_file(name: str) -> bool:
-    """Return True if ckptd may have left a file of this name in a directory that holds one checkpoint by itself, outside every root.
+    """Return True if ckptd may have left a file of this name in a directory that holds
+    one checkpoint by itself, outside every root.
 
-    Such a file is a part file, a data file, a metadata object, or a manifest or a marker under
-    publication.
+    Such a file is a part file, a data file, a metadata object, or a manifest or a
+    marker under publication.
     """
     return part_of(name) is not None or is_metadata_file(name) or publisher_of(name) is not None
 
 
 def publisher_of(name: str) -> str | None:
-    """Return the nonce of the part whose saver publishes a file of this name, a manifest or a marker outside every root, or None."""
+    """Return the nonce of the part whose saver publishes a file of this name, a
+    manifest or a marker outside every root, or None.
+    """
     match = _UNDER_WAY.fullmatch(name)
     return match["nonce"] if match else None
 
@@ -194,7 +243,9 @@ def parse_attempt_file(name: str) -> int | None:
 
 
 def claimed(name: str) -> str:
-    """Return the name that a claim is for: some stores need a nonce behind it (FORMAT.md, section 6)."""
+    """Return the name that a claim is for: some stores need a nonce behind it
+    (FORMAT.md, section 6).
+    """
     match = _CLAIM.fullmatch(name)
     return match["name"] if match else name
 
@@ -221,12 +272,16 @@ def parse_journal_file(name: str) -> int | None:
 
 
 def host() -> str:
-    """Return the name of this host, made valid as a file name: each character that is not allowed in one becomes `_`."""
+    """Return the name of this host, made valid as a file name: each character that is
+    not allowed in one becomes `_`.
+    """
     return re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname()).lstrip("._-")[:128] or "localhost"
 
 
 def user() -> str:
-    """Return the name of this process's user, or its uid if it has no name, as in some containers."""
+    """Return the name of this process's user, or its uid if it has no name, as in some
+    containers.
+    """
     import pwd  # Windows has no such module, and a reader of checkpoints needs the rest of this one
 
     try:
@@ -236,7 +291,9 @@ def user() -> str:
 
 
 def control(host: str) -> str:
-    """Return the prefix of the objects below a root that belong to the daemon of this host."""
+    """Return the prefix of the objects below a root that belong to the daemon of this
+    host.
+    """
     return f"{CONTROL}/{host}"
 
 
@@ -251,7 +308,10 @@ def pins(job: str) -> str:
 
 
 def runs(job: str) -> str:
-    """Return the prefix of the heartbeats of a job. The heartbeat of an attempt has the name of its claim: `attempt_file`."""
+    """Return the prefix of the heartbeats of a job.
+
+    The heartbeat of an attempt has the name of its claim: `attempt_file`.
+    """
     return f"{CONTROL}/{RUNS}/{job}"
 
 
@@ -260,18 +320,23 @@ def root_digest(root: Location) -> str:
 
 
 def segment_directory(root: Location) -> str:
-    """Return the name of the directory in the tmpfs for the segments of this user and root.
+    """Return the name of the directory in the tmpfs for the segments of this user and
+    root.
 
-    If another user has taken that name, the daemon appends `.` and 16 random hexadecimal digits to it.
+    If another user has taken that name, the daemon appends `.` and 16 random
+    hexadecimal digits to it.
     """
     return f"ckptd-{os.getuid()}-{root_digest(root)}"
 
 
 def private_socket(root: Location) -> Path:
-    """Return the path of the socket for a private daemon of `root`. It is short enough for a socket address, and not under the root.
+    """Return the path of the socket for a private daemon of `root`.
 
-    The path is in $XDG_RUNTIME_DIR, if that is a directory of this user and the path is not too long there. Otherwise it is in a directory
-    of this user in /tmp, which may not exist yet.
+    It is short enough for a socket address, and not under the root.
+
+    The path is in $XDG_RUNTIME_DIR, if that is a directory of this user and the path is
+    not too long there. Otherwise it is in a directory of this user in /tmp, which may
+    not exist yet.
     """
     name = f"ckptd-{root_digest(root)}.sock"
     runtime = _runtime_directory()
@@ -283,8 +348,8 @@ def private_socket(root: Location) -> Path:
 def private_sockets(root: Location) -> list[Path]:
     """Return the paths where a private daemon of `root` may listen, most likely first.
 
-    The first is that of `private_socket`. The others are in /tmp, because the daemon may have been started in another environment, without
-    this $XDG_RUNTIME_DIR.
+    The first is that of `private_socket`. The others are in /tmp, because the daemon
+    may have been started in another environment, without this $XDG_RUNTIME_DIR.
     """
     first = private_socket(root)
     others = [directory / first.name for directory in own_directories(plain_directory())]
@@ -292,7 +357,10 @@ def private_sockets(root: Location) -> list[Path]:
 
 
 def private_socket_directories() -> list[Path]:
-    """Return the directories where private daemons of this user may listen. Each exists and belongs to this user."""
+    """Return the directories where private daemons of this user may listen.
+
+    Each exists and belongs to this user.
+    """
     runtime = _runtime_directory()
     return [*([runtime] if runtime is not None else []), *own_directories(plain_directory())]
 
@@ -300,7 +368,8 @@ def private_socket_directories() -> list[Path]:
 def default_sockets() -> list[Path]:
     """Return the paths of the sockets that an agent tries when none is named.
 
-    The first is that of the system service for this user, in /run/ckptd. The second is in $XDG_RUNTIME_DIR, if that can be used.
+    The first is that of the system service for this user, in /run/ckptd. The second is
+    in $XDG_RUNTIME_DIR, if that can be used.
     """
     places = [Path("/run/ckptd") / f"{user()}.sock"]
     if (runtime := _runtime_directory()) is not None:
@@ -309,14 +378,22 @@ def default_sockets() -> list[Path]:
 
 
 def plain_directory() -> Path:
-    """Return the directory of this user in /tmp for sockets and locks. `owners.py` makes it, or finds another if its name is taken."""
+    """Return the directory of this user in /tmp for sockets and locks.
+
+    `owners.py` makes it, or finds another if its name is taken.
+    """
     return Path(f"/tmp/ckptd-{os.getuid()}")
 
 
 def _runtime_directory() -> Path | None:
     """Return $XDG_RUNTIME_DIR, or None if it cannot be used for sockets.
 
-    It cannot be used if it is unset, relative, missing or another user's, as after `su`, or if other users can replace a socket in it.
+    It cannot be used if it is unset, relative, missing or another user's, as after
+    `su`, or if other users can replace a socket in it.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime) if runtime and os.path.isabs(runtime) and is_usable_for_sockets(Path(runtime)) else None
+    return (
+        Path(runtime)
+        if runtime and os.path.isabs(runtime) and is_usable_for_sockets(Path(runtime))
+        else None
+    )

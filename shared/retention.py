@@ -1,11 +1,13 @@
 """Retention policies, which decide which checkpoints of a job to keep.
 
-The policies have the names that orbax uses (checkpoint_managers.preservation_policy). A job may have several; a checkpoint stays if at
-least one of them keeps it. Policies do not decide on the newest checkpoint, users' own tags, pins, checkpoints that are being read, and
-steps that a newer attempt has not passed. The daemon decides on those.
+The policies have the names that orbax uses (checkpoint_managers.preservation_policy). A
+job may have several; a checkpoint stays if at least one of them keeps it. Policies do
+not decide on the newest checkpoint, users' own tags, pins, checkpoints that are being
+read, and steps that a newer attempt has not passed. The daemon decides on those.
 
-As text, a policy is written like a call in Python, such as `LatestN(5)` or `BestN('loss', 3)`. Manifests and request documents hold this
-text (FORMAT.md, sections 3 and 4). This module does no I/O.
+As text, a policy is written like a call in Python, such as `LatestN(5)` or
+`BestN('loss', 3)`. Manifests and request documents hold this text (FORMAT.md, sections
+3 and 4). This module does no I/O.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ MOST_POLICIES, MAX_TEXT = 64, 4096
 class Retainable(Protocol):
     """A checkpoint, as far as policies need to know it.
 
-    attempt, step: the attempt and the step of the snapshot. A checkpoint without a step has None.
-    created: the time of the snapshot in Unix seconds, by the trainer's clock, or NaN if it is unknown.
-    metrics: the metrics that were passed to `snapshot`.
+    attempt, step: the attempt and the step of the snapshot. A checkpoint without a step
+    has None. created: the time of the snapshot in Unix seconds, by the trainer's clock,
+    or NaN if it is unknown. metrics: the metrics that were passed to `snapshot`.
     """
 
     @property
@@ -44,8 +46,9 @@ class Retainable(Protocol):
 class _Policy(msgspec.Struct, frozen=True):
     """The base class of all policies.
 
-    The method `keeps` of a policy takes the checkpoints of a job, oldest first, and returns the indices of those that it keeps. The
-    constructor raises ValueError, with one sentence that says what was expected, if an argument makes no sense.
+    The method `keeps` of a policy takes the checkpoints of a job, oldest first, and
+    returns the indices of those that it keeps. The constructor raises ValueError, with
+    one sentence that says what was expected, if an argument makes no sense.
     """
 
 
@@ -69,9 +72,11 @@ class LatestN(_Policy, frozen=True):
 
 
 class LatestDuration(_Policy, frozen=True):
-    """The policy that keeps the checkpoints made at most `seconds` before the newest one, by the clocks of the trainers.
+    """The policy that keeps the checkpoints made at most `seconds` before the newest
+    one, by the clocks of the trainers.
 
-    It also keeps every checkpoint whose time is unknown, and all of them if the time of the newest one is.
+    It also keeps every checkpoint whose time is unknown, and all of them if the time of
+    the newest one is.
     """
 
     seconds: float
@@ -85,7 +90,8 @@ class LatestDuration(_Policy, frozen=True):
 
 
 class EveryNSteps(_Policy, frozen=True):
-    """The policy that keeps the checkpoints whose step is a multiple of `interval_steps`.
+    """The policy that keeps the checkpoints whose step is a multiple of
+    `interval_steps`.
 
     If a step was trained again, it keeps only the checkpoint of the newest attempt.
     """
@@ -100,9 +106,11 @@ class EveryNSteps(_Policy, frozen=True):
 
 
 class EveryNSeconds(_Policy, frozen=True):
-    """The policy that keeps the oldest checkpoint, and each one made `interval_secs` or more after the last one it keeps.
+    """The policy that keeps the oldest checkpoint, and each one made `interval_secs` or
+    more after the last one it keeps.
 
-    Times are those of the trainers' clocks. It also keeps every checkpoint whose time is unknown or before that of the last one it keeps.
+    Times are those of the trainers' clocks. It also keeps every checkpoint whose time
+    is unknown or before that of the last one it keeps.
     """
 
     interval_secs: float
@@ -113,23 +121,28 @@ class EveryNSeconds(_Policy, frozen=True):
     def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
         kept, last = set(), -math.inf
         for place, candidate in enumerate(ordered):
-            if not 0 <= candidate.created - last < self.interval_secs:  # also if NaN, or if a clock was set back
+            # Also if NaN, or if a clock was set back.
+            if not 0 <= candidate.created - last < self.interval_secs:
                 kept.add(place)
                 last = last if math.isnan(candidate.created) else candidate.created
         return kept
 
 
 class BestN(_Policy, frozen=True):
-    """The policy that keeps the `n` checkpoints with the best value of one metric. Of equal values, the newer checkpoint is better.
+    """The policy that keeps the `n` checkpoints with the best value of one metric.
 
-    metric: the name of the metric in `snapshot(metrics=)`. A checkpoint with the value NaN is never among the best.
-    n: the number of checkpoints to keep.
-    mode: "min" if the least value is the best, "max" if the greatest is.
-    keep_checkpoints_without_metrics: True to keep all checkpoints without this metric, too.
+    Of equal values, the newer checkpoint is better.
 
-    If no checkpoint has a value that can be ranked, the policy keeps all checkpoints, because the
-    name of the metric is probably wrong. If fewer than `n` checkpoints have such a value, the
-    newest checkpoints without the metric are kept in place of the missing ones.
+    metric: the name of the metric in `snapshot(metrics=)`. A checkpoint with the value
+    NaN is never among the best. n: the number of checkpoints to keep. mode: "min" if
+    the least value is the best, "max" if the greatest is.
+    keep_checkpoints_without_metrics: True to keep all checkpoints without this metric,
+    too.
+
+    If no checkpoint has a value that can be ranked, the policy keeps all checkpoints,
+    because the name of the metric is probably wrong. If fewer than `n` checkpoints have
+    such a value, the newest checkpoints without the metric are kept in place of the
+    missing ones.
     """
 
     metric: str
@@ -140,13 +153,20 @@ class BestN(_Policy, frozen=True):
     def __post_init__(self) -> None:
         _whole("BestN", "n", self.n)
         if not isinstance(self.metric, str) or not self.metric:
-            raise ValueError(f"BestN: metric is {self.metric!r}; expected the name that snapshot(metrics=) has it under")
+            raise ValueError(
+                f"BestN: metric is {self.metric!r}; expected the name that snapshot(metrics=) has "
+                f"it under"
+            )
         if self.mode not in ("min", "max"):
             raise ValueError(f"BestN: mode is {self.mode!r}; expected 'min' or 'max'")
 
     def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
         sign = 1 if self.mode == "min" else -1
-        ranked = sorted((sign * c.metrics[self.metric], -place) for place, c in enumerate(ordered) if self._ranks(c))
+        ranked = sorted(
+            (sign * c.metrics[self.metric], -place)
+            for place, c in enumerate(ordered)
+            if self._ranks(c)
+        )
         if not ranked:
             return set(range(len(ordered)))
         best = {-place for _, place in ranked[: self.n]}
@@ -155,7 +175,9 @@ class BestN(_Policy, frozen=True):
         return best | set(without[max(0, len(without) - missing) :])
 
     def problem(self, ordered: Sequence[Retainable]) -> str:
-        """Return the reason why none of these checkpoints can be ranked, with the metrics that they have, or "" if one can be."""
+        """Return the reason why none of these checkpoints can be ranked, with the
+        metrics that they have, or "" if one can be.
+        """
         if not ordered or any(map(self._ranks, ordered)):
             return ""
         known = sorted({name for c in ordered for name in c.metrics})
@@ -163,7 +185,11 @@ class BestN(_Policy, frozen=True):
             return f"every value of the metric {self.metric!r} is NaN"
         near = difflib.get_close_matches(self.metric, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        have = f"their metrics are {some_text([repr(name) for name in known])}" if known else "they have no metrics at all"
+        have = (
+            f"their metrics are {some_text([repr(name) for name in known])}"
+            if known
+            else "they have no metrics at all"
+        )
         return f"no checkpoint has the metric {self.metric!r} ({have}){hint}"
 
     def _ranks(self, checkpoint: Retainable) -> bool:
@@ -180,7 +206,9 @@ class CustomSteps(_Policy, frozen=True):
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, (str, bytes)) or not isinstance(self.steps, Iterable):
-            raise ValueError(f"CustomSteps: steps is {self.steps!r}; expected numbers, like [1000, 5000]")
+            raise ValueError(
+                f"CustomSteps: steps is {self.steps!r}; expected numbers, like [1000, 5000]"
+            )
         msgspec.structs.force_setattr(self, "steps", tuple(self.steps))
         for step in self.steps:
             _whole("CustomSteps", "a step", step, least=0)
@@ -190,26 +218,50 @@ class CustomSteps(_Policy, frozen=True):
 
 
 Policy = PreserveAll | LatestN | LatestDuration | EveryNSteps | EveryNSeconds | BestN | CustomSteps
-POLICIES = {cls.__name__: cls for cls in (PreserveAll, LatestN, LatestDuration, EveryNSteps, EveryNSeconds, BestN, CustomSteps)}
+POLICIES = {
+    cls.__name__: cls
+    for cls in (
+        PreserveAll,
+        LatestN,
+        LatestDuration,
+        EveryNSteps,
+        EveryNSeconds,
+        BestN,
+        CustomSteps,
+    )
+}
 
 
 def keeps(policies: Iterable[Policy], ordered: Sequence[Retainable]) -> set[int]:
-    """Return the indices in `ordered` of the checkpoints that at least one of the policies keeps. `ordered` begins with the oldest."""
+    """Return the indices in `ordered` of the checkpoints that at least one of the
+    policies keeps. `ordered` begins with the oldest.
+    """
     return set[int]().union(*(policy.keeps(ordered) for policy in policies))
 
 
 def unrankable(policies: Iterable[Policy], ordered: Sequence[Retainable]) -> dict[BestN, str]:
-    """Return the policies that can rank none of these checkpoints, each with the reason."""
-    return {policy: why for policy in policies if isinstance(policy, BestN) and (why := policy.problem(ordered))}
+    """Return the policies that can rank none of these checkpoints, each with the
+    reason.
+    """
+    return {
+        policy: why
+        for policy in policies
+        if isinstance(policy, BestN) and (why := policy.problem(ordered))
+    }
 
 
 def parse(text: str) -> Policy:
-    """Return the policy that a text such as `LatestN(5)` or `PreserveAll` describes. No code in the text is run.
+    """Return the policy that a text such as `LatestN(5)` or `PreserveAll` describes.
+
+    No code in the text is run.
 
     Raises ValueError for other text, with one sentence that says what was expected.
     """
     if len(text) > MAX_TEXT:
-        raise ValueError(f"{text[:40]!r}... is {len(text)} characters long; expected a retention policy of at most {MAX_TEXT}")
+        raise ValueError(
+            f"{text[:40]!r}... is {len(text)} characters long; expected a retention policy of at "
+            f"most {MAX_TEXT}"
+        )
     try:
         call = ast.parse(text.strip(), mode="eval").body
         if isinstance(call, ast.Name):
@@ -220,7 +272,10 @@ def parse(text: str) -> Policy:
         arguments = [ast.literal_eval(argument) for argument in call.args]
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except Exception:  # the parser raises errors of many types for arbitrary text
-        raise ValueError(f"{text[:80]!r} is no retention policy; expected one like 'LatestN(5)' or \"BestN('loss', 3)\"") from None
+        raise ValueError(
+            f"{text[:80]!r} is no retention policy; expected one like 'LatestN(5)' or "
+            f"\"BestN('loss', 3)\""
+        ) from None
     if name not in POLICIES:
         near = difflib.get_close_matches(name, POLICIES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"the policies are {', '.join(POLICIES)}"
@@ -228,11 +283,17 @@ def parse(text: str) -> Policy:
     try:
         return POLICIES[name](*arguments, **named)
     except (TypeError, OverflowError) as error:
-        raise ValueError(f"{text[:80]}: {error}; {name} takes {', '.join(POLICIES[name].__struct_fields__) or 'nothing'}") from None
+        raise ValueError(
+            f"{text[:80]}: {error}; {name} takes "
+            f"{', '.join(POLICIES[name].__struct_fields__) or 'nothing'}"
+        ) from None
 
 
 def understood(texts: Iterable[str]) -> tuple[Policy, ...]:
-    """Return the policies in these texts. A text that this version does not know, as from a newer ckptd, becomes PreserveAll."""
+    """Return the policies in these texts.
+
+    A text that this version does not know, as from a newer ckptd, becomes PreserveAll.
+    """
     found: list[Policy] = []
     for text in texts:
         try:
@@ -243,10 +304,12 @@ def understood(texts: Iterable[str]) -> tuple[Policy, ...]:
 
 
 def checked(policies: Any) -> tuple[Policy, ...]:
-    """Return the policies that the caller of `Agent` passed, one or several, as a tuple.
+    """Return the policies that the caller of `Agent` passed, one or several, as a
+    tuple.
 
-    Raises ValueError if an object is not a policy, if a policy holds anything but plain numbers and text, or if there are no policies or
-    more than MOST_POLICIES. Raises TypeError if `policies` is neither a policy nor iterable.
+    Raises ValueError if an object is not a policy, if a policy holds anything but plain
+    numbers and text, or if there are no policies or more than MOST_POLICIES. Raises
+    TypeError if `policies` is neither a policy nor iterable.
     """
     found = (policies,) if isinstance(policies, (_Policy, str)) else tuple(policies)
     for policy in found:
@@ -255,12 +318,17 @@ def checked(policies: Any) -> tuple[Policy, ...]:
         if parse(repr(policy)) != policy:
             raise ValueError(f"retention has {policy!r}; expected plain numbers and text in it")
     if not found or len(found) > MOST_POLICIES:
-        raise ValueError(f"retention has {len(found)} policies; expected 1 to {MOST_POLICIES}, such as PreserveAll() or LatestN(5)")
+        raise ValueError(
+            f"retention has {len(found)} policies; expected 1 to {MOST_POLICIES}, such as "
+            f"PreserveAll() or LatestN(5)"
+        )
     return found
 
 
 def _newest_of_steps(ordered: Sequence[Retainable], wanted: Any) -> set[int]:
-    newest = {c.step: place for place, c in enumerate(ordered) if c.step is not None and wanted(c.step)}
+    newest = {
+        c.step: place for place, c in enumerate(ordered) if c.step is not None and wanted(c.step)
+    }
     return set(newest.values())
 
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 
 def size_text(nbytes: float) -> str:
-    """Return a number of bytes in the unit that fits, with decimal prefixes (1 kB is 1000 bytes)."""
+    """Return a number of bytes in the unit that fits, with decimal prefixes (1 kB is
+    1000 bytes).
+    """
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -20,18 +22,28 @@ def count_text(count: int, noun: str) -> str:
 
 
 def some_text(names: Sequence[object], most: int = 8) -> str:
-    """Return the first names with commas between them, and the number of the others: `a, b and 3 more`."""
-    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most:,d} more" if len(names) > most else "")
+    """Return the first names with commas between them, and the number of the others:
+    `a, b and 3 more`.
+    """
+    return ", ".join(map(str, names[:most])) + (
+        f" and {len(names) - most:,d} more" if len(names) > most else ""
+    )
 
 
 def span_text(seconds: float) -> str:
-    """Return a time as hours and minutes, as minutes, or as seconds if it is less than a minute."""
+    """Return a time as hours and minutes, as minutes, or as seconds if it is less than
+    a minute.
+    """
     minutes, hours = divmod(int(seconds // 60), 60)[::-1]
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
+    return (
+        f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
+    )
 
 
 def ranges_text(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as ranges, like `0-3, 6`, and after eight of them the number of the other ranges."""
+    """Return ascending numbers as ranges, like `0-3, 6`, and after eight of them the
+    number of the other ranges.
+    """
     ranges: list[tuple[int, int]] = []
     for number in numbers:
         if ranges and number == ranges[-1][1] + 1:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-# The tests start a thousand processes. Without these two lines each of them might compile all of ckptd, and let OpenMP's threads spin.
+# The tests start a thousand processes. Without these two lines each of them might
+# compile all of ckptd, and let OpenMP's threads spin.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -17,10 +18,14 @@ from tests.support.daemons import Daemon, Home, home, running
 
 @pytest.fixture(autouse=True)
 def _logging_is_left_as_it_was() -> Iterator[None]:
-    """Fail a test that silences the loggers, because a later test in this process would then look for a line that never comes."""
+    """Fail a test that silences the loggers, because a later test in this process would
+    then look for a line that never comes.
+    """
     yield
     silenced = [
-        logger.name for name in ("ckptd", "ckptd.agent", "ckptd.daemon") if (logger := logging.getLogger(name)).level or logger.disabled
+        logger.name
+        for name in ("ckptd", "ckptd.agent", "ckptd.daemon")
+        if (logger := logging.getLogger(name)).level or logger.disabled
     ]
     disabled = logging.root.manager.disable
     logging.disable(logging.NOTSET)
@@ -36,6 +41,9 @@ def place() -> Iterator[Home]:
 
 @pytest.fixture
 def daemon(place: Home) -> Iterator[Daemon]:
-    """A daemon that is ready, with default settings. It is forked, because there are hundreds. `running` starts one as a user does."""
+    """A daemon that is ready, with default settings.
+
+    It is forked, because there are hundreds. `running` starts one as a user does.
+    """
     with running(place, forked=True) as started:
         yield started

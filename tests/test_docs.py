@@ -14,14 +14,19 @@ from tests.support import diagrams, manual
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "tests/crash/RUNS.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "tests/crash/RUNS.md")
+    ),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "shared").glob("*.md")),
 ]
 
 
 def test_life_cycles_are_drawn_from_the_tables() -> None:
-    assert diagrams.PAGE.read_text() == diagrams.page(), "run python -m tests.support.diagrams --write"
+    assert diagrams.PAGE.read_text() == diagrams.page(), (
+        "run python -m tests.support.diagrams --write"
+    )
 
 
 def test_the_manual_pages_are_made_from_the_commands() -> None:
@@ -42,28 +47,42 @@ def test_every_link_has_a_target(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_test_that_the_documents_name_exists(page: Path) -> None:
     known: list[str] = []
-    for file, name in re.findall(r"`(?:tests/)?((?:\w+/)*test_\w+\.py)?(?:::(test_\w+))?`", page.read_text()):
+    for file, name in re.findall(
+        r"`(?:tests/)?((?:\w+/)*test_\w+\.py)?(?:::(test_\w+))?`", page.read_text()
+    ):
         if file:
             known = re.findall(r"def (test_\w+)", (ROOT / "tests" / file).read_text())
-        assert not name or name in known, f"{page}: {name} is not in {file or 'the file that was named last'}"
+        assert not name or name in known, (
+            f"{page}: {name} is not in {file or 'the file that was named last'}"
+        )
 
 
 def test_every_promise_names_its_test() -> None:
     text = (ROOT / "docs" / "explanation" / "what-comes-back.md").read_text()
-    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.endswith("| shown by |")]
+    rows = [
+        line
+        for line in text.splitlines()
+        if line.startswith("| ") and not line.endswith("| shown by |")
+    ]
     assert len(rows) > 40
     assert [row for row in rows if not re.search(r"::test_\w+`", row.rpartition(" | ")[2])] == []
 
 
 def test_every_setting_is_documented() -> None:
     text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
-    missing = [name for name in FIELDS if name not in ("private", "idle_timeout") and f"| `{name}` |" not in text]
+    missing = [
+        name
+        for name in FIELDS
+        if name not in ("private", "idle_timeout") and f"| `{name}` |" not in text
+    ]
     assert missing == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fenced blocks marked `python` run one after the other, in one process, with a private daemon."""
+    """The fenced blocks marked `python` run one after the other, in one process, with a
+    private daemon.
+    """
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     if page == CALLS:
         lines = re.findall(r"^\|[^|]*\|.*\| `(.*)` \|$", page.read_text(), re.MULTILINE)
@@ -79,5 +98,12 @@ def test_python_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.delenv(name, raising=False)
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks))
-    result = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr

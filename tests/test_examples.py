@@ -1,4 +1,7 @@
-"""Tests the examples as a newcomer runs them, on a tiny model. A killed and restarted run must equal an uninterrupted one bit for bit."""
+"""Tests the examples as a newcomer runs them, on a tiny model.
+
+A killed and restarted run must equal an uninterrupted one bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -22,53 +25,118 @@ from examples.runs import RECOVERED, Run, check_checkpoints, check_losses
 from tests.support import stores
 
 TRAINER = Path(__file__).parents[1] / "examples" / "train_gpt.py"
-TINY = ["--layers", "1", "--width", "64", "--context", "32", "--batch", "2", "--steps", "12", "--every", "4"]
+TINY = [
+    "--layers",
+    "1",
+    "--width",
+    "64",
+    "--context",
+    "32",
+    "--batch",
+    "2",
+    "--steps",
+    "12",
+    "--every",
+    "4",
+]
 
 
 def environment(home: Path) -> dict[str, str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("CKPTD_")}
-    return {**clean, "XDG_RUNTIME_DIR": str(home), "CKPTD_IDLE_TIMEOUT": "1", "OMP_NUM_THREADS": "1"}
+    return {
+        **clean,
+        "XDG_RUNTIME_DIR": str(home),
+        "CKPTD_IDLE_TIMEOUT": "1",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def command(home: Path) -> list[str]:
-    return [sys.executable, str(TRAINER), *TINY, "--root", str(home / "root"), "--losses", str(home / "losses.json")]
+    return [
+        sys.executable,
+        str(TRAINER),
+        *TINY,
+        "--root",
+        str(home / "root"),
+        "--losses",
+        str(home / "losses.json"),
+    ]
 
 
 def test_a_killed_run_gives_the_losses_of_an_uninterrupted_one(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for home in (whole, killed):
         home.mkdir()
-    subprocess.run(command(whole), env=environment(whole), check=True, timeout=200, capture_output=True)
-    with subprocess.Popen(command(killed), env=environment(killed), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as trainer:
+    subprocess.run(
+        command(whole), env=environment(whole), check=True, timeout=200, capture_output=True
+    )
+    with subprocess.Popen(
+        command(killed),
+        env=environment(killed),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as trainer:
         assert trainer.stdout is not None
         said: list[str] = []
         while not said or not said[-1].startswith("step 8/12"):
             said.append(trainer.stdout.readline())
             assert said[-1], f"it has ended: {said}"
         trainer.send_signal(signal.SIGKILL)
-    again = subprocess.run(command(killed), env=environment(killed), check=True, timeout=200, capture_output=True, text=True)
-    assert "recovered step 8 of attempt 1 from memory" in again.stdout or "recovered step 12" in again.stdout
-    assert json.loads((killed / "losses.json").read_text()) == json.loads((whole / "losses.json").read_text())
+    again = subprocess.run(
+        command(killed),
+        env=environment(killed),
+        check=True,
+        timeout=200,
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        "recovered step 8 of attempt 1 from memory" in again.stdout
+        or "recovered step 12" in again.stdout
+    )
+    assert json.loads((killed / "losses.json").read_text()) == json.loads(
+        (whole / "losses.json").read_text()
+    )
 
 
-def test_a_run_in_an_object_store_outlives_its_node(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The trainer and its daemon are killed, and shared memory and the local disk are lost with them: only the bucket is left."""
+def test_a_run_in_an_object_store_outlives_its_node(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The trainer and its daemon are killed, and shared memory and the local disk are
+    lost with them: only the bucket is left.
+    """
     whole = tmp_path / "whole"
     whole.mkdir()
-    subprocess.run(command(whole), env=environment(whole), check=True, timeout=200, capture_output=True)
+    subprocess.run(
+        command(whole), env=environment(whole), check=True, timeout=200, capture_output=True
+    )
     with stores.Servers(tmp_path_factory.mktemp("stores")) as servers:
         environ = environment(tmp_path) | servers.get("seaweed").environ
-        root, lost, new = f"s3://bucket/{names.new_nonce().hex()}", tmp_path / "lost", tmp_path / "new"
+        root, lost, new = (
+            f"s3://bucket/{names.new_nonce().hex()}",
+            tmp_path / "lost",
+            tmp_path / "new",
+        )
         again = [*command(tmp_path)[:-4], "--root", root, "--losses", str(tmp_path / "losses.json")]
         with subprocess.Popen(
-            again, env=environ | {"CKPTD_STATE_DIR": str(lost)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            again,
+            env=environ | {"CKPTD_STATE_DIR": str(lost)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         ) as trainer:
             assert trainer.stdout is not None
             daemon = 0
             while not (line := trainer.stdout.readline()).startswith("step 8/12"):
                 assert line
-                if line.startswith("step ") and not daemon:  # now, because a short run may end before it is asked for
-                    daemon = next(row["pid"] for row in json.loads(ckptd(environ, "ps", "--json")) if row["root"] == root)
+                # Now, because a short run may end before it is asked for.
+                if line.startswith("step ") and not daemon:
+                    daemon = next(
+                        row["pid"]
+                        for row in json.loads(ckptd(environ, "ps", "--json"))
+                        if row["root"] == root
+                    )
             until = time.monotonic() + 60
             while newest_in(root, environ) < "step-00000008":
                 assert time.monotonic() < until
@@ -76,23 +144,50 @@ def test_a_run_in_an_object_store_outlives_its_node(tmp_path: Path, tmp_path_fac
                 os.kill(daemon, signal.SIGKILL)
             trainer.kill()
         for path in (lost, Path("/dev/shm") / names.segment_directory(located(root))):
-            shutil.rmtree(path, ignore_errors=True)  # the daemon of a run that has ended leaves no memory behind
-        done = subprocess.run(again, env=environ | {"CKPTD_STATE_DIR": str(new)}, check=True, timeout=200, capture_output=True, text=True)
+            # The daemon of a run that has ended leaves no memory behind.
+            shutil.rmtree(path, ignore_errors=True)
+        done = subprocess.run(
+            again,
+            env=environ | {"CKPTD_STATE_DIR": str(new)},
+            check=True,
+            timeout=200,
+            capture_output=True,
+            text=True,
+        )
     assert re.search("recovered step (8|12) of attempt 1 from storage", done.stdout), done.stdout
-    assert json.loads((tmp_path / "losses.json").read_text()) == json.loads((whole / "losses.json").read_text())
+    assert json.loads((tmp_path / "losses.json").read_text()) == json.loads(
+        (whole / "losses.json").read_text()
+    )
 
 
 @pytest.mark.skipif(two_nodes.refusal() != "", reason=two_nodes.refusal())
-def test_two_nodes_of_which_one_is_lost_and_a_root_in_an_object_store(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_two_nodes_of_which_one_is_lost_and_a_root_in_an_object_store(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     with stores.Servers(tmp_path_factory.mktemp("stores")) as servers:
-        run = [sys.executable, "-m", "examples.two_nodes", "--out", str(tmp_path), "--root", f"s3://bucket/{names.new_nonce().hex()}"]
+        run = [
+            sys.executable,
+            "-m",
+            "examples.two_nodes",
+            "--out",
+            str(tmp_path),
+            "--root",
+            f"s3://bucket/{names.new_nonce().hex()}",
+        ]
         environ = environment(tmp_path) | servers.get("seaweed").environ
-        done = subprocess.run(run, env=environ, cwd=TRAINER.parents[1], timeout=400, capture_output=True, text=True)
+        done = subprocess.run(
+            run, env=environ, cwd=TRAINER.parents[1], timeout=400, capture_output=True, text=True
+        )
     assert "Everything came back as it was." in done.stdout, done.stdout + done.stderr
 
 
 def ckptd(environ: dict[str, str], *arguments: str) -> bytes:
-    return subprocess.run([sys.executable, "-m", "ckptd.daemon", *arguments], env=environ, capture_output=True, check=False).stdout
+    return subprocess.run(
+        [sys.executable, "-m", "ckptd.daemon", *arguments],
+        env=environ,
+        capture_output=True,
+        check=False,
+    ).stdout
 
 
 def newest_in(root: str, environ: dict[str, str]) -> str:
@@ -100,9 +195,14 @@ def newest_in(root: str, environ: dict[str, str]) -> str:
     return max((row["tag"] for row in rows), default="") if isinstance(rows, list) else ""
 
 
-def test_a_run_on_two_ranks_of_which_one_is_killed_gives_the_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_two_ranks_of_which_one_is_killed_gives_the_same_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CKPTD_IDLE_TIMEOUT", "1")
-    whole, killed = (Run(tmp_path, name, 12, " ".join(TINY[:8]) + " --every 4", ranks=2) for name in ("whole", "killed"))
+    whole, killed = (
+        Run(tmp_path, name, 12, " ".join(TINY[:8]) + " --every 4", ranks=2)
+        for name in ("whole", "killed")
+    )
     try:
         whole.start()
         whole.wait_for_end()
@@ -113,7 +213,11 @@ def test_a_run_on_two_ranks_of_which_one_is_killed_gives_the_same_losses(tmp_pat
         killed.wait_for_end()
         came_back = RECOVERED.findall(killed.printed())
         assert len(came_back) == 2
-        assert {(step, attempt) for step, attempt, *_ in came_back} <= {("4", "1"), ("8", "1"), ("12", "1")}
+        assert {(step, attempt) for step, attempt, *_ in came_back} <= {
+            ("4", "1"),
+            ("8", "1"),
+            ("12", "1"),
+        }
         assert check_losses(whole, killed) >= 12
         assert check_checkpoints(whole, killed) > 30
     finally:
@@ -123,9 +227,13 @@ def test_a_run_on_two_ranks_of_which_one_is_killed_gives_the_same_losses(tmp_pat
 
 @pytest.mark.parametrize("where", ["directory", "daemon"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_planners_example_runs_on_one_and_two_ranks(where: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_the_planners_example_runs_on_one_and_two_ranks(
+    where: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     torchrun = (
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else [sys.executable, "-m"]
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m"]
+        if ranks > 1
+        else [sys.executable, "-m"]
     )
     base, variables = tmp_path, environment(tmp_path)
     if where == "daemon":
@@ -133,10 +241,16 @@ def test_the_planners_example_runs_on_one_and_two_ranks(where: str, ranks: int, 
         base, variables["CKPTD_SOCKET"] = home.root / "job", str(home.socket)
     command = [*torchrun, "examples.planners", str(base)]
     place = TRAINER.parents[1]
-    result = subprocess.run(command, env=variables, timeout=200, capture_output=True, text=True, check=False, cwd=place)
+    result = subprocess.run(
+        command, env=variables, timeout=200, capture_output=True, text=True, check=False, cwd=place
+    )
     assert result.returncode == 0, result.stderr
     # torch 2.8 prints lines of its own, and those of two ranks may run together
-    lines = [line for line in result.stdout.splitlines() if "[Gloo]" not in line and "connected peer ranks" not in line]
+    lines = [
+        line
+        for line in result.stdout.splitlines()
+        if "[Gloo]" not in line and "connected peer ranks" not in line
+    ]
     said = [line.partition(":")[0] for line in lines]
     assert said == ["renamed", "half", "balanced", "notes", "one tensor", "meta"]
     written = {path.parent.name.partition(".")[0] for path in base.glob("*/manifest.json")}
@@ -146,13 +260,25 @@ def test_the_planners_example_runs_on_one_and_two_ranks(where: str, ranks: int, 
 def test_the_policies_example_keeps_what_it_says(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.policies", str(tmp_path / "root")]
     result = subprocess.run(
-        command, env=environment(tmp_path), timeout=200, capture_output=True, text=True, check=False, cwd=TRAINER.parents[1]
+        command,
+        env=environment(tmp_path),
+        timeout=200,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=TRAINER.parents[1],
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("26 snapshots, 13 of them saved\nkept for-evaluation.a0001, in 2 files\n")
-    wanted = {"for-evaluation.a0001", *(f"step-00000{step}.a0001" for step in (100, 140, 200, 240, 260))}
+    assert result.stdout.startswith(
+        "26 snapshots, 13 of them saved\nkept for-evaluation.a0001, in 2 files\n"
+    )
+    wanted = {
+        "for-evaluation.a0001",
+        *(f"step-00000{step}.a0001" for step in (100, 140, 200, 240, 260)),
+    }
     until = time.monotonic() + 60
-    while {path.parent.name for path in tmp_path.glob("root/tiny/*/manifest.json")} != wanted:  # the daemon still deletes the others
+    # The daemon still deletes the others.
+    while {path.parent.name for path in tmp_path.glob("root/tiny/*/manifest.json")} != wanted:
         assert time.monotonic() < until
         time.sleep(0.05)
     assert len(list(tmp_path.glob("root/tiny/*/*.ckpt"))) == 12
@@ -161,22 +287,40 @@ def test_the_policies_example_keeps_what_it_says(tmp_path: Path) -> None:
 def test_the_export_example_is_read_by_the_tools_of_every_format(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.export", str(tmp_path)]
     variables = environment(tmp_path) | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    result = subprocess.run(command, env=variables, timeout=200, capture_output=True, text=True, check=False, cwd=TRAINER.parents[1])
+    result = subprocess.run(
+        command,
+        env=variables,
+        timeout=200,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=TRAINER.parents[1],
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [
         "Hugging Face: config.json, model.safetensors; lm_head.weight is transformer.wte.weight",
-        "transformers, safetensors, torch.load and torch.distributed.checkpoint read the same model.",
+        "transformers, safetensors, torch.load and torch.distributed.checkpoint read the same "
+        "model.",
     ]
 
 
 def test_the_import_example_reads_what_other_tools_have_written(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.imports", str(tmp_path)]
     variables = environment(tmp_path) | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    result = subprocess.run(command, env=variables, timeout=200, capture_output=True, text=True, check=False, cwd=TRAINER.parents[1])
+    result = subprocess.run(
+        command,
+        env=variables,
+        timeout=200,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=TRAINER.parents[1],
+    )
     assert result.returncode == 0, result.stderr
     found = [line.partition(",")[0] for line in result.stdout.splitlines()]
     assert found == [
-        "from-dcp: 29 tensors", "from-hf: 28 tensors", "from-safetensors: 29 tensors", "from-torch: 29 tensors",
+        "from-dcp: 29 "
+        "tensors", "from-hf: 28 tensors", "from-safetensors: 29 tensors", "from-torch: 29 tensors",
         f"the job gpt begins with the model in {tmp_path / 'hf'}",
     ]  # fmt: skip
 
@@ -184,21 +328,38 @@ def test_the_import_example_reads_what_other_tools_have_written(tmp_path: Path) 
 def test_the_fine_tuning_example_writes_what_has_changed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.fine_tune", str(tmp_path)]
     variables = environment(tmp_path) | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    result = subprocess.run(command, env=variables, timeout=200, capture_output=True, text=True, check=False, cwd=TRAINER.parents[1])
+    result = subprocess.run(
+        command,
+        env=variables,
+        timeout=200,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=TRAINER.parents[1],
+    )
     assert result.returncode == 0, result.stderr
     new, sizes = result.stdout.splitlines()
     assert new == (
-        "new in the model: transformer.h.0.attn.c_attn.down.weight, transformer.h.0.attn.c_attn.up.weight and 6 more; unexpected: 0"
+        "new in the model: transformer.h.0.attn.c_attn.down.weight, "
+        "transformer.h.0.attn.c_attn.up.weight and 6 more; unexpected: 0"
     )
     assert sizes.startswith("step 3: ")
 
 
 def test_a_missing_root_is_reported_in_one_sentence(tmp_path: Path) -> None:
     clean = {key: value for key, value in environment(tmp_path).items() if key != "XDG_RUNTIME_DIR"}
-    result = subprocess.run([sys.executable, str(TRAINER), *TINY], env=clean, timeout=200, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, str(TRAINER), *TINY],
+        env=clean,
+        timeout=200,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if Path("/run/ckptd").exists():
-        # If this machine has a daemon of its own, the example finds it and needs nothing else.
-        pytest.skip("a daemon of this machine may be found")  # the example then finds that daemon, and no error is printed
+        # If this machine has a daemon of its own, the example finds it and needs
+        # nothing else. The example then finds that daemon, and no error is printed.
+        pytest.skip("a daemon of this machine may be found")
     assert result.returncode == 1
     assert result.stderr.startswith("ckptd: no daemon runs on this node and no root is known")
     assert "Traceback" not in result.stderr

@@ -18,7 +18,10 @@ from ckptd.shared.system import failpoints
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("agent", "daemon", "shared")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).glob("**/*.py"))
-MODULES = {f"ckptd.{path.relative_to(ROOT).with_suffix('').as_posix().replace('/', '.').removesuffix('.__init__')}": path for path in FILES}
+MODULES = {
+    f"ckptd.{path.relative_to(ROOT).with_suffix('').as_posix().replace('/', '.').removesuffix('.__init__')}": path  # noqa: E501
+    for path in FILES
+}
 
 
 @cache
@@ -27,7 +30,9 @@ def tree(path: Path) -> ast.Module:
 
 
 def imports(path: Path, nodes: Iterable[ast.AST] | None = None) -> Iterator[str]:
-    """Return the full names of everything that a file imports, anywhere in it: modules, and the names taken out of them."""
+    """Return the full names of everything that a file imports, anywhere in it: modules,
+    and the names taken out of them.
+    """
     for node in ast.walk(tree(path)) if nodes is None else nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -46,16 +51,24 @@ def in_package(package: str) -> list[Path]:
 
 
 def test_the_packages_have_modules() -> None:
-    assert {package: bool(in_package(package)) for package in PACKAGES} == dict.fromkeys(PACKAGES, True)
+    assert {package: bool(in_package(package)) for package in PACKAGES} == dict.fromkeys(
+        PACKAGES, True
+    )
     assert "ckptd.shared.names" in MODULES
     assert "ckptd.agent" in MODULES
     assert "ckptd.shared.errors.IntegrityError" in set(imports(ROOT / "shared" / "part.py"))
 
 
 def test_a_wheel_holds_every_package() -> None:
-    """An editable install finds a package that this list lacks; a wheel does not contain it."""
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    assert packages == sorted({f"ckptd.{path.parent.relative_to(ROOT).as_posix().replace('/', '.')}" for path in FILES})
+    """An editable install finds a package that this list lacks; a wheel does not
+    contain it.
+    """
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "packages"
+    ]
+    assert packages == sorted(
+        {f"ckptd.{path.parent.relative_to(ROOT).as_posix().replace('/', '.')}" for path in FILES}
+    )
 
 
 # -- layers
@@ -73,25 +86,49 @@ ARRAYS = ("array_checkpoint", "plain_values")
     ],
 )
 def test_layers(package: str, forbidden: tuple[str, ...]) -> None:
-    broken = [(path.name, name) for path in in_package(package) for name in imports(path) for other in forbidden if under(name, other)]
+    broken = [
+        (path.name, name)
+        for path in in_package(package)
+        for name in imports(path)
+        for other in forbidden
+        if under(name, other)
+    ]
     arrays = {("planes_numpy.py", "numpy"), *((f"{name}.py", "numpy") for name in ARRAYS)}
-    assert set(broken) == (arrays if package == "shared" else set()), "NumPy stands in for compiled loops, and holds the arrays of a reader"
+    assert set(broken) == (arrays if package == "shared" else set()), (
+        "NumPy stands in for compiled loops, and holds the arrays of a reader"
+    )
 
 
 def loaded_after(statement: str) -> set[str]:
-    """Return the entries of `sys.modules` that a fresh interpreter has after a statement."""
+    """Return the entries of `sys.modules` that a fresh interpreter has after a
+    statement.
+    """
     code = f"{statement}\nimport sys\nprint(' '.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        timeout=120,
+        check=True,
+    )
     return set(done.stdout.split())
 
 
 @pytest.mark.parametrize(
     ("package", "forbidden"),
-    [("daemon", ("torch", "numpy", "ckptd.agent")), ("shared", ("torch", "numpy", "asyncio", "uvloop", "ckptd.agent", "ckptd.daemon"))],
+    [
+        ("daemon", ("torch", "numpy", "ckptd.agent")),
+        ("shared", ("torch", "numpy", "asyncio", "uvloop", "ckptd.agent", "ckptd.daemon")),
+    ],
 )
 def test_layers_when_every_module_is_imported(package: str, forbidden: tuple[str, ...]) -> None:
     left_out = {"__main__", *ARRAYS}
-    modules = [name for name in MODULES if under(name, f"ckptd.{package}") and name.rpartition(".")[2] not in left_out]
+    modules = [
+        name
+        for name in MODULES
+        if under(name, f"ckptd.{package}") and name.rpartition(".")[2] not in left_out
+    ]
     found = loaded_after(f"import {', '.join(modules)}")
     assert set(modules) <= found
     assert {name for name in found if any(under(name, other) for other in forbidden)} == set()
@@ -101,13 +138,25 @@ def test_layers_when_every_module_is_imported(package: str, forbidden: tuple[str
 
 
 def edges(package: str) -> dict[str, set[str]]:
-    """Return the imports between the modules of a package. Imports inside functions count, except those of the command line."""
+    """Return the imports between the modules of a package.
+
+    Imports inside functions count, except those of the command line.
+    """
     found: dict[str, set[str]] = {}
     for name, path in MODULES.items():
         if under(name, f"ckptd.{package}"):
-            nodes = _outside_functions(tree(path)) if path.name in ("cli.py", "run_command.py") else None
-            wanted = {what if what in MODULES else what.rpartition(".")[0] for what in imports(path, nodes)}
-            found[name] = {other for other in wanted if other in MODULES and under(other, f"ckptd.{package}")} - {name}
+            nodes = (
+                _outside_functions(tree(path))
+                if path.name in ("cli.py", "run_command.py")
+                else None
+            )
+            wanted = {
+                what if what in MODULES else what.rpartition(".")[0]
+                for what in imports(path, nodes)
+            }
+            found[name] = {
+                other for other in wanted if other in MODULES and under(other, f"ckptd.{package}")
+            } - {name}
     return found
 
 
@@ -139,9 +188,14 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 def test_the_search_finds_a_cycle() -> None:
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]
     assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
-    assert edges("shared")["ckptd.shared.formats.part"] >= {"ckptd.shared.codecs.codec", "ckptd.shared.errors", "ckptd.shared.formats.plan"}
+    assert edges("shared")["ckptd.shared.formats.part"] >= {
+        "ckptd.shared.codecs.codec",
+        "ckptd.shared.errors",
+        "ckptd.shared.formats.plan",
+    }
     assert edges("daemon")["ckptd.daemon.commands.cli"] == {
-        f"ckptd.daemon.{name}" for name in ("copying", "job_report", "neighbours", "report", "run_command", "unsaved")
+        f"ckptd.daemon.{name}"
+        for name in ("copying", "job_report", "neighbours", "report", "run_command", "unsaved")
     }
 
 
@@ -179,17 +233,23 @@ ROOMS = (
 def test_rooms_of_the_agent_are_in_order() -> None:
     """Each room imports lower rooms only, so that a reader knows where its calls go."""
     here = ROOT / "agent"
-    assert {path.stem for path in here.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__pycache__"} == set(ROOMS)
+    assert {path.stem for path in here.iterdir() if path.is_dir() or path.suffix == ".py"} - {
+        "__pycache__"
+    } == set(ROOMS)
     for path in in_package("agent"):
         room = path.relative_to(here).parts[0].removesuffix(".py")
         for name in imports(path):
             if under(name, "ckptd.agent"):
                 other = [*name.split("."), "__init__"][2]
-                assert other == room or ROOMS.index(other) < ROOMS.index(room), f"{path.relative_to(ROOT)} imports {name}"
+                assert other == room or ROOMS.index(other) < ROOMS.index(room), (
+                    f"{path.relative_to(ROOT)} imports {name}"
+                )
 
 
 def levels(graph: dict[str, set[str]]) -> dict[str, int]:
-    """Return 1 for a module that imports no other of its package, and one more than its highest import for every other module."""
+    """Return 1 for a module that imports no other of its package, and one more than its
+    highest import for every other module.
+    """
     found: dict[str, int] = {}
 
     def level(node: str) -> int:
@@ -219,18 +279,38 @@ MOST_LEVELS = {"agent": 15, "daemon": 14, "shared": 11}
 
 
 def test_nothing_imports_the_command_line() -> None:
-    """Its imports inside functions are not checked above. They cannot close a cycle if no module imports the command line."""
-    importers = [path.name for path in FILES if any(under(name, "ckptd.daemon.commands.cli") for name in imports(path))]
+    """Its imports inside functions are not checked above.
+
+    They cannot close a cycle if no module imports the command line.
+    """
+    importers = [
+        path.name
+        for path in FILES
+        if any(under(name, "ckptd.daemon.commands.cli") for name in imports(path))
+    ]
     assert importers == ["__main__.py"]
 
 
 # -- the storage seam
 
 FILE_CALLS = {
-    "os.open", "os.listdir", "os.scandir", "os.stat", "os.lstat", "os.mkdir", "os.makedirs", "os.unlink", "os.rename", "os.link",
-    "os.rmdir", "os.statvfs", "fcntl.flock", "fcntl.fcntl", "shutil.rmtree", "opened_directory", "make_directories", "publish",
+    "os.open", "os.listdir", "os.scandir", "os.stat", "os.lstat", "os.mkdir", "os.makedirs",
+    "os.unlink", "os.rename", "os.link", "os.rmdir", "os.statvfs", "fcntl.flock", "fcntl.fcntl",
+    "shutil.rmtree", "opened_directory", "make_directories", "publish",
 }  # fmt: skip
-FILE_METHODS = {"open_directory", "directory", "iterdir", "glob", "rglob", "mkdir", "unlink", "rmdir", "touch", "read_bytes", "write_bytes"}
+FILE_METHODS = {
+    "open_directory",
+    "directory",
+    "iterdir",
+    "glob",
+    "rglob",
+    "mkdir",
+    "unlink",
+    "rmdir",
+    "touch",
+    "read_bytes",
+    "write_bytes",
+}
 TOUCH_FILES = {
     "agent/bench/measure.py": "a directory of its own",
     "agent/bench/ways.py": "files that are compared with those of ckptd",
@@ -260,24 +340,38 @@ TOUCH_FILES = {
     "shared/system/numa.py": "/sys",
     "shared/owners.py": "checks owners of any path",
 }
-"""The modules outside `shared/storage/` that use files, and which files. None of these files is part of a checkpoint."""
+"""The modules outside `shared/storage/` that use files, and which files. None of these
+files is part of a checkpoint.
+"""
 
 
 def test_only_the_storage_package_uses_the_files_of_a_root() -> None:
     found = set()
     for path in (path for path in FILES if "storage" not in path.relative_to(ROOT).parts):
         for name, call in _calls(path):
-            if name in FILE_CALLS or (isinstance(call.func, ast.Attribute) and call.func.attr in FILE_METHODS):
+            if name in FILE_CALLS or (
+                isinstance(call.func, ast.Attribute) and call.func.attr in FILE_METHODS
+            ):
                 found.add(str(path.relative_to(ROOT)))
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-                assert not ast.unparse(node.left).endswith("config.root"), f"{path}: {ast.unparse(node)} is a file of the root"
+                assert not ast.unparse(node.left).endswith("config.root"), (
+                    f"{path}: {ast.unparse(node)} is a file of the root"
+                )
     assert found == set(TOUCH_FILES)
 
 
 def test_only_the_storage_package_knows_its_implementations() -> None:
-    known = {str(path.relative_to(ROOT)) for path in FILES for name in imports(path) if name.startswith("ckptd.shared.storage.posix")}
-    assert {name for name in known if not name.startswith("shared/storage/")} == {"daemon/commands/doctor.py"}  # it probes a directory
+    known = {
+        str(path.relative_to(ROOT))
+        for path in FILES
+        for name in imports(path)
+        if name.startswith("ckptd.shared.storage.posix")
+    }
+    # It probes a directory.
+    assert {name for name in known if not name.startswith("shared/storage/")} == {
+        "daemon/commands/doctor.py"
+    }
 
 
 # -- the code map
@@ -295,14 +389,20 @@ def test_the_code_map_has_every_file_and_its_first_sentence() -> None:
     text = (ROOT / "docs" / "explanation" / "code-map.md").read_text()
     listed = dict(re.findall(r"^\| `(\w+/[\w/]+\.py)` \| (.+) \|$", text, re.MULTILINE))
     files = {str(path.relative_to(ROOT)): path for path in FILES if path.name != "__init__.py"}
-    assert listed == {name: first_sentence(path).replace("|", r"\|") for name, path in files.items()}
+    assert listed == {
+        name: first_sentence(path).replace("|", r"\|") for name, path in files.items()
+    }
     section = ""
     for line in text.splitlines():
         section = line.lstrip("# ") if line.startswith("##") else section
         if row := re.match(r"^\| `(\w+/[\w/]+)\.py` \| [^`]", line):
-            assert row[1].rpartition("/")[0] == section, f"{row[1]}.py stands in the table of {section}"
+            assert row[1].rpartition("/")[0] == section, (
+                f"{row[1]}.py stands in the table of {section}"
+            )
     for path in (path for path in FILES if path.name == "__init__.py"):
-        assert first_sentence(path) in text, f"the code map lacks the first sentence of {path.relative_to(ROOT)}"
+        assert first_sentence(path) in text, (
+            f"the code map lacks the first sentence of {path.relative_to(ROOT)}"
+        )
     named = set(re.findall(r"`((?:agent|daemon|shared)/[\w/]+\.py)`", text))
     assert named == set(listed)
 
@@ -310,20 +410,42 @@ def test_the_code_map_has_every_file_and_its_first_sentence() -> None:
 # -- tests mirror modules
 
 WITHOUT_A_TEST = {
-    "agent/recover/leaves.py": "tests/agent/recover/test_binding.py compares states of every kind through it",
-    "daemon/__main__.py": "has one statement, which every daemon that a test starts as a process executes",
-    "daemon/process/app.py": "is the life of a daemon: tests/daemon/commands/test_run_command.py starts, signals and ends them",
-    "daemon/composition.py": "puts the parts together: tests/daemon/test_recovery.py starts them in its own process",
-    "daemon/journal/directory.py": "tests/daemon/journal/test_journal.py uses it under a file system that fails",
-    "shared/system/log_file.py": "tests/agent/link/test_launch.py and tests/daemon/process/test_rotating_log.py open files of every kind through it",
+    "agent/recover/leaves.py": "tests/agent/recover/test_binding.py compares states of every kind "
+    "through "
+    "it",
+    "daemon/__main__.py": "has one statement, which every daemon that a test starts as a process "
+    "executes",
+    "daemon/process/app.py": "is the life of a daemon: tests/daemon/commands/test_run_command.py "
+    "starts, "
+    "signals "
+    "and "
+    "ends them",
+    "daemon/composition.py": "puts the parts together: tests/daemon/test_recovery.py starts them "
+    "in "
+    "its "
+    "own "
+    "process",
+    "daemon/journal/directory.py": "tests/daemon/journal/test_journal.py uses it under a file "
+    "system "
+    "that "
+    "fails",
+    "shared/system/log_file.py": "tests/agent/link/test_launch.py and "
+    "tests/daemon/process/test_rotating_log.py "
+    "open "
+    "files "
+    "of every kind through it",
     "shared/storage/posix_probe.py": "tests/daemon/commands/test_doctor.py shows its results",
     "shared/storage/posix_streams.py": "tests/shared/storage/test_conformance.py runs over it",
     "shared/system/storage_seam.py": "is what tests/shared/storage/test_conformance.py demands",
 }
-"""Modules that need no test of their own, each with the reason. An `__init__.py` needs none, because it only exports or describes."""
+"""Modules that need no test of their own, each with the reason. An `__init__.py` needs
+none, because it only exports or describes.
+"""
 
 FROM_OUTSIDE = {
-    "agent/dcp/planner_rounds.py": "its test snapshots and recovers with an agent that has the caller's planners",
+    "agent/dcp/planner_rounds.py": "its test snapshots and recovers with an agent that has the "
+    "caller's "
+    "planners",
     "agent/read/saved.py": "its test reads forged checkpoints on every way out of them",
     "agent/recover/loading.py": "its test recovers on real ranks",
     "agent/recover/optimizer_binding.py": "its test binds optimizers as parts of a state",
@@ -344,7 +466,9 @@ def namesake(path: Path) -> Path:
 
 
 def reached(test: Path) -> set[str]:
-    """Return the full names of what a test file imports, directly, through `ckptd.agent`, or through a file of tests/support."""
+    """Return the full names of what a test file imports, directly, through
+    `ckptd.agent`, or through a file of tests/support.
+    """
     exported = {name.rpartition(".")[2]: name for name in imports(ROOT / "agent" / "__init__.py")}
     found = set(imports(test))
     for name in tuple(found):
@@ -362,7 +486,11 @@ def has_test(path: Path) -> bool:
     test = namesake(path)
     if not test.exists():
         return False
-    functions = (node for node in ast.walk(tree(test)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    functions = (
+        node
+        for node in ast.walk(tree(test))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    )
     return any(node.name.startswith("test_") for node in functions)
 
 
@@ -378,8 +506,12 @@ OWN_FILES = {str(path.relative_to(ROOT)): path for path in FILES if path.name !=
 def test_every_module_has_a_test_of_its_name() -> None:
     excused = WITHOUT_A_TEST.keys()
     assert excused <= OWN_FILES.keys()
-    assert [name for name, path in OWN_FILES.items() if name not in excused and not has_test(path)] == []
-    assert [name for name in WITHOUT_A_TEST if has_test(ROOT / name)] == [], "these have a test, and need no excuse"
+    assert [
+        name for name, path in OWN_FILES.items() if name not in excused and not has_test(path)
+    ] == []
+    assert [name for name in WITHOUT_A_TEST if has_test(ROOT / name)] == [], (
+        "these have a test, and need no excuse"
+    )
 
 
 def test_the_test_of_a_module_imports_it() -> None:
@@ -417,10 +549,13 @@ _FACTORIES = re.compile(
 
 @pytest.mark.parametrize("path", AGENT_FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_allocation_names_its_device_and_dtype(path: Path) -> None:
-    # A caller may have set another default device, on which the memory that this process writes would not exist.
+    # A caller may have set another default device, on which the memory that this
+    # process writes would not exist.
     for name, call in _calls(path):
         given = {keyword.arg for keyword in call.keywords}
-        assert not _FACTORIES.fullmatch(name) or None in given or {"device", "dtype"} <= given, f"line {call.lineno}"
+        assert not _FACTORIES.fullmatch(name) or None in given or {"device", "dtype"} <= given, (
+            f"line {call.lineno}"
+        )
 
 
 # -- waits
@@ -428,8 +563,12 @@ def test_every_allocation_names_its_device_and_dtype(path: Path) -> None:
 
 @pytest.mark.parametrize("path", AGENT_FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_wait_of_the_agent_can_be_broken_by_ctrl_c(path: Path) -> None:
-    # These take a lock in Python code. `agent/threads/flag.py` has what to take instead.
-    waits = {f"threading.{name}" for name in ("Event", "Condition", "Semaphore", "BoundedSemaphore", "Barrier")}
+    # These take a lock in Python code. `agent/threads/flag.py` has what to take
+    # instead.
+    waits = {
+        f"threading.{name}"
+        for name in ("Event", "Condition", "Semaphore", "BoundedSemaphore", "Barrier")
+    }
     for name, call in _calls(path):
         assert name not in waits, f"line {call.lineno}"
 
@@ -445,9 +584,13 @@ def _calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_is_unpickled(path: Path) -> None:
-    if path != ROOT / "agent/convert/dcp_metadata.py":  # its unpickler finds no class and no function that a pickle names
+    # Its unpickler finds no class and no function that a pickle names.
+    if path != ROOT / "agent/convert/dcp_metadata.py":
         assert not [
-            name for name in imports(path) if name.split(".")[0] in ("pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal")
+            name
+            for name in imports(path)
+            if name.split(".")[0]
+            in ("pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal")
         ]
     assert not [name for name, _ in _calls(path) if name.startswith("pickle.")]
     for name, call in _calls(path):
@@ -457,7 +600,10 @@ def test_nothing_is_unpickled(path: Path) -> None:
         if name.endswith(("read_array", "write_array", "np.load", "np.save")):
             assert ast.unparse(keywords["allow_pickle"]) == "False"
         for keyword, value in keywords.items():
-            assert (keyword, ast.unparse(value)) not in (("weights_only", "False"), ("allow_pickle", "True"))
+            assert (keyword, ast.unparse(value)) not in (
+                ("weights_only", "False"),
+                ("allow_pickle", "True"),
+            )
         assert name not in ("eval", "exec", "compile")
 
 
@@ -466,11 +612,20 @@ def test_nothing_is_unpickled(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_decoder_is_made_at_the_import(path: Path) -> None:
-    """msgspec may crash the process if two threads decode a type for the first time at once."""
-    inside = {id(node) for function in ast.walk(tree(path)) if isinstance(function, ast.FunctionDef) for node in ast.walk(function)}
+    """msgspec may crash the process if two threads decode a type for the first time at
+    once.
+    """
+    inside = {
+        id(node)
+        for function in ast.walk(tree(path))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+    }
     for name, call in _calls(path):
         if name in ("msgspec.msgpack.decode", "msgspec.json.decode", "msgspec.convert"):
-            assert "type" not in {keyword.arg for keyword in call.keywords}, f"{path}: {ast.unparse(call)}"
+            assert "type" not in {keyword.arg for keyword in call.keywords}, (
+                f"{path}: {ast.unparse(call)}"
+            )
         if name in ("msgspec.msgpack.Decoder", "msgspec.json.Decoder"):
             assert id(call) not in inside, f"{path}: {ast.unparse(call)}"
 
@@ -479,18 +634,28 @@ def test_every_decoder_is_made_at_the_import(path: Path) -> None:
 
 
 def _passed() -> dict[str, list[str]]:
-    """Return, by failpoint, the files that pass it: by its name, or by the prefix that `fs.publish` takes."""
+    """Return, by failpoint, the files that pass it: by its name, or by the prefix that
+    `fs.publish` takes.
+    """
     found: dict[str, list[str]] = {}
-    suffixes = re.findall(r'failpoint\(f"\{points\}(\.\w+)"\)', (ROOT / "shared" / "fs.py").read_text())
+    suffixes = re.findall(
+        r'failpoint\(f"\{points\}(\.\w+)"\)', (ROOT / "shared" / "fs.py").read_text()
+    )
     assert suffixes == [".written", ".synced", ".renamed"]
     for path in FILES:
         for name, call in _calls(path):
             if name.endswith("failpoint") and call.args and isinstance(call.args[0], ast.Constant):
                 found.setdefault(str(call.args[0].value), []).append(str(path.relative_to(ROOT)))
             for keyword in call.keywords:
-                if keyword.arg == "points" and isinstance(keyword.value, ast.Constant) and isinstance(keyword.value.value, str):
+                if (
+                    keyword.arg == "points"
+                    and isinstance(keyword.value, ast.Constant)
+                    and isinstance(keyword.value.value, str)
+                ):
                     for suffix in suffixes:
-                        found.setdefault(keyword.value.value + suffix, []).append(str(path.relative_to(ROOT)))
+                        found.setdefault(keyword.value.value + suffix, []).append(
+                            str(path.relative_to(ROOT))
+                        )
     return found
 
 

@@ -1,4 +1,6 @@
-"""The matrix of torch and Python: what it reads from pytest, which interpreters it takes, and when it fails."""
+"""The matrix of torch and Python: what it reads from pytest, which interpreters it
+takes, and when it fails.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,15 @@ def test_the_lowest_torch_is_that_of_the_agent() -> None:
 def test_counts_of_a_run_and_of_one_that_was_broken_off(tmp_path: Path) -> None:
     results = tmp_path / "results.xml"
     assert matrix.counts(results) == (0, 0, 0)
-    results.write_text('<testsuites><testsuite tests="9" failures="3" errors="1" skipped="2"/></testsuites>')
+    results.write_text(
+        '<testsuites><testsuite tests="9" failures="3" errors="1" skipped="2"/></testsuites>'
+    )
     assert matrix.counts(results) == (3, 4, 2)
 
 
-def test_an_interpreter_that_does_not_run_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_that_does_not_run_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for place, target in (("shims", "/bin/false"), ("bin", sys.executable)):
         (tmp_path / place).mkdir()
         (tmp_path / place / "python3.77").symlink_to(target)
@@ -48,11 +54,19 @@ def test_an_interpreter_that_does_not_run_is_passed_over(tmp_path: Path, monkeyp
     ],
 )
 def test_exit_status_and_table(
-    row: Row, options: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    row: Row,
+    options: list[str],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(matrix, "interpreter", lambda release: None if release == "3.99" else "/python")
+    monkeypatch.setattr(
+        matrix, "interpreter", lambda release: None if release == "3.99" else "/python"
+    )
     monkeypatch.setattr(matrix, "run", lambda *_: row)
-    monkeypatch.setattr(sys, "argv", ["matrix", *(options or ["--python", "3.11"]), "--torch", "2.8"])
+    monkeypatch.setattr(
+        sys, "argv", ["matrix", *(options or ["--python", "3.11"]), "--torch", "2.8"]
+    )
     with pytest.raises(SystemExit) as caught:
         matrix.main()
     assert caught.value.code == code

@@ -15,21 +15,46 @@ from ckptd.shared.units import size_text
 
 @click.command(short_help="Measure ckptd and its peers on this machine.")
 @click.option(
-    "--root", type=click.Path(path_type=Path), required=True, envvar="CKPTD_ROOT", help="Directory on the disk that is to be measured."
+    "--root",
+    type=click.Path(path_type=Path),
+    required=True,
+    envvar="CKPTD_ROOT",
+    help="Directory on the disk that is to be measured.",
 )
-@click.option("--megabytes", type=click.IntRange(1), default=500, help="Size of the state that is saved. Default: 500.")
-@click.option("--rounds", type=click.IntRange(1), default=3, help="Times that each way is measured; the median counts. Default: 3.")
+@click.option(
+    "--megabytes",
+    type=click.IntRange(1),
+    default=500,
+    help="Size of the state that is saved. Default: 500.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=3,
+    help="Times that each way is measured; the median counts. Default: 3.",
+)
 @json_option
 @speaks
 def bench(root: Path, megabytes: int, rounds: int, as_json: bool) -> None:
-    """Measure what saving and loading cost on this machine: with ckptd, and with PyTorch's own ways.
+    """Measure what saving and loading cost on this machine: with ckptd, and with
+    PyTorch's own ways.
 
-    A model is trained, on the accelerator if there is one, and its state is saved in turn by each way. A private daemon
-    saves for ckptd; CKPTD_* variables set it up, like CKPTD_CODEC=raw. Everything is written into a new directory under
-    --root, and deleted at the end.
+    A model is trained, on the accelerator if there is one, and its state is saved in
+    turn by each way. A private daemon saves for ckptd; CKPTD_* variables set it up,
+    like CKPTD_CODEC=raw. Everything is written into a new directory under --root, and
+    deleted at the end.
     """
-    report = measure(local(root, "--root"), megabytes * 1_000_000, rounds, lambda text: click.echo(f"{text} ...", err=True))
-    click.echo(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() if as_json else text_of(report))
+    report = measure(
+        local(root, "--root"),
+        megabytes * 1_000_000,
+        rounds,
+        lambda text: click.echo(f"{text} ...", err=True),
+    )
+    click.echo(
+        msgspec.json.format(msgspec.json.encode(report), indent=1).decode()
+        if as_json
+        else text_of(report)
+    )
 
 
 def text_of(report: Report) -> str:
@@ -37,8 +62,10 @@ def text_of(report: Report) -> str:
     machine = report.machine
     where = f" on {machine['accelerator']}" if machine["accelerator"] else ""
     lines = [
-        f"ckptd {machine['ckptd']}, torch {machine['torch']}, {machine['cpus']} CPUs, load {machine['load']:.1f}",
-        f"{size_text(report.nbytes)} of fp32 weights and moments in {report.tensors} tensors{where}; medians of {report.rounds}",
+        f"ckptd {machine['ckptd']}, torch {machine['torch']}, {machine['cpus']} CPUs, load "
+        f"{machine['load']:.1f}",
+        f"{size_text(report.nbytes)} of fp32 weights and moments in {report.tensors} "
+        f"tensors{where}; medians of {report.rounds}",
         "",
         f"{'saving':<26}{'training held':>15}{'then durable':>15}{'stored':>9}",
     ]
@@ -49,7 +76,8 @@ def text_of(report: Report) -> str:
     lines += [
         "",
         f"first snapshot after prepare        {report.first:.3f} s",
-        f"training time lost by a snapshot    {report.lost:.3f} s, the call included; a step takes {report.step:.3f} s",
+        f"training time lost by a snapshot    {report.lost:.3f} s, the call included; a step "
+        f"takes {report.step:.3f} s",
         f"memory of the daemon, most          {size_text(report.daemon_peak)}",
         "",
         *(f"{name:<36}{seconds:.3f} s" for name, seconds in report.restores.items()),

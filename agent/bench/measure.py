@@ -1,4 +1,6 @@
-"""Measures saves and restores of one training in the same rounds: with ckptd, with PyTorch's own ways, and by the machine's limits."""
+"""Measures saves and restores of one training in the same rounds: with ckptd, with
+PyTorch's own ways, and by the machine's limits.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,17 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckptd.agent.agent import Agent
 from ckptd.agent.bench.training import Training
-from ckptd.agent.bench.ways import DirectWrite, PlainCopy, Times, Way, WithAgent, by_dcp_async_save, by_dcp_save, by_torch_save, timed
+from ckptd.agent.bench.ways import (
+    DirectWrite,
+    PlainCopy,
+    Times,
+    Way,
+    WithAgent,
+    by_dcp_async_save,
+    by_dcp_save,
+    by_torch_save,
+    timed,
+)
 from ckptd.agent.dcp.storage_reader import StorageReader
 from ckptd.shared import __version__
 from ckptd.shared.errors import InvalidRequest
@@ -33,13 +45,19 @@ from ckptd.shared.wire import messages as m
 
 _JOB = "bench"
 _QUIET_STEPS = 4
-"""The steps before each snapshot whose cost is measured. They show how long a step takes without it."""
+"""The steps before each snapshot whose cost is measured. They show how long a step
+takes without it.
+"""
 _COPIES = 4
-"""The room on the disk that is needed, in states: for two checkpoints of ckptd, one of another way, and one to spare."""
+"""The room on the disk that is needed, in states: for two checkpoints of ckptd, one of
+another way, and one to spare.
+"""
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """The medians of one way to save: seconds held, seconds until durable, and stored bytes (None if it is a limit of the machine)."""
+    """The medians of one way to save: seconds held, seconds until durable, and stored
+    bytes (None if it is a limit of the machine).
+    """
 
     held: float
     durable: float
@@ -49,8 +67,9 @@ class Figures(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """The findings of one run. Times are in seconds and sizes in bytes.
 
-    saves: by the name of the way. restores: into tensors that exist, with the files in the page cache. first: held by the first snapshot
-    after `prepare`. lost: the training time that a snapshot costs, with its call. step: the time of a quiet step.
+    saves: by the name of the way. restores: into tensors that exist, with the files in
+    the page cache. first: held by the first snapshot after `prepare`. lost: the
+    training time that a snapshot costs, with its call. step: the time of a quiet step.
     daemon_peak: the most memory of the daemon beyond the slots.
     """
 
@@ -66,17 +85,22 @@ class Report(msgspec.Struct, frozen=True):
     daemon_peak: int
 
 
-def measure(root: Path, nbytes: int, rounds: int, tell: Callable[[str], None] = lambda text: None) -> Report:
-    """Measure with a state of about `nbytes`, in a directory that is made under `root` and deleted at the end.
+def measure(
+    root: Path, nbytes: int, rounds: int, tell: Callable[[str], None] = lambda text: None
+) -> Report:
+    """Measure with a state of about `nbytes`, in a directory that is made under `root`
+    and deleted at the end.
 
-    A private daemon saves; `CKPTD_*` variables in the environment set it up, like CKPTD_CODEC. `tell` is called with what is being done.
-    Raises InvalidRequest if the disk has no room, OSError, and what an `Agent` raises.
+    A private daemon saves; `CKPTD_*` variables in the environment set it up, like
+    CKPTD_CODEC. `tell` is called with what is being done. Raises InvalidRequest if the
+    disk has no room, OSError, and what an `Agent` raises.
     """
     root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free
     if free < _COPIES * nbytes:
         raise InvalidRequest(
-            f"{root} has {size_text(free)} free; {size_text(_COPIES * nbytes)} are needed for a state of {size_text(nbytes)}: choose a "
+            f"{root} has {size_text(free)} free; {size_text(_COPIES * nbytes)} are needed for a "
+            f"state of {size_text(nbytes)}: choose a "
             "smaller --megabytes or another --root"
         )
     tell(f"training a model of {size_text(nbytes)} for some steps")
@@ -89,7 +113,11 @@ def measure(root: Path, nbytes: int, rounds: int, tell: Callable[[str], None] = 
 
 @contextmanager
 def _agent(place: Path) -> Iterator[Agent]:
-    """Context manager. Start a private daemon in this directory. At the end stop it, and delete what it has in shared memory."""
+    """Context manager.
+
+    Start a private daemon in this directory. At the end stop it, and delete what it has
+    in shared memory.
+    """
     for name in ("CKPTD_SOCKET", "CKPTD_ROOT", "CKPTD_JOB"):
         os.environ.pop(name, None)
     os.environ["CKPTD_STATE_DIR"] = str(place / "state")
@@ -125,13 +153,15 @@ def _process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _measure(place: Path, training: Training, agent: Agent, rounds: int, tell: Callable[[str], None]) -> Report:
+def _measure(
+    place: Path, training: Training, agent: Agent, rounds: int, tell: Callable[[str], None]
+) -> Report:
     state, nbytes = training.tensors, training.nbytes
     agent.prepare(state)
     agent._link.handovers.slots.settle()  # a training would go on meanwhile
     ways: dict[str, Way] = {
-        "ckptd": WithAgent(agent), "torch.save": by_torch_save, "dcp.save": by_dcp_save, "dcp.async_save": by_dcp_async_save,
-        "limit: plain copy": PlainCopy(state),
+        "ckptd": WithAgent(agent), "torch.save": by_torch_save, "dcp.save": by_dcp_save,
+        "dcp.async_save": by_dcp_async_save, "limit: plain copy": PlainCopy(state),
     }  # fmt: skip
     if _has_direct(place):
         ways["limit: O_DIRECT write"] = DirectWrite(nbytes)
@@ -159,15 +189,19 @@ def _measure(place: Path, training: Training, agent: Agent, rounds: int, tell: C
     return Report(
         machine=_machine(), nbytes=nbytes, tensors=len(state), rounds=rounds,
         saves={
-            name: Figures(median(held for held, _ in found), median(until for _, until in found), stored.get(name))
+            name: Figures(median(held for held, _ in found), median(until for _, until in found),
+            stored.get(name))
             for name, found in times.items()
         },
-        restores=_restores(place, training, agent, rounds), first=first, lost=lost, step=step, daemon_peak=daemon_peak,
+        restores=_restores(place, training, agent, rounds), first=first, lost=lost, step=step,
+        daemon_peak=daemon_peak,
     )  # fmt: skip
 
 
 def _lost(training: Training, agent: Agent, rounds: int) -> tuple[float, float]:
-    """Return the training time that a snapshot costs, the call and the slower steps until it is durable, and the time of a quiet step."""
+    """Return the training time that a snapshot costs, the call and the slower steps
+    until it is durable, and the time of a quiet step.
+    """
     found, quiet = [], list[float]()
     for _ in range(rounds):
         _settle()
@@ -183,7 +217,9 @@ def _lost(training: Training, agent: Agent, rounds: int) -> tuple[float, float]:
 
 
 def _restores(place: Path, training: Training, agent: Agent, rounds: int) -> dict[str, float]:
-    """Return the medians of the seconds that restores into the tensors of the training take."""
+    """Return the medians of the seconds that restores into the tensors of the training
+    take.
+    """
     state, times = training.tensors, defaultdict[str, list[float]](list)
     by_dcp_save(state, place / "dcp")
     newest = max((place / "root" / _JOB).glob("step-*"))
@@ -191,13 +227,19 @@ def _restores(place: Path, training: Training, agent: Agent, rounds: int) -> dic
         found = agent.recover(state)
         assert found is not None
         times[f"ckptd recover, from {found.source}"].append(found.seconds)
-        times["ckptd StorageReader"].append(timed(lambda: load(state, storage_reader=StorageReader(newest))))
-        times["dcp.load"].append(timed(lambda: load(state, storage_reader=FileSystemReader(place / "dcp"))))
+        times["ckptd StorageReader"].append(
+            timed(lambda: load(state, storage_reader=StorageReader(newest)))
+        )
+        times["dcp.load"].append(
+            timed(lambda: load(state, storage_reader=FileSystemReader(place / "dcp")))
+        )
     return {name: median(found) for name, found in times.items()}
 
 
 def _settle() -> None:
-    """Wait until the accelerator is idle and the disk has written what earlier ways have left to it."""
+    """Wait until the accelerator is idle and the disk has written what earlier ways
+    have left to it.
+    """
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     os.sync()
@@ -215,18 +257,26 @@ def _has_direct(place: Path) -> bool:
 
 
 def _nbytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size
+    return (
+        sum(file.stat().st_size for file in path.rglob("*"))
+        if path.is_dir()
+        else path.stat().st_size
+    )
 
 
 def _peak(pid: int) -> int:
     """Return the most memory that a process has had, in bytes."""
     status = Path(f"/proc/{pid}/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+    return (
+        int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+        * 1024
+    )
 
 
 def _machine() -> dict[str, Any]:
     return {
-        "ckptd": __version__, "torch": str(torch.__version__), "python": platform.python_version(), "kernel": platform.release(),
-        "cpus": len(os.sched_getaffinity(0)), "torch_threads": torch.get_num_threads(), "load": os.getloadavg()[0],
+        "ckptd": __version__, "torch": str(torch.__version__), "python": platform.python_version(),
+        "kernel": platform.release(), "cpus": len(os.sched_getaffinity(0)),
+        "torch_threads": torch.get_num_threads(), "load": os.getloadavg()[0],
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }  # fmt: skip

@@ -1,4 +1,6 @@
-"""Trains a model whose state is saved: fp32 weights and both moments of AdamW, which change at every step, as in a real training."""
+"""Trains a model whose state is saved: fp32 weights and both moments of AdamW, which
+change at every step, as in a real training.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,22 @@ _BYTES = 12 * (WIDTH * WIDTH + WIDTH)
 
 
 class Training:
-    """A model of linear layers, trained by AdamW to give its input back. `tensors` are its weights and moments, live, by name."""
+    """A model of linear layers, trained by AdamW to give its input back.
+
+    `tensors` are its weights and moments, live, by name.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        """nbytes: about as much state, one layer at least. The model is on the accelerator, if there is one."""
+        """nbytes: about as much state, one layer at least.
+
+        The model is on the accelerator, if there is one.
+        """
         torch.manual_seed(0)
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+        device = (
+            torch.accelerator.current_accelerator()
+            if torch.accelerator.is_available()
+            else torch.device("cpu")
+        )
         layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(max(1, round(nbytes / _BYTES)))]
         self._model = torch.nn.Sequential(*layers).to(device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
@@ -25,7 +37,9 @@ class Training:
         self.tensors: dict[str, torch.Tensor] = {}
         for name, parameter in self._model.named_parameters():
             self.tensors[f"weights.{name}"] = parameter.detach()
-            self.tensors |= {f"{kind}.{name}": moments[parameter][kind] for kind in ("exp_avg", "exp_avg_sq")}
+            self.tensors |= {
+                f"{kind}.{name}": moments[parameter][kind] for kind in ("exp_avg", "exp_avg_sq")
+            }
 
     @property
     def nbytes(self) -> int:

@@ -1,6 +1,8 @@
-"""Saves one state in the ways that are compared: with ckptd, with PyTorch, and by the limits of the machine.
+"""Saves one state in the ways that are compared: with ckptd, with PyTorch, and by the
+limits of the machine.
 
-Every way is called with a new path, and returns the seconds that it holds the training, and the seconds until the bytes are synced.
+Every way is called with a new path, and returns the seconds that it holds the training,
+and the seconds until the bytes are synced.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from ckptd.agent.agent import Agent
 
 State = dict[str, torch.Tensor]
 Times = tuple[float, float]
-"""The seconds held, and the seconds from then on until the bytes are durable. If the call does all of it, both are the same."""
+"""The seconds held, and the seconds from then on until the bytes are durable. If the
+call does all of it, both are the same.
+"""
 Way = Callable[[State, Path], Times]
 _BLOCK = 16 << 20
 
@@ -66,7 +70,10 @@ def by_dcp_save(state: State, path: Path) -> Times:
 
 
 def by_dcp_async_save(state: State, path: Path, **options: Any) -> Times:
-    """Save with dcp.async_save, in a thread unless these options of it say otherwise. Needs a process group."""
+    """Save with dcp.async_save, in a thread unless these options of it say otherwise.
+
+    Needs a process group.
+    """
     begun = time.perf_counter()
     saving = async_save(state, storage_writer=FileSystemWriter(path, thread_count=2), **options)
     held = time.perf_counter() - begun
@@ -75,7 +82,9 @@ def by_dcp_async_save(state: State, path: Path, **options: Any) -> Times:
 
 
 class PlainCopy:
-    """A copy by torch into memory of this process that has been touched before: the least that a copy of torch's takes."""
+    """A copy by torch into memory of this process that has been touched before: the
+    least that a copy of torch's takes.
+    """
 
     def __init__(self, state: State) -> None:
         self._place = [torch.ones_like(tensor, device="cpu") for tensor in state.values()]
@@ -86,7 +95,9 @@ class PlainCopy:
 
 
 class DirectWrite:
-    """An O_DIRECT write of as many bytes, 16 MiB at a time, with fdatasync: about the rate of the disk. Raises OSError without O_DIRECT."""
+    """An O_DIRECT write of as many bytes, 16 MiB at a time, with fdatasync: about the
+    rate of the disk. Raises OSError without O_DIRECT.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self._memory = mmap.mmap(-1, -(-nbytes // _BLOCK) * _BLOCK)

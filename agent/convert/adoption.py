@@ -1,4 +1,6 @@
-"""Adopts a checkpoint: saves the state of a checkpoint of another tool, or of another job, as the newest checkpoint of a job."""
+"""Adopts a checkpoint: saves the state of a checkpoint of another tool, or of another
+job, as the newest checkpoint of a job.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,10 @@ from ckptd.shared.storage.locate import is_root
 class Adopted:
     """The result of an adoption, or of its dry run.
 
-    root, job, step: the place of the new checkpoint. tag: the name of its directory, or "" if none was made. format: a key of `FORMATS`, or
-    "ckptd". tensors, nbytes: the number of tensors and their bytes. left_out: names of files beside the tensors that are too large for
-    `user_content`.
+    root, job, step: the place of the new checkpoint. tag: the name of its directory, or
+    "" if none was made. format: a key of `FORMATS`, or "ckptd". tensors, nbytes: the
+    number of tensors and their bytes. left_out: names of files beside the tensors that
+    are too large for `user_content`.
     """
 
     root: Location
@@ -63,24 +66,31 @@ def adopt(
     progress: Progress = lambda length: None,
     begin: Callable[[int], None] = lambda nbytes: None,
 ) -> Adopted:
-    """Save a checkpoint of another tool, or of another job, as the newest checkpoint of a job, which `recover()` then loads.
+    """Save a checkpoint of another tool, or of another job, as the newest checkpoint of
+    a job, which `recover()` then loads.
 
     Call this in one process, while no run of the job is alive.
 
-    path: a file or directory in one of the `FORMATS`, a directory that is one checkpoint of ckptd, or a job of ckptd. which: for a job, as
-    for `Checkpoint.open`. format: a key of `FORMATS`, or "" to detect it.
-    root, job: the job that gets the checkpoint. If no daemon serves the root, a private one is started. step, tag: those of the checkpoint,
-    as for `Agent.snapshot`. It is the newest of the job whatever its step, because adopting begins an attempt.
-    only, under, dtype, rename, names: as for `import_checkpoint`. dry_run: check the source and the options, and write nothing; the root
-    and the job are not looked at. begin, progress: called with all bytes that will be copied, and with those that were.
+    path: a file or directory in one of the `FORMATS`, a directory that is one
+    checkpoint of ckptd, or a job of ckptd. which: for a job, as for `Checkpoint.open`.
+    format: a key of `FORMATS`, or "" to detect it. root, job: the job that gets the
+    checkpoint. If no daemon serves the root, a private one is started. step, tag: those
+    of the checkpoint, as for `Agent.snapshot`. It is the newest of the job whatever its
+    step, because adopting begins an attempt. only, under, dtype, rename, names: as for
+    `import_checkpoint`. dry_run: check the source and the options, and write nothing;
+    the root and the job are not looked at. begin, progress: called with all bytes that
+    will be copied, and with those that were.
 
-    The state is copied into a slot, which takes as much shared memory as the state has bytes, or a file on the local disk if there is less.
-    The daemon saves it from there like any snapshot, with checksums. This also needs as much other memory as an import. The source is not
-    changed, and shares no file with the checkpoint. Metrics and random generators of a checkpoint of ckptd are not taken over. A `per_rank`
+    The state is copied into a slot, which takes as much shared memory as the state has
+    bytes, or a file on the local disk if there is less. The daemon saves it from there
+    like any snapshot, with checksums. This also needs as much other memory as an
+    import. The source is not changed, and shares no file with the checkpoint. Metrics
+    and random generators of a checkpoint of ckptd are not taken over. A `per_rank`
     value becomes the list of the values of all ranks.
 
-    Returns once the checkpoint is durable. Raises as `import_checkpoint` and `Agent` do, JobRunning if a run of the job is alive, and the
-    error of the snapshot. Raises InvalidRequest on several ranks.
+    Returns once the checkpoint is durable. Raises as `import_checkpoint` and `Agent`
+    do, JobRunning if a run of the job is alive, and the error of the snapshot. Raises
+    InvalidRequest on several ranks.
     """
     if as_step(step) < 0:
         raise InvalidRequest(f"step is {step!r}; expected an integer from 0 to 10**18 - 1")
@@ -92,36 +102,62 @@ def adopt(
     if tag is not None:
         check_user_tag(tag)
     if ranks_of(None).world_size > 1:
-        raise InvalidRequest("adopt is called in one process, and this is one of several ranks: call it before they start")
+        raise InvalidRequest(
+            "adopt is called in one process, and this is one of several ranks: call it before "
+            "they start"
+        )
     source = located(path)
     try:
         with opened(source, which, format) as (found, contents, left_out):
             with one_sentence(source):
-                planned, tensors = plan(contents, Selection(only, dtype, tuple(rename), names or {}), under_of(found, under))
+                planned, tensors = plan(
+                    contents,
+                    Selection(only, dtype, tuple(rename), names or {}),
+                    under_of(found, under),
+                )
             nbytes, place = planned.layout.data_length, located(root)
             made = ""
             if not dry_run:
                 _check_idle(job, place)
                 begin(nbytes)
                 with _linked(job, place) as link:
-                    made = _hand_over(link, planned, _counted(planned.tensors(contents), source, progress), as_step(step), tag)
+                    made = _hand_over(
+                        link,
+                        planned,
+                        _counted(planned.tensors(contents), source, progress),
+                        as_step(step),
+                        tag,
+                    )
             return Adopted(place, job, step, made, found, tensors, nbytes, left_out)
     except OSError as error:
         raise StorageError.of(f"adopt {path}", error) from None
 
 
 def _check_job(root: Location, job: str) -> None:
-    """Raise InvalidRequest if root/job is a root itself, or lies inside a job of another root."""
+    """Raise InvalidRequest if root/job is a root itself, or lies inside a job of
+    another root.
+    """
     if is_root(root / job):
-        raise InvalidRequest(f"{root / job} is a root, which holds jobs: name a job in it, like {root / job / 'gpt'}")
+        raise InvalidRequest(
+            f"{root / job} is a root, which holds jobs: name a job in it, like {root / job / 'gpt'}"
+        )
     if is_root(root.parent) and not is_root(root):
-        raise InvalidRequest(f"{root.parent} is a root, and {root} is the place of a job in it: name that job, and a tag with `tag`")
+        raise InvalidRequest(
+            f"{root.parent} is a root, and {root} is the place of a job in it: name that job, and "
+            f"a tag with `tag`"
+        )
 
 
 def _check_idle(job: str, root: Location) -> None:
-    """Raise JobRunning if this process itself has an agent of the job. The daemon looks for other processes."""
+    """Raise JobRunning if this process itself has an agent of the job.
+
+    The daemon looks for other processes.
+    """
     if any(link.job == job and located(link.root).resolve() == root.resolve() for link in links()):
-        raise JobRunning(f"this process has an agent of job {job!r}, which would no longer be able to save: close it first")
+        raise JobRunning(
+            f"this process has an agent of job {job!r}, which would no longer be able to save: "
+            f"close it first"
+        )
 
 
 @contextmanager
@@ -135,10 +171,21 @@ def _linked(job: str, root: Location) -> Iterator[RankLink]:
     link.close()
 
 
-def _hand_over(link: RankLink, planned: PlannedPart, tensors: Iterator[torch.Tensor], step: int, tag: str | None) -> str:
-    """Hand a planned state over as a snapshot, and wait until it is durable. Return the name of the checkpoint's directory."""
+def _hand_over(
+    link: RankLink,
+    planned: PlannedPart,
+    tensors: Iterator[torch.Tensor],
+    step: int,
+    tag: str | None,
+) -> str:
+    """Hand a planned state over as a snapshot, and wait until it is durable.
+
+    Return the name of the checkpoint's directory.
+    """
     layout, handovers = planned.layout, link.handovers
-    documents = Documents(planned.values, msgspec.structs.replace(planned.request, tag=tag).encode())
+    documents = Documents(
+        planned.values, msgspec.structs.replace(planned.request, tag=tag).encode()
+    )
     handovers.slots.count = 1
     with link.calls("adopt"):
         handover = link.open_step(step, tag)
@@ -148,19 +195,28 @@ def _hand_over(link: RankLink, planned: PlannedPart, tensors: Iterator[torch.Ten
             handover.fill(layout, lambda number: next(tensors), singly=True)
             handover.seal_after(None, layout, documents)
         except Exception as error:
-            handovers.fail(handover.pending, error if isinstance(error, CkptdError) else InternalError(repr(error)))
+            handovers.fail(
+                handover.pending,
+                error if isinstance(error, CkptdError) else InternalError(repr(error)),
+            )
             raise
         finally:
             handovers.settle(handover)
     try:
         link.wait_durable(handover.pending)
     except CkptdError as error:
-        said = f"{error}; the state is in memory, and the daemon saves it when it can: look at `ckptd status`"
+        said = (
+            f"{error}; the state is in memory, and the daemon saves it when it can: look "
+            f"at "
+            f"`ckptd status`"
+        )
         raise type(error)(said) from None
     return tag_directory(step, tag, link.attempt)
 
 
-def _counted(tensors: Iterator[torch.Tensor], source: Location, progress: Progress) -> Iterator[torch.Tensor]:
+def _counted(
+    tensors: Iterator[torch.Tensor], source: Location, progress: Progress
+) -> Iterator[torch.Tensor]:
     with one_sentence(source):
         for tensor in tensors:
             progress(tensor.numel() * tensor.itemsize)

@@ -1,7 +1,10 @@
-"""Reads the contents of a ckptd checkpoint, and writes contents of any format as a directory that is one checkpoint by itself.
+"""Reads the contents of a ckptd checkpoint, and writes contents of any format as a
+directory that is one checkpoint by itself.
 
-A state is planned and its values are encoded exactly as `snapshot()` does it. For that, each tensor that is still in a file is stood in for
-by a tensor that has an address and no memory. Only when a region of the packed slot is written are its tensors read, one after another.
+A state is planned and its values are encoded exactly as `snapshot()` does it. For that,
+each tensor that is still in a file is stood in for by a tensor that has an address and
+no memory. Only when a region of the packed slot is written are its tensors read, one
+after another.
 """
 
 from __future__ import annotations
@@ -49,13 +52,15 @@ _MOST_ADDRESSES = 1 << 46
 def contents_of(opened: Opened) -> Contents:
     """Return the contents of an open checkpoint.
 
-    Raises UnsavableValue for a tensor in a set; NotFound for an enum whose class is not imported, or a dtype that this torch lacks;
-    IntegrityError, OSError.
+    Raises UnsavableValue for a tensor in a set; NotFound for an enum whose class is not
+    imported, or a dtype that this torch lacks; IntegrityError, OSError.
     """
     saved, named = opened.saved, list[str]()
 
     def made(node: ObjectNode) -> Any:
-        """Return the sparse tensor or the tensor of a wrapper subclass that a node stands for. Any other node stays."""
+        """Return the sparse tensor or the tensor of a wrapper subclass that a node
+        stands for. Any other node stays.
+        """
         if node.kind in TENSOR_KINDS:
             return filled(node, materialize(saved, tensor_names(node)).__getitem__)
         return ObjectNode(node.kind, replaced(node.tree, ObjectNode, made), node.cls)
@@ -65,7 +70,9 @@ def contents_of(opened: Opened) -> Contents:
         described, dtype = saved.describe(name), saved.dtype(name)
         size = tuple(described.size)
         if isinstance(described, Alias):
-            return Leaf(name, dtype, dtype, size, tuple(described.stride), described.offset, described.base)
+            return Leaf(
+                name, dtype, dtype, size, tuple(described.stride), described.offset, described.base
+            )
         stride = saved.shards[name][0].stride if saved.shard_of_whole(name) else c_order(size)
         return Leaf(name, dtype, dtype, size, tuple(stride), 0, name)
 
@@ -76,7 +83,9 @@ def contents_of(opened: Opened) -> Contents:
     tree = with_leaves(tree)
     reached = {value.name for _, value in flat(tree) if isinstance(value, Leaf)}
     if lost := [name for name in named if name not in reached]:
-        raise UnsavableValue(f"{lost[0]} is a tensor in a set, which cannot be converted: save it in a list")
+        raise UnsavableValue(
+            f"{lost[0]} is a tensor in a set, which cannot be converted: save it in a list"
+        )
     return Contents(
         tree,
         lambda leaves: materialize(saved, [one.name for one in leaves]),
@@ -100,53 +109,87 @@ def _modules(tree: Any, prefix: str = "") -> Iterator[str]:
 class PlannedPart:
     """A state that is planned as a checkpoint of one rank.
 
-    Raises UnsavableValue, naming the key, for a value or a tensor that ckptd cannot save.
+    Raises UnsavableValue, naming the key, for a value or a tensor that ckptd cannot
+    save.
     """
 
     def __init__(self, tree: Any, user_content: Any) -> None:
         self._leaves: dict[int, Leaf] = {}
-        self._tree = _with_addresses(tree, self._leaves)  # kept, so that no other tensor gets the id of one in it
+        # Kept, so that no other tensor gets the id of one in it.
+        self._tree = _with_addresses(tree, self._leaves)
         captured = capture(self._tree)
         self._tensors = captured.tensors
         self._inside: dict[str, list[Alias]] = {}
-        if self._leaves.keys() != {id(tensor) for tensor in self._tensors.values()} & self._leaves.keys():
-            raise UnsavableValue("a tensor is in a container that cannot be looked into: save it in a dict, a list or a tuple")
+        if (
+            self._leaves.keys()
+            != {id(tensor) for tensor in self._tensors.values()} & self._leaves.keys()
+        ):
+            raise UnsavableValue(
+                "a tensor is in a container that cannot be looked into: save it in a dict, a list "
+                "or a tuple"
+            )
         local = plan_locally(captured.tensors)
         self.layout: Layout = share_out([Offer(local.rows)])[0].lay_out(local)
         for alias in self.layout.plan.aliases:
             self._inside.setdefault(alias.base, []).append(alias)
-        self.values = values_document(Captured(captured.state, {}, versions=captured.versions), rng=False)
-        self.request = SnapshotRequest(user_content=msgspec.json.encode(user_content).decode(), created=time.time())
+        self.values = values_document(
+            Captured(captured.state, {}, versions=captured.versions), rng=False
+        )
+        self.request = SnapshotRequest(
+            user_content=msgspec.json.encode(user_content).decode(), created=time.time()
+        )
         if len(self.request.encode()) > MAX_REQUEST:
-            raise UnsavableValue(f"user_content: more than {MAX_REQUEST:,d} bytes; leave out the largest of its members")
+            raise UnsavableValue(
+                f"user_content: more than {MAX_REQUEST:,d} bytes; leave out the largest of its "
+                f"members"
+            )
 
     def stream(self, contents: Contents) -> Iterator[memoryview]:
-        """Yield the bytes of the packed slot, item by item. Each memoryview is valid until the next one is requested."""
+        """Yield the bytes of the packed slot, item by item.
+
+        Each memoryview is valid until the next one is requested.
+        """
         for item, tensor in zip(self.layout.plan.items, self.tensors(contents), strict=True):
             if item.length:
                 yield memory(tensor, item.length)
 
     def tensors(self, contents: Contents) -> Iterator[torch.Tensor]:
-        """Yield the tensor of each item of the plan, in the plan's order, with its elements in memory as the item has them."""
+        """Yield the tensor of each item of the plan, in the plan's order, with its
+        elements in memory as the item has them.
+        """
         whole = {
-            name: leaf for item in self.layout.plan.items for name in self._members(item) if item.length and (leaf := self._leaf(name))
+            name: leaf
+            for item in self.layout.plan.items
+            for name in self._members(item)
+            if item.length and (leaf := self._leaf(name))
         }
         read = contents.read(whole.values())
         for item in self.layout.plan.items:
-            tensors = (next(read)[1] if name in whole else self._tensors[name] for name in self._members(item))
-            yield self._together(item, tensors) if item.fqn.startswith(HIDDEN) else as_stored(next(tensors), item.stride)
+            tensors = (
+                next(read)[1] if name in whole else self._tensors[name]
+                for name in self._members(item)
+            )
+            yield (
+                self._together(item, tensors)
+                if item.fqn.startswith(HIDDEN)
+                else as_stored(next(tensors), item.stride)
+            )
 
     def _leaf(self, name: str) -> Leaf | None:
         return self._leaves.get(id(self._tensors[name]))
 
     def _members(self, item: Item) -> list[str]:
-        """Return the names of the tensors with the bytes of an item: itself, or those inside a storage that several share."""
+        """Return the names of the tensors with the bytes of an item: itself, or those
+        inside a storage that several share.
+        """
         if not item.fqn.startswith(HIDDEN):
             return [item.fqn]
         return [alias.fqn for alias in self._inside[item.fqn]]
 
     def _together(self, item: Item, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return the bytes of a hidden item, which are those of its members at their places."""
+        """Return the bytes of a hidden item, which are those of its members at their
+        places.
+        """
         whole = torch.zeros(item.length, dtype=torch.uint8, device="cpu")
         for alias, tensor in zip(self._inside[item.fqn], tensors, strict=True):
             width, elements = tensor.dtype.itemsize, copyable(tensor)
@@ -156,20 +199,26 @@ class PlannedPart:
 
 
 def _with_addresses(tree: Any, leaves: dict[int, Leaf]) -> Any:
-    """Return the tree with a tensor that has an address and no memory in place of each leaf. `leaves` gets each leaf by the tensor's id.
+    """Return the tree with a tensor that has an address and no memory in place of each
+    leaf. `leaves` gets each leaf by the tensor's id.
 
-    The addresses are inside one mapping that is never touched. Tensors that share a storage share it there, unless they are converted.
+    The addresses are inside one mapping that is never touched. Tensors that share a
+    storage share it there, unless they are converted.
     """
     lengths: dict[tuple[str, torch.dtype | None], int] = {}
     for _, leaf in flat(tree):
         if isinstance(leaf, Leaf):
-            lengths[_storage(leaf)] = max(lengths.get(_storage(leaf), 0), length_of(leaf, as_written=True))
+            lengths[_storage(leaf)] = max(
+                lengths.get(_storage(leaf), 0), length_of(leaf, as_written=True)
+            )
     starts, end = dict[tuple[str, torch.dtype | None], int](), 0
     for storage, length in lengths.items():
         starts[storage] = end
         end += -(-(length + 1) // _APART) * _APART
     if end > _MOST_ADDRESSES:
-        raise UnsavableValue(f"the state would have {size_text(end)}; expected at most {size_text(_MOST_ADDRESSES)}")
+        raise UnsavableValue(
+            f"the state would have {size_text(end)}; expected at most {size_text(_MOST_ADDRESSES)}"
+        )
     addresses = _reserved(max(end, 1))
 
     def with_address(leaf: Leaf) -> torch.Tensor:
@@ -183,27 +232,43 @@ def _with_addresses(tree: Any, leaves: dict[int, Leaf]) -> Any:
 
 
 def _storage(leaf: Leaf) -> tuple[str, torch.dtype | None]:
-    """Return the key of the storage that a leaf will have. Tensors of two dtypes in one storage have one each if they are converted."""
+    """Return the key of the storage that a leaf will have.
+
+    Tensors of two dtypes in one storage have one each if they are converted.
+    """
     return leaf.storage, None if leaf.dtype is leaf.saved else leaf.saved
 
 
 def _reserved(length: int) -> torch.UntypedStorage:
     """Return a storage that takes no memory, because nothing may be written to it."""
-    reserved = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    reserved = mmap.mmap(
+        -1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(reserved, dtype=torch.uint8).untyped_storage()
 
 
-def write_directory(directory: Path, planned: PlannedPart, contents: Contents, codec: str, progress: Progress) -> None:
-    """Write a checkpoint into an empty directory, and read it back. Raises OSError; IntegrityError, also for values that cannot be made."""
+def write_directory(
+    directory: Path, planned: PlannedPart, contents: Contents, codec: str, progress: Progress
+) -> None:
+    """Write a checkpoint into an empty directory, and read it back.
+
+    Raises OSError; IntegrityError, also for values that cannot be made.
+    """
     checkpoint = StandaloneDirectory(directory)
     part = StandalonePart(checkpoint, 0, 1, codecs.encoder(codec), None, ONE_FILE)
     layout = planned.layout
     try:
-        part.write_pieces(layout, _counted(planned.stream(contents), progress), _ROOM + len(layout.document) + len(planned.values))
+        part.write_pieces(
+            layout,
+            _counted(planned.stream(contents), progress),
+            _ROOM + len(layout.document) + len(planned.values),
+        )
         entry = part.finish(layout, planned.values, planned.request)
-        commit(checkpoint, layout, [entry], planned.request, codec, overwrite=False, nonce=part.nonce)
+        commit(
+            checkpoint, layout, [entry], planned.request, codec, overwrite=False, nonce=part.nonce
+        )
     except BaseException as error:
         part.discard(str(error))
         raise

@@ -30,9 +30,21 @@ def _selecting(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that select a part of a state, and its names and dtype."""
     for option in reversed((
         click.option("--only", default="", metavar="NAME", help='Part of the state, like "model".'),
-        click.option("--dtype", metavar="DTYPE", help="Dtype of floating-point tensors, like bf16 or float32. Default: as saved."),
-        click.option("--rename", multiple=True, metavar="REGEX=NEW", help="Rename tensors, as re.sub does. Repeatable."),
-        click.option("--map", "names", type=_FILE, metavar="FILE", help="JSON object with new names by old ones."),
+        click.option("--dtype", metavar="DTYPE", help="Dtype of floating-point tensors, like bf16 "
+            "or "
+            "float32. "
+            "Default: "
+            "as "
+            "saved."),
+        click.option("--rename", multiple=True, metavar="REGEX=NEW", help="Rename tensors, as "
+            "re.sub "
+            "does. "
+            "Repeatable."),
+        click.option("--map", "names", type=_FILE, metavar="FILE", help="JSON object with new "
+            "names "
+            "by "
+            "old "
+            "ones."),
         click.option("--dry-run", is_flag=True, help="Check everything, and write nothing."),
     )):  # fmt: skip
         command = option(command)
@@ -41,12 +53,34 @@ def _selecting(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.command(short_help="Write a checkpoint in the format of another tool.")
 @click.argument("path", type=PLACE)
-@click.option("--to", type=click.Choice(list(FORMATS)), required=True, help="Format: dcp and hf are directories, the others one file.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The new file or directory. It must not exist.")
-@click.option("--step", type=int, help="Step of the checkpoint, if PATH is a job. Default: the newest.")
+@click.option(
+    "--to",
+    type=click.Choice(list(FORMATS)),
+    required=True,
+    help="Format: dcp and hf are directories, the others one file.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The new file or directory. It must not exist.",
+)
+@click.option(
+    "--step", type=int, help="Step of the checkpoint, if PATH is a job. Default: the newest."
+)
 @_selecting
-@click.option("--files", type=click.Path(path_type=Path), metavar="DIR", help="For hf: directory with config.json and tokenizer files.")
-@click.option("--max-shard-size", default=SHARD, show_default=True, help="For hf: most bytes of a file with several tensors.")
+@click.option(
+    "--files",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="For hf: directory with config.json and tokenizer files.",
+)
+@click.option(
+    "--max-shard-size",
+    default=SHARD,
+    show_default=True,
+    help="For hf: most bytes of a file with several tensors.",
+)
 @json_option
 @speaks
 def export(
@@ -65,10 +99,12 @@ def export(
 ) -> None:
     """Write a checkpoint, or a part of it, in the format of another tool.
 
-    PATH is DIR/JOB for the newest checkpoint of a job, DIR/JOB/TAG, or a directory that is one checkpoint by itself. --out
-    appears only when it is whole, synced and compared with what was read. The checkpoint is not changed. If the command is
-    interrupted, the same command continues dcp and hf with the first file that was not finished, if PATH still means the same
-    checkpoint. For hf, the default of --only is the part "model" of the state, or its only module.
+    PATH is DIR/JOB for the newest checkpoint of a job, DIR/JOB/TAG, or a directory that
+    is one checkpoint by itself. --out appears only when it is whole, synced and
+    compared with what was read. The checkpoint is not changed. If the command is
+    interrupted, the same command continues dcp and hf with the first file that was not
+    finished, if PATH still means the same checkpoint. For hf, the default of --only is
+    the part "model" of the state, or its only module.
     """
     with progress_bar(out, as_json) as (begin, progress):
         found = export_checkpoint(
@@ -83,16 +119,40 @@ def export(
             begin=begin,
             progress=progress,
         )
-    click.echo(json.dumps(asdict(found) | {"out": str(found.out)}, indent=1) if as_json else text_of(found, dry_run=dry_run))
+    click.echo(
+        json.dumps(asdict(found) | {"out": str(found.out)}, indent=1)
+        if as_json
+        else text_of(found, dry_run=dry_run)
+    )
 
 
 @click.command("import", short_help="Make a checkpoint of one that another tool wrote.")
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The new directory. It must not exist.")
-@click.option("--from", "format", type=click.Choice(list(FORMATS)), help="Format of PATH. Default: looked up in PATH.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The new directory. It must not exist.",
+)
+@click.option(
+    "--from",
+    "format",
+    type=click.Choice(list(FORMATS)),
+    help="Format of PATH. Default: looked up in PATH.",
+)
 @_selecting
-@click.option("--under", metavar="KEY", help='Key to put the state under. Default: "model" for hf, none otherwise.')
-@click.option("--codec", default="auto", show_default=True, metavar="CODEC", help="Codec of the new checkpoint.")
+@click.option(
+    "--under",
+    metavar="KEY",
+    help='Key to put the state under. Default: "model" for hf, none otherwise.',
+)
+@click.option(
+    "--codec",
+    default="auto",
+    show_default=True,
+    metavar="CODEC",
+    help="Codec of the new checkpoint.",
+)
 @json_option
 @speaks
 def import_(
@@ -108,11 +168,12 @@ def import_(
     codec: str,
     as_json: bool,
 ) -> None:
-    """Make a checkpoint of ckptd from one that another tool wrote, or from a part of it.
+    """Make a checkpoint of ckptd from one that another tool wrote, or from a part of
+    it.
 
-    PATH is a file of torch.save, a safetensors file, a model directory in the Hugging Face layout, or a directory of
-    torch.distributed.checkpoint. --out appears only when it is whole, synced and read back. PATH is not changed, and nothing
-    in it is run.
+    PATH is a file of torch.save, a safetensors file, a model directory in the Hugging
+    Face layout, or a directory of torch.distributed.checkpoint. --out appears only when
+    it is whole, synced and read back. PATH is not changed, and nothing in it is run.
     """
     with progress_bar(out, as_json) as (begin, progress):
         found = import_checkpoint(
@@ -130,7 +191,10 @@ def import_(
         click.echo(json.dumps(asdict(found) | {"out": str(found.out)}, indent=1))
         return
     did = "would write" if dry_run else "wrote"
-    click.echo(f"{did} {found.out} from {found.format}: {found.tensors:,d} tensors, {size_text(found.nbytes)}")
+    click.echo(
+        f"{did} {found.out} from {found.format}: {found.tensors:,d} tensors, "
+        f"{size_text(found.nbytes)}"
+    )
     _say_left_out(found.left_out)
 
 
@@ -142,11 +206,26 @@ def _say_left_out(files: list[str]) -> None:
 @click.command(short_help="Start a job from a checkpoint that was saved elsewhere.")
 @click.argument("path", type=PLACE)
 @click.argument("job", metavar="DIR/JOB", type=PLACE)
-@click.option("--step", default=0, show_default=True, metavar="STEP", help="Step of the new checkpoint.")
-@click.option("--tag", metavar="TAG", help="Tag of the new checkpoint, which retention then keeps. Default: none.")
-@click.option("--from", "format", type=click.Choice(list(FORMATS)), help="Format of PATH. Default: looked up in PATH.")
+@click.option(
+    "--step", default=0, show_default=True, metavar="STEP", help="Step of the new checkpoint."
+)
+@click.option(
+    "--tag",
+    metavar="TAG",
+    help="Tag of the new checkpoint, which retention then keeps. Default: none.",
+)
+@click.option(
+    "--from",
+    "format",
+    type=click.Choice(list(FORMATS)),
+    help="Format of PATH. Default: looked up in PATH.",
+)
 @_selecting
-@click.option("--under", metavar="KEY", help='Key to put the state under. Default: "model" for hf, none otherwise.')
+@click.option(
+    "--under",
+    metavar="KEY",
+    help='Key to put the state under. Default: "model" for hf, none otherwise.',
+)
 @json_option
 @speaks
 def adopt(
@@ -163,10 +242,12 @@ def adopt(
     under: str | None,
     as_json: bool,
 ) -> None:
-    """Save a checkpoint of another tool, or of another job, as the newest checkpoint of a job.
+    """Save a checkpoint of another tool, or of another job, as the newest checkpoint of
+    a job.
 
-    PATH is a checkpoint in one of the formats of `ckptd import`, a directory that is one checkpoint of ckptd, or a job of ckptd.
-    The job's next recover() loads the new checkpoint, which the daemon saves as it saves snapshots. PATH is not changed, and
+    PATH is a checkpoint in one of the formats of `ckptd import`, a directory that is
+    one checkpoint of ckptd, or a job of ckptd. The job's next recover() loads the new
+    checkpoint, which the daemon saves as it saves snapshots. PATH is not changed, and
     nothing in it is run. No run of the job may be alive.
     """
     with progress_bar(job, as_json) as (begin, progress):
@@ -186,26 +267,47 @@ def adopt(
     if as_json:
         click.echo(json.dumps(asdict(found) | {"root": str(found.root)}, indent=1))
         return
-    made = f"would adopt {path} as step {step} of {job}" if dry_run else f"adopted {path} as {job / found.tag}"
+    made = (
+        f"would adopt {path} as step {step} of {job}"
+        if dry_run
+        else f"adopted {path} as {job / found.tag}"
+    )
     click.echo(f"{made}: {found.tensors:,d} tensors, {size_text(found.nbytes)}")
     _say_left_out(found.left_out)
 
 
 def text_of(found: Exported, *, dry_run: bool = False) -> str:
     """Return what was exported as text for people."""
-    lines = [f"{'would write' if dry_run else 'wrote'} {found.out}: {found.tensors:,d} tensors, {size_text(found.nbytes)}"]
+    lines = [
+        f"{'would write' if dry_run else 'wrote'} {found.out}: {found.tensors:,d} tensors, "
+        f"{size_text(found.nbytes)}"
+    ]
     if found.files:
         lines.append(f"files: {some_text(found.files)}")
     if found.tied:
-        lines.append(f"stored once: {some_text([f'{name} is {first}' for name, first in found.tied.items()])}")
+        lines.append(
+            f"stored once: "
+            f"{some_text([f'{name} is {first}' for name, first in found.tied.items()])}"
+        )
     if found.left_out:
-        lines.append(f"left out, because the format holds tensors only: {some_text(found.left_out)}")
+        lines.append(
+            f"left out, because the format holds tensors only: {some_text(found.left_out)}"
+        )
     return "\n".join(lines)
 
 
-def _selected(only: str, dtype: str | None, rename: tuple[str, ...], names: Path | None) -> dict[str, Any]:
-    """Return the values of the options of `_selecting` as the functions of this package take them. Raises InvalidRequest."""
-    return {"only": only, "dtype": _dtype(dtype), "rename": [_renaming(one) for one in rename], "names": _map(names)}
+def _selected(
+    only: str, dtype: str | None, rename: tuple[str, ...], names: Path | None
+) -> dict[str, Any]:
+    """Return the values of the options of `_selecting` as the functions of this package
+    take them. Raises InvalidRequest.
+    """
+    return {
+        "only": only,
+        "dtype": _dtype(dtype),
+        "rename": [_renaming(one) for one in rename],
+        "names": _map(names),
+    }
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -214,7 +316,10 @@ def _dtype(name: str | None) -> torch.dtype | None:
     try:
         return torch_dtype(_SHORT.get(name, name))
     except NotFound:
-        raise InvalidRequest(f"--dtype {name}: torch has no such dtype; expected one like bf16, fp16, fp32 or float8_e4m3fn") from None
+        raise InvalidRequest(
+            f"--dtype {name}: torch has no such dtype; expected one like bf16, fp16, fp32 or "
+            f"float8_e4m3fn"
+        ) from None
 
 
 def _renaming(text: str) -> tuple[str, str]:

@@ -1,8 +1,11 @@
-"""Writes a state as a directory that `torch.distributed.checkpoint` reads, and reads such a directory.
+"""Writes a state as a directory that `torch.distributed.checkpoint` reads, and reads
+such a directory.
 
-Tensors are written and read one after another, so that only few are in memory at a time. DCP's own planner names the items, and DCP's own
-classes are in the `.metadata`. Each item in a file is written by `torch.save`, as `FileSystemWriter` does. That writer would keep all
-tensors of a file in memory, and `FileSystemReader` would unpickle the metadata.
+Tensors are written and read one after another, so that only few are in memory at a
+time. DCP's own planner names the items, and DCP's own classes are in the `.metadata`.
+Each item in a file is written by `torch.save`, as `FileSystemWriter` does. That writer
+would keep all tensors of a file in memory, and `FileSystemReader` would unpickle the
+metadata.
 """
 
 from __future__ import annotations
@@ -21,7 +24,15 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from ckptd.agent.convert.contents import Contents, Leaf, check_tree, flat, not_dense, replaced, with_leaves
+from ckptd.agent.convert.contents import (
+    Contents,
+    Leaf,
+    check_tree,
+    flat,
+    not_dense,
+    replaced,
+    with_leaves,
+)
 from ckptd.agent.convert.dcp_metadata import MetadataEntry, Piece, read_metadata
 from ckptd.agent.convert.output import CheckedFile, Progress, finish, result_of
 from ckptd.agent.convert.torch_file import not_loaded, save
@@ -34,23 +45,35 @@ _FILE_BYTES = 4 << 30
 
 
 class Planned:
-    """A state as DCP's planner sees it. A tensor without memory stands in for each leaf.
+    """A state as DCP's planner sees it.
 
-    Raises InvalidRequest for a state that is no dict, and UnsavableValue for a tensor that DCP cannot hold.
+    A tensor without memory stands in for each leaf.
+
+    Raises InvalidRequest for a state that is no dict, and UnsavableValue for a tensor
+    that DCP cannot hold.
     """
 
     def __init__(self, tree: Any) -> None:
         if not isinstance(tree, dict):
             kind = "tensor" if isinstance(tree, (Leaf, torch.Tensor)) else type(tree).__name__
-            raise InvalidRequest(f"a DCP checkpoint holds a dict, and the chosen part is a {kind}: choose another with `only`")
-        if other := next((name for name, value in flat(tree) if isinstance(value, torch.Tensor)), None):
+            raise InvalidRequest(
+                f"a DCP checkpoint holds a dict, and the chosen part is a {kind}: choose another "
+                f"with `only`"
+            )
+        if other := next(
+            (name for name, value in flat(tree) if isinstance(value, torch.Tensor)), None
+        ):
             raise not_dense(other)
         self._leaves: dict[int, Leaf] = {}
         self._planner = DefaultSavePlanner()
         try:
-            self._planner.set_up_planner(replaced(tree, Leaf, self._without_memory), is_coordinator=True)
+            self._planner.set_up_planner(
+                replaced(tree, Leaf, self._without_memory), is_coordinator=True
+            )
         except ValueError as error:
-            raise InvalidRequest(f"DCP cannot name the values of the state: {error}: choose another part with `only`") from None
+            raise InvalidRequest(
+                f"DCP cannot name the values of the state: {error}: choose another part with `only`"
+            ) from None
         plans, self.metadata = self._planner.create_global_plan([self._planner.create_local_plan()])
         self.items = self._planner.finish_plan(plans[0]).items
 
@@ -63,13 +86,24 @@ class Planned:
         return self._leaves[id(self._planner.state_dict[item.index.fqn])]
 
     def value(self, item: WriteItem, contents: Contents) -> Any:
-        """Return a value that is no tensor. DCP pickles tensors in tuples and the like with the value, so it comes with these."""
+        """Return a value that is no tensor.
+
+        DCP pickles tensors in tuples and the like with the value, so it comes with
+        these.
+        """
         value = self._planner.state_dict[item.index.fqn]
-        return replaced(value, torch.Tensor, lambda tensor: next(contents.read([self._leaves[id(tensor)]]))[1])
+        return replaced(
+            value, torch.Tensor, lambda tensor: next(contents.read([self._leaves[id(tensor)]]))[1]
+        )
 
 
-def write_directory(directory: Path, planned: Planned, contents: Contents, progress: Progress) -> None:
-    """Write a DCP checkpoint into a directory of `continued`, `.metadata` last. Finished files stay. Raises OSError, IntegrityError."""
+def write_directory(
+    directory: Path, planned: Planned, contents: Contents, progress: Progress
+) -> None:
+    """Write a DCP checkpoint into a directory of `continued`, `.metadata` last.
+
+    Finished files stay. Raises OSError, IntegrityError.
+    """
     plain = [item for item in planned.items if item.type is WriteItemType.BYTE_IO]
     results = list[WriteResult]()
     for number, part in enumerate(_parts(planned)):
@@ -83,23 +117,36 @@ def write_directory(directory: Path, planned: Planned, contents: Contents, progr
             progress(path.stat().st_size)
         for item, (start, end) in zip([*values, *part], pairwise([0, *ends]), strict=True):
             info = _StorageInfo(path.name, start, end - start)
-            results.append(WriteResult(index=item.index, size_in_bytes=end - start, storage_data=info))
+            results.append(
+                WriteResult(index=item.index, size_in_bytes=end - start, storage_data=info)
+            )
     writer = FileSystemWriter(directory)
     planned.metadata.storage_meta = writer.storage_meta()
     writer.finish(planned.metadata, [results])
 
 
 def _write(
-    path: Path, planned: Planned, values: list[WriteItem], tensors: list[WriteItem], contents: Contents, progress: Progress
+    path: Path,
+    planned: Planned,
+    values: list[WriteItem],
+    tensors: list[WriteItem],
+    contents: Contents,
+    progress: Progress,
 ) -> tuple[CheckedFile, list[int]]:
-    """Write a file with items, each as torch.save writes it. Return the file, closed, and the places where the items end."""
+    """Write a file with items, each as torch.save writes it.
+
+    Return the file, closed, and the places where the items end.
+    """
     ends = list[int]()
     with CheckedFile(path, progress) as file:
         for item in values:
             save(planned.value(item, contents), file)
             ends.append(file.tell())
         for _, tensor in contents.read(map(planned.leaf, tensors)):
-            save(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone(), file)
+            save(
+                tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone(),
+                file,
+            )
             ends.append(file.tell())
     return file, ends
 
@@ -120,31 +167,49 @@ def _parts(planned: Planned) -> Iterator[list[WriteItem]]:
 
 
 def read_directory(directory: Path) -> Contents:
-    """Return the contents of a DCP checkpoint, nested as they were saved. Tensors stay in the files until they are read.
+    """Return the contents of a DCP checkpoint, nested as they were saved.
 
-    Raises NotFound if there is no `.metadata`; UnsavableValue if only pickled code could load it or one of its values; IntegrityError if it
-    is damaged or not complete; OSError.
+    Tensors stay in the files until they are read.
+
+    Raises NotFound if there is no `.metadata`; UnsavableValue if only pickled code
+    could load it or one of its values; IntegrityError if it is damaged or not complete;
+    OSError.
     """
     entries = read_metadata(directory)
     tree: dict[str | int, Any] = {}
     for name, entry in entries.items():
-        value = _value(directory, name, entry) if entry.dtype is None else _leaf(name, entry, entry.dtype)
+        value = (
+            _value(directory, name, entry)
+            if entry.dtype is None
+            else _leaf(name, entry, entry.dtype)
+        )
         container: Any = tree
         for key in entry.path[:-1]:
-            container = container.setdefault(key, _Container()) if isinstance(container, dict) else None
+            container = (
+                container.setdefault(key, _Container()) if isinstance(container, dict) else None
+            )
         if not isinstance(container, dict) or entry.path[-1] in container:
-            raise IntegrityError(f"{directory}: {name} cannot be at {list(entry.path)}, where another value is")
+            raise IntegrityError(
+                f"{directory}: {name} cannot be at {list(entry.path)}, where another value is"
+            )
         container[entry.path[-1]] = value
     tree = {key: _as_list(value) for key, value in tree.items()}
-    return Contents(tree, lambda leaves: {leaf.name: _tensor(directory, leaf, entries[leaf.name]) for leaf in leaves})
+    return Contents(
+        tree,
+        lambda leaves: {leaf.name: _tensor(directory, leaf, entries[leaf.name]) for leaf in leaves},
+    )
 
 
 class _Container(dict[str | int, Any]):
-    """A dict or list of the state while it is put together from the paths of its values."""
+    """A dict or list of the state while it is put together from the paths of its
+    values.
+    """
 
 
 def _as_list(value: Any) -> Any:
-    """Return a container as a dict or, if its keys are places, as a list, with None in places that have no value."""
+    """Return a container as a dict or, if its keys are places, as a list, with None in
+    places that have no value.
+    """
     if not isinstance(value, _Container):
         return value
     made = {key: _as_list(inner) for key, inner in value.items()}
@@ -169,19 +234,30 @@ def _tensor(directory: Path, leaf: Leaf, entry: MetadataEntry) -> torch.Tensor:
     whole = None
     for piece in entry.pieces:
         shard = _loaded(directory, leaf.name, piece)
-        if not isinstance(shard, torch.Tensor) or (shard.dtype, tuple(shard.shape)) != (leaf.saved, piece.sizes):
-            raise IntegrityError(f"{directory / piece.file}: the bytes of {leaf.name} are not the shard that the metadata describes")
+        if not isinstance(shard, torch.Tensor) or (shard.dtype, tuple(shard.shape)) != (
+            leaf.saved,
+            piece.sizes,
+        ):
+            raise IntegrityError(
+                f"{directory / piece.file}: the bytes of {leaf.name} are not the shard that the "
+                f"metadata describes"
+            )
         shard = shard.resolve_conj().resolve_neg()
         if piece.sizes == entry.size:
             return shard
         whole = torch.empty(leaf.shape, dtype=leaf.saved, device="cpu") if whole is None else whole
-        part = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True))
+        part = tuple(
+            slice(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True)
+        )
         copyable(whole)[part].copy_(copyable(shard))
     return torch.empty(leaf.shape, dtype=leaf.saved, device="cpu") if whole is None else whole
 
 
 def _loaded(directory: Path, name: str, piece: Piece) -> Any:
-    """Return the tensor or value that torch.save has written. Raises UnsavableValue, IntegrityError, OSError."""
+    """Return the tensor or value that torch.save has written.
+
+    Raises UnsavableValue, IntegrityError, OSError.
+    """
     path = directory / piece.file
     try:
         with path.open("rb") as file:
@@ -197,5 +273,7 @@ def _loaded(directory: Path, name: str, piece: Piece) -> Any:
 
 def _reversed(directory: Path, transforms: Sequence[str], data: IO[bytes]) -> bytes:
     """Return bytes as they were before the named codecs of DCP, such as ZStandard."""
-    stream = FileSystemReader(directory).transforms.transform_load_stream(cast(Any, None), transforms, data)
+    stream = FileSystemReader(directory).transforms.transform_load_stream(
+        cast(Any, None), transforms, data
+    )
     return stream.read(-1)

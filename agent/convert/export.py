@@ -30,9 +30,10 @@ SHARD = 5_000_000_000
 class Exported:
     """The files and tensors that an export has written, or would write.
 
-    out: the file or directory. tensors, nbytes: the number of tensors and their bytes. left_out: the names of the parts without tensors
-    that the format cannot hold, and that are therefore not in it. tied: second names of tensors that are stored once, each with the name
-    that is stored. files: for "hf", the names of the files.
+    out: the file or directory. tensors, nbytes: the number of tensors and their bytes.
+    left_out: the names of the parts without tensors that the format cannot hold, and
+    that are therefore not in it. tied: second names of tensors that are stored once,
+    each with the name that is stored. files: for "hf", the names of the files.
     """
 
     out: Path
@@ -61,35 +62,61 @@ def export(
 ) -> Exported:
     """Write a checkpoint in the format of another tool, and return what was written.
 
-    path, which: the checkpoint, as for `Checkpoint.open`. to: a key of `FORMATS`. out: the new file or directory. It appears only when it
-    is whole, synced and compared with what was read. If this process is killed or interrupted, the same call continues a directory with
-    the first file that was not finished, as long as `which` means the same checkpoint.
-    only: the dotted name of a part of the state, such as "model". dtype: the dtype of all floating-point tensors in the export. rename:
-    pairs of a regular expression and its replacement, applied to every name in turn. names: new names by old ones.
-    files: for "hf", a directory with config.json, tokenizer files and the like, which are copied. Without it, those in the checkpoint's
-    `user_content` are written. max_shard_size: for "hf", the most bytes of one file with several tensors.
-    dry_run: check everything, and write nothing. begin, progress: called with all bytes that will be written, and with those that were.
+    path, which: the checkpoint, as for `Checkpoint.open`. to: a key of `FORMATS`. out:
+    the new file or directory. It appears only when it is whole, synced and compared
+    with what was read. If this process is killed or interrupted, the same call
+    continues a directory with the first file that was not finished, as long as `which`
+    means the same checkpoint. only: the dotted name of a part of the state, such as
+    "model". dtype: the dtype of all floating-point tensors in the export. rename: pairs
+    of a regular expression and its replacement, applied to every name in turn. names:
+    new names by old ones. files: for "hf", a directory with config.json, tokenizer
+    files and the like, which are copied. Without it, those in the checkpoint's
+    `user_content` are written. max_shard_size: for "hf", the most bytes of one file
+    with several tensors. dry_run: check everything, and write nothing. begin, progress:
+    called with all bytes that will be written, and with those that were.
 
-    At any size, this takes the memory of the largest storage and 512 MB. Only a "torch" file with sparse tensors is made in memory.
-    Tensors that share a storage share it in a "torch" file. Elsewhere tied tensors are stored once ("safetensors", "hf"), and others as
-    copies.
+    At any size, this takes the memory of the largest storage and 512 MB. Only a "torch"
+    file with sparse tensors is made in memory. Tensors that share a storage share it in
+    a "torch" file. Elsewhere tied tensors are stored once ("safetensors", "hf"), and
+    others as copies.
 
-    Raises NotFound; AlreadyExists if `out` exists; Busy if another export writes it; InvalidRequest for wrong arguments; UnsavableValue for
-    a tensor or a value that the format cannot hold, by its name; IntegrityError if the checkpoint is damaged; StorageError.
+    Raises NotFound; AlreadyExists if `out` exists; Busy if another export writes it;
+    InvalidRequest for wrong arguments; UnsavableValue for a tensor or a value that the
+    format cannot hold, by its name; IntegrityError if the checkpoint is damaged;
+    StorageError.
     """
     if to not in FORMATS:
         raise InvalidRequest(f"to: there is no format {to!r}; there are {', '.join(FORMATS)}")
     if max_shard_size < 1:
-        raise InvalidRequest(f"max_shard_size: {max_shard_size} is too small; expected the bytes of a file, such as {SHARD}")
+        raise InvalidRequest(
+            f"max_shard_size: {max_shard_size} is too small; expected the bytes of a file, such "
+            f"as {SHARD}"
+        )
     if files is not None and to != "hf":
         raise InvalidRequest(f"files: an export to {to!r} carries no files; only 'hf' does")
     try:
         with Checkpoint.open(path, which) as checkpoint:
             contents = contents_of(checkpoint.opened)
-            selection = Selection(only or (_model_in(contents) if to == "hf" else ""), dtype, tuple(rename), names or {})
+            selection = Selection(
+                only or (_model_in(contents) if to == "hf" else ""),
+                dtype,
+                tuple(rename),
+                names or {},
+            )
             place = local(out, "out")
-            checked = _checked(contents, selection, to, place, None if files is None else Path(files), max_shard_size)
-            key = _key(checkpoint.manifest, to, selection, max_shard_size) if to in ("dcp", "hf") else ""
+            checked = _checked(
+                contents,
+                selection,
+                to,
+                place,
+                None if files is None else Path(files),
+                max_shard_size,
+            )
+            key = (
+                _key(checkpoint.manifest, to, selection, max_shard_size)
+                if to in ("dcp", "hf")
+                else ""
+            )
             check_place(place, checked.summary.nbytes, key)
             if not dry_run:
                 begin(checked.summary.nbytes)
@@ -102,23 +129,41 @@ def export(
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """An export that has been checked: its summary, and the function that writes it to a path."""
+    """An export that has been checked: its summary, and the function that writes it to
+    a path.
+    """
 
     summary: Exported
     write: Callable[[Path, Progress], object]
 
 
-def _checked(contents: Contents, selection: Selection, to: str, out: Path, files: Path | None, max_shard_size: int) -> _Checked:
-    """Check that the format can hold what is selected, and return the export. Raises as `export`."""
+def _checked(
+    contents: Contents,
+    selection: Selection,
+    to: str,
+    out: Path,
+    files: Path | None,
+    max_shard_size: int,
+) -> _Checked:
+    """Check that the format can hold what is selected, and return the export.
+
+    Raises as `export`.
+    """
     if to in ("torch", "dcp"):
         tree = selection.of(contents.tree)
         leaves = [leaf for _, leaf in flat(tree) if isinstance(leaf, Leaf)]
         summary = Exported(out, len(leaves), sum(leaf.nbytes for leaf in leaves))
         if to == "torch":
             torch_file.check_values(tree)
-            return _Checked(summary, lambda path, progress: torch_file.write_file(path, tree, contents, progress))
+            return _Checked(
+                summary,
+                lambda path, progress: torch_file.write_file(path, tree, contents, progress),
+            )
         planned = dcp_directory.Planned(tree)
-        return _Checked(summary, lambda path, progress: dcp_directory.write_directory(path, planned, contents, progress))
+        return _Checked(
+            summary,
+            lambda path, progress: dcp_directory.write_directory(path, planned, contents, progress),
+        )
     named, left_out = selection.flat(contents.tree)
     kept, tied = safetensors_file.without_ties(named)
     safetensors_file.check(kept)
@@ -126,20 +171,42 @@ def _checked(contents: Contents, selection: Selection, to: str, out: Path, files
     if to == "safetensors":
         metadata = {**tied, "format": "pt"}
         summary = Exported(out, len(kept), nbytes, left_out, tied)
-        return _Checked(summary, lambda path, progress: safetensors_file.write_file(path, kept, contents, metadata, progress))
-    shards, carried = huggingface.shards_of(kept, max_shard_size), huggingface.carried_files(files, contents.user_content, selection.dtype)
+        return _Checked(
+            summary,
+            lambda path, progress: safetensors_file.write_file(
+                path, kept, contents, metadata, progress
+            ),
+        )
+    shards, carried = (
+        huggingface.shards_of(kept, max_shard_size),
+        huggingface.carried_files(files, contents.user_content, selection.dtype),
+    )
     summary = Exported(out, len(kept), nbytes, left_out, tied, [*carried, *shards])
-    return _Checked(summary, lambda path, progress: huggingface.write_directory(path, shards, contents, carried, progress))
+    return _Checked(
+        summary,
+        lambda path, progress: huggingface.write_directory(
+            path, shards, contents, carried, progress
+        ),
+    )
 
 
 def _key(manifest: Manifest, *options: object) -> str:
-    """Return a key for `continued`: the same options give the same files of the same checkpoint."""
-    return hashlib.sha256(repr((manifest.encode(), options, torch.__version__, __version__)).encode()).hexdigest()[:16]
+    """Return a key for `continued`: the same options give the same files of the same
+    checkpoint.
+    """
+    return hashlib.sha256(
+        repr((manifest.encode(), options, torch.__version__, __version__)).encode()
+    ).hexdigest()[:16]
 
 
 def _model_in(contents: Contents) -> str:
-    """Return the dotted name of the part of a state that is the model. Raises InvalidRequest if it is not clear which."""
+    """Return the dotted name of the part of a state that is the model.
+
+    Raises InvalidRequest if it is not clear which.
+    """
     if found := model_of(contents):
         return found
     said = f"the modules {', '.join(contents.modules)}" if contents.modules else "no module"
-    raise InvalidRequest(f"the state has {said}: choose the part that is the model with `only`, like only='model'")
+    raise InvalidRequest(
+        f"the state has {said}: choose the part that is the model with `only`, like only='model'"
+    )

@@ -1,4 +1,6 @@
-"""Loads the weights of a model from a checkpoint of any format, by name, as the start of a fine-tuning."""
+"""Loads the weights of a model from a checkpoint of any format, by name, as the start
+of a fine-tuning.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ _EXTRA = "_extra_state"
 class LoadedModel:
     """The keys that a load has not touched.
 
-    missing: keys of the model that the checkpoint does not have; they are as they were. unexpected: keys of the checkpoint that the model
-    does not have. on_meta: parameters and buffers of the model that are still on the meta device, and need values before the model can run.
+    missing: keys of the model that the checkpoint does not have; they are as they were.
+    unexpected: keys of the checkpoint that the model does not have. on_meta: parameters
+    and buffers of the model that are still on the meta device, and need values before
+    the model can run.
     """
 
     missing: list[str]
@@ -48,25 +52,33 @@ def load_model(
     strict: bool = True,
     device: str | torch.device = "cpu",
 ) -> LoadedModel:
-    """Fill the parameters and buffers of a model from a checkpoint, and return the keys that were not touched.
+    """Fill the parameters and buffers of a model from a checkpoint, and return the keys
+    that were not touched.
 
-    path: the job of a ckptd checkpoint, or the checkpoint itself; a model directory in the Hugging Face layout; a safetensors file; a file
-    of torch.save; or a directory of DCP. which: for a job, as for `Checkpoint.open`.
-    only: the dotted name of the part of the state that is the model. Without it, this is the part "model", or the only module in the
-    checkpoint, or the whole. rename: pairs of a regular expression and its replacement, applied to every name of the checkpoint in turn.
-    names: names in the model by names in the checkpoint, which come first.
-    strict: True raises StructureMismatch if a key is missing or unexpected. A tied weight is not missing if it is there under another name.
-    device: of the memory for parameters and buffers that are on the meta device. They become new objects: make the optimizer afterwards.
+    path: the job of a ckptd checkpoint, or the checkpoint itself; a model directory in
+    the Hugging Face layout; a safetensors file; a file of torch.save; or a directory of
+    DCP. which: for a job, as for `Checkpoint.open`. only: the dotted name of the part
+    of the state that is the model. Without it, this is the part "model", or the only
+    module in the checkpoint, or the whole. rename: pairs of a regular expression and
+    its replacement, applied to every name of the checkpoint in turn. names: names in
+    the model by names in the checkpoint, which come first. strict: True raises
+    StructureMismatch if a key is missing or unexpected. A tied weight is not missing if
+    it is there under another name. device: of the memory for parameters and buffers
+    that are on the meta device. They become new objects: make the optimizer afterwards.
 
-    Tensors keep the dtype, the device and, as DTensors, the placements that they have in the model; values are converted, but not complex
-    ones to real ones, or floating-point ones to integers. The extra states of modules (`set_extra_state`) are loaded, too. From a ckptd
-    checkpoint, a rank reads only the stored shards that overlap its own. Every rank calls this by itself: if the job is still running, pass
+    Tensors keep the dtype, the device and, as DTensors, the placements that they have
+    in the model; values are converted, but not complex ones to real ones, or
+    floating-point ones to integers. The extra states of modules (`set_extra_state`) are
+    loaded, too. From a ckptd checkpoint, a rank reads only the stored shards that
+    overlap its own. Every rank calls this by itself: if the job is still running, pass
     a step or a tag as `which`.
 
-    Nothing is changed before every name and shape has been compared. Raises StructureMismatch; NotFound; InvalidRequest for wrong arguments
-    or a model that FSDP1 has flattened; UnsavableValue, IntegrityError and StorageError as `Checkpoint.open` and `import_checkpoint` do. If
-    the bytes of a tensor turn out to be damaged, the model is partly overwritten, or has memory without values if it was on the meta
-    device.
+    Nothing is changed before every name and shape has been compared. Raises
+    StructureMismatch; NotFound; InvalidRequest for wrong arguments or a model that
+    FSDP1 has flattened; UnsavableValue, IntegrityError and StorageError as
+    `Checkpoint.open` and `import_checkpoint` do. If the bytes of a tensor turn out to
+    be damaged, the model is partly overwritten, or has memory without values if it was
+    on the meta device.
     """
     try:
         with opened(located(path), which) as (_, contents, _):
@@ -77,18 +89,36 @@ def load_model(
 
 
 def load_contents(
-    model: torch.nn.Module, contents: Contents, selection: Selection, *, strict: bool, device: str | torch.device
+    model: torch.nn.Module,
+    contents: Contents,
+    selection: Selection,
+    *,
+    strict: bool,
+    device: str | torch.device,
 ) -> LoadedModel:
-    """Fill the parameters and buffers of a model from selected contents. See `load_model`."""
+    """Fill the parameters and buffers of a model from selected contents.
+
+    See `load_model`.
+    """
     if flattens(model):
-        raise InvalidRequest("FSDP1 has flattened parameters of this model: load the weights before it is wrapped, or use FSDP2")
+        raise InvalidRequest(
+            "FSDP1 has flattened parameters of this model: load the weights before it is wrapped, "
+            "or use FSDP2"
+        )
     module = unwrapped(model)
     own, extra = tensors_of(module), _extra_states(module)
     leaves, theirs = _divided(selection, contents)
-    current = current_names(raw_names(module, [*_raw_tensors(module), *_raw_extra_states(module)]), [*leaves, *theirs])
-    leaves, theirs = {current[name]: leaf for name, leaf in leaves.items()}, {current[name]: value for name, value in theirs.items()}
+    current = current_names(
+        raw_names(module, [*_raw_tensors(module), *_raw_extra_states(module)]), [*leaves, *theirs]
+    )
+    leaves, theirs = (
+        {current[name]: leaf for name, leaf in leaves.items()},
+        {current[name]: value for name, value in theirs.items()},
+    )
     missing = [*_missing(own, leaves), *(name for name in extra if name not in theirs)]
-    found = LoadedModel(missing, [name for name in (*leaves, *theirs) if name not in own and name not in extra], [])
+    found = LoadedModel(
+        missing, [name for name in (*leaves, *theirs) if name not in own and name not in extra], []
+    )
     _compare(own, leaves, found if strict else None)
     wanted = {name: leaf for name, leaf in leaves.items() if name in own}
     give_memory(module, {id(own[name]) for name in wanted}, device)
@@ -96,49 +126,79 @@ def load_contents(
     _fill({name: filled[name] for name in wanted}, wanted, contents)
     for name, value in theirs.items():
         if name in extra:
-            extra[name].set_extra_state(replaced(value, Leaf, lambda leaf: next(contents.read([leaf]))[1]))
+            extra[name].set_extra_state(
+                replaced(value, Leaf, lambda leaf: next(contents.read([leaf]))[1])
+            )
     found.on_meta.extend(on_meta(module))
     return found
 
 
 def on_meta(module: torch.nn.Module) -> list[str]:
-    """Return the names of parameters and buffers that are on the meta device, and warn of them."""
-    found = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
+    """Return the names of parameters and buffers that are on the meta device, and warn
+    of them.
+    """
+    found = [
+        name
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+        if tensor.is_meta
+    ]
     if found:
         log.warning("still on the meta device, and without values: %s", some_text(found))
     return found
 
 
 def _extra_states(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the modules that have a state of their own kind (`get_extra_state`), by the key that it has in a state dict."""
+    """Return the modules that have a state of their own kind (`get_extra_state`), by
+    the key that it has in a state dict.
+    """
     return canonical_keys(module, _raw_extra_states(module))
 
 
 def _raw_extra_states(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     base = torch.nn.Module.get_extra_state
     named = module.named_modules(remove_duplicate=False)
-    return {f"{name}.{_EXTRA}" if name else _EXTRA: part for name, part in named if type(part).get_extra_state is not base}
+    return {
+        f"{name}.{_EXTRA}" if name else _EXTRA: part
+        for name, part in named
+        if type(part).get_extra_state is not base
+    }
 
 
 def _divided(selection: Selection, contents: Contents) -> tuple[dict[str, Leaf], dict[str, Any]]:
-    """Return the selected tensors by name, and the extra states of modules by name, which may be any values."""
+    """Return the selected tensors by name, and the extra states of modules by name,
+    which may be any values.
+    """
     part = part_of(contents.tree, selection.only)
     items = list(children(part) or ()) if isinstance(part, dict) else []
-    theirs = {selection.new_name(key): value for key, value in items if isinstance(key, str) and key.rpartition(".")[2] == _EXTRA}
+    theirs = {
+        selection.new_name(key): value
+        for key, value in items
+        if isinstance(key, str) and key.rpartition(".")[2] == _EXTRA
+    }
     leaves, _ = selection.flat(contents.tree)
     inside = tuple(f"{key}." for key in theirs)
-    return {name: leaf for name, leaf in leaves.items() if name not in theirs and not name.startswith(inside)}, theirs
+    return {
+        name: leaf
+        for name, leaf in leaves.items()
+        if name not in theirs and not name.startswith(inside)
+    }, theirs
 
 
 def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and the persistent buffers of a module by name, tied ones under all their names."""
+    """Return the parameters and the persistent buffers of a module by name, tied ones
+    under all their names.
+    """
     return canonical_keys(module, _raw_tensors(module))
 
 
 def _raw_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
-        persistent = {name: tensor for name, tensor in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        persistent = {
+            name: tensor
+            for name, tensor in part._buffers.items()
+            if name not in part._non_persistent_buffers_set
+        }
         for name, tensor in (part._parameters | persistent).items():
             if tensor is not None:
                 found[f"{prefix}.{name}" if prefix else name] = tensor
@@ -146,38 +206,62 @@ def _raw_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _missing(own: Mapping[str, torch.Tensor], leaves: Mapping[str, Leaf]) -> list[str]:
-    """Return the keys of a model that a checkpoint has under no name of the same tensor."""
+    """Return the keys of a model that a checkpoint has under no name of the same
+    tensor.
+    """
     there = {id(tensor) for name, tensor in own.items() if name in leaves}
     return [name for name, tensor in own.items() if id(tensor) not in there]
 
 
-def _compare(own: Mapping[str, torch.Tensor], leaves: Mapping[str, Leaf], strictly: LoadedModel | None) -> None:
-    """Raise StructureMismatch, naming what differs: shapes and, with `strictly`, keys that only one side has."""
-    differ = [problem for name, leaf in leaves.items() if name in own and (problem := _difference(name, leaf, own[name]))]
+def _compare(
+    own: Mapping[str, torch.Tensor], leaves: Mapping[str, Leaf], strictly: LoadedModel | None
+) -> None:
+    """Raise StructureMismatch, naming what differs: shapes and, with `strictly`, keys
+    that only one side has.
+    """
+    differ = [
+        problem
+        for name, leaf in leaves.items()
+        if name in own and (problem := _difference(name, leaf, own[name]))
+    ]
     if strictly is not None:
         if strictly.missing:
             differ.append(f"not in the checkpoint: {some_text(strictly.missing)}")
         if strictly.unexpected:
             differ.append(f"not in the model: {some_text(strictly.unexpected)}")
         if strictly.missing or strictly.unexpected:
-            differ.append("give the names that the model has with `rename` or `names`, or pass strict=False to leave these keys out")
+            differ.append(
+                "give the names that the model has with `rename` or `names`, or pass strict=False "
+                "to leave these keys out"
+            )
     if differ:
         raise StructureMismatch(f"the model does not fit the checkpoint: {'; '.join(differ[:11])}")
 
 
 def _difference(name: str, leaf: Leaf, own: torch.Tensor) -> str:
-    """Return what is wrong with a pair of tensors, or "" if the one can be copied into the other."""
+    """Return what is wrong with a pair of tensors, or "" if the one can be copied into
+    the other.
+    """
     if tuple(own.shape) != leaf.shape:
         return f"{name}: the checkpoint has shape {list(leaf.shape)}, the model {list(own.shape)}"
     with_fractions = own.dtype.is_floating_point or own.dtype.is_complex
-    lost = (leaf.saved.is_complex and not own.dtype.is_complex) or (leaf.saved.is_floating_point and not with_fractions)
+    lost = (leaf.saved.is_complex and not own.dtype.is_complex) or (
+        leaf.saved.is_floating_point and not with_fractions
+    )
     if lost or str(leaf.saved).startswith("torch.q"):
-        return f"{name}: the checkpoint has {leaf.saved}, the model {own.dtype}, which cannot hold its values"
+        return (
+            f"{name}: the checkpoint has {leaf.saved}, the model {own.dtype}, which cannot "
+            f"hold "
+            f"its values"
+        )
     return ""
 
 
-def give_memory(module: torch.nn.Module, wanted: set[int], device: str | torch.device) -> Callable[[], None]:
-    """Replace the parameters and buffers with these ids that are on the meta device by such with memory. Tied ones stay tied.
+def give_memory(
+    module: torch.nn.Module, wanted: set[int], device: str | torch.device
+) -> Callable[[], None]:
+    """Replace the parameters and buffers with these ids that are on the meta device by
+    such with memory. Tied ones stay tied.
 
     Return a function that puts those on the meta device back.
     """
@@ -190,7 +274,11 @@ def give_memory(module: torch.nn.Module, wanted: set[int], device: str | torch.d
                     continue
                 if id(tensor) not in made:
                     empty = torch.empty_like(tensor.detach(), device=device)
-                    made[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if values is part._parameters else empty
+                    made[id(tensor)] = (
+                        torch.nn.Parameter(empty, tensor.requires_grad)
+                        if values is part._parameters
+                        else empty
+                    )
                 before.append((values, name, tensor))
                 values[name] = made[id(tensor)]  # type: ignore[assignment]
 
@@ -201,7 +289,9 @@ def give_memory(module: torch.nn.Module, wanted: set[int], device: str | torch.d
     return undo
 
 
-def _fill(places: Mapping[str, torch.Tensor], leaves: Mapping[str, Leaf], contents: Contents) -> None:
+def _fill(
+    places: Mapping[str, torch.Tensor], leaves: Mapping[str, Leaf], contents: Contents
+) -> None:
     """Copy each leaf into the tensor of its name."""
     with torch.no_grad():
         if contents.fill is not None:
@@ -212,6 +302,8 @@ def _fill(places: Mapping[str, torch.Tensor], leaves: Mapping[str, Leaf], conten
             place = places[name].detach()
             if isinstance(place, DTensor):
                 whole = tensor.to(device=place.device_mesh.device_type, dtype=place.dtype)
-                tensor = distribute_tensor(whole, place.device_mesh, place.placements, src_data_rank=None).to_local()
+                tensor = distribute_tensor(
+                    whole, place.device_mesh, place.placements, src_data_rank=None
+                ).to_local()
                 place = place.to_local()
             copy_any(place, tensor)

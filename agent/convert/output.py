@@ -1,4 +1,6 @@
-"""Makes the file or directory of an export beside its place, checks what was written, and then publishes it whole."""
+"""Makes the file or directory of an export beside its place, checks what was written,
+and then publishes it whole.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,27 @@ from ckptd.shared.system.fs import PosixFileSystem, opened_directory
 from ckptd.shared.units import size_text
 
 _PIECE, _STEP = 8 << 20, 64 << 20
-"""The bytes that are written at a time, and those after which the check begins of what was written."""
+"""The bytes that are written at a time, and those after which the check begins of what
+was written.
+"""
 _SPARE = 16 << 20
 """The bytes beside the tensors that an export may take: names, shapes and plain values."""
 
 _MADE, _LOCK = "made", "lock"
-"""The directory that a continued export fills, and the file that it locks. The results are beside them."""
+"""The directory that a continued export fills, and the file that it locks. The results
+are beside them.
+"""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that have been written since the last call."""
 
 
 def check_place(out: Path, nbytes: int, key: str = "") -> None:
-    """Check that an export of `nbytes` bytes can be made at `out`. key: that of `continued`, whose finished files count as made.
+    """Check that an export of `nbytes` bytes can be made at `out`. key: that of
+    `continued`, whose finished files count as made.
 
-    Raises AlreadyExists if `out` exists, StorageError if its directory does not or has no room, OSError.
+    Raises AlreadyExists if `out` exists, StorageError if its directory does not or has
+    no room, OSError.
     """
     if os.path.lexists(out):
         raise AlreadyExists(f"{out} exists already: choose another name, or remove it first")
@@ -44,18 +52,26 @@ def check_place(out: Path, nbytes: int, key: str = "") -> None:
         raise StorageError(f"{out.parent} is not a directory: make it first")
     begun = _beside(out, key) / _MADE
     if key and begun.is_dir():
-        nbytes -= sum(file.stat().st_size for file in begun.iterdir() if result_of(file) is not None)
+        nbytes -= sum(
+            file.stat().st_size for file in begun.iterdir() if result_of(file) is not None
+        )
     free = shutil.disk_usage(out.parent).free
     if free < nbytes + _SPARE:
-        raise StorageError(f"no room for {size_text(nbytes)} at {out}: {size_text(free)} are free there")
+        raise StorageError(
+            f"no room for {size_text(nbytes)} at {out}: {size_text(free)} are free there"
+        )
 
 
 @contextmanager
 def published(out: Path, *, directory: bool) -> Iterator[Path]:
-    """Context manager. Yields a new path beside `out` where a file or directory is to be made, and then renames it to `out`.
+    """Context manager.
 
-    The name begins with a dot and ends in ".partial". In the end nothing is left there, also after an error, unless this process is killed.
-    Raises AlreadyExists if another program has made `out` meanwhile, OSError.
+    Yields a new path beside `out` where a file or directory is to be made, and then
+    renames it to `out`.
+
+    The name begins with a dot and ends in ".partial". In the end nothing is left there,
+    also after an error, unless this process is killed. Raises AlreadyExists if another
+    program has made `out` meanwhile, OSError.
     """
     beside = _beside(out, names.new_nonce().hex()[:8])
     if directory:
@@ -69,13 +85,19 @@ def published(out: Path, *, directory: bool) -> Iterator[Path]:
 
 @contextmanager
 def continued(out: Path, key: str) -> Iterator[Path]:
-    """Context manager. Yields a directory to be renamed to `out` as `published` does, or the one that an interrupted process has left.
+    """Context manager.
 
-    key: 16 hexadecimal digits that identify the contents. Only a directory that was begun with the same key is continued. It then has the
-    files for which `finish` was called, if their bytes are still those that were written, and no others. It stays if this process is killed
-    or interrupted (KeyboardInterrupt), and not after an error. Where the file system has no locks, nothing is continued.
+    Yields a directory to be renamed to `out` as `published` does, or the one that an
+    interrupted process has left.
 
-    Raises Busy if another export is making the same directory, and otherwise as `published` does.
+    key: 16 hexadecimal digits that identify the contents. Only a directory that was
+    begun with the same key is continued. It then has the files for which `finish` was
+    called, if their bytes are still those that were written, and no others. It stays if
+    this process is killed or interrupted (KeyboardInterrupt), and not after an error.
+    Where the file system has no locks, nothing is continued.
+
+    Raises Busy if another export is making the same directory, and otherwise as
+    `published` does.
     """
     place = _beside(out, key)
     lock = _lock(place, out)
@@ -104,7 +126,11 @@ def continued(out: Path, key: str) -> Iterator[Path]:
 
 
 def _lock(place: Path, out: Path) -> int | None:
-    """Make a directory and lock it. Return the descriptor that holds the lock, or None if the file system has no locks. Raises Busy."""
+    """Make a directory and lock it.
+
+    Return the descriptor that holds the lock, or None if the file system has no locks.
+    Raises Busy.
+    """
     while True:
         place.mkdir(exist_ok=True)
         try:
@@ -129,13 +155,17 @@ def _lock(place: Path, out: Path) -> int | None:
 
 
 def result_of(file: Path) -> Any:
-    """Return the result that `finish` has kept for a file of a continued directory, or None if it was not called for this file."""
+    """Return the result that `finish` has kept for a file of a continued directory, or
+    None if it was not called for this file.
+    """
     kept = _kept(file)
     return None if kept is None else kept[2]
 
 
 def finish(file: CheckedFile, result: Any) -> None:
-    """Keep a result, which JSON can express and which is not None, for a file that was written by appending, and is closed."""
+    """Keep a result, which JSON can express and which is not None, for a file that was
+    written by appending, and is closed.
+    """
     with CheckedFile(_result(file.path), lambda length: None) as kept:
         kept.write(json.dumps([file.tell(), file.crc, result]).encode())
 
@@ -177,7 +207,9 @@ def _publish(beside: Path, out: Path) -> None:
         try:
             fs.rename(os.path.relpath(beside, out.parent), out.name, parent, replace=False)
         except FileExistsError:
-            raise AlreadyExists(f"{out} was made by another program meanwhile: choose another name") from None
+            raise AlreadyExists(
+                f"{out} was made by another program meanwhile: choose another name"
+            ) from None
         fs.sync_directory(parent)
 
 
@@ -189,16 +221,23 @@ def _remove(beside: Path) -> None:
 
 
 class CheckedFile:
-    """A file that is compared with the checksums of what is written into it. Use it in a `with` statement.
+    """A file that is compared with the checksums of what is written into it.
 
-    What was written is synced, and read back from the disk as far as the kernel can be asked to, on a thread that is one step behind.
-    Raises OSError; also IntegrityError, at the end at the latest, if the disk returns other bytes.
+    Use it in a `with` statement.
+
+    What was written is synced, and read back from the disk as far as the kernel can be
+    asked to, on a thread that is one step behind. Raises OSError; also IntegrityError,
+    at the end at the latest, if the disk returns other bytes.
     """
 
     def __init__(self, path: Path, progress: Progress, *, exists: bool = False) -> None:
-        """`exists`: True if the file is there already, and bytes in it are to be replaced. Otherwise raises FileExistsError if it is."""
+        """`exists`: True if the file is there already, and bytes in it are to be
+        replaced. Otherwise raises FileExistsError if it is.
+        """
         self.path, self._progress = path, progress
-        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if exists else os.O_CREAT | os.O_EXCL), 0o666)
+        self._file = os.open(
+            path, os.O_RDWR | os.O_CLOEXEC | (0 if exists else os.O_CREAT | os.O_EXCL), 0o666
+        )
         self._written: list[tuple[int, int, int]] = []
         self.crc = 0
         """The crc32c of everything that was appended."""
@@ -242,7 +281,12 @@ class CheckedFile:
     def __enter__(self) -> CheckedFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             if kind is None:
                 self._check_behind()
@@ -253,7 +297,9 @@ class CheckedFile:
             os.close(self._file)
 
     def _check_behind(self) -> None:
-        """Have everything checked that was written since the last call, once the check before it has ended."""
+        """Have everything checked that was written since the last call, once the check
+        before it has ended.
+        """
         self._wait()
         self._checking = self._behind.submit(self._check, self._written)
         self._written, self._unchecked = [], 0
@@ -269,4 +315,6 @@ class CheckedFile:
             os.posix_fadvise(self._file, at, length, os.POSIX_FADV_DONTNEED)
             with memoryview(buffer)[:length] as piece:
                 if os.preadv(self._file, [piece], at) != length or crc32c(piece) != crc:
-                    raise IntegrityError(f"{self.path.name}: the bytes at {at} are not those that were written")
+                    raise IntegrityError(
+                        f"{self.path.name}: the bytes at {at} are not those that were written"
+                    )

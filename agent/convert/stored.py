@@ -28,11 +28,16 @@ class StoredBytes:
     length: int
 
 
-def read_stored(leaves: Iterable[Leaf], places: Mapping[str, StoredBytes]) -> dict[str, torch.Tensor]:
-    """Return the tensors of leaves by their names, in new memory. Those of one storage share it.
+def read_stored(
+    leaves: Iterable[Leaf], places: Mapping[str, StoredBytes]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of leaves by their names, in new memory.
 
-    `places` has the place of each storage by its name. Between the tensors of one storage, bytes that none of them has are read, too.
-    Raises IntegrityError if a file ends before a tensor does, OSError.
+    Those of one storage share it.
+
+    `places` has the place of each storage by its name. Between the tensors of one
+    storage, bytes that none of them has are read, too. Raises IntegrityError if a file
+    ends before a tensor does, OSError.
     """
     by_storage: dict[str, list[Leaf]] = {}
     for leaf in leaves:
@@ -47,7 +52,9 @@ def read_stored(leaves: Iterable[Leaf], places: Mapping[str, StoredBytes]) -> di
             length = max(0, max(map(length_of, members)) - start)
             raw = torch.empty(length, dtype=torch.uint8, device="cpu")
             if read_exactly(files[place.path], memory(raw, length), place.offset + start) != length:
-                raise IntegrityError(f"{place.path} is cut short: {members[0].name} lies beyond its end")
+                raise IntegrityError(
+                    f"{place.path} is cut short: {members[0].name} lies beyond its end"
+                )
             for leaf in members:
                 view = torch.empty(0, dtype=leaf.saved, device="cpu")
                 offset = 0 if 0 in leaf.shape else (leaf.offset - start) // leaf.saved.itemsize
@@ -59,16 +66,25 @@ def read_stored(leaves: Iterable[Leaf], places: Mapping[str, StoredBytes]) -> di
 
 
 def length_of(leaf: Leaf, *, as_written: bool = False) -> int:
-    """Return the bytes from the start of its storage to the end of a tensor. `as_written`: of a storage that is converted with it."""
+    """Return the bytes from the start of its storage to the end of a tensor.
+
+    `as_written`: of a storage that is converted with it.
+    """
     if 0 in leaf.shape:
         end = leaf.offset // leaf.saved.itemsize
     else:
-        end = leaf.offset // leaf.saved.itemsize + 1 + sum((size - 1) * step for size, step in zip(leaf.shape, leaf.stride, strict=True))
+        end = (
+            leaf.offset // leaf.saved.itemsize
+            + 1
+            + sum((size - 1) * step for size, step in zip(leaf.shape, leaf.stride, strict=True))
+        )
     return end * (leaf.dtype if as_written else leaf.saved).itemsize
 
 
 def as_stored(tensor: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
-    """Return the tensor with its elements in memory in C order, or in that of `stride`, without holes."""
+    """Return the tensor with its elements in memory in C order, or in that of `stride`,
+    without holes.
+    """
     if stride is None:
         return copyable(tensor).contiguous()
     if tensor.stride() == stride and is_dense(tensor.shape, stride):
@@ -79,7 +95,10 @@ def as_stored(tensor: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Ten
 
 
 def fill(view: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy a tensor into a view of the same shape. The elements of an expanded view are one in memory, so that one of them is copied."""
+    """Copy a tensor into a view of the same shape.
+
+    The elements of an expanded view are one in memory, so that one of them is copied.
+    """
     for dimension, step in enumerate(view.stride()):
         if step == 0 and view.shape[dimension]:
             view, tensor = view.narrow(dimension, 0, 1), tensor.narrow(dimension, 0, 1)

@@ -1,7 +1,9 @@
-"""Writes a state as a file of `torch.save`, and reads such a file, storage after storage, so that only few are in memory at a time.
+"""Writes a state as a file of `torch.save`, and reads such a file, storage after
+storage, so that only few are in memory at a time.
 
-torch writes the file with room for the storages (`torch.serialization.skip_data`), and then says where the bytes of each of them belong. In
-the same way it reads a file without its storages.
+torch writes the file with room for the storages (`torch.serialization.skip_data`), and
+then says where the bytes of each of them belong. In the same way it reads a file
+without its storages.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
-from ckptd.agent.convert.contents import Contents, Leaf, check_tree, children, flat, replaced, with_leaves
+from ckptd.agent.convert.contents import (
+    Contents,
+    Leaf,
+    check_tree,
+    children,
+    flat,
+    replaced,
+    with_leaves,
+)
 from ckptd.agent.convert.output import CheckedFile, Progress
 from ckptd.agent.convert.stored import StoredBytes, fill, length_of, read_stored
 from ckptd.agent.plan.layout import memory
@@ -29,21 +39,28 @@ from ckptd.shared.errors import IntegrityError, StorageError, UnsavableValue
 from ckptd.shared.formats.plan import is_dense
 
 _CENTRAL, _LOCAL_CRC, _CENTRAL_CRC, _LOCAL_LENGTHS = struct.Struct("<4s6H3I5H2I"), 14, 16, 26
-"""The entry of a file in the directory of a zip, the places of its CRC-32 in its own header and in that entry, and the place of the lengths
-of its name and extra field in its own header, which they end (APPNOTE.TXT, 4.3).
+"""The entry of a file in the directory of a zip, the places of its CRC-32 in its own
+header and in that entry, and the place of the lengths of its name and extra field in
+its own header, which they end (APPNOTE.TXT, 4.3).
 """
 
 Group = tuple[str, torch.dtype]
-"""The storage of some leaves, and the dtype that they all have in it: torch.save refuses tensors of several dtypes in one storage."""
+"""The storage of some leaves, and the dtype that they all have in it: torch.save
+refuses tensors of several dtypes in one storage.
+"""
 
 
 def write_file(path: Path, tree: Any, contents: Contents, progress: Progress) -> None:
-    """Write a new file that `torch.load(weights_only=True)` reads. Tensors that share a storage in the checkpoint share one in the file.
+    """Write a new file that `torch.load(weights_only=True)` reads.
 
-    Raises UnsavableValue, naming the value, if `torch.load` would need pickled code for it; OSError, IntegrityError.
+    Tensors that share a storage in the checkpoint share one in the file.
+
+    Raises UnsavableValue, naming the value, if `torch.load` would need pickled code for
+    it; OSError, IntegrityError.
     """
     check_values(tree)
-    if any(isinstance(value, torch.Tensor) for _, value in flat(tree)):  # a sparse tensor, or one of a wrapper subclass
+    # A sparse tensor, or one of a wrapper subclass.
+    if any(isinstance(value, torch.Tensor) for _, value in flat(tree)):
         whole = contents.together(leaf for _, leaf in flat(tree) if isinstance(leaf, Leaf))
         with CheckedFile(path, progress) as file:
             save(replaced(tree, Leaf, lambda leaf: whole[leaf.name]), file)
@@ -53,21 +70,31 @@ def write_file(path: Path, tree: Any, contents: Contents, progress: Progress) ->
         if isinstance(leaf, Leaf):
             groups.setdefault(_group(leaf), []).append(leaf)
     with FakeTensorMode():
-        storages = {group: torch.empty(_length(leaves), dtype=leaves[0].dtype, device="cpu") for group, leaves in groups.items()}
+        storages = {
+            group: torch.empty(_length(leaves), dtype=leaves[0].dtype, device="cpu")
+            for group, leaves in groups.items()
+        }
         shown = replaced(tree, Leaf, lambda leaf: _view(storages[_group(leaf)], leaf))
     with skip_data(materialize_fake_tensors=True):
         try:
             torch.save(shown, path)
         except RuntimeError as error:
-            raise StorageError(f"torch could not write {path.name}, maybe because the disk is full: {str(error).splitlines()[0]}") from None
+            raise StorageError(
+                f"torch could not write {path.name}, maybe because the disk is full: "
+                f"{str(error).splitlines()[0]}"
+            ) from None
     places = dict(_places(tree, path))
     if places.keys() != groups.keys():
-        raise IntegrityError(f"torch wrote {len(places)} of {len(groups)} storages into {path.name}")
+        raise IntegrityError(
+            f"torch wrote {len(places)} of {len(groups)} storages into {path.name}"
+        )
     crcs = {}
     with CheckedFile(path, progress, exists=True) as file:
         read = contents.read(leaf for leaves in groups.values() for leaf in leaves)
         for group, leaves in groups.items():
-            storage = _storage(leaves, [tensor for _, (_, tensor) in zip(leaves, read, strict=False)])
+            storage = _storage(
+                leaves, [tensor for _, (_, tensor) in zip(leaves, read, strict=False)]
+            )
             data = memory(storage, storage.nbytes)
             file.write_at(places[group], data)
             crcs[places[group]] = zlib.crc32(data)
@@ -93,9 +120,16 @@ def _view(storage: torch.Tensor, leaf: Leaf) -> torch.Tensor:
 
 
 def _storage(leaves: list[Leaf], tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return a tensor over the whole storage that these leaves have, with the elements of their tensors."""
+    """Return a tensor over the whole storage that these leaves have, with the elements
+    of their tensors.
+    """
     first, length = tensors[0], _length(leaves)
-    if len(tensors) == 1 and first.numel() == length and first.stride() == leaves[0].stride and is_dense(first.shape, first.stride()):
+    if (
+        len(tensors) == 1
+        and first.numel() == length
+        and first.stride() == leaves[0].stride
+        and is_dense(first.shape, first.stride())
+    ):
         return first.as_strided((length,), (1,))  # without a copy
     storage = torch.zeros(length, dtype=leaves[0].dtype, device="cpu")
     for leaf, tensor in zip(leaves, tensors, strict=True):
@@ -105,7 +139,10 @@ def _storage(leaves: list[Leaf], tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _length(leaves: list[Leaf]) -> int:
     """Return the number of elements that a storage needs for these leaves."""
-    return max((length_of(leaf) // leaf.saved.itemsize for leaf in leaves if 0 not in leaf.shape), default=0)
+    return max(
+        (length_of(leaf) // leaf.saved.itemsize for leaf in leaves if 0 not in leaf.shape),
+        default=0,
+    )
 
 
 def _places(tree: Any, path: Path) -> Iterator[tuple[Group, int]]:
@@ -118,7 +155,9 @@ def _places(tree: Any, path: Path) -> Iterator[tuple[Group, int]]:
 
 
 def _set_checksums(path: Path, file: CheckedFile, crcs: dict[int, int]) -> None:
-    """Write the CRC-32 of each storage into the zip, which torch does not look at, but other programs do. `crcs` has them by place."""
+    """Write the CRC-32 of each storage into the zip, which torch does not look at, but
+    other programs do. `crcs` has them by place.
+    """
     for record in _records(path):
         if record.place in crcs:
             crc = crcs[record.place].to_bytes(4, "little")
@@ -127,7 +166,9 @@ def _set_checksums(path: Path, file: CheckedFile, crcs: dict[int, int]) -> None:
 
 
 class _Record(NamedTuple):
-    """A file in a zip, the place of its bytes, and the place of its entry in the directory."""
+    """A file in a zip, the place of its bytes, and the place of its entry in the
+    directory.
+    """
 
     info: zipfile.ZipInfo
     place: int
@@ -148,18 +189,23 @@ def _records(path: Path) -> Iterator[_Record]:
 
 
 def check_values(tree: Any) -> None:
-    """Raise UnsavableValue, naming the value, if `torch.load(weights_only=True)` could not load a value of a tree that is no tensor."""
+    """Raise UnsavableValue, naming the value, if `torch.load(weights_only=True)` could
+    not load a value of a tree that is no tensor.
+    """
     without = replaced(tree, Leaf, lambda leaf: None)
     if (refused := _refused(without, "")) is not None:
         name, value = refused
         raise UnsavableValue(
-            f"{name or 'the state'}: a {type(value).__module__}.{type(value).__qualname__} cannot be loaded with "
+            f"{name or 'the state'}: a {type(value).__module__}.{type(value).__qualname__} cannot "
+            f"be loaded with "
             "torch.load(weights_only=True): choose a part of the state without it with `only`"
         )
 
 
 def _refused(tree: Any, name: str) -> tuple[str, Any] | None:
-    """Return the first smallest part of a tree that cannot be loaded, with its dotted name, or None."""
+    """Return the first smallest part of a tree that cannot be loaded, with its dotted
+    name, or None.
+    """
     if _loads(tree):
         return None
     for key, value in children(tree) or ():
@@ -180,12 +226,16 @@ def _loads(value: Any) -> bool:
 
 
 def read_file(path: Path) -> Contents:
-    """Return the contents of a file that torch.save has written. The storages stay in the file until they are read.
+    """Return the contents of a file that torch.save has written.
 
-    A file is read whole at once if it is in the format of torch before 1.6, was compressed or written on a big-endian machine, or has
-    sparse tensors, conjugate views, or tensors in sets.
+    The storages stay in the file until they are read.
 
-    Raises UnsavableValue if only pickled code could load it, or if a tensor has no values; IntegrityError if it is damaged; OSError.
+    A file is read whole at once if it is in the format of torch before 1.6, was
+    compressed or written on a big-endian machine, or has sparse tensors, conjugate
+    views, or tensors in sets.
+
+    Raises UnsavableValue if only pickled code could load it, or if a tensor has no
+    values; IntegrityError if it is damaged; OSError.
     """
     if (found := _without_storages(path)) is not None:
         return found
@@ -206,26 +256,41 @@ def _loaded(path: Path) -> Any:
 def not_loaded(name: str, damaged: str, error: Exception) -> UnsavableValue | IntegrityError:
     """Return the error for bytes that `torch.load(weights_only=True)` has refused.
 
-    name: of the value. damaged: the sentence for bytes that nothing could load. error: of torch.load.
+    name: of the value. damaged: the sentence for bytes that nothing could load. error:
+    of torch.load.
     """
     said = " ".join(str(error).split()) or repr(error)
     if type(error).__name__ == "UnpicklingError":
         if found := re.search(r"(?:GLOBAL |class |function )([\w.]+)", said):
-            return UnsavableValue(f"{name} can only be loaded by running pickled code, which ckptd does not do: it names {found[1]}")
-        if found := re.search(r"WeightsUnpickler error: (.{1,150}?)(?= Check the documentation|$)", said):  # without torch's advice
+            return UnsavableValue(
+                f"{name} can only be loaded by running pickled code, which ckptd does not do: it "
+                f"names {found[1]}"
+            )
+        # Without torch's advice.
+        if found := re.search(
+            r"WeightsUnpickler error: (.{1,150}?)(?= Check the documentation|$)", said
+        ):
             said = found[1]
-    return IntegrityError(f"{damaged}, or it holds what torch.load(weights_only=True) refuses: {said[:200]}")
+    return IntegrityError(
+        f"{damaged}, or it holds what torch.load(weights_only=True) refuses: {said[:200]}"
+    )
 
 
 def _without_storages(path: Path) -> Contents | None:
-    """Return the contents of a file whose storages stay in it, or None if it has to be read whole, which also finds damage. Raises OSError.
+    """Return the contents of a file whose storages stay in it, or None if it has to be
+    read whole, which also finds damage. Raises OSError.
 
-    torch computes the places of storages from their sizes, so they count only if the file has a storage of that size there.
+    torch computes the places of storages from their sizes, so they count only if the
+    file has a storage of that size there.
     """
     try:
         lengths = _storages(path)
         with FakeTensorMode():
-            loaded = torch.load(path, weights_only=True, map_location="cpu") if lengths is not None else None
+            loaded = (
+                torch.load(path, weights_only=True, map_location="cpu")
+                if lengths is not None
+                else None
+            )
     except OSError:
         raise
     except Exception:  # torch.load and zipfile raise errors of many types
@@ -236,15 +301,29 @@ def _without_storages(path: Path) -> Contents | None:
     tensors = [value for _, value in flat(loaded) if isinstance(value, torch.Tensor)]
     if any(map(_needs_memory, tensors)) or _in_a_set(loaded):
         return None
-    storages = {(tensor.untyped_storage()._checkpoint_offset or 0, tensor.untyped_storage().nbytes()) for tensor in tensors}
+    storages = {
+        (tensor.untyped_storage()._checkpoint_offset or 0, tensor.untyped_storage().nbytes())
+        for tensor in tensors
+    }
     if any(nbytes and lengths.get(place) != nbytes for place, nbytes in storages):
         return None
     places = {str(place): StoredBytes(path, place, nbytes) for place, nbytes in storages}
 
     def leaf(tensor: torch.Tensor) -> Leaf:
-        storage, offset = str(tensor.untyped_storage()._checkpoint_offset or 0), int(tensor.storage_offset()) * tensor.itemsize
+        storage, offset = (
+            str(tensor.untyped_storage()._checkpoint_offset or 0),
+            int(tensor.storage_offset()) * tensor.itemsize,
+        )
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        return Leaf(f"{storage}, {offset}, {tensor.dtype}, {shape}, {stride}", tensor.dtype, tensor.dtype, shape, stride, offset, storage)
+        return Leaf(
+            f"{storage}, {offset}, {tensor.dtype}, {shape}, {stride}",
+            tensor.dtype,
+            tensor.dtype,
+            shape,
+            stride,
+            offset,
+            storage,
+        )
 
     tree = replaced(loaded, torch.Tensor, leaf)
     leaves = [value for _, value in flat(tree) if isinstance(value, Leaf)]
@@ -254,11 +333,16 @@ def _without_storages(path: Path) -> Contents | None:
 
 
 def _storages(path: Path) -> dict[int, int] | None:
-    """Return the lengths of the storages in a zip by their places, or None if they do not lie there as torch.save writes them.
+    """Return the lengths of the storages in a zip by their places, or None if they do
+    not lie there as torch.save writes them.
 
     Raises BadZipFile, OSError.
     """
-    records = sorted(_records(path), key=lambda record: record.info.header_offset) if zipfile.is_zipfile(path) else []
+    records = (
+        sorted(_records(path), key=lambda record: record.info.header_offset)
+        if zipfile.is_zipfile(path)
+        else []
+    )
     storages = [record for record in records if "/data/" in record.info.filename]
     with path.open("rb") as file:
         for record in records:
@@ -267,17 +351,28 @@ def _storages(path: Path) -> dict[int, int] | None:
                 if file.read(record.info.file_size) != sys.byteorder.encode():
                     return None
     names = [record.info.filename.rpartition("/")[2] for record in storages]
-    if not records or names != list(map(str, range(len(names)))) or any(record.info.compress_type for record in records):
+    if (
+        not records
+        or names != list(map(str, range(len(names))))
+        or any(record.info.compress_type for record in records)
+    ):
         return None
     return {record.place: record.info.file_size for record in storages}
 
 
 def _needs_memory(tensor: torch.Tensor) -> bool:
-    """Return True for a tensor that is not described by dtype, shape, strides and the place of its storage alone."""
-    plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+    """Return True for a tensor that is not described by dtype, shape, strides and the
+    place of its storage alone.
+    """
+    plain = tensor.layout is torch.strided and not (
+        tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    )
     return not plain or tensor.is_conj() or tensor.is_neg()
 
 
 def _in_a_set(tree: Any) -> bool:
     """Return True if a tensor is in a container that `replaced` does not look into."""
-    return any_node(tree, lambda node: isinstance(node, (set, frozenset)) and any_node(list(node), torch.is_tensor))
+    return any_node(
+        tree,
+        lambda node: isinstance(node, (set, frozenset)) and any_node(list(node), torch.is_tensor),
+    )

@@ -1,7 +1,9 @@
-"""Copies tensors on the CPU into a slot, and bytes out of a slot, and computes their checksums in the same pass.
+"""Copies tensors on the CPU into a slot, and bytes out of a slot, and computes their
+checksums in the same pass.
 
-The copy is made in C (`_checked_copy.c`), on as many threads as torch uses. It takes less time than torch's, which computes no checksums.
-Where `_checked_copy.c` could not be compiled, torch copies, and the daemon computes the checksums after the seal.
+The copy is made in C (`_checked_copy.c`), on as many threads as torch uses. It takes
+less time than torch's, which computes no checksums. Where `_checked_copy.c` could not
+be compiled, torch copies, and the daemon computes the checksums after the seal.
 """
 
 from __future__ import annotations
@@ -22,19 +24,29 @@ from ckptd.agent.plan.structure import PLAIN
 from ckptd.agent.state.dtypes import COPYABLE, copyable
 from ckptd.shared.formats.plan import Region
 
-copy_bytes: Callable[[list[int], list[int], list[int], list[int], int, int], list[int]] | None = None
+copy_bytes: Callable[[list[int], list[int], list[int], list[int], int, int], list[int]] | None = (
+    None
+)
 """`copy` of `_checked_copy.c`, or None where that could not be compiled."""
 with suppress(ImportError):
     from ckptd.agent.copy._checked_copy import copy as copy_bytes
 
-_address, _stride, _is_neg, _is_conj = torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.is_neg, torch.Tensor.is_conj
-_has_no_memory = torch.Tensor._is_zerotensor  # as some gradients are, of which torch knows without memory that they are zero
+_address, _stride, _is_neg, _is_conj = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.stride,
+    torch.Tensor.is_neg,
+    torch.Tensor.is_conj,
+)
+# As some gradients are, of which torch knows without memory that they are zero.
+_has_no_memory = torch.Tensor._is_zerotensor
 _dtype, _shape, _is_cpu = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The places of consecutive items in a slot: dense tensors over its memory, and their attributes in columns."""
+    """The places of consecutive items in a slot: dense tensors over its memory, and
+    their attributes in columns.
+    """
 
     tensors: list[torch.Tensor]
     addresses: list[int]
@@ -46,17 +58,26 @@ class Targets:
     @classmethod
     def of(cls, tensors: list[torch.Tensor]) -> Targets:
         addresses, lengths = list(map(_address, tensors)), [tensor.nbytes for tensor in tensors]
-        return cls(tensors, addresses, lengths, list(map(_dtype, tensors)), list(map(_shape, tensors)), list(map(_stride, tensors)))
+        return cls(
+            tensors,
+            addresses,
+            lengths,
+            list(map(_dtype, tensors)),
+            list(map(_shape, tensors)),
+            list(map(_stride, tensors)),
+        )
 
     def part(self, numbers: slice) -> Targets:
         """Return some of these places."""
         return Targets(
-            self.tensors[numbers], self.addresses[numbers], self.lengths[numbers], self.dtypes[numbers], self.shapes[numbers],
-            self.strides[numbers],
+            self.tensors[numbers], self.addresses[numbers], self.lengths[numbers],
+            self.dtypes[numbers], self.shapes[numbers], self.strides[numbers],
         )  # fmt: skip
 
     def unlike(self, sources: Sequence[torch.Tensor]) -> list[int]:
-        """Return the numbers of the sources that differ from their targets in dtype or layout, so that a copy must convert them."""
+        """Return the numbers of the sources that differ from their targets in dtype or
+        layout, so that a copy must convert them.
+        """
         if (
             PLAIN.issuperset(map(type, sources))
             and all(map(_is_cpu, sources))
@@ -68,14 +89,28 @@ class Targets:
             and not any(map(_has_no_memory, sources))
         ):
             return []
-        return [number for number, pair in enumerate(zip(self.tensors, sources, strict=True)) if not _are_alike(*pair)]
+        return [
+            number
+            for number, pair in enumerate(zip(self.tensors, sources, strict=True))
+            if not _are_alike(*pair)
+        ]
 
 
 def _are_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Return True if the bytes of the source are those that the target is to have, in the same order."""
+    """Return True if the bytes of the source are those that the target is to have, in
+    the same order.
+    """
     return (
-        (type(source) in PLAIN and source.is_cpu and source.dtype == target.dtype and source.shape == target.shape)
-        and (source.stride() == target.stride() or (source.is_contiguous() and target.is_contiguous()))
+        (
+            type(source) in PLAIN
+            and source.is_cpu
+            and source.dtype == target.dtype
+            and source.shape == target.shape
+        )
+        and (
+            source.stride() == target.stride()
+            or (source.is_contiguous() and target.is_contiguous())
+        )
         and not (source.is_neg() or source.is_conj() or source._is_zerotensor())
     )
 
@@ -83,14 +118,18 @@ def _are_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
 class CheckedCopy:
     """One copy of the items of a plan into a slot, in their order.
 
-    Call `copy` for the first items, then for those that follow, and so on. After the last items, `checks` has the checksums.
+    Call `copy` for the first items, then for those that follow, and so on. After the
+    last items, `checks` has the checksums.
     """
 
     def __init__(self, regions: Iterable[Region], chunk_size: int) -> None:
-        """regions: those of the plan, which its items fill without a gap. chunk_size: that of the slot, in bytes."""
+        """regions: those of the plan, which its items fill without a gap. chunk_size:
+        that of the slot, in bytes.
+        """
         self._chunk_size = chunk_size
         self._ends = list(accumulate(
-            min(chunk_size, region.length - at) for region in regions for at in range(0, region.length, chunk_size)
+            min(chunk_size, region.length - at) for region in regions for at in range(0,
+            region.length, chunk_size)
         ))  # fmt: skip
         self._copied = 0
         self._crcs: list[int] = []
@@ -101,8 +140,12 @@ class CheckedCopy:
         """Make `checks` return None, because some items are copied in another way."""
         self._checked = False
 
-    def copy(self, targets: Targets, sources: Sequence[torch.Tensor], unlike: Sequence[int] | None = None) -> None:
-        """Copy each source into its target. A source has the shape of its target. Its dtype and layout may differ.
+    def copy(
+        self, targets: Targets, sources: Sequence[torch.Tensor], unlike: Sequence[int] | None = None
+    ) -> None:
+        """Copy each source into its target.
+
+        A source has the shape of its target. Its dtype and layout may differ.
 
         unlike: what `targets.unlike(sources)` returns, if it is known already.
         """
@@ -118,23 +161,38 @@ class CheckedCopy:
                 sources[number] = targets.tensors[number]  # only its checksum is still wanted
         begin, self._copied = self._copied, self._copied + sum(targets.lengths)
         done, complete = len(self._crcs), bisect_right(self._ends, self._copied)
-        ends = [end - begin for end in [*self._ends[done:complete], self._copied]]  # the last part begins a chunk, or is empty
+        # The last part begins a chunk, or is empty.
+        ends = [end - begin for end in [*self._ends[done:complete], self._copied]]
         threads = torch.get_num_threads()
-        found = copy_bytes(targets.addresses, list(map(_address, sources)), targets.lengths, ends, threads, self._crc_so_far)
+        found = copy_bytes(
+            targets.addresses,
+            list(map(_address, sources)),
+            targets.lengths,
+            ends,
+            threads,
+            self._crc_so_far,
+        )
         self._crc_so_far = found.pop()
         self._crcs += found
 
     def checks(self, values: bytes) -> list[int] | None:
-        """Return the crc32c of each chunk: those of the items, then those of the values document. Return None if some are not known."""
+        """Return the crc32c of each chunk: those of the items, then those of the values
+        document. Return None if some are not known.
+        """
         if not self._checked or len(self._crcs) < len(self._ends):
             return None
-        return self._crcs + [crc32c(values[at : at + self._chunk_size]) for at in range(0, len(values), self._chunk_size)]
+        return self._crcs + [
+            crc32c(values[at : at + self._chunk_size])
+            for at in range(0, len(values), self._chunk_size)
+        ]
 
 
 def copy_out(address: int, pieces: Sequence[memoryview]) -> int:
-    """Copy the bytes of a mapped segment, from `address` on, into one buffer after another. Return the crc32c of all of them.
+    """Copy the bytes of a mapped segment, from `address` on, into one buffer after
+    another. Return the crc32c of all of them.
 
-    Runs on the calling thread only. Raises OSError, and copies nothing, if the memory cannot be read. `copy_bytes` must not be None.
+    Runs on the calling thread only. Raises OSError, and copies nothing, if the memory
+    cannot be read. `copy_bytes` must not be None.
     """
     assert copy_bytes is not None
     pieces = [piece for piece in pieces if len(piece)]
@@ -142,7 +200,9 @@ def copy_out(address: int, pieces: Sequence[memoryview]) -> int:
     targets = [ctypes.addressof(ctypes.c_char.from_buffer(piece)) for piece in pieces]
     length = sum(lengths)
     with present(address, length):
-        (crc,) = copy_bytes(targets, list(accumulate(lengths, initial=address))[:-1], lengths, [length], 1, 0)
+        (crc,) = copy_bytes(
+            targets, list(accumulate(lengths, initial=address))[:-1], lengths, [length], 1, 0
+        )
     return crc
 
 

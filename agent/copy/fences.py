@@ -1,11 +1,15 @@
-"""Orders copies from accelerators before later writes to their sources, so that a snapshot is never torn and never stale.
+"""Orders copies from accelerators before later writes to their sources, so that a
+snapshot is never torn and never stale.
 
-Writes to the tensors of an optimizer are held back late: only that optimizer's next step waits for their copies. Until then nothing writes
-to these tensors, and the copies overlap with forward and backward. Writes to all other sources are held back at once: the caller's stream
-waits for their copies. The training waits on its streams only, never on the CPU.
+Writes to the tensors of an optimizer are held back late: only that optimizer's next
+step waits for their copies. Until then nothing writes to these tensors, and the copies
+overlap with forward and backward. Writes to all other sources are held back at once:
+the caller's stream waits for their copies. The training waits on its streams only,
+never on the CPU.
 
-The version counters of the tensors show whether anything else wrote to a late source. If so, the snapshot fails, and from then on writes to
-every source are held back at once.
+The version counters of the tensors show whether anything else wrote to a late source.
+If so, the snapshot fails, and from then on writes to every source are held back at
+once.
 """
 
 from __future__ import annotations
@@ -31,9 +35,11 @@ log = logging.getLogger("ckptd.agent")
 class Transfer:
     """Copies that are under way.
 
-    marks: a point behind each group of copies, with its lane. sources: the tensors that are copied, kept alive until the copies are done.
-    late: the marks that the next step of an optimizer waits for. versions: the late sources, with their version counters from when their
-    copies were enqueued. torn: True if a source may have changed while it was copied.
+    marks: a point behind each group of copies, with its lane. sources: the tensors that
+    are copied, kept alive until the copies are done. late: the marks that the next step
+    of an optimizer waits for. versions: the late sources, with their version counters
+    from when their copies were enqueued. torn: True if a source may have changed while
+    it was copied.
     """
 
     marks: list[tuple[Lane, Mark]] = field(default_factory=list)
@@ -43,7 +49,9 @@ class Transfer:
     torn: bool = False
 
     def joined(self, other: Transfer) -> Transfer:
-        """Add the marks of a transfer without late copies to this one, and return this one."""
+        """Add the marks of a transfer without late copies to this one, and return this
+        one.
+        """
         self.marks += other.marks
         return self
 
@@ -56,11 +64,16 @@ class Transfer:
 class Fences:
     """The ordering between one agent's copies and its training.
 
-    Call `start` on the training thread, and later `finish` on any thread. In between, hooks make optimizer steps and loads of state dicts
-    wait for late copies. `close` removes the hooks.
+    Call `start` on the training thread, and later `finish` on any thread. In between,
+    hooks make optimizer steps and loads of state dicts wait for late copies. `close`
+    removes the hooks.
     """
 
-    def __init__(self, lane_of: Callable[[torch.device], Lane] = StreamLane, is_capturing: Callable[[], bool] = capturing) -> None:
+    def __init__(
+        self,
+        lane_of: Callable[[torch.device], Lane] = StreamLane,
+        is_capturing: Callable[[], bool] = capturing,
+    ) -> None:
         self._lane_of, self._capturing = lane_of, is_capturing
         self._lanes: dict[torch.device, Lane] = {}
         self._under_way: list[Transfer] = []
@@ -71,11 +84,18 @@ class Fences:
         self._may_wait = True
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    def start(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], modules: Sequence[torch.nn.Module]) -> Transfer:
-        """Enqueue the copies of `sources` into `targets` and return the transfer, once everything is enqueued.
+    def start(
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        modules: Sequence[torch.nn.Module],
+    ) -> Transfer:
+        """Enqueue the copies of `sources` into `targets` and return the transfer, once
+        everything is enqueued.
 
-        The caller's stream waits for the copies that hold back writes at once. `modules` are the modules in the state: loading a state dict
-        into one of them waits for the late copies.
+        The caller's stream waits for the copies that hold back writes at once.
+        `modules` are the modules in the state: loading a state dict into one of them
+        waits for the late copies.
         """
         transfer = Transfer(sources=list(sources))
         owned = self._owned() if self._may_wait else {}
@@ -87,7 +107,8 @@ class Fences:
             for device, (at_once, late_ones) in by_device.items():
                 self._enqueue(transfer, self._lane(device), targets, at_once, late_ones)
         except BaseException:
-            for lane in self._lanes.values():  # no copy may still write into the slot when the caller gives it back
+            # No copy may still write into the slot when the caller gives it back.
+            for lane in self._lanes.values():
                 lane.mark().synchronize()
             raise
         if transfer.late:
@@ -95,14 +116,23 @@ class Fences:
                 self._under_way.append(transfer)
             for module in modules:
                 if module not in self._modules:
-                    self._modules[module] = module.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
+                    self._modules[module] = module.register_load_state_dict_pre_hook(
+                        self._before_load
+                    )  # type: ignore[no-untyped-call]
         return transfer
 
     @staticmethod
-    def _enqueue(transfer: Transfer, lane: Lane, targets: Sequence[torch.Tensor], at_once: list[int], late: list[int]) -> None:
+    def _enqueue(
+        transfer: Transfer,
+        lane: Lane,
+        targets: Sequence[torch.Tensor],
+        at_once: list[int],
+        late: list[int],
+    ) -> None:
         sources = transfer.sources
         lane.begin()
-        for numbers in (at_once, late):  # the training waits for the first group at once, so that group is copied first
+        # The training waits for the first group at once, so that group is copied first.
+        for numbers in (at_once, late):
             if numbers:
                 lane.copy([targets[n] for n in numbers], [sources[n] for n in numbers])
                 transfer.marks.append((lane, lane.mark()))
@@ -113,7 +143,8 @@ class Fences:
                     transfer.versions += [(sources[n], sources[n]._version) for n in numbers]
 
     def beside(self, device: torch.device, work: Callable[[], None]) -> Transfer:
-        """Run work that reads tensors, in the lane of a device, and return its transfer.
+        """Run work that reads tensors, in the lane of a device, and return its
+        transfer.
 
         Everything that the caller enqueues from now on waits for the work.
         """
@@ -125,7 +156,9 @@ class Fences:
         return Transfer(marks=[(lane, mark)])
 
     def finish(self, transfer: Transfer) -> None:
-        """Wait on the CPU until every copy is done. Raises SnapshotFailed if a source may have changed while it was copied.
+        """Wait on the CPU until every copy is done.
+
+        Raises SnapshotFailed if a source may have changed while it was copied.
 
         After that error, later transfers hold back writes to every source at once.
         """
@@ -139,7 +172,8 @@ class Fences:
         if transfer.torn:
             self._may_wait = False
             raise SnapshotFailed(
-                "something other than its optimizer wrote to a parameter while it was being copied; from now on, training waits for "
+                "something other than its optimizer wrote to a parameter while it was being "
+                "copied; from now on, training waits for "
                 "every copy at once"
             )
 
@@ -161,13 +195,21 @@ class Fences:
     def _owned(self) -> set[int]:
         """Return the addresses of the storages that only an optimizer's step writes to.
 
-        Optimizers that may step inside a graph are left out, because the replay of a graph calls no hook.
+        Optimizers that may step inside a graph are left out, because the replay of a
+        graph calls no hook.
         """
         found: set[int] = set()
         for optimizer in self._optimizers:
-            if optimizer not in self._graphed and not any(group.get("capturable") for group in optimizer.param_groups):
+            if optimizer not in self._graphed and not any(
+                group.get("capturable") for group in optimizer.param_groups
+            ):
                 tensors = [p for group in optimizer.param_groups for p in group["params"]]
-                tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+                tensors += [
+                    v
+                    for state in optimizer.state.values()
+                    for v in state.values()
+                    if isinstance(v, torch.Tensor)
+                ]
                 found.update(_storage(tensor) for tensor in tensors)
         return found
 
@@ -176,13 +218,15 @@ class Fences:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Register the optimizer, and make its step wait for the late copies.
 
-        An optimizer whose step is captured into a graph will step again at each replay without this hook, so its tensors are never late.
+        An optimizer whose step is captured into a graph will step again at each replay
+        without this hook, so its tensors are never late.
         """
         self._optimizers.add(optimizer)
         if self._capturing():
             self._graphed.add(optimizer)
             with self._lock:
-                # A stream that is being captured cannot wait, and the graph may be replayed before the copies are done.
+                # A stream that is being captured cannot wait, and the graph may be
+                # replayed before the copies are done.
                 for transfer in self._under_way:
                     transfer.torn = True
         else:
@@ -192,7 +236,9 @@ class Fences:
         self._hold_back()
 
     def _hold_back(self) -> None:
-        """Make the current streams of this thread wait for all late copies that are still under way. May run on any thread."""
+        """Make the current streams of this thread wait for all late copies that are
+        still under way. May run on any thread.
+        """
         if self._under_way:
             with self._lock:
                 for transfer in self._under_way:
@@ -201,9 +247,11 @@ class Fences:
                         lane.hold_back(mark)
 
     def _check(self, transfer: Transfer) -> None:
-        """Mark the transfer as torn if a late source was written to before it was held back for the first time.
+        """Mark the transfer as torn if a late source was written to before it was held
+        back for the first time.
 
-        Later calls find nothing to check: writes after that first time are ordered behind the copies.
+        Later calls find nothing to check: writes after that first time are ordered
+        behind the copies.
         """
         changed = any(source._version != version for source, version in transfer.versions)
         transfer.versions.clear()

@@ -1,8 +1,11 @@
-"""Copies from an accelerator into slots on a stream beside the training's, and page-locks the memory of slots.
+"""Copies from an accelerator into slots on a stream beside the training's, and
+page-locks the memory of slots.
 
-Works with any device type of `torch.accelerator`. A lane begins behind everything that the training has enqueued so far, and enqueuing
-copies in it does not block the CPU. Every copy across the bus takes microseconds to enqueue, so small tensors that lie side by side in the
-slot are first gathered on the device. Without page-locked memory the copies are several times slower and may block the CPU.
+Works with any device type of `torch.accelerator`. A lane begins behind everything that
+the training has enqueued so far, and enqueuing copies in it does not block the CPU.
+Every copy across the bus takes microseconds to enqueue, so small tensors that lie side
+by side in the slot are first gathered on the device. Without page-locked memory the
+copies are several times slower and may block the CPU.
 """
 
 from __future__ import annotations
@@ -16,14 +19,18 @@ import torch
 
 log = logging.getLogger("ckptd.agent")
 
-SMALL = 256 << 10  # bytes; at 25 GB/s they cross the bus in the time that it takes to enqueue a copy
+# Bytes; at 25 GB/s they cross the bus in the time that it takes to enqueue a copy.
+SMALL = 256 << 10
 GATHERED = 16 << 20  # bytes that are gathered on the device at once, at most
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every device's context
 _NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
 
 
 class Mark(Protocol):
-    """A point in a lane that is reached once everything before it is done. `torch.Event` is one."""
+    """A point in a lane that is reached once everything before it is done.
+
+    `torch.Event` is one.
+    """
 
     def query(self) -> bool: ...
 
@@ -31,10 +38,15 @@ class Mark(Protocol):
 
 
 class Lane(Protocol):
-    """A queue of copies from one device that runs beside the caller's stream. Call `begin`, then `copy`, `mark` and `hold_back`."""
+    """A queue of copies from one device that runs beside the caller's stream.
+
+    Call `begin`, then `copy`, `mark` and `hold_back`.
+    """
 
     def begin(self) -> None:
-        """Make later copies wait for everything that the caller has enqueued so far, so that they copy its results."""
+        """Make later copies wait for everything that the caller has enqueued so far, so
+        that they copy its results.
+        """
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None: ...
 
@@ -44,7 +56,10 @@ class Lane(Protocol):
     def mark(self) -> Mark: ...
 
     def hold_back(self, mark: Mark) -> None:
-        """Make everything that the caller enqueues from now on wait for `mark`. Does not block the CPU."""
+        """Make everything that the caller enqueues from now on wait for `mark`.
+
+        Does not block the CPU.
+        """
 
 
 class StreamLane:
@@ -72,22 +87,31 @@ class StreamLane:
     def _gather(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         first, length = targets[0].data_ptr(), sum(target.nbytes for target in targets)
         try:
-            # May be freed before the copies are done: no other stream uses the memory, and the allocator reuses it in stream order.
+            # May be freed before the copies are done: no other stream uses the memory,
+            # and the allocator reuses it in stream order.
             buffer = torch.empty(length, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
             return
-        by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
+        by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(
+            lambda: ([], [])
+        )
         for target, source in zip(targets, sources, strict=True):
             at = target.data_ptr() - first
-            mirror = buffer[at : at + target.nbytes].view(target.dtype).as_strided(target.shape, target.stride())
+            mirror = (
+                buffer[at : at + target.nbytes]
+                .view(target.dtype)
+                .as_strided(target.shape, target.stride())
+            )
             by_dtype[target.dtype][0].append(mirror)
             by_dtype[target.dtype][1].append(source)
         for mirrors, originals in by_dtype.values():
             torch._foreach_copy_(mirrors, originals)
         whole = targets[0].untyped_storage()
-        flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(whole, first - whole.data_ptr(), (length,), (1,))
+        flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(
+            whole, first - whole.data_ptr(), (length,), (1,)
+        )
         flat.copy_(buffer, non_blocking=True)
 
     def mark(self) -> Mark:
@@ -106,8 +130,8 @@ def capturing() -> bool:
 def runs(targets: Sequence[torch.Tensor]) -> list[list[int]]:
     """Return the numbers of the targets in groups that are copied together.
 
-    Small targets that follow each other and lie side by side form a group of at most `GATHERED` bytes. Any other target is alone in its
-    group.
+    Small targets that follow each other and lie side by side form a group of at most
+    `GATHERED` bytes. Any other target is alone in its group.
     """
     found: list[list[int]] = []
     end, gathered = -1, GATHERED
@@ -124,21 +148,28 @@ def runs(targets: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def lock_pages(address: int, length: int) -> bool:
-    """Page-lock `length` bytes at `address`, so that the accelerator can read and write them by itself. Return True if they are locked.
+    """Page-lock `length` bytes at `address`, so that the accelerator can read and write
+    them by itself. Return True if they are locked.
 
-    The log has the reason if the driver refuses, or if ckptd cannot lock pages for this device type. Must be called by the process that
-    uses the memory, on any thread. https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
+    The log has the reason if the driver refuses, or if ckptd cannot lock pages for this
+    device type. Must be called by the process that uses the memory, on any thread.
+    https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
     """
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None or not length:
         return False
     if device.type != "cuda":
-        log.warning("slots are not page-locked, so copies are slower: ckptd can page-lock for CUDA and ROCm only, not for %s", device.type)
+        log.warning(
+            "slots are not page-locked, so copies are slower: ckptd can page-lock for CUDA and "
+            "ROCm only, not for %s",
+            device.type,
+        )
         return False
     error = int(torch.cuda.cudart().cudaHostRegister(address, length, _PORTABLE))  # type: ignore[no-untyped-call]
     if error:
         log.warning(
-            "slots could not be page-locked (CUDA error %d, %.1f GB): copies are slower and hold up training; is LimitMEMLOCK too small?",
+            "slots could not be page-locked (CUDA error %d, %.1f GB): copies are slower and hold "
+            "up training; is LimitMEMLOCK too small?",
             error, length / 1e9,
         )  # fmt: skip
     return error == 0

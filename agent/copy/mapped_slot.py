@@ -1,7 +1,10 @@
-"""Fills and seals a slot that is mapped into the trainer: batched copies, then the documents, then the sealed header.
+"""Fills and seals a slot that is mapped into the trainer: batched copies, then the
+documents, then the sealed header.
 
-Only the trainer writes the header and the data. The header says FILLING before the first byte changes, and SEALED after the last one. If
-the trainer dies at any instant, the slot has the old snapshot, the new snapshot, or nothing that could be mistaken for a snapshot.
+Only the trainer writes the header and the data. The header says FILLING before the
+first byte changes, and SEALED after the last one. If the trainer dies at any instant,
+the slot has the old snapshot, the new snapshot, or nothing that could be mistaken for a
+snapshot.
 """
 
 from __future__ import annotations
@@ -26,25 +29,35 @@ from ckptd.agent.plan.layout import Layout
 from ckptd.agent.state.dtypes import copyable, dtype_of
 from ckptd.shared.errors import IntegrityError, QuotaExceeded
 from ckptd.shared.formats.plan import Item, align_region
-from ckptd.shared.formats.segment import SegmentHeader, SlotState, read_header, write_check, write_document, write_header
+from ckptd.shared.formats.segment import (
+    SegmentHeader,
+    SlotState,
+    read_header,
+    write_check,
+    write_document,
+    write_header,
+)
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.failpoints import failpoint
 
 log = logging.getLogger("ckptd.agent")
 
 Carry = Callable[[list[torch.Tensor], list[torch.Tensor]], Transfer]
-"""A function that enqueues copies from accelerators. Takes the targets and the sources, and returns the transfer."""
+"""A function that enqueues copies from accelerators. Takes the targets and the sources,
+and returns the transfer.
+"""
 _PIECE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The encoded values document and request document of a snapshot, which follow its tensors.
+    """The encoded values document and request document of a snapshot, which follow its
+    tensors.
 
-    The values come first, because they are the last region of the packed slot. Then come the plan
-    document, which the layout has, and the request. `late` returns the final request once the
-    copies into the slot are done, because it has digests that are known only then. The final
-    request must fit into the slot.
+    The values come first, because they are the last region of the packed slot. Then
+    come the plan document, which the layout has, and the request. `late` returns the
+    final request once the copies into the slot are done, because it has digests that
+    are known only then. The final request must fit into the slot.
     """
 
     values: bytes
@@ -52,16 +65,24 @@ class Documents:
     late: Callable[[], bytes] | None = None
 
     def finished(self) -> Documents:
-        """Return the documents with their final request. Call this once the copies are done."""
+        """Return the documents with their final request.
+
+        Call this once the copies are done.
+        """
         return self if self.late is None else Documents(self.values, self.late())
 
     def offsets(self, layout: Layout) -> tuple[int, int, int, int]:
-        """Return where values, plan and request begin and where the request ends, in bytes from the start of the slot's data."""
+        """Return where values, plan and request begin and where the request ends, in
+        bytes from the start of the slot's data.
+        """
         return document_offsets(layout, len(self.values), len(self.request))
 
 
-def document_offsets(layout: Layout, values_length: int, request_length: int) -> tuple[int, int, int, int]:
-    """Return where values, plan and request begin and where the request ends, in bytes from the start of the slot's data.
+def document_offsets(
+    layout: Layout, values_length: int, request_length: int
+) -> tuple[int, int, int, int]:
+    """Return where values, plan and request begin and where the request ends, in bytes
+    from the start of the slot's data.
 
     The end is the capacity that the slot needs, without slack.
     """
@@ -75,7 +96,8 @@ def document_offsets(layout: Layout, values_length: int, request_length: int) ->
 class _Views:
     """The items of a layout as tensors over the memory of a slot.
 
-    signature: the layout's. targets: one for each item. elsewhere: numbers of the items whose sources are on accelerators.
+    signature: the layout's. targets: one for each item. elsewhere: numbers of the items
+    whose sources are on accelerators.
     """
 
     signature: bytes
@@ -89,22 +111,27 @@ _NO_VIEWS = _Views(b"", Targets.of([]), [])
 class MappedSlot:
     """A slot whose segment is mapped into this process.
 
-    Construction takes the lock that shows the daemon that this process is alive. Call `populate` once, off the training thread. For each
-    snapshot call `fill`, or `begin` and then `copy`, and at last `seal`. Call `forget` at the end.
+    Construction takes the lock that shows the daemon that this process is alive. Call
+    `populate` once, off the training thread. For each snapshot call `fill`, or `begin`
+    and then `copy`, and at last `seal`. Call `forget` at the end.
 
-    Raises IntegrityError if the segment is damaged or cut short, OSError if it cannot be mapped. The descriptors then stay the caller's.
+    Raises IntegrityError if the segment is damaged or cut short, OSError if it cannot
+    be mapped. The descriptors then stay the caller's.
     """
 
     def __init__(self, name: str, data: Descriptor, lock: Descriptor) -> None:
         self.name = name
         self._data, self._lock = data, lock
-        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for an instant at most, while a daemon tests whether the lock is held
+        # Waits for an instant at most, while a daemon tests whether the lock is held.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         self.header: SegmentHeader = read_header(self._fd)
         try:
             mapped = map_segment(self._fd, self.header.file_length)
         except IntegrityError:
             raise IntegrityError(f"segment {name} has been cut short by another process") from None
-        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.header.data_offset, count=self.header.capacity)
+        self._bytes = torch.frombuffer(
+            mapped, dtype=torch.uint8, offset=self.header.data_offset, count=self.header.capacity
+        )
         self._views = _NO_VIEWS
         self._copying = CheckedCopy([], self.header.chunk_size)
         self._locking, self._locked_at, self._forgotten = threading.Lock(), 0, False
@@ -114,7 +141,10 @@ class MappedSlot:
 
     @property
     def _fd(self) -> int:
-        """The number of the segment's data descriptor. Raises ValueError once that is closed."""
+        """The number of the segment's data descriptor.
+
+        Raises ValueError once that is closed.
+        """
         return self._data.fileno()
 
     @property
@@ -122,7 +152,8 @@ class MappedSlot:
         return self.header.capacity
 
     def populate(self) -> None:
-        """Fault in and page-lock all memory of the slot, so that the first copy is as fast as later ones. Other threads run meanwhile.
+        """Fault in and page-lock all memory of the slot, so that the first copy is as
+        fast as later ones. Other threads run meanwhile.
 
         A failure is logged. The slot can still be used, and copies into it are slower.
         """
@@ -132,26 +163,40 @@ class MappedSlot:
         start, length = held.data_ptr() - self.header.data_offset, self.header.file_length
         for offset in range(0, length, _PIECE):
             if error := advise(start + offset, min(_PIECE, length - offset), MADV_POPULATE_WRITE):
-                log.debug("pages of a slot could not be faulted in before the first copy: %s", os.strerror(error))
+                log.debug(
+                    "pages of a slot could not be faulted in before the first copy: %s",
+                    os.strerror(error),
+                )
                 break
         with self._locking:
             if not self._forgotten and lock_pages(start, length):
                 self._locked_at = start
 
     def cut(self, layout: Layout) -> None:
-        """Make the views that copies by this layout write to, so that the first of them need not. Other threads may run meanwhile."""
+        """Make the views that copies by this layout write to, so that the first of them
+        need not. Other threads may run meanwhile.
+        """
         with self._locking:
             if not self._forgotten and self._views is _NO_VIEWS:
                 self._views_of(layout)
 
     def fill(
-        self, sources: list[torch.Tensor], layout: Layout, step: int, carry: Carry, unlike: list[int] | None = None
+        self,
+        sources: list[torch.Tensor],
+        layout: Layout,
+        step: int,
+        carry: Carry,
+        unlike: list[int] | None = None,
     ) -> Transfer | None:
-        """Begin to fill the slot, and copy all sources into it. The sources may change when this returns.
+        """Begin to fill the slot, and copy all sources into it.
 
-        unlike: the numbers of the sources that differ from their item in dtype or layout, or None if that is not known.
-        Sources on the CPU are copied at once. `carry` enqueues the copies of those on accelerators, ordered before later writes. Return the
-        transfer of these copies, or None if there are none. The slot is complete once that transfer is finished.
+        The sources may change when this returns.
+
+        unlike: the numbers of the sources that differ from their item in dtype or
+        layout, or None if that is not known. Sources on the CPU are copied at once.
+        `carry` enqueues the copies of those on accelerators, ordered before later
+        writes. Return the transfer of these copies, or None if there are none. The slot
+        is complete once that transfer is finished.
         """
         self.begin(layout, step)
         transfer = self.copy(sources, layout, range(len(layout.plan.items)), carry, unlike)
@@ -159,18 +204,28 @@ class MappedSlot:
         return transfer
 
     def begin(self, layout: Layout, step: int) -> None:
-        """Write a header that says that the slot is being filled. Call this before the first byte changes."""
+        """Write a header that says that the slot is being filled.
+
+        Call this before the first byte changes.
+        """
         write_header(self._fd, header := self.header.next(SlotState.FILLING, step=step))
         self.header = header
         self._copying = CheckedCopy(layout.plan.regions, header.chunk_size)
         failpoint("agent.filling")
 
     def copy(
-        self, sources: list[torch.Tensor], layout: Layout, numbers: range, carry: Carry, unlike: list[int] | None = None
+        self,
+        sources: list[torch.Tensor],
+        layout: Layout,
+        numbers: range,
+        carry: Carry,
+        unlike: list[int] | None = None,
     ) -> Transfer | None:
-        """Copy one source for each of these item numbers of the plan, as `fill` does for all items. Call `begin` first.
+        """Copy one source for each of these item numbers of the plan, as `fill` does
+        for all items. Call `begin` first.
 
-        The first call has the first items, and each later call the items that follow. `unlike` has numbers of sources, as for `fill`.
+        The first call has the first items, and each later call the items that follow.
+        `unlike` has numbers of sources, as for `fill`.
         """
         views, transfer = self._views_of(layout), None
         targets = views.targets.part(slice(numbers.start, numbers.stop))
@@ -179,14 +234,30 @@ class MappedSlot:
             unlike = None
             elsewhere = [n - numbers.start for n in views.elsewhere if n in numbers]
             if elsewhere:
-                transfer = carry([copyable(targets.tensors[n]) for n in elsewhere], [copyable(sources[n]) for n in elsewhere])
-            here = [n for n, number in enumerate(numbers) if layout.plan.items[number].device == "cpu"]
-            targets, sources = Targets.of([targets.tensors[n] for n in here]), [sources[n] for n in here]
+                transfer = carry(
+                    [copyable(targets.tensors[n]) for n in elsewhere],
+                    [copyable(sources[n]) for n in elsewhere],
+                )
+            here = [
+                n for n, number in enumerate(numbers) if layout.plan.items[number].device == "cpu"
+            ]
+            targets, sources = (
+                Targets.of([targets.tensors[n] for n in here]),
+                [sources[n] for n in here],
+            )
         half = len(sources) // 2
         try:
-            self._copying.copy(targets.part(slice(half)), sources[:half], unlike and [n for n in unlike if n < half])
+            self._copying.copy(
+                targets.part(slice(half)),
+                sources[:half],
+                unlike and [n for n in unlike if n < half],
+            )
             failpoint("agent.copying")
-            self._copying.copy(targets.part(slice(half, None)), sources[half:], unlike and [n - half for n in unlike if n >= half])
+            self._copying.copy(
+                targets.part(slice(half, None)),
+                sources[half:],
+                unlike and [n - half for n in unlike if n >= half],
+            )
         except BaseException:
             if transfer is not None:
                 transfer.wait()
@@ -194,11 +265,17 @@ class MappedSlot:
         return transfer
 
     def seal(self, layout: Layout, documents: Documents) -> None:
-        """Write the documents, then the header that says that the slot is sealed. Raises QuotaExceeded if the documents do not fit."""
+        """Write the documents, then the header that says that the slot is sealed.
+
+        Raises QuotaExceeded if the documents do not fit.
+        """
         header, documents = self.header, documents.finished()
         values, plan, request, end = documents.offsets(layout)
         if end > header.capacity:
-            raise QuotaExceeded(f"the plain values of this state need {end - header.capacity} bytes more than the slot has")
+            raise QuotaExceeded(
+                f"the plain values of this state need {end - header.capacity} bytes more than the "
+                f"slot has"
+            )
         written = {
             "values": write_document(self._fd, header, values, documents.values),
             "plan": write_document(self._fd, header, plan, layout.document),
@@ -214,7 +291,10 @@ class MappedSlot:
         failpoint("agent.sealed")
 
     def refresh(self) -> SegmentHeader:
-        """Read the header from the segment and return it. Ctrl-C may have come after it was written and before it was stored here."""
+        """Read the header from the segment and return it.
+
+        Ctrl-C may have come after it was written and before it was stored here.
+        """
         self.header = header = read_header(self._fd)
         return header
 
@@ -228,17 +308,24 @@ class MappedSlot:
         views = self._views  # another thread may replace them
         if views.signature != layout.signature:
             targets = self._targets(layout.plan.items)
-            elsewhere = [number for number, item in enumerate(layout.plan.items) if item.device != "cpu"]
+            elsewhere = [
+                number for number, item in enumerate(layout.plan.items) if item.device != "cpu"
+            ]
             # A single assignment, because Ctrl-C may come between any two instructions.
             views = self._views = _Views(layout.signature, Targets.of(targets), elsewhere)
         return views
 
     def _targets(self, items: list[Item]) -> list[torch.Tensor]:
-        """Return a view of the slot for each item. Neighbours of one dtype are cut out in one call, which costs a tenth."""
+        """Return a view of the slot for each item.
+
+        Neighbours of one dtype are cut out in one call, which costs a tenth.
+        """
         targets: list[torch.Tensor] = []
         for dtype, group in groupby(items, attrgetter("dtype")):
             run = list(group)
-            flat = self._bytes[run[0].offset : run[-1].offset + run[-1].length].view(dtype_of(dtype))
+            flat = self._bytes[run[0].offset : run[-1].offset + run[-1].length].view(
+                dtype_of(dtype)
+            )
             parts = torch.split_with_sizes(flat, [math.prod(item.sizes) for item in run])
             for part, item in zip(parts, run, strict=True):
                 if item.stride is not None:
@@ -248,7 +335,9 @@ class MappedSlot:
         return targets
 
     def forget(self) -> None:
-        """Release the views of the memory, the page lock and both descriptors. No copy may be under way.
+        """Release the views of the memory, the page lock and both descriptors.
+
+        No copy may be under way.
 
         The memory is unmapped when the last view of it is gone.
         """
@@ -268,7 +357,10 @@ class MappedSlot:
 
 
 def batches(layout: Layout, most: int) -> Iterator[range]:
-    """Yield consecutive ranges of item numbers. Each ends with the item that makes it `most` bytes or more; the last has the rest."""
+    """Yield consecutive ranges of item numbers.
+
+    Each ends with the item that makes it `most` bytes or more; the last has the rest.
+    """
     first, nbytes = 0, 0
     for number, item in enumerate(layout.plan.items):
         nbytes += item.length

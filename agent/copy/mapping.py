@@ -1,6 +1,7 @@
 """Maps segments into this process without keeping a descriptor for the mapping.
 
-`mmap.mmap` keeps a duplicate of the descriptor. A forked child would inherit it, and would keep the pages of an unlinked segment in memory.
+`mmap.mmap` keeps a duplicate of the descriptor. A forked child would inherit it, and
+would keep the pages of an unlinked segment in memory.
 """
 
 from __future__ import annotations
@@ -18,20 +19,31 @@ from ckptd.shared.errors import IntegrityError
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # from linux/mman.h, since Linux 5.14
 _forking = threading.RLock()
-"""Held while a segment is mapped and while this process forks. A fork between `mmap` and MADV_DONTFORK would give the child the mapping."""
+"""Held while a segment is mapped and while this process forks. A fork between `mmap`
+and MADV_DONTFORK would give the child the mapping.
+"""
 
 
 def map_segment(fd: int, length: int, *, writable: bool = True) -> Any:
     """Map `length` bytes of a segment, shared, and return a ctypes array over them.
 
-    The memory is unmapped when the last reference to the array is gone. A tensor made by `torch.frombuffer` holds a reference. A forked
-    child does not inherit the mapping. Raises IntegrityError if the segment is shorter than `length`, OSError if it cannot be mapped.
+    The memory is unmapped when the last reference to the array is gone. A tensor made
+    by `torch.frombuffer` holds a reference. A forked child does not inherit the
+    mapping. Raises IntegrityError if the segment is shorter than `length`, OSError if
+    it cannot be mapped.
     """
     if os.fstat(fd).st_size < length:
         raise IntegrityError("the segment has been cut short by another process")
@@ -46,16 +58,22 @@ def map_segment(fd: int, length: int, *, writable: bool = True) -> Any:
             raise error
     array = (ctypes.c_ubyte * length).from_address(address)
     unmap = weakref.finalize(array, _unmap, os.getpid(), address, length)
-    unmap.atexit = False  # other threads may still use the memory while the interpreter ends; the kernel unmaps it
+    # Other threads may still use the memory while the interpreter ends; the kernel
+    # unmaps it.
+    unmap.atexit = False
     return array
 
 
 @contextmanager
 def present(address: int, length: int) -> Iterator[None]:
-    """Context manager. Map all pages of a range of a segment, and no longer need them at the end.
+    """Context manager.
 
-    Raises OSError if a page cannot be read now, where an access would end this process: the segment has been cut short, its memory has
-    failed, or the kernel is older than Linux 5.14 and cannot tell. A segment that is cut later still ends the process at the next access.
+    Map all pages of a range of a segment, and no longer need them at the end.
+
+    Raises OSError if a page cannot be read now, where an access would end this process:
+    the segment has been cut short, its memory has failed, or the kernel is older than
+    Linux 5.14 and cannot tell. A segment that is cut later still ends the process at
+    the next access.
     """
     page, end = mmap.PAGESIZE, address + length
     start = address - address % page
@@ -64,20 +82,26 @@ def present(address: int, length: int) -> Iterator[None]:
     try:
         yield
     finally:
-        # By each thread for its own range, since one call for the whole segment would take longer. Other threads may use the border pages.
+        # By each thread for its own range, since one call for the whole segment would
+        # take longer. Other threads may use the border pages.
         own, own_end = -(-address // page) * page, end - end % page
         if own < own_end:
             advise(own, own_end - own, mmap.MADV_DONTNEED)
 
 
 def _unmap(owner: int, address: int, length: int) -> None:
-    """Unmap the memory, but not in a forked child: it never had this mapping, and may have mapped other memory at the same address."""
+    """Unmap the memory, but not in a forked child: it never had this mapping, and may
+    have mapped other memory at the same address.
+    """
     if os.getpid() == owner:
         _libc.munmap(address, length)
 
 
 def advise(address: int, length: int, advice: int) -> int:
-    """Call madvise(2) with this advice for a range of memory, while other threads run. Return 0 or the errno."""
+    """Call madvise(2) with this advice for a range of memory, while other threads run.
+
+    Return 0 or the errno.
+    """
     return ctypes.get_errno() if _libc.madvise(address, length, advice) else 0
 
 
@@ -86,4 +110,6 @@ def _os_error() -> OSError:
     return OSError(number, os.strerror(number))
 
 
-os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_forking.release)
+os.register_at_fork(
+    before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_forking.release
+)

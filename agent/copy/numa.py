@@ -1,4 +1,6 @@
-"""Finds the NUMA node on which this rank's slots should be: that of its accelerator, else that of its CPUs."""
+"""Finds the NUMA node on which this rank's slots should be: that of its accelerator,
+else that of its CPUs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ DEVICES = Path("/sys/bus/pci/devices")
 
 
 def home_node(system: Path = SYSTEM, devices: Path = DEVICES) -> int:
-    """Return the NUMA node for this rank's slots, or UNKNOWN if the machine has only one node or the right one cannot be determined."""
+    """Return the NUMA node for this rank's slots, or UNKNOWN if the machine has only
+    one node or the right one cannot be determined.
+    """
     if len(nodes(system)) < 2:
         return UNKNOWN
     found = _accelerator_node(devices)
@@ -22,12 +26,23 @@ def home_node(system: Path = SYSTEM, devices: Path = DEVICES) -> int:
 
 
 def _accelerator_node(devices: Path) -> int:
-    """Return the NUMA node of the current CUDA device, found by its PCI address, or UNKNOWN."""
+    """Return the NUMA node of the current CUDA device, found by its PCI address, or
+    UNKNOWN.
+    """
     if not torch.cuda.is_available():
         return UNKNOWN
     properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     try:
-        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        domain, bus, slot = (
+            properties.pci_domain_id,
+            properties.pci_bus_id,
+            properties.pci_device_id,
+        )
+        address = f"{domain:04x}:{bus:02x}:{slot:02x}.0"
         return int((devices / address / "numa_node").read_text())
-    except (AttributeError, OSError, ValueError):  # AttributeError: torch before 2.8 does not have the PCI address
+    except (
+        AttributeError,
+        OSError,
+        ValueError,
+    ):  # AttributeError: torch before 2.8 does not have the PCI address
         return UNKNOWN

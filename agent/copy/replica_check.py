@@ -1,4 +1,6 @@
-"""Makes the digests by which a daemon compares this rank with other ranks that hold the same tensors, for each snapshot."""
+"""Makes the digests by which a daemon compares this rank with other ranks that hold the
+same tensors, for each snapshot.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 class ReplicaCheck:
     """The samples of the tensors that the kept plan shares between ranks.
 
-    `every` is the setting `compare_replicas`. Call `use` when a plan is known, then `begin` for
-    each snapshot.
+    `every` is the setting `compare_replicas`. Call `use` when a plan is known, then
+    `begin` for each snapshot.
     """
 
     def __init__(self, every: int) -> None:
@@ -34,7 +36,12 @@ class ReplicaCheck:
         return 0 if self._samples is None else self._samples.room
 
     def use(
-        self, shared: Shared | None, tensors: dict[str, torch.Tensor], parts: Sequence[torch.Tensor], rank: int, node: Membership | None
+        self,
+        shared: Shared | None,
+        tensors: dict[str, torch.Tensor],
+        parts: Sequence[torch.Tensor],
+        rank: int,
+        node: Membership | None,
     ) -> None:
         """Sample the tensors of the replica groups in `shared` from now on.
 
@@ -44,17 +51,23 @@ class ReplicaCheck:
             return
         self._samples, self._before = None, -1
         if shared is not None and shared.groups and self._every:
-            # Imported here, because this module needs NumPy, which a job of one rank does not need.
+            # Imported here, because this module needs NumPy, which a job of one rank
+            # does not need.
             from ckptd.agent.copy.replica_samples import ReplicaSamples
 
-            self._samples = ReplicaSamples(shared.groups, shared.local.rows, tensors, parts, rank, node, self._every)
+            self._samples = ReplicaSamples(
+                shared.groups, shared.local.rows, tensors, parts, rank, node, self._every
+            )
         self._shared = shared
 
-    def begin(self, found: PlanInUse, step: int, queue: Queue) -> Callable[[], list[ReplicaDigests]] | None:
-        """Sample the tensors of this snapshot, and return a function that returns their digests.
+    def begin(
+        self, found: PlanInUse, step: int, queue: Queue
+    ) -> Callable[[], list[ReplicaDigests]] | None:
+        """Sample the tensors of this snapshot, and return a function that returns their
+        digests.
 
-        Return None if no other rank holds any of the tensors. Call the function once the copies
-        that `queue` has enqueued are done.
+        Return None if no other rank holds any of the tensors. Call the function once
+        the copies that `queue` has enqueued are done.
         """
         samples = self._samples
         if samples is None:

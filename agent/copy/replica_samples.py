@@ -1,14 +1,16 @@
-"""Digests, at every snapshot, a sample of the tensors that other ranks hold too, so that the daemon can compare the ranks.
+"""Digests, at every snapshot, a sample of the tensors that other ranks hold too, so
+that the daemon can compare the ranks.
 
-A rank copies only its own share of such tensors. The sample is therefore read from the tensors
-themselves: two cache lines of each tensor, at a place that depends on the step and is the same on
-all ranks. In addition, each snapshot digests a range of all bytes. The ranges of `every` snapshots
-at regular distances make up all bytes. On the CPU, one call of NumPy gathers the samples of all
-tensors. On an accelerator, one kernel in the lane of the copies gathers them, and they are digested
-on the host once the copies are done.
+A rank copies only its own share of such tensors. The sample is therefore read from the
+tensors themselves: two cache lines of each tensor, at a place that depends on the step
+and is the same on all ranks. In addition, each snapshot digests a range of all bytes.
+The ranges of `every` snapshots at regular distances make up all bytes. On the CPU, one
+call of NumPy gathers the samples of all tensors. On an accelerator, one kernel in the
+lane of the copies gathers them, and they are digested on the host once the copies are
+done.
 
-The digests need not withstand an attacker. They tell a wrong copy from a right one by its bytes, so
-that NaNs are compared like any other value.
+The digests need not withstand an attacker. They tell a wrong copy from a right one by
+its bytes, so that NaNs are compared like any other value.
 """
 
 from __future__ import annotations
@@ -35,7 +37,15 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from ckptd.agent.plan.layout import Row, digest, weigh
 from ckptd.agent.plan.replica_groups import ReplicaGroup
 from ckptd.shared.formats.membership import Membership
-from ckptd.shared.formats.replicas import DIGEST, GROUP, MOST_DIGESTS, MOST_GROUPS, MOST_KEYS, ReplicaDigests, encode_keys
+from ckptd.shared.formats.replicas import (
+    DIGEST,
+    GROUP,
+    MOST_DIGESTS,
+    MOST_GROUPS,
+    MOST_KEYS,
+    ReplicaDigests,
+    encode_keys,
+)
 
 log = logging.getLogger("ckptd.agent")
 
@@ -57,9 +67,18 @@ The lines of such a tensor may differ between ranks that hold the same values.
 """
 
 Numbers = npt.NDArray[np.uint64]
-_ODD = [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53]
+_ODD = [
+    0x9E3779B97F4A7C15,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x27D4EB2F165667C5,
+    0xFF51AFD7ED558CCD,
+    0xC4CEB9FE1A85EC53,
+]
 """Odd constants of well-known hash functions (xxHash, MurmurHash3)."""
-_OF_WORD = np.array([_ODD[n % 4] * (2 * n + 3) % (1 << 64) | 1 for n in range(SAMPLE // 8)], dtype=np.uint64)
+_OF_WORD = np.array(
+    [_ODD[n % 4] * (2 * n + 3) % (1 << 64) | 1 for n in range(SAMPLE // 8)], dtype=np.uint64
+)
 
 
 def _mixed(numbers: Numbers) -> Numbers:
@@ -89,7 +108,8 @@ class _AllMemory:
 
     def __init__(self, width: int) -> None:
         self.__array_interface__ = {
-            "shape": (1 << 55,), "strides": (1,), "typestr": f"|V{width}", "data": (self.BASE, True), "version": 3,
+            "shape": (1 << 55,), "strides": (1,), "typestr": f"|V{width}", "data": (self.BASE,
+            True), "version": 3,
         }  # fmt: skip
 
 
@@ -97,7 +117,10 @@ _records: dict[int, npt.NDArray[Any]] = {}
 
 
 def _gather(addresses: Numbers, width: int) -> npt.NDArray[np.uint8]:
-    """Return `width` bytes from each address, row by row. The caller guarantees that the memory is there."""
+    """Return `width` bytes from each address, row by row.
+
+    The caller guarantees that the memory is there.
+    """
     if width not in _records:
         _records[width] = np.asarray(_AllMemory(width))
     found = _records[width][(addresses - np.uint64(_AllMemory.BASE)).view(np.int64)]
@@ -112,7 +135,9 @@ def _digested(rows: npt.NDArray[np.uint8]) -> Numbers:
         padded[:, :width] = rows
         rows = padded
     words = np.ascontiguousarray(rows).view(np.uint64)
-    return _mixed((words * _OF_WORD[: words.shape[1]]).sum(axis=1, dtype=np.uint64) + np.uint64(width))
+    return _mixed(
+        (words * _OF_WORD[: words.shape[1]]).sum(axis=1, dtype=np.uint64) + np.uint64(width)
+    )
 
 
 def _digested_at(addresses: Numbers, width: int) -> Numbers:
@@ -128,11 +153,12 @@ def _digested_at(addresses: Numbers, width: int) -> Numbers:
 class _Pieces:
     """The tensors on one device of which pieces of one width are sampled.
 
-    tensors: their numbers among the compared tensors. seeds: for each tensor, a number that depends
-    on its place in its group. each: the number of pieces of each tensor. room: for tensors in C
-    order, the number of places at which a piece can begin; for other tensors, the number of their
-    elements. extent: the bytes from the first to the last element in memory. shape, stride: for
-    tensors that are not in C order, their shapes and strides in elements.
+    tensors: their numbers among the compared tensors. seeds: for each tensor, a number
+    that depends on its place in its group. each: the number of pieces of each tensor.
+    room: for tensors in C order, the number of places at which a piece can begin; for
+    other tensors, the number of their elements. extent: the bytes from the first to the
+    last element in memory. shape, stride: for tensors that are not in C order, their
+    shapes and strides in elements.
     """
 
     width: int
@@ -156,7 +182,8 @@ class _Pieces:
         return found
 
     def offsets(self, step: int) -> Numbers:
-        """Return the places of the pieces at this step, in bytes from the start of each tensor.
+        """Return the places of the pieces at this step, in bytes from the start of each
+        tensor.
 
         The result has one row for each piece of a tensor.
         """
@@ -167,7 +194,9 @@ class _Pieces:
             return found
         return self._by_stride(found, self.shape, self.stride)
 
-    def _by_stride(self, elements: Numbers, shape: Numbers, stride: npt.NDArray[np.int64]) -> Numbers:
+    def _by_stride(
+        self, elements: Numbers, shape: Numbers, stride: npt.NDArray[np.int64]
+    ) -> Numbers:
         """Return the places of elements, given their numbers in C order."""
         offsets = np.zeros(elements.shape, dtype=np.int64)
         for dimension in range(shape.shape[1] - 1, -1, -1):
@@ -180,10 +209,11 @@ class _Pieces:
 class Sampled:
     """The samples of one snapshot. Copies from accelerators fill `rows` and `sums`.
 
-    Call `ReplicaSamples.digests` once these copies are done. values: the digest of each compared
-    tensor. names: the name of each replica group. rows: the bytes that are gathered on an
-    accelerator, by pieces. sums: the numbers of tensors with the digests of their ranges, as
-    tensors in host memory. kept: the tensors that must live until the copies are done.
+    Call `ReplicaSamples.digests` once these copies are done. values: the digest of each
+    compared tensor. names: the name of each replica group. rows: the bytes that are
+    gathered on an accelerator, by pieces. sums: the numbers of tensors with the digests
+    of their ranges, as tensors in host memory. kept: the tensors that must live until
+    the copies are done.
     """
 
     values: Numbers
@@ -201,28 +231,36 @@ It makes later writes of the training wait for the work.
 
 
 class ReplicaSamples:
-    """The samples of the tensors that this rank compares with other ranks while a plan is kept.
+    """The samples of the tensors that this rank compares with other ranks while a plan
+    is kept.
 
-    Keeps no tensor alive. `room` is the most bytes that the digests add to a request document.
+    Keeps no tensor alive. `room` is the most bytes that the digests add to a request
+    document.
     """
 
     def __init__(
-        self, groups: Sequence[ReplicaGroup], rows: Sequence[Row], tensors: dict[str, torch.Tensor], parts: Sequence[torch.Tensor],
-        rank: int, node: Membership | None, every: int,
+        self, groups: Sequence[ReplicaGroup], rows: Sequence[Row], tensors: dict[str, torch.Tensor],
+        parts: Sequence[torch.Tensor], rank: int, node: Membership | None, every: int,
     ) -> None:  # fmt: skip
         """Choose the tensors to compare, and the pieces to sample.
 
-        groups: the replica groups of the plan, with the numbers of `rows`. parts: this rank's part
-        of each of `tensors`. every: the setting `compare_replicas`.
+        groups: the replica groups of the plan, with the numbers of `rows`. parts: this
+        rank's part of each of `tensors`. every: the setting `compare_replicas`.
         """
         if len(groups) > MOST_GROUPS:
-            log.warning("this rank shares tensors with %d sets of ranks, and only %d of them are compared", len(groups), MOST_GROUPS)
+            log.warning(
+                "this rank shares tensors with %d sets of ranks, and only %d of them are compared",
+                len(groups),
+                MOST_GROUPS,
+            )
             groups = groups[:MOST_GROUPS]
         self._every = every
         numbers = {name: number for number, name in enumerate(tensors)}
         self._each = max(1, -(-sum(len(group.rows) for group in groups) // MOST_DIGESTS))
         self._numbers: list[int] = []  # for each compared tensor, its number among `parts`
-        self._lazy: list[int] = []  # compared tensors that are lazy views, so that their bytes in memory are not their values
+        # Compared tensors that are lazy views, so that their bytes in memory are not
+        # their values.
+        self._lazy: list[int] = []
         self._scattered: set[int] = set()  # compared tensors that are not in C order on every rank
         self._groups: list[_Group] = []
         told, seeds = 0, list[int]()
@@ -230,26 +268,52 @@ class ReplicaSamples:
             kept = [number for number in group.rows if _has_one_part(tensors[rows[number].fqn])]
             mine = [rows[number] for number in kept]
             first = len(self._numbers)
-            self._scattered.update(first + place for place, number in enumerate(kept) if number in group.scattered)
+            self._scattered.update(
+                first + place for place, number in enumerate(kept) if number in group.scattered
+            )
             self._numbers += [numbers[row.fqn] for row in mine]
             seeds += range(len(mine))
-            definition = msgspec.msgpack.encode([group.ranks, [(row.fqn, row.offsets, row.sizes, row.dtype) for row in mine], self._each])
+            definition = msgspec.msgpack.encode(
+                [
+                    group.ranks,
+                    [(row.fqn, row.offsets, row.sizes, row.dtype) for row in mine],
+                    self._each,
+                ]
+            )
             keys = [row.fqn for row in mine[:: self._each]]
-            here = group.ranks if node is None else [other for other in group.ranks if other in set(node.ranks)]
+            here = (
+                group.ranks
+                if node is None
+                else [other for other in group.ranks if other in set(node.ranks)]
+            )
             length = sum(map(len, keys))
             tells = rank == here[0] and told + length <= MOST_KEYS
             told += length if tells else 0
             ends = list(accumulate(row.nbytes for row in mine))
-            self._groups.append(_Group(hashlib.sha256(definition).digest(), first, ends, encode_keys(keys) if tells else b""))
-        self._pieces = self._divide([parts[number] for number in self._numbers], np.array(seeds, dtype=np.uint64) * np.uint64(_ODD[0]))
+            self._groups.append(
+                _Group(
+                    hashlib.sha256(definition).digest(),
+                    first,
+                    ends,
+                    encode_keys(keys) if tells else b"",
+                )
+            )
+        self._pieces = self._divide(
+            [parts[number] for number in self._numbers],
+            np.array(seeds, dtype=np.uint64) * np.uint64(_ODD[0]),
+        )
         self._on_cpu = [parts[number].device.type == "cpu" for number in self._numbers]
-        self._order = np.array([index for group in self._groups for index in range(len(group.ends))], dtype=np.uint64) * np.uint64(_ODD[3])
+        self._order = np.array(
+            [index for group in self._groups for index in range(len(group.ends))], dtype=np.uint64
+        ) * np.uint64(_ODD[3])
         self._picked = np.array(self._numbers, dtype=np.intp)
         self._known: tuple[list[int] | None, Numbers] = None, np.empty(0, dtype=np.uint64)
         digests = sum(DIGEST * -(-len(group.ends) // self._each) for group in self._groups)
         self.room = 64 + digests + sum(GROUP + len(group.keys) + 32 for group in self._groups)
 
-    def _divide(self, parts: Sequence[torch.Tensor], seeds: Numbers) -> dict[torch.device, list[_Pieces]]:
+    def _divide(
+        self, parts: Sequence[torch.Tensor], seeds: Numbers
+    ) -> dict[torch.device, list[_Pieces]]:
         """Return the pieces that are sampled on each device."""
         kinds: dict[tuple[torch.device, int, int, bool], list[int]] = defaultdict(list)
         for number, part in enumerate(parts):
@@ -267,32 +331,54 @@ class ReplicaSamples:
                 room = np.array([parts[n].numel() for n in numbers], dtype=np.uint64)
                 shape = np.array([tuple(parts[n].shape) for n in numbers], dtype=np.uint64)
                 stride = np.array([parts[n].stride() for n in numbers], dtype=np.int64)
-                found[device].append(_Pieces(width, these, seeds[these], ELEMENTS, room, extent, shape, stride))
+                found[device].append(
+                    _Pieces(width, these, seeds[these], ELEMENTS, room, extent, shape, stride)
+                )
             else:
                 room = np.array([parts[n].nbytes - width + 1 for n in numbers], dtype=np.uint64)
                 found[device].append(_Pieces(width, these, seeds[these], 1, room, extent))
         return found
 
-    def take(self, parts: Sequence[torch.Tensor], addresses: list[int], step: int, before: int, queue: Queue) -> Sampled:
-        """Sample the tensors as they are now. `queue` runs the work for tensors on accelerators.
+    def take(
+        self,
+        parts: Sequence[torch.Tensor],
+        addresses: list[int],
+        step: int,
+        before: int,
+        queue: Queue,
+    ) -> Sampled:
+        """Sample the tensors as they are now.
 
-        parts: this rank's part of each tensor of the state. addresses: the address of each part, in
-        another list if one of them has changed. before: the step of the last snapshot, or -1. If
-        the steps come at regular distances, every range has had its turn after `every` steps.
+        `queue` runs the work for tensors on accelerators.
+
+        parts: this rank's part of each tensor of the state. addresses: the address of
+        each part, in another list if one of them has changed. before: the step of the
+        last snapshot, or -1. If the steps come at regular distances, every range has
+        had its turn after `every` steps.
         """
         if self._known[0] is not addresses:
             self._known = addresses, np.array(addresses, dtype=np.uint64)[self._picked]
         starts = self._known[1]
         turn = step // max(1, step - before) % self._every
         name = b"".join(each.to_bytes(8, "little") for each in (turn, self._every, step))
-        names = [hashlib.blake2b(group.definition + name, digest_size=GROUP).digest() for group in self._groups]
+        names = [
+            hashlib.blake2b(group.definition + name, digest_size=GROUP).digest()
+            for group in self._groups
+        ]
         sampled = Sampled(np.zeros(len(self._numbers), dtype=np.uint64), names)
         for device, pieces in self._pieces.items():
             if device.type == "cpu":
                 for each in pieces:
-                    _add(sampled.values, each, _digested_at(each.addresses(starts, step), each.width))
+                    _add(
+                        sampled.values, each, _digested_at(each.addresses(starts, step), each.width)
+                    )
             else:
-                queue(device, partial(_sample_on, device, pieces, starts, parts, self._numbers, step, sampled))
+                queue(
+                    device,
+                    partial(
+                        _sample_on, device, pieces, starts, parts, self._numbers, step, sampled
+                    ),
+                )
         for number in self._lazy:
             part = parts[self._numbers[number]]
             if part.device.type == "cpu":
@@ -302,10 +388,18 @@ class ReplicaSamples:
         self._sweep(sampled, parts, starts, turn, queue)
         return sampled
 
-    def _sweep(self, sampled: Sampled, parts: Sequence[torch.Tensor], starts: Numbers, turn: int, queue: Queue) -> None:
+    def _sweep(
+        self,
+        sampled: Sampled,
+        parts: Sequence[torch.Tensor],
+        starts: Numbers,
+        turn: int,
+        queue: Queue,
+    ) -> None:
         """Digest the range of bytes whose turn it is.
 
-        A tensor that is not in C order is digested as a whole when its first byte is in the range.
+        A tensor that is not in C order is digested as a whole when its first byte is in
+        the range.
         """
         here: list[tuple[int, int]] = []
         elsewhere: dict[torch.device, list[tuple[int, torch.Tensor]]] = defaultdict(list)
@@ -322,15 +416,28 @@ class ReplicaSamples:
                 elif number in self._scattered:
                     elsewhere[part.device].append((number, part))
                 elif on_cpu:
-                    here.append((number, crc32c((ctypes.c_char * (end - begin)).from_address(int(starts[number]) + begin))))
+                    here.append(
+                        (
+                            number,
+                            crc32c(
+                                (ctypes.c_char * (end - begin)).from_address(
+                                    int(starts[number]) + begin
+                                )
+                            ),
+                        )
+                    )
                 else:
-                    elsewhere[part.device].append((number, part.detach().reshape(-1).view(torch.uint8)[begin:end]))
+                    elsewhere[part.device].append(
+                        (number, part.detach().reshape(-1).view(torch.uint8)[begin:end])
+                    )
         _add_ranges(sampled.values, here)
         for device, found in elsewhere.items():
             queue(device, partial(_sum_on, found, sampled))
 
     def digests(self, sampled: Sampled) -> list[ReplicaDigests]:
-        """Return the digests for the request document, once the copies from accelerators are done."""
+        """Return the digests for the request document, once the copies from
+        accelerators are done.
+        """
         for pieces, rows in sampled.rows:
             _add(sampled.values, pieces, _digested(rows.numpy()))
         _add_ranges(sampled.values, [(number, int(total)) for number, total in sampled.sums])
@@ -339,8 +446,16 @@ class ReplicaSamples:
         for group, name in zip(self._groups, sampled.names, strict=True):
             count = len(group.ends)
             mine = mixed[group.first : group.first + count]
-            runs = np.add.reduceat(mine, np.arange(0, count, self._each)) if self._each > 1 and count else mine
-            found.append(ReplicaDigests(name, (runs >> np.uint64(32)).astype("<u4").tobytes(), self._each, group.keys))
+            runs = (
+                np.add.reduceat(mine, np.arange(0, count, self._each))
+                if self._each > 1 and count
+                else mine
+            )
+            found.append(
+                ReplicaDigests(
+                    name, (runs >> np.uint64(32)).astype("<u4").tobytes(), self._each, group.keys
+                )
+            )
         return found
 
 
@@ -353,16 +468,18 @@ def _has_one_part(tensor: torch.Tensor) -> bool:
 
 
 def _extent(part: torch.Tensor) -> int:
-    return part.element_size() * (1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)))
+    return part.element_size() * (
+        1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
     """A replica group.
 
-    definition: a digest of its ranks and tensors. first: the number of its first tensor among the
-    compared tensors. ends: for each tensor, the bytes of all tensors of the group up to its end.
-    keys: the encoded keys for the request document.
+    definition: a digest of its ranks and tensors. first: the number of its first tensor
+    among the compared tensors. ends: for each tensor, the bytes of all tensors of the
+    group up to its end. keys: the encoded keys for the request document.
     """
 
     definition: bytes
@@ -373,7 +490,8 @@ class _Group:
     def window(self, turn: int, every: int) -> list[tuple[int, int, int]]:
         """Return the range of bytes whose turn it is, tensor by tensor.
 
-        Each entry has the place of a tensor in the group, and the begin and the end of its bytes.
+        Each entry has the place of a tensor in the group, and the begin and the end of
+        its bytes.
         """
         total = self.ends[-1] if self.ends else 0
         begin, end = total * turn // every, total * (turn + 1) // every
@@ -390,7 +508,8 @@ class _Group:
 def _add_ranges(values: Numbers, found: Sequence[tuple[int, int]]) -> None:
     """Add the digests of ranges to the digests of their tensors.
 
-    `found` has pairs of the number of a tensor and a digest. Each tensor occurs at most once.
+    `found` has pairs of the number of a tensor and a digest. Each tensor occurs at most
+    once.
     """
     if found:
         digests = np.array([(digest + 1) % (1 << 64) for _, digest in found], dtype=np.uint64)
@@ -409,16 +528,26 @@ def _add(values: Numbers, pieces: _Pieces, digests: Numbers) -> None:
 
 
 class _DeviceMemory:
-    """A range of the memory of a CUDA or ROCm device, which torch takes for a tensor of bytes."""
+    """A range of the memory of a CUDA or ROCm device, which torch takes for a tensor of
+    bytes.
+    """
 
     def __init__(self, address: int, length: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (length,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None}
+        self.__cuda_array_interface__ = {
+            "shape": (length,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
 
 
 def device_memory(device: torch.device, address: int, length: int) -> torch.Tensor | None:
-    """Return the memory from `address` on as one tensor, or None if torch cannot do this.
+    """Return the memory from `address` on as one tensor, or None if torch cannot do
+    this.
 
-    Not all of that range need be memory: only the bytes that a kernel reads are touched.
+    Not all of that range need be memory: only the bytes that a kernel reads are
+    touched.
     """
     if device.type != "cuda":
         return None
@@ -426,8 +555,9 @@ def device_memory(device: torch.device, address: int, length: int) -> torch.Tens
 
 
 def _sample_on(
-    device: torch.device, pieces: Sequence[_Pieces], starts: Numbers, parts: Sequence[torch.Tensor], numbers: Sequence[int], step: int,
-    sampled: Sampled, whole: Callable[[torch.device, int, int], torch.Tensor | None] = device_memory,
+    device: torch.device, pieces: Sequence[_Pieces], starts: Numbers, parts: Sequence[torch.Tensor],
+    numbers: Sequence[int], step: int, sampled: Sampled, whole: Callable[[torch.device, int, int],
+    torch.Tensor | None] = device_memory,
 ) -> None:  # fmt: skip
     """Gather the pieces on an accelerator, and begin to copy them to the host.
 
@@ -439,13 +569,19 @@ def _sample_on(
     memory_ = whole(device, lowest, highest - lowest)
     for each, offset in zip(pieces, offsets, strict=True):
         if memory_ is not None:
-            places = torch.from_numpy((starts[each.tensors] + offset - np.uint64(lowest)).ravel().view(np.int64))
+            places = torch.from_numpy(
+                (starts[each.tensors] + offset - np.uint64(lowest)).ravel().view(np.int64)
+            )
             here = places.pin_memory() if torch.accelerator.is_available() else places
             on_device = here.to(device, non_blocking=True)
-            rows = memory_.take(on_device.unsqueeze(1) + torch.arange(each.width, dtype=torch.int64, device=device))
+            rows = memory_.take(
+                on_device.unsqueeze(1) + torch.arange(each.width, dtype=torch.int64, device=device)
+            )
             sampled.kept += [here, on_device, rows]
         else:
-            places_of = [(n, int(at)) for row in offset for n, at in zip(each.tensors, row, strict=True)]
+            places_of = [
+                (n, int(at)) for row in offset for n, at in zip(each.tensors, row, strict=True)
+            ]
             rows = torch.stack([_piece(parts[numbers[n]], each, at) for n, at in places_of])
         sampled.rows.append((each, _to_host(rows)))
 
@@ -455,11 +591,14 @@ def _piece(part: torch.Tensor, pieces: _Pieces, offset: int) -> torch.Tensor:
     part = part.detach()
     if pieces.shape is None:
         return part.reshape(-1).view(torch.uint8)[offset : offset + pieces.width]
-    return part.as_strided((1,), (1,), part.storage_offset() + offset // pieces.width).view(torch.uint8)
+    return part.as_strided((1,), (1,), part.storage_offset() + offset // pieces.width).view(
+        torch.uint8
+    )
 
 
 def _sum_on(found: Sequence[tuple[int, torch.Tensor]], sampled: Sampled) -> None:
-    """Digest ranges of tensors on their accelerator, and begin to copy the digests to the host.
+    """Digest ranges of tensors on their accelerator, and begin to copy the digests to
+    the host.
 
     Runs in the lane of the device.
     """
@@ -468,6 +607,8 @@ def _sum_on(found: Sequence[tuple[int, torch.Tensor]], sampled: Sampled) -> None
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=torch.accelerator.is_available())
+    host = torch.empty(
+        tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=torch.accelerator.is_available()
+    )
     host.copy_(tensor, non_blocking=True)
     return host

@@ -1,4 +1,6 @@
-"""Waits for copies from accelerators on a thread of its own, and seals each slot once its copies are done."""
+"""Waits for copies from accelerators on a thread of its own, and seals each slot once
+its copies are done.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from ckptd.agent.copy.fences import Fences, Transfer
 class Sealer:
     """The thread that waits for transfers from accelerators and then seals their slots.
 
-    Call `carry`, then `later` or `finish`; `settle` or `drain` before a slot is used again; `close` at the end. There are no hooks before
-    the first `carry` and no thread before the first `later`, so a trainer without accelerators has neither.
+    Call `carry`, then `later` or `finish`; `settle` or `drain` before a slot is used
+    again; `close` at the end. There are no hooks before the first `carry` and no thread
+    before the first `later`, so a trainer without accelerators has neither.
     """
 
     def __init__(self) -> None:
@@ -22,8 +25,16 @@ class Sealer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckptd-seal")
         self._under_way: dict[str, Future[None]] = {}
 
-    def carry(self, targets: list[torch.Tensor], sources: list[torch.Tensor], modules: list[torch.nn.Module]) -> Transfer:
-        """Enqueue the copies of `sources` into `targets`, and return the transfer. `Fences.start` has the whole contract."""
+    def carry(
+        self,
+        targets: list[torch.Tensor],
+        sources: list[torch.Tensor],
+        modules: list[torch.nn.Module],
+    ) -> Transfer:
+        """Enqueue the copies of `sources` into `targets`, and return the transfer.
+
+        `Fences.start` has the whole contract.
+        """
         if self._fences is None:
             self._fences = Fences()
         return self._fences.start(targets, sources, modules)
@@ -37,20 +48,34 @@ class Sealer:
             self._fences = Fences()
         return self._fences.beside(device, work)
 
-    def later(self, segment: str, transfer: Transfer, seal: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+    def later(
+        self,
+        segment: str,
+        transfer: Transfer,
+        seal: Callable[[], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
         """Call `seal` on the thread once the transfer is finished.
 
-        Call `failed` with the error if the copies may be torn, or if `seal` raises. segment: the name of the filled segment, for `settle`.
+        Call `failed` with the error if the copies may be torn, or if `seal` raises.
+        segment: the name of the filled segment, for `settle`.
         """
-        self._under_way = {name: future for name, future in self._under_way.items() if not future.done()}
+        self._under_way = {
+            name: future for name, future in self._under_way.items() if not future.done()
+        }
         self._under_way[segment] = self._thread.submit(self._run, transfer, seal, failed)
 
     def finish(self, transfer: Transfer) -> None:
-        """Wait until every copy of the transfer is done. Raises SnapshotFailed if a source may have changed while it was copied."""
+        """Wait until every copy of the transfer is done.
+
+        Raises SnapshotFailed if a source may have changed while it was copied.
+        """
         assert self._fences is not None
         self._fences.finish(transfer)
 
-    def _run(self, transfer: Transfer, seal: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+    def _run(
+        self, transfer: Transfer, seal: Callable[[], None], failed: Callable[[Exception], None]
+    ) -> None:
         try:
             self.finish(transfer)
             seal()
@@ -58,12 +83,17 @@ class Sealer:
             failed(error)
 
     def drain(self) -> None:
-        """Wait for every copy that was ever enqueued. This includes copies whose transfer the caller never got because of Ctrl-C."""
+        """Wait for every copy that was ever enqueued.
+
+        This includes copies whose transfer the caller never got because of Ctrl-C.
+        """
         if self._fences is not None:
             self._fences.drain()
 
     def settle(self, segment: str | None = None) -> None:
-        """Wait until no seal is under way for `segment`, or for any segment if it is None."""
+        """Wait until no seal is under way for `segment`, or for any segment if it is
+        None.
+        """
         for name in list(self._under_way) if segment is None else [segment]:
             if name in self._under_way:
                 self._under_way[name].result()

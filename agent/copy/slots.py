@@ -1,7 +1,10 @@
-"""Requests the slots of this rank, maps them, and faults in their pages, all off the training thread.
+"""Requests the slots of this rank, maps them, and faults in their pages, all off the
+training thread.
 
-The trainer faults in every page itself. A page that only another process has faulted in costs the trainer a minor fault at the first copy,
-which then takes 3.3 times as long. The kernel has to zero all pages of a new segment, and the training must not wait for that.
+The trainer faults in every page itself. A page that only another process has faulted in
+costs the trainer a minor fault at the first copy, which then takes 3.3 times as long.
+The kernel has to zero all pages of a new segment, and the training must not wait for
+that.
 """
 
 from __future__ import annotations
@@ -31,12 +34,17 @@ _SLACK = 1 << 16
 class MappedSlots:
     """The slots of this rank that may be used now, by the name of their segment.
 
-    `prepare` and `ensure` replace all of them by larger ones when they are too small. `count` is the number of slots that are made, or None
-    for as many as the daemon is set to give to a rank.
+    `prepare` and `ensure` replace all of them by larger ones when they are too small.
+    `count` is the number of slots that are made, or None for as many as the daemon is
+    set to give to a rank.
     """
 
     def __init__(self, client: Client, settle: Callable[[], None]) -> None:
-        """Start without slots. `settle` is called before slots are replaced, and returns once no copy into a slot is under way."""
+        """Start without slots.
+
+        `settle` is called before slots are replaced, and returns once no copy into a
+        slot is under way.
+        """
         self._client, self._settle = client, settle
         self._slots: dict[str, MappedSlot] = {}
         self._preparing: Preparation | None = None
@@ -46,31 +54,44 @@ class MappedSlots:
         return segment in self._slots
 
     def fit(self, needed: int) -> bool:
-        """Return True if there are slots, each of `needed` bytes or more, and no others are being allocated."""
-        return (self._preparing is None or self._preparing.allocated.is_set()) and self._room() >= needed
+        """Return True if there are slots, each of `needed` bytes or more, and no others
+        are being allocated.
+        """
+        return (
+            self._preparing is None or self._preparing.allocated.is_set()
+        ) and self._room() >= needed
 
     def get(self, segment: str) -> MappedSlot:
         if segment not in self._slots:
-            raise InternalError(f"the daemon granted a segment that this rank has not mapped: {segment[:8]}")
+            raise InternalError(
+                f"the daemon granted a segment that this rank has not mapped: {segment[:8]}"
+            )
         return self._slots[segment]
 
     def prepare(self, capacity: int, layout: Layout | None = None) -> None:
-        """Begin to make slots of `capacity` bytes in the background, unless the present slots are large enough.
+        """Begin to make slots of `capacity` bytes in the background, unless the present
+        slots are large enough.
 
         With a layout, the slots are also made ready for copies by it.
 
-        Waits first for slots that are being allocated already. Does nothing if they are not there within the daemon's stall budget, which
-        counts from their request.
+        Waits first for slots that are being allocated already. Does nothing if they are
+        not there within the daemon's stall budget, which counts from their request.
         """
         self._start()
-        if (self._preparing is None or self._preparing.wait(self._client.welcome.stall_budget)) and self._room() < capacity:
+        if (
+            self._preparing is None or self._preparing.wait(self._client.welcome.stall_budget)
+        ) and self._room() < capacity:
             self._begin(capacity, layout)
 
     def ensure(self, needed: int, deadline: float) -> bool:
-        """Wait for slots of `needed` bytes. Return False if they take longer than `deadline`: they are then made in the background.
+        """Wait for slots of `needed` bytes.
 
-        deadline: on the monotonic clock. If slots were already being allocated, the time since their request shortens the wait. Raises the
-        CkptdError with which the allocation failed.
+        Return False if they take longer than `deadline`: they are then made in the
+        background.
+
+        deadline: on the monotonic clock. If slots were already being allocated, the
+        time since their request shortens the wait. Raises the CkptdError with which the
+        allocation failed.
         """
         self._start()
         preparing = self._preparing
@@ -88,17 +109,29 @@ class MappedSlots:
         return min((slot.capacity for slot in self._slots.values()), default=-1)
 
     def _begin(self, needed: int, layout: Layout | None = None) -> Preparation:
-        """Begin to make slots with room to spare, since plain values may grow from step to step."""
+        """Begin to make slots with room to spare, since plain values may grow from step
+        to step.
+        """
         self._settle()
         capacity, count = needed + needed // 64 + _SLACK, self.count or self._client.welcome.slots
-        self._preparing = preparing = Preparation(self._client, capacity, count, self._slots, layout)
-        preparing.start()  # only once it is stored: after Ctrl-C, no thread may replace slots that later calls do not know of
+        self._preparing = preparing = Preparation(
+            self._client, capacity, count, self._slots, layout
+        )
+        # Only once it is stored: after Ctrl-C, no thread may replace slots that later
+        # calls do not know of.
+        preparing.start()
         return preparing
 
     def keep(self, segments: set[str]) -> None:
-        """Keep the slots whose segments the daemon still has, and forget the others. `segments` are the daemon's."""
+        """Keep the slots whose segments the daemon still has, and forget the others.
+
+        `segments` are the daemon's.
+        """
         for name in [name for name in self._slots if name not in segments]:
-            log.warning("a slot has disappeared from shared memory: a snapshot that was only in this slot is lost")
+            log.warning(
+                "a slot has disappeared from shared memory: a snapshot that was only in this slot "
+                "is lost"
+            )
             self._slots.pop(name).close_descriptors()
 
     def settle(self) -> None:
@@ -109,7 +142,9 @@ class MappedSlots:
             self._preparing = None
 
     def _start(self) -> None:
-        """Make sure that the present preparation, if any, is started: Ctrl-C may have come before its start."""
+        """Make sure that the present preparation, if any, is started: Ctrl-C may have
+        come before its start.
+        """
         if self._preparing is not None:
             self._preparing.start()
 
@@ -134,35 +169,55 @@ class MappedSlots:
 
 
 class Preparation:
-    """The replacement of all slots in `slots` by `count` new ones of `capacity` bytes, on a thread of its own.
+    """The replacement of all slots in `slots` by `count` new ones of `capacity` bytes,
+    on a thread of its own.
 
     The new slots are faulted in and, with a `layout`, made ready for copies by it.
 
-    Call `start`, then `wait` or `join`. `allocated` is set once the new slots may be used, or once the allocation has failed. After a
-    failure `error` is the reason and `slots` is empty. Otherwise `error` is None.
+    Call `start`, then `wait` or `join`. `allocated` is set once the new slots may be
+    used, or once the allocation has failed. After a failure `error` is the reason and
+    `slots` is empty. Otherwise `error` is None.
     """
 
-    def __init__(self, client: Client, capacity: int, count: int, slots: dict[str, MappedSlot], layout: Layout | None = None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        capacity: int,
+        count: int,
+        slots: dict[str, MappedSlot],
+        layout: Layout | None = None,
+    ) -> None:
         self.allocated = Flag()
         self.error: CkptdError | None = None
         self._begun = time.monotonic()
-        self._client, self._capacity, self._count, self._slots, self._layout = client, capacity, count, slots, layout
+        self._client, self._capacity, self._count, self._slots, self._layout = (
+            client,
+            capacity,
+            count,
+            slots,
+            layout,
+        )
         self._started, self._over = threading.Lock(), Flag()
         self._made: list[MappedSlot] = []
         self._descriptors: Sequence[Descriptor] = ()
 
     def start(self) -> None:
-        """Start the work on a new thread. May be called again: only one thread does the work.
+        """Start the work on a new thread.
 
-        `threading.Thread.start` is not used, because it waits for its thread in Python code, where Ctrl-C can leave both threads stuck.
+        May be called again: only one thread does the work.
+
+        `threading.Thread.start` is not used, because it waits for its thread in Python
+        code, where Ctrl-C can leave both threads stuck.
         """
         if not self._started.locked():
             _thread.start_new_thread(self._run, ())
 
     def wait(self, budget: float) -> bool:
-        """Wait until `allocated` is set, but not longer than `budget` seconds after the request. Return True if it is set.
+        """Wait until `allocated` is set, but not longer than `budget` seconds after the
+        request. Return True if it is set.
 
-        The budget counts from the request, so that a slow allocation holds the training for that long only once.
+        The budget counts from the request, so that a slow allocation holds the training
+        for that long only once.
         """
         return self.allocated.wait(max(0.0, self._begun + budget - time.monotonic()))
 
@@ -170,7 +225,9 @@ class Preparation:
         self._over.wait()
 
     def forget(self) -> None:
-        """Close the descriptors of slots that are being made, which a forked child has inherited. Runs in the child."""
+        """Close the descriptors of slots that are being made, which a forked child has
+        inherited. Runs in the child.
+        """
         for slot in list(self._made):
             slot.close_descriptors()
         for descriptor in self._descriptors:
@@ -192,7 +249,9 @@ class Preparation:
             self.error = error
         except (OSError, RuntimeError) as error:
             self.error = StorageError(f"cannot map the slots in shared memory: {error}")
-        except Exception as error:  # a bug; without an error here, `ensure` would allocate again and again
+        except (
+            Exception
+        ) as error:  # a bug; without an error here, `ensure` would allocate again and again
             log.exception("slots could not be made")
             self.error = InternalError(f"the slots could not be made: {error!r}")
         if self.error is not None:
@@ -208,8 +267,8 @@ class Preparation:
 
     def _allocate(self) -> list[MappedSlot]:
         reply, self._descriptors = self._client.call(
-            lambda n: m.Allocate(id=n, capacity=self._capacity, count=self._count, node=home_node()),
-            m.Segments, ALLOCATE_SECONDS,
+            lambda n: m.Allocate(id=n, capacity=self._capacity, count=self._count,
+            node=home_node()), m.Segments, ALLOCATE_SECONDS,
         )  # fmt: skip
         if reply.remark:
             log.warning("%s", reply.remark)

@@ -1,1 +1,3 @@
-"""Connects ckptd to torch.distributed.checkpoint (DCP): `StorageWriter`, `StorageReader`, and the caller's planners."""
+"""Connects ckptd to torch.distributed.checkpoint (DCP): `StorageWriter`,
+`StorageReader`, and the caller's planners.
+"""

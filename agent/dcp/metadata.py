@@ -1,4 +1,6 @@
-"""Fills the fields of DCP's `Metadata` that describe the save as a whole, as DCP's own file system storage fills them."""
+"""Fills the fields of DCP's `Metadata` that describe the save as a whole, as DCP's own
+file system storage fills them.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,15 @@ VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
 
 def set_version(metadata: Metadata) -> None:
-    """Set the version of the metadata as `FileSystemWriter` does, where the installed torch has one."""
+    """Set the version of the metadata as `FileSystemWriter` does, where the installed
+    torch has one.
+    """
     if VERSION is not None and hasattr(metadata, "version"):
         metadata.version = VERSION
 
 
 def place_of(path: Location) -> str | Path:
-    """Return the `checkpoint_id` of a `StorageMeta`: a Path as `FileSystemWriter` has it, or the text of a URL."""
+    """Return the `checkpoint_id` of a `StorageMeta`: a Path as `FileSystemWriter` has
+    it, or the text of a URL.
+    """
     return path if isinstance(path, Path) else str(path)

@@ -1,7 +1,8 @@
-"""Writes a checkpoint into a directory without a daemon: each rank writes its part, and the coordinator the manifest.
+"""Writes a checkpoint into a directory without a daemon: each rank writes its part, and
+the coordinator the manifest.
 
-The format is the daemon's. The calling thread fills chunks, item after item, and other threads encode and write them. This takes the memory
-of a few chunks and one item.
+The format is the daemon's. The calling thread fills chunks, item after item, and other
+threads encode and write them. This takes the memory of a few chunks and one item.
 """
 
 from __future__ import annotations
@@ -35,13 +36,22 @@ _TRIES = 10
 
 
 class StandalonePart:
-    """One rank's part of a checkpoint that is saved without a daemon. Construction makes the checkpoint's directory.
+    """One rank's part of a checkpoint that is saved without a daemon.
 
-    Call `write`, then `finish`, and `close` once the manifest is committed. After a failure call `discard`. Every method may raise OSError.
+    Construction makes the checkpoint's directory.
+
+    Call `write`, then `finish`, and `close` once the manifest is committed. After a
+    failure call `discard`. Every method may raise OSError.
     """
 
     def __init__(
-        self, checkpoint: StandaloneCheckpoint, rank: int, world_size: int, encoder: Encoder, threads: int | None, spread: Spread
+        self,
+        checkpoint: StandaloneCheckpoint,
+        rank: int,
+        world_size: int,
+        encoder: Encoder,
+        threads: int | None,
+        spread: Spread,
     ) -> None:
         checkpoint.make()
         self._checkpoint, self._rank, self._world_size = checkpoint, rank, world_size
@@ -56,10 +66,18 @@ class StandalonePart:
     def _begin(self) -> None:
         self.nonce = names.new_nonce()
         self._files = self._checkpoint.part_files(self._checkpoint.job, self._checkpoint.tag)
-        self._writer = PartWriter(Creator(self._create_file, self._files.head_last), self.nonce, self._encoder, self._spread)
+        self._writer = PartWriter(
+            Creator(self._create_file, self._files.head_last),
+            self.nonce,
+            self._encoder,
+            self._spread,
+        )
 
     def _create_file(self, file: str, size: int, head: bytes | None) -> Sink:
-        """Create a file of the part. Take the lease of the first, which keeps the whole part from being swept."""
+        """Create a file of the part.
+
+        Take the lease of the first, which keeps the whole part from being swept.
+        """
         sink = self._files.create(file, size, head)
         if self._lease is None:
             try:
@@ -74,13 +92,19 @@ class StandalonePart:
         self.write_pieces(layout, stream(layout, resolved), room)
 
     def write_pieces(self, layout: Layout, pieces: Iterator[memoryview], room: int) -> None:
-        """Write the regions of the packed slot, chunk by chunk. `pieces` has their bytes. `room`: the bytes for the documents, about."""
+        """Write the regions of the packed slot, chunk by chunk.
+
+        `pieces` has their bytes. `room`: the bytes for the documents, about.
+        """
         ranges = chunk_ranges(layout.plan.regions, DEFAULT_CHUNK)
         self._create(self._index(layout), ranges, room)
         self._chunks = self._write(ranges, pieces)
 
     def _create(self, index: PartIndex, ranges: list[ChunkRange], room: int) -> None:
-        """Create the files and lock the part. If another save sweeps the part before it is locked, the part is created again."""
+        """Create the files and lock the part.
+
+        If another save sweeps the part before it is locked, the part is created again.
+        """
         for tries_left in reversed(range(_TRIES)):
             try:
                 self._writer.create(index, ranges, room)
@@ -98,7 +122,9 @@ class StandalonePart:
             self._lease = None
 
     def finish(self, layout: Layout, values: bytes, request: SnapshotRequest) -> PartEntry:
-        """Write the values document, the index and the trailer. Return the entry of the part, which is now durable.
+        """Write the values document, the index and the trailer.
+
+        Return the entry of the part, which is now durable.
 
         layout: that of `write`, except that it may now have the metadata.
         """
@@ -107,21 +133,30 @@ class StandalonePart:
         index = self._index(layout, request.encode(), (region.offset, region.length))
         return self._writer.finish(index, [*self._chunks, *last], items=len(layout.plan.items))
 
-    def _index(self, layout: Layout, request: bytes = b"", values: tuple[int, int] = (0, 0)) -> PartIndex:
+    def _index(
+        self, layout: Layout, request: bytes = b"", values: tuple[int, int] = (0, 0)
+    ) -> PartIndex:
         return PartIndex(
-            job=self._checkpoint.job, attempt=self._checkpoint.attempt, step=None, rank=self._rank, world_size=self._world_size,
-            tag=self._checkpoint.tag, signature=layout.signature, plan=layout.document, request=request, values=values,
-            chunk_size=DEFAULT_CHUNK, chunks=[],
+            job=self._checkpoint.job, attempt=self._checkpoint.attempt, step=None, rank=self._rank,
+            world_size=self._world_size, tag=self._checkpoint.tag, signature=layout.signature,
+            plan=layout.document, request=request, values=values, chunk_size=DEFAULT_CHUNK,
+            chunks=[],
         )  # fmt: skip
 
     def discard(self, why: str) -> None:
-        """Delete the files of a part that will not be committed. Does nothing in a forked child, which does not own the part."""
+        """Delete the files of a part that will not be committed.
+
+        Does nothing in a forked child, which does not own the part.
+        """
         if not self._closed and os.getpid() == self._pid:
             self._writer.discard()
             self.close()
 
     def close(self) -> None:
-        """Release the lock of the part. From now on another save may sweep the part, unless a manifest names it."""
+        """Release the lock of the part.
+
+        From now on another save may sweep the part, unless a manifest names it.
+        """
         self._end_lease()
         self._closed = True
 
@@ -161,14 +196,18 @@ class StandalonePart:
 def _submit(pool: ThreadPoolExecutor, work: Callable[..., Chunk], *arguments: Any) -> Future[Chunk]:
     try:
         return pool.submit(work, *arguments)
-    except RuntimeError:  # the interpreter is shutting down and waits for this save: no pool takes work any more
+    except (
+        RuntimeError
+    ):  # the interpreter is shutting down and waits for this save: no pool takes work any more
         done: Future[Chunk] = Future()
         done.set_result(work(*arguments))
         return done
 
 
 class _Pieces:
-    """Bytes that arrive in pieces of any length, and are taken in lengths that the caller chooses."""
+    """Bytes that arrive in pieces of any length, and are taken in lengths that the
+    caller chooses.
+    """
 
     def __init__(self, pieces: Iterator[memoryview]) -> None:
         self._pieces, self._left = pieces, memoryview(b"")
@@ -193,20 +232,33 @@ def commit(
     overwrite: bool,
     nonce: bytes,
 ) -> None:
-    """Commit the checkpoint: publish its manifest, which replaces an existing one only if `overwrite` is True.
+    """Commit the checkpoint: publish its manifest, which replaces an existing one only
+    if `overwrite` is True.
 
-    layout: the coordinator's, with the metadata. parts: in the order of ranks. nonce: of the coordinator's part, which is locked.
+    layout: the coordinator's, with the metadata. parts: in the order of ranks. nonce:
+    of the coordinator's part, which is locked.
 
-    Raises FileExistsError, OSError. After an OSError the manifest may be there nevertheless.
+    Raises FileExistsError, OSError. After an OSError the manifest may be there
+    nevertheless.
     """
     manifest = Manifest.of(
-        layout.plan, request, parts, job=checkpoint.job, attempt=checkpoint.attempt, step=None, tag=checkpoint.tag, seq=1, codec=codec
+        layout.plan,
+        request,
+        parts,
+        job=checkpoint.job,
+        attempt=checkpoint.attempt,
+        step=None,
+        tag=checkpoint.tag,
+        seq=1,
+        codec=codec,
     )
     checkpoint.commit(manifest.encode(), overwrite=overwrite, nonce=nonce.hex())
 
 
 def is_named(checkpoint: StandaloneCheckpoint, file: str) -> bool:
-    """Return True if the manifest names this part, or if that cannot be determined, so that the part must not be deleted."""
+    """Return True if the manifest names this part, or if that cannot be determined, so
+    that the part must not be deleted.
+    """
     try:
         return file in checkpoint.read_manifest().files
     except NotFound:

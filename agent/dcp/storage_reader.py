@@ -1,4 +1,6 @@
-"""Implements DCP's StorageReader: `dcp.load(state, storage_reader=StorageReader(path))`. Needs no daemon."""
+"""Implements DCP's StorageReader: `dcp.load(state,
+storage_reader=StorageReader(path))`. Needs no daemon.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +26,29 @@ log = logging.getLogger("ckptd.agent")
 
 
 class StorageReader(dcp.StorageReader):
-    """A DCP storage reader for checkpoints that `StorageWriter` or `snapshot` has saved. Works with any DCP planner.
+    """A DCP storage reader for checkpoints that `StorageWriter` or `snapshot` has
+    saved. Works with any DCP planner.
 
     Everything is verified before the planner gets it.
 
-    path: as for `StorageWriter`, or any directory that holds a checkpoint. A `checkpoint_id` given to DCP replaces it.
-    weights_only: False lets DCP's planner unpickle values, which can run code. Use it only for files that nobody else can write.
+    path: as for `StorageWriter`, or any directory that holds a checkpoint. A
+    `checkpoint_id` given to DCP replaces it. weights_only: False lets DCP's planner
+    unpickle values, which can run code. Use it only for files that nobody else can
+    write.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, *, weights_only: bool = True) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, weights_only: bool = True
+    ) -> None:
         super().__init__()
         self.weights_only = weights_only
         self._path = None if path is None else located(path)
         self._opened: Opened | None = None
         self._failure = ""  # why the last call of `read_metadata` has failed
         self.load_id = secrets.token_hex(8)
-        """The random id of the last load that has begun. The `StorageMeta` in the metadata of that load has it too."""
+        """The random id of the last load that has begun. The `StorageMeta` in the
+        metadata of that load has it too.
+        """
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -47,12 +56,16 @@ class StorageReader(dcp.StorageReader):
 
     def _where(self) -> Location:
         if self._path is None:
-            raise InvalidRequest("StorageReader has no path: give it one, or pass checkpoint_id= to dcp.load")
+            raise InvalidRequest(
+                "StorageReader has no path: give it one, or pass checkpoint_id= to dcp.load"
+            )
         return self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True if this is a path in a file system, or a URL of an object store that ckptd knows."""
+        """Return True if this is a path in a file system, or a URL of an object store
+        that ckptd knows.
+        """
         return is_place(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -64,15 +77,18 @@ class StorageReader(dcp.StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Open the checkpoint and return its metadata.
 
-        rank: opens the checkpoint that this rank has saved alone, with `use_collectives=False`. DCP passes it after a first call without it
-        has failed. Raises NotFound, IntegrityError, StorageError.
+        rank: opens the checkpoint that this rank has saved alone, with
+        `use_collectives=False`. DCP passes it after a first call without it has failed.
+        Raises NotFound, IntegrityError, StorageError.
         """
         first, self._failure = self._failure, ""
         try:
             return self._read_metadata(kwargs.get("rank"))
         except Exception as error:
             self._failure = str(error)
-            if "rank" in kwargs:  # logged, because DCP of torch 2.9 to 2.11 drops the errors of both calls and fails without a reason
+            # Logged, because DCP of torch 2.9 to 2.11 drops the errors of both calls
+            # and fails without a reason.
+            if "rank" in kwargs:
                 log.error("%s", first or error)
             raise
 
@@ -82,26 +98,38 @@ class StorageReader(dcp.StorageReader):
         try:
             if rank is not None and holds(path, MANIFEST):
                 raise IntegrityError(
-                    f"the checkpoint in {path} cannot be read, and no rank has its own there: it was not saved with use_collectives=False"
+                    f"the checkpoint in {path} cannot be read, and no rank has its own there: it "
+                    f"was not saved with use_collectives=False"
                 )
-            opened = self._opened = open_checkpoint(*find_checkpoint(path if rank is None else path / f"rank-{rank:05d}"))
+            opened = self._opened = open_checkpoint(
+                *find_checkpoint(path if rank is None else path / f"rank-{rank:05d}")
+            )
             metadata = opened.metadata()
         except OSError as error:
             raise StorageError.of(f"read {path}", error) from None
         save_id = metadata.storage_meta.save_id if metadata.storage_meta else None
-        metadata.storage_meta = StorageMeta(checkpoint_id=place_of(path), save_id=save_id, load_id=self.load_id)
+        metadata.storage_meta = StorageMeta(
+            checkpoint_id=place_of(path), save_id=save_id, load_id=self.load_id
+        )
         set_version(metadata)
         return metadata
 
     def read(self, path: str, state_dict: Any = None, **kwargs: Any) -> Any:
-        """Refuse a call of `torch.distributed.checkpoint._experimental`, whose checkpointers read files of `torch.save` for each rank."""
+        """Refuse a call of `torch.distributed.checkpoint._experimental`, whose
+        checkpointers read files of `torch.save` for each rank.
+        """
         raise InvalidRequest(
-            "a Checkpointer of torch.distributed.checkpoint._experimental needs a CheckpointReader of its own, which reads a file of "
-            "torch.save for each rank: pass StorageReader to dcp.load, or call Checkpoint.open(path).load()"
+            "a Checkpointer of torch.distributed.checkpoint._experimental needs a "
+            "CheckpointReader of its own, which reads a file of "
+            "torch.save for each rank: pass StorageReader to dcp.load, or call "
+            "Checkpoint.open(path).load()"
         )
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if self._opened is None:  # the metadata was read elsewhere, and this reader has opened nothing yet
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        # The metadata was read elsewhere, and this reader has opened nothing yet.
+        if self._opened is None:
             self.read_metadata()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -111,9 +139,11 @@ class StorageReader(dcp.StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of the plan, from only the chunks that hold them, and close the checkpoint.
+        """Read the items of the plan, from only the chunks that hold them, and close
+        the checkpoint.
 
-        Raises NotFound, StructureMismatch, IntegrityError, StorageError; UnsavableValue for bytes that only pickled code could bring back.
+        Raises NotFound, StructureMismatch, IntegrityError, StorageError; UnsavableValue
+        for bytes that only pickled code could bring back.
         """
         opened = self._opened
         assert opened is not None

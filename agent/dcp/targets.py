@@ -1,7 +1,9 @@
-"""Finds the daemon, job and step that a path names, and writes a rank's part of a DCP save into a slot of that daemon.
+"""Finds the daemon, job and step that a path names, and writes a rank's part of a DCP
+save into a slot of that daemon.
 
-The coordinator claims the attempt, and sends it to the other ranks, which may be on other nodes and have daemons of their own. A process
-keeps the links to daemons that it has made for a save, uses them for the next save, and closes them when it exits.
+The coordinator claims the attempt, and sends it to the other ranks, which may be on
+other nodes and have daemons of their own. A process keeps the links to daemons that it
+has made for a save, uses them for the next save, and closes them when it exits.
 """
 
 from __future__ import annotations
@@ -29,12 +31,25 @@ from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import Resolved, resolves_by_itself
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared import names
-from ckptd.shared.errors import AlreadyExists, CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed, StorageError
+from ckptd.shared.errors import (
+    AlreadyExists,
+    CkptdError,
+    DaemonUnreachable,
+    InternalError,
+    InvalidRequest,
+    SnapshotFailed,
+    StorageError,
+)
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.segment import this_boot
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.location import Location, located
-from ckptd.shared.storage.locate import attempts_of, check_no_other_tool, job_and_tag, open_standalone
+from ckptd.shared.storage.locate import (
+    attempts_of,
+    check_no_other_tool,
+    job_and_tag,
+    open_standalone,
+)
 from ckptd.shared.wire.messages import Welcome
 
 log = logging.getLogger("ckptd.agent")
@@ -43,15 +58,17 @@ EXIT_SECONDS = 5.0
 _LOOK_SECONDS = 0.01
 _STEP = re.compile(r"step-([0-9]{1,18})")
 _calls = CallLock()
-_own: dict[tuple[str, str], RankLink] = {}  # by root and job; the links that `StorageWriter` has made itself
+# By root and job; the links that `StorageWriter` has made itself.
+_own: dict[tuple[str, str], RankLink] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """The checkpoint that `<root>/<job>/<tag>` names at the daemon of `root`.
 
-    socket: the daemon's, or None for the private daemon of `root`. tag: a tag of the caller's own, or None if the tag is `step-<number>`.
-    step: that number, or None if there is a tag. place: that of the process that has found the target.
+    socket: the daemon's, or None for the private daemon of `root`. tag: a tag of the
+    caller's own, or None if the tag is `step-<number>`. step: that number, or None if
+    there is a tag. place: that of the process that has found the target.
     """
 
     socket: str | None
@@ -67,10 +84,12 @@ class Target:
 
     @classmethod
     def of(cls, path: Location, socket: str | None) -> Target | None:
-        """Return the target of a path, or None if the path is not `<root>/<job>/<tag>` under the root of a daemon of this node.
+        """Return the target of a path, or None if the path is not `<root>/<job>/<tag>`
+        under the root of a daemon of this node.
 
-        Raises InvalidName for a job or a tag that cannot be a name; DaemonUnreachable if a named socket, or the private daemon of the root,
-        does not answer; and the other errors of a connection.
+        Raises InvalidName for a job or a tag that cannot be a name; DaemonUnreachable
+        if a named socket, or the private daemon of the root, does not answer; and the
+        other errors of a connection.
         """
         path = path.parent.resolve() / path.name
         found = _daemon(path, socket)
@@ -87,11 +106,17 @@ class Target:
 
 
 def _daemon(path: Location, socket: str | None) -> tuple[str | None, Location, Welcome] | None:
-    """Return socket, root and greeting of the daemon under whose root `path` is a tag, or None. The socket of a private daemon is None."""
+    """Return socket, root and greeting of the daemon under whose root `path` is a tag,
+    or None. The socket of a private daemon is None.
+    """
     for known in links():
         root = located(known.root)
         if socket in (None, str(known.place.socket)) and job_and_tag(path, root):
-            return None if known.place.private else str(known.place.socket), root, known.client.welcome
+            return (
+                None if known.place.private else str(known.place.socket),
+                root,
+                known.client.welcome,
+            )
     try:
         place = find_place(socket, None)
     except DaemonUnreachable:
@@ -115,7 +140,8 @@ def _daemon(path: Location, socket: str | None) -> tuple[str | None, Location, W
 
 @dataclass(frozen=True, slots=True)
 class RankDaemon:
-    """The daemon of one rank for the checkpoints of a job, with its `socket` as in `Target`.
+    """The daemon of one rank for the checkpoints of a job, with its `socket` as in
+    `Target`.
 
     `place` is None if the rank has found no daemon, and `why` is an error on the way.
     """
@@ -128,7 +154,10 @@ class RankDaemon:
 
     @classmethod
     def of(cls, path: Location, socket: str | None) -> RankDaemon:
-        """Return the daemon of this rank. An error is left to the coordinator, which may need no daemon."""
+        """Return the daemon of this rank.
+
+        An error is left to the coordinator, which may need no daemon.
+        """
         none = cls(this_boot(), names.host())
         try:
             target = Target.of(path, socket)
@@ -139,7 +168,8 @@ class RankDaemon:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The attempt and the step that the coordinator has claimed for one save, as one rank needs them.
+    """The attempt and the step that the coordinator has claimed for one save, as one
+    rank needs them.
 
     step: None if the only rank takes its next step, which it chooses when it writes.
     """
@@ -149,18 +179,26 @@ class Claim:
     step: int | None
 
 
-def claim(target: Target, others: Sequence[RankDaemon | None], *, overwrite: bool) -> tuple[list[Claim], Callable[[], None]]:
-    """Claim the attempt and the step of a save for all ranks. Return a claim for each rank, and a function to call once the save is over.
+def claim(
+    target: Target, others: Sequence[RankDaemon | None], *, overwrite: bool
+) -> tuple[list[Claim], Callable[[], None]]:
+    """Claim the attempt and the step of a save for all ranks.
 
-    Runs on the coordinator. A step that does not follow the last one begins a new attempt, and so does a tag that is overwritten.
-    This waits up to `SAVE_SECONDS` for the saves of other processes to the same job, which a new attempt would end. With
-    `overwrite`, and before a new attempt, it also waits for other saves of this process.
+    Return a claim for each rank, and a function to call once the save is over.
 
-    others: the daemons of ranks 1 and up, each None if it is not known. Such a rank uses the coordinator's daemon, and so does one that
-    has found no daemon on the coordinator's own node.
+    Runs on the coordinator. A step that does not follow the last one begins a new
+    attempt, and so does a tag that is overwritten. This waits up to `SAVE_SECONDS` for
+    the saves of other processes to the same job, which a new attempt would end. With
+    `overwrite`, and before a new attempt, it also waits for other saves of this
+    process.
 
-    Raises AlreadyExists; InvalidRequest if a new attempt is needed and the present one is that of the caller's Agent; DaemonUnreachable if
-    a rank on another node has found no daemon; the daemon's errors.
+    others: the daemons of ranks 1 and up, each None if it is not known. Such a rank
+    uses the coordinator's daemon, and so does one that has found no daemon on the
+    coordinator's own node.
+
+    Raises AlreadyExists; InvalidRequest if a new attempt is needed and the present one
+    is that of the caller's Agent; DaemonUnreachable if a rank on another node has found
+    no daemon; the daemon's errors.
     """
     targets = _targets(target, others)
     try:
@@ -171,7 +209,8 @@ def claim(target: Target, others: Sequence[RankDaemon | None], *, overwrite: boo
         raise StorageError.of(f"look for a checkpoint at {target.path}", error) from None
     if alone:
         raise AlreadyExists(
-            f"Checkpoint already exists in {target.path}, and it was saved without the daemon: move it away, or choose another path"
+            f"Checkpoint already exists in {target.path}, and it was saved without the daemon: "
+            f"move it away, or choose another path"
         )
     until = time.monotonic() + SAVE_SECONDS
     turn = take_turn(target.root, target.job, until)
@@ -182,32 +221,49 @@ def claim(target: Target, others: Sequence[RankDaemon | None], *, overwrite: boo
         raise
 
 
-def _claim(targets: Sequence[Target], turn: Turn, until: float, *, overwrite: bool) -> tuple[list[Claim], Callable[[], None]]:
+def _claim(
+    targets: Sequence[Target], turn: Turn, until: float, *, overwrite: bool
+) -> tuple[list[Claim], Callable[[], None]]:
     target = targets[0]
     while True:
         with _calls("save"):
             held = _current(targets)
             taken = attempts_of(target.path).get(held.attempt)
             if taken and not overwrite:
-                raise AlreadyExists(f"Checkpoint already exists: {target.job}/{taken}; choose another name, or pass overwrite=True")
-            begins_next = taken is not None or (target.step is not None and target.step <= held.last_step)
+                raise AlreadyExists(
+                    f"Checkpoint already exists: {target.job}/{taken}; choose another name, or "
+                    f"pass overwrite=True"
+                )
+            begins_next = taken is not None or (
+                target.step is not None and target.step <= held.last_step
+            )
             if begins_next and held not in _own.values():
                 whose = f"attempt {held.attempt} of this process's own Agent"
                 if target.step is None:
-                    raise InvalidRequest(f"tag {target.tag!r} is taken in {whose}, which cannot be overwritten: choose another tag")
+                    raise InvalidRequest(
+                        f"tag {target.tag!r} is taken in {whose}, which cannot be overwritten: "
+                        f"choose another tag"
+                    )
                 raise InvalidRequest(
-                    f"step {target.step} does not follow step {held.last_step}, the last of {whose}: call recover() to go back"
+                    f"step {target.step} does not follow step {held.last_step}, the last of "
+                    f"{whose}: call recover() to go back"
                 )
             if not held.saving or not (overwrite or begins_next) or time.monotonic() > until:
                 return _claimed(targets, _begin_all(targets) if begins_next else held, turn)
-        time.sleep(_LOOK_SECONDS)  # a save on another thread may be the one to overwrite, and a new attempt would end it
+        # A save on another thread may be the one to overwrite, and a new attempt would
+        # end it.
+        time.sleep(_LOOK_SECONDS)
 
 
 def _targets(first: Target, others: Sequence[RankDaemon | None]) -> list[Target]:
-    """Return the target of each rank, given that of the coordinator. Ranks of one daemon get one place.
+    """Return the target of each rank, given that of the coordinator.
 
-    The coordinator's target names the checkpoint, because a rank may have shown its daemon for another save of the job. A private daemon
-    that had nothing to do may have ended since a rank has asked it, and its place with it: the socket tells that it is the same daemon.
+    Ranks of one daemon get one place.
+
+    The coordinator's target names the checkpoint, because a rank may have shown its
+    daemon for another save of the job. A private daemon that had nothing to do may have
+    ended since a rank has asked it, and its place with it: the socket tells that it is
+    the same daemon.
 
     Raises DaemonUnreachable if a rank is on another node and has found no daemon.
     """
@@ -217,8 +273,14 @@ def _targets(first: Target, others: Sequence[RankDaemon | None]) -> list[Target]
             found.append(first)
             continue
         if other.place is None:
-            why = other.why or f"no daemon of that node serves it: start one with `ckptd run --root {first.root}`, as on {first.place.node}"
-            raise DaemonUnreachable(f"rank {rank} on {other.host} cannot save to {first.path}: {why}")
+            why = (
+                other.why
+                or f"no daemon of that node serves it: start one with `ckptd run --root "
+                f"{first.root}`, as on {first.place.node}"
+            )
+            raise DaemonUnreachable(
+                f"rank {rank} on {other.host} cannot save to {first.path}: {why}"
+            )
         target = replace(first, socket=other.socket, place=other.place)
         found.append(next((known[name] for name in _names(target) if name in known), target))
         known |= dict.fromkeys(_names(target), found[-1])
@@ -226,34 +288,46 @@ def _targets(first: Target, others: Sequence[RankDaemon | None]) -> list[Target]
 
 
 def _names(target: Target) -> list[tuple[bytes, str, str | None]]:
-    """Return what identifies a daemon: its node and its socket, and its own identity, which an old daemon does not tell."""
+    """Return what identifies a daemon: its node and its socket, and its own identity,
+    which an old daemon does not tell.
+    """
     boot, host, instance = target.place.boot, target.place.node, target.place.instance
     return [(boot, host, target.socket), *([(boot, "", instance)] if instance else [])]
 
 
-def _claimed(targets: Sequence[Target], held: RankLink, turn: Turn) -> tuple[list[Claim], Callable[[], None]]:
+def _claimed(
+    targets: Sequence[Target], held: RankLink, turn: Turn
+) -> tuple[list[Claim], Callable[[], None]]:
     def over() -> None:
         held.saving.discard(turn)
         turn.close()
 
     step = targets[0].step
-    held.saving.add(turn)  # a set that holds it weakly, so that a save that Ctrl-C has ended leaves by itself
+    # A set that holds it weakly, so that a save that Ctrl-C has ended leaves by itself.
+    held.saving.add(turn)
     if step is None and len(targets) > 1:
         step = held.handovers.last_step = held.last_step + 1
     places, node = [target.place for target in targets], held.node
-    begun = [BegunAttempt(held.attempt, None, [])] * len(places) if node is None else as_begun(held.attempt, places, node.claim)
+    begun = (
+        [BegunAttempt(held.attempt, None, [])] * len(places)
+        if node is None
+        else as_begun(held.attempt, places, node.claim)
+    )
     return [Claim(*each, step) for each in zip(targets, begun, strict=True)], over
 
 
 def _current(targets: Sequence[Target]) -> RankLink:
-    """Return rank 0's link in the newest attempt that this process knows, or begin an attempt.
+    """Return rank 0's link in the newest attempt that this process knows, or begin an
+    attempt.
 
-    The link of an Agent of the caller is returned even after another process has begun a newer attempt: the daemon then refuses the save.
+    The link of an Agent of the caller is returned even after another process has begun
+    a newer attempt: the daemon then refuses the save.
     """
     held = _find(targets[0], 0, len(targets), None)
     if held is None:
         return _begin_all(targets)
-    if held in _own.values() and not held.is_current():  # another process has begun a newer attempt of this job
+    # Another process has begun a newer attempt of this job.
+    if held in _own.values() and not held.is_current():
         held.let_go()
         return _begin_all(targets)
     return held
@@ -263,7 +337,10 @@ def attach(claimed: Claim, rank: int, world_size: int) -> RankLink:
     """Return the link of this rank in the claimed attempt, or make one."""
     with _calls("save"):
         held = _find(claimed.target, rank, world_size, claimed.begun.attempt)
-        return held or _begin(claimed.target, Told(rank, world_size, job_store, answer=msgspec.msgpack.encode(claimed.begun)))
+        return held or _begin(
+            claimed.target,
+            Told(rank, world_size, job_store, answer=msgspec.msgpack.encode(claimed.begun)),
+        )
 
 
 def _find(target: Target, rank: int, world_size: int, attempt: int | None) -> RankLink | None:
@@ -275,8 +352,14 @@ def _find(target: Target, rank: int, world_size: int, attempt: int | None) -> Ra
 
 
 def _begin_all(targets: Sequence[Target]) -> RankLink:
-    """Begin an attempt for all ranks, given their targets. The other ranks join it when they attach."""
-    others = [None if target.place == targets[0].place else msgspec.msgpack.encode(target.place) for target in targets[1:]]
+    """Begin an attempt for all ranks, given their targets.
+
+    The other ranks join it when they attach.
+    """
+    others = [
+        None if target.place == targets[0].place else msgspec.msgpack.encode(target.place)
+        for target in targets[1:]
+    ]
     return _begin(targets[0], Told(0, len(targets), job_store, others=others))
 
 
@@ -299,14 +382,18 @@ def _leave(link: RankLink) -> None:
 
 @atexit.register
 def leave_all() -> None:
-    """Close the links that this process has made for DCP: make everything acknowledged durable, and free the slots. Runs at exit."""
+    """Close the links that this process has made for DCP: make everything acknowledged
+    durable, and free the slots. Runs at exit.
+    """
     with _calls("leave_all"):
         while _own:
             _leave(_own.popitem()[1])
 
 
 def fail_step(claimed: Claim, rank: int, world_size: int, why: str) -> None:
-    """Tell the daemon of this rank that it will not seal the claimed step, so that no other rank waits for it."""
+    """Tell the daemon of this rank that it will not seal the claimed step, so that no
+    other rank waits for it.
+    """
     with (link := attach(claimed, rank, world_size)).calls("save"):
         handover = link.open_step(claimed.step, claimed.target.tag)
         link.handovers.fail(handover.pending, SnapshotFailed(why))
@@ -314,7 +401,10 @@ def fail_step(claimed: Claim, rank: int, world_size: int, why: str) -> None:
 
 
 class SlotPart:
-    """This rank's part of a save, in a slot. Call `write`, then `finish`, then `wait` or `close`. After a failure call `discard`."""
+    """This rank's part of a save, in a slot.
+
+    Call `write`, then `finish`, then `wait` or `close`. After a failure call `discard`.
+    """
 
     def __init__(self, claimed: Claim, rank: int, world_size: int) -> None:
         self._link = attach(claimed, rank, world_size)
@@ -336,9 +426,11 @@ class SlotPart:
         return self._handover.pending
 
     def write(self, layout: Layout, resolved: Resolved, room: int) -> None:
-        """Copy the items of the layout into a slot that has `room` bytes for the documents. A second call fills a larger slot.
+        """Copy the items of the layout into a slot that has `room` bytes for the
+        documents. A second call fills a larger slot.
 
-        Raises SnapshotFailed if there is no slot within `SAVE_SECONDS`, and the errors of the planner. The step then fails on all ranks.
+        Raises SnapshotFailed if there is no slot within `SAVE_SECONDS`, and the errors
+        of the planner. The step then fails on all ranks.
         """
         self._layout, self._resolved = layout, resolved
         link, handovers, target = self._link, self._link.handovers, self._claimed.target
@@ -353,17 +445,28 @@ class SlotPart:
             try:
                 handover.reserve(document_offsets(layout, 0, 0)[-1] + room, deadline)
                 handover.acquire()
-                handover.fill(layout, resolved.sources_of(layout), singly=resolves_by_itself(resolved.planner))
+                handover.fill(
+                    layout, resolved.sources_of(layout), singly=resolves_by_itself(resolved.planner)
+                )
             except Exception as error:
-                handovers.fail(handover.pending, error if isinstance(error, CkptdError) else InternalError(repr(error)))
+                handovers.fail(
+                    handover.pending,
+                    error if isinstance(error, CkptdError) else InternalError(repr(error)),
+                )
                 handovers.settle(handover)
                 raise
-            self._handover = handover  # before `hold`, because a held slot is given back by `discard` alone, which needs this
+            # Before `hold`, because a held slot is given back by `discard` alone, which
+            # needs this.
+            self._handover = handover
             handover.hold()
             handovers.settle(handover)
 
     def finish(self, layout: Layout, values: bytes, request: SnapshotRequest) -> None:
-        """Seal the slot. If the documents do not fit, fill a larger one first. `layout` is the one written, now with the metadata."""
+        """Seal the slot.
+
+        If the documents do not fit, fill a larger one first. `layout` is the one
+        written, now with the metadata.
+        """
         assert self._handover is not None
         assert self._layout is not None
         assert self._resolved is not None
@@ -375,16 +478,25 @@ class SlotPart:
         self._resolved = None
 
     def wait(self) -> None:
-        """Wait until the step is durable on all ranks, and end this save. Raises the reason if the step cannot become durable."""
+        """Wait until the step is durable on all ranks, and end this save.
+
+        Raises the reason if the step cannot become durable.
+        """
         try:
             self._link.wait_durable(self._pending)
         finally:
             self.close()
 
     def forget_older(self) -> None:
-        """Delete the checkpoints that this save replaces: those of the same name in older attempts. A failure is logged."""
+        """Delete the checkpoints that this save replaces: those of the same name in
+        older attempts. A failure is logged.
+        """
         target = self._claimed.target
-        older = [tag for attempt, tag in attempts_of(target.path).items() if attempt < self._claimed.begun.attempt]
+        older = [
+            tag
+            for attempt, tag in attempts_of(target.path).items()
+            if attempt < self._claimed.begun.attempt
+        ]
         try:
             for why in (self._link.forget(older) if older else {}).values():
                 log.warning("an older save of this name could not be deleted: %s", why)
@@ -392,11 +504,17 @@ class SlotPart:
             log.warning("older saves of %s could not be deleted: %s", target.path, error)
 
     def close(self) -> None:
-        """End this save in this process. The daemon has the slot, and will save or release it."""
+        """End this save in this process.
+
+        The daemon has the slot, and will save or release it.
+        """
         self._link.saving.discard(self)
 
     def discard(self, why: str) -> None:
-        """Abandon a slot that is not sealed: the step fails on all ranks. Does nothing in a forked child, which does not own the save."""
+        """Abandon a slot that is not sealed: the step fails on all ranks.
+
+        Does nothing in a forked child, which does not own the save.
+        """
         if os.getpid() != self._pid:
             return
         self.close()

@@ -1,7 +1,8 @@
-"""Passes the daemon of each rank to the coordinator, and the coordinator's decision on one save, a ticket, to each rank.
+"""Passes the daemon of each rank to the coordinator, and the coordinator's decision on
+one save, a ticket, to each rank.
 
-Both go over the job's store. DCP sends a plan to each rank, but a planner that caches plans replaces it by the plan of an earlier save. So
-neither travels in a plan.
+Both go over the job's store. DCP sends a plan to each rank, but a planner that caches
+plans replaces it by the plan of an earlier save. So neither travels in a plan.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from ckptd.shared.location import Location
 class Ticket:
     """The coordinator's decision for one rank and one save.
 
-    claimed: the claim for a save through a daemon, or None if the ranks write the checkpoint themselves. global_plan: 32 random bytes that
-    all ranks of this save share, and no other save has.
+    claimed: the claim for a save through a daemon, or None if the ranks write the
+    checkpoint themselves. global_plan: 32 random bytes that all ranks of this save
+    share, and no other save has.
     """
 
     path: str
@@ -35,7 +37,10 @@ class Ticket:
 
 
 def show(path: Location, rank: int, found: RankDaemon) -> None:
-    """Show the coordinator the daemon of this rank. Runs on ranks 1 and up, before DCP collects the plans."""
+    """Show the coordinator the daemon of this rank.
+
+    Runs on ranks 1 and up, before DCP collects the plans.
+    """
     with _lock:
         _own.pop(str(path.parent), None)
         _own[str(path.parent)] = found
@@ -46,22 +51,33 @@ def show(path: Location, rank: int, found: RankDaemon) -> None:
 
 _lock = threading.Lock()
 _own: dict[str, RankDaemon] = {}
-"""The daemons that this rank has shown, by the directory of the job. One key has them all, so that no key is left behind by a job."""
+"""The daemons that this rank has shown, by the directory of the job. One key has them
+all, so that no key is left behind by a job.
+"""
 _MOST_JOBS = 32
 
 
 def shown(path: Location, world_size: int) -> list[RankDaemon | None]:
-    """Return the daemons of ranks 1 and up, with None for a rank that saves elsewhere. Runs on the coordinator, once it has the plans."""
+    """Return the daemons of ranks 1 and up, with None for a rank that saves elsewhere.
+
+    Runs on the coordinator, once it has the plans.
+    """
     if world_size == 1:
         return []
     store, keys = job_store(), [_daemons_key(rank) for rank in range(1, world_size)]
     there = [key for key in keys if store.check([key])] if not store.check(keys) else keys
     found = dict(zip(there, store.multi_get(there) if there else [], strict=True))
-    return [_DAEMONS_DECODER.decode(found[key]).get(str(path.parent)) if key in found else None for key in keys]
+    return [
+        _DAEMONS_DECODER.decode(found[key]).get(str(path.parent)) if key in found else None
+        for key in keys
+    ]
 
 
 def send(tickets: list[Ticket]) -> None:
-    """Publish the tickets of ranks 1 and up. Runs on the coordinator, before DCP sends out the plans."""
+    """Publish the tickets of ranks 1 and up.
+
+    Runs on the coordinator, before DCP sends out the plans.
+    """
     if len(tickets) > 1:
         store = job_store()
         for ticket in tickets[1:]:
@@ -69,9 +85,12 @@ def send(tickets: list[Ticket]) -> None:
 
 
 def receive(path: str, rank: int) -> Ticket:
-    """Return this rank's ticket, and remove it from the store. Runs after DCP has sent out the plans.
+    """Return this rank's ticket, and remove it from the store.
 
-    Raises InvalidRequest if there is no ticket, because the coordinator saves to another path.
+    Runs after DCP has sent out the plans.
+
+    Raises InvalidRequest if there is no ticket, because the coordinator saves to
+    another path.
     """
     if dist.is_initialized():
         store, key = job_store(), _key(path, rank)
@@ -79,7 +98,10 @@ def receive(path: str, rank: int) -> Ticket:
             encoded = store.get(key)
             store.delete_key(key)  # so that a later save to another path does not find it
             return _DECODER.decode(encoded)
-    raise InvalidRequest(f"this rank saves to {path}, but the coordinator saves to another path: use the same path on all ranks")
+    raise InvalidRequest(
+        f"this rank saves to {path}, but the coordinator saves to another path: use the same path "
+        f"on all ranks"
+    )
 
 
 def _key(path: str, rank: int) -> str:

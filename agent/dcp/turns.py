@@ -1,6 +1,8 @@
-"""Gives the processes of a node turns at saving to one job through DCP, because a new attempt ends the saves of the previous one.
+"""Gives the processes of a node turns at saving to one job through DCP, because a new
+attempt ends the saves of the previous one.
 
-Processes without a process group that each save their own path to one job begin an attempt each.
+Processes without a process group that each save their own path to one job begin an
+attempt each.
 """
 
 from __future__ import annotations
@@ -23,14 +25,19 @@ _taken: WeakValueDictionary[str, LocalLock] = WeakValueDictionary()
 
 
 class Turn:
-    """A save's share in the turn of this process. The turn is over when all its saves have called `close`, or are gone after Ctrl-C."""
+    """A save's share in the turn of this process.
+
+    The turn is over when all its saves have called `close`, or are gone after Ctrl-C.
+    """
 
     def __init__(self, lock: LocalLock | None) -> None:
         self._lock = lock
 
     @property
     def held(self) -> bool:
-        """True until `close`, if no other process of this user on this node can have a turn at the same job."""
+        """True until `close`, if no other process of this user on this node can have a
+        turn at the same job.
+        """
         return self._lock is not None
 
     def close(self) -> None:
@@ -39,17 +46,20 @@ class Turn:
 
 
 def take_turn(root: str, job: str, until: float) -> Turn:
-    """Wait until no other process of this user on this node saves to the job through DCP, and return this save's share in the turn.
+    """Wait until no other process of this user on this node saves to the job through
+    DCP, and return this save's share in the turn.
 
-    Saves of one process share a turn, because they share an attempt. Returns a turn that is not
-    held at the time `until`, or if locks cannot be made here.
+    Saves of one process share a turn, because they share an attempt. Returns a turn
+    that is not held at the time `until`, or if locks cannot be made here.
     """
     name = f"dcp-{names.root_digest(located(root) / job)}"
     while True:
         try:
             lock = _take(name)
         except OSError as error:
-            log.debug("saves of several processes to job %s do not wait for one another: %s", job, error)
+            log.debug(
+                "saves of several processes to job %s do not wait for one another: %s", job, error
+            )
             return Turn(None)
         if lock is not None or time.monotonic() > until:
             return Turn(lock)

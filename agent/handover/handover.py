@@ -1,13 +1,15 @@
-"""The hand-over of a snapshot to the daemon: acquire a slot, fill it, then seal or abandon it.
+"""The hand-over of a snapshot to the daemon: acquire a slot, fill it, then seal or
+abandon it.
 
 Every save of a rank takes these steps:
 
     request -> reserve -> acquire -> copy or fill -> seal
                                                   -> abandon
 
-`Handovers.open` registers a hand-over before any message is sent, and `settle` ends its registration. Ctrl-C may come between any two
-instructions. The next call then runs `settle_interrupted` on every hand-over that is still registered: a slot whose header says sealed is
-handed over, and any other slot is given back.
+`Handovers.open` registers a hand-over before any message is sent, and `settle` ends its
+registration. Ctrl-C may come between any two instructions. The next call then runs
+`settle_interrupted` on every hand-over that is still registered: a slot whose header
+says sealed is handed over, and any other slot is given back.
 """
 
 from __future__ import annotations
@@ -36,20 +38,25 @@ from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.lifecycle import Event
 
 _BATCH = 256 << 20
-"""Bytes of the sources that `fill` copies in one batch. A planner may make them for the copy, so they must not all exist at once."""
+"""Bytes of the sources that `fill` copies in one batch. A planner may make them for the
+copy, so they must not all exist at once.
+"""
 
 
 class Handover:
     """One snapshot on its way into a slot. `Handovers.open` makes it.
 
-    If a method raises, the caller must report the error with `Handovers.fail` and then call `Handovers.settle`, which gives the slot back.
+    If a method raises, the caller must report the error with `Handovers.fail` and then
+    call `Handovers.settle`, which gives the slot back.
     """
 
     def __init__(self, handovers: Handovers, pending: Pending, slot_request: SlotRequest) -> None:
         self.pending = pending
         self.slot_request = slot_request
         self.kept = ""
-        """The segment that `settle` does not give back, because its seal is under way or the caller holds it; "" if there is none."""
+        """The segment that `settle` does not give back, because its seal is under way
+        or the caller holds it; "" if there is none.
+        """
         self._all = handovers
         self._slot: MappedSlot | None = None
         self._beside: Transfer | None = None
@@ -69,37 +76,57 @@ class Handover:
         self._all.pending[self.pending.attempt, self.pending.step] = self.pending
 
     def request(self, deadline: float) -> None:
-        """Send the request for a slot, unless it is under way. The daemon answers an early request while the caller captures and plans."""
+        """Send the request for a slot, unless it is under way.
+
+        The daemon answers an early request while the caller captures and plans.
+        """
         self.slot_request.ask(deadline)
 
     def check_not_refused(self) -> None:
-        """Wait for the answer to an early request, if one was sent. If the slot is refused, skip the step and raise SnapshotFailed."""
+        """Wait for the answer to an early request, if one was sent.
+
+        If the slot is refused, skip the step and raise SnapshotFailed.
+        """
         if self.slot_request.asked and not self.slot_request.answer():
             self._skip(self.slot_request.why)
 
     def reserve(self, needed: int, deadline: float) -> None:
         """Make sure that each slot has `needed` bytes, and that one slot is requested.
 
-        Slots that are too small are replaced by larger ones. That would also replace a slot that another hand-over of this process has
-        filled and not sealed, so this first waits until such a slot is sealed. `deadline` is a time of the monotonic clock.
+        Slots that are too small are replaced by larger ones. That would also replace a
+        slot that another hand-over of this process has filled and not sealed, so this
+        first waits until such a slot is sealed. `deadline` is a time of the monotonic
+        clock.
 
-        Raises SnapshotFailed if that seal does not come by the deadline, or if the larger slots are not made by then; in the second case
-        the step is skipped. Raises QuotaExceeded or SharedMemoryFull if shared memory does not suffice, StorageError if the slots cannot be
-        mapped, and DaemonUnreachable.
+        Raises SnapshotFailed if that seal does not come by the deadline, or if the
+        larger slots are not made by then; in the second case the step is skipped.
+        Raises QuotaExceeded or SharedMemoryFull if shared memory does not suffice,
+        StorageError if the slots cannot be mapped, and DaemonUnreachable.
         """
         all_, slots = self._all, self._all.slots
-        all_.no_longer_filled(self.pending)  # else a step that was filled before, and needs a larger slot now, would wait for itself
+        # Else a step that was filled before, and needs a larger slot now, would wait
+        # for itself.
+        all_.no_longer_filled(self.pending)
         if not slots.fit(needed) and not all_.wait_until_sealed(deadline):
-            raise SnapshotFailed("larger slots are needed, and another save of this process has not sealed its slot in time")
+            raise SnapshotFailed(
+                "larger slots are needed, and another save of this process has not sealed its "
+                "slot in time"
+            )
         if not slots.ensure(needed, deadline):
             why = "the slots in shared memory are still being made; a later snapshot can use them"
-            all_.pass_over(self.pending, SnapshotFailed(f"step {self.pending.step} was skipped: {why}"))
+            all_.pass_over(
+                self.pending, SnapshotFailed(f"step {self.pending.step} was skipped: {why}")
+            )
             self._skip(why)
         if self.slot_request.segment not in slots:
             self.slot_request.ask(deadline)
 
     def acquire(self) -> MappedSlot:
-        """Wait for the slot, and return it. If none is free by the deadline of the request, skip the step and raise SnapshotFailed."""
+        """Wait for the slot, and return it.
+
+        If none is free by the deadline of the request, skip the step and raise
+        SnapshotFailed.
+        """
         if not self.slot_request.answer():
             self._skip(self.slot_request.why)
         self._slot = slot = self._all.slots.get(self.slot_request.take())
@@ -112,16 +139,32 @@ class Handover:
         raise self.pending.why
 
     def copy(
-        self, sources: list[torch.Tensor], layout: Layout, modules: list[torch.nn.Module], unlike: list[int] | None = None
+        self,
+        sources: list[torch.Tensor],
+        layout: Layout,
+        modules: list[torch.nn.Module],
+        unlike: list[int] | None = None,
     ) -> Transfer | None:
-        """Copy one source for each item of the layout. Sources on the CPU may change as soon as this returns. For `unlike` see `Sources`.
+        """Copy one source for each item of the layout.
 
-        Returns the transfer of the sources on accelerators, for `seal_after`, or None if there are none. If it is still running when
-        `load_state_dict` of one of the `modules` is called, the load is ordered behind it.
+        Sources on the CPU may change as soon as this returns. For `unlike` see
+        `Sources`.
+
+        Returns the transfer of the sources on accelerators, for `seal_after`, or None
+        if there are none. If it is still running when `load_state_dict` of one of the
+        `modules` is called, the load is ordered behind it.
         """
-        transfer = self.slot.fill(sources, layout, self.pending.step, lambda to, of: self._all.sealer.carry(to, of, modules), unlike)
+        transfer = self.slot.fill(
+            sources,
+            layout,
+            self.pending.step,
+            lambda to, of: self._all.sealer.carry(to, of, modules),
+            unlike,
+        )
         beside, self._beside = self._beside, None
-        return transfer if beside is None else beside if transfer is None else transfer.joined(beside)
+        return (
+            transfer if beside is None else beside if transfer is None else transfer.joined(beside)
+        )
 
     def beside(self, device: torch.device, work: Callable[[], None]) -> None:
         """Run work that reads tensors on an accelerator, in the lane of the copies.
@@ -132,27 +175,39 @@ class Handover:
         self._beside = done if self._beside is None else self._beside.joined(done)
 
     def fill(self, layout: Layout, source: Callable[[int], torch.Tensor], *, singly: bool) -> None:
-        """Copy `source(number)` into the slot for the number of every item of the layout, and wait until all items are copied.
+        """Copy `source(number)` into the slot for the number of every item of the
+        layout, and wait until all items are copied.
 
-        singly: copy one item at a time, because `source` may return the same memory at every call.
+        singly: copy one item at a time, because `source` may return the same memory at
+        every call.
         """
         slot, sealer = self.slot, self._all.sealer
         slot.begin(layout, self.pending.step)
         for numbers in batches(layout, 1 if singly else _BATCH):
-            transfer = slot.copy([source(number) for number in numbers], layout, numbers, lambda to, of: sealer.carry(to, of, []))
+            transfer = slot.copy(
+                [source(number) for number in numbers],
+                layout,
+                numbers,
+                lambda to, of: sealer.carry(to, of, []),
+            )
             if transfer is not None:
                 sealer.finish(transfer)
 
     def hold(self) -> None:
-        """Keep the filled slot beyond `settle`, so that a later call can `seal` or `abandon` it."""
+        """Keep the filled slot beyond `settle`, so that a later call can `seal` or
+        `abandon` it.
+        """
         self._all.filled.add(self.pending)
         self._held = True
         self.kept = self.slot.name
 
     def seal(self, layout: Layout, documents: Documents) -> None:
-        """Write the documents, seal the slot, and hand it over to the daemon. May run while another hand-over waits for a slot.
+        """Write the documents, seal the slot, and hand it over to the daemon.
 
-        Raises QuotaExceeded if the documents do not fit, and the error of the snapshot if it has failed meanwhile.
+        May run while another hand-over waits for a slot.
+
+        Raises QuotaExceeded if the documents do not fit, and the error of the snapshot
+        if it has failed meanwhile.
         """
         self.pending.move(Event.STAGE)
         self.slot.seal(layout, documents)
@@ -163,7 +218,8 @@ class Handover:
         self._all.no_longer_filled(self.pending)
 
     def seal_after(self, transfer: Transfer | None, layout: Layout, documents: Documents) -> None:
-        """Seal the slot at once if `transfer` is None, otherwise on another thread once the transfer is complete.
+        """Seal the slot at once if `transfer` is None, otherwise on another thread once
+        the transfer is complete.
 
         The step counts as taken when this returns.
         """
@@ -171,16 +227,26 @@ class Handover:
             self.seal(layout, documents)
         self._all.last_step = self.pending.step
         if transfer is not None:
-            self._all.sealer.later(self.slot.name, transfer, partial(self.seal, layout, documents), self._seal_failed)
+            self._all.sealer.later(
+                self.slot.name, transfer, partial(self.seal, layout, documents), self._seal_failed
+            )
         self.kept = self.slot.name
 
     def _seal_failed(self, error: Exception) -> None:
         step = self.pending.step
-        self._all.fail(self.pending, error if isinstance(error, CkptdError) else InternalError(f"snapshot of step {step}: {error!r}"))
+        self._all.fail(
+            self.pending,
+            error
+            if isinstance(error, CkptdError)
+            else InternalError(f"snapshot of step {step}: {error!r}"),
+        )
         self._all.returns.give_back(self.slot, step, error)
 
     def abandon(self, error: BaseException) -> None:
-        """Fail the step on all ranks and give the held slot back. Does nothing if no slot is held."""
+        """Fail the step on all ranks and give the held slot back.
+
+        Does nothing if no slot is held.
+        """
         if not self._held:
             return
         self._held = False
@@ -193,8 +259,9 @@ class Handover:
 class Handovers:
     """The hand-overs of one rank, and the state that they share.
 
-    `last_step` is the last step that this rank has taken in its attempt, or -1. `pending` has the snapshots that are not durable yet, by
-    attempt and step. `filled` has the snapshots whose slot is filled and held, but not sealed.
+    `last_step` is the last step that this rank has taken in its attempt, or -1.
+    `pending` has the snapshots that are not durable yet, by attempt and step. `filled`
+    has the snapshots whose slot is filled and held, but not sealed.
     """
 
     def __init__(self, client: Client) -> None:
@@ -210,21 +277,29 @@ class Handovers:
         self._sealed = Waiters()
 
     def open(self, pending: Pending, tag: str | None) -> Handover:
-        """Register a hand-over, and return it. No message is sent yet. The caller must end it with `settle`."""
+        """Register a hand-over, and return it.
+
+        No message is sent yet. The caller must end it with `settle`.
+        """
         handover = Handover(self, pending, SlotRequest(self._client, pending.step, tag))
         self._open.append(handover)
         return handover
 
     def settle(self, handover: Handover) -> None:
-        """Give back every slot that was granted for this hand-over and is not kept, and end its registration."""
+        """Give back every slot that was granted for this hand-over and is not kept, and
+        end its registration.
+        """
         for slot in self._granted_to(handover):
             self.returns.give_back(slot, handover.pending.step, handover.pending.error)
         self._close(handover)
 
     def settle_interrupted(self) -> None:
-        """Settle every hand-over whose call was interrupted. No other call of this rank may be under way.
+        """Settle every hand-over whose call was interrupted.
 
-        A slot whose header says sealed is handed over. Any other slot is given back, and its step fails.
+        No other call of this rank may be under way.
+
+        A slot whose header says sealed is handed over. Any other slot is given back,
+        and its step fails.
         """
         for handover in tuple(self._open):
             self._settle_interrupted(handover)
@@ -245,7 +320,9 @@ class Handovers:
                 self.sealer.drain()  # no copy into the slot may still run when it is given back
                 self.returns.give_back(slot, pending.step, pending.error)
         if not sealed:
-            self.fail(pending, SnapshotFailed(f"the snapshot of step {pending.step} was interrupted"))
+            self.fail(
+                pending, SnapshotFailed(f"the snapshot of step {pending.step} was interrupted")
+            )
 
     @staticmethod
     def _is_sealed(slot: MappedSlot, pending: Pending) -> bool:
@@ -253,10 +330,17 @@ class Handovers:
             header = slot.refresh()
         except (IntegrityError, OSError, ValueError):
             return False
-        return (header.state, header.step, header.attempt) == (SlotState.SEALED, pending.step, pending.attempt) and pending.error is None
+        return (header.state, header.step, header.attempt) == (
+            SlotState.SEALED,
+            pending.step,
+            pending.attempt,
+        ) and pending.error is None
 
     def _granted_to(self, handover: Handover) -> list[MappedSlot]:
-        """Return the slots that may be granted for this hand-over, except the kept one. If an answer was lost, these are all slots."""
+        """Return the slots that may be granted for this hand-over, except the kept one.
+
+        If an answer was lost, these are all slots.
+        """
         names = self.slots.names if handover.slot_request.lost else handover.slot_request.taken
         found = [self.slots.find(name) for name in names if name != handover.kept]
         return [slot for slot in found if slot is not None]
@@ -267,18 +351,27 @@ class Handovers:
             self._open.remove(handover)
 
     def granted(self, pending: Pending, slot: MappedSlot) -> None:
-        """Record that the slot is granted for this snapshot. A memory-only snapshot that was in the slot is superseded."""
-        for old in [p for p in list(self.pending.values()) if p.segment == slot.name and not p.persist]:
+        """Record that the slot is granted for this snapshot.
+
+        A memory-only snapshot that was in the slot is superseded.
+        """
+        for old in [
+            p for p in list(self.pending.values()) if p.segment == slot.name and not p.persist
+        ]:
             self.pending.pop((old.attempt, old.step), None)
             old.supersede()
         pending.segment = slot.name
-        self.sealer.settle(slot.name)  # wait for copies of a failed step, which may still write to the slot
+        # Wait for copies of a failed step, which may still write to the slot.
+        self.sealer.settle(slot.name)
         if not pending.granted:
             pending.move(Event.GRANT)
         failpoint("agent.granted")
 
     def fail(self, pending: Pending, error: CkptdError) -> None:
-        """Fail a snapshot on all ranks. Does nothing if it was skipped, because the other ranks know of the skip."""
+        """Fail a snapshot on all ranks.
+
+        Does nothing if it was skipped, because the other ranks know of the skip.
+        """
         if pending.state == "skipped":
             return
         pending.fail(error)
@@ -286,23 +379,32 @@ class Handovers:
         self.pass_over(pending, error)
 
     def pass_over(self, pending: Pending, reason: CkptdError) -> None:
-        """Report to the daemon that this rank will not seal the step. The step then fails on all ranks, and no rank waits for it.
+        """Report to the daemon that this rank will not seal the step.
 
-        If the step is negative, or an earlier call has taken it, the daemon only counts the failure. The report is not repeated after a
-        lost connection.
+        The step then fails on all ranks, and no rank waits for it.
+
+        If the step is negative, or an earlier call has taken it, the daemon only counts
+        the failure. The report is not repeated after a lost connection.
         """
         known = self.pending.get((pending.attempt, pending.step))
         if known is pending:
             del self.pending[pending.attempt, pending.step]
-        # True if an earlier call has taken this step: the snapshot of that call must not fail.
+        # True if an earlier call has taken this step: the snapshot of that call must
+        # not fail.
         taken = known is not pending and (known is not None or pending.step <= self.last_step)
         refused = taken or pending.step < 0
-        if not self._client.closed and not (refused and pending.segment):  # with a slot, the daemon knows of the step
+        # With a slot, the daemon knows of the step.
+        if not self._client.closed and not (refused and pending.segment):
             step, why = None if refused else pending.step, str(reason)[:MAX_REASON]
-            self._client.post(lambda n: m.Abandon(id=n, step=step, reason=why, code=reason.code), lambda _: None)
+            self._client.post(
+                lambda n: m.Abandon(id=n, step=step, reason=why, code=reason.code), lambda _: None
+            )
 
     def wait_until_sealed(self, deadline: float) -> bool:
-        """Wait until no filled slot is unsealed, and return True. Return False at the deadline."""
+        """Wait until no filled slot is unsealed, and return True.
+
+        Return False at the deadline.
+        """
         return self._sealed.wait_for(lambda: not self.filled, max(0.0, deadline - time.monotonic()))
 
     def no_longer_filled(self, pending: Pending) -> None:
@@ -320,18 +422,25 @@ class Handovers:
         self.returns.clear()
 
     def resume(self, held: set[str]) -> None:
-        """Resume on a new connection, and repeat the returned slots and the seals that the daemon has not settled.
+        """Resume on a new connection, and repeat the returned slots and the seals that
+        the daemon has not settled.
 
-        `held` has the segments that the daemon still keeps for this rank. Other slots are forgotten.
+        `held` has the segments that the daemon still keeps for this rank. Other slots
+        are forgotten.
         """
         self.slots.keep(held)
         self.returns.send_again()
         self.seals.hand_over_again()
 
     def close(self) -> None:
-        """Release the slots, and fail every snapshot that is not durable. May be called again after Ctrl-C has interrupted it."""
+        """Release the slots, and fail every snapshot that is not durable.
+
+        May be called again after Ctrl-C has interrupted it.
+        """
         self.slots.drop()
-        self.seals.stop_following(SnapshotFailed("the agent was closed before the upload of this checkpoint was reported"))
+        self.seals.stop_following(
+            SnapshotFailed("the agent was closed before the upload of this checkpoint was reported")
+        )
         for pending in list(self.pending.values()):
             if pending.persist:
                 self.seals.finish(pending, SnapshotFailed("the agent was closed first"))

@@ -1,7 +1,9 @@
-"""The link of one rank to the daemon of its node: its attempt, its connection, and the hand-overs that use them.
+"""The link of one rank to the daemon of its node: its attempt, its connection, and the
+hand-overs that use them.
 
-Each `Agent` has a link. `StorageWriter` uses an agent's link of the same root, job and rank, or makes its own. A link resumes by itself
-after a lost connection. Once a newer attempt of the job has begun, every snapshot under way fails.
+Each `Agent` has a link. `StorageWriter` uses an agent's link of the same root, job and
+rank, or makes its own. A link resumes by itself after a lost connection. Once a newer
+attempt of the job has begun, every snapshot under way fails.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from ckptd.agent.link.rounds import WARN_SECONDS, Exchange, Ranks, Told, not_cal
 from ckptd.agent.pending import Pending
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.agent.threads.reminder import reminder
-from ckptd.shared.errors import CkptdError, DaemonUnreachable, InvalidRequest, StructureChanged, from_wire
+from ckptd.shared.errors import (
+    CkptdError,
+    DaemonUnreachable,
+    InvalidRequest,
+    StructureChanged,
+    from_wire,
+)
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.wire import messages as m
@@ -37,24 +45,30 @@ log = logging.getLogger("ckptd.agent")
 CLOSE_SECONDS = 600.0
 """Seconds that `close` waits for the newest snapshot to become durable, by default."""
 SAVE_SECONDS = 600.0
-"""Seconds that a save through DCP may wait for a slot, since its caller waits for the save anyway. Also the timeout of `forget`."""
+"""Seconds that a save through DCP may wait for a slot, since its caller waits for the
+save anyway. Also the timeout of `forget`.
+"""
 AWAY_SECONDS = 60.0
-"""Seconds to wait for a lost daemon to come back, for a caller that waits for a durable checkpoint."""
+"""Seconds to wait for a lost daemon to come back, for a caller that waits for a durable
+checkpoint.
+"""
 
 
 class RankLink:
     """The link of one rank, in one attempt of a job, to its daemon.
 
-    Making it begins or joins an attempt. `calls` admits one public call at a time. `attempt` is the
-    attempt that this rank is in, and `node` the share of this node in it, or None if all ranks are
-    on one node. `saving` has the saves through DCP that are not over yet. `structure_changed` is
-    called, on any thread, when the ranks must plan again. `unnamed` is True if neither the caller
-    nor the environment names the job. `takeover` says whether to begin although another run of the
-    job is alive; None leaves that to CKPTD_TAKEOVER.
+    Making it begins or joins an attempt. `calls` admits one public call at a time.
+    `attempt` is the attempt that this rank is in, and `node` the share of this node in
+    it, or None if all ranks are on one node. `saving` has the saves through DCP that
+    are not over yet. `structure_changed` is called, on any thread, when the ranks must
+    plan again. `unnamed` is True if neither the caller nor the environment names the
+    job. `takeover` says whether to begin although another run of the job is alive; None
+    leaves that to CKPTD_TAKEOVER.
 
-    Raises DaemonUnreachable, Forbidden, InvalidName, InvalidRequest, JobRunning, ForeignMemory,
-    StorageError and other errors of the daemon, and SnapshotFailed if a rank does not make its
-    agent in time. `begin` in `attempt.py` says which errors are raised on all ranks.
+    Raises DaemonUnreachable, Forbidden, InvalidName, InvalidRequest, JobRunning,
+    ForeignMemory, StorageError and other errors of the daemon, and SnapshotFailed if a
+    rank does not make its agent in time. `begin` in `attempt.py` says which errors are
+    raised on all ranks.
     """
 
     def __init__(
@@ -76,16 +90,22 @@ class RankLink:
         self._board: Board | None = None
         self.saving: weakref.WeakSet[object] = weakref.WeakSet()
         self.interrupted = False
-        """True from before the next attempt begins until the slots and plan of the old one are dropped. Ctrl-C may leave it True."""
+        """True from before the next attempt begins until the slots and plan of the old
+        one are dropped. Ctrl-C may leave it True.
+        """
         self._structure_changed = structure_changed
         self._closed = self._gone = False
         self._warned = False  # True once a warning has named ranks that have not called snapshot()
-        self._nested: deque[Pending] = deque()  # snapshots refused inside another call, for `_tidy` to report to the other ranks
+        # Snapshots refused inside another call, for `_tidy` to report to the other
+        # ranks.
+        self._nested: deque[Pending] = deque()
         self._pid = os.getpid()
         try:
             may, self._foreign_memory = may_take_over(takeover), foreign_memory()
             self.place = find_place(socket, root)
-            self.client = Client(self.place, resume=self._resume, news=self._news, lost=self._lost, late=self._late)
+            self.client = Client(
+                self.place, resume=self._resume, news=self._news, lost=self._lost, late=self._late
+            )
         except CkptdError as error:
             begin(ranks, error)
             raise
@@ -113,7 +133,9 @@ class RankLink:
 
     @property
     def stall_budget(self) -> float:
-        """The seconds that a snapshot may hold the training, from the daemon's settings."""
+        """The seconds that a snapshot may hold the training, from the daemon's
+        settings.
+        """
         return self.client.welcome.stall_budget
 
     @property
@@ -122,13 +144,22 @@ class RankLink:
         return self.handovers.last_step
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "connected" if self.client.connected else "without a daemon"
+        state = (
+            "closed"
+            if self._closed
+            else "connected"
+            if self.client.connected
+            else "without a daemon"
+        )
         return f"{self.job} attempt {self.attempt} rank {self.rank} of {self.world_size}, {state}"
 
     # -- attempts
 
     def _begin(self, job: str | None, takeover: bool) -> None:
-        """Begin the next attempt together with the other ranks. Steps start over, and the slots of the previous attempt are gone."""
+        """Begin the next attempt together with the other ranks.
+
+        Steps start over, and the slots of the previous attempt are gone.
+        """
         try:
             self.job = job_name(job, private=self.client.welcome.private)
         except CkptdError as error:
@@ -138,14 +169,34 @@ class RankLink:
         begun = begin(self.ranks, None, self.client, self.job, takeover=takeover)
         if (stage := self.client.welcome.stage) and self.rank == 0:
             if begun.node is None:
-                log.info("checkpoints are durable in %s, on this node's disk, and are uploaded to %s afterwards", stage, self.root)
+                log.info(
+                    "checkpoints are durable in %s, on this node's disk, and are uploaded to %s "
+                    "afterwards",
+                    stage,
+                    self.root,
+                )
             else:
-                log.info("a job of several nodes is saved straight to %s: the stage %s is not used", self.root, stage)
+                log.info(
+                    "a job of several nodes is saved straight to %s: the stage %s is not used",
+                    self.root,
+                    stage,
+                )
         self.handovers.last_step, self.attempt, self.node = -1, begun.attempt, begun.node
         self.ranks.scope = self.job
-        if self.node is not None and self.rank == self.node.ranks[0] and isinstance(self.ranks, Exchange | Told):
-            prefix = f"{self.job}/board/{self.node.claim}"  # the number is that of another attempt, too, under another root
-            self._board = Board(self.ranks.new_client(), prefix, self.rank, begun.leaders, partial(self._pass_on, self.attempt))
+        if (
+            self.node is not None
+            and self.rank == self.node.ranks[0]
+            and isinstance(self.ranks, Exchange | Told)
+        ):
+            # The number is that of another attempt, too, under another root.
+            prefix = f"{self.job}/board/{self.node.claim}"
+            self._board = Board(
+                self.ranks.new_client(),
+                prefix,
+                self.rank,
+                begun.leaders,
+                partial(self._pass_on, self.attempt),
+            )
         failpoint("agent.begun")
 
     def _pass_on(self, attempt: int, answer: Answer) -> None:
@@ -157,8 +208,13 @@ class RankLink:
             board.end()
 
     def begin_next(self) -> None:
-        """Begin the next attempt. The daemon takes the slots of the current attempt back, and finishes the saves that it still owes."""
-        # After an interruption the daemon may have restarted, and then it takes this process for another run until it has begun again.
+        """Begin the next attempt.
+
+        The daemon takes the slots of the current attempt back, and finishes the saves
+        that it still owes.
+        """
+        # After an interruption the daemon may have restarted, and then it takes this
+        # process for another run until it has begun again.
         takeover, self.interrupted = self.interrupted, True
         self.handovers.wait_for_threads()
         self._begin(self.job, takeover)
@@ -174,17 +230,24 @@ class RankLink:
     def ready(self) -> None:
         """Prepare this link for a call. Raises InvalidRequest if it is closed.
 
-        If Ctrl-C has interrupted the begin of the next attempt, a rank that is alone begins it now. On several ranks this raises
-        InvalidRequest instead, because all ranks must call `recover`.
+        If Ctrl-C has interrupted the begin of the next attempt, a rank that is alone
+        begins it now. On several ranks this raises InvalidRequest instead, because all
+        ranks must call `recover`.
         """
         self.check_open()
         if self.interrupted:
             if self.world_size > 1:
-                raise InvalidRequest("recover() was interrupted while it began the next attempt: call recover() again, on all ranks")
+                raise InvalidRequest(
+                    "recover() was interrupted while it began the next attempt: call recover() "
+                    "again, on all ranks"
+                )
             self.begin_next()
 
     def open_step(self, step: int | None, tag: str | None) -> Handover:
-        """Open the hand-over of a step of a DCP save, and return it. `step` None is the next step. The step counts as taken from now on."""
+        """Open the hand-over of a step of a DCP save, and return it.
+
+        `step` None is the next step. The step counts as taken from now on.
+        """
         pending = Pending(self.last_step + 1 if step is None else step, self.attempt)
         handover = self.handovers.open(pending, tag)
         self.handovers.last_step = max(self.last_step, pending.step)
@@ -192,12 +255,17 @@ class RankLink:
         return handover
 
     def refuse(self, pending: Pending, error: CkptdError) -> None:
-        """Fail a snapshot that was made inside another call. The other ranks learn of it when the outer call ends."""
+        """Fail a snapshot that was made inside another call.
+
+        The other ranks learn of it when the outer call ends.
+        """
         pending.fail(error)
         self._nested.append(pending)
 
     def _tidy(self) -> None:
-        """Settle interrupted calls, and report refused snapshots to the other ranks. Runs when a call enters and before it leaves.
+        """Settle interrupted calls, and report refused snapshots to the other ranks.
+
+        Runs when a call enters and before it leaves.
 
         If this link is closed, only finish a `let_go` that was interrupted.
         """
@@ -213,22 +281,34 @@ class RankLink:
     # -- the daemon
 
     def is_current(self) -> bool:
-        """Return True if this attempt is still the newest of the job. Raises DaemonUnreachable."""
+        """Return True if this attempt is still the newest of the job.
+
+        Raises DaemonUnreachable.
+        """
         reply, _ = self.client.call(lambda n: m.Status(id=n), m.StatusReport, CALL_SECONDS)
-        return all(job["attempt"] == self.attempt for job in json.loads(reply.report)["jobs"] if job["job"] == self.job)
+        return all(
+            job["attempt"] == self.attempt
+            for job in json.loads(reply.report)["jobs"]
+            if job["job"] == self.job
+        )
 
     def forget(self, tags: list[str]) -> dict[str, str]:
         """Delete checkpoints of this job, given the names of their directories.
 
-        Returns the reason for each checkpoint that could not be deleted, keyed by that name. Raises DaemonUnreachable, StorageError.
+        Returns the reason for each checkpoint that could not be deleted, keyed by that
+        name. Raises DaemonUnreachable, StorageError.
         """
-        reply, _ = self.client.call(lambda n: m.Forget(id=n, job=self.job, tags=tags), m.Forgotten, SAVE_SECONDS)
+        reply, _ = self.client.call(
+            lambda n: m.Forget(id=n, job=self.job, tags=tags), m.Forgotten, SAVE_SECONDS
+        )
         return reply.refused
 
     def wait_durable(self, pending: Pending) -> None:
-        """Wait until the snapshot is committed in the root: the caller may read the path that it has named.
+        """Wait until the snapshot is committed in the root: the caller may read the
+        path that it has named.
 
-        Raises the error of the snapshot if it cannot be committed, and DaemonUnreachable after `AWAY_SECONDS` without a daemon.
+        Raises the error of the snapshot if it cannot be committed, and
+        DaemonUnreachable after `AWAY_SECONDS` without a daemon.
         """
         while True:
             try:
@@ -252,9 +332,11 @@ class RankLink:
                 self._progress(news)
 
     def _warn(self, waiting: m.Waiting) -> None:
-        """Log once which ranks have not called `snapshot` for a step that this rank has called it for.
+        """Log once which ranks have not called `snapshot` for a step that this rank has
+        called it for.
 
-        If the ranks meet in a round for this step, the round names the ranks that are missing.
+        If the ranks meet in a round for this step, the round names the ranks that are
+        missing.
         """
         pending = self.handovers.pending.get((waiting.attempt, waiting.step))
         if self._warned or pending is None or pending.meets or pending.begun is None:
@@ -272,7 +354,11 @@ class RankLink:
         if progress.code == StructureChanged.code:
             self._structure_changed()
         if pending is not None:
-            error = None if progress.state == "durable" else from_wire(progress.code or "snapshot-failed", progress.reason)
+            error = (
+                None
+                if progress.state == "durable"
+                else from_wire(progress.code or "snapshot-failed", progress.reason)
+            )
             self.handovers.seals.finish(pending, error)
 
     def _late(self, reply: m.Reply) -> None:
@@ -316,14 +402,17 @@ class RankLink:
             try:
                 if not self.client.wait_connected(self.stall_budget):
                     raise self.client.foreign or DaemonUnreachable(_GONE)
-                with reminder(log, _CLOSING, WARN_SECONDS) if self.world_size > 1 else nullcontext():
+                with (
+                    reminder(log, _CLOSING, WARN_SECONDS) if self.world_size > 1 else nullcontext()
+                ):
                     self.client.call(lambda n: m.Persist(id=n), m.Done, timeout)
                 self.client.call(lambda n: m.Detach(id=n), m.Done, CALL_SECONDS)
             finally:
                 self.let_go()
 
     def let_go(self) -> None:
-        """Close this link without a message to the daemon, which then treats this process as dead unless the rank has detached.
+        """Close this link without a message to the daemon, which then treats this
+        process as dead unless the rank has detached.
 
         May be called again after Ctrl-C has interrupted it.
         """
@@ -335,17 +424,23 @@ class RankLink:
         self._gone = True
 
     def _forget(self) -> None:
-        """Close this link in a forked child, which must not use its parent's connection and locks."""
+        """Close this link in a forked child, which must not use its parent's connection
+        and locks.
+        """
         self._closed, self.calls, self._board = True, CallLock(), None
         self.client.forget()
         self.handovers.slots.forget()
 
 
 _CLOSING = (
-    "close() waits until the newest snapshot is durable. If only some ranks have sealed that snapshot, close() "
-    "also waits for the other ranks: every rank must make the same calls of snapshot(), and then call close()"
+    "close() waits until the newest snapshot is durable. If only some ranks have sealed that "
+    "snapshot, close() "
+    "also waits for the other ranks: every rank must make the same calls of snapshot(), and then "
+    "call close()"
 )
-_GONE = "the daemon is gone; sealed snapshots stay in shared memory, and the next daemon will save them"
+_GONE = (
+    "the daemon is gone; sealed snapshots stay in shared memory, and the next daemon will save them"
+)
 
 
 def links() -> list[RankLink]:

@@ -1,4 +1,6 @@
-"""Gives granted slots that will not be sealed back to the daemon, again after each lost connection until it confirms."""
+"""Gives granted slots that will not be sealed back to the daemon, again after each lost
+connection until it confirms.
+"""
 
 from __future__ import annotations
 
@@ -25,27 +27,40 @@ class Returns:
         """The reason and its error code, by segment and step."""
 
     def give_back(self, slot: MappedSlot, step: int, error: BaseException | None) -> None:
-        """Mark the slot as free if it still belongs to `step`, and return it to the daemon with `error` as the reason."""
+        """Mark the slot as free if it still belongs to `step`, and return it to the
+        daemon with `error` as the reason.
+        """
         try:
             if slot.header.step == step and slot.header.state is not SlotState.FREE:
                 slot.clear()
-        except (OSError, ValueError) as problem:  # its descriptors are closed, because a larger slot has replaced it
+        except (
+            OSError,
+            ValueError,
+        ) as problem:  # its descriptors are closed, because a larger slot has replaced it
             log.debug("slot %s: %s", slot.name[:8], problem)
         self.send(slot.name, step, error)
 
     def send(self, segment: str, step: int | None, error: BaseException | None = None) -> None:
-        """Return to the daemon a segment that was granted for `step`, with `error` as the reason. Does not wait for the answer."""
+        """Return to the daemon a segment that was granted for `step`, with `error` as
+        the reason. Does not wait for the answer.
+        """
         code = error.code if isinstance(error, CkptdError) else ""
         self._unconfirmed[segment, step] = ("" if error is None else str(error)[:MAX_REASON], code)
         self._post(segment, step)
 
     def send_again(self) -> None:
-        """Send again every return that the daemon has not confirmed. Called on a new connection."""
+        """Send again every return that the daemon has not confirmed.
+
+        Called on a new connection.
+        """
         for segment, step in tuple(self._unconfirmed):
             self._post(segment, step)
 
     def clear(self) -> None:
-        """Forget all unconfirmed segments. Called when their attempt is over: its segments are gone."""
+        """Forget all unconfirmed segments.
+
+        Called when their attempt is over: its segments are gone.
+        """
         self._unconfirmed.clear()
 
     def _post(self, segment: str, step: int | None) -> None:

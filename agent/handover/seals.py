@@ -1,4 +1,6 @@
-"""Reports every seal to the daemon, again after each lost connection, until the snapshot is durable or has failed."""
+"""Reports every seal to the daemon, again after each lost connection, until the
+snapshot is durable or has failed.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,40 @@ from ckptd.shared.wire.lifecycle import Event
 class Seals:
     """The reports of one rank's seals to its daemon.
 
-    `pending` has the snapshots that are not durable yet, by attempt and step. `Handovers` shares it, and adds to it.
+    `pending` has the snapshots that are not durable yet, by attempt and step.
+    `Handovers` shares it, and adds to it.
     """
 
     def __init__(self, client: Client, pending: dict[tuple[int, int], Pending]) -> None:
         self._client, self._pending = client, pending
         self._news: m.Uploads | None = None
-        self._uploading: weakref.WeakValueDictionary[tuple[int, int], Pending] = weakref.WeakValueDictionary()
+        self._uploading: weakref.WeakValueDictionary[tuple[int, int], Pending] = (
+            weakref.WeakValueDictionary()
+        )
 
     def hand_over(self, pending: Pending) -> None:
-        """Report a seal to the daemon, without waiting for the save. If the connection is lost, `hand_over_again` reports it later."""
+        """Report a seal to the daemon, without waiting for the save.
+
+        If the connection is lost, `hand_over_again` reports it later.
+        """
         held = round(pending.held, 6)
         self._client.post(
             lambda n: m.Seal(
-                id=n, segment=pending.segment, attempt=pending.attempt, step=pending.step, held=held, cost=pending.cost_before
+                id=n,
+                segment=pending.segment,
+                attempt=pending.attempt,
+                step=pending.step,
+                held=held,
+                cost=pending.cost_before,
             ),
             lambda reply: self._answered(pending, reply),
         )
 
     def hand_over_again(self) -> None:
-        """Report every sealed snapshot that is not durable yet. Called on a new connection."""
+        """Report every sealed snapshot that is not durable yet.
+
+        Called on a new connection.
+        """
         for pending in list(self._pending.values()):
             if pending.state == "sealed":
                 self.hand_over(pending)
@@ -45,7 +61,10 @@ class Seals:
             self.finish(pending, None)
 
     def finish(self, pending: Pending, error: CkptdError | None) -> None:
-        """Record that a snapshot is durable, or that it has failed with `error`. The first outcome counts."""
+        """Record that a snapshot is durable, or that it has failed with `error`.
+
+        The first outcome counts.
+        """
         self._pending.pop((pending.attempt, pending.step), None)
         if pending.done:
             return
@@ -54,22 +73,36 @@ class Seals:
                 pending.expect_upload()
                 self._uploading[pending.attempt, pending.step] = pending
             pending.move(Event.COMMIT)
-            if (news := self._news) is not None and news.attempt == pending.attempt and pending.step in news.uploaded:
-                self.follow_uploads(news)  # the daemon has sent them before it confirmed the seal, on a new connection
+            if (
+                (news := self._news) is not None
+                and news.attempt == pending.attempt
+                and pending.step in news.uploaded
+            ):
+                # The daemon has sent them before it confirmed the seal, on a new
+                # connection.
+                self.follow_uploads(news)
         else:
             pending.fail(error)
 
     def follow_uploads(self, news: m.Uploads) -> None:
-        """Record which durable checkpoints are in the root, and which can no longer be uploaded."""
+        """Record which durable checkpoints are in the root, and which can no longer be
+        uploaded.
+        """
         self._news = news
         for (attempt, step), pending in list(self._uploading.items()):
             if attempt != news.attempt or step in news.waiting:
                 continue
             del self._uploading[attempt, step]
-            pending.upload(None if step in news.uploaded else SnapshotFailed(f"step {step} is not in the root, {_NOT_UPLOADED}"))
+            pending.upload(
+                None
+                if step in news.uploaded
+                else SnapshotFailed(f"step {step} is not in the root, {_NOT_UPLOADED}")
+            )
 
     def fail_all(self, error: CkptdError) -> None:
-        """Fail every snapshot that is not durable, because the daemon or this agent is gone. Uploads are not followed any longer."""
+        """Fail every snapshot that is not durable, because the daemon or this agent is
+        gone. Uploads are not followed any longer.
+        """
         for pending in list(self._pending.values()):
             self.finish(pending, error)
         self.stop_following(error)
@@ -82,6 +115,7 @@ class Seals:
 
 
 _NOT_UPLOADED = (
-    "and does not wait for its upload: it was deleted from the stage or from the root, or it cannot be uploaded; `ckptd status` and the "
+    "and does not wait for its upload: it was deleted from the stage or from the root, or it "
+    "cannot be uploaded; `ckptd status` and the "
     "daemon's log say which"
 )

@@ -1,4 +1,6 @@
-"""Begins an attempt on all ranks together: they find out which of them share a node, and rank 0 claims the number for all."""
+"""Begins an attempt on all ranks together: they find out which of them share a node,
+and rank 0 claims the number for all.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from ckptd.agent.link.arguments import foreign_memory, launch_id
 from ckptd.agent.link.client import CALL_SECONDS, Client
 from ckptd.agent.link.rounds import Ranks
 from ckptd.shared import names
-from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, JobRunning
+from ckptd.shared.errors import (
+    CkptdError,
+    DaemonUnreachable,
+    InternalError,
+    InvalidRequest,
+    JobRunning,
+)
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.segment import this_boot
 from ckptd.shared.wire import messages as m
@@ -21,14 +29,19 @@ from ckptd.shared.wire.session import NODES
 
 log = logging.getLogger("ckptd.agent")
 
-BEGIN_SECONDS = 120.0  # how long one rank waits for another: processes start, import and read data at their own pace
-WAIT_SECONDS = 10.0  # how long a run waits for the end of another run of its job, such as a killed one that it replaces
+# How long one rank waits for another: processes start, import and read data at their
+# own pace.
+BEGIN_SECONDS = 120.0
+# How long a run waits for the end of another run of its job, such as a killed one that
+# it replaces.
+WAIT_SECONDS = 10.0
 
 
 class BegunAttempt(NamedTuple):
     """An attempt that has begun.
 
-    attempt: its number. node: the share of this node, or None if all ranks are on one node. leaders: the lowest rank of each node.
+    attempt: its number. node: the share of this node, or None if all ranks are on one
+    node. leaders: the lowest rank of each node.
     """
 
     attempt: int
@@ -36,15 +49,28 @@ class BegunAttempt(NamedTuple):
     leaders: list[int]
 
 
-def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, job: str = "", *, takeover: bool = False) -> BegunAttempt:
-    """Begin an attempt together with the other ranks of the job, and return it. The ranks of one daemon are on one node.
+def begin(
+    ranks: Ranks,
+    error: CkptdError | None,
+    client: Client | None = None,
+    job: str = "",
+    *,
+    takeover: bool = False,
+) -> BegunAttempt:
+    """Begin an attempt together with the other ranks of the job, and return it.
 
-    With `takeover`, another run of the job that is alive can no longer save. Without it, this one is refused after `WAIT_SECONDS`.
+    The ranks of one daemon are on one node.
 
-    A rank that cannot begin passes its `error` and no `client`. That error is raised on all ranks, and so are the errors of the claim by
-    rank 0: InvalidRequest if the ranks do not share root and job, JobRunning, and other errors of the daemon. Raises SnapshotFailed if a
-    rank does not come within `BEGIN_SECONDS`. After the claim the other ranks begin the attempt at their daemons. An error there is raised
-    on that rank only if all ranks are on one node, or if `ranks` is a `Told`, and otherwise on all ranks.
+    With `takeover`, another run of the job that is alive can no longer save. Without
+    it, this one is refused after `WAIT_SECONDS`.
+
+    A rank that cannot begin passes its `error` and no `client`. That error is raised on
+    all ranks, and so are the errors of the claim by rank 0: InvalidRequest if the ranks
+    do not share root and job, JobRunning, and other errors of the daemon. Raises
+    SnapshotFailed if a rank does not come within `BEGIN_SECONDS`. After the claim the
+    other ranks begin the attempt at their daemons. An error there is raised on that
+    rank only if all ranks are on one node, or if `ranks` is a `Told`, and otherwise on
+    all ranks.
     """
 
     def claim(said: list[bytes]) -> list[bytes]:
@@ -58,18 +84,24 @@ def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, 
 
     mine: bytes | CkptdError
     if client is None:
-        mine = error or InternalError("there is no connection to a daemon, and no error that says why")
+        mine = error or InternalError(
+            "there is no connection to a daemon, and no error that says why"
+        )
     else:
         mine = msgspec.msgpack.encode(RankPlace.of(client.welcome, job))
     begun = _BEGUN_DECODER.decode(ranks.round("begin", mine, claim, BEGIN_SECONDS))
     assert client is not None
     if begun.node is None:
-        attempt = begun.attempt if ranks.rank == 0 else _begin(client, job, ranks, begun.attempt, None)
+        attempt = (
+            begun.attempt if ranks.rank == 0 else _begin(client, job, ranks, begun.attempt, None)
+        )
         return BegunAttempt(attempt, None, [])
     joined: bytes | CkptdError = b""
     if ranks.rank != 0:
         try:
-            _begin(client, job, ranks, begun.attempt, None if takeover else WAIT_SECONDS, begun.node)
+            _begin(
+                client, job, ranks, begun.attempt, None if takeover else WAIT_SECONDS, begun.node
+            )
         except CkptdError as failure:
             joined = failure
     ranks.round("joined", joined, lambda said: said, BEGIN_SECONDS)
@@ -79,8 +111,10 @@ def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, 
 class RankPlace(msgspec.Struct, frozen=True, array_like=True):
     """The place where one rank runs, and its job.
 
-    `boot` is the boot id of its node, and `node` its host name. `instance` identifies its daemon, and is "" from an old daemon. `root` is
-    the root of that daemon, and `identity` that of the root, "" from an old daemon. `nodes` is True if the daemon knows several nodes.
+    `boot` is the boot id of its node, and `node` its host name. `instance` identifies
+    its daemon, and is "" from an old daemon. `root` is the root of that daemon, and
+    `identity` that of the root, "" from an old daemon. `nodes` is True if the daemon
+    knows several nodes.
     """
 
     boot: bytes
@@ -94,42 +128,68 @@ class RankPlace(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, welcome: m.Welcome, job: str) -> RankPlace:
         """Return the place of this process, given the greeting of its daemon."""
-        return cls(this_boot(), names.host(), welcome.instance, welcome.root, job, welcome.identity, NODES in welcome.features)
+        return cls(
+            this_boot(),
+            names.host(),
+            welcome.instance,
+            welcome.root,
+            job,
+            welcome.identity,
+            NODES in welcome.features,
+        )
 
 
 def _check_same(first: RankPlace, other: RankPlace, rank: int) -> None:
     """Raise InvalidRequest unless `rank` and rank 0 can share an attempt."""
     if first.root != other.root:
         raise InvalidRequest(
-            f"rank {rank} on {other.node} uses root {other.root}, rank 0 on {first.node} uses {first.root}: "
+            f"rank {rank} on {other.node} uses root {other.root}, rank 0 on {first.node} uses "
+            f"{first.root}: "
             "give all daemons the same root (--root or CKPTD_ROOT)"
         )
     if first.identity and other.identity and first.identity != other.identity:
         raise InvalidRequest(
-            f"the root {first.root} of rank {rank} on {other.node} is not that of rank 0 on {first.node}, although it has the same path: "
+            f"the root {first.root} of rank {rank} on {other.node} is not that of rank 0 on "
+            f"{first.node}, although it has the same path: "
             "use a directory of a shared file system, or an object store"
         )
     if not _same_daemon(first, other) and not (first.nodes and other.nodes):
         old = other if first.nodes else first
-        raise InvalidRequest(f"the daemon on {old.node} knows no jobs of several nodes: install this version of ckptd on all nodes")
+        raise InvalidRequest(
+            f"the daemon on {old.node} knows no jobs of several nodes: install this version of "
+            f"ckptd on all nodes"
+        )
     if first.job != other.job:
-        raise InvalidRequest(f"rank {rank} uses the job name {other.job!r}, rank 0 uses {first.job!r}: use the same job name on all ranks")
+        raise InvalidRequest(
+            f"rank {rank} uses the job name {other.job!r}, rank 0 uses {first.job!r}: use the "
+            f"same job name on all ranks"
+        )
 
 
 def _same_daemon(one: RankPlace, other: RankPlace) -> bool:
-    """Return True if two ranks have the same daemon. Host names are no guide, because containers of one node may have different ones."""
-    return one.boot == other.boot and (one.instance == other.instance or not (one.instance and other.instance))
+    """Return True if two ranks have the same daemon.
+
+    Host names are no guide, because containers of one node may have different ones.
+    """
+    return one.boot == other.boot and (
+        one.instance == other.instance or not (one.instance and other.instance)
+    )
 
 
 def as_begun(attempt: int, places: Sequence[RankPlace], identity: str) -> list[BegunAttempt]:
-    """Return an attempt as each rank needs it to join, given the places of all ranks, and the identity of the claim on several nodes."""
+    """Return an attempt as each rank needs it to join, given the places of all ranks,
+    and the identity of the claim on several nodes.
+    """
     nodes = _nodes(places, identity)
     leaders = sorted({node.ranks[0] for node in nodes if node is not None})
     return [BegunAttempt(attempt, node, leaders) for node in nodes]
 
 
 def _nodes(places: Sequence[RankPlace], identity: str) -> list[Membership | None]:
-    """Return, for each rank, the share of its node in the attempt. All are None if all ranks have the same daemon."""
+    """Return, for each rank, the share of its node in the attempt.
+
+    All are None if all ranks have the same daemon.
+    """
     if all(_same_daemon(places[0], place) for place in places):
         return [None] * len(places)
     found: dict[tuple[bytes, str], list[int]] = {}
@@ -140,7 +200,11 @@ def _nodes(places: Sequence[RankPlace], identity: str) -> list[Membership | None
 
 
 def _claim(client: Client, job: str, ranks: Ranks, node: Membership | None, takeover: bool) -> int:
-    """Begin the next attempt. If another run of the job is alive and `takeover` is False, wait for its end, and say so."""
+    """Begin the next attempt.
+
+    If another run of the job is alive and `takeover` is False, wait for its end, and
+    say so.
+    """
     if takeover:
         return _begin(client, job, ranks, 0, None, node)
     try:
@@ -150,18 +214,26 @@ def _claim(client: Client, job: str, ranks: Ranks, node: Membership | None, take
     return _begin(client, job, ranks, 0, WAIT_SECONDS, node)
 
 
-def _begin(client: Client, job: str, ranks: Ranks, attempt: int, wait: float | None, node: Membership | None = None) -> int:
+def _begin(
+    client: Client,
+    job: str,
+    ranks: Ranks,
+    attempt: int,
+    wait: float | None,
+    node: Membership | None = None,
+) -> int:
     """Begin or join an attempt, and return its number.
 
-    A daemon may end just then, for example because its root has been deleted. A rank that is alone asks the next daemon once.
+    A daemon may end just then, for example because its root has been deleted. A rank
+    that is alone asks the next daemon once.
     """
     foreign = foreign_memory()
 
     def ask() -> int:
         began, _ = client.call(
             lambda n: m.Begin(
-                id=n, job=job, rank=ranks.rank, world_size=ranks.world_size, attempt=attempt, run=launch_id(), wait=wait, node=node,
-                foreign_memory=foreign,
+                id=n, job=job, rank=ranks.rank, world_size=ranks.world_size, attempt=attempt,
+                run=launch_id(), wait=wait, node=node, foreign_memory=foreign,
             ),
             m.Began,
             CALL_SECONDS + (wait or 0.0),

@@ -1,11 +1,15 @@
-"""Carries the board of an attempt of several nodes: a thread of the lowest rank of each node, off the training thread.
+"""Carries the board of an attempt of several nodes: a thread of the lowest rank of each
+node, off the training thread.
 
-Each node overwrites one small value in the job's store, which says what it holds. The lowest rank of all, rank 0, reads these values and
-writes one answer, which the other nodes read. `shared/wire/board.py` says what the values mean. A store that does not answer blocks only this
-thread: the daemons then save what they hold after a while, and storage decides.
+Each node overwrites one small value in the job's store, which says what it holds. The
+lowest rank of all, rank 0, reads these values and writes one answer, which the other
+nodes read. `shared/wire/board.py` says what the values mean. A store that does not
+answer blocks only this thread: the daemons then save what they hold after a while, and
+storage decides.
 
-A step costs each node one write and one or two reads: a node writes only what another node may wait for, and looks for the first time when
-the answer was there at the steps before.
+A step costs each node one write and one or two reads: a node writes only what another
+node may wait for, and looks for the first time when the answer was there at the steps
+before.
 """
 
 from __future__ import annotations
@@ -27,22 +31,40 @@ log = logging.getLogger("ckptd.agent")
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.2
 """Seconds between looks at the board while a step of this node is open."""
 _MOST_USUAL = 0.05
-"""The most seconds before the first look at a step. The save of the step waits for this look."""
+"""The most seconds before the first look at a step. The save of the step waits for this
+look.
+"""
 _IDLE_LOOK = 1.0
-"""Seconds between looks of rank 0 while no step of its own node is open, if its last look has shown that a node waits for another one."""
+"""Seconds between looks of rank 0 while no step of its own node is open, if its last
+look has shown that a node waits for another one.
+"""
 _QUIET_LOOK = 3.0
-"""Seconds between these looks if no node waits for another one. The next step of its own node makes rank 0 look at once."""
+"""Seconds between these looks if no node waits for another one. The next step of its
+own node makes rank 0 look at once.
+"""
 _SOONER = 0.99
-"""The factor by which the first look comes sooner at the next step, if the answer was there at the first look."""
+"""The factor by which the first look comes sooner at the next step, if the answer was
+there at the first look.
+"""
 
 
 class Board:
-    """The board of one node in one attempt. `tell` passes a new answer on to the daemon.
+    """The board of one node in one attempt.
 
-    store: a client of the job's store that nothing else uses. prefix: of the names in the store. leaders: the lowest rank of each node.
+    `tell` passes a new answer on to the daemon.
+
+    store: a client of the job's store that nothing else uses. prefix: of the names in
+    the store. leaders: the lowest rank of each node.
     """
 
-    def __init__(self, store: Store, prefix: str, rank: int, leaders: Sequence[int], tell: Callable[[Answer], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        rank: int,
+        leaders: Sequence[int],
+        tell: Callable[[Answer], None],
+    ) -> None:
         self._store, self._rank, self._leaders, self._tell = store, rank, list(leaders), tell
         self._holds = {leader: f"{prefix}/holds/{leader}" for leader in leaders}
         self._answer = f"{prefix}/answer"
@@ -62,7 +84,10 @@ class Board:
         self._thread.start()
 
     def show(self, holding: Holding) -> None:
-        """Put on the board what this node holds. Returns at once. Of several values, only the last one counts."""
+        """Put on the board what this node holds.
+
+        Returns at once. Of several values, only the last one counts.
+        """
         self._holding = holding
         self._changed.notify()
 
@@ -86,7 +111,9 @@ class Board:
                 else:
                     self._look()
                 failed = False
-            except Exception as error:  # torch raises RuntimeError if the store's server is gone, as after the death of rank 0
+            # torch raises RuntimeError if the store's server is gone, as after the
+            # death of rank 0
+            except Exception as error:
                 if not failed:
                     log.warning(
                         "the job's store does not answer, and every node saves what it holds: %s",
@@ -95,9 +122,11 @@ class Board:
                 failed, self._next = True, time.monotonic() + _IDLE_LOOK
 
     def _wait(self, *, failed: bool) -> Holding | None:
-        """Wait until there is something to write or it is time to look, and return what to show. Return None at the end.
+        """Wait until there is something to write or it is time to look, and return what
+        to show. Return None at the end.
 
-        While the store has `failed`, what is to be written waits for the time of the next look.
+        While the store has `failed`, what is to be written waits for the time of the
+        next look.
         """
 
         def has_news() -> bool:
@@ -122,10 +151,16 @@ class Board:
             self._next = before if self._next is None else min(before, self._next)
 
     def _plan(self, *, news: bool = False) -> None:
-        """Choose the time of the next look. If rank 0 has `news` that a step is not taken, nodes that hold it wait for the answer."""
+        """Choose the time of the next look.
+
+        If rank 0 has `news` that a step is not taken, nodes that hold it wait for the
+        answer.
+        """
         holding = self._holding
         awaited = {*holding.held, *holding.overdue}
-        if (news and self._rank == 0) or any(is_open(step, holding, self._heard) for step in awaited):
+        if (news and self._rank == 0) or any(
+            is_open(step, holding, self._heard) for step in awaited
+        ):
             self._next = time.monotonic() + self._pause
         else:
             idle = _QUIET_LOOK if self._quiet else _IDLE_LOOK
@@ -148,7 +183,9 @@ class Board:
         self._plan()
 
     def _read(self) -> Answer | None:
-        """Return the answer, or None if there is none yet, or if a node has not written anything yet."""
+        """Return the answer, or None if there is none yet, or if a node has not written
+        anything yet.
+        """
         if self._rank != 0:
             self._complete = self._complete or self._store.check([self._answer])
             return _ANSWER.decode(self._store.get(self._answer)) if self._complete else None
@@ -158,16 +195,21 @@ class Board:
             return None
         said = self._store.multi_get(list(others.values())) if others else []
         holdings = {"the node of rank 0": self._written or Holding()}
-        holdings |= {f"the node of rank {rank}": _HOLDING.decode(value) for rank, value in zip(others, said, strict=True)}
+        holdings |= {
+            f"the node of rank {rank}": _HOLDING.decode(value)
+            for rank, value in zip(others, said, strict=True)
+        }
         found = answer(holdings, self._heard)
         self._quiet = is_quiet(holdings, found)
         return found
 
 
 def _sweep(store: Store, used: Collection[str]) -> None:
-    """Delete the keys of boards that have ended, but not of the last two: another node may still read them, and would wait for its key.
+    """Delete the keys of boards that have ended, but not of the last two: another node
+    may still read them, and would wait for its key.
 
-    used: the keys of a board that is in use. They may have the names of an older board of this process, which was in another store.
+    used: the keys of a board that is in use. They may have the names of an older board
+    of this process, which was in another store.
     """
     while len(_ended) > 2:
         for key in _ended.popleft():

@@ -1,8 +1,10 @@
-"""The agent's connection to the daemon: it sends requests, receives replies, and reconnects when the connection is lost.
+"""The agent's connection to the daemon: it sends requests, receives replies, and
+reconnects when the connection is lost.
 
-The training thread sends requests. A thread of the client's own receives messages and reconnects. It sleeps in `poll`, so it takes no time
-from the training while no message arrives. A caller that waits for a reply first tries to receive it itself: to get it through the other
-thread takes two wake-ups. No call blocks for longer than its timeout.
+The training thread sends requests. A thread of the client's own receives messages and
+reconnects. It sleeps in `poll`, so it takes no time from the training while no message
+arrives. A caller that waits for a reply first tries to receive it itself: to get it
+through the other thread takes two wake-ups. No call blocks for longer than its timeout.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from typing import TypeVar
 from ckptd.agent.link.launch import Place
 from ckptd.agent.threads.call_lock import Nested
 from ckptd.agent.threads.flag import Flag
-from ckptd.shared.errors import CkptdError, DaemonUnreachable, Fenced, Forbidden, ForeignMemory, ProtocolError, from_wire
+from ckptd.shared.errors import (
+    CkptdError,
+    DaemonUnreachable,
+    Fenced,
+    Forbidden,
+    ForeignMemory,
+    ProtocolError,
+    from_wire,
+)
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.channel import Channel
@@ -29,17 +39,20 @@ R = TypeVar("R", bound=m.Reply)
 Make = Callable[[int], m.Request]
 CALL_SECONDS = 30.0
 """Seconds that the daemon has to answer a short request."""
-_FIRST_DELAY, _LONGEST_DELAY = 0.05, 2.0  # seconds between two tries to reconnect; doubled after each
+# Seconds between two tries to reconnect; doubled after each.
+_FIRST_DELAY, _LONGEST_DELAY = 0.05, 2.0
 
 
 class Call:
     """A request under way, and later its outcome.
 
-    answered: if given, no caller waits. It is called with the reply, on the thread that receives the reply, unless the connection is lost
-        first.
+    answered: if given, no caller waits. It is called with the reply, on the thread that
+        receives the reply, unless the connection is lost first.
     abandoned: True once the caller has stopped waiting.
-    done: set once `reply` or `error` is there. It is not set by a reply that goes to `answered` or that comes after `abandoned`.
-    descriptors: the open descriptors that came with the reply. They belong to the caller that takes the reply.
+    done: set once `reply` or `error` is there. It is not set by a reply that goes to
+        `answered` or that comes after `abandoned`.
+    descriptors: the open descriptors that came with the reply. They belong to the
+        caller that takes the reply.
     """
 
     def __init__(self, answered: Callable[[m.Reply], None] | None = None) -> None:
@@ -52,16 +65,18 @@ class Call:
 
 
 class Client:
-    """The connection of one rank to the daemon at `place`, maintained by a thread of its own.
+    """The connection of one rank to the daemon at `place`, maintained by a thread of
+    its own.
 
-    `welcome` is the daemon's greeting on the present connection. The callbacks may run on any thread:
+    `welcome` is the daemon's greeting on the present connection. The callbacks may run
+    on any thread:
 
     resume: called after each reconnection, to resume the attempt.
     news: called with every message that comes without a request, except an Error.
-    lost: called once with the error if `resume` finds that the attempt is over, because a newer
-        attempt has begun, or because the daemon serves another root than that for which the attempt
-        was begun. The client is then closed. In the second case, `foreign` is the error, and later
-        calls raise it.
+    lost: called once with the error if `resume` finds that the attempt is over, because
+        a newer attempt has begun, or because the daemon serves another root than that
+        for which the attempt was begun. The client is then closed. In the second case,
+        `foreign` is the error, and later calls raise it.
     late: called with every reply whose caller has stopped waiting.
     """
 
@@ -74,12 +89,21 @@ class Client:
         lost: Callable[[CkptdError], None],
         late: Callable[[m.Reply], None],
     ) -> None:
-        self._place, self._resume, self._news, self._lost, self._late = place, resume, news, lost, late
+        self._place, self._resume, self._news, self._lost, self._late = (
+            place,
+            resume,
+            news,
+            lost,
+            late,
+        )
         self._calls: dict[int, Call] = {}
         self._lock = threading.RLock()
-        self._posts: deque[tuple[Make, Call]] = deque()  # made while their thread was inside `_send`, which sends them at its end
-        self._hearing = threading.RLock()  # held by the thread that receives, so that messages are handled in order
-        self._unheard: CkptdError | None = None  # the error that ended the connection while a waiting caller received
+        # Made while their thread was inside `_send`, which sends them at its end.
+        self._posts: deque[tuple[Make, Call]] = deque()
+        # Held by the thread that receives, so that messages are handled in order.
+        self._hearing = threading.RLock()
+        # The error that ended the connection while a waiting caller received.
+        self._unheard: CkptdError | None = None
         self._closed = False
         self.foreign: ForeignMemory | None = None
         self._up = Flag()
@@ -95,46 +119,65 @@ class Client:
 
     @property
     def connected(self) -> bool:
-        """True if the connection is up, unless a call has timed out and no message has arrived since."""
+        """True if the connection is up, unless a call has timed out and no message has
+        arrived since.
+        """
         return self._up.is_set() and not self._silent
 
     @property
     def closed(self) -> bool:
-        """True once the client is closed for good: it sends and receives nothing any more."""
+        """True once the client is closed for good: it sends and receives nothing any
+        more.
+        """
         return self._closed
 
     def wait_connected(self, budget: float) -> bool:
-        """Wait for a lost connection to come back. Return False if it is not back `budget` seconds after it was lost.
+        """Wait for a lost connection to come back.
 
-        The time counts from the loss, so that an outage costs the training `budget` seconds once,
-        and not at every call. Returns False at once if a call has timed out and no message has
-        arrived since, or if the daemon serves another root now.
+        Return False if it is not back `budget` seconds after it was lost.
+
+        The time counts from the loss, so that an outage costs the training `budget`
+        seconds once, and not at every call. Returns False at once if a call has timed
+        out and no message has arrived since, or if the daemon serves another root now.
         """
         if self._silent or self.foreign is not None:
             return False
         return self._up.wait(max(0.0, self._down_since + budget - time.monotonic()))
 
-    def call(self, make: Make, kind: type[R], timeout: float | None) -> tuple[R, Sequence[Descriptor]]:
-        """Send the request that `make(id)` returns, and return its reply and descriptors. The caller must close the descriptors.
+    def call(
+        self, make: Make, kind: type[R], timeout: float | None
+    ) -> tuple[R, Sequence[Descriptor]]:
+        """Send the request that `make(id)` returns, and return its reply and
+        descriptors. The caller must close the descriptors.
 
-        `kind` is the type of the expected reply. `timeout` is in seconds; None waits without a limit. Raises the error that the daemon
-        answers with, DaemonUnreachable if it does not answer in time or the connection is lost, ProtocolError for another type of reply,
-        and Busy if this thread is already sending.
+        `kind` is the type of the expected reply. `timeout` is in seconds; None waits
+        without a limit. Raises the error that the daemon answers with,
+        DaemonUnreachable if it does not answer in time or the connection is lost,
+        ProtocolError for another type of reply, and Busy if this thread is already
+        sending.
         """
         return self.finish(self.begin(make), kind, timeout)
 
     def begin(self, make: Make, call: Call | None = None) -> Call:
-        """Send the request that `make(id)` returns, and return the call. The caller must then `finish`, `drop` or `abandon` it.
+        """Send the request that `make(id)` returns, and return the call.
 
-        A caller that must not lose the reply to Ctrl-C makes the `call` itself, and stores it before it is sent. Raises DaemonUnreachable
-        if the connection is lost, and Busy if this thread is already sending.
+        The caller must then `finish`, `drop` or `abandon` it.
+
+        A caller that must not lose the reply to Ctrl-C makes the `call` itself, and
+        stores it before it is sent. Raises DaemonUnreachable if the connection is lost,
+        and Busy if this thread is already sending.
         """
         call = call or Call()
         self._send(make, call)
         return call
 
-    def finish(self, call: Call, kind: type[R], timeout: float | None) -> tuple[R, Sequence[Descriptor]]:
-        """Wait for the reply to a call that `begin` has sent, and return it. Returns and raises the same as `call`."""
+    def finish(
+        self, call: Call, kind: type[R], timeout: float | None
+    ) -> tuple[R, Sequence[Descriptor]]:
+        """Wait for the reply to a call that `begin` has sent, and return it.
+
+        Returns and raises the same as `call`.
+        """
         try:
             self._look()
             answered = call.done.wait(timeout)
@@ -149,13 +192,18 @@ class Client:
         if call.error is not None:
             raise call.error
         if not isinstance(call.reply, kind):
-            raise ProtocolError(f"the daemon answered with {type(call.reply).__name__}; expected {kind.__name__}")
+            raise ProtocolError(
+                f"the daemon answered with {type(call.reply).__name__}; expected {kind.__name__}"
+            )
         return call.reply, call.descriptors
 
     def _look(self) -> None:
-        """Receive and handle the messages that have arrived. If the client's thread is doing so, wait until it has finished.
+        """Receive and handle the messages that have arrived.
 
-        After Ctrl-C part of a message may be lost. So the connection is ended, and `resume` makes up for the loss on the next one.
+        If the client's thread is doing so, wait until it has finished.
+
+        After Ctrl-C part of a message may be lost. So the connection is ended, and
+        `resume` makes up for the loss on the next one.
         """
         with self._hearing:
             channel = self._channel
@@ -172,13 +220,18 @@ class Client:
             self._got(message)
 
     def drop(self, call: Call) -> None:
-        """Stop waiting for a call. A slot that it is granted, now or later, is given back."""
+        """Stop waiting for a call.
+
+        A slot that it is granted, now or later, is given back.
+        """
         reply = self.abandon(call)
         if reply is not None:
             self.give_back(reply, call.descriptors)
 
     def abandon(self, call: Call) -> m.Reply | None:
-        """Stop waiting for a call. Return its reply if it has arrived, for the caller to give back, or else None.
+        """Stop waiting for a call.
+
+        Return its reply if it has arrived, for the caller to give back, or else None.
 
         A reply that arrives later is given back on arrival.
         """
@@ -187,15 +240,20 @@ class Client:
             return call.reply
 
     def give_back(self, reply: m.Reply, descriptors: Sequence[Descriptor] = ()) -> None:
-        """Close the descriptors of an unwanted reply, and give back the slot that it grants."""
+        """Close the descriptors of an unwanted reply, and give back the slot that it
+        grants.
+        """
         for descriptor in descriptors:
             descriptor.close()
         self._late(reply)
 
     def post(self, make: Make, answered: Callable[[m.Reply], None]) -> None:
-        """Send a request without waiting for its reply. `answered` is called with the reply.
+        """Send a request without waiting for its reply.
 
-        If the connection is lost, nothing is sent and nothing is raised: `resume` must send the request again.
+        `answered` is called with the reply.
+
+        If the connection is lost, nothing is sent and nothing is raised: `resume` must
+        send the request again.
         """
         self._post(make, Call(answered))
         while self._posts and not self._inside():
@@ -213,7 +271,9 @@ class Client:
             log.debug("a message was not sent: %s", error)
 
     def _inside(self) -> bool:
-        """Return True if this thread holds the lock already, because a signal handler or a destructor has interrupted it there."""
+        """Return True if this thread holds the lock already, because a signal handler
+        or a destructor has interrupted it there.
+        """
         return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
     def _send(self, make: Make, call: Call) -> None:
@@ -232,14 +292,18 @@ class Client:
                 raise ForeignMemory(str(self.foreign))
             if self._closed or os.getpid() != self._pid:
                 raise DaemonUnreachable(
-                    "this agent is closed" if self._closed else "a forked process cannot use its parent's agent: make an Agent of its own"
+                    "this agent is closed"
+                    if self._closed
+                    else "a forked process cannot use its parent's agent: make an Agent of its own"
                 )
             channel = self._channel
             number = channel.new_id()
             self._calls[number] = call
             try:
                 channel.send(make(number))
-            except ProtocolError as error:  # the session is closed, or not resumed yet: the client is reconnecting
+            except (
+                ProtocolError
+            ) as error:  # the session is closed, or not resumed yet: the client is reconnecting
                 self._calls.pop(number, None)
                 raise DaemonUnreachable(f"the daemon is gone for the moment: {error}") from None
             except BaseException as error:
@@ -249,7 +313,10 @@ class Client:
                 raise
 
     def _end(self, channel: Channel) -> None:
-        """End a connection on which a message may be lost. From now on `wait_connected` waits for the next one."""
+        """End a connection on which a message may be lost.
+
+        From now on `wait_connected` waits for the next one.
+        """
         channel.end()
         with self._lock:
             if self._channel is channel:
@@ -257,7 +324,9 @@ class Client:
                 self._up.clear()
 
     def close(self) -> None:
-        """Close the connection for good, and wait up to 5 s for the client's thread to end. Calls under way fail with DaemonUnreachable."""
+        """Close the connection for good, and wait up to 5 s for the client's thread to
+        end. Calls under way fail with DaemonUnreachable.
+        """
         with self._lock:
             self._closed = True
             self._up.clear()
@@ -266,7 +335,9 @@ class Client:
             self._thread.join(5.0)
 
     def forget(self) -> None:
-        """Close the copies of the descriptors in a forked child, and leave the connection to the parent."""
+        """Close the copies of the descriptors in a forked child, and leave the
+        connection to the parent.
+        """
         self._closed = True
         self._channel.abandon()
         for call in tuple(self._calls.values()):
@@ -283,9 +354,14 @@ class Client:
                     with self._hearing:
                         self._hear(self._channel)
             except Exception as error:
-                if not isinstance(error, (CkptdError, OSError)):  # a bug; the thread survives it, or every call would wait for ever
+                # A bug; the thread survives it, or every call would wait for ever.
+                if not isinstance(error, (CkptdError, OSError)):
                     log.exception("a message from the daemon could not be handled")
-                gone = error if isinstance(error, CkptdError) else DaemonUnreachable(f"the daemon is gone: {error}")
+                gone = (
+                    error
+                    if isinstance(error, CkptdError)
+                    else DaemonUnreachable(f"the daemon is gone: {error}")
+                )
                 reason, self._unheard = self._unheard or gone, None
             with self._lock:  # no other thread may be sending on a socket that is being closed
                 self._gone = self._channel
@@ -337,8 +413,15 @@ class Client:
             try:
                 channel = self._place.connect()
             except CkptdError as error:
-                strange, said = isinstance(error, Forbidden) and not said, said or isinstance(error, Forbidden)
-                log.log(logging.WARNING if strange else logging.DEBUG, "cannot reconnect to the daemon yet: %s", error)
+                strange, said = (
+                    isinstance(error, Forbidden) and not said,
+                    said or isinstance(error, Forbidden),
+                )
+                log.log(
+                    logging.WARNING if strange else logging.DEBUG,
+                    "cannot reconnect to the daemon yet: %s",
+                    error,
+                )
                 time.sleep(delay)
                 delay = min(2 * delay, _LONGEST_DELAY)
                 continue
@@ -347,8 +430,11 @@ class Client:
                     channel.close()
                     return False
                 self._channel, self.welcome = channel, channel.welcome
-            # The session is resumed on a thread of its own, because this thread must receive the replies.
-            threading.Thread(target=self._take_up, args=(channel,), name="ckptd-resume", daemon=True).start()
+            # The session is resumed on a thread of its own, because this thread must
+            # receive the replies.
+            threading.Thread(
+                target=self._take_up, args=(channel,), name="ckptd-resume", daemon=True
+            ).start()
             return True
         return False
 
@@ -361,13 +447,16 @@ class Client:
             self.close()
         except Exception as error:
             if isinstance(error, CkptdError):
-                log.warning("the daemon is back, but this rank could not resume its session: %s", error)
+                log.warning(
+                    "the daemon is back, but this rank could not resume its session: %s", error
+                )
             else:
                 log.exception("the daemon is back, but this rank could not resume its session")
             channel.end()  # the client's thread then reconnects once more
         else:
             with self._lock:
-                if self._gone is channel:  # it was lost again, and the next one is resumed by another thread
+                # It was lost again, and the next one is resumed by another thread.
+                if self._gone is channel:
                     return
                 self._up.set()
             log.info("the daemon is back after %.1f s", time.monotonic() - self._down_since)

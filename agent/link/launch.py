@@ -1,7 +1,9 @@
-"""Finds the daemon by a named socket or at the default paths, or starts a private daemon for this user and root.
+"""Finds the daemon by a named socket or at the default paths, or starts a private
+daemon for this user and root.
 
-A private daemon runs in a session of its own, outlives the trainer to finish its work, and exits when no work is left. It dies with the
-job's cgroup or container, like every process in it.
+A private daemon runs in a session of its own, outlives the trainer to finish its work,
+and exits when no work is left. It dies with the job's cgroup or container, like every
+process in it.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ CONNECT_SECONDS = 10.0
 START_SECONDS = 30.0
 _BUSY = 11  # the exit code of a daemon whose root is served already (shared/command.py)
 _warned: set[str] = set()
-_started: list[subprocess.Popen[bytes]] = []  # private daemons, kept to reap those that exit before this process does
+# Private daemons, kept to reap those that exit before this process does.
+_started: list[subprocess.Popen[bytes]] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a daemon: the path of its `socket`, and its `root`, or None for any root.
+    """The place of a daemon: the path of its `socket`, and its `root`, or None for any
+    root.
 
-    If `private` is True, the daemon is the private one of `root`, and `connect` starts it if it does not answer.
+    If `private` is True, the daemon is the private one of `root`, and `connect` starts
+    it if it does not answer.
     """
 
     socket: Path
@@ -47,7 +52,8 @@ class Place:
     def connect(self) -> Channel:
         """Return a new connection to the daemon.
 
-        Raises DaemonUnreachable, Forbidden if the daemon belongs to another user, and InvalidRequest if it serves another root.
+        Raises DaemonUnreachable, Forbidden if the daemon belongs to another user, and
+        InvalidRequest if it serves another root.
         """
         if self.private:
             assert self.root is not None
@@ -58,7 +64,8 @@ class Place:
         if self.root is not None and located(channel.welcome.root) != self.root:
             channel.close()
             raise InvalidRequest(
-                f"the daemon at {self.socket} uses root {channel.welcome.root}, not {self.root}: name that root, or another daemon's socket"
+                f"the daemon at {self.socket} uses root {channel.welcome.root}, not {self.root}: "
+                f"name that root, or another daemon's socket"
             )
         return channel
 
@@ -66,11 +73,12 @@ class Place:
 def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[str] | None) -> Place:
     """Return the place of the daemon to use.
 
-    The socket and the root are the arguments, or else CKPTD_SOCKET and CKPTD_ROOT. Without a socket, this is a daemon at a default path
-    that serves the root, or else the private daemon of the root.
+    The socket and the root are the arguments, or else CKPTD_SOCKET and CKPTD_ROOT.
+    Without a socket, this is a daemon at a default path that serves the root, or else
+    the private daemon of the root.
 
-    Raises DaemonUnreachable if a named socket does not exist, or if no daemon runs and no root is known. Raises InvalidConfig if the root
-    is a URL that ckptd cannot use.
+    Raises DaemonUnreachable if a named socket does not exist, or if no daemon runs and
+    no root is known. Raises InvalidConfig if the root is a URL that ckptd cannot use.
     """
     _warn_of_unknown_variables()
     named = socket or os.environ.get("CKPTD_SOCKET")
@@ -86,36 +94,55 @@ def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[st
             return Place(path, None, private=False)
     if absolute is None:
         raise DaemonUnreachable(
-            "no daemon runs on this node and no root is known: start one with `ckptd run --root DIR`, or set CKPTD_ROOT (or root=) "
+            "no daemon runs on this node and no root is known: start one with `ckptd run --root "
+            "DIR`, or set CKPTD_ROOT (or root=) "
             "to a directory or a URL, for which a private daemon is then started"
         )
     return Place(names.private_socket(absolute), absolute, private=True)
 
 
 def _warn_of_unknown_variables() -> None:
-    """Log the `CKPTD_*` variables that mean nothing, each once. They may be misspelled, or meant for another version of ckptd."""
+    """Log the `CKPTD_*` variables that mean nothing, each once.
+
+    They may be misspelled, or meant for another version of ckptd.
+    """
     for variable, near in settings.unknown(os.environ).items():
         if variable not in _warned:
             _warned.add(variable)
-            log.warning("%s is not a setting of ckptd, and is ignored%s", variable, f": did you mean {near}?" if near else "")
+            log.warning(
+                "%s is not a setting of ckptd, and is ignored%s",
+                variable,
+                f": did you mean {near}?" if near else "",
+            )
 
 
 def _warn_of_other_settings(root: Location, theirs: dict[str, str] | None) -> None:
-    """Log the settings of this process that a running private daemon does not have. `theirs`: None if unknown."""
+    """Log the settings of this process that a running private daemon does not have.
+
+    `theirs`: None if unknown.
+    """
     ours = settings.given(os.environ)
-    other = [] if theirs is None else sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+    other = (
+        []
+        if theirs is None
+        else sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+    )
     if other and str(root) not in _warned:
         _warned.add(str(root))
         log.warning(
-            "the private daemon of %s was started with another value of %s, and keeps it: `ckptd stop %s` ends that daemon, and the next "
+            "the private daemon of %s was started with another value of %s, and keeps it: `ckptd "
+            "stop %s` ends that daemon, and the next "
             "one has the value of this process", root, ", ".join(other), root,
         )  # fmt: skip
 
 
 def _serves(socket: Path, root: Location | None) -> bool:
-    """Return True if the daemon at a default path may be used for `root`. Without a root, any daemon of this user may be used.
+    """Return True if the daemon at a default path may be used for `root`.
 
-    A daemon of another user is passed over with a warning, because the caller has not named it.
+    Without a root, any daemon of this user may be used.
+
+    A daemon of another user is passed over with a warning, because the caller has not
+    named it.
     """
     try:
         channel = Channel(socket, CONNECT_SECONDS)
@@ -123,16 +150,25 @@ def _serves(socket: Path, root: Location | None) -> bool:
         log.warning("a default path of the daemon's socket is not used: %s", error)
         return False
     except CkptdError:
-        return root is None  # the daemon may be restarting; if not, the connection made next reports the error
+        # The daemon may be restarting; if not, the connection made next reports the
+        # error.
+        return root is None
     channel.close()
     if root is None or located(channel.welcome.root) == root:
         return True
-    log.warning("the daemon at %s is not used, because it serves %s and not %s", socket, channel.welcome.root, root)
+    log.warning(
+        "the daemon at %s is not used, because it serves %s and not %s",
+        socket,
+        channel.welcome.root,
+        root,
+    )
     return False
 
 
 def _connect_private(root: Location) -> Channel:
-    """Connect to the private daemon of `root`, and start it first if it does not answer. Raises DaemonUnreachable, Forbidden."""
+    """Connect to the private daemon of `root`, and start it first if it does not
+    answer. Raises DaemonUnreachable, Forbidden.
+    """
     try:
         return _connect_to_any(root)
     except DaemonUnreachable:
@@ -146,7 +182,8 @@ def _connect_private(root: Location) -> Channel:
                 if not refused:
                     raise
                 raise DaemonUnreachable(
-                    f"no private daemon can be started: {refused}. If that daemon runs on this node, set CKPTD_SOCKET to its socket, which "
+                    f"no private daemon can be started: {refused}. If that daemon runs on this "
+                    f"node, set CKPTD_SOCKET to its socket, which "
                     "`ckptd ps` shows"
                 ) from None
             time.sleep(0.02)  # a daemon that another rank has started is about to listen
@@ -155,7 +192,8 @@ def _connect_private(root: Location) -> Channel:
 def _connect_to_any(root: Location) -> Channel:
     """Connect at the first path where a private daemon of `root` answers.
 
-    Raises the DaemonUnreachable of the preferred path if none answers, and Forbidden if a daemon there belongs to another user.
+    Raises the DaemonUnreachable of the preferred path if none answers, and Forbidden if
+    a daemon there belongs to another user.
     """
     first, *others = names.private_sockets(root)
     try:
@@ -173,8 +211,9 @@ def _connect_to_any(root: Location) -> Channel:
 def start_private(root: Location) -> str:
     """Start a private daemon, and wait until it is ready.
 
-    Returns "", or the sentence with which the daemon has ended because another one serves the root. The caller may connect to that one.
-    Raises DaemonUnreachable if the daemon cannot be started, fails, or is not ready within `START_SECONDS`.
+    Returns "", or the sentence with which the daemon has ended because another one
+    serves the root. The caller may connect to that one. Raises DaemonUnreachable if the
+    daemon cannot be started, fails, or is not ready within `START_SECONDS`.
     """
     socket = _private_socket(root)
     log_file = state_directory(configured_state_dir(), root) / "daemon.log"
@@ -183,7 +222,8 @@ def start_private(root: Location) -> str:
         log_fd = open_log(log_file)
     except OSError as error:
         raise DaemonUnreachable(
-            f"cannot start a private daemon: its log cannot be written: {error.strerror or error}; CKPTD_STATE_DIR can name a directory of "
+            f"cannot start a private daemon: its log cannot be written: "
+            f"{error.strerror or error}; CKPTD_STATE_DIR can name a directory of "
             "your own"
         ) from None
     ready, told = os.pipe()
@@ -203,12 +243,17 @@ def start_private(root: Location) -> str:
         "--ready-fd",
         str(told),
     ]
-    # The daemon outlives this process and serves other jobs. Foreign memory is therefore treated as the Begin of each job says.
-    not_its_own = {*settings.unknown(os.environ), f"{settings.PREFIX}{settings.FOREIGN_MEMORY.upper()}"}
+    # The daemon outlives this process and serves other jobs. Foreign memory is
+    # therefore treated as the Begin of each job says.
+    not_its_own = {
+        *settings.unknown(os.environ),
+        f"{settings.PREFIX}{settings.FOREIGN_MEMORY.upper()}",
+    }
     try:
         daemon = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log_fd, stderr=log_fd, pass_fds=[told], start_new_session=True, cwd="/",
-            env={name: value for name, value in os.environ.items() if name not in not_its_own},
+            command, stdin=subprocess.DEVNULL, stdout=log_fd, stderr=log_fd, pass_fds=[told],
+            start_new_session=True, cwd="/", env={name: value for name,
+            value in os.environ.items() if name not in not_its_own},
         )  # fmt: skip
     except OSError as error:
         os.close(ready)
@@ -225,18 +270,26 @@ def start_private(root: Location) -> str:
     if word:
         return ""
     if not answered:
-        raise DaemonUnreachable(f"the private daemon is not ready after {START_SECONDS:.0f} s; see {log_file}")
+        raise DaemonUnreachable(
+            f"the private daemon is not ready after {START_SECONDS:.0f} s; see {log_file}"
+        )
     code = daemon.wait()
-    last = (log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["its log is empty"])[0].removeprefix("ckptd: ")
+    last = (log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["its log is empty"])[
+        0
+    ].removeprefix("ckptd: ")
     if code < 0:
         last = f"{signal.Signals(-code).name} has ended it"
     if code == _BUSY:
         return last
-    raise DaemonUnreachable(f"the private daemon did not start: {last} (the whole log is {log_file})")
+    raise DaemonUnreachable(
+        f"the private daemon did not start: {last} (the whole log is {log_file})"
+    )
 
 
 def _private_socket(root: Location) -> Path:
-    """Make the directory of the private daemon's socket, and return the path of the socket. Raises DaemonUnreachable."""
+    """Make the directory of the private daemon's socket, and return the path of the
+    socket. Raises DaemonUnreachable.
+    """
     for _ in range(8):  # another user may take the free name in /tmp at the same moment
         socket = names.private_socket(root)
         try:
@@ -246,14 +299,20 @@ def _private_socket(root: Location) -> Path:
         except FileExistsError:  # the name is taken by a file or a link
             continue
         except OSError as error:
-            raise DaemonUnreachable(f"cannot make {socket.parent} for the private daemon's socket: {error.strerror}") from None
+            raise DaemonUnreachable(
+                f"cannot make {socket.parent} for the private daemon's socket: {error.strerror}"
+            ) from None
     raise DaemonUnreachable(
-        f"other users have taken all names tried, such as {socket.parent}: set XDG_RUNTIME_DIR to a directory of your own"
+        f"other users have taken all names tried, such as {socket.parent}: set XDG_RUNTIME_DIR to "
+        f"a directory of your own"
     )
 
 
 def _make_own(directory: Path) -> None:
-    """Make a directory and its missing parents. Raises OSError if that fails, or if the directory belongs to another user."""
+    """Make a directory and its missing parents.
+
+    Raises OSError if that fails, or if the directory belongs to another user.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     if (reason := owners.stranger(directory)) and os.geteuid() != 0:
         raise PermissionError(f"{reason}: use a directory of your own")

@@ -1,8 +1,10 @@
-"""Rounds between ranks over the job's store: each rank sends a value, rank 0 decides, and each rank gets an answer.
+"""Rounds between ranks over the job's store: each rank sends a value, rank 0 decides,
+and each rank gets an answer.
 
-An error of one rank, or of the decision, travels as a value and is raised on all ranks. Every wait has a deadline. No collective and no
-process group is used, so that rounds work while the trainer's groups are busy or broken. The store's client is a clone, because a wait on
-the trainer's own client would block its other users.
+An error of one rank, or of the decision, travels as a value and is raised on all ranks.
+Every wait has a deadline. No collective and no process group is used, so that rounds
+work while the trainer's groups are busy or broken. The store's client is a clone,
+because a wait on the trainer's own client would block its other users.
 """
 
 from __future__ import annotations
@@ -26,18 +28,28 @@ from ckptd.shared.units import some_text
 
 log = logging.getLogger("ckptd.agent")
 
-_FIRST_LOOK, _LAST_LOOK = 0.001, 0.1  # seconds between looks of rank 0 for the ranks that it waits for
-_SWEEP_SECONDS = 0.5  # how often rank 0 takes the values of the ranks that have come, while others are missing
+# Seconds between looks of rank 0 for the ranks that it waits for.
+_FIRST_LOOK, _LAST_LOOK = 0.001, 0.1
+# How often rank 0 takes the values of the ranks that have come, while others are
+# missing.
+_SWEEP_SECONDS = 0.5
 _SHARED_BYTES = 1024  # an answer to several ranks that is larger than this is stored once
-SILENT_SECONDS = 5.0  # the store must answer in this time; its own client would wait for minutes, or for ever
-PATIENT_SECONDS = 30.0  # the same for a round that may take longer than this: while a job starts or recovers, its nodes may be busy
+# The store must answer in this time; its own client would wait for minutes, or for
+# ever.
+SILENT_SECONDS = 5.0
+# The same for a round that may take longer than this: while a job starts or recovers,
+# its nodes may be busy.
+PATIENT_SECONDS = 30.0
 _LOOK_SECONDS = 0.1
 WARN_SECONDS = 5.0
-"""The seconds after which a waiting rank warns once, and names the ranks that have not come.
+"""The seconds after which a waiting rank warns once, and names the ranks that have not
+come.
 
 The reason may be that only rank 0 has made the call.
 """
-_GRACE_SECONDS = 2.0  # rank 0 decides this long before the deadline, so that the other ranks learn in time which rank is late
+# Rank 0 decides this long before the deadline, so that the other ranks learn in time
+# which rank is late.
+_GRACE_SECONDS = 2.0
 
 
 class Alone:
@@ -56,7 +68,10 @@ class Alone:
         seconds: float,
         unwanted: Callable[[], CkptdError | None] = lambda: None,
     ) -> bytes:
-        """Decide on this rank's value alone, and return the answer. Raises `mine` if it is an error."""
+        """Decide on this rank's value alone, and return the answer.
+
+        Raises `mine` if it is an error.
+        """
         if isinstance(mine, CkptdError):
             raise mine
         said = [mine, *(mine if other is None else other for other in self._others)]
@@ -68,31 +83,44 @@ class Alone:
 
 
 class Told(Alone):
-    """The rounds of one rank in a save that DCP coordinates: DCP has already carried the values that the ranks would send each other.
+    """The rounds of one rank in a save that DCP coordinates: DCP has already carried
+    the values that the ranks would send each other.
 
-    The coordinator, rank 0, passes the values of the `others`, with None for one that equals its own, and decides. The other ranks pass its
-    `answer`, and get it in every round. `store` returns a new client of the job's store.
+    The coordinator, rank 0, passes the values of the `others`, with None for one that
+    equals its own, and decides. The other ranks pass its `answer`, and get it in every
+    round. `store` returns a new client of the job's store.
     """
 
     def __init__(
-        self, rank: int, world_size: int, store: Callable[[], Store], *, others: Sequence[bytes | None] = (), answer: bytes | None = None
+        self,
+        rank: int,
+        world_size: int,
+        store: Callable[[], Store],
+        *,
+        others: Sequence[bytes | None] = (),
+        answer: bytes | None = None,
     ) -> None:
         self.rank, self.world_size, self.new_client = rank, world_size, store
         self._others, self._answer = others, answer
 
 
 class Exchange:
-    """The rounds of one rank in a job of several. Every rank must take part in the same rounds, in the same order.
+    """The rounds of one rank in a job of several.
 
-    A rank that comes to a round alone leaves nothing in the store but the topic of its last round. A large answer to several ranks stays
-    until the next round. `scope` is the name of the job, and
-    keeps its topics apart from those of other jobs. `operations` counts the requests to the store.
+    Every rank must take part in the same rounds, in the same order.
+
+    A rank that comes to a round alone leaves nothing in the store but the topic of its
+    last round. A large answer to several ranks stays until the next round. `scope` is
+    the name of the job, and keeps its topics apart from those of other jobs.
+    `operations` counts the requests to the store.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.scope = ""
-        self._shared: list[tuple[str, int]] = []  # the answers that rank 0 has stored once for several ranks: name and number of pieces
+        # The answers that rank 0 has stored once for several ranks: name and number of
+        # pieces.
+        self._shared: list[tuple[str, int]] = []
         self._client = store.clone()  # type: ignore[attr-defined]
         self._values = StoreValues(self._client, world_size)
         self._done = Flag()  # set when the thread of the last round has ended
@@ -108,14 +136,21 @@ class Exchange:
     ) -> bytes:
         """Send `mine` to rank 0, and return its answer for this rank.
 
-        `decide` runs on rank 0 only. It gets the values of all ranks, in their order, and returns one answer for each of them. If `mine` is
-        an error on one rank, or if `decide` raises one, it is raised on all ranks.
+        `decide` runs on rank 0 only. It gets the values of all ranks, in their order,
+        and returns one answer for each of them. If `mine` is an error on one rank, or
+        if `decide` raises one, it is raised on all ranks.
 
-        Raises SnapshotFailed if a rank does not come within `seconds`, and names that rank. Raises SnapshotFailed also if the store does
-        not answer. As soon as `unwanted` returns an error, the round is no longer wanted, and that error is raised.
+        Raises SnapshotFailed if a rank does not come within `seconds`, and names that
+        rank. Raises SnapshotFailed also if the store does not answer. As soon as
+        `unwanted` returns an error, the round is no longer wanted, and that error is
+        raised.
         """
         deadline = time.monotonic() + seconds
-        answer = self._held(lambda over: self._round(f"{self.scope}/{topic}", mine, decide, deadline, over), seconds, unwanted)
+        answer = self._held(
+            lambda over: self._round(f"{self.scope}/{topic}", mine, decide, deadline, over),
+            seconds,
+            unwanted,
+        )
         assert answer is not None
         return _decode(answer)
 
@@ -124,11 +159,13 @@ class Exchange:
         return self._values.operations
 
     def new_client(self) -> Store:
-        """Return a new client of the job's store, for a thread that must not wait for this one's requests.
+        """Return a new client of the job's store, for a thread that must not wait for
+        this one's requests.
 
         Raises SnapshotFailed if the store does not answer within `PATIENT_SECONDS`.
         """
-        self._client.set_timeout(timedelta(seconds=PATIENT_SECONDS))  # a clone has the timeout of its client, also to connect
+        # A clone has the timeout of its client, also to connect.
+        self._client.set_timeout(timedelta(seconds=PATIENT_SECONDS))
         try:
             client = self._client.clone()
         except RuntimeError as error:
@@ -139,14 +176,25 @@ class Exchange:
         return PrefixStore(PREFIX, client)
 
     def hear(self, topic: str, say: Callable[[], bytes], seconds: float) -> bytes | None:
-        """Return the message of rank 0, which is the result of `say` there. Rank 0 does not wait for the other ranks.
+        """Return the message of rank 0, which is the result of `say` there.
 
-        Another rank returns None if the message has not arrived within `seconds`, and may call this again later. Raises SnapshotFailed if
-        the store does not answer.
+        Rank 0 does not wait for the other ranks.
+
+        Another rank returns None if the message has not arrived within `seconds`, and
+        may call this again later. Raises SnapshotFailed if the store does not answer.
         """
-        return self._held(lambda over: self._hear(f"{self.scope}/{topic}", say, time.monotonic() + seconds, over), seconds)
+        return self._held(
+            lambda over: self._hear(f"{self.scope}/{topic}", say, time.monotonic() + seconds, over),
+            seconds,
+        )
 
-    def _hear(self, topic: str, say: Callable[[], bytes], deadline: float, unwanted: Callable[[], CkptdError | None]) -> bytes | None:
+    def _hear(
+        self,
+        topic: str,
+        say: Callable[[], bytes],
+        deadline: float,
+        unwanted: Callable[[], CkptdError | None],
+    ) -> bytes | None:
         if self.rank != 0:
             return self._values.take(f"{topic}/told/{self.rank}", deadline, unwanted)
         said = say()
@@ -160,11 +208,13 @@ class Exchange:
         seconds: float,
         unwanted: Callable[[], CkptdError | None] = lambda: None,
     ) -> bytes | None:
-        """Run `work` on a thread and return its result, because a store that does not answer blocks the thread that asks it.
+        """Run `work` on a thread and return its result, because a store that does not
+        answer blocks the thread that asks it.
 
-        `work` gets a function that returns an error as soon as the result is unwanted. Raises the errors of `work`, and SnapshotFailed if
-        the store cannot be reached, or does not answer a request within `SILENT_SECONDS`, or within `PATIENT_SECONDS` if the round has
-        more `seconds` than that.
+        `work` gets a function that returns an error as soon as the result is unwanted.
+        Raises the errors of `work`, and SnapshotFailed if the store cannot be reached,
+        or does not answer a request within `SILENT_SECONDS`, or within
+        `PATIENT_SECONDS` if the round has more `seconds` than that.
         """
         silent = SILENT_SECONDS if seconds <= PATIENT_SECONDS else PATIENT_SECONDS
         if not self._done.wait(_LOOK_SECONDS):  # a thread that Ctrl-C has left behind ends sooner
@@ -173,7 +223,11 @@ class Exchange:
         done, left = Flag(), Flag()
 
         def over() -> CkptdError | None:
-            return SnapshotFailed("the caller no longer waits for this round") if left.is_set() else unwanted()
+            return (
+                SnapshotFailed("the caller no longer waits for this round")
+                if left.is_set()
+                else unwanted()
+            )
 
         def run() -> None:
             try:
@@ -211,7 +265,9 @@ class Exchange:
         seconds = max(0.0, deadline - time.monotonic())
         self._values.put(f"{self.scope}/at/{self.rank}", topic.encode())
         if self.rank == 0:
-            answers, asked = self._decide(topic, mine, decide, deadline - min(_GRACE_SECONDS, seconds / 4), unwanted)
+            answers, asked = self._decide(
+                topic, mine, decide, deadline - min(_GRACE_SECONDS, seconds / 4), unwanted
+            )
             self._answer(topic, answers, asked)
             return answers[0]
         nonce, said, begun, warned = secrets.token_hex(8), _encode(mine), time.monotonic(), False
@@ -229,22 +285,30 @@ class Exchange:
         try:
             found = self._values.take(f"{topic}/to/{nonce}", deadline, over)
         finally:
-            if found is None:  # without this, rank 0 would take the request for one of a later round
+            # Without this, rank 0 would take the request for one of a later round.
+            if found is None:
                 self._values.remove(f"{topic}/from/{self.rank}", 1)
                 self._values.remove(f"{topic}/said/{nonce}", pieces(said))
         if found is None:
-            raise SnapshotFailed(f"rank 0 has not answered within {seconds:.0f} s{self._elsewhere(topic, [0]) or self._advice(topic)}")
+            raise SnapshotFailed(
+                f"rank 0 has not answered within {seconds:.0f} "
+                f"s{self._elsewhere(topic, [0]) or self._advice(topic)}"
+            )
         return found
 
     def _advice(self, topic: str) -> str:
-        return f": every rank must call {_call(topic.removeprefix(f'{self.scope}/'))}, not only some of them"
+        return (
+            f": every rank must call {_call(topic.removeprefix(f'{self.scope}/'))}, not only "
+            f"some "
+            f"of them"
+        )
 
     def _warn_of_rank_0(self, topic: str) -> None:
         """Warn that rank 0 has not come to this round.
 
-        If rank 0 has come, it waits for another rank, and warns by itself. Each begin has the same
-        topic, so that the last topic of rank 0 does not tell whether it has come to this begin.
-        Only rank 1 warns then.
+        If rank 0 has come, it waits for another rank, and warns by itself. Each begin
+        has the same topic, so that the last topic of rank 0 does not tell whether it
+        has come to this begin. Only rank 1 warns then.
         """
         key = f"{self.scope}/at/0"
         came = self._values.there(key) and self._values.read(key) == topic.encode()
@@ -258,14 +322,20 @@ class Exchange:
         return not_called(call, late, self.rank, self.world_size, WARN_SECONDS, why)
 
     def _elsewhere(self, topic: str, ranks: list[int]) -> str:
-        """Return what to add to an error about late ranks: the last call of the first one, if it was another call. Otherwise ""."""
+        """Return what to add to an error about late ranks: the last call of the first
+        one, if it was another call. Otherwise "".
+        """
         for rank in ranks:
             key = f"{self.scope}/at/{rank}"  # never removed, so `read` does not wait for it
             if self._values.there(key):
                 last = self._values.read(key).decode()
                 mine, other = (_call(each.removeprefix(f"{self.scope}/")) for each in (topic, last))
                 if mine != other:
-                    return f": its last call was {other}, not {mine}; all ranks must make the same calls"
+                    return (
+                        f": its last call was {other}, not {mine}; all ranks must make the "
+                        f"same "
+                        f"calls"
+                    )
         return ""
 
     def _decide(
@@ -276,7 +346,8 @@ class Exchange:
         deadline: float,
         unwanted: Callable[[], CkptdError | None],
     ) -> tuple[list[bytes], dict[int, str]]:
-        """Return the encoded answers of all ranks, and by rank the nonce under which each rank that has come expects its answer.
+        """Return the encoded answers of all ranks, and by rank the nonce under which
+        each rank that has come expects its answer.
 
         A rank that fails or is late makes all answers the same error.
         """
@@ -288,22 +359,33 @@ class Exchange:
                 self._gather(topic, found, deadline, unwanted)
             finally:  # those that have come get the error, too
                 asked = {rank: nonce for rank, (nonce, _) in sorted(found.items())}
-            if len(asked) == self.world_size - 1:  # so that every rank has read the answers of the round before
+            # So that every rank has read the answers of the round before.
+            if len(asked) == self.world_size - 1:
                 self._remove_shared()
-            values = [_decode(_encode(mine), 0), *(_decode(said, rank) for rank, (_, said) in sorted(found.items()))]
+            values = [
+                _decode(_encode(mine), 0),
+                *(_decode(said, rank) for rank, (_, said) in sorted(found.items())),
+            ]
             if late := [rank for rank in range(1, self.world_size) if rank not in asked]:
                 named = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late[:8]))}"
                 why = self._elsewhere(topic, late) or self._advice(topic)
-                raise SnapshotFailed(f"{named} sent nothing within {time.monotonic() - begun:.0f} s{why}")
+                raise SnapshotFailed(
+                    f"{named} sent nothing within {time.monotonic() - begun:.0f} s{why}"
+                )
             return [_encode(answer) for answer in _decided(decide, values)], asked
         except CkptdError as error:
             return [_encode(error)] * self.world_size, asked
 
-    def _gather(self, topic: str, found: dict[int, tuple[str, bytes]], deadline: float, unwanted: Unwanted) -> None:
-        """Wait for nonce and value of each other rank, remove them from the store, and add them to `found`.
+    def _gather(
+        self, topic: str, found: dict[int, tuple[str, bytes]], deadline: float, unwanted: Unwanted
+    ) -> None:
+        """Wait for nonce and value of each other rank, remove them from the store, and
+        add them to `found`.
 
-        Usually all ranks come within a moment, and a few requests get everything. A rank that waits for others may give up and remove its
-        value, so that those that have come are taken from time to time. Returns after the deadline. Raises the error of `unwanted`.
+        Usually all ranks come within a moment, and a few requests get everything. A
+        rank that waits for others may give up and remove its value, so that those that
+        have come are taken from time to time. Returns after the deadline. Raises the
+        error of `unwanted`.
         """
         sweep, pause = time.monotonic() + _SWEEP_SECONDS, _FIRST_LOOK
         warn_at: float | None = time.monotonic() + WARN_SECONDS
@@ -320,7 +402,10 @@ class Exchange:
             if now > deadline:
                 return
             if warn_at is not None and now > warn_at:
-                late, warn_at = [rank for rank in missing if not self._values.there(f"{topic}/from/{rank}")], None
+                late, warn_at = (
+                    [rank for rank in missing if not self._values.there(f"{topic}/from/{rank}")],
+                    None,
+                )
                 if late:
                     log.warning("%s", self._missing(topic, late))
             if (error := unwanted()) is not None:
@@ -328,18 +413,42 @@ class Exchange:
             time.sleep(pause)
             pause = min(2 * pause, _LAST_LOOK)
 
-    def _take_those(self, topic: str, ranks: list[int], found: dict[int, tuple[str, bytes]], deadline: float, unwanted: Unwanted) -> None:
-        """Take nonce and value of ranks that have come. One that has just given up is left out."""
+    def _take_those(
+        self,
+        topic: str,
+        ranks: list[int],
+        found: dict[int, tuple[str, bytes]],
+        deadline: float,
+        unwanted: Unwanted,
+    ) -> None:
+        """Take nonce and value of ranks that have come.
+
+        One that has just given up is left out.
+        """
         with suppress(RuntimeError):
-            nonces = [nonce.decode() for nonce in self._values.take_all([f"{topic}/from/{rank}" for rank in ranks])]
+            nonces = [
+                nonce.decode()
+                for nonce in self._values.take_all([f"{topic}/from/{rank}" for rank in ranks])
+            ]
             here = list(zip(ranks, nonces, strict=True))
-            if not self._values.wait_for([f"{topic}/said/{nonce}" for nonce in nonces], deadline, unwanted):
-                here = [(rank, nonce) for rank, nonce in here if self._values.there(f"{topic}/said/{nonce}")]
+            if not self._values.wait_for(
+                [f"{topic}/said/{nonce}" for nonce in nonces], deadline, unwanted
+            ):
+                here = [
+                    (rank, nonce)
+                    for rank, nonce in here
+                    if self._values.there(f"{topic}/said/{nonce}")
+                ]
             said = self._values.take_all([f"{topic}/said/{nonce}" for _, nonce in here])
-            found.update((rank, (nonce, one)) for (rank, nonce), one in zip(here, said, strict=True))
+            found.update(
+                (rank, (nonce, one)) for (rank, nonce), one in zip(here, said, strict=True)
+            )
 
     def _answer(self, topic: str, answers: list[bytes], asked: dict[int, str]) -> None:
-        """Store the answer of each rank that has asked. A large answer that several ranks get is stored once, and they get its name."""
+        """Store the answer of each rank that has asked.
+
+        A large answer that several ranks get is stored once, and they get its name.
+        """
         ranks: dict[bytes, list[int]] = {}
         for rank in asked:
             ranks.setdefault(answers[rank], []).append(rank)
@@ -360,7 +469,11 @@ class Exchange:
 
 
 def _decided(decide: Callable[[list[bytes]], list[bytes]], values: list[bytes]) -> list[bytes]:
-    """Return the result of `decide`. Raises InternalError for a bug in it, because the other ranks must not wait for an answer in vain."""
+    """Return the result of `decide`.
+
+    Raises InternalError for a bug in it, because the other ranks must not wait for an
+    answer in vain.
+    """
     try:
         return decide(values)
     except CkptdError:
@@ -370,8 +483,11 @@ def _decided(decide: Callable[[list[bytes]], list[bytes]], values: list[bytes]) 
         raise InternalError(f"rank 0: {error!r}") from error
 
 
-def not_called(call: str, late: Sequence[int], rank: int, world_size: int, seconds: float, why: str = "") -> str:
-    """Return the warning of a rank that has waited for `seconds`: the `late` ranks have not made a call.
+def not_called(
+    call: str, late: Sequence[int], rank: int, world_size: int, seconds: float, why: str = ""
+) -> str:
+    """Return the warning of a rank that has waited for `seconds`: the `late` ranks have
+    not made a call.
 
     why: more that is known of the late ranks, or "".
     """
@@ -397,7 +513,10 @@ def _unreachable(error: RuntimeError) -> SnapshotFailed:
 
 
 def _silent(seconds: float) -> SnapshotFailed:
-    return SnapshotFailed(f"the job's store has not answered for {seconds:.0f} s: is the process that serves it stopped?")
+    return SnapshotFailed(
+        f"the job's store has not answered for {seconds:.0f} s: is the process that serves it "
+        f"stopped?"
+    )
 
 
 def _encode(said: bytes | CkptdError) -> bytes:
@@ -407,7 +526,10 @@ def _encode(said: bytes | CkptdError) -> bytes:
 
 
 def _decode(data: bytes, rank: int | None = None) -> bytes:
-    """Return the value that another rank has sent, or raise its error. If `rank` is given, the error's message begins with it."""
+    """Return the value that another rank has sent, or raise its error.
+
+    If `rank` is given, the error's message begins with it.
+    """
     code, reason, value = _DECODER.decode(data)
     if code:
         raise from_wire(code, reason if rank is None else f"rank {rank}: {reason}")

@@ -1,4 +1,6 @@
-"""Names the main script of this process: unnamed jobs are called after it, and checkpoints tell who saved them."""
+"""Names the main script of this process: unnamed jobs are called after it, and
+checkpoints tell who saved them.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,14 @@ from ckptd.shared.errors import NotFound
 from ckptd.shared.storage.locate import open_root
 
 DEFAULT = "default"
-"""The name of an unnamed job in an interactive session. Earlier versions gave it to every unnamed job."""
+"""The name of an unnamed job in an interactive session. Earlier versions gave it to
+every unnamed job.
+"""
 
 
 def script() -> str:
-    """Return the file name of the main script, like "train.py", or the name of a module run by `python -m`.
+    """Return the file name of the main script, like "train.py", or the name of a module
+    run by `python -m`.
 
     Return "" in an interactive session.
     """
@@ -28,7 +33,9 @@ def script() -> str:
 
 
 def script_job() -> str:
-    """Return the name of an unnamed job: that of the main script, without its suffix and with "-" for what a name may not contain."""
+    """Return the name of an unnamed job: that of the main script, without its suffix
+    and with "-" for what a name may not contain.
+    """
     found = script()
     file = getattr(sys.modules.get("__main__"), "__file__", None) or ""
     name = found.removesuffix(".py") if Path(file).name == found else found.rpartition(".")[2]
@@ -36,10 +43,13 @@ def script_job() -> str:
 
 
 def check_not_default(root: str, job: str) -> None:
-    """Raise NotFound if the root has checkpoints of job "default", which an unnamed job may have saved with an earlier version."""
+    """Raise NotFound if the root has checkpoints of job "default", which an unnamed job
+    may have saved with an earlier version.
+    """
     repository = open_root(root)
     if any(repository.is_committed(DEFAULT, tag) for tag in repository.tags(DEFAULT)):
         raise NotFound(
-            f"job {job!r}, named after the main script, has no checkpoint, but {root} has checkpoints of job {DEFAULT!r}: set "
+            f"job {job!r}, named after the main script, has no checkpoint, but {root} has "
+            f"checkpoints of job {DEFAULT!r}: set "
             f"CKPTD_JOB={DEFAULT} to recover those, or CKPTD_JOB={job} to begin without them"
         )

@@ -1,6 +1,8 @@
-"""Requests to the daemon for a slot, sent early so that it wakes up and answers while the state is being captured.
+"""Requests to the daemon for a slot, sent early so that it wakes up and answers while
+the state is being captured.
 
-Until its deadline, a request is sent again after a lost connection, and after a refusal by a daemon that is stopping.
+Until its deadline, a request is sent again after a lost connection, and after a refusal
+by a daemon that is stopping.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ _AGAIN_SECONDS = 0.05
 
 
 class SlotRequest:
-    """The request of one snapshot for a slot. Call `ask`, `answer` and `take`, and then in any case `drop`.
+    """The request of one snapshot for a slot.
 
-    `segment` is the segment that is granted and not taken, or "". `why` is the reason if the step is skipped, or "". `taken` has the
-    segments that `take` has returned.
+    Call `ask`, `answer` and `take`, and then in any case `drop`.
+
+    `segment` is the segment that is granted and not taken, or "". `why` is the reason
+    if the step is skipped, or "". `taken` has the segments that `take` has returned.
     """
 
     def __init__(self, client: Client, step: int, tag: str | None) -> None:
@@ -29,7 +33,8 @@ class SlotRequest:
         self._client, self._tag = client, tag
         self._begun = self._deadline = 0.0
         self._call: Call | None = None
-        self._calls: list[Call] = []  # each is added before it is sent, so that Ctrl-C cannot lose its answer
+        # Each is added before it is sent, so that Ctrl-C cannot lose its answer.
+        self._calls: list[Call] = []
         self.taken: list[str] = []
 
     @property
@@ -38,7 +43,10 @@ class SlotRequest:
         return self._begun > 0
 
     def ask(self, deadline: float) -> None:
-        """Send the request, unless it is under way. Call this again if the granted segment no longer exists: it is then forgotten."""
+        """Send the request, unless it is under way.
+
+        Call this again if the granted segment no longer exists: it is then forgotten.
+        """
         self._deadline, self._begun = deadline, self._begun or time.monotonic()
         if self._call is None:
             self.segment = ""
@@ -52,15 +60,20 @@ class SlotRequest:
     def _send(self) -> Call:
         wait = self._left()
         self._calls.append(call := Call())
-        return self._client.begin(lambda n: m.Acquire(id=n, step=self.step, name=self._tag, wait=wait), call)
+        return self._client.begin(
+            lambda n: m.Acquire(id=n, step=self.step, name=self._tag, wait=wait), call
+        )
 
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
     def answer(self) -> bool:
-        """Wait for the answer. Return True if a segment is granted, and False if the step is skipped.
+        """Wait for the answer.
 
-        Raises DaemonUnreachable or Busy if there is no answer by the deadline, and any other error that the daemon answers with.
+        Return True if a segment is granted, and False if the step is skipped.
+
+        Raises DaemonUnreachable or Busy if there is no answer by the deadline, and any
+        other error that the daemon answers with.
         """
         while not self.segment and not self.why:
             try:
@@ -88,7 +101,9 @@ class SlotRequest:
         return segment
 
     def drop(self) -> None:
-        """Give back every slot that was granted and not taken, even if its grant arrives later. May be called again."""
+        """Give back every slot that was granted and not taken, even if its grant
+        arrives later. May be called again.
+        """
         self.segment = ""
         while self._calls:
             call = self._calls[0]
@@ -100,5 +115,10 @@ class SlotRequest:
 
     @property
     def lost(self) -> bool:
-        """True if the daemon may have granted a slot whose answer has not arrived, because of Ctrl-C or a lost connection."""
-        return any(call.reply is None and (call.error is None or isinstance(call.error, DaemonUnreachable)) for call in self._calls)
+        """True if the daemon may have granted a slot whose answer has not arrived,
+        because of Ctrl-C or a lost connection.
+        """
+        return any(
+            call.reply is None and (call.error is None or isinstance(call.error, DaemonUnreachable))
+            for call in self._calls
+        )

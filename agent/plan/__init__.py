@@ -1,1 +1,3 @@
-"""Plans a snapshot: which rank writes which bytes, and where they lie in the slot of that rank."""
+"""Plans a snapshot: which rank writes which bytes, and where they lie in the slot of
+that rank.
+"""

@@ -1,7 +1,10 @@
-"""Describes the tensors of one rank by rule, so that ranks of the same structure need not send their items to each other.
+"""Describes the tensors of one rank by rule, so that ranks of the same structure need
+not send their items to each other.
 
-A rank sends a `Summary`, which is small. Ranks whose summaries name the same structure have the same `Structured` document, and one of them
-sends it. `rule_shares.py` decides from these on rank 0. A tensor that no rule describes is listed in the summary, shard by shard.
+A rank sends a `Summary`, which is small. Ranks whose summaries name the same structure
+have the same `Structured` document, and one of them sends it. `rule_shares.py` decides
+from these on rank 0. A tensor that no rule describes is listed in the summary, shard by
+shard.
 """
 
 from __future__ import annotations
@@ -26,16 +29,21 @@ from ckptd.shared.formats.plan import element_size
 from ckptd.shared.formats.sharding import Mesh, Splits, place, replica_of
 
 _LEVEL = 1
-"""The zstd level of a document. The names in it repeat, so that level 1 leaves a twentieth. Level 3 takes longer."""
+"""The zstd level of a document. The names in it repeat, so that level 1 leaves a
+twentieth. Level 3 takes longer.
+"""
 
 
 class Ruled(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor of a structure. Its first fields are the same on all ranks that have the tensor.
+    """A tensor of a structure.
 
-    size: the size of the whole tensor, in elements. mesh: the number of its mesh in the summary, or
-    WHOLE if the rank has the whole tensor. splits: its divisions along the mesh. buffer, base: as
-    in `Row`. digest: the digest of the bytes, for a whole tensor that is compared between ranks.
-    in_order: as in `Row`, which may differ between ranks.
+    Its first fields are the same on all ranks that have the tensor.
+
+    size: the size of the whole tensor, in elements. mesh: the number of its mesh in the
+    summary, or WHOLE if the rank has the whole tensor. splits: its divisions along the
+    mesh. buffer, base: as in `Row`. digest: the digest of the bytes, for a whole tensor
+    that is compared between ranks. in_order: as in `Row`, which may differ between
+    ranks.
     """
 
     fqn: str
@@ -60,11 +68,15 @@ class Ruled(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 WHOLE = -1
 Family = tuple[int, tuple[int, ...]]
-"""Tensors whose replicas are on the same ranks: the number of their mesh, and the dimensions of it along which they are divided."""
+"""Tensors whose replicas are on the same ranks: the number of their mesh, and the
+dimensions of it along which they are divided.
+"""
 
 
 class Structured(msgspec.Struct, frozen=True):
-    """The structure of the ranks of one class. It has nothing that differs between them.
+    """The structure of the ranks of one class.
+
+    It has nothing that differs between them.
 
     shapes: the shapes of the meshes. values: a digest of each plain value, by key.
     """
@@ -81,15 +93,23 @@ class Structured(msgspec.Struct, frozen=True):
         return _DECODER.decode(zstandard.decompress(data))
 
     def families(self) -> list[Family]:
-        """Return the families of its tensors that are divided, in the order of their first tensors."""
-        return list(dict.fromkeys((tensor.mesh, tensor.along) for tensor in self.tensors if tensor.mesh != WHOLE))
+        """Return the families of its tensors that are divided, in the order of their
+        first tensors.
+        """
+        return list(
+            dict.fromkeys(
+                (tensor.mesh, tensor.along) for tensor in self.tensors if tensor.mesh != WHOLE
+            )
+        )
 
 
 class Summary(msgspec.Struct, frozen=True):
     """The part of a description that each rank sends.
 
-    structure: the digest of the rank's `Structured`, 16 bytes. meshes: the meshes of the tensors. contents: for each family a digest of
-    the bytes of its tensors that are compared between ranks, or b"" if there are none. extras: the rows of all tensors without a rule.
+    structure: the digest of the rank's `Structured`, 16 bytes. meshes: the meshes of
+    the tensors. contents: for each family a digest of the bytes of its tensors that are
+    compared between ranks, or b"" if there are none. extras: the rows of all tensors
+    without a rule.
     """
 
     structure: bytes
@@ -101,13 +121,14 @@ class Summary(msgspec.Struct, frozen=True):
 class RuledShare(msgspec.Struct, frozen=True):
     """The items that the ranks of one class are to write.
 
-    meshes: the meshes of all tensors of the job. mesh: for each tensor of the structure, the number
-    of its mesh among these, or WHOLE. choice: for each tensor, the number of the replica that is
-    stored, or for a whole tensor the rank that stores it. dropped: by rank, the numbers of the
-    extras that it does not write. global_plan: the digest of the plan that all ranks share. groups:
-    the ranks of each replica group of whole tensors. group: for each whole tensor, the number of
-    its group, and ALONE for any other tensor. held: by rank, the replica groups of its extras.
-    scattered: the numbers of the tensors of the structure that are not in C order on every rank.
+    meshes: the meshes of all tensors of the job. mesh: for each tensor of the
+    structure, the number of its mesh among these, or WHOLE. choice: for each tensor,
+    the number of the replica that is stored, or for a whole tensor the rank that stores
+    it. dropped: by rank, the numbers of the extras that it does not write. global_plan:
+    the digest of the plan that all ranks share. groups: the ranks of each replica group
+    of whole tensors. group: for each whole tensor, the number of its group, and ALONE
+    for any other tensor. held: by rank, the replica groups of its extras. scattered:
+    the numbers of the tensors of the structure that are not in C order on every rank.
     """
 
     meshes: list[Mesh]
@@ -123,7 +144,10 @@ class RuledShare(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ByRule:
-    """The description of one rank. `rows` has for each tensor of the structure the number of its row, or None if its shard is empty.
+    """The description of one rank.
+
+    `rows` has for each tensor of the structure the number of its row, or None if its
+    shard is empty.
 
     `extras` are the numbers of the rows in `summary.extras`.
     """
@@ -136,11 +160,17 @@ class ByRule:
 
     @classmethod
     def of(
-        cls, local: Local, tensors: dict[str, torch.Tensor], values: dict[str, bytes], rank: int, buffers: Collection[str] = ()
+        cls,
+        local: Local,
+        tensors: dict[str, torch.Tensor],
+        values: dict[str, bytes],
+        rank: int,
+        buffers: Collection[str] = (),
     ) -> ByRule:
         """Describe the rows of `local`, which are those of `tensors`.
 
-        values: the digests of the plain values, by key. buffers: the names of the modules' buffers.
+        values: the digests of the plain values, by key. buffers: the names of the
+        modules' buffers.
         """
         meshes = _Meshes(rank, buffers)
         found: list[Ruled] = []
@@ -148,17 +178,31 @@ class ByRule:
         extras: list[int] = []
         contents: dict[Family, Any] = {}
         of_tensor: dict[str, list[int]] = {}
-        own_name = re.compile(rf"@{rank}(\.|$)")  # of a tensor in a `per_rank` value, which the other ranks do not have
+        # Of a tensor in a `per_rank` value, which the other ranks do not have.
+        own_name = re.compile(rf"@{rank}(\.|$)")
         for number, row in enumerate(local.rows):
             of_tensor.setdefault(row.fqn, []).append(number)
-        for name in dict.fromkeys([*tensors, *of_tensor]):  # a hidden item has rows, and a tensor whose shard is empty has none
+        # A hidden item has rows, and a tensor whose shard is empty has none.
+        for name in dict.fromkeys([*tensors, *of_tensor]):
             tensor, own = tensors.get(name), of_tensor.get(name, [])
             if own_name.search(name):
                 extras += own
                 continue
             if tensor is None or type(tensor) in PLAIN:
                 row = local.rows[own[0]]
-                found.append(Ruled(row.fqn, row.dtype, row.size, WHOLE, (), row.buffer, row.base, row.digest, row.in_order))
+                found.append(
+                    Ruled(
+                        row.fqn,
+                        row.dtype,
+                        row.size,
+                        WHOLE,
+                        (),
+                        row.buffer,
+                        row.base,
+                        row.digest,
+                        row.in_order,
+                    )
+                )
                 numbers.append(own[0])
                 continue
             ruled = meshes.describe(name, tensor, [local.rows[number] for number in own])
@@ -168,21 +212,32 @@ class ByRule:
             found.append(ruled)
             numbers.append(own[0] if own else None)
             digests = contents.setdefault((ruled.mesh, ruled.along), [])
-            digests += [(name, local.rows[own[0]].digest)] if own and local.rows[own[0]].digest else []
+            digests += (
+                [(name, local.rows[own[0]].digest)] if own and local.rows[own[0]].digest else []
+            )
         structured = Structured([mesh.shape for mesh in meshes.found], found, values)
         summary = Summary(
             digest_of(structured),
             meshes.found,
-            [digest_of(contents[family]) if contents[family] else b"" for family in structured.families()],
+            [
+                digest_of(contents[family]) if contents[family] else b""
+                for family in structured.families()
+            ],
             [local.rows[number] for number in extras],
         )
         return cls(local, structured, summary, numbers, extras)
 
     def lay_out(self, share: RuledShare, rank: int, metadata: dict[str, Any] | None) -> Layout:
-        """Return the layout of what this rank writes. `metadata` describes the tensors of all ranks; it is None on all ranks but rank 0."""
+        """Return the layout of what this rank writes.
+
+        `metadata` describes the tensors of all ranks; it is None on all ranks but rank
+        0.
+        """
         kept, aliases = list[int](), set[str]()
         coordinates = [mesh.coordinate_of(rank) for mesh in share.meshes]
-        for tensor, number, mesh, choice in zip(self.structured.tensors, self.rows, share.mesh, share.choice, strict=True):
+        for tensor, number, mesh, choice in zip(
+            self.structured.tensors, self.rows, share.mesh, share.choice, strict=True
+        ):
             if number is None:
                 continue
             if mesh == WHOLE:
@@ -198,7 +253,14 @@ class ByRule:
         dropped = set(share.dropped.get(rank, ()))
         kept += [number for place, number in enumerate(self.extras) if place not in dropped]
         meshes = [] if metadata is None else share.meshes
-        return lay_out(self.local, sorted(kept), aliases=aliases, metadata=metadata, global_plan=share.global_plan, meshes=meshes)
+        return lay_out(
+            self.local,
+            sorted(kept),
+            aliases=aliases,
+            metadata=metadata,
+            global_plan=share.global_plan,
+            meshes=meshes,
+        )
 
     def replica_groups(self, share: RuledShare, rank: int) -> list[ReplicaGroup]:
         """Return the replica groups of this rank."""
@@ -207,7 +269,9 @@ class ByRule:
         known: dict[tuple[int, Splits], tuple[int, ...]] = {}
         found: list[tuple[int, tuple[int, ...]]] = []
         scattered = [row for number in share.scattered if (row := self.rows[number]) is not None]
-        for tensor, number, mesh, group in zip(self.structured.tensors, self.rows, share.mesh, share.group, strict=False):
+        for tensor, number, mesh, group in zip(
+            self.structured.tensors, self.rows, share.mesh, share.group, strict=False
+        ):
             if number is None or tensor.buffer or not self.local.rows[number].nbytes:
                 continue
             if mesh == WHOLE:
@@ -216,19 +280,29 @@ class ByRule:
                 continue
             coordinate = coordinates[mesh]
             assert coordinate is not None
-            place = mesh, stacked(tensor.splits, share.meshes[mesh], self.structured.shapes[tensor.mesh])
+            place = (
+                mesh,
+                stacked(tensor.splits, share.meshes[mesh], self.structured.shapes[tensor.mesh]),
+            )
             if place not in known:
-                known[place] = members(share.meshes[mesh], sorted(along for along, _ in place[1]), coordinate)
+                known[place] = members(
+                    share.meshes[mesh], sorted(along for along, _ in place[1]), coordinate
+                )
             found.append((number, known[place]))
         if (held := share.held.get(rank)) is not None:
             ranks = [tuple(group) for group in held.groups]
-            found += [(self.extras[place], ranks[group]) for place, group in enumerate(held.of_row) if group != ALONE]
+            found += [
+                (self.extras[place], ranks[group])
+                for place, group in enumerate(held.of_row)
+                if group != ALONE
+            ]
             scattered += [self.extras[place] for place in held.scattered]
         return grouped(self.local.rows, found, scattered)
 
 
 def stacked(splits: Splits, mesh: Mesh, shape: Sequence[int]) -> Splits:
-    """Return the splits of a tensor along `mesh`, given those along its own mesh, which has this shape.
+    """Return the splits of a tensor along `mesh`, given those along its own mesh, which
+    has this shape.
 
     `mesh` is the tensor's own mesh, or several meshes of that shape in a row.
     """
@@ -237,7 +311,10 @@ def stacked(splits: Splits, mesh: Mesh, shape: Sequence[int]) -> Splits:
 
 
 class _Meshes:
-    """Collects the meshes of a rank's tensors. Tensors that are sharded alike are looked at once."""
+    """Collects the meshes of a rank's tensors.
+
+    Tensors that are sharded alike are looked at once.
+    """
 
     def __init__(self, rank: int, buffers: Collection[str]) -> None:
         self.found: list[Mesh] = []
@@ -246,7 +323,9 @@ class _Meshes:
         self._known: dict[object, tuple[int, Splits, tuple[int, ...]] | None] = {}
 
     def describe(self, name: str, tensor: torch.Tensor, rows: Sequence[Row]) -> Ruled | None:
-        """Return the description of a tensor, or None if no rule gives its shard on this rank. `rows` has its row, or is empty."""
+        """Return the description of a tensor, or None if no rule gives its shard on
+        this rank. `rows` has its row, or is empty.
+        """
         if not isinstance(tensor, DTensor) or not tensor.numel() or len(rows) > 1:
             return None
         key = (tensor.device_mesh, tensor.placements)
@@ -258,18 +337,36 @@ class _Meshes:
         number, splits, coordinate = found
         size = tuple(tensor.shape)
         where = place(size, self.found[number], splits, coordinate)
-        if (0 not in where[1]) if not rows else (rows[0].size, (rows[0].offsets, rows[0].sizes)) != (size, where):
+        if (
+            (0 not in where[1])
+            if not rows
+            else (rows[0].size, (rows[0].offsets, rows[0].sizes)) != (size, where)
+        ):
             return None
         dtype = rows[0].dtype if rows else dtype_name(tensor._local_tensor.dtype)
-        return Ruled(name, dtype, size, number, splits, name in self._buffers, in_order=not rows or rows[0].in_order)
+        return Ruled(
+            name,
+            dtype,
+            size,
+            number,
+            splits,
+            name in self._buffers,
+            in_order=not rows or rows[0].in_order,
+        )
 
     def _rule_of(self, tensor: DTensor) -> tuple[int, Splits, tuple[int, ...]] | None:
-        """Return the number of the tensor's mesh, its splits, and this rank's coordinate, or None if there is no rule."""
+        """Return the number of the tensor's mesh, its splits, and this rank's
+        coordinate, or None if there is no rule.
+        """
         ranks = tensor.device_mesh.mesh
         splits = _splits_of(tensor.placements, tuple(ranks.shape))
         mesh = Mesh.of(tuple(ranks.shape), ranks.flatten().tolist())
         coordinate = mesh.coordinate_of(self._rank)
-        if splits is None or coordinate is None or coordinate != tuple(tensor.device_mesh.get_coordinate() or ()):
+        if (
+            splits is None
+            or coordinate is None
+            or coordinate != tuple(tensor.device_mesh.get_coordinate() or ())
+        ):
             return None
         if mesh not in self._numbers:
             self._numbers[mesh] = len(self.found)
@@ -278,17 +375,23 @@ class _Meshes:
 
 
 def _splits_of(placements: Sequence[Any], shape: Sequence[int]) -> Splits | None:
-    """Return the order in which a tensor is divided, or None if the placements are of a kind without a rule.
+    """Return the order in which a tensor is divided, or None if the placements are of a
+    kind without a rule.
 
-    A `_StridedShard` is divided after the later dimensions of the mesh that divide the same dimension of the tensor, as its split factor
-    says. The other dimensions are divided in the order of the mesh.
+    A `_StridedShard` is divided after the later dimensions of the mesh that divide the
+    same dimension of the tensor, as its split factor says. The other dimensions are
+    divided in the order of the mesh.
     """
     order: list[tuple[int, int, int]] = []
     for along, placement in enumerate(placements):
         if isinstance(placement, Replicate):
             continue
         if type(placement).__name__ == "_StridedShard":
-            later = [other for other in range(along + 1, len(placements)) if getattr(placements[other], "dim", None) == placement.dim]
+            later = [
+                other
+                for other in range(along + 1, len(placements))
+                if getattr(placements[other], "dim", None) == placement.dim
+            ]
             if math.prod(shape[other] for other in later) != placement.split_factor:
                 return None
             order.append((max(later, default=along), 1 + len(placements) - along, along))
@@ -300,7 +403,9 @@ def _splits_of(placements: Sequence[Any], shape: Sequence[int]) -> Splits | None
 
 
 def digest_of(described: Structured | Sequence[tuple[str, bytes]]) -> bytes:
-    """Return the digest of a structure, or of the names and digests of tensors that are compared between ranks."""
+    """Return the digest of a structure, or of the names and digests of tensors that are
+    compared between ranks.
+    """
     return hashlib.blake2b(msgspec.msgpack.encode(described), digest_size=16).digest()
 
 

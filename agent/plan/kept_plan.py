@@ -1,7 +1,10 @@
-"""Keeps the plan of this rank from snapshot to snapshot, while the structure of the state stays the same.
+"""Keeps the plan of this rank from snapshot to snapshot, while the structure of the
+state stays the same.
 
-While the plan is kept, the ranks exchange nothing. A rank whose structure has changed tells the daemon before it plans again with the other
-ranks. If another rank seals the step with its kept plan, the step fails on all ranks, and all of them plan again at the next step.
+While the plan is kept, the ranks exchange nothing. A rank whose structure has changed
+tells the daemon before it plans again with the other ranks. If another rank seals the
+step with its kept plan, the step fails on all ranks, and all of them plan again at the
+next step.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from ckptd.shared.system.collector import paused_collector
 from ckptd.shared.wire import messages as m
 
 PLAN_SECONDS = 2.0
-"""The least time, in seconds, that the other ranks have to join the planning, however small the stall budget is."""
+"""The least time, in seconds, that the other ranks have to join the planning, however
+small the stall budget is.
+"""
 TELL_SECONDS = 5.0
 """The time, in seconds, that the daemon has to acknowledge a Replan."""
 _MAX_WHY = 4096
@@ -42,9 +47,9 @@ _ITEM_BYTES = 300
 class PlanInUse:
     """A layout and the live tensors of this snapshot.
 
-    sources: the tensor behind each item. unlike: `Sources.unlike`, or None if the sources must be
-    examined for it. parts: this rank's part of each tensor of the state. addresses: the address of
-    each part.
+    sources: the tensor behind each item. unlike: `Sources.unlike`, or None if the
+    sources must be examined for it. parts: this rank's part of each tensor of the
+    state. addresses: the address of each part.
     """
 
     layout: Layout
@@ -58,7 +63,8 @@ class PlanInUse:
 class Shared:
     """The tensors that this rank shares with other ranks by the kept plan.
 
-    groups: the replica groups. local: the rows that the groups name, with their tensors.
+    groups: the replica groups. local: the rows that the groups name, with their
+    tensors.
     """
 
     groups: list[ReplicaGroup]
@@ -66,21 +72,28 @@ class Shared:
 
 
 class KeptPlan:
-    """The layout of the last plan, which the next snapshot uses if the structure of its state is still the same."""
+    """The layout of the last plan, which the next snapshot uses if the structure of its
+    state is still the same.
+    """
 
     def __init__(self, client: Client, ranks: Ranks) -> None:
         self._client, self._ranks = client, ranks
         self._kept: tuple[Structure, Layout, Sources] | None = None
-        self._wanted = 1  # the version of the plan that the next snapshot needs; higher than _has while the kept layout must not be used
+        # The version of the plan that the next snapshot needs; higher than _has while
+        # the kept layout must not be used.
+        self._wanted = 1
         self._has = 0  # the version of the kept plan; 0 before the first
         self.shared: Shared | None = None
-        """The tensors that this rank shares by the last plan, or None if the job has one rank.
+        """The tensors that this rank shares by the last plan, or None if the job has
+        one rank.
 
         It is a new object after each planning.
         """
 
     def invalidate(self) -> None:
-        """Make the next snapshot plan again, even if the structure on this rank is the same. May be called from any thread."""
+        """Make the next snapshot plan again, even if the structure on this rank is the
+        same. May be called from any thread.
+        """
         self._wanted += 1
 
     @property
@@ -89,10 +102,12 @@ class KeptPlan:
         return self._kept is not None and self._has == self._wanted
 
     def plan_ahead(self, captured: Captured) -> Layout | None:
-        """Return the kept layout if this state can use it. If there are no other ranks, plan for this state now, so that there is one.
+        """Return the kept layout if this state can use it.
 
-        Return None if the next snapshot will plan. Runs on the calling thread: the structure and the layout must be those of one instant.
-        Raises UnsavableValue.
+        If there are no other ranks, plan for this state now, so that there is one.
+
+        Return None if the next snapshot will plan. Runs on the calling thread: the
+        structure and the layout must be those of one instant. Raises UnsavableValue.
         """
         if (same := self.reuse(captured)) is not None:
             return same.layout
@@ -102,7 +117,10 @@ class KeptPlan:
         with paused_collector():
             found, _ = Structure.of(captured.tensors)
             layout = self._lay_out_alone(captured)
-            self._kept, self._has = (found, layout, Sources(found, captured.tensors, layout.plan)), wanted
+            self._kept, self._has = (
+                (found, layout, Sources(found, captured.tensors, layout.plan)),
+                wanted,
+            )
         return layout
 
     @staticmethod
@@ -111,30 +129,55 @@ class KeptPlan:
         return share_out([Offer(local.rows)])[0].lay_out(local)
 
     def reuse(self, captured: Captured) -> PlanInUse | None:
-        """Return the kept layout and its live tensors, or None if the layout is not valid or the structure has changed."""
-        if self._kept is None or not self.valid or (same := self._kept[0].again(captured.tensors)) is None:
+        """Return the kept layout and its live tensors, or None if the layout is not
+        valid or the structure has changed.
+        """
+        if (
+            self._kept is None
+            or not self.valid
+            or (same := self._kept[0].again(captured.tensors)) is None
+        ):
             return None
         _, layout, sources = self._kept
         self._kept = same[0], layout, sources
-        unlike = sources.unlike if same[0].guard is not None else None  # the columns do not tell a negative view from another tensor
-        return PlanInUse(layout, sources.of(same[1], captured.tensors), unlike, same[1], same[0].addresses)
+        # The columns do not tell a negative view from another tensor.
+        unlike = sources.unlike if same[0].guard is not None else None
+        return PlanInUse(
+            layout, sources.of(same[1], captured.tensors), unlike, same[1], same[0].addresses
+        )
 
     def renew(self, captured: Captured, state: Any, pending: Pending, budget: float) -> PlanInUse:
-        """Plan with the other ranks, keep the layout, and return it with its live tensors.
+        """Plan with the other ranks, keep the layout, and return it with its live
+        tensors.
 
-        Raises UnsavableValue if a value cannot be saved or differs between ranks, and StructureChanged if another rank has sealed this step
-        with its kept plan. Raises SnapshotFailed if the other ranks do not join within `budget` seconds or `PLAN_SECONDS`, whichever is
-        longer, and DaemonUnreachable if the daemon does not acknowledge the Replan.
+        Raises UnsavableValue if a value cannot be saved or differs between ranks, and
+        StructureChanged if another rank has sealed this step with its kept plan. Raises
+        SnapshotFailed if the other ranks do not join within `budget` seconds or
+        `PLAN_SECONDS`, whichever is longer, and DaemonUnreachable if the daemon does
+        not acknowledge the Replan.
         """
         with paused_collector():
-            return self._renew(captured, state, pending, time.monotonic() + max(budget, PLAN_SECONDS))
+            return self._renew(
+                captured, state, pending, time.monotonic() + max(budget, PLAN_SECONDS)
+            )
 
-    def _renew(self, captured: Captured, state: Any, pending: Pending, deadline: float) -> PlanInUse:
+    def _renew(
+        self, captured: Captured, state: Any, pending: Pending, deadline: float
+    ) -> PlanInUse:
         found, parts = Structure.of(captured.tensors)
-        wanted = self._wanted = self._wanted + 1  # the kept layout is not valid until this planning has succeeded
+        # The kept layout is not valid until this planning has succeeded.
+        wanted = self._wanted = self._wanted + 1
         if self._ranks.world_size > 1:
-            why = difference(self._kept[0] if self._kept is not None else None, found) if self._has else "it has no plan yet"
-            self._client.call(lambda n: m.Replan(id=n, step=pending.step, why=why[:_MAX_WHY]), m.Done, TELL_SECONDS)
+            why = (
+                difference(self._kept[0] if self._kept is not None else None, found)
+                if self._has
+                else "it has no plan yet"
+            )
+            self._client.call(
+                lambda n: m.Replan(id=n, step=pending.step, why=why[:_MAX_WHY]),
+                m.Done,
+                TELL_SECONDS,
+            )
         if self._ranks.world_size == 1:
             layout = self._lay_out_alone(captured)
         else:
@@ -142,10 +185,16 @@ class KeptPlan:
             layout, self.shared = planned.layout, Shared(planned.groups, planned.local)
         sources = Sources(found, captured.tensors, layout.plan)
         self._kept, self._has = (found, layout, sources), wanted
-        return PlanInUse(layout, sources.of(parts, captured.tensors), sources.unlike, parts, found.addresses)
+        return PlanInUse(
+            layout, sources.of(parts, captured.tensors), sources.unlike, parts, found.addresses
+        )
 
-    def _plan(self, captured: Captured, state: Any, pending: Pending, deadline: float) -> PlanResult:
-        rounds = PlanRounds(self._ranks, f"plan/{pending.attempt}/{pending.step}", deadline, lambda: pending.error)
+    def _plan(
+        self, captured: Captured, state: Any, pending: Pending, deadline: float
+    ) -> PlanResult:
+        rounds = PlanRounds(
+            self._ranks, f"plan/{pending.attempt}/{pending.step}", deadline, lambda: pending.error
+        )
         return rounds.run(lambda: self._describe(captured, state))
 
     def _describe(self, captured: Captured, state: Any) -> Description:
@@ -154,22 +203,30 @@ class KeptPlan:
         return Description.of(local, savable(captured.tensors), digests, self._ranks.rank, buffers)
 
     def estimate(self, captured: Captured) -> int:
-        """Return an estimate of the bytes of tensors and plan that this rank will write, with its share of the replicated tensors.
+        """Return an estimate of the bytes of tensors and plan that this rank will
+        write, with its share of the replicated tensors.
 
         Raises UnsavableValue for a tensor that cannot be saved.
         """
         own = shared = largest = 0
         storages: dict[tuple[torch.device, int], tuple[int, int, int]] = {}
         for tensor in savable(captured.tensors).values():
-            if type(tensor) in PLAIN:  # tensors that share a storage are stored once, as far as they overlap
+            # Tensors that share a storage are stored once, as far as they overlap.
+            if type(tensor) in PLAIN:
                 storage = tensor.untyped_storage()
                 place = tensor.device, storage.data_ptr()
                 _, used, users = storages.get(place, (0, 0, 0))
                 storages[place] = storage.nbytes(), used + tensor.nbytes, users + 1
             else:
-                parts = [s.tensor for s in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [local_part(tensor)]
+                parts = (
+                    [s.tensor for s in tensor.local_shards()]
+                    if isinstance(tensor, ShardedTensor)
+                    else [local_part(tensor)]
+                )
                 nbytes = sum(part.nbytes for part in parts)
-                if isinstance(tensor, DTensor) and any(placement.is_replicate() for placement in tensor.placements):
+                if isinstance(tensor, DTensor) and any(
+                    placement.is_replicate() for placement in tensor.placements
+                ):
                     shared, largest = shared + nbytes, max(largest, nbytes)
                 else:
                     own += nbytes
@@ -177,4 +234,8 @@ class KeptPlan:
             nbytes = used if users == 1 else min(length, used)
             shared, largest = shared + nbytes, max(largest, nbytes)
         world_size = self._ranks.world_size
-        return own + (shared if world_size == 1 else shared // world_size + largest) + _ITEM_BYTES * len(captured.tensors)
+        return (
+            own
+            + (shared if world_size == 1 else shared // world_size + largest)
+            + _ITEM_BYTES * len(captured.tensors)
+        )

@@ -1,9 +1,12 @@
-"""Lists the items that this rank could write, and lays out those that it does write in its packed slot.
+"""Lists the items that this rank could write, and lays out those that it does write in
+its packed slot.
 
-A `Layout` is kept while the structure stays the same: names, dtypes, shapes, strides, placements, and which tensors share a storage. The
-tensors themselves are looked up again at each snapshot, because storages move. Tensors that overlap in one storage are stored once. If one
-of them covers all the others, it becomes the item, and the others become aliases. If none does, the range that they cover together becomes
-a hidden item, and all of them become aliases. `shares.py` decides which rank writes which item.
+A `Layout` is kept while the structure stays the same: names, dtypes, shapes, strides,
+placements, and which tensors share a storage. The tensors themselves are looked up
+again at each snapshot, because storages move. Tensors that overlap in one storage are
+stored once. If one of them covers all the others, it becomes the item, and the others
+become aliases. If none does, the range that they cover together becomes a hidden item,
+and all of them become aliases. `shares.py` decides which rank writes which item.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ from ckptd.shared.system.failpoints import failpoint
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A plan and its encoded form: `document` is the encoded `plan`, and `signature` is the sha256 of `document`."""
+    """A plan and its encoded form: `document` is the encoded `plan`, and `signature` is
+    the sha256 of `document`.
+    """
 
     plan: Plan
     document: bytes
@@ -63,7 +68,9 @@ class Layout:
         return self.plan.data_length
 
 
-_DIGESTED = 1 << 22  # bytes that are digested at once; as 64-bit integers they take eight times as much memory on the device
+# Bytes that are digested at once; as 64-bit integers they take eight times as much
+# memory on the device.
+_DIGESTED = 1 << 22
 
 
 def _sizeable(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,7 +79,10 @@ def _sizeable(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Cluster:
-    """A group of tensors whose bytes overlap in one storage. Together they cover the addresses [start, end)."""
+    """A group of tensors whose bytes overlap in one storage.
+
+    Together they cover the addresses [start, end).
+    """
 
     start: int
     end: int
@@ -84,12 +94,17 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     start = tensor.data_ptr()
     if tensor.numel() == 0:
         return start, start
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return start, start + (last + 1) * tensor.element_size()
 
 
 def _clusters(tensors: dict[str, torch.Tensor]) -> list[_Cluster]:
-    """Return the groups of tensors that overlap. A tensor that is empty or overlaps no other is in none of them."""
+    """Return the groups of tensors that overlap.
+
+    A tensor that is empty or overlaps no other is in none of them.
+    """
     by_storage: dict[tuple[torch.device, int], list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.numel():
@@ -116,12 +131,12 @@ Key = tuple[str, tuple[int, ...]]
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One item that this rank could write: its shard of the tensor `fqn`.
 
-    The first eight fields are those of `shared.plan.Item`. `replicated` is True if other ranks hold
-    the same shard, as far as this rank knows. `buffer` is True for a buffer of a module. `digest`
-    is the digest of the shard's bytes if ranks must compare them, and empty otherwise. `base` is
-    the fqn of the item that contains this row's bytes, and empty if there is none. A row with a
-    base can be stored as an alias of it. `in_order` is True if the elements lie in memory in C
-    order, without gaps.
+    The first eight fields are those of `shared.plan.Item`. `replicated` is True if
+    other ranks hold the same shard, as far as this rank knows. `buffer` is True for a
+    buffer of a module. `digest` is the digest of the shard's bytes if ranks must
+    compare them, and empty otherwise. `base` is the fqn of the item that contains this
+    row's bytes, and empty if there is none. A row with a base can be stored as an alias
+    of it. `in_order` is True if the elements lie in memory in C order, without gaps.
     """
 
     fqn: str
@@ -155,16 +170,24 @@ class Local:
     aliases: list[Alias] = field(default_factory=list)
 
 
-def plan_locally(tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (), world_size: int = 1) -> Local:
-    """Return DCP's local plan as rows, and the aliases. Each row adds the fields that a slot needs to those of DCP.
+def plan_locally(
+    tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (), world_size: int = 1
+) -> Local:
+    """Return DCP's local plan as rows, and the aliases.
 
-    `buffers` are the names of the modules' buffers. Any other item gets a digest if another of the `world_size` ranks may hold it too. An
-    empty shard of a tensor that is not empty has no row. Raises UnsavableValue, naming the tensor, for a tensor that cannot be saved.
+    Each row adds the fields that a slot needs to those of DCP.
+
+    `buffers` are the names of the modules' buffers. Any other item gets a digest if
+    another of the `world_size` ranks may hold it too. An empty shard of a tensor that
+    is not empty has no row. Raises UnsavableValue, naming the tensor, for a tensor that
+    cannot be saved.
     """
     failpoint("agent.planning")
     tensors = savable(tensors)
     plain = {name: tensor for name, tensor in tensors.items() if type(tensor) in PLAIN}
-    dtype_names = {dtype: dtype_name(dtype) for dtype in {tensor.dtype for tensor in tensors.values()}}
+    dtype_names = {
+        dtype: dtype_name(dtype) for dtype in {tensor.dtype for tensor in tensors.values()}
+    }
     aliases, hidden = _aliases(plain)
     bases, of_modules = {alias.fqn: alias.base for alias in aliases}, set(buffers)
     rows, shards = list[Row](), _Shards()
@@ -173,20 +196,30 @@ def plan_locally(tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (
         if type(tensor) in PLAIN:  # as DCP's planner does: one item, which every rank could write
             size = tuple(tensor.shape)
             rows.append(Row(
-                name, dtype_names[tensor.dtype], size, (0,) * len(size), size, _stride(tensor), tensor.device.type, tensor.requires_grad,
-                True, buffer, digest(tensor) if world_size > 1 and not buffer else b"", base, tensor.is_contiguous(),
+                name, dtype_names[tensor.dtype], size, (0,) * len(size), size, _stride(tensor),
+                tensor.device.type, tensor.requires_grad, True, buffer,
+                digest(tensor) if world_size > 1 and not buffer else b"", base,
+                tensor.is_contiguous(),
             ))  # fmt: skip
         else:
-            assert isinstance(tensor, DTensor | ShardedTensor)  # `check_tensor` refuses any other class
-            rows += _rows_of_shards(name, tensor, shards.of(name, tensor), world_size, buffer=buffer, base=base)
+            # `check_tensor` refuses any other class
+            assert isinstance(tensor, DTensor | ShardedTensor)
+            rows += _rows_of_shards(
+                name, tensor, shards.of(name, tensor), world_size, buffer=buffer, base=base
+            )
     for name, length, device in hidden:
         rows.append(Row(name, "uint8", (length,), (0,), (length,), None, device, False))
     return Local(rows, aliases)
 
 
 def savable(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors in a form whose memory holds their values. Raises UnsavableValue, naming a tensor that cannot be saved."""
-    dtype_names = {dtype: dtype_name(dtype) for dtype in {tensor.dtype for tensor in tensors.values()}}
+    """Return the tensors in a form whose memory holds their values.
+
+    Raises UnsavableValue, naming a tensor that cannot be saved.
+    """
+    dtype_names = {
+        dtype: dtype_name(dtype) for dtype in {tensor.dtype for tensor in tensors.values()}
+    }
     for name, tensor in tensors.items():
         check_item(name, dtype_names[tensor.dtype])
     return {name: check_tensor(name, tensor) for name, tensor in tensors.items()}
@@ -197,15 +230,26 @@ def check_item(name: str, dtype: str) -> None:
     if not name:
         raise UnsavableValue("a tensor has an empty key: give it a name")
     if name.startswith(HIDDEN):
-        raise UnsavableValue(f"{name}: keys may not begin with {HIDDEN!r}, which marks shared storages")
+        raise UnsavableValue(
+            f"{name}: keys may not begin with {HIDDEN!r}, which marks shared storages"
+        )
     if len(name) >= MAX_TEXT:
-        raise UnsavableValue(f"{name[:40]}...: this key has {len(name):,d} characters; expected fewer than {MAX_TEXT:,d}")
+        raise UnsavableValue(
+            f"{name[:40]}...: this key has {len(name):,d} characters; expected fewer than "
+            f"{MAX_TEXT:,d}"
+        )
     if not element_size(dtype):
-        raise UnsavableValue(f"{name}: a tensor of dtype {dtype} cannot be saved: expected elements of 1, 2, 4, 8 or 16 bytes")
+        raise UnsavableValue(
+            f"{name}: a tensor of dtype {dtype} cannot be saved: expected elements of 1, 2, 4, 8 "
+            f"or 16 bytes"
+        )
 
 
 class _Shards:
-    """The places of the shards of this rank, as DCP's planner divides tensors. DTensors that are divided alike are looked at once."""
+    """The places of the shards of this rank, as DCP's planner divides tensors.
+
+    DTensors that are divided alike are looked at once.
+    """
 
     def __init__(self) -> None:
         self._known: dict[object, list[Box]] = {}
@@ -225,34 +269,51 @@ class _Shards:
         found = []
         for write in planner.create_local_plan().items:
             assert write.tensor_data is not None
-            found.append((tuple(write.tensor_data.chunk.offsets), tuple(write.tensor_data.chunk.sizes)))
+            found.append(
+                (tuple(write.tensor_data.chunk.offsets), tuple(write.tensor_data.chunk.sizes))
+            )
         return found
 
 
 def _rows_of_shards(
-    name: str, tensor: DTensor | ShardedTensor, shards: Iterable[Box], world_size: int, *, buffer: bool, base: str
+    name: str,
+    tensor: DTensor | ShardedTensor,
+    shards: Iterable[Box],
+    world_size: int,
+    *,
+    buffer: bool,
+    base: str,
 ) -> list[Row]:
-    """Return the rows of a tensor that is divided among ranks, given the shards of this rank. An empty shard has none."""
+    """Return the rows of a tensor that is divided among ranks, given the shards of this
+    rank. An empty shard has none.
+    """
     rows = []
     for offsets, sizes in shards:
         if isinstance(tensor, DTensor):
             local = tensor._local_tensor
-            replicated, holders = any(p.is_replicate() for p in tensor.placements), tensor.device_mesh.size()
+            replicated, holders = (
+                any(p.is_replicate() for p in tensor.placements),
+                tensor.device_mesh.size(),
+            )
         else:
             local = shard_at(tensor, offsets)
             replicated, holders = False, torch.distributed.get_world_size(tensor._process_group)
         if not local.numel() and tensor.numel():
             continue
-        compare = world_size > 1 and not buffer and (replicated or holders < world_size)  # ranks outside its mesh may have the same key
+        # Ranks outside its mesh may have the same key.
+        compare = world_size > 1 and not buffer and (replicated or holders < world_size)
         rows.append(Row(
             name, dtype_name(local.dtype), tuple(tensor.shape), offsets, sizes, _stride(local),
-            local.device.type, tensor.requires_grad, replicated, buffer, digest(local) if compare else b"", base, local.is_contiguous(),
+            local.device.type, tensor.requires_grad, replicated, buffer,
+            digest(local) if compare else b"", base, local.is_contiguous(),
         ))  # fmt: skip
     return rows
 
 
 def _stride(local: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the strides of a shard that is dense in another order than C's, otherwise None."""
+    """Return the strides of a shard that is dense in another order than C's, otherwise
+    None.
+    """
     if local.is_contiguous():
         return None
     stride = tuple(local.stride())
@@ -260,7 +321,9 @@ def _stride(local: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def digest(tensor: torch.Tensor) -> bytes:
-    """Return 8 bytes that tell replicas apart: a crc32c on the CPU, and on an accelerator a sum of the bytes, weighted by position."""
+    """Return 8 bytes that tell replicas apart: a crc32c on the CPU, and on an
+    accelerator a sum of the bytes, weighted by position.
+    """
     if tensor.device.type == "cpu":
         flat = _flat(tensor)
         return crc32c(memory(flat, flat.numel())).to_bytes(8, "little")
@@ -268,7 +331,8 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 
 def weigh(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bytes, weighted by position, as a tensor on the same device.
+    """Return the sum of the bytes, weighted by position, as a tensor on the same
+    device.
 
     The host does not wait for the device.
     """
@@ -282,11 +346,21 @@ def weigh(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return copyable(tensor.detach()).resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return (
+        copyable(tensor.detach())
+        .resolve_conj()
+        .resolve_neg()
+        .contiguous()
+        .view(-1)
+        .view(torch.uint8)
+    )
 
 
 def memory(tensor: torch.Tensor, length: int) -> memoryview:
-    """Return a writable view of the first `length` bytes of a dense CPU tensor. The caller must keep the tensor alive."""
+    """Return a writable view of the first `length` bytes of a dense CPU tensor.
+
+    The caller must keep the tensor alive.
+    """
     if length == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * length).from_address(tensor.data_ptr())).cast("B")
@@ -301,10 +375,12 @@ def lay_out(
     global_plan: bytes,
     meshes: Sequence[Mesh] = (),
 ) -> Layout:
-    """Return the layout of the rows that this rank writes, and of the aliases that lie in them.
+    """Return the layout of the rows that this rank writes, and of the aliases that lie
+    in them.
 
-    `kept` are the numbers of these rows. `aliases` are the fqns of the aliases that this rank is to list. `meshes` are those of the rules
-    in `metadata`. Raises as `layout_of`.
+    `kept` are the numbers of these rows. `aliases` are the fqns of the aliases that
+    this rank is to list. `meshes` are those of the rules in `metadata`. Raises as
+    `layout_of`.
     """
     rows = [local.rows[number] for number in kept]
     names = {row.fqn for row in rows}
@@ -313,11 +389,17 @@ def lay_out(
 
 
 def layout_of(
-    rows: list[Row], aliases: list[Alias], *, metadata: dict[str, Any] | None, global_plan: bytes, meshes: Sequence[Mesh] = ()
+    rows: list[Row],
+    aliases: list[Alias],
+    *,
+    metadata: dict[str, Any] | None,
+    global_plan: bytes,
+    meshes: Sequence[Mesh] = (),
 ) -> Layout:
     """Return the layout of these rows and aliases.
 
-    Raises UnsavableValue if there are more than MAX_ITEMS of either, or if the plan document is larger than readers accept.
+    Raises UnsavableValue if there are more than MAX_ITEMS of either, or if the plan
+    document is larger than readers accept.
     """
     regions, items = _place(rows)
     plan = Plan(
@@ -332,17 +414,25 @@ def layout_of(
     document = plan.encode()
     if len(document) > MAX_DOCUMENT:
         raise UnsavableValue(
-            f"the plan of this rank would have {len(document):,d} bytes, and readers accept at most {MAX_DOCUMENT:,d}: save fewer tensors"
+            f"the plan of this rank would have {len(document):,d} bytes, and readers accept at "
+            f"most {MAX_DOCUMENT:,d}: save fewer tensors"
         )
     if len(items) > MAX_ITEMS or len(aliases) > MAX_ITEMS:
-        raise UnsavableValue(f"the state has {max(len(items), len(aliases)):,d} tensors on this rank; ckptd saves up to {MAX_ITEMS:,d}")
+        raise UnsavableValue(
+            f"the state has {max(len(items), len(aliases)):,d} tensors on this rank; ckptd saves "
+            f"up to {MAX_ITEMS:,d}"
+        )
     return Layout(plan, document, signature(document))
 
 
 @cache
 def _writer() -> dict[str, str]:
     """Return the versions of the programs that write a plan, and who runs them."""
-    versions = {"ckptd": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    versions = {
+        "ckptd": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
     return versions | {"script": script()[:1024], "host": names.host(), "user": names.user()}
 
 
@@ -356,7 +446,19 @@ def _place(rows: list[Row]) -> tuple[list[Region], list[Item]]:
         start = align_region(position)
         end = start
         for row in by_width[width]:
-            items.append(Item(row.fqn, row.dtype, row.size, row.offsets, row.sizes, row.stride, end, row.device, row.requires_grad))
+            items.append(
+                Item(
+                    row.fqn,
+                    row.dtype,
+                    row.size,
+                    row.offsets,
+                    row.sizes,
+                    row.stride,
+                    end,
+                    row.device,
+                    row.requires_grad,
+                )
+            )
             end += width * math.prod(row.sizes)
         if end > start:
             regions.append(Region(start, end - start, width))
@@ -371,25 +473,38 @@ def _aliases(tensors: dict[str, torch.Tensor]) -> tuple[list[Alias], list[tuple[
     order = {name: number for number, name in enumerate(tensors)}
     for cluster in _clusters(tensors):
         members = sorted(cluster.members, key=order.__getitem__)
-        base = next((n for n in members if _covers(tensors[n], cluster) and _aligned(cluster, [tensors[m] for m in members])), None)
+        base = next(
+            (
+                n
+                for n in members
+                if _covers(tensors[n], cluster) and _aligned(cluster, [tensors[m] for m in members])
+            ),
+            None,
+        )
         if base is None:
             base = HIDDEN + members[0]
             storage = tensors[members[0]].untyped_storage().data_ptr()
-            cluster.start -= (cluster.start - storage) % max(ELEMENT_SIZES)  # so that every member lies at a multiple of its element size
+            # So that every member lies at a multiple of its element size.
+            cluster.start -= (cluster.start - storage) % max(ELEMENT_SIZES)
             hidden.append((base, cluster.end - cluster.start, tensors[members[0]].device.type))
         for name in members:
             if name != base:
                 tensor = tensors[name]
                 aliases.append(Alias(
-                    name, base, tensor.data_ptr() - cluster.start, dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()),
-                    tensor.requires_grad, tensor.device.type,
+                    name, base, tensor.data_ptr() - cluster.start, dtype_name(tensor.dtype),
+                    tuple(tensor.shape), tuple(tensor.stride()), tensor.requires_grad,
+                    tensor.device.type,
                 ))  # fmt: skip
     return aliases, hidden
 
 
 def _covers(tensor: torch.Tensor, cluster: _Cluster) -> bool:
-    return _extent(tensor) == (cluster.start, cluster.end) and is_dense(tuple(tensor.shape), tensor.stride())
+    return _extent(tensor) == (cluster.start, cluster.end) and is_dense(
+        tuple(tensor.shape), tensor.stride()
+    )
 
 
 def _aligned(cluster: _Cluster, members: list[torch.Tensor]) -> bool:
-    return all((member.data_ptr() - cluster.start) % member.element_size() == 0 for member in members)
+    return all(
+        (member.data_ptr() - cluster.start) % member.element_size() == 0 for member in members
+    )

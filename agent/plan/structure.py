@@ -1,6 +1,8 @@
-"""Detects whether the structure that a plan depends on has changed, and finds the live tensors behind the plan's items.
+"""Detects whether the structure that a plan depends on has changed, and finds the live
+tensors behind the plan's items.
 
-Nothing here keeps a tensor alive. The comparison runs at every snapshot, so ten thousand tensors are compared in one call, or in columns.
+Nothing here keeps a tensor alive. The comparison runs at every snapshot, so ten
+thousand tensors are compared in one call, or in columns.
 """
 
 from __future__ import annotations
@@ -25,11 +27,17 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this rank holds: of a ShardedTensor the first local shard, or an empty tensor if it has none."""
+    """Return the part of a tensor that this rank holds: of a ShardedTensor the first
+    local shard, or an empty tensor if it has none.
+    """
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
     if isinstance(tensor, ShardedTensor):
-        return tensor.local_shards()[0].tensor if tensor.local_shards() else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return (
+            tensor.local_shards()[0].tensor
+            if tensor.local_shards()
+            else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        )
     return tensor
 
 
@@ -37,18 +45,24 @@ def _placement(tensor: torch.Tensor) -> object:
     if isinstance(tensor, DTensor):
         return tensor._spec
     if isinstance(tensor, ShardedTensor):
-        return [(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in tensor.local_shards()]
+        return [
+            (tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+            for shard in tensor.local_shards()
+        ]
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """The devices of a list of tensors, and the way in which these tensors share storages.
+    """The devices of a list of tensors, and the way in which these tensors share
+    storages.
 
-    `devices` and `storages` have one entry for each tensor. Storages are numbered in the order in which they first occur. `shared` are the
-    numbers of the tensors that share a storage with another one. For each of them `places` has the offset in the storage, whether the
-    tensor is a negative view, and whether it is a conjugate view. A tensor that shares its storage with no other has no entry in `places`,
-    because it is copied right in any case.
+    `devices` and `storages` have one entry for each tensor. Storages are numbered in
+    the order in which they first occur. `shared` are the numbers of the tensors that
+    share a storage with another one. For each of them `places` has the offset in the
+    storage, whether the tensor is a negative view, and whether it is a conjugate view.
+    A tensor that shares its storage with no other has no entry in `places`, because it
+    is copied right in any case.
     """
 
     devices: list[torch.device]
@@ -59,33 +73,45 @@ class Sharing:
     @classmethod
     def of(cls, parts: list[torch.Tensor]) -> Sharing:
         numbers: dict[int, int] = {}
-        storages = [numbers.setdefault(part.untyped_storage().data_ptr(), len(numbers)) for part in parts]
+        storages = [
+            numbers.setdefault(part.untyped_storage().data_ptr(), len(numbers)) for part in parts
+        ]
         often = Counter(storages) if len(numbers) < len(storages) else Counter()
         shared = [number for number, storage in enumerate(storages) if often[storage] > 1]
         return cls(list(map(_device, parts)), storages, shared, _places(parts, shared))
 
     def holds(self, parts: list[torch.Tensor]) -> bool:
-        """Return True if this still describes the tensors, which must be at the same addresses as before."""
+        """Return True if this still describes the tensors, which must be at the same
+        addresses as before.
+        """
         return not self.shared or _places(parts, self.shared) == self.places
 
 
 def _places(parts: list[torch.Tensor], numbers: list[int]) -> list[tuple[int, bool, bool]]:
-    return [(int(parts[n].storage_offset()), parts[n].is_neg(), parts[n].is_conj()) for n in numbers]
+    return [
+        (int(parts[n].storage_offset()), parts[n].is_neg(), parts[n].is_conj()) for n in numbers
+    ]
 
 
 _BLOCK = 256
-"""Tensors that are compared together. They stay in the CPU's cache, and temporary objects are freed before the collector counts them."""
+"""Tensors that are compared together. They stay in the CPU's cache, and temporary
+objects are freed before the collector counts them.
+"""
 Columns = tuple[list[Any], ...]
 """The types, dtypes, shapes, strides and requires_grad of a block of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The structure of a state's tensors, on which a layout depends. It keeps no tensor alive.
+    """The structure of a state's tensors, on which a layout depends.
 
-    `blocks` has the columns of each block of tensors. `special` has the type, requires_grad and placement of each tensor whose class is not
-    in PLAIN, for example a sharded tensor. `addresses` may change while the structure stays the same, as long as `sharing` does not change.
-    `guard` finds out faster than `blocks` that nothing has changed. It is None if these tensors have no usable guard.
+    It keeps no tensor alive.
+
+    `blocks` has the columns of each block of tensors. `special` has the type,
+    requires_grad and placement of each tensor whose class is not in PLAIN, for example
+    a sharded tensor. `addresses` may change while the structure stays the same, as long
+    as `sharing` does not change. `guard` finds out faster than `blocks` that nothing
+    has changed. It is None if these tensors have no usable guard.
     """
 
     names: list[str]
@@ -99,9 +125,9 @@ class Structure:
     def of(cls, tensors: dict[str, torch.Tensor]) -> tuple[Structure, list[torch.Tensor]]:
         """Return the structure of these tensors, and this rank's part of each.
 
-        Raises UnsavableValue for a tensor without one address of its own, such as a sparse or
-        nested tensor or a DTensor of wrapper subclasses, and for a tensor whose storage is too
-        small.
+        Raises UnsavableValue for a tensor without one address of its own, such as a
+        sparse or nested tensor or a DTensor of wrapper subclasses, and for a tensor
+        whose storage is too small.
         """
         parts, special = _parts(list(tensors.values()))
         try:
@@ -115,8 +141,11 @@ class Structure:
         _check_memory(tensors, parts)
         return cls(list(tensors), special, blocks, addresses, sharing, _guard(parts)), parts
 
-    def again(self, tensors: dict[str, torch.Tensor]) -> tuple[Structure, list[torch.Tensor]] | None:
-        """Return the structure of these tensors and this rank's part of each, or None if they do not have this structure any more.
+    def again(
+        self, tensors: dict[str, torch.Tensor]
+    ) -> tuple[Structure, list[torch.Tensor]] | None:
+        """Return the structure of these tensors and this rank's part of each, or None
+        if they do not have this structure any more.
 
         Raises UnsavableValue for a tensor whose storage has become too small.
         """
@@ -128,39 +157,64 @@ class Structure:
         guard = self.guard
         try:
             if guard is None or not _passes(guard, parts):
-                guard = None  # it also rejects inference tensors and one tensor under two names: from now on the columns decide
-                if any(_columns(parts[block]) != before for block, before in zip(_blocks(len(parts)), self.blocks, strict=True)):
+                # It also rejects inference tensors and one tensor under two names: from
+                # now on the columns decide.
+                guard = None
+                if any(
+                    _columns(parts[block]) != before
+                    for block, before in zip(_blocks(len(parts)), self.blocks, strict=True)
+                ):
                     return None
             addresses = list(map(torch.Tensor.data_ptr, parts))
-        except RuntimeError:  # raised by torch for sparse and nested tensors, which have no single address
+        except (
+            RuntimeError
+        ):  # raised by torch for sparse and nested tensors, which have no single address
             return None
         if addresses == self.addresses:
-            addresses = self.addresses  # the same list object, so that values derived from it can be kept
+            # The same list object, so that values derived from it can be kept.
+            addresses = self.addresses
         else:
-            _check_memory(tensors, parts)  # needed only if an address has changed, because a storage that shrinks moves
-        if not (self.sharing.holds(parts) if addresses is self.addresses else Sharing.of(parts) == self.sharing):
+            # Needed only if an address has changed, because a storage that shrinks
+            # moves.
+            _check_memory(tensors, parts)
+        if not (
+            self.sharing.holds(parts)
+            if addresses is self.addresses
+            else Sharing.of(parts) == self.sharing
+        ):
             return None
         return replace(self, addresses=addresses, guard=guard), parts
 
 
 def reach(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first element to the end of the last element of a tensor.
+    """Return the bytes from the first element to the end of the last element of a
+    tensor.
 
     The tensor must not be empty.
     """
     if tensor.is_contiguous():
         return tensor.nbytes
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    extent = 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return extent * tensor.element_size()
 
 
 def lacking_memory(part: torch.Tensor) -> str:
-    """Return a phrase that says how much memory a tensor of one storage needs and has, or "" if it has enough."""
+    """Return a phrase that says how much memory a tensor of one storage needs and has,
+    or "" if it has enough.
+    """
     if not part.numel() or part.is_meta:
         return ""
     try:
-        needed, held = part.storage_offset() * part.element_size() + reach(part), part.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):  # a subclass that wraps other tensors has no storage of its own
+        needed, held = (
+            part.storage_offset() * part.element_size() + reach(part),
+            part.untyped_storage().nbytes(),
+        )
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ):  # a subclass that wraps other tensors has no storage of its own
         return ""
     return "" if held >= needed else f"the tensor needs {needed} bytes, and its storage has {held}"
 
@@ -173,7 +227,8 @@ def _check_memory(tensors: dict[str, torch.Tensor], parts: list[torch.Tensor]) -
     for name, part in zip(tensors, parts, strict=True):
         if lacking := lacking_memory(part):
             raise UnsavableValue(
-                f"{name}: {lacking}: take the snapshot while the tensor has its memory, or leave the tensor out of the state"
+                f"{name}: {lacking}: take the snapshot while the tensor has its memory, or leave "
+                f"the tensor out of the state"
             )
 
 
@@ -181,7 +236,11 @@ def _parts(values: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[object]
     """Return this rank's part of each tensor, and the entries of `Structure.special`."""
     if PLAIN.issuperset(map(type, values)):
         return values, []
-    special: list[object] = [(type(tensor), tensor.requires_grad, _placement(tensor)) for tensor in values if type(tensor) not in PLAIN]
+    special: list[object] = [
+        (type(tensor), tensor.requires_grad, _placement(tensor))
+        for tensor in values
+        if type(tensor) not in PLAIN
+    ]
     return [tensor if type(tensor) in PLAIN else local_part(tensor) for tensor in values], special
 
 
@@ -191,41 +250,65 @@ def _blocks(count: int) -> list[slice]:
 
 def _columns(parts: list[torch.Tensor]) -> Columns:
     return (
-        list(map(type, parts)), list(map(_dtype, parts)), list(map(_shape, parts)), list(map(torch.Tensor.stride, parts)),
-        list(map(_requires_grad, parts)),
+        list(map(type, parts)), list(map(_dtype, parts)), list(map(_shape, parts)),
+        list(map(torch.Tensor.stride, parts)), list(map(_requires_grad, parts)),
     )  # fmt: skip
 
 
 def _guard(parts: list[torch.Tensor]) -> Callable[..., bool] | None:
-    """Return the check with which torch.compile guards the inputs of its graphs (torch/csrc/dynamo/guards.cpp), made for these tensors.
+    """Return the check with which torch.compile guards the inputs of its graphs
+    (torch/csrc/dynamo/guards.cpp), made for these tensors.
 
-    It compares the same attributes as `_columns`, for all tensors in one call. Return None if this torch lacks the check or has it in
-    another form, or if the check rejects the very tensors that it was made for.
+    It compares the same attributes as `_columns`, for all tensors in one call. Return
+    None if this torch lacks the check or has it in another form, or if the check
+    rejects the very tensors that it was made for.
     """
     try:
         guards: Any = import_module("torch._C._dynamo.guards")
-        sizes, strides = [list(part.shape) for part in parts], [list(part.stride()) for part in parts]
+        sizes, strides = (
+            [list(part.shape) for part in parts],
+            [list(part.stride()) for part in parts],
+        )
         with torch.enable_grad():
-            made: Callable[..., bool] = guards.TensorGuards(*parts, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+            made: Callable[..., bool] = guards.TensorGuards(
+                *parts, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+            ).check
         return made if _passes(made, parts) else None
-    except Exception:  # the interface is private and may fail in any way; `_columns` gives the same answer
+    except (
+        Exception
+    ):  # the interface is private and may fail in any way; `_columns` gives the same answer
         return None
 
 
 def _passes(guard: Callable[..., bool], parts: list[torch.Tensor]) -> bool:
-    with torch.enable_grad():  # the guard mixes the grad mode into requires_grad, and was made with gradients enabled
+    # The guard mixes the grad mode into requires_grad, and was made with gradients
+    # enabled.
+    with torch.enable_grad():
         return guard(*parts)
 
 
-_shape, _dtype, _device, _requires_grad = (attrgetter(name) for name in ("shape", "dtype", "device", "requires_grad"))
+_shape, _dtype, _device, _requires_grad = (
+    attrgetter(name) for name in ("shape", "dtype", "device", "requires_grad")
+)
 
 
 def difference(before: Structure | None, after: Structure) -> str:
-    """Return a phrase that says how the first differing tensor has changed. `before` is None if there is no plan yet."""
+    """Return a phrase that says how the first differing tensor has changed.
+
+    `before` is None if there is no plan yet.
+    """
     if before is None:
         return "it has no plan yet"
     old, new = (
-        dict(zip(found.names, chain.from_iterable(zip(dtypes, shapes, strict=True) for _, dtypes, shapes, *_ in found.blocks), strict=True))
+        dict(
+            zip(
+                found.names,
+                chain.from_iterable(
+                    zip(dtypes, shapes, strict=True) for _, dtypes, shapes, *_ in found.blocks
+                ),
+                strict=True,
+            )
+        )
         for found in (before, after)
     )
     for name in [*new, *old]:
@@ -243,32 +326,53 @@ def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
 
 
 class Sources:
-    """A finder of the live tensors behind the items of a plan, for any state that has the plan's structure.
+    """A finder of the live tensors behind the items of a plan, for any state that has
+    the plan's structure.
 
-    unlike: the numbers of the items whose bytes in the slot are not those of their tensor, as for a strided view.
+    unlike: the numbers of the items whose bytes in the slot are not those of their
+    tensor, as for a strided view.
     """
 
     def __init__(self, structure: Structure, tensors: dict[str, torch.Tensor], plan: Plan) -> None:
         self._plan = plan
         numbers = {name: number for number, name in enumerate(structure.names)}
         self._numbers = [numbers.get(item.fqn, -1) for item in plan.items]
-        self._special = [n for n, item in enumerate(plan.items) if item.fqn not in numbers or isinstance(tensors[item.fqn], ShardedTensor)]
+        self._special = [
+            n
+            for n, item in enumerate(plan.items)
+            if item.fqn not in numbers or isinstance(tensors[item.fqn], ShardedTensor)
+        ]
         found = self.of([local_part(tensor) for tensor in tensors.values()], tensors)
-        self.unlike = [n for n, (item, tensor) in enumerate(zip(plan.items, found, strict=True)) if not _has_bytes_of(item, tensor)]
+        self.unlike = [
+            n
+            for n, (item, tensor) in enumerate(zip(plan.items, found, strict=True))
+            if not _has_bytes_of(item, tensor)
+        ]
 
     def of(self, parts: list[torch.Tensor], tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the live tensor behind each item, in the order of the plan. `parts` is this rank's part of each of `tensors`."""
+        """Return the live tensor behind each item, in the order of the plan.
+
+        `parts` is this rank's part of each of `tensors`.
+        """
         found = [parts[number] for number in self._numbers]
         for number in self._special:
             item = self._plan.items[number]
             tensor = tensors.get(item.fqn)
-            found[number] = shard_at(tensor, item.offsets) if isinstance(tensor, ShardedTensor) else _hidden(tensors, self._plan, item)
+            found[number] = (
+                shard_at(tensor, item.offsets)
+                if isinstance(tensor, ShardedTensor)
+                else _hidden(tensors, self._plan, item)
+            )
         return found
 
 
 def _has_bytes_of(item: Item, tensor: torch.Tensor) -> bool:
     return (
-        (type(tensor) in PLAIN and tensor.is_cpu and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()))
+        (
+            type(tensor) in PLAIN
+            and tensor.is_cpu
+            and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+        )
         and (tensor.is_contiguous() if item.stride is None else tensor.stride() == item.stride)
         and tensor.shape == item.sizes
     )
@@ -276,13 +380,19 @@ def _has_bytes_of(item: Item, tensor: torch.Tensor) -> bool:
 
 def shard_at(tensor: ShardedTensor, offsets: tuple[int, ...]) -> torch.Tensor:
     """Return this rank's shard at these offsets, detached."""
-    found: torch.Tensor = next(s.tensor for s in tensor.local_shards() if tuple(s.metadata.shard_offsets) == offsets)
+    found: torch.Tensor = next(
+        s.tensor for s in tensor.local_shards() if tuple(s.metadata.shard_offsets) == offsets
+    )
     return found.detach()
 
 
 def _hidden(tensors: dict[str, torch.Tensor], plan: Plan, item: Item) -> torch.Tensor:
-    """Return the bytes of a hidden item: the range of the storage that its aliases share."""
+    """Return the bytes of a hidden item: the range of the storage that its aliases
+    share.
+    """
     alias = next(alias for alias in plan.aliases if alias.base == item.fqn)
     member = tensors[alias.fqn]
     offset = member.storage_offset() * member.element_size() - alias.offset
-    return torch.empty(0, dtype=torch.uint8, device=member.device).set_(member.untyped_storage(), offset, (item.length,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=member.device).set_(
+        member.untyped_storage(), offset, (item.length,), (1,)
+    )

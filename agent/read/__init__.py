@@ -1,1 +1,3 @@
-"""Reads checkpoints and sealed slots, whole, by tensor or by slice, and verifies every byte that it reads."""
+"""Reads checkpoints and sealed slots, whole, by tensor or by slice, and verifies every
+byte that it reads.
+"""

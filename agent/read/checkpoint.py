@@ -1,4 +1,6 @@
-"""Reads a checkpoint without a daemon, on any machine: the whole state, or one tensor by name."""
+"""Reads a checkpoint without a daemon, on any machine: the whole state, or one tensor
+by name.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,14 @@ _OLDER = "Checkpoint.open(path, step or tag)"
 class Checkpoint:
     """An open, committed checkpoint, made by `Checkpoint.open`.
 
-    Everything that it reads is verified. Any number of threads may read at once. ckptd does not delete a checkpoint that is open: close it,
-    or use it in a `with` statement.
+    Everything that it reads is verified. Any number of threads may read at once. ckptd
+    does not delete a checkpoint that is open: close it, or use it in a `with`
+    statement.
 
-    step: of the checkpoint, or None if it was saved without one. attempt: the run of the job that saved it. tag: the name of its directory.
-    metrics, user_content: as they were saved. manifest: the whole manifest. opened: its open parts, for other modules of ckptd.
+    step: of the checkpoint, or None if it was saved without one. attempt: the run of
+    the job that saved it. tag: the name of its directory. metrics, user_content: as
+    they were saved. manifest: the whole manifest. opened: its open parts, for other
+    modules of ckptd.
     """
 
     def __init__(self, repository: Repository, job: str, manifest: Manifest) -> None:
@@ -53,14 +58,16 @@ class Checkpoint:
     def open(cls, path: str | os.PathLike[str] | Url, which: str | int = "newest") -> Checkpoint:
         """Open a checkpoint for reading.
 
-        path: the directory of a job, or a URL like `s3://BUCKET/PREFIX/JOB`. With "newest" also a directory anywhere that holds one
-        checkpoint, or `<root>/<job>/<tag>`.
-        which: "newest" for the newest sound checkpoint of the job, a step, a tag, or the name of a tag's directory. If several attempts
-        have the step or the tag, the highest attempt counts.
+        path: the directory of a job, or a URL like `s3://BUCKET/PREFIX/JOB`. With
+        "newest" also a directory anywhere that holds one checkpoint, or
+        `<root>/<job>/<tag>`. which: "newest" for the newest sound checkpoint of the
+        job, a step, a tag, or the name of a tag's directory. If several attempts have
+        the step or the tag, the highest attempt counts.
 
-        Raises NotFound; StorageError; InvalidConfig for a URL that cannot be used; IntegrityError if the requested checkpoint is damaged;
-        NewerFormat if a newer ckptd wrote it.
-        "newest" passes over damaged checkpoints, but never over one that a newer ckptd wrote.
+        Raises NotFound; StorageError; InvalidConfig for a URL that cannot be used;
+        IntegrityError if the requested checkpoint is damaged; NewerFormat if a newer
+        ckptd wrote it. "newest" passes over damaged checkpoints, but never over one
+        that a newer ckptd wrote.
         """
         where = located(path)
         repository, job = open_root(where.parent), where.name
@@ -84,7 +91,9 @@ class Checkpoint:
                         raise
         except OSError as error:
             raise StorageError.of(f"read {where}", error) from None
-        raise failure or NotFound(f"no checkpoint{'' if which == 'newest' else f' {which!r}'} in {where}")
+        raise failure or NotFound(
+            f"no checkpoint{'' if which == 'newest' else f' {which!r}'} in {where}"
+        )
 
     @property
     def step(self) -> int | None:
@@ -112,7 +121,10 @@ class Checkpoint:
             return self.opened.saved.names()
 
     def metadata(self, name: str) -> tuple[torch.dtype, torch.Size]:
-        """Return the dtype and shape of a tensor. Raises NotFound, IntegrityError, StorageError."""
+        """Return the dtype and shape of a tensor.
+
+        Raises NotFound, IntegrityError, StorageError.
+        """
         saved = self.opened.saved
         with _reading(name):
             return saved.dtype(name), torch.Size(saved.shape(name)[1])
@@ -125,36 +137,55 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
         slices: Sequence[Index] | None = None,
     ) -> torch.Tensor:
-        """Return one tensor, or its slice `tensor[slices]`. Only the chunks that hold it are read.
+        """Return one tensor, or its slice `tensor[slices]`.
+
+        Only the chunks that hold it are read.
 
         device, dtype: of the returned tensor. Without a dtype it has the saved one.
-        slices: numbers and slices for the first dimensions, as in indexing. Dimensions without one are read whole. If the slices cut a
-        stored shard into more than 16,384 pieces, the chunks between these pieces are read too.
+        slices: numbers and slices for the first dimensions, as in indexing. Dimensions
+        without one are read whole. If the slices cut a stored shard into more than
+        16,384 pieces, the chunks between these pieces are read too.
 
-        Raises NotFound; InvalidRequest for slices that the tensor does not have; IntegrityError; StorageError. A chunk holds many small
-        tensors and is decoded at every call, so `load` is faster for most of a checkpoint.
+        Raises NotFound; InvalidRequest for slices that the tensor does not have;
+        IntegrityError; StorageError. A chunk holds many small tensors and is decoded at
+        every call, so `load` is faster for most of a checkpoint.
         """
         with _reading(name):
             described = self.opened.saved.describe(name)
             if slices is not None:
-                return read_slice(self.opened.saved, name, tuple(slices), device=device, dtype=dtype)
-            if isinstance(described, Alias) or (dtype is None and torch.device(device).type == "cpu"):
+                return read_slice(
+                    self.opened.saved, name, tuple(slices), device=device, dtype=dtype
+                )
+            if isinstance(described, Alias) or (
+                dtype is None and torch.device(device).type == "cpu"
+            ):
                 made = materialize(self.opened.saved, [name])[name]
-                return made.to(device=device, dtype=dtype) if dtype or torch.device(device).type != "cpu" else made
-            made = torch.empty(described.size, dtype=dtype or self.opened.saved.dtype(name), device=device)
+                return (
+                    made.to(device=device, dtype=dtype)
+                    if dtype or torch.device(device).type != "cpu"
+                    else made
+                )
+            made = torch.empty(
+                described.size, dtype=dtype or self.opened.saved.dtype(name), device=device
+            )
             load(self.opened.saved, {name: made})
             return made
 
     def load(self) -> Any:
-        """Return the whole state as a new tree on the CPU. Objects come as their state dicts, and shared storage is shared again.
+        """Return the whole state as a new tree on the CPU.
 
-        A checkpoint of several ranks gives whole tensors, and the keys of all ranks. A `per_rank` value is the list of the values of all
-        ranks that had one, or the value itself if only one rank had it.
+        Objects come as their state dicts, and shared storage is shared again.
 
-        In place of a value that this process cannot make, such as a member of an enum whose module is not imported, the tree has an object
-        whose repr says what the value is and what is missing.
+        A checkpoint of several ranks gives whole tensors, and the keys of all ranks. A
+        `per_rank` value is the list of the values of all ranks that had one, or the
+        value itself if only one rank had it.
 
-        Raises IntegrityError, StorageError; UnsavableValue for a value that only pickled code could bring back.
+        In place of a value that this process cannot make, such as a member of an enum
+        whose module is not imported, the tree has an object whose repr says what the
+        value is and what is missing.
+
+        Raises IntegrityError, StorageError; UnsavableValue for a value that only
+        pickled code could bring back.
         """
         with _reading(self.tag):
             tree = self._tree()
@@ -162,12 +193,17 @@ class Checkpoint:
             return filled(tree, lambda name: made[name] if name in made else self._lacks(name))
 
     def verify(self, unchecked: list[str] | None = None) -> int:
-        """Check all that `load` needs: every byte, every tensor, and every value. Return the number of raw bytes.
+        """Check all that `load` needs: every byte, every tensor, and every value.
 
-        unchecked: gets a sentence for each tensor and value that this process cannot judge, because its torch lacks a dtype, or because
-        only pickled code could bring a value back. Without the list, they are logged as a warning. If there is none, `load` succeeds.
+        Return the number of raw bytes.
 
-        The tensors are read chunk by chunk, so that this takes little memory. Raises IntegrityError, StorageError.
+        unchecked: gets a sentence for each tensor and value that this process cannot
+        judge, because its torch lacks a dtype, or because only pickled code could bring
+        a value back. Without the list, they are logged as a warning. If there is none,
+        `load` succeeds.
+
+        The tensors are read chunk by chunk, so that this takes little memory. Raises
+        IntegrityError, StorageError.
         """
         said: list[str] = []
         with _reading(self.tag):
@@ -181,16 +217,30 @@ class Checkpoint:
             needed = [name for name in names_in_records(tree) if name in saved]
             made = materialize(saved, list(dict.fromkeys(needed)))
             blank = torch.empty(0, dtype=torch.uint8, device="cpu")
-            filled(tree, lambda name: made[name] if name in made else blank if name in saved else self._lacks(name))
+            filled(
+                tree,
+                lambda name: (
+                    made[name] if name in made else blank if name in saved else self._lacks(name)
+                ),
+            )
         if said and unchecked is None:
-            log.warning("%s is sound as far as this process can tell. Not checked: %s", self.tag, some_text(said, 3))
+            log.warning(
+                "%s is sound as far as this process can tell. Not checked: %s",
+                self.tag,
+                some_text(said, 3),
+            )
         elif unchecked is not None:
             unchecked += said
         return total
 
     def _tree(self, refused: list[str] | None = None) -> Any:
-        """Return the state of all ranks as one decoded tree. Raises as `Opened.document`, which explains `refused`."""
-        documents = [self.opened.document(rank, refused) for rank in range(self.manifest.world_size)]
+        """Return the state of all ranks as one decoded tree.
+
+        Raises as `Opened.document`, which explains `refused`.
+        """
+        documents = [
+            self.opened.document(rank, refused) for rank in range(self.manifest.world_size)
+        ]
         return bare(merge([document["state"] for document in documents]))
 
     def _lacks(self, name: str) -> NoReturn:
@@ -202,36 +252,61 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self.manifest.job}/{self.tag} step {self.step}, {self.manifest.tensors} tensors>"
+        return (
+            f"<Checkpoint {self.manifest.job}/{self.tag} step "
+            f"{self.step}, "
+            f"{self.manifest.tensors} tensors>"
+        )
 
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Context manager. An OSError or a RecursionError that is raised inside becomes a CkptdError that says what could not be read."""
+    """Context manager.
+
+    An OSError or a RecursionError that is raised inside becomes a CkptdError that says
+    what could not be read.
+    """
     try:
         yield
     except OSError as error:
         raise StorageError.of(f"read {what}", error) from None
     except RecursionError:
-        raise IntegrityError(f"{what}: its values are nested more deeply than this Python can follow") from None
+        raise IntegrityError(
+            f"{what}: its values are nested more deeply than this Python can follow"
+        ) from None
 
 
-def _newest_first(repository: Repository, job: str, tags: list[str], which: str | int) -> Iterator[Manifest]:
-    """Yield the sound manifests that `which` selects, the newest first. See `Checkpoint.open`.
+def _newest_first(
+    repository: Repository, job: str, tags: list[str], which: str | int
+) -> Iterator[Manifest]:
+    """Yield the sound manifests that `which` selects, the newest first.
 
-    The name of a directory tells attempt and step, unless the user has chosen the tag. So only the manifests of such tags are all read.
-    Raises IntegrityError if the checkpoint that `which` names is damaged, and NewerFormat if a newer ckptd wrote the next one.
+    See `Checkpoint.open`.
+
+    The name of a directory tells attempt and step, unless the user has chosen the tag.
+    So only the manifests of such tags are all read. Raises IntegrityError if the
+    checkpoint that `which` names is damaged, and NewerFormat if a newer ckptd wrote the
+    next one.
     """
     found: list[tuple[tuple[float, ...], str, Manifest | NewerFormat | None]] = []
     for tag in tags:
         parsed = names.parse_tag_directory(tag)
         assert parsed is not None
         user_tag, step, attempt = parsed[1] is None, parsed[1], parsed[2]
-        if which != "newest" and which not in (tag, parsed[0], step) and not (user_tag and isinstance(which, int)):
+        if (
+            which != "newest"
+            and which not in (tag, parsed[0], step)
+            and not (user_tag and isinstance(which, int))
+        ):
             continue
         if not user_tag:
             assert step is not None
@@ -246,7 +321,8 @@ def _newest_first(repository: Repository, job: str, tags: list[str], which: str 
         except IntegrityError as error:
             if which in (tag, parsed[0]):
                 raise
-            if isinstance(error, NewerFormat) and which == "newest":  # it may be the newest of its attempt
+            # It may be the newest of its attempt.
+            if isinstance(error, NewerFormat) and which == "newest":
                 found.append(((attempt, math.inf), tag, error))
     for _, tag, known in sorted(found, key=lambda entry: entry[0], reverse=True):
         try:

@@ -1,8 +1,10 @@
 """Loads tensors from parts or sealed slots, into given destinations or as new tensors.
 
-`load` fills destinations in place, `materialize` makes new tensors, and `execute` reads the items of a DCP planner. All return once every
-byte is verified. After an error the destinations may hold damaged bytes. `load` checks all names and shapes before it reads the first byte.
-`execute` checks those of an item before it writes to the item's destination.
+`load` fills destinations in place, `materialize` makes new tensors, and `execute` reads
+the items of a DCP planner. All return once every byte is verified. After an error the
+destinations may hold damaged bytes. `load` checks all names and shapes before it reads
+the first byte. `execute` checks those of an item before it writes to the item's
+destination.
 """
 
 from __future__ import annotations
@@ -27,16 +29,23 @@ from ckptd.shared.formats.coverage import Box
 from ckptd.shared.formats.plan import Alias, Item
 from ckptd.shared.system.collector import paused_collector
 
-_BATCH = 512 << 20  # bytes of temporaries that are filled at once, for data that cannot be read straight into its destination
+# Bytes of temporaries that are filled at once, for data that cannot be read straight
+# into its destination.
+_BATCH = 512 << 20
 
 
 @paused_collector()
-def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int | None = None) -> int:
-    """Fill the tensors in `destinations`, by name, in place. Return the number of raw bytes read.
+def load(
+    saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int | None = None
+) -> int:
+    """Fill the tensors in `destinations`, by name, in place.
 
-    A destination may be on any device, and have any dtype that torch converts to. A shard that was saved as this rank has it is read by
-    itself. DCP plans the reads of all others. Raises StructureMismatch if a shape differs, NotFound for an unknown name, IntegrityError,
-    OSError.
+    Return the number of raw bytes read.
+
+    A destination may be on any device, and have any dtype that torch converts to. A
+    shard that was saved as this rank has it is read by itself. DCP plans the reads of
+    all others. Raises StructureMismatch if a shape differs, NotFound for an unknown
+    name, IntegrityError, OSError.
     """
     direct = Reads()
     converted: list[tuple[torch.Tensor, Shard]] = []
@@ -46,10 +55,14 @@ def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int
         saved.dtype(name)  # raises if this torch does not have it
         size = saved.describe(name).size
         if tensor.shape != size:
-            raise StructureMismatch(f"{name}: the checkpoint has shape {list(size)}, the state {list(tensor.shape)}")
+            raise StructureMismatch(
+                f"{name}: the checkpoint has shape {list(size)}, the state {list(tensor.shape)}"
+            )
         shard, local = saved.shard_at(name, box), local_part(tensor)
         if local.is_meta:
-            raise StructureMismatch(f"{name}: the state's tensor is on the meta device, which has no memory")
+            raise StructureMismatch(
+                f"{name}: the state's tensor is on the meta device, which has no memory"
+            )
         if shard is None:
             planned[name] = tensor
         elif not _has_bytes_of(local, shard.item, dtype_of(shard.item.dtype)):
@@ -58,12 +71,19 @@ def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int
             direct.add(shard, memory(local, shard.item.length))
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(planned, saved.metadata(planned), is_coordinator=True)
-    plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])  # before the first write: it may be refused
-    return direct.run(threads) + _convert(converted, threads) + execute(saved, plan.items, planner, threads=threads)
+    # Before the first write: it may be refused.
+    plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
+    return (
+        direct.run(threads)
+        + _convert(converted, threads)
+        + execute(saved, plan.items, planner, threads=threads)
+    )
 
 
 def check_partition(saved: Saved, destinations: Mapping[str, torch.Tensor]) -> None:
-    """Check that this rank's part of every destination was saved as one shard. `load` then does not check the other shards of the tensor.
+    """Check that this rank's part of every destination was saved as one shard.
+
+    `load` then does not check the other shards of the tensor.
 
     Raises StructureMismatch, NotFound for an unknown name.
     """
@@ -73,8 +93,12 @@ def check_partition(saved: Saved, destinations: Mapping[str, torch.Tensor]) -> N
             saved.check_box(name, box)
 
 
-def _own_boxes(destinations: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, Box | None]]:
-    """Yield each name and tensor with the place and size of this rank's part in the whole tensor, or None if the part is not one box."""
+def _own_boxes(
+    destinations: Mapping[str, torch.Tensor],
+) -> Iterator[tuple[str, torch.Tensor, Box | None]]:
+    """Yield each name and tensor with the place and size of this rank's part in the
+    whole tensor, or None if the part is not one box.
+    """
     known: dict[object, Box | None] = {}  # of tensors that are sharded alike
     for name, tensor in destinations.items():
         box: Box | None = None
@@ -82,7 +106,9 @@ def _own_boxes(destinations: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, 
             if tensor._spec not in known:
                 _check_placements(name, tensor)
                 chunks: list[ChunkStorageMetadata] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-                known[tensor._spec] = (tuple(chunks[0].offsets), tuple(chunks[0].sizes)) if len(chunks) == 1 else None
+                known[tensor._spec] = (
+                    (tuple(chunks[0].offsets), tuple(chunks[0].sizes)) if len(chunks) == 1 else None
+                )
             box = known[tensor._spec]
         elif not isinstance(tensor, ShardedTensor):
             box = (0,) * tensor.dim(), tuple(tensor.shape)
@@ -94,35 +120,49 @@ def _own_boxes(destinations: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, 
 
 
 def _check_placements(name: str, tensor: DTensor) -> None:
-    """Raise StructureMismatch if this rank's part is several pieces, for which torch gives the place of one.
+    """Raise StructureMismatch if this rank's part is several pieces, for which torch
+    gives the place of one.
 
-    A _StridedShard is one piece only if later dimensions of the mesh divide the same dimension of the tensor `split_factor` times.
+    A _StridedShard is one piece only if later dimensions of the mesh divide the same
+    dimension of the tensor `split_factor` times.
     """
     placements: Sequence[Any] = tensor.placements
     for number, placement in enumerate(placements):
         if type(placement).__name__ == "_StridedShard":
-            later = [mesh for mesh, other in enumerate(placements) if mesh > number and getattr(other, "dim", None) == placement.dim]
+            later = [
+                mesh
+                for mesh, other in enumerate(placements)
+                if mesh > number and getattr(other, "dim", None) == placement.dim
+            ]
             if math.prod(tensor.device_mesh.size(mesh) for mesh in later) != placement.split_factor:
                 raise StructureMismatch(
-                    f"{name}: with the placements {placements}, this rank's part is several pieces of the tensor, which cannot be "
+                    f"{name}: with the placements {placements}, this rank's part is several "
+                    f"pieces of the tensor, which cannot be "
                     "loaded: redistribute it first"
                 )
 
 
 def _convert(wanted: Iterable[tuple[torch.Tensor, Shard]], threads: int | None) -> int:
-    """Copy shards into tensors of other dtypes, strides or devices, batch by batch. Return the number of raw bytes read."""
+    """Copy shards into tensors of other dtypes, strides or devices, batch by batch.
+
+    Return the number of raw bytes read.
+    """
     total, nbytes, batch = 0, 0, list[tuple[torch.Tensor, Shard, torch.Tensor]]()
     for tensor, shard in wanted:
         if nbytes + shard.item.length > _BATCH:
             total += _copy_converted(batch, threads)
             nbytes = 0
             batch.clear()
-        batch.append((tensor, shard, torch.empty(shard.item.length, dtype=torch.uint8, device="cpu")))
+        batch.append(
+            (tensor, shard, torch.empty(shard.item.length, dtype=torch.uint8, device="cpu"))
+        )
         nbytes += shard.item.length
     return total + _copy_converted(batch, threads)
 
 
-def _copy_converted(batch: Sequence[tuple[torch.Tensor, Shard, torch.Tensor]], threads: int | None) -> int:
+def _copy_converted(
+    batch: Sequence[tuple[torch.Tensor, Shard, torch.Tensor]], threads: int | None
+) -> int:
     reads = Reads()
     for _, shard, raw in batch:
         reads.add(shard, memory(raw, shard.item.length))
@@ -134,15 +174,30 @@ def _copy_converted(batch: Sequence[tuple[torch.Tensor, Shard, torch.Tensor]], t
 
 
 def _has_bytes_of(tensor: torch.Tensor, item: Item, dtype: torch.dtype) -> bool:
-    """Return True if the stored bytes of an item of this dtype are those of the tensor in memory, so that none are converted."""
-    plain = type(tensor) in PLAIN and tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg() and tensor.dtype == dtype
-    return plain and (tensor.is_contiguous() if item.stride is None else _same_stride(tensor, item.stride))
+    """Return True if the stored bytes of an item of this dtype are those of the tensor
+    in memory, so that none are converted.
+    """
+    plain = (
+        type(tensor) in PLAIN
+        and tensor.is_cpu
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.dtype == dtype
+    )
+    return plain and (
+        tensor.is_contiguous() if item.stride is None else _same_stride(tensor, item.stride)
+    )
 
 
-def execute(saved: Saved, reads: Iterable[ReadItem], planner: LoadPlanner, *, threads: int | None = None) -> int:
-    """Read the tensors of a planner's items into the destinations that it resolves. Return the number of raw bytes read.
+def execute(
+    saved: Saved, reads: Iterable[ReadItem], planner: LoadPlanner, *, threads: int | None = None
+) -> int:
+    """Read the tensors of a planner's items into the destinations that it resolves.
 
-    Reads batch by batch, so that an error may come after earlier batches are written. Raises as `load`.
+    Return the number of raw bytes read.
+
+    Reads batch by batch, so that an error may come after earlier batches are written.
+    Raises as `load`.
     """
     total, batch, size_of_batch = 0, _Batch(planner), 0
     for read in reads:
@@ -167,15 +222,23 @@ class _Batch:
         self._own = not _is_default(planner)
 
     def add(self, saved: Saved, read: ReadItem) -> int:
-        """Add a read item. Return the bytes of new temporaries that it needs. Raises NotFound, StructureMismatch, IntegrityError."""
+        """Add a read item.
+
+        Return the bytes of new temporaries that it needs. Raises NotFound,
+        StructureMismatch, IntegrityError.
+        """
         shard, alias = _stored(saved, read)
         item = shard.item
-        if self._own:  # this planner may return the same memory every time, so it resolves a tensor only when that is copied
+        # This planner may return the same memory every time, so it resolves a tensor
+        # only when that is copied.
+        if self._own:
             raw, fresh = self._temporary(shard)
             self._copies.append((read, None, _stored_piece(raw, shard, alias, read)))
             return item.length if fresh else 0
         target = self._target(read)
-        whole = alias is None and not any(read.storage_offsets) and tuple(read.lengths) == item.sizes
+        whole = (
+            alias is None and not any(read.storage_offsets) and tuple(read.lengths) == item.sizes
+        )
         if whole and _has_bytes_of(target, shard.item, dtype_of(item.dtype)):
             self._reads.add(shard, memory(target, item.length))
             self._copies.append((read, target, None))
@@ -185,15 +248,22 @@ class _Batch:
         return item.length if fresh else 0
 
     def _target(self, read: ReadItem) -> torch.Tensor:
-        """Return the tensor that the planner resolves for an item. Raises StructureMismatch if its shape is wrong or it has no memory."""
+        """Return the tensor that the planner resolves for an item.
+
+        Raises StructureMismatch if its shape is wrong or it has no memory.
+        """
         target = self._planner.resolve_tensor(read).detach()
         if tuple(target.shape) != tuple(read.lengths):
             raise StructureMismatch(
-                f"{read.storage_index.fqn}: the planner reads a piece of shape {list(read.lengths)} into a tensor of shape "
+                f"{read.storage_index.fqn}: the planner reads a piece of shape "
+                f"{list(read.lengths)} into a tensor of shape "
                 f"{list(target.shape)}"
             )
         if target.is_meta:
-            raise StructureMismatch(f"{read.storage_index.fqn}: the planner reads into a tensor on the meta device, which has no memory")
+            raise StructureMismatch(
+                f"{read.storage_index.fqn}: the planner reads into a tensor on the meta device, "
+                f"which has no memory"
+            )
         return target
 
     def _temporary(self, shard: Shard) -> tuple[torch.Tensor, bool]:
@@ -216,16 +286,23 @@ class _Batch:
 
 
 def _is_default(planner: LoadPlanner) -> bool:
-    """Return True if the planner resolves tensors as DCP's default planner does: to their places in the state."""
+    """Return True if the planner resolves tensors as DCP's default planner does: to
+    their places in the state.
+    """
     own, default = type(planner), DefaultLoadPlanner
     return isinstance(planner, default) and all(
-        getattr(own, name) is getattr(default, name) for name in ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")
+        getattr(own, name) is getattr(default, name)
+        for name in ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")
     )
 
 
-def _stored_piece(raw: torch.Tensor, shard: Shard, alias: Alias | None, read: ReadItem) -> torch.Tensor:
+def _stored_piece(
+    raw: torch.Tensor, shard: Shard, alias: Alias | None, read: ReadItem
+) -> torch.Tensor:
     stored = view_alias(raw, alias) if alias is not None else view_item(raw, shard)
-    for dimension, (start, length) in enumerate(zip(read.storage_offsets, read.lengths, strict=True)):
+    for dimension, (start, length) in enumerate(
+        zip(read.storage_offsets, read.lengths, strict=True)
+    ):
         stored = stored.narrow(dimension, start, length)
     return stored
 
@@ -233,8 +310,8 @@ def _stored_piece(raw: torch.Tensor, shard: Shard, alias: Alias | None, read: Re
 def _stored(saved: Saved, read: ReadItem) -> tuple[Shard, Alias | None]:
     """Return the shard that holds a read item, and the alias if the item names one.
 
-    Raises NotFound if nothing is stored at its name and offset, StructureMismatch if it reaches beyond the shard, IntegrityError if the
-    tensor is not whole.
+    Raises NotFound if nothing is stored at its name and offset, StructureMismatch if it
+    reaches beyond the shard, IntegrityError if the tensor is not whole.
     """
     name, offset = read.storage_index.fqn, tuple(read.storage_index.offset or ())
     saved.describe(name)
@@ -247,18 +324,27 @@ def _stored(saved: Saved, read: ReadItem) -> tuple[Shard, Alias | None]:
         if not found:
             raise NotFound(f"{name}: no shard is stored at {list(offset)}")
         shard, alias, size = found[0], None, found[0].item.sizes
-    ends = [start + length for start, length in zip(read.storage_offsets, read.lengths, strict=False)]
-    if not len(read.storage_offsets) == len(read.lengths) == len(size) or any(e > s for e, s in zip(ends, size, strict=True)):
+    ends = [
+        start + length for start, length in zip(read.storage_offsets, read.lengths, strict=False)
+    ]
+    if not len(read.storage_offsets) == len(read.lengths) == len(size) or any(
+        e > s for e, s in zip(ends, size, strict=True)
+    ):
         raise StructureMismatch(
-            f"{name}: the planner reads {list(read.lengths)} from {list(read.storage_offsets)}, and {list(size)} are stored there"
+            f"{name}: the planner reads {list(read.lengths)} from {list(read.storage_offsets)}, "
+            f"and {list(size)} are stored there"
         )
     return shard, alias
 
 
-def materialize(saved: Saved, names: Sequence[str], *, threads: int | None = None) -> dict[str, torch.Tensor]:
-    """Return new CPU tensors, by name, with the dtype, shape, strides and shared storage that they were saved with.
+def materialize(
+    saved: Saved, names: Sequence[str], *, threads: int | None = None
+) -> dict[str, torch.Tensor]:
+    """Return new CPU tensors, by name, with the dtype, shape, strides and shared
+    storage that they were saved with.
 
-    A tensor that was saved in several shards comes back whole and contiguous. Raises NotFound, IntegrityError, OSError.
+    A tensor that was saved in several shards comes back whole and contiguous. Raises
+    NotFound, IntegrityError, OSError.
     """
     made: dict[str, torch.Tensor] = {}
     raws: dict[str, torch.Tensor] = {}
@@ -286,7 +372,9 @@ def materialize(saved: Saved, names: Sequence[str], *, threads: int | None = Non
     if sharded:
         load(saved, {name: made[name] for name in sharded}, threads=threads)
     for name in names:
-        if saved.describe(name).requires_grad and (made[name].is_floating_point() or made[name].is_complex()):
+        if saved.describe(name).requires_grad and (
+            made[name].is_floating_point() or made[name].is_complex()
+        ):
             made[name].requires_grad_()
     return made
 
@@ -297,24 +385,38 @@ def view_item(raw: torch.Tensor, shard: Shard) -> torch.Tensor:
 
 
 def view_alias(raw: torch.Tensor, alias: Alias) -> torch.Tensor:
-    """Return an alias as a tensor that shares the storage of `raw`, the bytes of its base. Raises IntegrityError if it does not fit."""
+    """Return an alias as a tensor that shares the storage of `raw`, the bytes of its
+    base. Raises IntegrityError if it does not fit.
+    """
     dtype = dtype_of(alias.dtype)
     offset, rest = divmod(alias.offset, dtype.itemsize)
     if rest:
         raise IntegrityError(f"alias {alias.fqn!r} is misaligned")
-    extent = 0 if 0 in alias.size else 1 + sum((n - 1) * s for n, s in zip(alias.size, alias.stride, strict=True))
+    extent = (
+        0
+        if 0 in alias.size
+        else 1 + sum((n - 1) * s for n, s in zip(alias.size, alias.stride, strict=True))
+    )
     if alias.offset + extent * dtype.itemsize > raw.untyped_storage().nbytes():
         raise IntegrityError(f"alias {alias.fqn!r} reaches beyond its base {alias.base!r}")
-    return torch.empty(0, dtype=dtype, device=raw.device).set_(raw.untyped_storage(), offset, alias.size, alias.stride)
+    return torch.empty(0, dtype=dtype, device=raw.device).set_(
+        raw.untyped_storage(), offset, alias.size, alias.stride
+    )
 
 
 def copy_any(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy `source` into `target`, bit for bit if they have the same dtype, whatever torch can do with that dtype."""
+    """Copy `source` into `target`, bit for bit if they have the same dtype, whatever
+    torch can do with that dtype.
+    """
     if target.dtype == source.dtype and not target.is_conj() and not target.is_neg():
         target, source = copyable(target), copyable(source)
-    with torch.inference_mode(target.is_inference()):  # a tensor that was made in inference mode can be written in that mode only
+    # A tensor that was made in inference mode can be written in that mode only.
+    with torch.inference_mode(target.is_inference()):
         target.copy_(source)
 
 
 def _same_stride(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    return all(size == 1 or have == want for size, have, want in zip(tensor.shape, tensor.stride(), stride, strict=True))
+    return all(
+        size == 1 or have == want
+        for size, have, want in zip(tensor.shape, tensor.stride(), stride, strict=True)
+    )

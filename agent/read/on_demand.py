@@ -1,4 +1,6 @@
-"""Reads checkpoints with a metadata object: a part is opened when a tensor in it is first needed (FORMAT.md, section 10)."""
+"""Reads checkpoints with a metadata object: a part is opened when a tensor in it is
+first needed (FORMAT.md, section 10).
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ from ckptd.shared.formats.plan import BLOB, HIDDEN, Alias, ChunkRange, Described
 from ckptd.shared.formats.sharding import Place
 
 OPENED_AT_ONCE = 16
-"""The parts in an object store that are opened at the same time. Each takes several requests."""
+"""The parts in an object store that are opened at the same time. Each takes several
+requests.
+"""
 
 
 class PartOnDemand:
-    """The part of one rank as a `ChunkSource`. `open_part` opens and checks it, at the first call that needs it.
+    """The part of one rank as a `ChunkSource`.
+
+    `open_part` opens and checks it, at the first call that needs it.
 
     Every call may raise the errors of `open_part`: IntegrityError, OSError.
     """
@@ -66,23 +72,43 @@ class PartOnDemand:
         return self.reader.read_pieces(number, pieces)
 
     def find(self, fqn: str, entry: Described, place: Place | None) -> tuple[Item, Alias | None]:
-        """Return the item at this place of a tensor, or of a blob if the place is None. For an alias, return the item that holds it, too.
+        """Return the item at this place of a tensor, or of a blob if the place is None.
 
-        `entry` describes the tensor or blob. Raises IntegrityError if the part has neither, or has another dtype or size.
+        For an alias, return the item that holds it, too.
+
+        `entry` describes the tensor or blob. Raises IntegrityError if the part has
+        neither, or has another dtype or size.
         """
         reader = self.reader
-        item, alias = self._items.get((fqn, (0,) if place is None else place[0])), self._aliases.get(fqn)
+        item, alias = (
+            self._items.get((fqn, (0,) if place is None else place[0])),
+            self._aliases.get(fqn),
+        )
         if item is not None and place is None and item.dtype == entry["dtype"] == BLOB:
             return item, None
         wanted = (entry["dtype"], tuple(entry.get("size", ())))
-        if item is not None and place is not None and (item.dtype, item.size, item.sizes) == (*wanted, place[1]):
+        if (
+            item is not None
+            and place is not None
+            and (item.dtype, item.size, item.sizes) == (*wanted, place[1])
+        ):
             return item, None
-        if alias is not None and place is not None and (alias.dtype, alias.size, alias.size) == (*wanted, place[1]):
+        if (
+            alias is not None
+            and place is not None
+            and (alias.dtype, alias.size, alias.size) == (*wanted, place[1])
+        ):
             return next(item for item in reader.plan.items if item.fqn == alias.base), alias
-        raise IntegrityError(f"{reader.name} does not have {fqn!r} as the metadata of the checkpoint say")
+        raise IntegrityError(
+            f"{reader.name} does not have {fqn!r} as the metadata of the checkpoint say"
+        )
 
     def close(self) -> None:
-        """Close the part. Later reads raise OSError; the plan of a part that was open stays. May be called again."""
+        """Close the part.
+
+        Later reads raise OSError; the plan of a part that was open stays. May be called
+        again.
+        """
         with self._lock:
             closed, self._closed = self._closed, True
         if self._reader is not None and not closed:
@@ -91,7 +117,9 @@ class PartOnDemand:
 
 @dataclass(slots=True)
 class SavedOnDemand(Saved):
-    """The contents of a checkpoint whose metadata are in an object. `shards`, `aliases` and `blobs` have what has been asked for.
+    """The contents of a checkpoint whose metadata are in an object.
+
+    `shards`, `aliases` and `blobs` have what has been asked for.
 
     parts: of all ranks, in their order. Any number of threads may ask at once.
     """
@@ -106,7 +134,8 @@ class SavedOnDemand(Saved):
         with self._held:
             if name not in self._entries and not self._all:
                 assert self.metadata_reader is not None
-                self._entries |= self.metadata_reader.entries_near(name)  # those beside it are often asked for next
+                # Those beside it are often asked for next.
+                self._entries |= self.metadata_reader.entries_near(name)
                 self._entries.setdefault(name, None)
             return self._entries.get(name)
 
@@ -119,7 +148,11 @@ class SavedOnDemand(Saved):
             return self._entries
 
     def names(self) -> list[str]:
-        return [name for name, entry in self._all_entries().items() if entry is not None and entry["dtype"] != BLOB]
+        return [
+            name
+            for name, entry in self._all_entries().items()
+            if entry is not None and entry["dtype"] != BLOB
+        ]
 
     def __contains__(self, name: str) -> bool:
         entry = self._entry(name)
@@ -129,11 +162,18 @@ class SavedOnDemand(Saved):
         """Return dtype and size as the metadata say. No part is opened."""
         entry = self._entry(name)
         if entry is None or entry["dtype"] == BLOB:
-            raise NotFound(f"no tensor {name!r}; the checkpoint has {len(self.names())}, such as {', '.join(sorted(self.names())[:3])}")
+            raise NotFound(
+                f"no tensor {name!r}; the checkpoint has {len(self.names())}, such as "
+                f"{', '.join(sorted(self.names())[:3])}"
+            )
         return entry["dtype"], tuple(entry.get("size", ()))
 
     def blob_names(self) -> set[str]:
-        return {name for name, entry in self._all_entries().items() if entry is not None and entry["dtype"] == BLOB}
+        return {
+            name
+            for name, entry in self._all_entries().items()
+            if entry is not None and entry["dtype"] == BLOB
+        }
 
     def check_all_whole(self) -> None:
         if any(part.remote for part in self.parts):
@@ -144,7 +184,10 @@ class SavedOnDemand(Saved):
         Saved.check_all_whole(self)
 
     def ensure(self, name: str) -> None:
-        """Open the parts that have the tensor or blob. Raises IntegrityError if one of them does not have it, OSError."""
+        """Open the parts that have the tensor or blob.
+
+        Raises IntegrityError if one of them does not have it, OSError.
+        """
         with self._held:
             if name in self.shards or name in self.aliases or name in self.blobs:
                 return
@@ -152,7 +195,9 @@ class SavedOnDemand(Saved):
             if entry is None:
                 return
             shards, aliases = list[Shard](), list[tuple[Shard, Alias]]()
-            for place, rank in stored_places(entry, self.metadata_reader.meshes if self.metadata_reader else ()):
+            for place, rank in stored_places(
+                entry, self.metadata_reader.meshes if self.metadata_reader else ()
+            ):
                 item, alias = self.parts[rank].find(name, entry, place)
                 shard = Shard(self.parts[rank], item)
                 if alias is not None:

@@ -1,4 +1,6 @@
-"""Holds the contents of a checkpoint, or of a snapshot in memory, by name: the shards of each tensor, and the sources that have them."""
+"""Holds the contents of a checkpoint, or of a snapshot in memory, by name: the shards
+of each tensor, and the sources that have them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from ckptd.shared.system.collector import paused_collector
 
 
 class Shard(msgspec.Struct, frozen=True, gc=False):
-    """A stored shard of a tensor, or a blob: its source, and the item of that source's plan that describes it."""
+    """A stored shard of a tensor, or a blob: its source, and the item of that source's
+    plan that describes it.
+    """
 
     source: ChunkSource
     item: Item
@@ -38,7 +42,10 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reads:
-    """Shards that are read together, each into memory of its length. Call `add` for each, then `run`."""
+    """Shards that are read together, each into memory of its length.
+
+    Call `add` for each, then `run`.
+    """
 
     def __init__(self) -> None:
         self._targets: dict[int, tuple[ChunkSource, list[Target]]] = {}
@@ -46,30 +53,44 @@ class Reads:
     def add(self, shard: Shard, view: memoryview) -> None:
         """Have the bytes of a shard read into `view`."""
         if view:
-            self._targets.setdefault(id(shard.source), (shard.source, []))[1].append((shard.item.offset, view))
+            self._targets.setdefault(id(shard.source), (shard.source, []))[1].append(
+                (shard.item.offset, view)
+            )
 
     def run(self, threads: int | None = None) -> int:
-        """Read and verify all of them. Return the number of raw bytes read. Raises IntegrityError, OSError."""
-        return sum(scatter(source, targets, threads=threads) for source, targets in self._targets.values())
+        """Read and verify all of them.
+
+        Return the number of raw bytes read. Raises IntegrityError, OSError.
+        """
+        return sum(
+            scatter(source, targets, threads=threads) for source, targets in self._targets.values()
+        )
 
 
 @dataclass(slots=True)
 class Saved:
     """The contents of a checkpoint, or of a snapshot in memory, by name.
 
-    shards: the stored shards of each tensor. aliases: tensors inside the storage of another tensor, each with the shard that holds it.
+    shards: the stored shards of each tensor. aliases: tensors inside the storage of
+    another tensor, each with the shard that holds it.
     """
 
     shards: dict[str, list[Shard]] = field(default_factory=dict)
     aliases: dict[str, tuple[Shard, Alias]] = field(default_factory=dict)
     blobs: dict[str, Shard] = field(default_factory=dict)
-    """The values that are no tensors, in a save that DCP has planned: bytes that torch.save or the caller's planner has written."""
+    """The values that are no tensors, in a save that DCP has planned: bytes that
+    torch.save or the caller's planner has written.
+    """
     torch_version: str = ""
-    """The version of torch that saved the checkpoint, such as "2.13.0", or "" if it is unknown."""
+    """The version of torch that saved the checkpoint, such as "2.13.0", or "" if it is
+    unknown.
+    """
     _checked: set[str] = field(default_factory=set)
     """Names of the tensors that `check_whole` need not look at again."""
     _dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    """The dtypes that `dtype` has returned: a recovery asks for that of a tensor ten times."""
+    """The dtypes that `dtype` has returned: a recovery asks for that of a tensor ten
+    times.
+    """
 
     @classmethod
     @paused_collector()
@@ -104,30 +125,47 @@ class Saved:
         return (name in self.shards or name in self.aliases) and not name.startswith(HIDDEN)
 
     def describe(self, name: str) -> Alias | Item:
-        """Return the alias of a tensor, or the item of its first shard. Either has the tensor's dtype and size. Raises NotFound."""
+        """Return the alias of a tensor, or the item of its first shard.
+
+        Either has the tensor's dtype and size. Raises NotFound.
+        """
         self.ensure(name)
         if name in self.aliases:
             return self.aliases[name][1]
         if name in self.shards and not name.startswith(HIDDEN):
             return self.shards[name][0].item
-        raise NotFound(f"no tensor {name!r}; the checkpoint has {len(self.names())}, such as {', '.join(sorted(self.names())[:3])}")
+        raise NotFound(
+            f"no tensor {name!r}; the checkpoint has {len(self.names())}, such as "
+            f"{', '.join(sorted(self.names())[:3])}"
+        )
 
     def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Return the name of the dtype, as in a plan document, and the size of a tensor. Raises NotFound."""
+        """Return the name of the dtype, as in a plan document, and the size of a
+        tensor. Raises NotFound.
+        """
         described = self.describe(name)
         return described.dtype, tuple(described.size)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor. Raises NotFound for an unknown name, and for a dtype that this torch does not have."""
+        """Return the dtype of a tensor.
+
+        Raises NotFound for an unknown name, and for a dtype that this torch does not
+        have.
+        """
         if (known := self._dtypes.get(name)) is not None:
             return known
         dtype, _ = self.shape(name)
         try:
             return self._dtypes.setdefault(name, dtype_of(dtype))
         except NotFound:
-            needed = f"torch {self.torch_version}, which saved it, or a newer one" if self.torch_version else "a newer torch"
+            needed = (
+                f"torch {self.torch_version}, which saved it, or a newer one"
+                if self.torch_version
+                else "a newer torch"
+            )
             raise NotFound(
-                f"{name} has dtype {plain_name(dtype)}, which torch {torch.__version__} does not have: install {needed}"
+                f"{name} has dtype {plain_name(dtype)}, which torch {torch.__version__} does not "
+                f"have: install {needed}"
             ) from None
 
     def blob_names(self) -> Collection[str]:
@@ -135,7 +173,9 @@ class Saved:
         return self.blobs.keys()
 
     def metadata(self, names: Iterable[str] | None = None) -> Metadata:
-        """Return DCP's metadata of these tensors, or of every tensor and blob that can be asked for. Raises NotFound as `dtype`."""
+        """Return DCP's metadata of these tensors, or of every tensor and blob that can
+        be asked for. Raises NotFound as `dtype`.
+        """
         entries: dict[str, Any] = {}
         for name in self.names() if names is None else names:
             described = self.describe(name)
@@ -143,17 +183,28 @@ class Saved:
             if isinstance(described, Alias):
                 chunks = [ChunkStorageMetadata(torch.Size([0] * len(size)), size)]
             else:
-                chunks = [ChunkStorageMetadata(torch.Size(s.item.offsets), torch.Size(s.item.sizes)) for s in self.shards[name]]
-            entries[name] = TensorStorageMetadata(TensorProperties(dtype=self.dtype(name)), size, chunks)
+                chunks = [
+                    ChunkStorageMetadata(torch.Size(s.item.offsets), torch.Size(s.item.sizes))
+                    for s in self.shards[name]
+                ]
+            entries[name] = TensorStorageMetadata(
+                TensorProperties(dtype=self.dtype(name)), size, chunks
+            )
         if names is None:
             entries.update(dict.fromkeys(self.blob_names(), BytesStorageMetadata()))
         return Metadata(state_dict_metadata=entries)
 
     def ensure(self, name: str) -> None:
-        """Make sure that `shards`, `aliases` and `blobs` have everything of this name. A subclass may look for it only now."""
+        """Make sure that `shards`, `aliases` and `blobs` have everything of this name.
+
+        A subclass may look for it only now.
+        """
 
     def read_blobs(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Return the bytes of blobs, by name, verified. Raises NotFound, IntegrityError, OSError."""
+        """Return the bytes of blobs, by name, verified.
+
+        Raises NotFound, IntegrityError, OSError.
+        """
         found, reads = dict[str, bytearray](), Reads()
         for name in names:
             self.ensure(name)
@@ -174,22 +225,40 @@ class Saved:
             self._checked.add(name)
 
     def check_box(self, name: str, box: Box) -> None:
-        """Raise StructureMismatch unless a shard with exactly this place and size is stored. The tensor counts as checked from now on."""
+        """Raise StructureMismatch unless a shard with exactly this place and size is
+        stored. The tensor counts as checked from now on.
+        """
         if self.shard_at(name, box) is None:
             mine = f"{list(box[1])} at {list(box[0])}"
-            raise StructureMismatch(f"{name}: this rank has the shard {mine}, which was not saved as one: recover without same_partition")
+            raise StructureMismatch(
+                f"{name}: this rank has the shard {mine}, which was not saved as one: recover "
+                f"without same_partition"
+            )
         self._checked.add(name)
 
     def shard_at(self, name: str, box: Box | None) -> Shard | None:
-        """Return the stored shard of a tensor with exactly this place and size, or None if there is none."""
+        """Return the stored shard of a tensor with exactly this place and size, or None
+        if there is none.
+        """
         self.ensure(name)
-        return next((shard for shard in self.shards.get(name, ()) if (shard.item.offsets, shard.item.sizes) == box), None)
+        return next(
+            (
+                shard
+                for shard in self.shards.get(name, ())
+                if (shard.item.offsets, shard.item.sizes) == box
+            ),
+            None,
+        )
 
     def shard_of_whole(self, name: str) -> Shard | None:
-        """Return the shard of a tensor that is stored as one, which is then the whole tensor, otherwise None."""
+        """Return the shard of a tensor that is stored as one, which is then the whole
+        tensor, otherwise None.
+        """
         self.ensure(name)
         shards = self.shards.get(name, ())
-        return shards[0] if len(shards) == 1 and shards[0].item.sizes == shards[0].item.size else None
+        return (
+            shards[0] if len(shards) == 1 and shards[0].item.sizes == shards[0].item.size else None
+        )
 
     def check_all_whole(self) -> None:
         """Raise IntegrityError if the shards of any tensor have holes or overlap."""
@@ -202,6 +271,8 @@ class Saved:
 
 
 def torch_version(writer: Writer) -> str:
-    """Return the version of torch in the `writer` of a plan or a manifest, such as "2.13.0", or "" if it is unknown."""
+    """Return the version of torch in the `writer` of a plan or a manifest, such as
+    "2.13.0", or "" if it is unknown.
+    """
     version = re.match(r"\d+(\.\d+)*", writer.get("torch", ""))
     return version[0] if version else ""

@@ -1,6 +1,7 @@
 """Reads a slice of a saved tensor from the chunks that hold it.
 
-If the slice cuts a stored shard into very many pieces, the chunks between these pieces are read too.
+If the slice cuts a stored shard into very many pieces, the chunks between these pieces
+are read too.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ from ckptd.shared.formats.scatter import Target, scatter
 
 Index = SupportsIndex | slice
 _SPANS = 16_384
-"""The most byte ranges that one stored shard is read in. Reading more ranges takes longer than reading the bytes between them."""
+"""The most byte ranges that one stored shard is read in. Reading more ranges takes
+longer than reading the bytes between them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
     """A stored box of a tensor: a shard, or an alias.
 
-    offset: of the box's first element in the packed slot of `source`, in bytes. stride: in elements. origin: the index in the tensor at
-    which the box begins. sizes: of the box, in elements.
+    offset: of the box's first element in the packed slot of `source`, in bytes. stride:
+    in elements. origin: the index in the tensor at which the box begins. sizes: of the
+    box, in elements.
     """
 
     source: ChunkSource
@@ -45,12 +49,18 @@ class _Block:
 
 
 def read_slice(
-    saved: Saved, name: str, index: Sequence[Index], *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    saved: Saved,
+    name: str,
+    index: Sequence[Index],
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return `tensor[index]` of a saved tensor, on `device` and in `dtype`, or in the saved dtype if that is None.
+    """Return `tensor[index]` of a saved tensor, on `device` and in `dtype`, or in the
+    saved dtype if that is None.
 
-    Dimensions beyond the length of `index` are read whole. Raises NotFound; InvalidRequest for an index that the tensor does not have;
-    IntegrityError; OSError.
+    Dimensions beyond the length of `index` are read whole. Raises NotFound;
+    InvalidRequest for an index that the tensor does not have; IntegrityError; OSError.
     """
     own = saved.dtype(name)
     saved.check_whole(name)
@@ -58,10 +68,14 @@ def read_slice(
     made = torch.empty([len(wanted) for wanted in ranges], dtype=dtype or own, device=device)
     filled = 0
     for block in _blocks(saved, name):
-        inside = [_inside(wanted, begin, size) for wanted, begin, size in zip(ranges, block.origin, block.sizes, strict=True)]
+        inside = [
+            _inside(wanted, begin, size)
+            for wanted, begin, size in zip(ranges, block.origin, block.sizes, strict=True)
+        ]
         if all(inside):
             box = [range(wanted[ours.start] - begin, wanted[ours.stop - 1] - begin + 1, wanted.step)
-                   for wanted, ours, begin in zip(ranges, inside, block.origin, strict=True)]  # fmt: skip
+                   for wanted, ours, begin in zip(ranges, inside, block.origin,
+                   strict=True)]  # fmt: skip
             targets, stored = _read(block, box)
             scatter(block.source, targets)
             copy_any(made[tuple(slice(ours.start, ours.stop) for ours in inside)], stored)
@@ -73,9 +87,13 @@ def read_slice(
 
 
 def _inside(wanted: range, begin: int, size: int) -> range:
-    """Return the positions in `wanted` of the indices that lie in the `size` elements from `begin` on."""
+    """Return the positions in `wanted` of the indices that lie in the `size` elements
+    from `begin` on.
+    """
     first = max(0, -((wanted.start - begin) // wanted.step))
-    return range(first, max(first, min(len(wanted), -((wanted.start - begin - size) // wanted.step))))
+    return range(
+        first, max(first, min(len(wanted), -((wanted.start - begin - size) // wanted.step)))
+    )
 
 
 def _blocks(saved: Saved, name: str) -> Iterator[_Block]:
@@ -83,30 +101,49 @@ def _blocks(saved: Saved, name: str) -> Iterator[_Block]:
     if isinstance(described, Alias):
         shard, alias = saved.aliases[name]
         offset = shard.item.offset + alias.offset
-        yield _Block(shard.source, offset, dtype_of(alias.dtype), alias.stride, (0,) * len(alias.size), alias.size)
+        yield _Block(
+            shard.source,
+            offset,
+            dtype_of(alias.dtype),
+            alias.stride,
+            (0,) * len(alias.size),
+            alias.size,
+        )
         return
-    for shard in {(s.item.offsets, s.item.sizes): s for s in saved.shards[name]}.values():  # replicas of a shard are read once
+    # Replicas of a shard are read once.
+    for shard in {(s.item.offsets, s.item.sizes): s for s in saved.shards[name]}.values():
         item = shard.item
-        yield _Block(shard.source, item.offset, dtype_of(item.dtype), shard.stride, item.offsets, item.sizes)
+        yield _Block(
+            shard.source, item.offset, dtype_of(item.dtype), shard.stride, item.offsets, item.sizes
+        )
 
 
 def _read(block: _Block, box: list[range]) -> tuple[list[Target], torch.Tensor]:
-    """Return the targets that read a box of the block, and the box as a view of the buffer that the targets fill.
+    """Return the targets that read a box of the block, and the box as a view of the
+    buffer that the targets fill.
 
-    box: the wanted indices of each dimension, relative to the block. Each target is a byte range without gaps, unless that would take more
-    than `_SPANS` targets.
+    box: the wanted indices of each dimension, relative to the block. Each target is a
+    byte range without gaps, unless that would take more than `_SPANS` targets.
     """
     sizes = [len(wanted) for wanted in box]
     steps = [wanted.step * stride for wanted, stride in zip(box, block.stride, strict=True)]
     first = sum(wanted.start * stride for wanted, stride in zip(box, block.stride, strict=True))
-    order = sorted((n for n in range(len(box)) if sizes[n] > 1), key=lambda n: steps[n], reverse=True)
+    order = sorted(
+        (n for n in range(len(box)) if sizes[n] > 1), key=lambda n: steps[n], reverse=True
+    )
     outer: list[int] = []
 
     def span() -> int:
-        """Return the number of elements that one range holds, from its first to its last, gaps included."""
+        """Return the number of elements that one range holds, from its first to its
+        last, gaps included.
+        """
         return 1 + sum((sizes[n] - 1) * steps[n] for n in order)
 
-    while order and span() > math.prod(sizes[n] for n in order) and math.prod(sizes[n] for n in [*outer, order[0]]) <= _SPANS:
+    while (
+        order
+        and span() > math.prod(sizes[n] for n in order)
+        and math.prod(sizes[n] for n in [*outer, order[0]]) <= _SPANS
+    ):
         outer.append(order.pop(0))
     length, width = span(), block.dtype.itemsize
     corners = list(itertools.product(*(range(sizes[n]) for n in outer)))
@@ -115,7 +152,12 @@ def _read(block: _Block, box: list[range]) -> tuple[list[Target], torch.Tensor]:
     targets = []
     for number, corner in enumerate(corners):
         at = first + sum(i * steps[n] for i, n in zip(corner, outer, strict=True))
-        targets.append((block.offset + at * width, view[number * length * width : (number + 1) * length * width]))
+        targets.append(
+            (
+                block.offset + at * width,
+                view[number * length * width : (number + 1) * length * width],
+            )
+        )
     for place, n in enumerate(outer):
         steps[n] = length * math.prod(sizes[m] for m in outer[place + 1 :])
     strides = [step if size > 1 else 1 for step, size in zip(steps, sizes, strict=True)]
@@ -123,9 +165,14 @@ def _read(block: _Block, box: list[range]) -> tuple[list[Target], torch.Tensor]:
 
 
 def _ranges(name: str, index: Sequence[Index], size: tuple[int, ...]) -> list[range]:
-    """Return the wanted indices of each dimension. Raises InvalidRequest for an index that the tensor does not have."""
+    """Return the wanted indices of each dimension.
+
+    Raises InvalidRequest for an index that the tensor does not have.
+    """
     if len(index) > len(size):
-        raise InvalidRequest(f"{name} has {len(size)} dimensions, and {len(index)} slices were given")
+        raise InvalidRequest(
+            f"{name} has {len(size)} dimensions, and {len(index)} slices were given"
+        )
     ranges = []
     for dimension, extent in enumerate(size):
         entry = index[dimension] if dimension < len(index) else slice(None)
@@ -141,8 +188,13 @@ def _ranges(name: str, index: Sequence[Index], size: tuple[int, ...]) -> list[ra
             number = operator.index(entry)
         except (TypeError, ValueError):
             what = f"slice {dimension} of {name} is {entry!r}"
-            raise InvalidRequest(f"{what}; expected a number, or a slice of numbers with a step of 1 or more") from None
+            raise InvalidRequest(
+                f"{what}; expected a number, or a slice of numbers with a step of 1 or more"
+            ) from None
         if not -extent <= number < extent:
-            raise InvalidRequest(f"{name} has {extent} elements in dimension {dimension}: there is no element {number}")
+            raise InvalidRequest(
+                f"{name} has {extent} elements in dimension {dimension}: there is no element "
+                f"{number}"
+            )
         ranges.append(range(number % extent, number % extent + 1))
     return ranges

@@ -1,4 +1,6 @@
-"""Reads sealed slots: as the snapshot that they hold, or in place of the parts that were written from them."""
+"""Reads sealed slots: as the snapshot that they hold, or in place of the parts that
+were written from them.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,27 @@ from ckptd.agent.copy.mapping import map_segment
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.part import PartReader
 from ckptd.shared.formats.plan import Plan, chunk_ranges, with_values
-from ckptd.shared.formats.segment import SlotState, read_check, read_data, read_document, read_header
+from ckptd.shared.formats.segment import (
+    SlotState,
+    read_check,
+    read_data,
+    read_document,
+    read_header,
+)
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 
 log = logging.getLogger("ckptd.agent")
 
 
 class SlotSource:
-    """A sealed slot as a `ChunkSource`. Checks every chunk against the checksums in the slot's check area.
+    """A sealed slot as a `ChunkSource`.
 
-    Raises IntegrityError if the slot is damaged, has been filled again, or has no checksums yet. The descriptor stays the caller's. Call
-    `close` at the end: memory that is mapped cannot be freed. `bytes_read` is the length of all chunks that were found sound.
+    Checks every chunk against the checksums in the slot's check area.
+
+    Raises IntegrityError if the slot is damaged, has been filled again, or has no
+    checksums yet. The descriptor stays the caller's. Call `close` at the end: memory
+    that is mapped cannot be freed. `bytes_read` is the length of all chunks that were
+    found sound.
     """
 
     remote = False
@@ -41,7 +53,9 @@ class SlotSource:
         self.request = SnapshotRequest.decode(read_document(fd, header, header.request, "request"))
         self.values = (header.values.offset, header.values.length)
         if self.values[0] < self.plan.data_length:
-            raise IntegrityError(f"the slot of step {step} is damaged: its values overlap its tensors")
+            raise IntegrityError(
+                f"the slot of step {step} is damaged: its values overlap its tensors"
+            )
         self.ranges = chunk_ranges(with_values(self.plan.regions, self.values), header.chunk_size)
         checks = read_check(fd, header)
         if checks is None or len(checks) != len(self.ranges):
@@ -54,7 +68,10 @@ class SlotSource:
                 self._mapped = map_segment(fd, header.file_length, writable=False)
 
     def close(self) -> None:
-        """Unmap the slot. No read may be under way. Later reads go through the descriptor."""
+        """Unmap the slot.
+
+        No read may be under way. Later reads go through the descriptor.
+        """
         self._mapped = None
 
     def read_chunk(self, number: int, raw: memoryview) -> None:
@@ -69,7 +86,10 @@ class SlotSource:
                 crc = read_data(self._fd, self.header, offset, len(piece), piece, crc)
                 offset += len(piece)
         if crc != self.checks[number]:
-            raise IntegrityError(f"chunk {number} of step {self.header.step} has changed in memory since it was sealed")
+            raise IntegrityError(
+                f"chunk {number} of step {self.header.step} has changed in memory since it was "
+                f"sealed"
+            )
         self._sound.add(number)
         return True
 
@@ -78,7 +98,10 @@ class SlotSource:
         return sum(self.ranges[number].length for number in self._sound)
 
     def _copy_out(self, offset: int, pieces: Sequence[memoryview]) -> int | None:
-        """Copy bytes of the slot from memory, and return their crc32c. Return None if they can only be read through the descriptor."""
+        """Copy bytes of the slot from memory, and return their crc32c.
+
+        Return None if they can only be read through the descriptor.
+        """
         mapped = self._mapped
         if mapped is None:
             return None
@@ -89,9 +112,11 @@ class SlotSource:
 
 
 class PartWithSlot:
-    """A part as a `ChunkSource` whose chunks are read from the slot that it was written from. `close` closes the part.
+    """A part as a `ChunkSource` whose chunks are read from the slot that it was written
+    from. `close` closes the part.
 
-    Once the slot fails to give a chunk, this chunk and all later ones are read from storage. The slot stays the caller's.
+    Once the slot fails to give a chunk, this chunk and all later ones are read from
+    storage. The slot stays the caller's.
     """
 
     remote = False
@@ -99,12 +124,21 @@ class PartWithSlot:
     def __init__(self, part: PartReader, slot: SlotSource) -> None:
         self._part = part
         self._slot: SlotSource | None = slot
-        self.name, self.plan, self.values, self.ranges = part.name, part.plan, part.values, part.ranges
+        self.name, self.plan, self.values, self.ranges = (
+            part.name,
+            part.plan,
+            part.values,
+            part.ranges,
+        )
 
     @staticmethod
     def match(part: PartReader, slot: SlotSource) -> bool:
-        """Return True if the slot has the bytes of the part, by the length and the checksum of every chunk."""
-        return slot.ranges == part.ranges and list(slot.checks) == [chunk.raw_crc for chunk in part.index.chunks]
+        """Return True if the slot has the bytes of the part, by the length and the
+        checksum of every chunk.
+        """
+        return slot.ranges == part.ranges and list(slot.checks) == [
+            chunk.raw_crc for chunk in part.index.chunks
+        ]
 
     def close(self) -> None:
         self._part.close()
@@ -125,5 +159,9 @@ class PartWithSlot:
         except (IntegrityError, OSError) as error:
             if self._slot is not None:  # otherwise another thread has said so
                 self._slot = None
-                log.warning("%s is read from storage, because its copy in memory is lost: %s", self.name, error)
+                log.warning(
+                    "%s is read from storage, because its copy in memory is lost: %s",
+                    self.name,
+                    error,
+                )
             return False

@@ -1,4 +1,6 @@
-"""Opens the sources of a snapshot: sealed slots in memory, or the parts of a checkpoint. Both are verified as they are read."""
+"""Opens the sources of a snapshot: sealed slots in memory, or the parts of a
+checkpoint. Both are verified as they are read.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,14 @@ from ckptd.shared.system.storage_seam import Closable
 class Opened:
     """An open snapshot that is ready to be loaded.
 
-    While it is open, the checkpoint cannot be deleted. `close` ends that; otherwise it ends when the object is garbage-collected.
+    While it is open, the checkpoint cannot be deleted. `close` ends that; otherwise it
+    ends when the object is garbage-collected.
 
-    tag: the name of the checkpoint's directory. sources: one for each rank, in their order. saved: their contents. held: the leases, open
-    parts and slots that `close` closes. created: Unix seconds by the trainer's clock, NaN if unknown. manifest: None for a snapshot in
-    memory. plain: the values that `metadata` has found, by DCP's names for them.
+    tag: the name of the checkpoint's directory. sources: one for each rank, in their
+    order. saved: their contents. held: the leases, open parts and slots that `close`
+    closes. created: Unix seconds by the trainer's clock, NaN if unknown. manifest: None
+    for a snapshot in memory. plain: the values that `metadata` has found, by DCP's
+    names for them.
     """
 
     tag: str
@@ -56,7 +61,10 @@ class Opened:
     plain: dict[str, Any] = field(default_factory=dict)
 
     def values(self, rank: int = 0) -> bytes:
-        """Return the encoded values document of a rank, verified. Raises IntegrityError, OSError."""
+        """Return the encoded values document of a rank, verified.
+
+        Raises IntegrityError, OSError.
+        """
         source = self.sources[rank]
         offset, length = source.values
         document = bytearray(length)
@@ -64,10 +72,12 @@ class Opened:
         return bytes(document)
 
     def document(self, rank: int = 0, refused: list[str] | None = None) -> dict[str, Any]:
-        """Return the values document of a rank, decoded, with its blobs loaded and its state dicts with their versions.
+        """Return the values document of a rank, decoded, with its blobs loaded and its
+        state dicts with their versions.
 
-        refused: gets the reason for each blob that only pickled code could bring back. The blob becomes a placeholder then.
-        Raises IntegrityError, OSError; UnsavableValue for such a blob if `refused` is None.
+        refused: gets the reason for each blob that only pickled code could bring back.
+        The blob becomes a placeholder then. Raises IntegrityError, OSError;
+        UnsavableValue for such a blob if `refused` is None.
         """
 
         def loaded(name: str) -> Any:
@@ -82,19 +92,28 @@ class Opened:
         found: dict[str, Any] = decode(self.values(rank))
         _check_document(found, rank)
         names = self.saved.blob_names()
-        blobs = self.saved.read_blobs([name for name in tensor_names(found["state"]) if name in names] if names else [])
+        blobs = self.saved.read_blobs(
+            [name for name in tensor_names(found["state"]) if name in names] if names else []
+        )
         if blobs:
-            found["state"] = filled(found["state"], lambda name: loaded(name) if name in blobs else TensorRef(name))
+            found["state"] = filled(
+                found["state"], lambda name: loaded(name) if name in blobs else TensorRef(name)
+            )
         found["state"] = attach_versions(found["state"], found.get("versions", {}), rank)
         return found
 
     def metadata(self, documents: Sequence[dict[str, Any]] = ()) -> Metadata:
         """Return DCP's metadata: tensors, values and planner data.
 
-        If DCP has not planned the snapshot, its values count as blobs, under the names that DCP would give them. After this call `blobs`
-        returns them. documents: the decoded values documents of all ranks, if the caller has them. Raises as `document`.
+        If DCP has not planned the snapshot, its values count as blobs, under the names
+        that DCP would give them. After this call `blobs` returns them. documents: the
+        decoded values documents of all ranks, if the caller has them. Raises as
+        `document`.
         """
-        metadata, first = self.saved.metadata(), documents[0] if documents else decode(self.values())
+        metadata, first = (
+            self.saved.metadata(),
+            documents[0] if documents else decode(self.values()),
+        )
         if "planner_data" in first:
             metadata.planner_data = first["planner_data"]
             metadata.storage_meta = StorageMeta(save_id=first.get("save_id") or None)
@@ -105,7 +124,9 @@ class Opened:
             lambda name: torch.empty(0, dtype=torch.float32, device="cpu"),
             records=False,
         )
-        flat, metadata.planner_data = flatten_state_dict(state) if isinstance(state, dict) else ({}, {})
+        flat, metadata.planner_data = (
+            flatten_state_dict(state) if isinstance(state, dict) else ({}, {})
+        )
         for name, value in flat.items():
             if not isinstance(value, torch.Tensor):
                 self.plain[name] = value
@@ -113,7 +134,9 @@ class Opened:
         return metadata
 
     def blobs(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Return values by name, as bytes that torch.save or the caller's planner has written. Raises NotFound, IntegrityError, OSError."""
+        """Return values by name, as bytes that torch.save or the caller's planner has
+        written. Raises NotFound, IntegrityError, OSError.
+        """
         found = self.saved.read_blobs([name for name in names if name not in self.plain])
         for name in set(names) & self.plain.keys():
             for _, why in unavailable(self.plain[name], name):
@@ -124,7 +147,8 @@ class Opened:
         return found
 
     def verify(self, sources: Sequence[ChunkSource] | None = None) -> int:
-        """Check that every tensor is whole, then read and verify every chunk of `sources`, or of all sources if it is None.
+        """Check that every tensor is whole, then read and verify every chunk of
+        `sources`, or of all sources if it is None.
 
         Return the number of raw bytes. Raises IntegrityError, OSError.
         """
@@ -132,7 +156,9 @@ class Opened:
         return sum(verify(source) for source in (self.sources if sources is None else sources))
 
     def close(self) -> None:
-        """Close everything that is held open. A lease ends, unless this is a forked child. May be called again.
+        """Close everything that is held open.
+
+        A lease ends, unless this is a forked child. May be called again.
 
         Each object leaves the list before it is closed, so that none is closed twice.
         """
@@ -144,29 +170,43 @@ class Opened:
 
 
 def _check_document(document: Any, rank: int) -> None:
-    """Raise IntegrityError if a decoded values document is not a map with a state, or has versions of another form."""
+    """Raise IntegrityError if a decoded values document is not a map with a state, or
+    has versions of another form.
+    """
     if not isinstance(document, dict) or "state" not in document:
         raise IntegrityError(f"the values document of rank {rank} has no state")
     versions = document.get("versions", {})
     if not isinstance(versions, dict) or not all(
-        isinstance(key, str) and isinstance(entries, dict) and all(isinstance(entry, dict) for entry in entries.values())
+        isinstance(key, str)
+        and isinstance(entries, dict)
+        and all(isinstance(entry, dict) for entry in entries.values())
         for key, entries in versions.items()
     ):
-        raise IntegrityError(f"the values document of rank {rank} has versions that are not maps of maps")
+        raise IntegrityError(
+            f"the values document of rank {rank} has versions that are not maps of maps"
+        )
 
 
 def load_blob(name: str, data: bytes) -> Any:
-    """Return the value that torch.save has written as `data`. Raises UnsavableValue if only pickled code could bring it back."""
+    """Return the value that torch.save has written as `data`.
+
+    Raises UnsavableValue if only pickled code could bring it back.
+    """
     try:
         return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except Exception:  # torch.load raises errors of many types
-        raise UnsavableValue(f"{name}: it can only be loaded by running pickled code, which ckptd does not do") from None
+        raise UnsavableValue(
+            f"{name}: it can only be loaded by running pickled code, which ckptd does not do"
+        ) from None
 
 
 def open_memory(descriptors: Sequence[Descriptor], attempt: int, step: int, tag: str) -> Opened:
-    """Open the sealed slots of all ranks as one snapshot. Takes over the descriptors, also if it raises IntegrityError.
+    """Open the sealed slots of all ranks as one snapshot.
 
-    descriptors: one for the slot of each rank, in their order. The slots must hold this attempt and step.
+    Takes over the descriptors, also if it raises IntegrityError.
+
+    descriptors: one for the slot of each rank, in their order. The slots must hold this
+    attempt and step.
     """
     try:
         sources = [SlotSource(descriptor.fileno(), attempt, step) for descriptor in descriptors]
@@ -177,11 +217,22 @@ def open_memory(descriptors: Sequence[Descriptor], attempt: int, step: int, tag:
         raise
     request = sources[0].request
     content = msgspec.json.decode(request.user_content)
-    return Opened(tag, sources, saved, dict(request.metrics), content, [*descriptors, *sources], request.created)
+    return Opened(
+        tag,
+        sources,
+        saved,
+        dict(request.metrics),
+        content,
+        [*descriptors, *sources],
+        request.created,
+    )
 
 
-def open_slots(descriptors: Mapping[int, Descriptor], attempt: int, step: int) -> dict[int, SlotSource]:
-    """Open the slots of some ranks, given and returned by rank, that are sealed, hold this attempt and step, and are sound.
+def open_slots(
+    descriptors: Mapping[int, Descriptor], attempt: int, step: int
+) -> dict[int, SlotSource]:
+    """Open the slots of some ranks, given and returned by rank, that are sealed, hold
+    this attempt and step, and are sound.
 
     The descriptors stay the caller's.
     """
@@ -201,34 +252,50 @@ def open_checkpoint(
 ) -> Opened:
     """Open a checkpoint, under a lease that keeps it from being deleted.
 
-    manifest: the manifest of the checkpoint, if the caller has read it. slots: slots by rank that may still hold what the parts were
-    written from. Chunks are read from those that match their part. The slots stay the caller's.
+    manifest: the manifest of the checkpoint, if the caller has read it. slots: slots by
+    rank that may still hold what the parts were written from. Chunks are read from
+    those that match their part. The slots stay the caller's.
 
-    If the checkpoint is overwritten meanwhile, the new one is opened. Raises NotFound, also if the checkpoint is deleted meanwhile; Busy if
-    a deleter has it locked; IntegrityError, OSError.
+    If the checkpoint is overwritten meanwhile, the new one is opened. Raises NotFound,
+    also if the checkpoint is deleted meanwhile; Busy if a deleter has it locked;
+    IntegrityError, OSError.
     """
     manifest = manifest or repository.read_manifest(job, tag)
     while True:
         try:
             return _opened(repository, job, tag, manifest, slots)
         except IntegrityError:
-            again = repository.read_manifest(job, tag)  # NotFound if it was deleted, since the manifest is deleted first
+            # NotFound if it was deleted, since the manifest is deleted first
+            again = repository.read_manifest(job, tag)
             if again.parts == manifest.parts:
                 raise
             manifest = again  # the checkpoint was overwritten
 
 
-def _opened(repository: Repository, job: str, tag: str, manifest: Manifest, slots: Mapping[int, SlotSource]) -> Opened:
+def _opened(
+    repository: Repository, job: str, tag: str, manifest: Manifest, slots: Mapping[int, SlotSource]
+) -> Opened:
     def open_part(part: PartEntry) -> PartReader | PartWithSlot:
         reader = repository.open_part(job, tag, part.file, part.index_sha256)
         try:
-            reader.check_codecs()  # an error that is found later would leave half of the state overwritten
+            # An error that is found later would leave half of the state overwritten.
+            reader.check_codecs()
             index = reader.index
-            whose = (index.attempt, index.step, index.rank, len(reader.plan.items), 1 + len(index.files))
+            whose = (
+                index.attempt,
+                index.step,
+                index.rank,
+                len(reader.plan.items),
+                1 + len(index.files),
+            )
             if whose != (manifest.attempt, manifest.step, part.rank, part.items, part.files):
                 raise IntegrityError(f"{reader.name} is not the part that the manifest describes")
             slot = slots.get(part.rank)
-            return PartWithSlot(reader, slot) if slot is not None and PartWithSlot.match(reader, slot) else reader
+            return (
+                PartWithSlot(reader, slot)
+                if slot is not None and PartWithSlot.match(reader, slot)
+                else reader
+            )
         except BaseException:
             reader.close()
             raise
@@ -238,8 +305,12 @@ def _opened(repository: Repository, job: str, tag: str, manifest: Manifest, slot
     try:
         if isinstance(repository, StandaloneCheckpoint):
             held.append(repository.share())
-        if manifest.metadata_object is not None and not isinstance(repository, StandaloneCheckpoint):
-            sources, saved = _on_demand(repository, job, tag, manifest, open_part, held, remote=lease.remote)
+        if manifest.metadata_object is not None and not isinstance(
+            repository, StandaloneCheckpoint
+        ):
+            sources, saved = _on_demand(
+                repository, job, tag, manifest, open_part, held, remote=lease.remote
+            )
         else:
             sources = _all_parts(manifest, open_part, held, remote=lease.remote)
             saved = Saved.of(sources)
@@ -247,16 +318,33 @@ def _opened(repository: Repository, job: str, tag: str, manifest: Manifest, slot
         while held:
             held.pop().close()
         raise
-    return Opened(tag, sources, saved, manifest.numbers, manifest.user_content, held, manifest.created_at, manifest)
+    return Opened(
+        tag,
+        sources,
+        saved,
+        manifest.numbers,
+        manifest.user_content,
+        held,
+        manifest.created_at,
+        manifest,
+    )
 
 
 def _all_parts(
-    manifest: Manifest, open_part: Callable[[PartEntry], PartReader | PartWithSlot], held: list[Closable], *, remote: bool
+    manifest: Manifest,
+    open_part: Callable[[PartEntry], PartReader | PartWithSlot],
+    held: list[Closable],
+    *,
+    remote: bool,
 ) -> Sequence[ChunkSource]:
     """Open all parts, and add them to `held`."""
     readers: list[PartReader | PartWithSlot] = []
     with ExitStack() as threads:
-        each = threads.enter_context(ThreadPoolExecutor(OPENED_AT_ONCE, "ckptd-open")).map if remote else map
+        each = (
+            threads.enter_context(ThreadPoolExecutor(OPENED_AT_ONCE, "ckptd-open")).map
+            if remote
+            else map
+        )
         for reader in each(open_part, manifest.parts):
             readers.append(reader)
             held.append(reader)
@@ -273,20 +361,27 @@ def _on_demand(
     *,
     remote: bool,
 ) -> tuple[Sequence[ChunkSource], Saved]:
-    """Open the metadata object, and add it to `held`, and the parts, which are opened later. They must be there already."""
+    """Open the metadata object, and add it to `held`, and the parts, which are opened
+    later. They must be there already.
+    """
     if missing := set(manifest.files).difference(repository.files(job, tag)):
         raise IntegrityError(f"{job}/{tag}/{min(missing)} is missing")
     reader = open_metadata(repository, job, tag, manifest)
     held.append(reader)
     parts = [PartOnDemand(partial(open_part, part), remote=remote) for part in manifest.parts]
     held += parts
-    return parts, SavedOnDemand(torch_version=torch_version(manifest.writer), metadata_reader=reader, parts=parts)
+    return parts, SavedOnDemand(
+        torch_version=torch_version(manifest.writer), metadata_reader=reader, parts=parts
+    )
 
 
 def newer(error: NewerFormat, where: str, how: str) -> NewerFormat:
     """Return the error for a checkpoint that a newer ckptd wrote.
 
-    where: the name of the checkpoint. how: the call or argument by which the caller can choose an older checkpoint.
+    where: the name of the checkpoint. how: the call or argument by which the caller can
+    choose an older checkpoint.
     """
     said = str(error) if str(error).startswith(where) else f"{where}: {error}"
-    return NewerFormat(f"{said}; it is not damaged: upgrade this ckptd, or name an older checkpoint with {how}")
+    return NewerFormat(
+        f"{said}; it is not damaged: upgrade this ckptd, or name an older checkpoint with {how}"
+    )

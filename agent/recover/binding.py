@@ -1,7 +1,9 @@
-"""Brings a saved state back into the caller's own state: first compares the two, then writes.
+"""Brings a saved state back into the caller's own state: first compares the two, then
+writes.
 
-`Binding` walks the caller's state beside the saved tree. It writes nothing. It collects every difference, the tensors to fill in place, the
-tensors to make, and the work for the end. `Binding.finish` then does that work with the loaded tensors.
+`Binding` walks the caller's state beside the saved tree. It writes nothing. It collects
+every difference, the tensors to fill in place, the tensors to make, and the work for
+the end. `Binding.finish` then does that work with the loaded tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +37,15 @@ from ckptd.agent.state.naming import Names, is_stateful
 from ckptd.agent.state.optimizers import without_wrappers
 from ckptd.agent.state.records import as_dict, kind_of
 from ckptd.agent.state.state_dicts import take_versions
-from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unavailable, Unsaved, empty_like
+from ckptd.agent.state.tree import (
+    RECORDS,
+    ObjectNode,
+    PerRank,
+    TensorRef,
+    Unavailable,
+    Unsaved,
+    empty_like,
+)
 from ckptd.agent.state.versions import Versions
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.formats.bounds import PLAIN_TYPES, is_flat
@@ -44,10 +54,14 @@ _COMPARED = (torch.Tensor, dict, list, tuple, PerRank)
 
 
 class Binding:
-    """A saved tree that fits the caller's state. Load its tensors, then call `finish`, or call `discard`. Raises StructureMismatch.
+    """A saved tree that fits the caller's state.
 
-    in_place: the destinations of tensors, by name. fresh: the devices of the tensors to make, by name. unused: the keys of the checkpoint
-    that have no place in the state; empty unless `options.strict`. kept: the patterns in `options.keep` that match a key.
+    Load its tensors, then call `finish`, or call `discard`. Raises StructureMismatch.
+
+    in_place: the destinations of tensors, by name. fresh: the devices of the tensors to
+    make, by name. unused: the keys of the checkpoint that have no place in the state;
+    empty unless `options.strict`. kept: the patterns in `options.keep` that match a
+    key.
     """
 
     def __init__(
@@ -64,19 +78,22 @@ class Binding:
         names = Names(state)
         kept = kept_parameters(names, leaves.is_kept) if options.keep else frozenset[int]()
         self._modules = Modules(leaves, self._bind, versions or {})
-        self._optimizers = Optimizers(leaves, names, SavedParameters(tree, saved, recorded), self._bind, kept)
+        self._optimizers = Optimizers(
+            leaves, names, SavedParameters(tree, saved, recorded), self._bind, kept
+        )
         self.in_place, self.fresh, self.kept = leaves.in_place, leaves.fresh, leaves.kept
         value = self._bind(state, tree, "")
         self.matched, self.fresh_dtypes = leaves.matched, leaves.fresh_dtypes
-        self.unused, leaves.differences.unused = leaves.differences.unused, []  # other ranks may have a place for these keys
+        # Other ranks may have a place for these keys.
+        self.unused, leaves.differences.unused = leaves.differences.unused, []
         self._raise_differences()
         self._value = value
 
     def judge(self, read: Read) -> None:
         """Read the saved values that decide whether the recovery would lose anything.
 
-        Raises StructureMismatch if it would; nothing is written. `read` fills the tensors that it
-        is given by name.
+        Raises StructureMismatch if it would; nothing is written. `read` fills the
+        tensors that it is given by name.
         """
         self._leaves.judge(read)
         self._raise_differences()
@@ -87,37 +104,57 @@ class Binding:
             raise self._leaves.differences.error()
 
     def discard(self) -> None:
-        """Remove the tensors that the comparison has made in the state. Called instead of `finish`."""
+        """Remove the tensors that the comparison has made in the state.
+
+        Called instead of `finish`.
+        """
         for undo in self._leaves.undo:
             undo()
         self._leaves.undo.clear()
 
     def remarks(self) -> Iterator[tuple[int, str]]:
-        """Yield a level of the log and a sentence for each thing that the caller should know about what is brought back."""
+        """Yield a level of the log and a sentence for each thing that the caller should
+        know about what is brought back.
+        """
         leaves = self._leaves
         if leaves.changed:
-            yield logging.INFO, f"restored from the checkpoint: {', '.join(leaves.changed)}; recover(keep=...) keeps the caller's"
+            yield (
+                logging.INFO,
+                f"restored from the checkpoint: {', '.join(leaves.changed)}; recover(keep=...) "
+                f"keeps the caller's",
+            )
         for (theirs, ours), count in leaves.narrowed().items():
             names = f"{str(theirs).removeprefix('torch.')} to {str(ours).removeprefix('torch.')}"
-            yield logging.WARNING, f"{count} tensors were converted from {names}, which holds fewer digits"
+            yield (
+                logging.WARNING,
+                f"{count} tensors were converted from {names}, which holds fewer digits",
+            )
         if leaves.left:
-            yield logging.WARNING, f"not in the checkpoint, and left as they are: {', '.join(grouped(leaves.left))}"
+            yield (
+                logging.WARNING,
+                f"not in the checkpoint, and left as they are: {', '.join(grouped(leaves.left))}",
+            )
         if leaves.unsaved:
             yield (
                 logging.WARNING,
-                f"not in the checkpoint, since they could not be saved, and left as they are: {', '.join(leaves.unsaved)}",
+                f"not in the checkpoint, since they could not be saved, and left as they are: "
+                f"{', '.join(leaves.unsaved)}",
             )
         if leaves.as_dicts:
             yield (
                 logging.WARNING,
                 (
-                    f"objects under {', '.join(grouped(leaves.as_dicts))} came back as dicts of their fields: the state has no such object "
+                    f"objects under {', '.join(grouped(leaves.as_dicts))} came back as dicts of "
+                    f"their fields: the state has no such object "
                     "for the fields"
                 ),
             )
 
     def finish(self, resolve: Resolve) -> None:
-        """Write everything but the tensors in place. `resolve` returns the loaded tensor of a name in `fresh`."""
+        """Write everything but the tensors in place.
+
+        `resolve` returns the loaded tensor of a name in `fresh`.
+        """
         with torch.no_grad():
             self._value(resolve)
 
@@ -126,7 +163,8 @@ class Binding:
     def _bind(self, place: Any, saved: Any, path: str) -> Value:
         if self._leaves.is_kept(path):
             return unchanged
-        if type(saved) is TensorRef and type(place) in PLAIN and not kind_of_tensor(place):  # nearly all values of a large state
+        # Nearly all values of a large state.
+        if type(saved) is TensorRef and type(place) in PLAIN and not kind_of_tensor(place):
             return self._leaves.tensor(place, saved, path)
         if isinstance(saved, Unsaved):
             self._leaves.unsaved.append(path)
@@ -143,7 +181,11 @@ class Binding:
             return self._optimizers.bind(place, saved, path)
         if isinstance(place, torch.Tensor):
             kind = kind_of_tensor(place)
-            return self._record(place, kind, saved, path) if kind else self._leaves.tensor(place, saved, path)
+            return (
+                self._record(place, kind, saved, path)
+                if kind
+                else self._leaves.tensor(place, saved, path)
+            )
         if type(place) is not dict and is_stateful(place):
             return self._stateful(place, saved, path)
         if kind := kind_of(place):
@@ -156,7 +198,11 @@ class Binding:
             return self._list(place, saved, path)
         if type(place) is tuple:
             return self._tuple(place, saved, path)
-        if isinstance(saved, ObjectNode) and RECORDS[saved.kind].alone is as_dict and place is not None:
+        if (
+            isinstance(saved, ObjectNode)
+            and RECORDS[saved.kind].alone is as_dict
+            and place is not None
+        ):
             return self._leaves.other_kind(path, saved, f"a {type(place).__name__}")
         return self._leaves.make(saved, path)
 
@@ -168,8 +214,10 @@ class Binding:
         on_reshape = self._leaves.options.on_reshape
         if on_reshape is None:
             return self._leaves.differ(
-                f"{path} is each rank's own, was saved on {len(saved.values)} ranks, none of them this one: recover on as many "
-                "ranks, or pass recover() a function on_reshape(key, values) that makes this rank's value"
+                f"{path} is each rank's own, was saved on {len(saved.values)} ranks, none of them "
+                f"this one: recover on as many "
+                "ranks, or pass recover() a function on_reshape(key, values) that makes this "
+                "rank's value"
             )
         fresh = self._leaves.make(saved.values, path)
 
@@ -186,8 +234,16 @@ class Binding:
             return self._leaves.into(partial(_update, place), saved, path)
         self._leaves.compare(list(saved), list(place), path)
         inside = f"{path}." if path else ""
-        values = {key: self._bind(place[key], saved[key], f"{inside}{key}") for key in place if key in saved}
-        taken = [key for key in values if hasattr(saved, "_metadata") and not self._leaves.is_kept(f"{inside}{key}")]
+        values = {
+            key: self._bind(place[key], saved[key], f"{inside}{key}")
+            for key in place
+            if key in saved
+        }
+        taken = [
+            key
+            for key in values
+            if hasattr(saved, "_metadata") and not self._leaves.is_kept(f"{inside}{key}")
+        ]
 
         def put(resolve: Resolve) -> Any:
             for key, value in values.items():
@@ -207,11 +263,20 @@ class Binding:
             return self._leaves.other_kind(path, saved, "a list")
         if is_flat(place) and is_flat(saved):  # a history, which may have a million numbers
             return self._leaves.into(partial(place.__setitem__, slice(None)), saved, path)
-        if not any(isinstance(item, Unsaved) for item in saved) and not any(map(_is_compared, place)):
-            return self._leaves.into(partial(place.__setitem__, slice(None)), saved, path)  # plain values, like a history: any length fits
+        if not any(isinstance(item, Unsaved) for item in saved) and not any(
+            map(_is_compared, place)
+        ):
+            # Plain values, like a history: any length fits.
+            return self._leaves.into(partial(place.__setitem__, slice(None)), saved, path)
         if len(place) != len(saved):
-            return self._leaves.differ(f"{path}: the checkpoint has a list of {len(saved)}, the state one of {len(place)}", keep=path)
-        values = [self._bind(item, saved[n], f"{path}.{n}" if path else str(n)) for n, item in enumerate(place)]
+            return self._leaves.differ(
+                f"{path}: the checkpoint has a list of {len(saved)}, the state one of {len(place)}",
+                keep=path,
+            )
+        values = [
+            self._bind(item, saved[n], f"{path}.{n}" if path else str(n))
+            for n, item in enumerate(place)
+        ]
 
         def put(resolve: Resolve) -> Any:
             for n, value in enumerate(values):
@@ -223,17 +288,29 @@ class Binding:
 
     def _tuple(self, place: tuple[Any, ...], saved: Any, path: str) -> Value:
         if not isinstance(saved, tuple) or len(saved) != len(place):
-            return self._leaves.make(saved, path) if not place else self._leaves.other_kind(path, saved, f"a tuple of {len(place)}")
-        values = [self._bind(item, saved[n], f"{path}.{n}" if path else str(n)) for n, item in enumerate(place)]
+            return (
+                self._leaves.make(saved, path)
+                if not place
+                else self._leaves.other_kind(path, saved, f"a tuple of {len(place)}")
+            )
+        values = [
+            self._bind(item, saved[n], f"{path}.{n}" if path else str(n))
+            for n, item in enumerate(place)
+        ]
 
         def make(resolve: Resolve) -> Any:
             made = [value(resolve) for value in values]
-            return tuple(item if new is KEEP else new for item, new in zip(place, made, strict=True))
+            return tuple(
+                item if new is KEEP else new for item, new in zip(place, made, strict=True)
+            )
 
         return make
 
     def _record(self, place: Any, name: str, saved: Any, path: str) -> Value:
-        """Bind an object that is saved as its fields. It keeps its identity, unless it cannot be changed."""
+        """Bind an object that is saved as its fields.
+
+        It keeps its identity, unless it cannot be changed.
+        """
         kind, leaves = RECORDS[name], self._leaves
         if not isinstance(saved, ObjectNode) or saved.kind != name:
             return leaves.other_kind(path, saved, f"a {name}")
@@ -241,10 +318,16 @@ class Binding:
             return leaves.differ(f"{path}: {why}", keep=path)
         own = {} if kind.whole else kind.fields(place)
         if not own:
-            fresh = leaves.make(saved.tree, path, place.device if isinstance(place, torch.Tensor) else None)
+            fresh = leaves.make(
+                saved.tree, path, place.device if isinstance(place, torch.Tensor) else None
+            )
         else:
             leaves.compare(list(saved.tree), list(own), path)
-            values = {key: self._bind(own[key], saved.tree[key], f"{path}.{key}" if path else key) for key in own if key in saved.tree}
+            values = {
+                key: self._bind(own[key], saved.tree[key], f"{path}.{key}" if path else key)
+                for key in own
+                if key in saved.tree
+            }
 
             def fresh(resolve: Resolve) -> Any:
                 made = {key: value(resolve) for key, value in values.items()}
@@ -257,7 +340,11 @@ class Binding:
         return put
 
     def _stateful(self, place: Any, saved: Any, path: str) -> Value:
-        """Bind an object with load_state_dict. It loads its whole saved state, each tensor placed and sharded like its own of that name."""
+        """Bind an object with load_state_dict.
+
+        It loads its whole saved state, each tensor placed and sharded like its own of
+        that name.
+        """
         leaves = self._leaves
         try:
             with state_of(place, path):
@@ -268,13 +355,23 @@ class Binding:
             leaves.differ(*class_difference(place, saved.cls, path), keep=path)
         tree = saved.tree if isinstance(saved, ObjectNode) else saved
         disabled = isinstance(tree, dict) and not tree
-        if isinstance(template, dict) and template and disabled and isinstance(place, torch.amp.GradScaler):
+        if (
+            isinstance(template, dict)
+            and template
+            and disabled
+            and isinstance(place, torch.amp.GradScaler)
+        ):
             return leaves.differ(
-                f"{path}: the checkpoint has a scaler that was disabled, and has no state; the scaler of the state is enabled", keep=path
+                f"{path}: the checkpoint has a scaler that was disabled, and has no state; the "
+                f"scaler of the state is enabled",
+                keep=path,
             )
-        if isinstance(inner := without_wrappers(place), LRScheduler) and (count := _other_groups(tree, len(inner.optimizer.param_groups))):
+        if isinstance(inner := without_wrappers(place), LRScheduler) and (
+            count := _other_groups(tree, len(inner.optimizer.param_groups))
+        ):
             return leaves.differ(
-                f"{path}: the scheduler was saved for {count} parameter groups, and its optimizer has {len(inner.optimizer.param_groups)}",
+                f"{path}: the scheduler was saved for {count} parameter groups, and its optimizer "
+                f"has {len(inner.optimizer.param_groups)}",
                 keep=path,
             )
         tree, kept = self._without_kept(tree, template, path)
@@ -290,13 +387,17 @@ class Binding:
     def _without_kept(self, saved: Any, own: Any, path: str) -> tuple[Any, dict[str, Any]]:
         """Return the saved tree without the keys that the caller keeps.
 
-        Also returns the caller's values of these keys, in containers that are nested like the tree.
+        Also returns the caller's values of these keys, in containers that are nested
+        like the tree.
         """
         if not self._leaves.options.keep:
             return saved, {}
         kept: dict[Any, Any] = {}
         if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
-            items = [self._without_kept(value, own[n], f"{path}.{n}" if path else str(n)) for n, value in enumerate(saved)]
+            items = [
+                self._without_kept(value, own[n], f"{path}.{n}" if path else str(n))
+                for n, value in enumerate(saved)
+            ]
             kept = {n: _Kept(deeper) for n, (_, deeper) in enumerate(items) if deeper}
             return ([item for item, _ in items] if kept else saved), kept
         if not isinstance(saved, dict) or not isinstance(own, dict):
@@ -340,7 +441,17 @@ def _update(place: dict[Any, Any], made: dict[Any, Any]) -> None:
         take_versions(place, made, made)
 
 
-_PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "num_bad_epochs", "best"})
+_PROGRESS = frozenset(
+    {
+        "last_epoch",
+        "_step_count",
+        "_last_lr",
+        "_get_lr_called_within_step",
+        "_is_initial",
+        "num_bad_epochs",
+        "best",
+    }
+)
 """The values that a scheduler counts up as it runs.
 
 They change with every recovery, so they are not logged.
@@ -348,23 +459,40 @@ They change with every recovery, so they are not logged.
 
 
 def _other_groups(saved: Any, groups: int) -> int:
-    """Return the number of learning rates of a saved scheduler if its optimizer has other groups.
+    """Return the number of learning rates of a saved scheduler if its optimizer has
+    other groups.
 
-    A scheduler has one learning rate for each parameter group. The schedulers inside this one are
-    examined, too. Return 0 if all fit.
+    A scheduler has one learning rate for each parameter group. The schedulers inside
+    this one are examined, too. Return 0 if all fit.
     """
     if isinstance(saved, dict):
         rates = saved.get("base_lrs")
         if isinstance(rates, list) and len(rates) != groups:
             return len(rates)
         saved = list(saved.values())
-    return next(filter(None, (_other_groups(one, groups) for one in saved)), 0) if isinstance(saved, (list, tuple)) else 0
+    return (
+        next(filter(None, (_other_groups(one, groups) for one in saved)), 0)
+        if isinstance(saved, (list, tuple))
+        else 0
+    )
 
 
 def _changed_values(own: Any, saved: Any, path: str) -> list[str]:
-    """Return a phrase for each plain setting of an object with a state dict that the recovery changes."""
-    if isinstance(own, list) and isinstance(saved, list) and len(own) == len(saved) and not is_flat(saved):  # a chain of schedulers
-        return [text for n, value in enumerate(saved) for text in _changed_values(own[n], value, f"{path}.{n}")]
+    """Return a phrase for each plain setting of an object with a state dict that the
+    recovery changes.
+    """
+    # A chain of schedulers.
+    if (
+        isinstance(own, list)
+        and isinstance(saved, list)
+        and len(own) == len(saved)
+        and not is_flat(saved)
+    ):
+        return [
+            text
+            for n, value in enumerate(saved)
+            for text in _changed_values(own[n], value, f"{path}.{n}")
+        ]
     if not isinstance(own, dict) or not isinstance(saved, dict):
         return []
     found = []
@@ -382,7 +510,9 @@ _SETTINGS = (bool, int, float, str)
 
 
 def _is_compared(item: Any) -> bool:
-    """Return True if an item of a list is compared with the saved one, and brought back in place."""
+    """Return True if an item of a list is compared with the saved one, and brought back
+    in place.
+    """
     if type(item) in PLAIN_TYPES:
         return False
     return isinstance(item, _COMPARED) or bool(kind_of(item)) or is_stateful(item)

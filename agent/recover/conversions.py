@@ -1,7 +1,8 @@
-"""Judges what a recovery would lose: values that another dtype cannot hold, and different tensors that would share one memory.
+"""Judges what a recovery would lose: values that another dtype cannot hold, and
+different tensors that would share one memory.
 
-The dtypes alone decide some cases. The saved values decide the others, and are read once more for
-this, before anything is written.
+The dtypes alone decide some cases. The saved values decide the others, and are read
+once more for this, before anything is written.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def _convertible(saved: torch.dtype, own: torch.dtype) -> bool:
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the real part of a complex dtype, and any other dtype as it is."""
+    """Return the dtype of the real part of a complex dtype, and any other dtype as it
+    is.
+    """
     return dtype.to_real() if dtype.is_complex else dtype
 
 
@@ -61,25 +64,30 @@ def narrows(saved: torch.dtype, own: torch.dtype) -> bool:
     """Return True if values of one dtype may change when they are converted to another."""
     if saved == own or not _convertible(saved, own):
         return False
-    if saved.is_floating_point and 1 in (saved.itemsize, own.itemsize):  # torch promotes no 8-bit floating-point types
+    # Torch promotes no 8-bit floating-point types.
+    if saved.is_floating_point and 1 in (saved.itemsize, own.itemsize):
         return saved.itemsize > 1 or not _holds_all(saved, _real(own))
     try:
         if saved.is_floating_point or saved.is_complex or not own.is_floating_point:
             return torch.promote_types(saved, own) != own
     except RuntimeError:  # torch promotes no unsigned integers either, except uint8
         return not _covers(saved, own)
-    return saved.itemsize >= own.itemsize  # integers into floating-point numbers, which hold only some of them exactly
+    # Integers into floating-point numbers, which hold only some of them exactly.
+    return saved.itemsize >= own.itemsize
 
 
 @cache
 def _holds_all(saved: torch.dtype, own: torch.dtype) -> bool:
     """Return True if `own` has every value of the 8-bit floating-point type `saved`."""
     values, converted = _values(saved), _values(saved, own)
-    return torch.equal(values.isnan(), converted.isnan()) and torch.equal(values.nan_to_num(), converted.nan_to_num())
+    return torch.equal(values.isnan(), converted.isnan()) and torch.equal(
+        values.nan_to_num(), converted.nan_to_num()
+    )
 
 
 def _values(eighth: torch.dtype, to: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return all values of an 8-bit floating-point type after a conversion to another dtype.
+    """Return all values of an 8-bit floating-point type after a conversion to another
+    dtype.
 
     They are returned as float64, with which torch computes.
     """
@@ -88,27 +96,39 @@ def _values(eighth: torch.dtype, to: torch.dtype = torch.float32) -> torch.Tenso
 
 def _covers(saved: torch.dtype, own: torch.dtype) -> bool:
     """Return True if every value of one dtype of integers is a value of another one."""
-    if torch.bool in (saved, own) or any(dtype.is_floating_point or dtype.is_complex for dtype in (saved, own)):
+    if torch.bool in (saved, own) or any(
+        dtype.is_floating_point or dtype.is_complex for dtype in (saved, own)
+    ):
         return False
-    return torch.iinfo(own).min <= torch.iinfo(saved).min and torch.iinfo(saved).max <= torch.iinfo(own).max
+    return (
+        torch.iinfo(own).min <= torch.iinfo(saved).min
+        and torch.iinfo(saved).max <= torch.iinfo(own).max
+    )
 
 
 def lost(values: torch.Tensor, own: torch.dtype) -> str:
     """Return what the conversion of these values to another dtype would lose, or ""."""
     try:
         if not (values.is_floating_point() or values.is_complex()):
-            return f"integers would change in {_short(own)}" if _integers_change(values, own) else ""
+            return (
+                f"integers would change in {_short(own)}" if _integers_change(values, own) else ""
+            )
         before = values if values.dtype.itemsize > 1 else values.to(torch.float32)
         if own.itemsize == 1:
             return _lost_in_eight_bits(before, own)
         lossy = bool((torch.isfinite(before) & ~torch.isfinite(values.to(own))).any())
         return f"finite values would become infinite in {_short(own)}" if lossy else ""
-    except (RuntimeError, NotImplementedError):  # torch computes nothing with this dtype, and thus cannot convert it either
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ):  # torch computes nothing with this dtype, and thus cannot convert it either
         return ""
 
 
 def _integers_change(values: torch.Tensor, own: torch.dtype) -> bool:
-    """Return True if a conversion changes integers, also one whose way back restores them, such as that of -1 into unsigned integers."""
+    """Return True if a conversion changes integers, also one whose way back restores
+    them, such as that of -1 into unsigned integers.
+    """
     converted = values.to(own)
     if not torch.equal(converted.to(values.dtype), values):
         return True
@@ -117,14 +137,20 @@ def _integers_change(values: torch.Tensor, own: torch.dtype) -> bool:
 
 
 def _is_signed(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex or (dtype != torch.bool and torch.iinfo(dtype).min < 0)
+    return (
+        dtype.is_floating_point
+        or dtype.is_complex
+        or (dtype != torch.bool and torch.iinfo(dtype).min < 0)
+    )
 
 
 def _lost_in_eight_bits(values: torch.Tensor, own: torch.dtype) -> str:
-    """Return what the conversion of these values to an 8-bit floating-point type would lose, or "".
+    """Return what the conversion of these values to an 8-bit floating-point type would
+    lose, or "".
 
-    The range of the type decides, because torch converts a value beyond it to infinity, to NaN or
-    to the largest value, depending on the type, the version of torch and the device.
+    The range of the type decides, because torch converts a value beyond it to infinity,
+    to NaN or to the largest value, depending on the type, the version of torch and the
+    device.
     """
     largest, limit, signed, infinite = _range_of(own)
     finite = torch.isfinite(values)
@@ -133,15 +159,19 @@ def _lost_in_eight_bits(values: torch.Tensor, own: torch.dtype) -> str:
         return f"finite values would become infinite in {_short(own)}"
     if not infinite and bool(beyond.any()):
         return f"{_short(own)} holds no values beyond {largest:g}"
-    return f"negative values would lose their sign in {_short(own)}" if not signed and bool((values < 0).any()) else ""
+    return (
+        f"negative values would lose their sign in {_short(own)}"
+        if not signed and bool((values < 0).any())
+        else ""
+    )
 
 
 class _Range8(NamedTuple):
     """The range of an 8-bit floating-point type.
 
-    largest: the largest finite value. limit: the number half a step above it; numbers below this
-    limit are rounded to `largest`. signed: True if the type has negative values. infinite: True if
-    the type has infinities.
+    largest: the largest finite value. limit: the number half a step above it; numbers
+    below this limit are rounded to `largest`. signed: True if the type has negative
+    values. infinite: True if the type has infinities.
     """
 
     largest: float
@@ -152,7 +182,8 @@ class _Range8(NamedTuple):
 
 @cache
 def _range_of(eighth: torch.dtype) -> _Range8:
-    # torch.finfo is not used, because the `eps` that it has for float8_e5m2fnuz in torch 2.13 is wrong.
+    # torch.finfo is not used, because the `eps` that it has for float8_e5m2fnuz in
+    # torch 2.13 is wrong.
     values: list[float] = _values(eighth).tolist()
     finite = sorted(value for value in values if math.isfinite(value))
     largest, eps = finite[-1], min(value for value in finite if value > 1) - 1
@@ -160,11 +191,14 @@ def _range_of(eighth: torch.dtype) -> _Range8:
     return _Range8(largest, largest + half_a_step, finite[0] < 0, math.inf in values)
 
 
-def converted_losses(saved: Saved, wanted: Mapping[str, tuple[torch.Tensor | None, torch.dtype]], read: Read) -> Iterator[tuple[str, str]]:
-    """Yield (name, loss) for each saved tensor whose values do not fit into their new dtype.
+def converted_losses(
+    saved: Saved, wanted: Mapping[str, tuple[torch.Tensor | None, torch.dtype]], read: Read
+) -> Iterator[tuple[str, str]]:
+    """Yield (name, loss) for each saved tensor whose values do not fit into their new
+    dtype.
 
-    `wanted` has the destination of each tensor, or None for a tensor that is made as a whole, and
-    the new dtype. The values are read in batches.
+    `wanted` has the destination of each tensor, or None for a tensor that is made as a
+    whole, and the new dtype. The values are read in batches.
     """
     batch: dict[str, torch.Tensor] = {}
     size = 0
@@ -180,7 +214,9 @@ def converted_losses(saved: Saved, wanted: Mapping[str, tuple[torch.Tensor | Non
 
 
 def _losses(
-    batch: dict[str, torch.Tensor], wanted: Mapping[str, tuple[torch.Tensor | None, torch.dtype]], read: Read
+    batch: dict[str, torch.Tensor],
+    wanted: Mapping[str, tuple[torch.Tensor | None, torch.dtype]],
+    read: Read,
 ) -> Iterator[tuple[str, str]]:
     if batch:
         read(batch)
@@ -190,14 +226,20 @@ def _losses(
 
 
 def _like(place: torch.Tensor | None, saved: Saved, name: str) -> torch.Tensor:
-    """Return new memory for the part of a saved tensor that goes to `place`, in the saved dtype."""
+    """Return new memory for the part of a saved tensor that goes to `place`, in the
+    saved dtype.
+    """
     if isinstance(place, DTensor):
         return torch.empty_like(place.detach(), dtype=saved.dtype(name))
     return torch.empty(tuple(saved.describe(name).size), dtype=saved.dtype(name), device="cpu")
 
 
-def unequal(saved: Saved, pairs: Iterable[tuple[str, str]], read: Read) -> Iterator[tuple[str, str]]:
-    """Yield each pair of names whose saved tensors have another dtype, another shape or other bytes. Reads all of them at once."""
+def unequal(
+    saved: Saved, pairs: Iterable[tuple[str, str]], read: Read
+) -> Iterator[tuple[str, str]]:
+    """Yield each pair of names whose saved tensors have another dtype, another shape or
+    other bytes. Reads all of them at once.
+    """
     pairs = list(pairs)
     values = {name: _like(None, saved, name) for name in chain.from_iterable(pairs)}
     if values:
@@ -241,18 +283,28 @@ def sharing(destinations: Mapping[str, torch.Tensor]) -> list[list[str]]:
     return [group for group in groups if len(group) > 1]
 
 
-def shared_losses(saved: Saved, destinations: Mapping[str, torch.Tensor], read: Read) -> Iterator[tuple[str, str]]:
-    """Yield two names for each group of destinations in one memory whose saved tensors differ."""
+def shared_losses(
+    saved: Saved, destinations: Mapping[str, torch.Tensor], read: Read
+) -> Iterator[tuple[str, str]]:
+    """Yield two names for each group of destinations in one memory whose saved tensors
+    differ.
+    """
     for names in sharing(destinations):
         if not _were_shared_alike(saved, destinations, names):
             values = {name: _like(destinations[name], saved, name) for name in names}
             read(values)
-            if pair := _overwritten({name: (local_part(destinations[name]), local_part(values[name])) for name in names}):
+            if pair := _overwritten(
+                {name: (local_part(destinations[name]), local_part(values[name])) for name in names}
+            ):
                 yield pair
 
 
-def _were_shared_alike(saved: Saved, destinations: Mapping[str, torch.Tensor], names: Sequence[str]) -> bool:
-    """Return True if the saved tensors shared memory in the same way as the destinations."""
+def _were_shared_alike(
+    saved: Saved, destinations: Mapping[str, torch.Tensor], names: Sequence[str]
+) -> bool:
+    """Return True if the saved tensors shared memory in the same way as the
+    destinations.
+    """
     if any(not isinstance(saved.describe(name), Alias) for name in names):
         return False
     aliases = [saved.aliases[name][1] for name in names]
@@ -267,11 +319,13 @@ def _were_shared_alike(saved: Saved, destinations: Mapping[str, torch.Tensor], n
     )
 
 
-def _overwritten(written: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> tuple[str, str] | None:
+def _overwritten(
+    written: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[str, str] | None:
     """Return the names of two destinations of which one overwrites the other, or None.
 
-    Writes the values into a copy of the memory that the destinations share. `written` has the
-    destination and the value of each name.
+    Writes the values into a copy of the memory that the destinations share. `written`
+    has the destination and the value of each name.
     """
     begin = min(place.data_ptr() for place, _ in written.values()) // 16 * 16
     length = max(place.data_ptr() + reach(place) for place, _ in written.values()) - begin
@@ -279,7 +333,9 @@ def _overwritten(written: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> tu
     views: dict[str, torch.Tensor] = {}
     for name, (place, value) in written.items():
         at = (place.data_ptr() - begin) // place.element_size()
-        view = torch.empty(0, dtype=place.dtype, device="cpu").set_(scratch, at, place.shape, place.stride())
+        view = torch.empty(0, dtype=place.dtype, device="cpu").set_(
+            scratch, at, place.shape, place.stride()
+        )
         views[name] = view
         copy_any(view, value)
         for other, before in views.items():
@@ -289,7 +345,9 @@ def _overwritten(written: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> tu
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    one, other = (copyable(tensor.cpu()).contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    one, other = (
+        copyable(tensor.cpu()).contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)
+    )
     return torch.equal(one, other)
 
 

@@ -1,4 +1,6 @@
-"""Collects what differs between a state and a checkpoint, and words it as one error that names every difference."""
+"""Collects what differs between a state and a checkpoint, and words it as one error
+that names every difference.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,20 @@ from ckptd.agent.recover.options import Options, pattern_of
 from ckptd.shared.errors import StructureMismatch
 
 _LISTED = 8
-"""The most keys that a remedy lists one by one. If there are more, it lists their patterns."""
+"""The most keys that a remedy lists one by one. If there are more, it lists their
+patterns.
+"""
 
 
 @dataclass(slots=True)
 class Differences:
     """The differences between a state and a checkpoint.
 
-    missing: the keys that are in the state and not in the checkpoint. unused: the keys that are in
-    the checkpoint and not in the state. others: a sentence for each other difference. to_keep: the
-    keys of the state that `keep` would leave as they are, so that these differences do not matter.
-    loose: True if `strict=False` would accept one of `others`. options: the options of the call
-    that has found the differences.
+    missing: the keys that are in the state and not in the checkpoint. unused: the keys
+    that are in the checkpoint and not in the state. others: a sentence for each other
+    difference. to_keep: the keys of the state that `keep` would leave as they are, so
+    that these differences do not matter. loose: True if `strict=False` would accept one
+    of `others`. options: the options of the call that has found the differences.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -37,12 +41,20 @@ class Differences:
     def error(self) -> StructureMismatch:
         """Return the error that lists all differences."""
         found = list(dict.fromkeys(self.others))
-        found += [f"{_keys(self.missing)} in the state and not in the checkpoint"] if self.missing else []
-        found += [f"{_keys(self.unused)} in the checkpoint and not in the state"] if self.unused else []
+        found += (
+            [f"{_keys(self.missing)} in the state and not in the checkpoint"]
+            if self.missing
+            else []
+        )
+        found += (
+            [f"{_keys(self.unused)} in the checkpoint and not in the state"] if self.unused else []
+        )
         return StructureMismatch(f"{'; '.join(found)}; nothing was written{self._remedy()}")
 
     def _remedy(self) -> str:
-        """Return a sentence with the call that recovers the rest, or "" if there is none."""
+        """Return a sentence with the call that recovers the rest, or "" if there is
+        none.
+        """
         if not (self.missing or self.unused or self.to_keep or self.loose):
             return ""
         strict = self.options.strict and not (self.missing or self.unused or self.loose)
@@ -58,8 +70,13 @@ def _keys(keys: Sequence[str]) -> str:
 
 
 def grouped(keys: Sequence[str]) -> list[str]:
-    """Return all keys, with one entry for those that differ in their numbers only: `layers.*.weight (24 of them)`."""
-    return [same[0] if len(same) == 1 else f"{pattern} ({len(same)} of them)" for pattern, same in _patterns(keys).items()]
+    """Return all keys, with one entry for those that differ in their numbers only:
+    `layers.*.weight (24 of them)`.
+    """
+    return [
+        same[0] if len(same) == 1 else f"{pattern} ({len(same)} of them)"
+        for pattern, same in _patterns(keys).items()
+    ]
 
 
 def _patterns(keys: Sequence[str]) -> dict[str, list[str]]:

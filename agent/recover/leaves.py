@@ -1,4 +1,6 @@
-"""The parts of a comparison that every kind of destination needs: tensors to fill, tensors to make, keys to compare, and differences."""
+"""The parts of a comparison that every kind of destination needs: tensors to fill,
+tensors to make, keys to compare, and differences.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,38 @@ from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.structure import lacking_memory, local_part
 from ckptd.agent.read.saved import Saved
-from ckptd.agent.recover.conversions import Read, converted_losses, narrows, refused, shared_losses, unequal
+from ckptd.agent.recover.conversions import (
+    Read,
+    converted_losses,
+    narrows,
+    refused,
+    shared_losses,
+    unequal,
+)
 from ckptd.agent.recover.differences import Differences
 from ckptd.agent.recover.options import Options
 from ckptd.agent.state.merge import Foreign, OfRanks, has_own, own_part
 from ckptd.agent.state.records import as_dict
 from ckptd.agent.state.refusals import is_fake, is_uninitialized
-from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, any_node, empty_like, filled, like, tensor_names, unavailable
+from ckptd.agent.state.tree import (
+    RECORDS,
+    ObjectNode,
+    PerRank,
+    TensorRef,
+    any_node,
+    empty_like,
+    filled,
+    like,
+    tensor_names,
+    unavailable,
+)
 
 Resolve = Callable[[str], torch.Tensor]
 KEEP = object()
 Value = Callable[[Resolve], Any]
-"""Makes the value for a place in the caller's state, or returns `KEEP` if the object in that place stays and is changed in place."""
+"""Makes the value for a place in the caller's state, or returns `KEEP` if the object in
+that place stays and is changed in place.
+"""
 
 
 def unchanged(resolve: Resolve) -> Any:
@@ -34,20 +56,28 @@ def unchanged(resolve: Resolve) -> Any:
 class Leaves:
     """The findings of one comparison of a state with a saved tree. Nothing is written.
 
-    in_place: the destinations of tensors, by name. fresh: the devices of the tensors to make, by
-    name. fresh_dtypes: the new dtypes of the tensors to make that are converted. matched: the
-    number of saved values that have a place in the state. differences: all differences. kept: the
-    patterns in `options.keep` that match a key. changed: a phrase for each setting of an optimizer
-    that gets another value. left: with `strict` off, the keys of the state that the checkpoint does
-    not have. unsaved: the keys of values that the checkpoint leaves out. as_dicts: the keys under
-    which records come back as dicts of their fields.
+    in_place: the destinations of tensors, by name. fresh: the devices of the tensors to
+    make, by name. fresh_dtypes: the new dtypes of the tensors to make that are
+    converted. matched: the number of saved values that have a place in the state.
+    differences: all differences. kept: the patterns in `options.keep` that match a key.
+    changed: a phrase for each setting of an optimizer that gets another value. left:
+    with `strict` off, the keys of the state that the checkpoint does not have. unsaved:
+    the keys of values that the checkpoint leaves out. as_dicts: the keys under which
+    records come back as dicts of their fields.
 
-    undo: the calls that undo the changes that the comparison had to make in the state. paths: the
-    keys of the tensors in the state, by name. wholes: for each key that cannot be kept alone, the
-    key that can be kept instead. of_ranks: binds a `per_rank` value.
+    undo: the calls that undo the changes that the comparison had to make in the state.
+    paths: the keys of the tensors in the state, by name. wholes: for each key that
+    cannot be kept alone, the key that can be kept instead. of_ranks: binds a `per_rank`
+    value.
     """
 
-    def __init__(self, saved: Saved, options: Options, foreign: Foreign, of_ranks: Callable[[Any, OfRanks, str], Value]) -> None:
+    def __init__(
+        self,
+        saved: Saved,
+        options: Options,
+        foreign: Foreign,
+        of_ranks: Callable[[Any, OfRanks, str], Value],
+    ) -> None:
         self.saved, self.options = saved, options
         self.in_place: dict[str, torch.Tensor] = {}
         self.fresh: dict[str, torch.device] = {}
@@ -61,8 +91,10 @@ class Leaves:
         self.as_dicts: list[str] = []
         self.undo: list[Callable[[], None]] = []
         self.paths: dict[str, str] = {}
-        self._loaded: dict[str, torch.Tensor] = {}  # the caller's tensors that a loader will write to, by name
-        self._expected: dict[tuple[str, str], tuple[str, str]] = {}  # by two names, a sentence for a difference, and what can be kept
+        # The caller's tensors that a loader will write to, by name.
+        self._loaded: dict[str, torch.Tensor] = {}
+        # By two names, a sentence for a difference, and what can be kept.
+        self._expected: dict[tuple[str, str], tuple[str, str]] = {}
         self.wholes: dict[str, str] = {}
         self._foreign, self._of_ranks = foreign, of_ranks
 
@@ -76,7 +108,9 @@ class Leaves:
         return unchanged
 
     def expect_equal(self, pairs: Iterable[tuple[str, str]], sentence: str, keep: str) -> None:
-        """Record the sentence as a difference if the saved tensors of a pair of names are not equal. `judge` reads and compares them."""
+        """Record the sentence as a difference if the saved tensors of a pair of names
+        are not equal. `judge` reads and compares them.
+        """
         self._expected |= {pair: (sentence, keep) for pair in pairs if pair[0] != pair[1]}
 
     def is_kept(self, path: str) -> bool:
@@ -88,7 +122,10 @@ class Leaves:
         return matching
 
     def note_kept(self, path: str) -> bool:
-        """Note which patterns in `keep` match this key of the state. Return True if any does."""
+        """Note which patterns in `keep` match this key of the state.
+
+        Return True if any does.
+        """
         matching = {pattern for pattern in self.options.keep if fnmatchcase(path, pattern)}
         self.kept |= matching
         return bool(matching)
@@ -98,25 +135,39 @@ class Leaves:
         found = "a tensor" if isinstance(saved, TensorRef) else type(saved).__name__
         if isinstance(saved, ObjectNode):
             found = f"a {saved.kind}" if saved.kind in RECORDS else "an object"
-        return self.differ(f"{path or 'the state'}: the checkpoint has {found}, the state {expected}", keep=path)
+        return self.differ(
+            f"{path or 'the state'}: the checkpoint has {found}, the state {expected}", keep=path
+        )
 
     def tensor(self, place: torch.Tensor, saved: Any, path: str) -> Value:
         """Bind a tensor, which is filled in place."""
         if not isinstance(saved, TensorRef):
             return self.other_kind(path, saved, "a tensor")
         if is_fake(place):
-            return self.differ(f"{path}: the state's tensor is a fake tensor, which has no memory; make it outside of FakeTensorMode")
+            return self.differ(
+                f"{path}: the state's tensor is a fake tensor, which has no memory; make it "
+                f"outside of FakeTensorMode"
+            )
         if is_uninitialized(place):
-            return self.differ(f"{path}: the state's tensor has no memory yet; run one forward pass of the lazy module first")
+            return self.differ(
+                f"{path}: the state's tensor has no memory yet; run one forward pass of the lazy "
+                f"module first"
+            )
         self.matched += 1
         size, dtype = self.saved.describe(saved.fqn).size, self.saved.dtype(saved.fqn)
         if place.shape != size:
-            return self.differ(f"{path}: the checkpoint has shape {list(size)}, the state {list(place.shape)}", keep=path)
+            return self.differ(
+                f"{path}: the checkpoint has shape {list(size)}, the state {list(place.shape)}",
+                keep=path,
+            )
         part = local_part(place)
         if lacking := _without_memory(part):
             return self.differ(f"{path}: {lacking}")
         if _expanded(part):
-            return self.differ(f"{path}: the state's tensor is expanded, so that its elements share memory; clone() it first")
+            return self.differ(
+                f"{path}: the state's tensor is expanded, so that its elements share memory; "
+                f"clone() it first"
+            )
         if why := refused(dtype, place.dtype):
             return self.differ(_other_dtype(path, dtype, place.dtype, why), keep=path)
         self.in_place[saved.fqn] = place if isinstance(place, ShardedTensor) else place.detach()
@@ -124,7 +175,10 @@ class Leaves:
         return unchanged
 
     def convert(self, name: str, path: str, dtype: torch.dtype) -> None:
-        """Have the saved tensor of this name made in another dtype. Record a difference if that dtype cannot hold its values."""
+        """Have the saved tensor of this name made in another dtype.
+
+        Record a difference if that dtype cannot hold its values.
+        """
         own = self.saved.dtype(name)
         if why := refused(own, dtype):
             self.differ(_other_dtype(path, own, dtype, why), keep=path)
@@ -134,62 +188,96 @@ class Leaves:
     def have_memory(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> bool:
         """Return True if all tensors have memory.
 
-        Methods of the caller's objects may be called then. Otherwise, record the tensors without
-        memory as differences. `tensors` has pairs of a key in the state and a tensor.
+        Methods of the caller's objects may be called then. Otherwise, record the
+        tensors without memory as differences. `tensors` has pairs of a key in the state
+        and a tensor.
         """
         lacking = [
             f"{path}: {why}"
             for path, tensor in tensors
-            if not is_uninitialized(tensor) and not isinstance(tensor, ShardedTensor) and (why := _without_memory(local_part(tensor)))
+            if not is_uninitialized(tensor)
+            and not isinstance(tensor, ShardedTensor)
+            and (why := _without_memory(local_part(tensor)))
         ]
         self.differ(*lacking)
         return not lacking
 
     def judge(self, read: Read) -> None:
-        """Read the saved values, and record what would be lost where these values decide it."""
-        wanted: dict[str, tuple[torch.Tensor | None, torch.dtype]] = {name: (place, place.dtype) for name, place in self.in_place.items()}
+        """Read the saved values, and record what would be lost where these values
+        decide it.
+        """
+        wanted: dict[str, tuple[torch.Tensor | None, torch.dtype]] = {
+            name: (place, place.dtype) for name, place in self.in_place.items()
+        }
         wanted |= {name: (place, place.dtype) for name, place in self._loaded.items()}
         wanted |= {name: (None, dtype) for name, dtype in self.fresh_dtypes.items()}
         for name, loss in converted_losses(self.saved, wanted, read):
             path = self.paths[name]
-            self.differ(_other_dtype(path, self.saved.dtype(name), wanted[name][1], loss), keep=path)
+            self.differ(
+                _other_dtype(path, self.saved.dtype(name), wanted[name][1], loss), keep=path
+            )
         for pair in unequal(self.saved, self._expected, read):
             sentence, keep = self._expected[pair]
             self.differ(sentence, keep=keep)
         for one, other in shared_losses(self.saved, self.in_place | self._loaded, read):
             self.differ(
-                f"{self.paths[one]} and {self.paths[other]} share memory in the state, and differ in the checkpoint: untie them, or "
+                f"{self.paths[one]} and {self.paths[other]} share memory in the state, and differ "
+                f"in the checkpoint: untie them, or "
                 "save them tied",
                 keep=self.paths[other],
             )
 
     def narrowed(self) -> dict[tuple[torch.dtype, torch.dtype], int]:
-        """Return the number of tensors that are converted to a narrower dtype, by dtypes."""
+        """Return the number of tensors that are converted to a narrower dtype, by
+        dtypes.
+        """
         found: dict[tuple[torch.dtype, torch.dtype], int] = {}
-        for name, dtype in [*((name, place.dtype) for name, place in self.in_place.items()), *self.fresh_dtypes.items()]:
+        for name, dtype in [
+            *((name, place.dtype) for name, place in self.in_place.items()),
+            *self.fresh_dtypes.items(),
+        ]:
             own = self.saved.dtype(name)
             if own != dtype and narrows(own, dtype):
                 found[own, dtype] = found.get((own, dtype), 0) + 1
         return found
 
     def compare(self, theirs: list[Any], ours: list[Any], path: str) -> None:
-        """Record the keys that only one side has. What the checkpoint lacks differs if `strict` is on, otherwise it is `left`."""
+        """Record the keys that only one side has.
+
+        What the checkpoint lacks differs if `strict` is on, otherwise it is `left`.
+        """
         known, wanted = set(theirs), set(ours)
         prefix = f"{path}." if path else ""
-        missing = [key for key in (f"{prefix}{key}" for key in ours if key not in known) if not self.is_kept(key)]
+        missing = [
+            key
+            for key in (f"{prefix}{key}" for key in ours if key not in known)
+            if not self.is_kept(key)
+        ]
         if self.options.strict:
             self.differences.missing += missing
         else:
             self.left += missing
         self.differences.unused += [f"{prefix}{key}" for key in theirs if key not in wanted]
 
-    def make(self, saved: Any, path: str, device: torch.device | None = None, *, mark: bool = True) -> Value:
-        """Make the saved value itself, with new tensors. With `mark`, the `per_rank` values in it get their mark again."""
+    def make(
+        self, saved: Any, path: str, device: torch.device | None = None, *, mark: bool = True
+    ) -> Value:
+        """Make the saved value itself, with new tensors.
+
+        With `mark`, the `per_rank` values in it get their mark again.
+        """
         saved = own_part(saved, self._foreign)
         self.matched += 1
         for key, why in unavailable(saved, path):
             self.differ(f"{key or 'the state'}: {why}", keep=path)
-        if any_node(saved, lambda node: isinstance(node, ObjectNode) and node.kind in RECORDS and RECORDS[node.kind].alone is as_dict):
+        if any_node(
+            saved,
+            lambda node: (
+                isinstance(node, ObjectNode)
+                and node.kind in RECORDS
+                and RECORDS[node.kind].alone is as_dict
+            ),
+        ):
             self.as_dicts.append(path)
         if has_own(saved):
             return self._with_own(saved, path, mark=mark)
@@ -197,12 +285,15 @@ class Leaves:
             self.fresh.setdefault(name, device or torch.device("cpu"))
         return lambda resolve: filled(saved, resolve)
 
-    def alike(self, saved: Any, template: Mapping[str, torch.Tensor], path: str, *, lossless: bool = False) -> Value:
-        """Make the saved value itself, with its tensors placed like those of the template.
+    def alike(
+        self, saved: Any, template: Mapping[str, torch.Tensor], path: str, *, lossless: bool = False
+    ) -> Value:
+        """Make the saved value itself, with its tensors placed like those of the
+        template.
 
-        Each tensor goes to the device and gets the placements of the template's tensor of the same
-        name. With `lossless`, record each tensor whose values the template's tensor of the same
-        shape could not hold.
+        Each tensor goes to the device and gets the placements of the template's tensor
+        of the same name. With `lossless`, record each tensor whose values the
+        template's tensor of the same shape could not hold.
         """
         fresh = self.make(saved, path, mark=False)
         sharded: dict[str, torch.Tensor] = {}
@@ -214,14 +305,22 @@ class Leaves:
             if lossless and tuple(own.shape) == tuple(self.saved.describe(name).size):
                 self.paths[name] = name
                 if why := refused(self.saved.dtype(name), own.dtype):
-                    self.differ(_other_dtype(name, self.saved.dtype(name), own.dtype, why), keep=name)
+                    self.differ(
+                        _other_dtype(name, self.saved.dtype(name), own.dtype, why), keep=name
+                    )
                 else:
                     self._loaded[name] = own.detach()
-            if isinstance(own, (DTensor, ShardedTensor)) and tuple(own.shape) == tuple(self.saved.describe(name).size):
+            if isinstance(own, (DTensor, ShardedTensor)) and tuple(own.shape) == tuple(
+                self.saved.describe(name).size
+            ):
                 del self.fresh[name]
-                sharded[name] = self.in_place[name] = own if isinstance(own, ShardedTensor) else torch.empty_like(own.detach())
+                sharded[name] = self.in_place[name] = (
+                    own if isinstance(own, ShardedTensor) else torch.empty_like(own.detach())
+                )
                 self.paths[name] = name
-        return lambda resolve: fresh(lambda name: sharded[name] if name in sharded else resolve(name))
+        return lambda resolve: fresh(
+            lambda name: sharded[name] if name in sharded else resolve(name)
+        )
 
     def into(self, put: Callable[[Any], None], saved: Any, path: str) -> Value:
         """Make the saved value itself, and pass it to `put`."""
@@ -238,9 +337,14 @@ class Leaves:
             return self._of_ranks(PerRank(None) if mark else None, saved, path)
         if isinstance(saved, ObjectNode):
             value = self._with_own(saved.tree, path, mark=mark)
-            return lambda resolve: filled(ObjectNode(saved.kind, value(resolve), saved.cls), resolve)
+            return lambda resolve: filled(
+                ObjectNode(saved.kind, value(resolve), saved.cls), resolve
+            )
         if isinstance(saved, dict):
-            values = {key: self.make(value, f"{path}.{key}" if path else str(key), mark=mark) for key, value in saved.items()}
+            values = {
+                key: self.make(value, f"{path}.{key}" if path else str(key), mark=mark)
+                for key, value in saved.items()
+            }
 
             def fill(resolve: Resolve) -> Any:
                 made = empty_like(saved)
@@ -248,7 +352,10 @@ class Leaves:
                 return made
 
             return fill
-        items = [self.make(value, f"{path}.{n}" if path else str(n), mark=mark) for n, value in enumerate(saved)]
+        items = [
+            self.make(value, f"{path}.{n}" if path else str(n), mark=mark)
+            for n, value in enumerate(saved)
+        ]
         return lambda resolve: like(saved, [item(resolve) for item in items])
 
 
@@ -259,12 +366,22 @@ def _other_dtype(path: str, theirs: torch.dtype, ours: torch.dtype, why: str) ->
 
 def _expanded(tensor: torch.Tensor) -> bool:
     strides = tensor.stride()
-    return 0 in strides and tensor.numel() > 0 and any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, strides, strict=True))
+    return (
+        0 in strides
+        and tensor.numel() > 0
+        and any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, strides, strict=True))
+    )
 
 
 def _without_memory(part: torch.Tensor) -> str:
-    """Return the reason why a tensor's memory does not hold its elements, or "" if it does."""
+    """Return the reason why a tensor's memory does not hold its elements, or "" if it
+    does.
+    """
     if part.is_meta:
-        return "the state's tensor is on the meta device; give it memory first (module.to_empty(device=...))"
+        return (
+            "the state's tensor is on the meta device; give it memory "
+            "first "
+            "(module.to_empty(device=...))"
+        )
     lacking = lacking_memory(part) if part.layout is torch.strided else ""
     return lacking and f"{lacking}: give it memory first"

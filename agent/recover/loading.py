@@ -1,4 +1,6 @@
-"""Loads one candidate of a recovery, from memory or from storage, into the state of this rank."""
+"""Loads one candidate of a recovery, from memory or from storage, into the state of
+this rank.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ from ckptd.agent.recover.options import Options
 from ckptd.agent.state.capture import set_rng_state
 from ckptd.agent.state.merge import Foreign, merge
 from ckptd.agent.state.versions import merged_versions
-from ckptd.shared.errors import CkptdError, IntegrityError, NewerFormat, NotFound, StorageError, StructureMismatch
+from ckptd.shared.errors import (
+    CkptdError,
+    IntegrityError,
+    NewerFormat,
+    NotFound,
+    StorageError,
+    StructureMismatch,
+)
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.failpoints import failpoint
@@ -28,20 +37,32 @@ from ckptd.shared.wire import messages as m
 log = logging.getLogger("ckptd.agent")
 
 FIND_SECONDS = 120.0  # long enough for a root with many checkpoints on a slow mount
-RANKS_SECONDS = 600.0  # how long one rank waits for another to reach the same point, or to finish loading
-DELIVER_SECONDS = 3600.0  # how long the nodes have to save what they hold in memory, on storage that may be slow
-_SLOTS_SECONDS = 5.0  # how long the daemon has to return the slots of a checkpoint; without them, storage is read
+# How long one rank waits for another to reach the same point, or to finish loading.
+RANKS_SECONDS = 600.0
+# How long the nodes have to save what they hold in memory, on storage that may be slow.
+DELIVER_SECONDS = 3600.0
+# How long the daemon has to return the slots of a checkpoint; without them, storage is
+# read.
+_SLOTS_SECONDS = 5.0
 
 
 class Loading:
     """The loading of one candidate into the state of this rank.
 
-    Call `open`, `bind`, `load` and `finish`, and `close` in any case. All ranks return from one call before any rank makes the next one,
-    because FSDP1 makes the ranks wait for each other in `bind` and `finish`. The ranks exchange the dicts that these calls return.
+    Call `open`, `bind`, `load` and `finish`, and `close` in any case. All ranks return
+    from one call before any rank makes the next one, because FSDP1 makes the ranks wait
+    for each other in `bind` and `finish`. The ranks exchange the dicts that these calls
+    return.
     """
 
     def __init__(
-        self, client: Client, ranks: Ranks, job: str, candidate: m.RecoveryCandidate, options: Options, overwritten: set[str]
+        self,
+        client: Client,
+        ranks: Ranks,
+        job: str,
+        candidate: m.RecoveryCandidate,
+        options: Options,
+        overwritten: set[str],
     ) -> None:
         self._client, self._ranks, self._job, self._candidate = client, ranks, job, candidate
         self._options, self._overwritten = options, overwritten
@@ -55,7 +76,10 @@ class Loading:
         self._slots: dict[int, SlotSource] = {}
 
     def open(self) -> dict[str, Any]:
-        """Open the candidate, and check it as far as that is cheap. Return the damage that was found."""
+        """Open the candidate, and check it as far as that is cheap.
+
+        Return the damage that was found.
+        """
         try:
             opened = self.opened = self._open()
             ranks = self._ranks_to_read(len(opened.sources))
@@ -66,25 +90,33 @@ class Loading:
             return {"damaged": self._damage(error)}
         try:
             self._documents = [opened.document(rank) for rank in ranks]
-        except (IntegrityError, OSError) as error:  # NotFound is raised instead: a class that is not imported is no damage
+        except (
+            IntegrityError,
+            OSError,
+        ) as error:  # NotFound is raised instead: a class that is not imported is no damage
             return {"damaged": self._damage(error)}
         return {"damaged": ""}
 
     def _ranks_to_read(self, saved_on: int) -> Sequence[int]:
-        """Return the ranks whose values documents are read: all, or only this one. Raises StructureMismatch if this rank saved none."""
+        """Return the ranks whose values documents are read: all, or only this one.
+
+        Raises StructureMismatch if this rank saved none.
+        """
         if not self._options.same_partition:
             return range(saved_on)
         if saved_on != self._ranks.world_size:
             raise StructureMismatch(
-                f"it was saved on {saved_on} ranks, and this job has {self._ranks.world_size}: recover without same_partition"
+                f"it was saved on {saved_on} ranks, and this job has {self._ranks.world_size}: "
+                f"recover without same_partition"
             )
         return [self._ranks.rank]
 
     def _damage(self, error: Exception) -> str:
         """Return a description of the damage to the checkpoint.
 
-        Raises StorageError if the machine could not read it, and NewerFormat if a newer ckptd wrote it: going back to an older checkpoint
-        would lose one that may be sound.
+        Raises StorageError if the machine could not read it, and NewerFormat if a newer
+        ckptd wrote it: going back to an older checkpoint would lose one that may be
+        sound.
         """
         where = f"{self._job}/{self._candidate.tag}"
         if isinstance(error, NewerFormat):
@@ -96,11 +128,14 @@ class Loading:
         return str(error)
 
     def bind(self, state: Any) -> dict[str, Any]:
-        """Compare the checkpoint with `state`. Return the keys that have no place in `state`.
+        """Compare the checkpoint with `state`.
 
-        Writes nothing. Reads the saved values that decide whether the recovery would lose anything,
-        and also returns the damage that was found in them. Raises StructureMismatch, and NotFound
-        for a tensor whose dtype this torch does not have.
+        Return the keys that have no place in `state`.
+
+        Writes nothing. Reads the saved values that decide whether the recovery would
+        lose anything, and also returns the damage that was found in them. Raises
+        StructureMismatch, and NotFound for a tensor whose dtype this torch does not
+        have.
         """
         assert self.opened is not None
         documents = self._documents
@@ -109,13 +144,23 @@ class Loading:
         tree = merge([document["state"] for document in documents], own, foreign)
         saved = self.opened.saved
         parameters = [document.get("parameters", {}) for document in documents]
-        binding = self._binding = Binding(state, tree, saved, self._options, foreign, parameters, merged_versions(documents, own))
+        binding = self._binding = Binding(
+            state, tree, saved, self._options, foreign, parameters, merged_versions(documents, own)
+        )
         if self._options.same_partition:
             check_partition(saved, binding.in_place)
         for name in (*binding.in_place, *binding.fresh):
-            saved.dtype(name)  # raises now, because in `load` other ranks could already have written to their states
+            # Raises now, because in `load` other ranks could already have written to
+            # their states.
+            saved.dtype(name)
         lacking = sorted(self._overwritten.difference(binding.in_place))[:3]
-        found = {"unused": binding.unused, "kept": sorted(binding.kept), "lacking": lacking, "matched": binding.matched, "damaged": ""}
+        found = {
+            "unused": binding.unused,
+            "kept": sorted(binding.kept),
+            "lacking": lacking,
+            "matched": binding.matched,
+            "damaged": "",
+        }
         try:
             binding.judge(lambda wanted: load(saved, wanted))
         except (IntegrityError, OSError) as error:
@@ -123,7 +168,9 @@ class Loading:
         return found
 
     def _own_document(self) -> int | None:
-        """Return the index of this rank's values document, and take the RNG states from it. Return None on another number of ranks."""
+        """Return the index of this rank's values document, and take the RNG states from
+        it. Return None on another number of ranks.
+        """
         documents = self._documents
         if self._options.same_partition:
             self.rng = documents[0].get("rng")
@@ -133,7 +180,8 @@ class Loading:
             return self._ranks.rank
         if any(document.get("rng") for document in documents):
             log.warning(
-                "random generators are left as they are: they were saved on %d ranks, and this job has %d",
+                "random generators are left as they are: they were saved on %d ranks, and this "
+                "job has %d",
                 len(documents), self._ranks.world_size,
             )  # fmt: skip
         return None
@@ -143,34 +191,54 @@ class Loading:
         if candidate.source == "memory":
             assert candidate.step is not None
             step = candidate.step
-            _, descriptors = self._client.call(lambda n: m.Fetch(id=n, attempt=candidate.attempt, step=step), m.Fetched, FIND_SECONDS)
+            _, descriptors = self._client.call(
+                lambda n: m.Fetch(id=n, attempt=candidate.attempt, step=step),
+                m.Fetched,
+                FIND_SECONDS,
+            )
             return open_memory(descriptors, candidate.attempt, step, candidate.tag)
         welcome = self._client.welcome
         repository = open_root(welcome.stage if candidate.source == "stage" else welcome.root)
         return open_checkpoint(repository, self._job, candidate.tag, slots=self._slots_in_memory())
 
     def _slots_in_memory(self) -> dict[int, SlotSource]:
-        """Return the slots in the memory of this node that still hold the candidate, by rank. They are closed after the load."""
+        """Return the slots in the memory of this node that still hold the candidate, by
+        rank. They are closed after the load.
+        """
         attempt, step = self._candidate.attempt, self._candidate.step
         if step is None or not self._client.connected:
             return {}
         try:
             fetched, self._descriptors = self._client.call(
-                lambda n: m.Fetch(id=n, attempt=attempt, step=step, check=False), m.Fetched, _SLOTS_SECONDS
+                lambda n: m.Fetch(id=n, attempt=attempt, step=step, check=False),
+                m.Fetched,
+                _SLOTS_SECONDS,
             )
         except CkptdError as error:  # nothing depends on the slots
-            log.debug("%s/%s has no copy in the memory of this node: %s", self._job, self._candidate.tag, error)
+            log.debug(
+                "%s/%s has no copy in the memory of this node: %s",
+                self._job,
+                self._candidate.tag,
+                error,
+            )
             return {}
-        self._slots = open_slots(dict(zip(fetched.ranks, self._descriptors, strict=False)), attempt, step)
+        self._slots = open_slots(
+            dict(zip(fetched.ranks, self._descriptors, strict=False)), attempt, step
+        )
         return self._slots
 
     def load(self) -> dict[str, Any]:
-        """Read and verify every byte, most of them straight into the state. Return the damage that was found."""
+        """Read and verify every byte, most of them straight into the state.
+
+        Return the damage that was found.
+        """
         assert self.opened is not None
         assert self._binding is not None
         binding, saved = self._binding, self.opened.saved
         try:
-            self._fresh = materialize(saved, [name for name in binding.fresh if name not in binding.in_place])
+            self._fresh = materialize(
+                saved, [name for name in binding.fresh if name not in binding.in_place]
+            )
             failpoint("agent.recover.loading")
             self._writing = True
             load(saved, binding.in_place)
@@ -181,7 +249,9 @@ class Loading:
         return {"damaged": "", "writing": True}
 
     def finish(self) -> dict[str, Any]:
-        """Write everything that `load` has not: plain values, states that objects load by themselves, and last the RNG states."""
+        """Write everything that `load` has not: plain values, states that objects load
+        by themselves, and last the RNG states.
+        """
         binding = self._binding
         assert binding is not None
 
@@ -204,7 +274,11 @@ class Loading:
     @property
     def memory_bytes(self) -> int:
         """The number of bytes that were read from memory, not from storage."""
-        slots = [source for source in self.opened.sources if isinstance(source, SlotSource)] if self.opened is not None else []
+        slots = (
+            [source for source in self.opened.sources if isinstance(source, SlotSource)]
+            if self.opened is not None
+            else []
+        )
         return sum(slot.bytes_read for slot in (*slots, *self._slots.values()))
 
     def close(self) -> None:
@@ -213,7 +287,9 @@ class Loading:
         self._close_sources()
 
     def _close_sources(self) -> None:
-        """Close slots and parts as soon as all is read, because ranks that train on need the memory. May be called again."""
+        """Close slots and parts as soon as all is read, because ranks that train on
+        need the memory. May be called again.
+        """
         if self.opened is not None:
             self.opened.close()
         for slot in self._slots.values():
@@ -225,14 +301,24 @@ class Loading:
 class PlannedLoading(Loading):
     """The loading of one candidate, planned by the caller's LoadPlanner."""
 
-    def __init__(self, client: Client, ranks: Ranks, job: str, candidate: m.RecoveryCandidate, planned: PlannedLoad, topic: str) -> None:
+    def __init__(
+        self,
+        client: Client,
+        ranks: Ranks,
+        job: str,
+        candidate: m.RecoveryCandidate,
+        planned: PlannedLoad,
+        topic: str,
+    ) -> None:
         super().__init__(client, ranks, job, candidate, Options(strict=False), set())
         self._planned, self._topic = planned, topic
 
     def bind(self, state: Any) -> dict[str, Any]:
         assert self.opened is not None
         self._own_document()
-        self._planned.begin(state, self.opened.metadata(self._documents), self._ranks, self._topic, RANKS_SECONDS)
+        self._planned.begin(
+            state, self.opened.metadata(self._documents), self._ranks, self._topic, RANKS_SECONDS
+        )
         return {"unused": [], "kept": [], "lacking": [], "matched": 1, "damaged": ""}
 
     def load(self) -> dict[str, Any]:

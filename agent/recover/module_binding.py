@@ -1,8 +1,9 @@
-"""Brings the saved state of a module back into the caller's module: first compares the two, then writes.
+"""Brings the saved state of a module back into the caller's module: first compares the
+two, then writes.
 
-The tensors of a plain module are written in place. A submodule that loads its state in its own way
-gets the saved values through `load_state_dict` of the whole module, as in torch, and checks names
-and shapes by itself.
+The tensors of a plain module are written in place. A submodule that loads its state in
+its own way gets the saved values through `load_state_dict` of the whole module, as in
+torch, and checks names and shapes by itself.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.structure import PLAIN, local_part
@@ -25,18 +30,29 @@ from ckptd.agent.state.capture import state_of, tensors_in
 from ckptd.agent.state.customized import loads_by_itself, needs_loading, parts_with_loaders
 from ckptd.agent.state.tree import ObjectNode
 from ckptd.agent.state.versions import Versions, metadata_for_loading
-from ckptd.agent.state.wrappers import canonical_names, current_names, flattens, raw_names, unwrapped
+from ckptd.agent.state.wrappers import (
+    canonical_names,
+    current_names,
+    flattens,
+    raw_names,
+    unwrapped,
+)
 from ckptd.shared.errors import UnsavableValue
 
 
 class Modules:
     """The binder of the modules of a state.
 
-    `bind` binds any value of the state. `versions` has the versions of submodules for each saved
-    module, by the key of the module.
+    `bind` binds any value of the state. `versions` has the versions of submodules for
+    each saved module, by the key of the module.
     """
 
-    def __init__(self, leaves: Leaves, bind: Callable[[Any, Any, str], Value], versions: Mapping[str, Versions]) -> None:
+    def __init__(
+        self,
+        leaves: Leaves,
+        bind: Callable[[Any, Any, str], Value],
+        versions: Mapping[str, Versions],
+    ) -> None:
         self._leaves, self._bind, self._versions = leaves, bind, versions
 
     def bind(self, place: torch.nn.Module, saved: Any, path: str) -> Value:
@@ -61,27 +77,40 @@ class Modules:
         current = current_names(raw_of, tree)
         tree = {current[name]: value for name, value in tree.items()}
         loaders = [_canonical_prefix(module, part) for part in parts]
-        to_loaders = {name for name in (*raw_of, *tree) if any(name.startswith(prefix) for prefix in loaders)}
+        to_loaders = {
+            name for name in (*raw_of, *tree) if any(name.startswith(prefix) for prefix in loaders)
+        }
         plain_names = [name for name in raw_of if name not in to_loaders]
         saved_names = [name for name in tree if name not in to_loaders]
         inner = tuple(prefix for prefix in loaders if prefix)
         apart = not any(name in raw_of or name.startswith(inner) for name in tree)
         if not leaves.options.strict and raw_of and apart:
             return self._without_match(list(tree), list(raw_of), path)
-        leaves.matched += not plain_names and not saved_names  # a module without state matches another
+        # A module without state matches another.
+        leaves.matched += not plain_names and not saved_names
         leaves.compare(saved_names, plain_names, path)
         inside = f"{path}." if path else ""
-        values = {raw_of[name]: self._bind(own[raw_of[name]], tree[name], f"{inside}{name}") for name in plain_names if name in tree}
+        values = {
+            raw_of[name]: self._bind(own[raw_of[name]], tree[name], f"{inside}{name}")
+            for name in plain_names
+            if name in tree
+        }
         if flat:
             return _flattened(place, own, values)
-        through = self._through_loaders(own, raw_of, {name: tree[name] for name in tree if name in to_loaders}, to_loaders, path)
-        metadata = metadata_for_loading(module, own, tree, self._versions.get(path)) if reload else None
+        through = self._through_loaders(
+            own, raw_of, {name: tree[name] for name in tree if name in to_loaders}, to_loaders, path
+        )
+        metadata = (
+            metadata_for_loading(module, own, tree, self._versions.get(path)) if reload else None
+        )
 
         def put(resolve: Resolve) -> Any:
             made = {raw: value(resolve) for raw, value in values.items()}
             if reload:
                 found = _own_tensors(module, own)
-                found = {raw: found[raw] if made[raw] is KEEP else made[raw] for raw in values} | through(resolve)
+                found = {
+                    raw: found[raw] if made[raw] is KEEP else made[raw] for raw in values
+                } | through(resolve)
                 _load(module, found, metadata, path, leaves.options)
             else:
                 found = {raw: new for raw, new in made.items() if new is not KEEP}
@@ -96,7 +125,12 @@ class Modules:
 
         Its method gets the whole saved state dict.
         """
-        if not self._leaves.options.strict and isinstance(own, dict) and own and set(own).isdisjoint(tree):
+        if (
+            not self._leaves.options.strict
+            and isinstance(own, dict)
+            and own
+            and set(own).isdisjoint(tree)
+        ):
             return self._without_match(list(tree), list(own), path)
         fresh = self._leaves.alike(tree, tensors_in(own, path), path, lossless=True)
         metadata = metadata_for_loading(module, own, tree, self._versions.get(path))
@@ -110,21 +144,34 @@ class Modules:
     def _without_match(self, theirs: list[str], ours: list[str], path: str) -> Value:
         known, wanted = (", ".join(map(str, keys[:3])) or "none" for keys in (theirs, ours))
         return self._leaves.differ(
-            f"{path or 'the state'}: no key of the module is in the checkpoint, which has {known}, while the state has {wanted}",
+            f"{path or 'the state'}: no key of the module is in the checkpoint, which has "
+            f"{known}, while the state has {wanted}",
             keep=path,
         )
 
     def _through_loaders(
-        self, own: dict[str, Any], raw_of: dict[str, str], tree: dict[str, Any], names: set[str], path: str
+        self,
+        own: dict[str, Any],
+        raw_of: dict[str, str],
+        tree: dict[str, Any],
+        names: set[str],
+        path: str,
     ) -> Callable[[Resolve], dict[str, Any]]:
-        """Return a function that makes the values for the loaders of submodules, by raw name.
+        """Return a function that makes the values for the loaders of submodules, by raw
+        name.
 
         The values are new tensors, placed as those of the module.
         """
         leaves, inside = self._leaves, f"{path}." if path else ""
-        kept = {raw_of[name]: own[raw_of[name]] for name in names if name in raw_of and leaves.is_kept(f"{inside}{name}")}
+        kept = {
+            raw_of[name]: own[raw_of[name]]
+            for name in names
+            if name in raw_of and leaves.is_kept(f"{inside}{name}")
+        }
         template = {name: own[raw_of[name]] for name in tree if name in raw_of}
-        fresh = leaves.alike(tree, tensors_in(template, path), path, lossless=True) if tree else None
+        fresh = (
+            leaves.alike(tree, tensors_in(template, path), path, lossless=True) if tree else None
+        )
 
         def make(resolve: Resolve) -> dict[str, Any]:
             made = {} if fresh is None else fresh(resolve)
@@ -133,7 +180,9 @@ class Modules:
         return make
 
 
-def _load(module: torch.nn.Module, found: dict[str, Any], metadata: Any, path: str, options: Options) -> None:
+def _load(
+    module: torch.nn.Module, found: dict[str, Any], metadata: Any, path: str, options: Options
+) -> None:
     state = OrderedDict(found)
     if metadata is not None:
         state._metadata = metadata  # type: ignore[attr-defined]  # the versions by which loaders know an older state
@@ -152,24 +201,37 @@ def _own_tensors(module: torch.nn.Module, own: dict[str, Any]) -> dict[str, Any]
 
     torch does not copy a tensor onto itself.
     """
-    themselves: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    return {raw: themselves[raw] if raw in themselves and _same_memory(themselves[raw], value) else value for raw, value in own.items()}
+    themselves: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False)) | dict(
+        module.named_buffers(remove_duplicate=False)
+    )
+    return {
+        raw: themselves[raw]
+        if raw in themselves and _same_memory(themselves[raw], value)
+        else value
+        for raw, value in own.items()
+    }
 
 
 def _same_memory(one: torch.Tensor, value: Any) -> bool:
     if type(value) not in PLAIN and not isinstance(value, DTensor):
         return False
-    return bool(value.shape == one.shape and local_part(value).data_ptr() == local_part(one).data_ptr())
+    return bool(
+        value.shape == one.shape and local_part(value).data_ptr() == local_part(one).data_ptr()
+    )
 
 
 def _flattened(place: torch.nn.Module, own: dict[str, Any], values: dict[str, Value]) -> Value:
-    """Return the value for a module with flat parameters of FSDP1, which DCP fills from its shards."""
+    """Return the value for a module with flat parameters of FSDP1, which DCP fills from
+    its shards.
+    """
 
     def put(resolve: Resolve) -> Any:
         for raw, value in values.items():
             if (made := value(resolve)) is not KEEP:
                 own[raw] = made
-        set_model_state_dict(place, {raw: own[raw] for raw in values}, options=StateDictOptions(strict=False))
+        set_model_state_dict(
+            place, {raw: own[raw] for raw in values}, options=StateDictOptions(strict=False)
+        )
         return KEEP
 
     return put

@@ -1,4 +1,6 @@
-"""Brings the saved state of an optimizer back into the caller's optimizer: first compares the two, then writes."""
+"""Brings the saved state of an optimizer back into the caller's optimizer: first
+compares the two, then writes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ from ckptd.shared.errors import UnsavableValue
 
 
 class Optimizers:
-    """Binds the optimizers of a state. `names` has the names of its parameters. `bind` binds any value of the state."""
+    """Binds the optimizers of a state.
+
+    `names` has the names of its parameters. `bind` binds any value of the state.
+    """
 
     def __init__(
         self,
@@ -44,15 +49,29 @@ class Optimizers:
         bind: Callable[[Any, Any, str], Value],
         kept: frozenset[int] = frozenset(),
     ) -> None:
-        self._leaves, self._names, self._parameters, self._bind, self._kept = leaves, names, parameters, bind, kept
+        self._leaves, self._names, self._parameters, self._bind, self._kept = (
+            leaves,
+            names,
+            parameters,
+            bind,
+            kept,
+        )
 
     def bind(self, place: torch.optim.Optimizer, saved: Any, path: str) -> Value:
         leaves = self._leaves
         tree = saved.tree if isinstance(saved, ObjectNode) else saved
-        if leaves.options.strict and isinstance(saved, ObjectNode) and (other := class_difference(place, saved.cls, path)):
+        if (
+            leaves.options.strict
+            and isinstance(saved, ObjectNode)
+            and (other := class_difference(place, saved.cls, path))
+        ):
             return leaves.differ(*other, keep=path)
         if not is_optimizer(tree):
-            return self._whole(place, tree, path) if optimizer_loads_by_itself(place) else leaves.other_kind(path, saved, "an optimizer")
+            return (
+                self._whole(place, tree, path)
+                if optimizer_loads_by_itself(place)
+                else leaves.other_kind(path, saved, "an optimizer")
+            )
         former = _names_in(tree)
         tree = with_current_names(tree, place, self._names, self._parameters.tensors)
         for number, group in enumerate(place.param_groups if leaves.options.keep else ()):
@@ -60,22 +79,33 @@ class Optimizers:
                 leaves.note_kept(f"{path}.param_groups.{number}.{name}")
         keys = self._names.of(place)
         saved_names = _names_in(tree)
-        self._parameters.rename(path, {new: old for new, old in zip(saved_names, former, strict=True) if new != old})
+        self._parameters.rename(
+            path, {new: old for new, old in zip(saved_names, former, strict=True) if new != old}
+        )
         flat = self._names.flattened_by(place)
         if keys and saved_names and set(saved_names).isdisjoint(keys) and flat is None:
             unnamed = all(type(key) is int for key in keys)
             return leaves.differ(
-                f"{path or 'the state'}: no parameter of the optimizer is in the checkpoint, which has "
-                f"{', '.join(map(str, saved_names[:3]))}, while the optimizer has {', '.join(map(str, keys[:3]))}"
-                + (": the names come from the modules, so put the modules into the state, too" if unnamed else ""),
+                f"{path or 'the state'}: no parameter of the optimizer is in the checkpoint, "
+                f"which has "
+                f"{', '.join(map(str, saved_names[:3]))}, while the optimizer has "
+                f"{', '.join(map(str, keys[:3]))}"
+                + (
+                    ": the names come from the modules, so put the modules into the state, too"
+                    if unnamed
+                    else ""
+                ),
                 keep=path,
             )
         if flat is not None:
             return self._flattened_optimizer(place, flat, tree, path)
-        theirs, ours = ({name for name in names if type(name) is int} for names in (saved_names, keys))
+        theirs, ours = (
+            {name for name in names if type(name) is int} for names in (saved_names, keys)
+        )
         if theirs and ours and theirs != ours:
             return leaves.differ(
-                f"{path or 'the state'}: the checkpoint has {len(theirs)} parameters without names in this optimizer, the state "
+                f"{path or 'the state'}: the checkpoint has {len(theirs)} parameters without "
+                f"names in this optimizer, the state "
                 f"{len(ours)}: put the module that holds them into the state, too",
                 keep=path,
             )
@@ -84,9 +114,14 @@ class Optimizers:
             state = {
                 parameter_of[key]: entry
                 for key, entry in tree["state"].items()
-                if key in parameter_of and isinstance(entry, dict) and not leaves.is_kept(f"{path}.state.{key}")
+                if key in parameter_of
+                and isinstance(entry, dict)
+                and not leaves.is_kept(f"{path}.state.{key}")
             }
-            leaves.differ(*not_taken(place, saved.cls if isinstance(saved, ObjectNode) else "", state, path), keep=path)
+            leaves.differ(
+                *not_taken(place, saved.cls if isinstance(saved, ObjectNode) else "", state, path),
+                keep=path,
+            )
         return self._named(place, tree, keys, path)
 
     def _whole(self, place: torch.optim.Optimizer, tree: Any, path: str) -> Value:
@@ -99,55 +134,89 @@ class Optimizers:
 
         return put
 
-    def _named(self, place: torch.optim.Optimizer, tree: dict[str, Any], keys: list[Key], path: str) -> Value:
+    def _named(
+        self, place: torch.optim.Optimizer, tree: dict[str, Any], keys: list[Key], path: str
+    ) -> Value:
         """Bind an optimizer whose parameters have names."""
         leaves, parameters = self._leaves, parameters_of(place)
         own, position = [], 0
         for group in place.param_groups:
             own.append(keys[position : position + len(group["params"])])
             position += len(group["params"])
-        nameless = self._parameters.are_unnamed(path) and not any(group["params"] for group in tree["param_groups"])
+        nameless = self._parameters.are_unnamed(path) and not any(
+            group["params"] for group in tree["param_groups"]
+        )
         if nameless and len(own) == len(tree["param_groups"]):
-            # FSDP1 has no names for the parameters of an optimizer without state. Each saved group goes
-            # to the group of the same number.
-            groups = [{**group, "params": names} for group, names in zip(tree["param_groups"], own, strict=True)]
+            # FSDP1 has no names for the parameters of an optimizer without state. Each
+            # saved group goes to the group of the same number.
+            groups = [
+                {**group, "params": names}
+                for group, names in zip(tree["param_groups"], own, strict=True)
+            ]
             tree = {**tree, "param_groups": groups}
         settings = self._settings(tree["param_groups"], own, path)
         if leaves.options.strict:
             leaves.differ(*settings_differences(place.param_groups, settings, path), keep=path)
         if leaves.differences.others or leaves.differences.missing:
             return unchanged
-        kept = {key for key, p in zip(keys, parameters, strict=True) if id(p) in self._kept or leaves.is_kept(f"{path}.state.{key}")}
-        not_saved = set(keys).difference(name for group in tree["param_groups"] for name in group["params"])
+        kept = {
+            key
+            for key, p in zip(keys, parameters, strict=True)
+            if id(p) in self._kept or leaves.is_kept(f"{path}.state.{key}")
+        }
+        not_saved = set(keys).difference(
+            name for group in tree["param_groups"] for name in group["params"]
+        )
         parameter_of = {key: p for key, p in zip(keys, parameters, strict=True) if key not in kept}
-        staying = [p for key, p in zip(keys, parameters, strict=True) if key in not_saved or key in kept]
+        staying = [
+            p for key, p in zip(keys, parameters, strict=True) if key in not_saved or key in kept
+        ]
         by_itself = optimizer_loads_by_itself(place) or tree.keys() != {"state", "param_groups"}
         values: dict[Any, dict[Any, Value]] = {}
         for key, entry in tree["state"].items():
             if key in parameter_of and self._has_form(key, parameter_of[key], path):
-                values[key] = self._optimizer_entry(place, key, parameter_of[key], entry, path, in_place=not by_itself)
+                values[key] = self._optimizer_entry(
+                    place, key, parameter_of[key], entry, path, in_place=not by_itself
+                )
         others = self._of_no_parameter(place, tree, f"{path}.state")
         twice = _settings_of_several(place.param_groups)
         group_values = [
-            self._group_values(group, found, f"{path}.param_groups.{number}", None if by_itself else twice)
+            self._group_values(
+                group, found, f"{path}.param_groups.{number}", None if by_itself else twice
+            )
             for number, (group, found) in enumerate(zip(place.param_groups, settings, strict=True))
         ]
         if by_itself:
-            more = {key: leaves.make(value, f"{path}.{key}") for key, value in tree.items() if key not in ("state", "param_groups")}
-            return self._through_loader(place, keys, values, others, group_values, more, staying, path)
+            more = {
+                key: leaves.make(value, f"{path}.{key}")
+                for key, value in tree.items()
+                if key not in ("state", "param_groups")
+            }
+            return self._through_loader(
+                place, keys, values, others, group_values, more, staying, path
+            )
 
         def put(resolve: Resolve) -> Any:
             for group, group_entries in zip(place.param_groups, group_values, strict=True):
                 for key, value in group_entries.items():
                     if (made := value(resolve)) is not KEEP:
                         group[key] = made
-            state: dict[Any, Any] = {parameter: place.state[parameter] for parameter in staying if parameter in place.state}
+            state: dict[Any, Any] = {
+                parameter: place.state[parameter]
+                for parameter in staying
+                if parameter in place.state
+            }
             for key, entries in values.items():
                 mine = place.state.get(parameter_of[key], {})
                 made_entries = {name: value(resolve) for name, value in entries.items()}
-                state[parameter_of[key]] = {name: mine[name] if made is KEEP else made for name, made in made_entries.items()}
+                state[parameter_of[key]] = {
+                    name: mine[name] if made is KEEP else made
+                    for name, made in made_entries.items()
+                }
             if type(place).__module__.startswith("torch.optim."):
-                state = unshared(state)  # as flat parameters of FSDP1 had one `step` in checkpoints of earlier versions
+                # As flat parameters of FSDP1 had one `step` in checkpoints of earlier
+                # versions.
+                state = unshared(state)
             state.update({key: value(resolve) for key, value in others.items()})
             place.state.clear()
             place.state.update(state)
@@ -170,8 +239,8 @@ class Optimizers:
     ) -> Value:
         """Bind an optimizer that has hooks or methods of its own.
 
-        Its `load_state_dict` gets the saved state in the form of its own state dict. `staying` are
-        the parameters whose state the optimizer already has.
+        Its `load_state_dict` gets the saved state in the form of its own state dict.
+        `staying` are the parameters whose state the optimizer already has.
         """
         number_of = {key: number for number, key in enumerate(keys)}
         stay = {id(parameter) for parameter in staying}
@@ -182,12 +251,18 @@ class Optimizers:
             return self._leaves.differ(str(error), keep=path)
         own_groups = own["param_groups"]
         own_state = {
-            number: own["state"][number] for number, p in enumerate(parameters_of(place)) if id(p) in stay and number in own["state"]
+            number: own["state"][number]
+            for number, p in enumerate(parameters_of(place))
+            if id(p) in stay and number in own["state"]
         }
         del own  # hooks may have copied the whole state into it
 
         def put(resolve: Resolve) -> Any:
-            as_it_is = {parameter: place.state[parameter] for parameter in staying if parameter in place.state}
+            as_it_is = {
+                parameter: place.state[parameter]
+                for parameter in staying
+                if parameter in place.state
+            }
             state = dict(own_state)
             for key, entries in values.items():
                 state[number_of[key]] = {name: value(resolve) for name, value in entries.items()}
@@ -195,8 +270,14 @@ class Optimizers:
             groups = []
             for group, entries in zip(own_groups, group_values, strict=True):
                 made = {key: value(resolve) for key, value in entries.items()}
-                groups.append({**group, **{key: value for key, value in made.items() if value is not KEEP}})
-            found = {**{key: value(resolve) for key, value in more.items()}, "state": state, "param_groups": groups}
+                groups.append(
+                    {**group, **{key: value for key, value in made.items() if value is not KEEP}}
+                )
+            found = {
+                **{key: value(resolve) for key, value in more.items()},
+                "state": state,
+                "param_groups": groups,
+            }
             load_into(place, found, path, self._leaves.options)
             place.state.update(as_it_is)  # the loader may have converted this state
             return KEEP
@@ -212,16 +293,20 @@ class Optimizers:
         if not shapes or is_uninitialized(parameter) or tuple(parameter.shape) in shapes:
             return True
         self._leaves.differ(
-            f"{path}.state.{key}: the parameter had shape {' or '.join(str(list(shape)) for shape in shapes)} when it was saved, and has "
+            f"{path}.state.{key}: the parameter had shape "
+            f"{' or '.join(str(list(shape)) for shape in shapes)} when it was saved, and has "
             f"{list(parameter.shape)} now",
             keep=f"{path}.state.{key}",
         )
         return False
 
-    def _settings(self, saved: list[dict[str, Any]], own: list[list[Any]], path: str) -> list[dict[str, Any]]:
+    def _settings(
+        self, saved: list[dict[str, Any]], own: list[list[Any]], path: str
+    ) -> list[dict[str, Any]]:
         """Return the saved settings for each group of the optimizer.
 
-        They are the settings with which the parameters of the group were saved, in whatever groups.
+        They are the settings with which the parameters of the group were saved, in
+        whatever groups.
         """
         leaves = self._leaves
         group_of = {name: group for group in saved for name in group["params"]}
@@ -229,16 +314,22 @@ class Optimizers:
             apart = group_differences(own, [group["params"] for group in saved], path)
             leaves.differ(*apart)
             leaves.differences.loose |= bool(apart)
-        leaves.compare(list(group_of), [name for names in own for name in names], f"{path}.param_groups")
+        leaves.compare(
+            list(group_of), [name for names in own for name in names], f"{path}.param_groups"
+        )
         found = []
         for number, names in enumerate(own):
             groups = [group_of[name] for name in names if name in group_of]
             if not names and len(saved) == len(own) and not saved[number]["params"]:
                 groups = [saved[number]]
-            apart_groups = {id(group): {key: value for key, value in group.items() if key != "params"} for group in groups}
+            apart_groups = {
+                id(group): {key: value for key, value in group.items() if key != "params"}
+                for group in groups
+            }
             plain, *others = apart_groups.values() if apart_groups else ({},)
             sentence = (
-                f"{path}.param_groups.{number}: the checkpoint has the parameters of this group in groups with different settings "
+                f"{path}.param_groups.{number}: the checkpoint has the parameters of this group "
+                f"in groups with different settings "
                 f"(it has {len(saved)} groups, the optimizer {len(own)})"
             )
             for other in others:
@@ -249,7 +340,9 @@ class Optimizers:
             found.append(plain)
         return found
 
-    def _of_no_parameter(self, place: torch.optim.Optimizer, tree: dict[str, Any], path: str) -> dict[Any, Value]:
+    def _of_no_parameter(
+        self, place: torch.optim.Optimizer, tree: dict[str, Any], path: str
+    ) -> dict[Any, Value]:
         """Bind the entries of the state that belong to no parameter.
 
         As in torch, they replace the entries of this kind that the optimizer has.
@@ -264,23 +357,29 @@ class Optimizers:
             if key not in named
         }
 
-    def _flattened_optimizer(self, place: torch.optim.Optimizer, root: torch.nn.Module, tree: dict[str, Any], path: str) -> Value:
+    def _flattened_optimizer(
+        self, place: torch.optim.Optimizer, root: torch.nn.Module, tree: dict[str, Any], path: str
+    ) -> Value:
         """Bind an optimizer over FSDP1's flat parameters. DCP converts its state."""
         leaves = self._leaves
-        leaves.make(tree["param_groups"], f"{path}.param_groups")  # settings may be tensors, like a learning rate
+        # Settings may be tensors, like a learning rate.
+        leaves.make(tree["param_groups"], f"{path}.param_groups")
         others = self._of_no_parameter(place, tree, f"{path}.state")
         of_parameters = {key: value for key, value in tree["state"].items() if key not in others}
         if not of_parameters:
             theirs = tree["param_groups"]
             if len(theirs) != len(place.param_groups):
                 return leaves.differ(
-                    f"{path}.param_groups: the checkpoint has {len(theirs)} groups, the optimizer {len(place.param_groups)}, and no state "
+                    f"{path}.param_groups: the checkpoint has {len(theirs)} groups, the optimizer "
+                    f"{len(place.param_groups)}, and no state "
                     "that says which parameters are in which",
                     keep=path,
                 )
             if leaves.options.strict:
                 leaves.differ(*settings_differences(place.param_groups, theirs, path), keep=path)
-            for number, (group, found) in enumerate(zip(place.param_groups, self._without_kept(theirs, path), strict=True)):
+            for number, (group, found) in enumerate(
+                zip(place.param_groups, self._without_kept(theirs, path), strict=True)
+            ):
                 leaves.changed += changed_settings(group, found, f"{path}.param_groups.{number}")
             groups_of = leaves.make(tree["param_groups"], f"{path}.param_groups")
 
@@ -292,15 +391,22 @@ class Optimizers:
             return put_without_state
         if not any(isinstance(key, torch.Tensor) for key in place.state):
             before = dict(place.state)
-            leaves.undo += [place.state.clear, lambda: place.state.update(before)]  # DCP makes the optimizer take a fake step
+            # DCP makes the optimizer take a fake step
+            leaves.undo += [place.state.clear, lambda: place.state.update(before)]
         try:
             with state_of(place, path):
                 own = flattened_state(place, root, path)
         except UnsavableValue as error:
             return leaves.differ(str(error), keep=path)
         groups: list[dict[str, Any]] = own["param_groups"]
-        own["state"] = {key: value for key, value in own["state"].items() if any(key in group["params"] for group in groups)}
-        settings = self._settings(tree["param_groups"], [list(group["params"]) for group in groups], path)
+        own["state"] = {
+            key: value
+            for key, value in own["state"].items()
+            if any(key in group["params"] for group in groups)
+        }
+        settings = self._settings(
+            tree["param_groups"], [list(group["params"]) for group in groups], path
+        )
         if leaves.options.strict:
             leaves.differ(*settings_differences(groups, settings, path), keep=path)
         restored = self._without_kept(settings, path)
@@ -321,18 +427,29 @@ class Optimizers:
     def _without_kept(self, groups: list[dict[str, Any]], path: str) -> list[dict[str, Any]]:
         """Return the settings of each group without those that the caller keeps."""
         return [
-            {name: value for name, value in group.items() if not self._leaves.is_kept(f"{path}.param_groups.{number}.{name}")}
+            {
+                name: value
+                for name, value in group.items()
+                if not self._leaves.is_kept(f"{path}.param_groups.{number}.{name}")
+            }
             for number, group in enumerate(groups)
         ]
 
     def _optimizer_entry(
-        self, place: torch.optim.Optimizer, key: Key, parameter: torch.Tensor, entry: Any, path: str, *, in_place: bool
+        self,
+        place: torch.optim.Optimizer,
+        key: Key,
+        parameter: torch.Tensor,
+        entry: Any,
+        path: str,
+        *,
+        in_place: bool,
     ) -> dict[Any, Value]:
         """Bind the state of a parameter.
 
-        Tensors that fit are filled in place. Other tensors are made on the device on which torch's
-        own load_state_dict puts them. Without `in_place`, the optimizer's own method gets the
-        values as they were saved.
+        Tensors that fit are filled in place. Other tensors are made on the device on
+        which torch's own load_state_dict puts them. Without `in_place`, the optimizer's
+        own method gets the values as they were saved.
         """
         leaves, optimizer, path = self._leaves, path, f"{path}.state.{key}"
         if not isinstance(entry, dict):
@@ -341,16 +458,28 @@ class Optimizers:
         if leaves.options.strict:
             leaves.differ(*state_difference(mine, entry, path), keep=optimizer)
         values: dict[Any, Value] = {}
-        converted = in_place and parameter.is_floating_point() and self._is_converted(parameter, key, optimizer)
+        converted = (
+            in_place
+            and parameter.is_floating_point()
+            and self._is_converted(parameter, key, optimizer)
+        )
         for name, saved in entry.items():
             own, inside = mine.get(name), f"{path}.{name}"
-            device = torch.device("cpu") if name == "step" and not steps_on_device(place, parameter) else parameter.device
+            device = (
+                torch.device("cpu")
+                if name == "step" and not steps_on_device(place, parameter)
+                else parameter.device
+            )
             dtypes = self._new_dtypes(saved, parameter) if converted and name != "step" else {}
             if isinstance(saved, TensorRef):
-                # An optimizer that has only some of the state of a parameter fails at its next step.
+                # An optimizer that has only some of the state of a parameter fails at
+                # its next step.
                 leaves.wholes[inside] = path
                 found = leaves.saved.describe(saved.fqn)
-                size, dtype = tuple(found.size), dtypes.get(saved.fqn, leaves.saved.dtype(saved.fqn))
+                size, dtype = (
+                    tuple(found.size),
+                    dtypes.get(saved.fqn, leaves.saved.dtype(saved.fqn)),
+                )
                 if isinstance(own, torch.Tensor) and own.shape == size and own.dtype == dtype:
                     values[name] = leaves.tensor(own, saved, inside)
                     continue
@@ -358,14 +487,21 @@ class Optimizers:
                     values[name] = self._like(parameter, saved, dtype, inside)
                     continue
             elif isinstance(saved, ObjectNode):  # saved in parts, such as a quantized tensor
-                if own is None and isinstance(parameter, DTensor) and size_of(saved.kind, saved.tree) == tuple(parameter.shape):
+                if (
+                    own is None
+                    and isinstance(parameter, DTensor)
+                    and size_of(saved.kind, saved.tree) == tuple(parameter.shape)
+                ):
                     leaves.differ(
-                        f"{inside}: the checkpoint has a tensor of class {saved.cls}, which consists of several tensors, "
+                        f"{inside}: the checkpoint has a tensor of class {saved.cls}, which "
+                        f"consists of several tensors, "
                         "and the parameter is a DTensor: it cannot be divided as the parameter is",
                         keep=path,
                     )
                     continue
-                if isinstance(own, torch.Tensor) and (isinstance(own, DTensor) or (not dtypes and self._has_dtypes(own, saved))):
+                if isinstance(own, torch.Tensor) and (
+                    isinstance(own, DTensor) or (not dtypes and self._has_dtypes(own, saved))
+                ):
                     values[name] = self._bind(own, saved, inside)
                     continue
             for fqn, dtype in dtypes.items():
@@ -390,11 +526,12 @@ class Optimizers:
         return bool(before) and parameter.dtype not in before
 
     def _new_dtypes(self, saved: Any, parameter: torch.Tensor) -> dict[str, torch.dtype]:
-        """Return the dtype of a converted parameter for each tensor in its saved state that takes it.
+        """Return the dtype of a converted parameter for each tensor in its saved state
+        that takes it.
 
-        torch gives all state but the step the dtype of its parameter. State of a parameter whose
-        dtype has not changed keeps its own dtype here, because some optimizers have moments of a
-        higher precision than the parameters.
+        torch gives all state but the step the dtype of its parameter. State of a
+        parameter whose dtype has not changed keeps its own dtype here, because some
+        optimizers have moments of a higher precision than the parameters.
         """
         names = [saved.fqn] if isinstance(saved, TensorRef) else tensor_names(saved)
         dtypes = {name: self._leaves.saved.dtype(name) for name in names}
@@ -405,25 +542,39 @@ class Optimizers:
         }
 
     def _like(self, parameter: DTensor, saved: TensorRef, dtype: torch.dtype, path: str) -> Value:
-        """Make state that the optimizer does not have yet for a sharded parameter, sharded like the parameter."""
+        """Make state that the optimizer does not have yet for a sharded parameter,
+        sharded like the parameter.
+        """
         leaves = self._leaves
         leaves.paths[saved.fqn] = path
         made = leaves.in_place[saved.fqn] = torch.empty_like(parameter.detach(), dtype=dtype)
         return lambda resolve: made
 
-    def _group_values(self, own: dict[str, Any], saved: dict[str, Any], path: str, twice: frozenset[int] | None) -> dict[str, Value]:
+    def _group_values(
+        self, own: dict[str, Any], saved: dict[str, Any], path: str, twice: frozenset[int] | None
+    ) -> dict[str, Value]:
         """Bind the settings of a group.
 
-        Tensors are filled in place, unless their ids are in `twice`. If `twice` is None, no tensor
-        is filled in place.
+        Tensors are filled in place, unless their ids are in `twice`. If `twice` is
+        None, no tensor is filled in place.
         """
         leaves, values = self._leaves, dict[str, Value]()
-        saved = {name: value for name, value in saved.items() if name != "params" and not leaves.is_kept(f"{path}.{name}")}
+        saved = {
+            name: value
+            for name, value in saved.items()
+            if name != "params" and not leaves.is_kept(f"{path}.{name}")
+        }
         leaves.changed += changed_settings(own, saved, path)
         for name, value in saved.items():
             place = own.get(name)
-            alone = isinstance(value, TensorRef) and value.fqn not in leaves.in_place  # a saved group may have been divided
-            if alone and isinstance(place, torch.Tensor) and twice is not None and id(place) not in twice:
+            # A saved group may have been divided.
+            alone = isinstance(value, TensorRef) and value.fqn not in leaves.in_place
+            if (
+                alone
+                and isinstance(place, torch.Tensor)
+                and twice is not None
+                and id(place) not in twice
+            ):
                 values[name] = leaves.tensor(place, value, f"{path}.{name}")
             else:
                 values[name] = leaves.make(value, f"{path}.{name}")
@@ -431,7 +582,9 @@ class Optimizers:
 
 
 def _names_in(tree: dict[str, Any]) -> list[Any]:
-    """Return the names of the parameters in all groups of an optimizer's saved state, in their order."""
+    """Return the names of the parameters in all groups of an optimizer's saved state,
+    in their order.
+    """
     return [name for group in tree["param_groups"] for name in group["params"]]
 
 
@@ -440,5 +593,7 @@ def _settings_of_several(groups: list[dict[str, Any]]) -> frozenset[int]:
 
     A learning rate with which all groups were made is such a tensor.
     """
-    count = Counter(id(value) for group in groups for value in group.values() if isinstance(value, torch.Tensor))
+    count = Counter(
+        id(value) for group in groups for value in group.values() if isinstance(value, torch.Tensor)
+    )
     return frozenset(one for one, number in count.items() if number > 1)

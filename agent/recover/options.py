@@ -8,18 +8,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 OnReshape = Callable[[str, list[Any]], Any]
-"""Takes the key of a `per_rank` value and the list of the values of all ranks that saved it. Returns the value for this rank."""
+"""Takes the key of a `per_rank` value and the list of the values of all ranks that
+saved it. Returns the value for this rank.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """The options of `Agent.recover`.
 
-    strict: keys, classes of optimizers and schedulers, and parameter groups must agree. keep:
-    patterns of keys, as for `fnmatch`, whose values stay the caller's. on_reshape: the function
-    that makes a `per_rank` value of those that another number of ranks has saved. same_partition:
-    the ranks and their shards are those that saved, so that each rank reads only its own. step: the
-    step to recover, or None for the newest.
+    strict: keys, classes of optimizers and schedulers, and parameter groups must agree.
+    keep: patterns of keys, as for `fnmatch`, whose values stay the caller's.
+    on_reshape: the function that makes a `per_rank` value of those that another number
+    of ranks has saved. same_partition: the ranks and their shards are those that saved,
+    so that each rank reads only its own. step: the step to recover, or None for the
+    newest.
     """
 
     strict: bool = True
@@ -29,21 +32,26 @@ class Options:
     step: int | None = None
 
     def call(self, **changes: Any) -> str:
-        """Return the text of the call of `recover` with these options, which the caller can paste.
+        """Return the text of the call of `recover` with these options, which the caller
+        can paste.
 
-        `changes` replaces some of the options. A function is written by its name if it has one, and
-        otherwise by the name of the option.
+        `changes` replaces some of the options. A function is written by its name if it
+        has one, and otherwise by the name of the option.
         """
         options = replace(self, **changes)
         arguments = [f"step={options.step}"] if options.step is not None else []
         arguments += ["strict=False"] if not options.strict else []
         arguments += [f"keep={list(options.keep)!r}"] if options.keep else []
-        arguments += [f"on_reshape={_name(options.on_reshape)}"] if options.on_reshape is not None else []
+        arguments += (
+            [f"on_reshape={_name(options.on_reshape)}"] if options.on_reshape is not None else []
+        )
         arguments += ["same_partition=True"] if options.same_partition else []
         return f"recover({', '.join(['state', *arguments])})"
 
     def call_that_keeps(self, key: str) -> str:
-        """Return the call of `recover` with these options that leaves the value of one more key as it is."""
+        """Return the call of `recover` with these options that leaves the value of one
+        more key as it is.
+        """
         return self.call(keep=[*self.keep, pattern_of(key)])
 
 

@@ -14,7 +14,8 @@ from ckptd.shared.errors import CkptdError, RecoveryFailed
 def load_into(place: Any, state: Any, path: str, options: Options, **arguments: Any) -> Any:
     """Call an object's own `load_state_dict`, and return what it returns.
 
-    Raises RecoveryFailed for an exception in it. `options` are the options of the recovery.
+    Raises RecoveryFailed for an exception in it. `options` are the options of the
+    recovery.
     """
     with loader_of(place, path, options):
         return place.load_state_dict(state, **arguments)
@@ -22,10 +23,12 @@ def load_into(place: Any, state: Any, path: str, options: Options, **arguments: 
 
 @contextmanager
 def loader_of(place: Any, path: str, options: Options) -> Iterator[None]:
-    """Context manager. Raise RecoveryFailed for an exception of the caller's object in its loader.
+    """Context manager.
 
-    The error has the call of `recover` that leaves this object as it is. `options` are the options
-    of the recovery.
+    Raise RecoveryFailed for an exception of the caller's object in its loader.
+
+    The error has the call of `recover` that leaves this object as it is. `options` are
+    the options of the recovery.
     """
     try:
         yield
@@ -33,8 +36,10 @@ def loader_of(place: Any, path: str, options: Options) -> Iterator[None]:
         raise
     except Exception as error:
         raise RecoveryFailed(
-            f"{path or 'the state'}: load_state_dict() of {class_of(place)} raised {error!r}; the state is partly overwritten: "
-            "rebuild it, and make this object ready for its state before the recovery. To leave this object as it is, call "
+            f"{path or 'the state'}: load_state_dict() of {class_of(place)} raised {error!r}; the "
+            f"state is partly overwritten: "
+            "rebuild it, and make this object ready for its state before the recovery. To leave "
+            "this object as it is, call "
             f"{options.call_that_keeps(path)}",
             overwritten=True,
         ) from error

@@ -1,4 +1,6 @@
-"""Finds the shapes and dtypes of the parameters of saved optimizers, and the parameters of the state that stay as they are."""
+"""Finds the shapes and dtypes of the parameters of saved optimizers, and the parameters
+of the state that stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,22 @@ class Form(NamedTuple):
 
 
 class SavedParameters:
-    """The forms of the parameters in a checkpoint, by the names that optimizers have for them.
+    """The forms of the parameters in a checkpoint, by the names that optimizers have
+    for them.
 
-    They are the forms of the tensors of the saved modules. A name that several modules have may
-    stand for any of their tensors. `recorded` has the member `parameters` of each rank's values
-    document (FORMAT.md, section 3): for each optimizer that also held other parameters, the name,
-    dtype and shape of all of its parameters.
+    They are the forms of the tensors of the saved modules. A name that several modules
+    have may stand for any of their tensors. `recorded` has the member `parameters` of
+    each rank's values document (FORMAT.md, section 3): for each optimizer that also
+    held other parameters, the name, dtype and shape of all of its parameters.
     """
 
-    def __init__(self, tree: Any, saved: Saved, recorded: Collection[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self, tree: Any, saved: Saved, recorded: Collection[Mapping[str, Any]] = ()
+    ) -> None:
         self._saved = saved
-        self._unnamed = {path for forms in recorded for path, parameters in forms.items() if not parameters}
+        self._unnamed = {
+            path for forms in recorded for path, parameters in forms.items() if not parameters
+        }
         self._several_ranks = len(recorded) > 1
         self._recorded: dict[tuple[str, Any], Form] = {}
         for forms in recorded:
@@ -44,22 +51,26 @@ class SavedParameters:
         self._collect(tree, "")
 
     def rename(self, path: str, former: dict[Any, Any]) -> None:
-        """Set the names of an optimizer's parameters in the checkpoint, by their present names.
+        """Set the names of an optimizer's parameters in the checkpoint, by their
+        present names.
 
         path: the key of the optimizer.
         """
         self._former[path] = former
 
     def are_unnamed(self, path: str) -> bool:
-        """Return True if the optimizer at `path` may have had flat parameters without names.
+        """Return True if the optimizer at `path` may have had flat parameters without
+        names.
 
-        A checkpoint of an earlier version does not say so. The answer is then True if it is a
-        checkpoint of several ranks.
+        A checkpoint of an earlier version does not say so. The answer is then True if
+        it is a checkpoint of several ranks.
         """
         return path in self._unnamed or self._several_ranks
 
     def tensors(self, name: Any) -> Sequence[str]:
-        """Return the keys of the saved tensors for which a name in an optimizer may stand."""
+        """Return the keys of the saved tensors for which a name in an optimizer may
+        stand.
+        """
         return self._keys.get(name, ())
 
     def forms(self, path: str, name: Any) -> list[Form]:
@@ -71,7 +82,10 @@ class SavedParameters:
         if recorded is not None:
             return [recorded]
         known = (self._saved.describe(fqn) for fqn in self._tensors.get(name, ()))
-        return [Form(tuple(one.size), self._saved.dtype(fqn)) for one, fqn in zip(known, self._tensors.get(name, ()), strict=True)]
+        return [
+            Form(tuple(one.size), self._saved.dtype(fqn))
+            for one, fqn in zip(known, self._tensors.get(name, ()), strict=True)
+        ]
 
     def _collect(self, tree: Any, path: str) -> None:
         if isinstance(tree, ObjectNode) and tree.kind == "module" and isinstance(tree.tree, dict):
@@ -103,5 +117,9 @@ def kept_parameters(names: Names, is_kept: Callable[[str], bool]) -> frozenset[i
     for (path, _), held in zip(names.modules, names.held(), strict=True):
         inside = f"{path}." if path else ""
         whole = bool(path) and is_kept(path)
-        found |= {parameter for parameter, number in held.number.items() if whole or is_kept(f"{inside}{held.names[number]}")}
+        found |= {
+            parameter
+            for parameter, number in held.number.items()
+            if whole or is_kept(f"{inside}{held.names[number]}")
+        }
     return frozenset(found)

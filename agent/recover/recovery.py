@@ -1,8 +1,11 @@
-"""Chooses the snapshot to recover and the tier to read it from, and loads it into the caller's state.
+"""Chooses the snapshot to recover and the tier to read it from, and loads it into the
+caller's state.
 
-The candidates that all ranks can get are tried best first: highest (attempt, step), memory before storage. Parts of a checkpoint that are
-still in the memory of the node are read from there. The structure is compared before the first byte is written. If damage is found later,
-the next candidate is tried, and overwrites every item. RNG states are set last.
+The candidates that all ranks can get are tried best first: highest (attempt, step),
+memory before storage. Parts of a checkpoint that are still in the memory of the node
+are read from there. The structure is compared before the first byte is written. If
+damage is found later, the next candidate is tried, and overwrites every item. RNG
+states are set last.
 """
 
 from __future__ import annotations
@@ -25,7 +28,13 @@ from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.read.sources import Opened
 from ckptd.agent.recover.differences import Differences
-from ckptd.agent.recover.loading import DELIVER_SECONDS, FIND_SECONDS, RANKS_SECONDS, Loading, PlannedLoading
+from ckptd.agent.recover.loading import (
+    DELIVER_SECONDS,
+    FIND_SECONDS,
+    RANKS_SECONDS,
+    Loading,
+    PlannedLoading,
+)
 from ckptd.agent.recover.options import Options
 from ckptd.agent.state.capture import set_rng_state
 from ckptd.agent.threads.reminder import reminder
@@ -46,18 +55,23 @@ from ckptd.shared.wire import messages as m
 
 log = logging.getLogger("ckptd.agent")
 
-_LOOKS, _LOOK_SECONDS = 90, 1.0  # looks for a checkpoint that only some ranks see, and the seconds between; NFS caches for up to 60 s
+# Looks for a checkpoint that only some ranks see, and the seconds between; NFS caches
+# for up to 60 s.
+_LOOKS, _LOOK_SECONDS = 90, 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
     """The snapshot that a recovery has brought back.
 
-    step: -1 if it was saved without one. tag: the name of its directory. source: "memory", "storage" or, from a copy that is
-    still on the local disk in front of the root, "stage". seconds: how long the recovery
-    took. passed_over: one text for each newer checkpoint that was damaged, with the reason. origin: who saved it and when, like
-    "train.py on node1 as alice, 2026-11-22 17:08 UTC"; "" if an earlier version saved it. memory_bytes: the bytes that this rank has read
-    from the memory of its node. If `source` is "storage", the node still held these bytes, and the others came from storage.
+    step: -1 if it was saved without one. tag: the name of its directory. source:
+    "memory", "storage" or, from a copy that is still on the local disk in front of the
+    root, "stage". seconds: how long the recovery took. passed_over: one text for each
+    newer checkpoint that was damaged, with the reason. origin: who saved it and when,
+    like "train.py on node1 as alice, 2026-11-22 17:08 UTC"; "" if an earlier version
+    saved it. memory_bytes: the bytes that this rank has read from the memory of its
+    node. If `source` is "storage", the node still held these bytes, and the others came
+    from storage.
     """
 
     step: int
@@ -73,10 +87,12 @@ class Recovered:
     _rng: dict[str, Any] | None = field(default=None, repr=False, compare=False)
 
     def restore_rng(self) -> bool:
-        """Set the random generators again as they were when the snapshot was taken. Return False if none were saved for this rank.
+        """Set the random generators again as they were when the snapshot was taken.
 
-        `recover` has set them already. Call this after code that draws from them before training goes on, like the shuffling of a data
-        loader.
+        Return False if none were saved for this rank.
+
+        `recover` has set them already. Call this after code that draws from them before
+        training goes on, like the shuffling of a data loader.
         """
         if self._rng is None:
             log.warning("no random generators were saved for this rank: they are left as they are")
@@ -88,8 +104,9 @@ class Recovered:
 class Recovery:
     """One call of `Agent.recover`, made on all ranks together.
 
-    All ranks go through the same phases and exchange the result of each phase, so that they all make the same decisions. `topic` is the
-    name of this call in the job's store. `nodes` is True if the job is on several nodes.
+    All ranks go through the same phases and exchange the result of each phase, so that
+    they all make the same decisions. `topic` is the name of this call in the job's
+    store. `nodes` is True if the job is on several nodes.
     """
 
     def __init__(
@@ -106,25 +123,38 @@ class Recovery:
         self._client, self._ranks, self._job, self._topic = client, ranks, job, topic
         self._options, self._planner, self._nodes = options, planner, nodes
         self.last_step = -1
-        """The highest step that any rank has captured in this attempt, or -1. Known once `run` has heard from all ranks."""
+        """The highest step that any rank has captured in this attempt, or -1. Known
+        once `run` has heard from all ranks.
+        """
         self.restart: Restart | None = None
         """The snapshot at which the training begins.
 
         Known once `run` has recovered a snapshot without being given its step.
         """
-        self._overwritten: set[str] = set()  # names of the tensors that a damaged candidate may have overwritten on this rank
+        # Names of the tensors that a damaged candidate may have overwritten on this
+        # rank.
+        self._overwritten: set[str] = set()
 
     @paused_collector()
     def run(self, state: Any, *, step: int | None, last_step: int) -> Recovered | None:
-        """Recover `state`, and return the snapshot that came back, or None. `Agent.recover` has the whole contract.
+        """Recover `state`, and return the snapshot that came back, or None.
+
+        `Agent.recover` has the whole contract.
 
         last_step: the last step that this rank has captured in this attempt.
         """
         begun = time.monotonic()
         if self._nodes:
-            with reminder(log, "recover() waits for the nodes to save what they hold in memory: `ckptd status` shows how far they are"):
+            with reminder(
+                log,
+                "recover() waits for the nodes to save what they hold in memory: `ckptd status` "
+                "shows how far they are",
+            ):
                 delivered = _delivered(self._all("deliver", self._deliver, DELIVER_SECONDS))
-            self._all("decide", lambda: self._find(step, last_step, delivered) if self._ranks.rank == 0 else {})
+            self._all(
+                "decide",
+                lambda: self._find(step, last_step, delivered) if self._ranks.rank == 0 else {},
+            )
         said = heard = self._find_all(step, last_step)
         self.last_step = max(found["last_step"] for found in said)
         candidates = _common_candidates(said)
@@ -155,14 +185,25 @@ class Recovery:
                 continue
             failpoint("agent.recover.loaded")
             if step is None:
-                self.restart = restart(candidates, number, [text for found in heard for text in found["damaged"]], self._options)
+                self.restart = restart(
+                    candidates,
+                    number,
+                    [text for found in heard for text in found["damaged"]],
+                    self._options,
+                )
             recovered = _recovered(candidate, loading, time.monotonic() - begun, passed_over)
             log.info("recovered %s in %.2f s%s", where, recovered.seconds, _details(recovered))
             return recovered
         if passed_over:
-            after = "; the state is partly overwritten: rebuild it before training" if overwritten else "; the state is unchanged"
+            after = (
+                "; the state is partly overwritten: rebuild it before training"
+                if overwritten
+                else "; the state is unchanged"
+            )
             raise RecoveryFailed(
-                f"no sound checkpoint of job {self._job!r} is left: {'; '.join(passed_over)}{after}", overwritten=overwritten
+                f"no sound checkpoint of job {self._job!r} is left: "
+                f"{'; '.join(passed_over)}{after}",
+                overwritten=overwritten,
             )
         if step is not None:
             raise NotFound(f"job {self._job!r} has no checkpoint of step {step}")
@@ -170,31 +211,43 @@ class Recovery:
 
     def _loading(self, candidate: m.RecoveryCandidate, topic: str) -> Loading:
         if self._planner is not None:
-            return PlannedLoading(self._client, self._ranks, self._job, candidate, PlannedLoad(self._planner), topic)
-        return Loading(self._client, self._ranks, self._job, candidate, self._options, self._overwritten)
+            return PlannedLoading(
+                self._client, self._ranks, self._job, candidate, PlannedLoad(self._planner), topic
+            )
+        return Loading(
+            self._client, self._ranks, self._job, candidate, self._options, self._overwritten
+        )
 
     def _find_all(self, step: int | None, last_step: int) -> list[dict[str, Any]]:
-        """Return what each rank has found. A checkpoint that not all nodes see yet is waited for: a file system may cache for a minute.
+        """Return what each rank has found.
+
+        A checkpoint that not all nodes see yet is waited for: a file system may cache
+        for a minute.
 
         Raises RecoveryFailed if the newest checkpoint stays invisible to a rank.
         """
         said, unseen = list[dict[str, Any]](), ""
         for number in range(_LOOKS):
-            said = self._all(f"find-{number}" if number else "find", lambda: self._find(step, last_step))
+            said = self._all(
+                f"find-{number}" if number else "find", lambda: self._find(step, last_step)
+            )
             if not (unseen := _unseen(said)):
                 return said
             if number == 0 and self._ranks.rank == 0:
                 log.warning("waiting until all ranks see %s/%s in storage", self._job, unseen)
             time.sleep(_LOOK_SECONDS)
         raise RecoveryFailed(
-            f"only some ranks see {self._job}/{unseen}, the newest checkpoint: check that all nodes have the same storage at the root, "
+            f"only some ranks see {self._job}/{unseen}, the newest checkpoint: check that all "
+            f"nodes have the same storage at the root, "
             "then call recover() again"
         )
 
     def _deliver(self) -> dict[str, Any]:
-        """Have this node's daemon save what it holds in memory, because ranks on other nodes can read it from storage only.
+        """Have this node's daemon save what it holds in memory, because ranks on other
+        nodes can read it from storage only.
 
-        Once all nodes have delivered, the daemon of rank 0 decides which checkpoints are complete, before the other ranks look for them.
+        Once all nodes have delivered, the daemon of rank 0 decides which checkpoints
+        are complete, before the other ranks look for them.
         """
         done, _ = self._client.call(lambda n: m.Deliver(id=n), m.Delivered, DELIVER_SECONDS)
         return {"attempt": done.attempt, "world_size": done.world_size, "ranks": done.ranks}
@@ -203,7 +256,9 @@ class Recovery:
         asked = None if step is None else as_step(step)
         if asked == -1:
             raise InvalidRequest(f"step is {step!r}; expected an integer from 0 to 10**18 - 1")
-        found, _ = self._client.call(lambda n: m.Find(id=n, step=asked, delivered=delivered), m.Found, FIND_SECONDS)
+        found, _ = self._client.call(
+            lambda n: m.Find(id=n, step=asked, delivered=delivered), m.Found, FIND_SECONDS
+        )
         failpoint("agent.recover.found")
         return {
             "candidates": [msgspec.to_builtins(c) for c in found.candidates],
@@ -217,36 +272,47 @@ class Recovery:
     def _check_keys(self, said: list[dict[str, Any]], state: Any) -> None:
         """Check the keys of all ranks together.
 
-        Raises StructureMismatch if no key has a place on any rank, or if `strict` is on and a key of the checkpoint has none. Raises
-        InvalidRequest if a pattern in `keep` matches no key on any rank, and RecoveryFailed if the checkpoint lacks a tensor that a damaged
-        one may have overwritten.
+        Raises StructureMismatch if no key has a place on any rank, or if `strict` is on
+        and a key of the checkpoint has none. Raises InvalidRequest if a pattern in
+        `keep` matches no key on any rank, and RecoveryFailed if the checkpoint lacks a
+        tensor that a damaged one may have overwritten.
         """
         if not any(found["matched"] for found in said):
             mine = f" ({_some(state)})" if isinstance(state, dict) and state else ""
             saved = f", which has {_some(said[0]['unused'])}" if said[0]["unused"] else ""
             raise StructureMismatch(
-                f"no key of the state{mine} is in the checkpoint{saved}; nothing was written: compare the keys of the state with those "
-                "that `ckptd show` lists, or use another job name if this training is not the one that saved the checkpoint"
+                f"no key of the state{mine} is in the checkpoint{saved}; nothing was written: "
+                f"compare the keys of the state with those "
+                "that `ckptd show` lists, or use another job name if this training is not the one "
+                "that saved the checkpoint"
             )
         if lacking := sorted({name for found in said for name in found["lacking"]}):
             raise RecoveryFailed(
-                f"the next sound checkpoint lacks {', '.join(lacking[:3])}, which a damaged one has overwritten: rebuild the state before "
+                f"the next sound checkpoint lacks {', '.join(lacking[:3])}, which a damaged one "
+                f"has overwritten: rebuild the state before "
                 "training, or recover with step=",
                 overwritten=True,
             )
         if idle := sorted(set(self._options.keep).difference(*(found["kept"] for found in said))):
             raise InvalidRequest(
-                f"keep has {', '.join(map(repr, idle))}, which match no key of the state: use keys like 'optim.param_groups.*.lr'"
+                f"keep has {', '.join(map(repr, idle))}, which match no key of the state: use "
+                f"keys like 'optim.param_groups.*.lr'"
             )
         if self._options.same_partition:  # each rank has looked at its own keys only
             nowhere = list(dict.fromkeys(key for found in said for key in found["unused"]))
         else:
-            nowhere = [key for key in said[0]["unused"] if all(key in found["unused"] for found in said)]
+            nowhere = [
+                key for key in said[0]["unused"] if all(key in found["unused"] for found in said)
+            ]
         if nowhere and self._options.strict:
             raise Differences(unused=nowhere, options=self._options).error()
 
-    def _all(self, topic: str, work: Callable[[], dict[str, Any]], seconds: float | None = None) -> list[dict[str, Any]]:
-        """Do the work, wait for the other ranks, and return the results of all ranks. An error on one rank is raised on all ranks.
+    def _all(
+        self, topic: str, work: Callable[[], dict[str, Any]], seconds: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Do the work, wait for the other ranks, and return the results of all ranks.
+
+        An error on one rank is raised on all ranks.
 
         seconds: how long this rank waits for the others. Default: `RANKS_SECONDS`.
         """
@@ -260,12 +326,19 @@ class Recovery:
         except Exception as error:
             failure, mine = error, InternalError(f"{type(error).__name__}: {error}")
         try:
-            heard = self._ranks.round(f"{self._topic}/{topic}", mine, lambda said: [msgspec.msgpack.encode(said)] * len(said), seconds)
+            heard = self._ranks.round(
+                f"{self._topic}/{topic}",
+                mine,
+                lambda said: [msgspec.msgpack.encode(said)] * len(said),
+                seconds,
+            )
         except CkptdError:
             if failure is not None:
                 raise failure from None
             raise
-        said: list[dict[str, Any]] = [msgspec.msgpack.decode(one) for one in msgspec.msgpack.decode(heard)]
+        said: list[dict[str, Any]] = [
+            msgspec.msgpack.decode(one) for one in msgspec.msgpack.decode(heard)
+        ]
         return said
 
 
@@ -276,55 +349,84 @@ def _some(keys: Collection[Any]) -> str:
 
 
 def _delivered(said: list[dict[str, Any]]) -> int:
-    """Return the last attempt, if the daemons of these ranks had all of its ranks, or 0."""
+    """Return the last attempt, if the daemons of these ranks had all of its ranks, or
+    0.
+    """
     last = max(said, key=lambda one: int(one["attempt"]))
     here = {rank for one in said if one["attempt"] == last["attempt"] for rank in one["ranks"]}
     return int(last["attempt"]) if len(here) == last["world_size"] else 0
 
 
 def _unseen(said: list[dict[str, Any]]) -> str:
-    """Return the tag of a checkpoint that is the newest for one rank, and that another rank sees neither sound nor damaged, or ""."""
+    """Return the tag of a checkpoint that is the newest for one rank, and that another
+    rank sees neither sound nor damaged, or "".
+    """
     if len({found["asked"] for found in said}) > 1:
         return ""  # the ranks look for different steps
     for one in said:
-        best = next((candidate for candidate in one["candidates"] if candidate["source"] != "memory"), None)
+        best = next(
+            (candidate for candidate in one["candidates"] if candidate["source"] != "memory"), None
+        )
         if best is None:
             continue
         for other in said:
-            if best not in other["candidates"] and not any(text.startswith(f"{best['tag']}:") for text in other["damaged"]):
+            if best not in other["candidates"] and not any(
+                text.startswith(f"{best['tag']}:") for text in other["damaged"]
+            ):
                 return str(best["tag"])
     return ""
 
 
 def _common_candidates(said: list[dict[str, Any]]) -> list[m.RecoveryCandidate]:
-    """Return the candidates that every rank has found, in the order of rank 0. `said` has what each rank has found, by rank.
+    """Return the candidates that every rank has found, in the order of rank 0.
 
-    Raises InvalidRequest if the ranks want different steps or differ in `same_partition`. Raises RecoveryFailed if there are candidates,
-    but none that all ranks have.
+    `said` has what each rank has found, by rank.
+
+    Raises InvalidRequest if the ranks want different steps or differ in
+    `same_partition`. Raises RecoveryFailed if there are candidates, but none that all
+    ranks have.
     """
     if len(asked := {found["asked"] for found in said}) > 1:
-        raise InvalidRequest(f"the ranks want to recover step {' and '.join(sorted(map(str, asked)))}: pass the same step on all ranks")
+        raise InvalidRequest(
+            f"the ranks want to recover step {' and '.join(sorted(map(str, asked)))}: pass the "
+            f"same step on all ranks"
+        )
     if len({found["same_partition"] for found in said}) > 1:
-        raise InvalidRequest("some ranks recover with same_partition and others without: pass the same on all ranks")
-    common = [m.RecoveryCandidate(**c) for c in said[0]["candidates"] if all(c in found["candidates"] for found in said)]
+        raise InvalidRequest(
+            "some ranks recover with same_partition and others without: pass the same on all ranks"
+        )
+    common = [
+        m.RecoveryCandidate(**c)
+        for c in said[0]["candidates"]
+        if all(c in found["candidates"] for found in said)
+    ]
     if not common and any(found["candidates"] for found in said):
         raise RecoveryFailed(
-            "the ranks have found different checkpoints, because some were saved or deleted meanwhile: call recover() again"
+            "the ranks have found different checkpoints, because some were saved or deleted "
+            "meanwhile: call recover() again"
         )
     return common
 
 
-def restart(candidates: Sequence[m.RecoveryCandidate], number: int, damaged: Iterable[str], options: Options) -> Restart:
+def restart(
+    candidates: Sequence[m.RecoveryCandidate], number: int, damaged: Iterable[str], options: Options
+) -> Restart:
     """Return where a training begins that has recovered the candidate with this number.
 
-    damaged: a text for each damaged checkpoint, which begins with its tag and a colon. options: the
-    options of this recovery.
+    damaged: a text for each damaged checkpoint, which begins with its tag and a colon.
+    options: the options of this recovery.
     """
     chosen = candidates[number]
     tags = [names.parse_tag_directory(text.partition(":")[0]) for text in damaged]
-    attempts = [candidate.attempt for candidate in candidates[: number + 1]] + [parsed[2] for parsed in tags if parsed is not None]
+    attempts = [candidate.attempt for candidate in candidates[: number + 1]] + [
+        parsed[2] for parsed in tags if parsed is not None
+    ]
     older = (one.step for one in candidates[number + 1 :] if one.step not in (None, chosen.step))
-    place = f"checkpoint {chosen.tag}" if chosen.step is None else f"step {chosen.step} of attempt {chosen.attempt}"
+    place = (
+        f"checkpoint {chosen.tag}"
+        if chosen.step is None
+        else f"step {chosen.step} of attempt {chosen.attempt}"
+    )
     step = next(older, None)
     return Restart(place, max(attempts), "" if step is None else options.call(step=step))
 
@@ -333,12 +435,15 @@ def _damage(said: list[dict[str, Any]]) -> str:
     return "; ".join(dict.fromkeys(found["damaged"] for found in said if found["damaged"]))
 
 
-def _recovered(candidate: m.RecoveryCandidate, loading: Loading, seconds: float, passed_over: list[str]) -> Recovered:
+def _recovered(
+    candidate: m.RecoveryCandidate, loading: Loading, seconds: float, passed_over: list[str]
+) -> Recovered:
     opened = loading.opened
     assert opened is not None
     return Recovered(
-        step=-1 if candidate.step is None else candidate.step, attempt=candidate.attempt, tag=candidate.tag, source=candidate.source,
-        metrics=opened.metrics, user_content=opened.user_content, seconds=seconds, passed_over=passed_over,
+        step=-1 if candidate.step is None else candidate.step, attempt=candidate.attempt,
+        tag=candidate.tag, source=candidate.source, metrics=opened.metrics,
+        user_content=opened.user_content, seconds=seconds, passed_over=passed_over,
         origin=_origin(opened), memory_bytes=loading.memory_bytes, _rng=loading.rng,
     )  # fmt: skip
 
@@ -350,6 +455,14 @@ def _details(recovered: Recovered) -> str:
 
 
 def _origin(opened: Opened) -> str:
-    who = opened.manifest.origin if opened.manifest is not None else origin(opened.sources[0].plan.writer)
-    when = "" if math.isnan(opened.created) else f", {datetime.fromtimestamp(opened.created, UTC):%Y-%m-%d %H:%M} UTC"
+    who = (
+        opened.manifest.origin
+        if opened.manifest is not None
+        else origin(opened.sources[0].plan.writer)
+    )
+    when = (
+        ""
+        if math.isnan(opened.created)
+        else f", {datetime.fromtimestamp(opened.created, UTC):%Y-%m-%d %H:%M} UTC"
+    )
     return who and who + when

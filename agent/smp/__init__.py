@@ -1,7 +1,9 @@
 """Saves and resumes with the calls of the SageMaker model parallel library.
 
-`save_checkpoint` and `resume_from_checkpoint` take a model and an optimizer, `save` and `load` any object. `close` ends the agents that
-they use. Partial checkpoints are those of ckptd, and full ones are files of torch.save with whole tensors. The signatures are those of
+`save_checkpoint` and `resume_from_checkpoint` take a model and an optimizer, `save` and
+`load` any object. `close` ends the agents that they use. Partial checkpoints are those
+of ckptd, and full ones are files of torch.save with whole tensors. The signatures are
+those of
 https://sagemaker.readthedocs.io/en/stable/api/training/smp_versions/latest/smd_model_parallel_pytorch.html.
 """
 

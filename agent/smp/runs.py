@@ -1,4 +1,6 @@
-"""Keeps the agents of the directories that this process saves to with SageMaker's calls, and lists what the directories hold."""
+"""Keeps the agents of the directories that this process saves to with SageMaker's
+calls, and lists what the directories hold.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from ckptd.agent.link.launch import find_place
 from ckptd.agent.pending import Pending
 from ckptd.agent.state.naming import find
 from ckptd.shared import names
-from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InvalidName, InvalidRequest, NotFound, StorageError
+from ckptd.shared.errors import (
+    AlreadyExists,
+    CkptdError,
+    IntegrityError,
+    InvalidName,
+    InvalidRequest,
+    NotFound,
+    StorageError,
+)
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.retention import PreserveAll
 from ckptd.shared.storage.locate import is_root, open_root
@@ -37,12 +47,14 @@ class JobPlace:
 
 
 def job_place(where: Path, kind: str, *, ask: bool = False) -> JobPlace:
-    """Return where the checkpoints of one kind of a directory lie. `kind`: "partial" or "objects".
+    """Return where the checkpoints of one kind of a directory lie.
 
-    A directory is a root of its own, with a job for each kind. If it lies below the root of a
-    daemon of this node, it is no root, and the jobs are in the root above: those of `/ckpts/run`
-    are `run..partial` and `run..objects` in `/ckpts`. ask: look for such a daemon, because nothing
-    may have been saved there yet.
+    `kind`: "partial" or "objects".
+
+    A directory is a root of its own, with a job for each kind. If it lies below the
+    root of a daemon of this node, it is no root, and the jobs are in the root above:
+    those of `/ckpts/run` are `run..partial` and `run..objects` in `/ckpts`. ask: look
+    for such a daemon, because nothing may have been saved there yet.
 
     Raises the errors of a connection to a daemon that the environment names.
     """
@@ -52,7 +64,8 @@ def job_place(where: Path, kind: str, *, ask: bool = False) -> JobPlace:
     root = next((above for above in where.parents if is_root(above)), None)
     if root is None:
         return own
-    job = "..".join((*where.relative_to(root).parts, kind))  # two dots, because a part of the path may have one
+    # Two dots, because a part of the path may have one.
+    job = "..".join((*where.relative_to(root).parts, kind))
     try:
         names.check_name("job", job)
     except InvalidName:
@@ -62,7 +75,9 @@ def job_place(where: Path, kind: str, *, ask: bool = False) -> JobPlace:
 
 
 def _is_served(root: Path) -> bool:
-    """Return True if the daemon of the node that this process would use serves the root. A private daemon does not count."""
+    """Return True if the daemon of the node that this process would use serves the
+    root. A private daemon does not count.
+    """
     place = find_place(None, root)
     if place.private:
         return False
@@ -75,7 +90,9 @@ def _is_served(root: Path) -> bool:
 
 @dataclass(slots=True)
 class Run:
-    """A job in a directory that this process saves to: its agent, the highest step in it, and what this process has saved, by tag."""
+    """A job in a directory that this process saves to: its agent, the highest step in
+    it, and what this process has saved, by tag.
+    """
 
     place: JobPlace
     agent: Agent
@@ -88,15 +105,20 @@ _runs: dict[tuple[str, str], Run] = {}
 
 
 def known_run(where: Path, job: str) -> Run | None:
-    """Return the run of a job in a directory if this process has one. A forked child has none."""
+    """Return the run of a job in a directory if this process has one.
+
+    A forked child has none.
+    """
     run = _runs.get((str(where), job))
     return None if run is None or run.agent.closed else run
 
 
 def run_in(where: Path, job: str) -> Run:
-    """Return the run of a job in a directory, which becomes the root of a daemon, or lies below one. All ranks call this.
+    """Return the run of a job in a directory, which becomes the root of a daemon, or
+    lies below one. All ranks call this.
 
-    Nothing that it saves is deleted, until the caller sets the `retention` of its agent. Raises the errors of `Agent`, StorageError.
+    Nothing that it saves is deleted, until the caller sets the `retention` of its
+    agent. Raises the errors of `Agent`, StorageError.
     """
     run = known_run(where, job)
     if run is None:
@@ -104,14 +126,18 @@ def run_in(where: Path, job: str) -> Run:
         agent = Agent(place.job, root=place.root, retention=PreserveAll())  # makes the root
         steps = [manifest.step for manifest in manifests(place) if manifest.step is not None]
         highest = [max(steps, default=-1)]
-        if agent.world_size > 1:  # the list may grow meanwhile: the daemon still saves what an earlier run has captured
+        # The list may grow meanwhile: the daemon still saves what an earlier run has
+        # captured.
+        if agent.world_size > 1:
             dist.broadcast_object_list(highest, src=0)
         run = _runs[str(where), job] = Run(place, agent, highest[0])
     return run
 
 
 def close() -> None:
-    """Wait until everything that was captured is durable, and end the agents. Without this call, the daemon saves it all the same.
+    """Wait until everything that was captured is durable, and end the agents.
+
+    Without this call, the daemon saves it all the same.
 
     Raises the first error of `Agent.close`, once all agents have ended.
     """
@@ -126,7 +152,10 @@ def close() -> None:
 
 
 def manifests(place: JobPlace) -> list[Manifest]:
-    """Return the manifests of a job, the newest last. Damaged ones are left out. Raises StorageError."""
+    """Return the manifests of a job, the newest last.
+
+    Damaged ones are left out. Raises StorageError.
+    """
     repository, found = open_root(place.root), list[Manifest]()
     try:
         for name in repository.tags(place.job):
@@ -140,12 +169,17 @@ def manifests(place: JobPlace) -> list[Manifest]:
 
 
 def tag_of(content: Any) -> str:
-    """Return the tag in SageMaker's sense, which is in the `user_content`. ckptd's own tags would keep the checkpoint for ever."""
+    """Return the tag in SageMaker's sense, which is in the `user_content`. ckptd's own
+    tags would keep the checkpoint for ever.
+    """
     return str(content.get("tag", "")) if isinstance(content, dict) else ""
 
 
 def check_plain(name: str, value: Any) -> None:
-    """Raise InvalidRequest if a value has a module or an optimizer in it. `name` is that of the value."""
+    """Raise InvalidRequest if a value has a module or an optimizer in it.
+
+    `name` is that of the value.
+    """
     if any(list(find(value, "", kind)) for kind in (torch.nn.Module, torch.optim.Optimizer)):
         raise InvalidRequest(f"{name} has a module or an optimizer: save its state_dict() instead")
 
@@ -157,18 +191,31 @@ def check_absent(file: Path) -> None:
 
 
 def source_rank(name: str, saved_on: int, rank: int) -> int:
-    """Return the rank whose own value this rank gets: its number modulo the number of ranks that saved. `name` is that of the value."""
+    """Return the rank whose own value this rank gets: its number modulo the number of
+    ranks that saved. `name` is that of the value.
+    """
     if rank >= saved_on:
-        log.warning("%s was saved on %d ranks: rank %d gets that of rank %d", name, saved_on, rank, rank % saved_on)
+        log.warning(
+            "%s was saved on %d ranks: rank %d gets that of rank %d",
+            name,
+            saved_on,
+            rank,
+            rank % saved_on,
+        )
     return rank % saved_on
 
 
 def on_rank_0(agent: Agent, file: Path, write: Callable[[], object]) -> None:
-    """Have rank 0 write a file, while the other ranks wait. If that fails, they raise StorageError with the text of the error."""
+    """Have rank 0 write a file, while the other ranks wait.
+
+    If that fails, they raise StorageError with the text of the error.
+    """
     failure: Exception | None = None
     if agent.rank == 0:
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)  # below the root of a daemon it is no root, which the daemon would have made
+            # Below the root of a daemon it is no root, which the daemon would have
+            # made.
+            file.parent.mkdir(parents=True, exist_ok=True)
             write()
         except Exception as error:
             failure = error

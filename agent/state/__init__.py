@@ -1,1 +1,3 @@
-"""Captures a training state as named tensors and plain values, encodes it, and merges the states of several ranks."""
+"""Captures a training state as named tensors and plain values, encodes it, and merges
+the states of several ranks.
+"""

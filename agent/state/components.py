@@ -1,4 +1,6 @@
-"""Takes apart tensors whose values lie in other tensors: sparse tensors, nested tensors and wrapper subclasses, like quantized weights."""
+"""Takes apart tensors whose values lie in other tensors: sparse tensors, nested tensors
+and wrapper subclasses, like quantized weights.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _CONTEXT, _SIZE, _STRIDE = "__context__", "__size__", "__stride__"
 
 
 def kind_of_tensor(tensor: torch.Tensor) -> str:
-    """Return the kind of a tensor that is taken apart, a key of `TENSOR_KINDS`, or "" for any other tensor."""
+    """Return the kind of a tensor that is taken apart, a key of `TENSOR_KINDS`, or ""
+    for any other tensor.
+    """
     if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested:
         return ""
     if isinstance(tensor, (DTensor, ShardedTensor)) or tensor.is_meta:
@@ -49,14 +53,27 @@ def _sparse_fields(tensor: torch.Tensor) -> Fields:
     tensor = tensor.detach()
     parts = {name.strip("_"): getattr(tensor, name)() for name in _SPARSE[tensor.layout]}
     coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
-    return {"layout": str(tensor.layout), "size": list(tensor.shape), "coalesced": coalesced, **parts}
+    return {
+        "layout": str(tensor.layout),
+        "size": list(tensor.shape),
+        "coalesced": coalesced,
+        **parts,
+    }
 
 
 def _make_sparse(fields: Fields, cls: str = "") -> torch.Tensor:
     size, layout, values = fields["size"], _LAYOUTS[fields["layout"]], fields["values"]
-    made: dict[str, Any] = {"size": size, "dtype": values.dtype, "device": values.device, "check_invariants": True}
-    if layout is torch.sparse_coo:  # with checked invariants: indices from a file could lie outside the tensor
-        return torch.sparse_coo_tensor(fields["indices"], values, is_coalesced=fields["coalesced"] or None, **made)
+    made: dict[str, Any] = {
+        "size": size,
+        "dtype": values.dtype,
+        "device": values.device,
+        "check_invariants": True,
+    }
+    # With checked invariants: indices from a file could lie outside the tensor.
+    if layout is torch.sparse_coo:
+        return torch.sparse_coo_tensor(
+            fields["indices"], values, is_coalesced=fields["coalesced"] or None, **made
+        )
     compressed, plain = (fields[name] for name in _SPARSE[layout][:2])
     return torch.sparse_compressed_tensor(compressed, plain, values, layout=layout, **made)
 
@@ -70,7 +87,12 @@ def _into_sparse(place: torch.Tensor, fields: Fields) -> torch.Tensor:
 
 def _sparse_differs(place: torch.Tensor, fields: Fields) -> str:
     theirs, ours = (fields["layout"], fields["size"]), (str(place.layout), list(place.shape))
-    return "" if theirs == ours else f"the checkpoint has a {theirs[0]} tensor of shape {theirs[1]}, the state a {ours[0]} one of {ours[1]}"
+    return (
+        ""
+        if theirs == ours
+        else f"the checkpoint has a {theirs[0]} tensor of shape {theirs[1]}, the state a {ours[0]} "
+        f"one of {ours[1]}"
+    )
 
 
 # -- nested
@@ -82,8 +104,12 @@ def _nested_fields(tensor: torch.Tensor) -> Fields:
 
 def _make_nested(fields: Fields, cls: str = "") -> torch.Tensor:
     parts = fields["parts"]
-    like: dict[str, Any] = {"dtype": parts[0].dtype, "device": parts[0].device} if parts else {"device": "cpu"}
-    return torch.nested.nested_tensor(parts, layout=torch.jagged if fields["jagged"] else torch.strided, **like)
+    like: dict[str, Any] = (
+        {"dtype": parts[0].dtype, "device": parts[0].device} if parts else {"device": "cpu"}
+    )
+    return torch.nested.nested_tensor(
+        parts, layout=torch.jagged if fields["jagged"] else torch.strided, **like
+    )
 
 
 def _into_nested(place: torch.Tensor, fields: Fields) -> torch.Tensor:
@@ -105,7 +131,9 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if the context of a subclass consists of plain values only, so that it can be saved and compared."""
+    """Return True if the context of a subclass consists of plain values only, so that
+    it can be saved and compared.
+    """
     if isinstance(value, dict):
         return all(type(key) is str and _is_plain(item) for key, item in value.items())
     if type(value) in (tuple, list):
@@ -117,12 +145,19 @@ def _subclass_differs(place: Any, fields: Fields) -> str:
     own = _subclass_fields(place)
     for name, what in ((_SIZE, "shape"), (_CONTEXT, "settings")):
         if name in own and name in fields and own[name] != fields[name]:
-            return f"the checkpoint has a {type(place).__name__} of {what} {fields[name]}, the state one of {own[name]}"
+            return (
+                f"the checkpoint has a {type(place).__name__} of {what} {fields[name]}, the "
+                f"state "
+                f"one of {own[name]}"
+            )
     return ""
 
 
 def _into_subclass(place: Any, fields: Fields) -> Any:
-    """Put the new components, such as sparse ones, into the wrapper. The others have been filled in place."""
+    """Put the new components, such as sparse ones, into the wrapper.
+
+    The others have been filled in place.
+    """
     for name in place.__tensor_flatten__()[0]:
         if kind_of_tensor(fields[name]) and fields[name] is not getattr(place, name):
             setattr(place, name, fields[name])
@@ -136,14 +171,28 @@ def _subclass_named(cls: str) -> Any:
     """
     module, _, name = cls.rpartition(".")
     found = getattr(sys.modules.get(module), name, None)
-    return found if isinstance(found, type) and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__") else None
+    return (
+        found
+        if isinstance(found, type)
+        and issubclass(found, torch.Tensor)
+        and hasattr(found, "__tensor_unflatten__")
+        else None
+    )
 
 
 def _subclass_lacks(fields: Fields, cls: str) -> str:
     if _subclass_named(cls) is None:
-        return f"the checkpoint holds a tensor of class {cls}: import module {cls.rpartition('.')[0]} before loading"
+        return (
+            f"the checkpoint holds a tensor of class {cls}: import "
+            f"module "
+            f"{cls.rpartition('.')[0]} before loading"
+        )
     if _CONTEXT not in fields:
-        return f"a tensor of class {cls} can only be loaded into a state that has it already: its settings could not be saved"
+        return (
+            f"a tensor of class {cls} can only be loaded into a state that has it already: "
+            f"its "
+            f"settings could not be saved"
+        )
     return ""
 
 
@@ -151,20 +200,38 @@ def _make_subclass(fields: Fields, cls: str) -> Any:
     """Make a tensor of a subclass. Raises NotFound if this process cannot make it."""
     if why := _subclass_lacks(fields, cls):
         raise NotFound(why)
-    parts = {name: value for name, value in fields.items() if name not in (_CONTEXT, _SIZE, _STRIDE)}
+    parts = {
+        name: value for name, value in fields.items() if name not in (_CONTEXT, _SIZE, _STRIDE)
+    }
     unflatten: Callable[..., Any] = _subclass_named(cls).__tensor_unflatten__
     return unflatten(parts, fields[_CONTEXT], torch.Size(fields[_SIZE]), tuple(fields[_STRIDE]))
 
 
 def size_of(kind: str, fields: Any) -> tuple[int, ...] | None:
-    """Return the shape of a saved tensor of a wrapper subclass, given its kind and its fields, or None for any other saved object."""
+    """Return the shape of a saved tensor of a wrapper subclass, given its kind and its
+    fields, or None for any other saved object.
+    """
     return tuple(fields[_SIZE]) if kind == "subclass" else None
 
 
 TENSOR_KINDS: dict[str, Kind] = {
-    "sparse": Kind(_sparse_fields, _into_sparse, _make_sparse, whole=True, required=("layout", "size"), differs=_sparse_differs),
-    "nested": Kind(_nested_fields, _into_nested, _make_nested, whole=True, required=("jagged", "parts")),
+    "sparse": Kind(
+        _sparse_fields,
+        _into_sparse,
+        _make_sparse,
+        whole=True,
+        required=("layout", "size"),
+        differs=_sparse_differs,
+    ),
+    "nested": Kind(
+        _nested_fields, _into_nested, _make_nested, whole=True, required=("jagged", "parts")
+    ),
     "subclass": Kind(
-        _subclass_fields, _into_subclass, _make_subclass, required=(_SIZE, _STRIDE), differs=_subclass_differs, lacks=_subclass_lacks
+        _subclass_fields,
+        _into_subclass,
+        _make_subclass,
+        required=(_SIZE, _STRIDE),
+        differs=_subclass_differs,
+        lacks=_subclass_lacks,
     ),
 }

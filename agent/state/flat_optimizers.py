@@ -1,6 +1,8 @@
-"""Captures and restores the state of an optimizer over parameters that FullyShardedDataParallel (FSDP1) has flattened.
+"""Captures and restores the state of an optimizer over parameters that
+FullyShardedDataParallel (FSDP1) has flattened.
 
-DCP gathers this state, with all ranks that have shards of a flat parameter. What could stop one of them is found on all of them first.
+DCP gathers this state, with all ranks that have shards of a flat parameter. What could
+stop one of them is found on all of them first.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -20,12 +25,16 @@ from ckptd.agent.state.optimizers import taken_key, unshared, without_param_name
 from ckptd.shared.errors import UnsavableValue
 
 
-def flat_optimizer_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module, path: str) -> dict[str, Any]:
-    """Return the state of an optimizer over parameters that FSDP1 has flattened in the module `root`.
+def flat_optimizer_state(
+    optimizer: torch.optim.Optimizer, root: torch.nn.Module, path: str
+) -> dict[str, Any]:
+    """Return the state of an optimizer over parameters that FSDP1 has flattened in the
+    module `root`.
 
     An optimizer without state on any rank is captured as empty, because DCP's
-    `get_optimizer_state_dict` would make it take a step. path: the key of the optimizer. Raises
-    UnsavableValue on all ranks if FSDP1 cannot gather the state of one of them.
+    `get_optimizer_state_dict` would make it take a step. path: the key of the
+    optimizer. Raises UnsavableValue on all ranks if FSDP1 cannot gather the state of
+    one of them.
     """
     own = _has_state(optimizer)
     if any(_of_all_ranks(root, own)):
@@ -33,7 +42,11 @@ def flat_optimizer_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module
             return flattened_state(optimizer, root, path)
         finally:
             if not own:  # all shards on this rank are empty, and DCP has made state for them
-                others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+                others = {
+                    key: value
+                    for key, value in optimizer.state.items()
+                    if not isinstance(key, torch.Tensor)
+                }
                 optimizer.state.clear()
                 optimizer.state.update(others)
     groups = [{**group, "params": []} for group in optimizer.param_groups]
@@ -45,14 +58,23 @@ def _has_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _groups(root: torch.nn.Module) -> list[dist.ProcessGroup | None]:
-    """Return the process groups over whose ranks FSDP1 has divided parameters of `root`."""
+    """Return the process groups over whose ranks FSDP1 has divided parameters of
+    `root`.
+    """
     modules = FullyShardedDataParallel.fsdp_modules(root)
-    divided = [module.process_group for module in modules if module.sharding_strategy is not ShardingStrategy.NO_SHARD]
+    divided = [
+        module.process_group
+        for module in modules
+        if module.sharding_strategy is not ShardingStrategy.NO_SHARD
+    ]
     return list({id(group): group for group in divided}.values())
 
 
 def _of_all_ranks(root: torch.nn.Module, own: Any) -> list[Any]:
-    """Return `own` of each rank that shares flat parameters of `root` with this one. All these ranks must call this."""
+    """Return `own` of each rank that shares flat parameters of `root` with this one.
+
+    All these ranks must call this.
+    """
     found = [own]
     for group in _groups(root):
         values: list[Any] = [None] * dist.get_world_size(group)
@@ -61,22 +83,35 @@ def _of_all_ranks(root: torch.nn.Module, own: Any) -> list[Any]:
     return found
 
 
-def flattened_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module, path: str) -> dict[str, Any]:
-    """Return the state of an optimizer over flat parameters, from DCP's `get_optimizer_state_dict`.
+def flattened_state(
+    optimizer: torch.optim.Optimizer, root: torch.nn.Module, path: str
+) -> dict[str, Any]:
+    """Return the state of an optimizer over flat parameters, from DCP's
+    `get_optimizer_state_dict`.
 
-    The groups and the entries that belong to no parameter, which DCP leaves out, are added. DCP
-    gives all parameters of a flat parameter the same tensor `step`. Here each has a tensor of its
-    own, because an optimizer over a model that is not flat adds to the step of each parameter.
-    Raises UnsavableValue on all ranks if FSDP1 cannot gather the state of one of them.
+    The groups and the entries that belong to no parameter, which DCP leaves out, are
+    added. DCP gives all parameters of a flat parameter the same tensor `step`. Here
+    each has a tensor of its own, because an optimizer over a model that is not flat
+    adds to the step of each parameter. Raises UnsavableValue on all ranks if FSDP1
+    cannot gather the state of one of them.
     """
 
     def check(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        values = [value for entry in state["state"].values() if isinstance(entry, dict) for value in entry.values()]
-        in_parts = bool(_groups(root)) and any(is_traceable_wrapper_subclass(value) and not isinstance(value, DTensor) for value in values)
+        values = [
+            value
+            for entry in state["state"].values()
+            if isinstance(entry, dict)
+            for value in entry.values()
+        ]
+        in_parts = bool(_groups(root)) and any(
+            is_traceable_wrapper_subclass(value) and not isinstance(value, DTensor)
+            for value in values
+        )
         ranks = _of_all_ranks(root, dist.get_rank() if in_parts else None)
         if holders := sorted(rank for rank in ranks if rank is not None):
             raise UnsavableValue(
-                f"{path}: FullyShardedDataParallel cannot gather state that consists of several tensors, such as quantized moments; rank "
+                f"{path}: FullyShardedDataParallel cannot gather state that consists of several "
+                f"tensors, such as quantized moments; rank "
                 f"{holders[0]} has such state: use fully_shard, or an optimizer with plain tensors"
             )
 
@@ -86,15 +121,21 @@ def flattened_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module, pat
     for number, group in empty.items():
         groups.insert(number, {**group, "params": []})
     _check_apart(others, groups)
-    return {**found, "state": {**unshared(found["state"]), **others}, "param_groups": without_param_names(groups)}
+    return {
+        **found,
+        "state": {**unshared(found["state"]), **others},
+        "param_groups": without_param_names(groups),
+    }
 
 
 @contextmanager
-def _checked(optimizer: torch.optim.Optimizer, check: Callable[[torch.optim.Optimizer, dict[str, Any]], None]) -> Iterator[None]:
+def _checked(
+    optimizer: torch.optim.Optimizer, check: Callable[[torch.optim.Optimizer, dict[str, Any]], None]
+) -> Iterator[None]:
     """Context manager. Call `check` with each state dict of the optimizer.
 
-    DCP calls `state_dict` after it has made missing state, and before it gathers. A class of the
-    caller's that never calls `Optimizer.__init__` is not checked.
+    DCP calls `state_dict` after it has made missing state, and before it gathers. A
+    class of the caller's that never calls `Optimizer.__init__` is not checked.
     """
     inner = without_wrappers(optimizer)
     if "_optimizer_state_dict_post_hooks" not in vars(inner):
@@ -107,8 +148,12 @@ def _checked(optimizer: torch.optim.Optimizer, check: Callable[[torch.optim.Opti
         hook.remove()
 
 
-def load_flattened_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Load a state that `flattened_state` has returned, with DCP's `set_optimizer_state_dict`."""
+def load_flattened_state(
+    optimizer: torch.optim.Optimizer, root: torch.nn.Module, state: dict[str, Any]
+) -> None:
+    """Load a state that `flattened_state` has returned, with DCP's
+    `set_optimizer_state_dict`.
+    """
     named = {name for group in state["param_groups"] for name in group["params"]}
     of_parameters = {
         **state,
@@ -120,19 +165,31 @@ def load_flattened_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module
         others.clear()
         others.update({key: value for key, value in state["state"].items() if key not in named})
         for number, group in empty.items():
-            group.update({key: value for key, value in state["param_groups"][number].items() if key != "params"})
+            group.update(
+                {
+                    key: value
+                    for key, value in state["param_groups"][number].items()
+                    if key != "params"
+                }
+            )
 
 
 @contextmanager
-def _only_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[int, dict[str, Any]], dict[Any, Any]]]:
-    """Context manager. Remove the groups and entries without parameters, because DCP fails on them.
+def _only_parameters(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[dict[int, dict[str, Any]], dict[Any, Any]]]:
+    """Context manager.
 
-    Yields the removed groups by their number, and the removed entries of the state. Both are put
-    back at the end, as they then are.
+    Remove the groups and entries without parameters, because DCP fails on them.
+
+    Yields the removed groups by their number, and the removed entries of the state.
+    Both are put back at the end, as they then are.
     """
     groups = optimizer.param_groups
     empty = {number: group for number, group in enumerate(groups) if not group["params"]}
-    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    others = {
+        key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)
+    }
     groups[:] = [group for group in groups if group["params"]]
     for key in others:
         del optimizer.state[key]

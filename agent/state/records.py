@@ -1,8 +1,10 @@
-"""Takes apart objects that consist of named fields, and brings the fields back into the caller's own objects.
+"""Takes apart objects that consist of named fields, and brings the fields back into the
+caller's own objects.
 
-A record is saved as its kind, the full name of its class, and its fields. No class is ever imported because a file names it. A record is
-brought back into the object in the same place of the caller's state. If there is none, `alone` makes a record of the standard library
-again, and gives the fields of any other kind as a dict.
+A record is saved as its kind, the full name of its class, and its fields. No class is
+ever imported because a file names it. A record is brought back into the object in the
+same place of the caller's state. If there is none, `alone` makes a record of the
+standard library again, and gives the fields of any other kind as a dict.
 """
 
 from __future__ import annotations
@@ -40,12 +42,16 @@ def _lacks_nothing(fields: Fields, cls: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of record, as the functions that take such objects apart and bring their fields back.
+    """A kind of record, as the functions that take such objects apart and bring their
+    fields back.
 
-    `fields` takes a record apart. `restore` brings fields back into a record, and returns it, or a new one if it cannot be changed. `alone`
-    makes a record from its fields and the name of its class. If `whole` is True, the fields come back as new objects, and are not filled
-    one by one. A file without the `required` fields is damaged. `differs` returns the reason why these fields cannot be brought back into
-    this record, or "". `lacks` returns the reason why this process cannot make the record with `alone`, or "".
+    `fields` takes a record apart. `restore` brings fields back into a record, and
+    returns it, or a new one if it cannot be changed. `alone` makes a record from its
+    fields and the name of its class. If `whole` is True, the fields come back as new
+    objects, and are not filled one by one. A file without the `required` fields is
+    damaged. `differs` returns the reason why these fields cannot be brought back into
+    this record, or "". `lacks` returns the reason why this process cannot make the
+    record with `alone`, or "".
     """
 
     fields: Callable[[Any], Fields]
@@ -79,9 +85,15 @@ def _kind_of_class(cls: type) -> str:
 
 
 def _is_config(cls: type) -> bool:
-    """Return True for a configuration of Hugging Face transformers, which writes and reads itself as a dict."""
+    """Return True for a configuration of Hugging Face transformers, which writes and
+    reads itself as a dict.
+    """
     theirs = any(base.__module__.partition(".")[0] == "transformers" for base in cls.__mro__)
-    return theirs and callable(getattr(cls, "to_dict", None)) and callable(getattr(cls, "from_dict", None))
+    return (
+        theirs
+        and callable(getattr(cls, "to_dict", None))
+        and callable(getattr(cls, "from_dict", None))
+    )
 
 
 # -- objects with attributes
@@ -93,11 +105,17 @@ def _set_attributes(place: Any, fields: Fields) -> Any:
 
 
 def _dataclass_fields(value: Any) -> Fields:
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
+    return {
+        field.name: getattr(value, field.name)
+        for field in dataclasses.fields(value)
+        if hasattr(value, field.name)
+    }
 
 
 def _into_dataclass(place: Any, fields: Fields) -> Any:
-    changed = {name: value for name, value in fields.items() if getattr(place, name, fields) is not value}
+    changed = {
+        name: value for name, value in fields.items() if getattr(place, name, fields) is not value
+    }
     if not changed:
         return place
     made = copy.copy(place) if type(place).__dataclass_params__.frozen else place
@@ -154,15 +172,34 @@ def _into_python(place: random.Random, fields: Fields) -> random.Random:
 
 
 def _other(what: str, theirs: Any, ours: Any) -> str:
-    return "" if theirs == ours else f"the checkpoint has a generator of {what} {theirs}, the state one of {what} {ours}"
+    return (
+        ""
+        if theirs == ours
+        else f"the checkpoint has a generator of {what} {theirs}, the state one of {what} {ours}"
+    )
 
 
 KINDS: dict[str, Kind] = {
     "dataclass": Kind(_dataclass_fields, _into_dataclass),
-    "namedtuple": Kind(lambda value: value._asdict(), lambda place, fields: place._replace(**fields)),
-    "namespace": Kind(lambda value: dict(vars(value)), _set_attributes, lambda fields, cls: argparse.Namespace(**fields)),
-    "simple-namespace": Kind(lambda value: dict(vars(value)), _set_attributes, lambda fields, cls: SimpleNamespace(**fields)),
-    "chain-map": Kind(lambda value: {"maps": value.maps}, _into_chain, lambda fields, cls: ChainMap(*fields["maps"]), required=("maps",)),
+    "namedtuple": Kind(
+        lambda value: value._asdict(), lambda place, fields: place._replace(**fields)
+    ),
+    "namespace": Kind(
+        lambda value: dict(vars(value)),
+        _set_attributes,
+        lambda fields, cls: argparse.Namespace(**fields),
+    ),
+    "simple-namespace": Kind(
+        lambda value: dict(vars(value)),
+        _set_attributes,
+        lambda fields, cls: SimpleNamespace(**fields),
+    ),
+    "chain-map": Kind(
+        lambda value: {"maps": value.maps},
+        _into_chain,
+        lambda fields, cls: ChainMap(*fields["maps"]),
+        required=("maps",),
+    ),
     "slice": Kind(
         lambda value: {"start": value.start, "stop": value.stop, "step": value.step},
         _into_slice,
@@ -183,16 +220,22 @@ KINDS: dict[str, Kind] = {
         _into_numpy,
         whole=True,
         required=("state",),
-        differs=lambda place, fields: _other("type", fields["state"]["bit_generator"], place.bit_generator.state["bit_generator"]),
+        differs=lambda place, fields: _other(
+            "type", fields["state"]["bit_generator"], place.bit_generator.state["bit_generator"]
+        ),
     ),
     "numpy-random-state": Kind(
         lambda value: {"state": value.get_state(legacy=False)},
         _into_numpy_legacy,
         whole=True,
         required=("state",),
-        differs=lambda place, fields: _other("type", fields["state"]["bit_generator"], place.get_state(legacy=False)["bit_generator"]),
+        differs=lambda place, fields: _other(
+            "type", fields["state"]["bit_generator"], place.get_state(legacy=False)["bit_generator"]
+        ),
     ),
-    "python-random": Kind(lambda value: {"state": value.getstate()}, _into_python, whole=True, required=("state",)),
+    "python-random": Kind(
+        lambda value: {"state": value.getstate()}, _into_python, whole=True, required=("state",)
+    ),
 }
 _EXACT: dict[type, str] = {
     argparse.Namespace: "namespace",

@@ -1,4 +1,6 @@
-"""Refuses values that cannot be saved, with an error that names the key and says what to save instead."""
+"""Refuses values that cannot be saved, with an error that names the key and says what
+to save instead.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,17 @@ def check_text(text: str, path: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UnsavableValue(f"{path or 'the state'}: a text or key holds surrogates, which UTF-8 cannot encode: {text[:40]!r}") from None
+        raise UnsavableValue(
+            f"{path or 'the state'}: a text or key holds surrogates, which UTF-8 cannot encode: "
+            f"{text[:40]!r}"
+        ) from None
 
 
 def are_texts(values: Iterable[str]) -> bool:
-    """Return True if UTF-8 can encode all of these texts. Takes little time for a million of them."""
+    """Return True if UTF-8 can encode all of these texts.
+
+    Takes little time for a million of them.
+    """
     if all(map(str.isascii, values)):
         return True
     try:
@@ -41,7 +49,9 @@ def are_texts(values: Iterable[str]) -> bool:
 
 
 def too_deep(above: Sequence[tuple[int, str]], path: str) -> UnsavableValue:
-    """Return the error for a value that lies in MAX_DEPTH containers. The cause is either deep nesting or a container that contains itself.
+    """Return the error for a value that lies in MAX_DEPTH containers.
+
+    The cause is either deep nesting or a container that contains itself.
 
     `above` has the id and the path of each of these containers, outermost first.
     """
@@ -49,19 +59,23 @@ def too_deep(above: Sequence[tuple[int, str]], path: str) -> UnsavableValue:
     for number, where in above:
         if number in first:
             whole = first[number] or "the state"
-            return UnsavableValue(f"{where}: it is the same object as {whole}, which contains itself; save a copy, or leave it out")
+            return UnsavableValue(
+                f"{where}: it is the same object as {whole}, which contains itself; save a copy, "
+                f"or leave it out"
+            )
         first[number] = where
     return UnsavableValue(
-        f"{path[:80]}...: it lies in more than {MAX_DEPTH} containers; nest the state less, or save the inner part under a key of its own"
+        f"{path[:80]}...: it lies in more than {MAX_DEPTH} containers; nest the state less, or "
+        f"save the inner part under a key of its own"
     )
 
 
 def digits(value: int, path: str) -> bytes:
     """Return an integer as decimal text.
 
-    Raises UnsavableValue if it has more digits than Python converts to and from text by default. A
-    higher limit of this process does not count, because the process that reads the integer may have
-    the default.
+    Raises UnsavableValue if it has more digits than Python converts to and from text by
+    default. A higher limit of this process does not count, because the process that
+    reads the integer may have the default.
     """
     most = sys.int_info.default_max_str_digits
     if (about := value.bit_length() * 30_103 // 100_000 + 1) <= most + 1:
@@ -71,7 +85,8 @@ def digits(value: int, path: str) -> bytes:
         except ValueError:  # this process has a lower limit
             most = sys.get_int_max_str_digits()
     raise UnsavableValue(
-        f"{path or 'the state'}: an integer of about {about:,d} digits; expected at most {most:,d}, as many as "
+        f"{path or 'the state'}: an integer of about {about:,d} digits; expected at most "
+        f"{most:,d}, as many as "
         "Python converts to text: save it as bytes (int.to_bytes) or as a tensor"
     )
 
@@ -79,8 +94,8 @@ def digits(value: int, path: str) -> bytes:
 def said(how: Callable[[Any], str], value: Any) -> str:
     """Return `how(value)`, where `how` is str or repr.
 
-    Return the name of the value's type instead if the value holds an integer that is too long for Python to write. `digits` refuses that
-    integer when it is packed.
+    Return the name of the value's type instead if the value holds an integer that is
+    too long for Python to write. `digits` refuses that integer when it is packed.
     """
     try:
         return how(value)
@@ -91,23 +106,27 @@ def said(how: Callable[[Any], str], value: Any) -> str:
 def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor in a form whose memory holds its values.
 
-    A sharded tensor is checked and returned as it is. A conjugate or negative view is resolved into
-    a new tensor. Raises UnsavableValue for a tensor that is quantized, on the meta device or of an
-    unknown class, and for one of more than MAX_DIMENSIONS dimensions. Raises it for a sparse or
-    nested tensor, too, which is saved by its parts instead. Raises it for a DTensor with a partial
-    placement, since each rank holds only a summand, and for a DTensor whose shards are wrapper
-    subclasses.
+    A sharded tensor is checked and returned as it is. A conjugate or negative view is
+    resolved into a new tensor. Raises UnsavableValue for a tensor that is quantized, on
+    the meta device or of an unknown class, and for one of more than MAX_DIMENSIONS
+    dimensions. Raises it for a sparse or nested tensor, too, which is saved by its
+    parts instead. Raises it for a DTensor with a partial placement, since each rank
+    holds only a summand, and for a DTensor whose shards are wrapper subclasses.
     """
     if isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):
             raise UnsavableValue(
-                f"{name}: a DTensor with placements {tensor.placements} holds partial results, not values; redistribute() it first"
+                f"{name}: a DTensor with placements {tensor.placements} holds partial results, "
+                f"not values; redistribute() it first"
             )
         if is_traceable_wrapper_subclass(local := tensor._local_tensor):
             raise UnsavableValue(
-                f"{name}: a DTensor cannot be saved if its shards are of class {type(local).__module__}.{type(local).__qualname__}, "
-                "which consists of several tensors, because these tensors need not be divided as the DTensor is: use plain tensors, such "
-                "as those of an optimizer whose state is not quantized, or leave such values out (unsavable='skip')"
+                f"{name}: a DTensor cannot be saved if its shards are of class "
+                f"{type(local).__module__}.{type(local).__qualname__}, "
+                "which consists of several tensors, because these tensors need not be divided as "
+                "the DTensor is: use plain tensors, such "
+                "as those of an optimizer whose state is not quantized, or leave such values out "
+                "(unsavable='skip')"
             )
         check_tensor(name, local)
         return tensor
@@ -117,38 +136,65 @@ def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     check_values(name, tensor)
     if tensor.dim() > MAX_DIMENSIONS:
-        raise UnsavableValue(f"{name}: a tensor of {tensor.dim()} dimensions cannot be saved; reshape() it to at most {MAX_DIMENSIONS}")
+        raise UnsavableValue(
+            f"{name}: a tensor of {tensor.dim()} dimensions cannot be saved; reshape() it to at "
+            f"most {MAX_DIMENSIONS}"
+        )
     if refusal := _refusal(tensor):
         raise UnsavableValue(f"{name}: {refusal}, or leave it out (unsavable='skip')")
     try:
-        return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+        return (
+            tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+        )
     except RuntimeError:
         raise UnsavableValue(
-            f"{name}: a conjugate or negative view of dtype {tensor.dtype} cannot be saved, since torch cannot compute its values; "
+            f"{name}: a conjugate or negative view of dtype {tensor.dtype} cannot be saved, since "
+            f"torch cannot compute its values; "
             "save the tensor that it is a view of"
         ) from None
 
 
 def _refusal(tensor: torch.Tensor) -> str:
-    """Return the reason why a tensor cannot be saved, and what to save instead. Return "" if it can be saved."""
+    """Return the reason why a tensor cannot be saved, and what to save instead.
+
+    Return "" if it can be saved.
+    """
     kind = type(tensor)
     if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         name = f"{kind.__module__}.{kind.__qualname__}"
         return f"a tensor of type {name} cannot be saved: save a torch.Tensor of its values instead"
     if tensor.is_meta:
-        return "a tensor on the meta device, which has no values, cannot be saved: save a tensor with values instead"
+        return (
+            "a tensor on the meta device, which has no values, cannot be saved: save a "
+            "tensor "
+            "with values instead"
+        )
     if tensor.layout is not torch.strided or tensor.is_nested:
-        return f"a tensor of layout {tensor.layout} cannot be saved: save its values and indices as strided tensors instead"
+        return (
+            f"a tensor of layout {tensor.layout} cannot be saved: save its values and indices "
+            f"as "
+            f"strided tensors instead"
+        )
     if tensor.is_quantized:
         parts = ["int_repr()", "q_scale()", "q_zero_point()"]
         if tensor.qscheme() not in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-            parts = ["int_repr()", "q_per_channel_scales()", "q_per_channel_zero_points()", "q_per_channel_axis()"]
+            parts = [
+                "int_repr()",
+                "q_per_channel_scales()",
+                "q_per_channel_zero_points()",
+                "q_per_channel_axis()",
+            ]
         return (
-            f"a quantized tensor ({tensor.dtype}) cannot be saved: save its parts instead, which are {', '.join(parts[:-1])} and "
+            f"a quantized tensor ({tensor.dtype}) cannot be saved: save its parts instead, which "
+            f"are {', '.join(parts[:-1])} and "
             f"{parts[-1]}, or its values, dequantize()"
         )
     if tensor.dtype in _QUANTIZED:  # such a view has no scales
-        return f"a view in the quantized dtype {tensor.dtype} cannot be saved: save the tensor that it is a view of instead"
+        return (
+            f"a view in the quantized dtype {tensor.dtype} cannot be saved: save the tensor "
+            f"that "
+            f"it is a view of instead"
+        )
     return ""
 
 
@@ -159,17 +205,20 @@ def check_values(name: str, tensor: torch.Tensor) -> None:
     """
     if is_uninitialized(tensor):
         raise UnsavableValue(
-            f"{name}: an uninitialized parameter or buffer of a lazy module cannot be saved: run one forward pass before the first snapshot"
+            f"{name}: an uninitialized parameter or buffer of a lazy module cannot be saved: run "
+            f"one forward pass before the first snapshot"
         )
     if is_fake(tensor):
         raise UnsavableValue(
-            f"{name}: a fake tensor, which has no values, cannot be saved: build the model outside of "
+            f"{name}: a fake tensor, which has no values, cannot be saved: build the model "
+            f"outside of "
             "FakeTensorMode, or leave the tensor out"
         )
 
 
 def is_uninitialized(tensor: torch.Tensor) -> bool:
-    """Return True for a parameter or a buffer of a lazy module before its first forward pass.
+    """Return True for a parameter or a buffer of a lazy module before its first forward
+    pass.
 
     Most operations on such a tensor raise an error.
     """
@@ -178,14 +227,24 @@ def is_uninitialized(tensor: torch.Tensor) -> bool:
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Return True for a tensor of torch's FakeTensorMode."""
-    return any(f"{base.__module__}.{base.__name__}" == "torch._subclasses.fake_tensor.FakeTensor" for base in type(tensor).__mro__)
+    return any(
+        f"{base.__module__}.{base.__name__}" == "torch._subclasses.fake_tensor.FakeTensor"
+        for base in type(tensor).__mro__
+    )
 
 
 def check_own(name: str, tensor: torch.Tensor) -> None:
-    """Raise UnsavableValue for a tensor that is divided among ranks, where one rank's own is expected."""
+    """Raise UnsavableValue for a tensor that is divided among ranks, where one rank's
+    own is expected.
+    """
     if isinstance(tensor, DTensor):
-        divided = tensor.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in tensor.placements)
+        divided = tensor.device_mesh.size() > 1 and not all(
+            placement.is_replicate() for placement in tensor.placements
+        )
     else:
         divided = isinstance(tensor, ShardedTensor)
     if divided:
-        raise UnsavableValue(f"{name}: a tensor that is sharded over ranks is no rank's own: take it out of per_rank(...)")
+        raise UnsavableValue(
+            f"{name}: a tensor that is sharded over ranks is no rank's own: take it out of "
+            f"per_rank(...)"
+        )

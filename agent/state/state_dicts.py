@@ -1,8 +1,9 @@
-"""Gives the state dicts of modules in a state the versions of submodules that they were saved with.
+"""Gives the state dicts of modules in a state the versions of submodules that they were
+saved with.
 
-A module loads its state dict with these versions, which are in the attribute `_metadata` of the
-state dict. As with `torch.load`, a state dict that is a value in a state has them when it comes
-back.
+A module loads its state dict with these versions, which are in the attribute
+`_metadata` of the state dict. As with `torch.load`, a state dict that is a value in a
+state has them when it comes back.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from ckptd.agent.state.versions import USUAL, Versions, prefixes
 def attach_versions(tree: Any, versions: Mapping[str, Versions], rank: int) -> Any:
     """Return the decoded state of a rank, with the metadata of each state dict.
 
-    An OrderedDict gets its metadata as the attribute `_metadata`. The dict of a module is replaced
-    by an OrderedDict with this attribute.
+    An OrderedDict gets its metadata as the attribute `_metadata`. The dict of a module
+    is replaced by an OrderedDict with this attribute.
     """
-    above = {key[:end] for key in versions for end in (*(n for n, letter in enumerate(key) if letter in ".@"), len(key))}
+    above = {
+        key[:end]
+        for key in versions
+        for end in (*(n for n, letter in enumerate(key) if letter in ".@"), len(key))
+    }
 
     def walk(node: Any, path: str) -> Any:
         if isinstance(node, ObjectNode):
@@ -41,7 +46,10 @@ def attach_versions(tree: Any, versions: Mapping[str, Versions], rank: int) -> A
                     node[key] = walk(value, inside)
         elif isinstance(node, (list, tuple, deque)):
             inside = f"{path}." if path else ""
-            found = [walk(value, f"{inside}{n}") if f"{inside}{n}" in above else value for n, value in enumerate(node)]
+            found = [
+                walk(value, f"{inside}{n}") if f"{inside}{n}" in above else value
+                for n, value in enumerate(node)
+            ]
             return node if all(map(operator.is_, found, node)) else like(node, found)
         return node
 
@@ -63,8 +71,8 @@ def _metadata(versions: Versions) -> OrderedDict[str, Any]:
 def take_versions(place: OrderedDict[Any, Any], saved: Any, taken: Iterable[Any]) -> None:
     """Give a state dict of the caller's the metadata of the saved state dict.
 
-    taken: the keys whose values come from the saved state dict. A submodule of which no value is
-    taken keeps its own metadata.
+    taken: the keys whose values come from the saved state dict. A submodule of which no
+    value is taken keeps its own metadata.
     """
     metadata = getattr(saved, "_metadata", None)
     if metadata is None:
@@ -72,4 +80,6 @@ def take_versions(place: OrderedDict[Any, Any], saved: Any, taken: Iterable[Any]
     own = getattr(place, "_metadata", None) or {}
     filled = {key.rpartition(".")[0] for key in taken if type(key) is str}
     stays = {key.rpartition(".")[0] for key in place if type(key) is str} - filled
-    place._metadata = _metadata({**metadata, **{prefix: own[prefix] for prefix in stays & own.keys()}})  # type: ignore[attr-defined]
+    place._metadata = _metadata(  # type: ignore[attr-defined]
+        {**metadata, **{prefix: own[prefix] for prefix in stays & own.keys()}}
+    )

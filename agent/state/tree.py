@@ -1,4 +1,6 @@
-"""The tree that a values document is decoded into: the nodes that stand for tensors and objects, and functions over such trees."""
+"""The tree that a values document is decoded into: the nodes that stand for tensors and
+objects, and functions over such trees.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,11 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class ObjectNode:
-    """The node of a decoded tree that takes the place of an object with a state_dict, or of a record.
+    """The node of a decoded tree that takes the place of an object with a state_dict,
+    or of a record.
 
-    kind: module, optimizer or stateful, or the kind of a record, a key of `RECORDS`. cls: the full name of the object's class, "" if it was
-    not saved.
+    kind: module, optimizer or stateful, or the kind of a record, a key of `RECORDS`.
+    cls: the full name of the object's class, "" if it was not saved.
     """
 
     kind: str
@@ -38,14 +41,19 @@ class ObjectNode:
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """A value that belongs to one rank, made by `per_rank`. In a decoded tree it belongs to the rank that wrote the document."""
+    """A value that belongs to one rank, made by `per_rank`.
+
+    In a decoded tree it belongs to the rank that wrote the document.
+    """
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Unsaved:
-    """The node of a decoded tree that takes the place of a value that could not be saved and was left out. `cls`: the name of its class."""
+    """The node of a decoded tree that takes the place of a value that could not be
+    saved and was left out. `cls`: the name of its class.
+    """
 
     cls: str
 
@@ -55,11 +63,13 @@ class Unsaved:
 
 @dataclass(frozen=True, slots=True)
 class Unavailable:
-    """The node of a decoded tree that takes the place of a value that this process cannot make.
+    """The node of a decoded tree that takes the place of a value that this process
+    cannot make.
 
-    A member of an enum that is not imported is such a value. why: the reason, and the way out.
-    code, data: the extension type and its payload, so that the value can be saved again as it was.
-    A tensor of a subclass has no payload; it has `fields` instead, a dict of its inner tensors.
+    A member of an enum that is not imported is such a value. why: the reason, and the
+    way out. code, data: the extension type and its payload, so that the value can be
+    saved again as it was. A tensor of a subclass has no payload; it has `fields`
+    instead, a dict of its inner tensors.
     """
 
     why: str
@@ -72,9 +82,11 @@ class Unavailable:
 
 
 def per_rank(value: Any) -> Any:
-    """Mark a value in the state as this rank's own, like the position of its data loader. Each rank gets its own value back.
+    """Mark a value in the state as this rank's own, like the position of its data
+    loader. Each rank gets its own value back.
 
-    If the number of ranks has changed, `recover()` refuses the value by name, or passes the values of all ranks to `on_reshape=`.
+    If the number of ranks has changed, `recover()` refuses the value by name, or passes
+    the values of all ranks to `on_reshape=`.
     """
     return PerRank(value)
 
@@ -87,14 +99,18 @@ def tensor_names(tree: Any) -> list[str]:
 
 
 def names_in_records(tree: Any) -> list[str]:
-    """Return the names of the tensors in the records of a decoded tree: sparse tensors and other records are made from them."""
+    """Return the names of the tensors in the records of a decoded tree: sparse tensors
+    and other records are made from them.
+    """
     if isinstance(tree, ObjectNode) and tree.kind in RECORDS:
         return tensor_names(tree)
     return [name for value in inside(tree) or () for name in names_in_records(value)]
 
 
 def empty_like(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a new empty dict of the same type as `tree`, with its `_metadata` if it has any."""
+    """Return a new empty dict of the same type as `tree`, with its `_metadata` if it
+    has any.
+    """
     if isinstance(tree, defaultdict):
         return defaultdict(tree.default_factory)
     made = type(tree)()
@@ -104,15 +120,20 @@ def empty_like(tree: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def like(container: Any, items: list[Any]) -> Any:
-    """Return a new list, tuple or deque of the same type as `container`, with these items."""
-    return deque(items, container.maxlen) if isinstance(container, deque) else type(container)(items)
+    """Return a new list, tuple or deque of the same type as `container`, with these
+    items.
+    """
+    return (
+        deque(items, container.maxlen) if isinstance(container, deque) else type(container)(items)
+    )
 
 
 def inside(tree: Any) -> Iterable[Any] | None:
-    """Return the contents of a container in a decoded tree, or None for any other value.
+    """Return the contents of a container in a decoded tree, or None for any other
+    value.
 
-    The contents of a container that holds plain values only are left out, because none of them is a
-    node or a container.
+    The contents of a container that holds plain values only are left out, because none
+    of them is a node or a container.
     """
     if isinstance(tree, (ObjectNode, PerRank)):
         return (tree.tree if isinstance(tree, ObjectNode) else tree.value,)
@@ -128,7 +149,8 @@ def any_node(tree: Any, condition: Callable[[Any], bool]) -> bool:
 
 
 def unavailable(tree: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the key and the reason of each value in a decoded tree that this process cannot make.
+    """Yield the key and the reason of each value in a decoded tree that this process
+    cannot make.
 
     The keys of dicts are examined, too.
     """
@@ -159,10 +181,10 @@ def _stands_in(tree: Any) -> bool:
 def filled(tree: Any, resolve: Callable[[str], Any], *, records: bool = True) -> Any:
     """Return a decoded tree with `resolve(name)` in place of each TensorRef.
 
-    ObjectNode and PerRank are unwrapped. Containers keep their types. A record is made again if
-    this needs no class of the caller's. A dict of its fields takes the place of any other record,
-    and of all records if `records` is False. `Unavailable` takes the place of a tensor whose
-    subclass this process lacks.
+    ObjectNode and PerRank are unwrapped. Containers keep their types. A record is made
+    again if this needs no class of the caller's. A dict of its fields takes the place
+    of any other record, and of all records if `records` is False. `Unavailable` takes
+    the place of a tensor whose subclass this process lacks.
     """
     if isinstance(tree, TensorRef):
         return resolve(tree.fqn)
@@ -176,7 +198,11 @@ def filled(tree: Any, resolve: Callable[[str], Any], *, records: bool = True) ->
         made.update({key: filled(value, resolve, records=records) for key, value in tree.items()})
         return made
     if type(tree) is list:
-        return list(tree) if is_flat(tree) else [filled(value, resolve, records=records) for value in tree]
+        return (
+            list(tree)
+            if is_flat(tree)
+            else [filled(value, resolve, records=records) for value in tree]
+        )
     if isinstance(tree, (tuple, set, frozenset)) and _stands_in(tree):
         return type(tree)(filled(value, resolve, records=records) for value in tree)
     if type(tree).__name__ == "deque" and _stands_in(tree):
@@ -194,4 +220,6 @@ def _made(kind: str, tree: Any, cls: str) -> Any:
     except CkptdError:
         raise
     except Exception as error:  # the fields come from a file
-        raise IntegrityError(f"a value of kind {kind} cannot be made from its fields: {error}") from None
+        raise IntegrityError(
+            f"a value of kind {kind} cannot be made from its fields: {error}"
+        ) from None

@@ -1,8 +1,10 @@
-"""Encodes everything in a state that is not a tensor as the values document (FORMAT.md, section 3), and decodes it.
+"""Encodes everything in a state that is not a tensor as the values document (FORMAT.md,
+section 3), and decodes it.
 
-`Packer` turns a state into msgpack and collects its tensors by fully qualified name. `decode` does the reverse. A value is pickled only if
-nothing but `torch.save` can encode it, and is accepted only if `torch.load(weights_only=True)` then loads it. A value that could not be
-restored is refused, and the error names its key.
+`Packer` turns a state into msgpack and collects its tensors by fully qualified name.
+`decode` does the reverse. A value is pickled only if nothing but `torch.save` can
+encode it, and is accepted only if `torch.load(weights_only=True)` then loads it. A
+value that could not be restored is refused, and the error names its key.
 """
 
 from __future__ import annotations
@@ -38,31 +40,91 @@ from ckptd.agent.state.references import (
     make_member,
     member_parts,
 )
-from ckptd.agent.state.refusals import are_texts, check_own, check_tensor, check_text, digits, said, too_deep
-from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unavailable, Unsaved, any_node, inside
+from ckptd.agent.state.refusals import (
+    are_texts,
+    check_own,
+    check_tensor,
+    check_text,
+    digits,
+    said,
+    too_deep,
+)
+from ckptd.agent.state.tree import (
+    RECORDS,
+    ObjectNode,
+    PerRank,
+    TensorRef,
+    Unavailable,
+    Unsaved,
+    any_node,
+    inside,
+)
 from ckptd.agent.state.versions import Versions, plain_metadata
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
 from ckptd.shared.formats import bounds, standard
-from ckptd.shared.formats.bounds import MAX_DEPTH, MAX_DEPTH_READ, PLAIN_TYPES, check_msgpack, deeper_than, types_of
+from ckptd.shared.formats.bounds import (
+    MAX_DEPTH,
+    MAX_DEPTH_READ,
+    PLAIN_TYPES,
+    check_msgpack,
+    deeper_than,
+    types_of,
+)
 from ckptd.shared.formats.plan import MAX_DOCUMENT
 from ckptd.shared.formats.standard import parts_of, stream_parts
 from ckptd.shared.system.collector import paused_collector
 
 Ext = msgspec.msgpack.Ext
-TENSOR, TUPLE, SET, FROZENSET, MAP, BIG_INT, COMPLEX, ARRAY, SCALAR, ENUM, PATH, DTYPE, DEVICE, SIZE = range(1, 15)
-ORDERED_DICT, COUNTER, DEQUE, TORCH, BYTEARRAY, OBJECT, PER_RANK, OBJECT_OF_CLASS, STANDARD, RECORD, DEFAULT_DICT, UNSAVED = range(15, 27)
+(
+    TENSOR,
+    TUPLE,
+    SET,
+    FROZENSET,
+    MAP,
+    BIG_INT,
+    COMPLEX,
+    ARRAY,
+    SCALAR,
+    ENUM,
+    PATH,
+    DTYPE,
+    DEVICE,
+    SIZE,
+) = range(1, 15)
+(
+    ORDERED_DICT,
+    COUNTER,
+    DEQUE,
+    TORCH,
+    BYTEARRAY,
+    OBJECT,
+    PER_RANK,
+    OBJECT_OF_CLASS,
+    STANDARD,
+    RECORD,
+    DEFAULT_DICT,
+    UNSAVED,
+) = range(15, 27)
 FLAG, CONSTANT, CLASS, STREAM = range(27, 31)
 
 _PLAIN = {type(None), bool, float, str, bytes}
 _NUMBERS = frozenset({type(None), bool, float, bytes})
 _TEXT = frozenset({str})
 _FACTORIES: dict[str, type] = {
-    cls.__name__: cls for cls in (int, float, bool, str, bytes, list, tuple, set, dict, Counter, OrderedDict, deque)
+    cls.__name__: cls
+    for cls in (int, float, bool, str, bytes, list, tuple, set, dict, Counter, OrderedDict, deque)
 }
 """The factories of a defaultdict that a file may name."""
 TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _PATHS: dict[str, type[pathlib.PurePath]] = {
-    cls.__name__: cls for cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.Path, pathlib.PurePath)
+    cls.__name__: cls
+    for cls in (
+        pathlib.PurePosixPath,
+        pathlib.PureWindowsPath,
+        pathlib.PosixPath,
+        pathlib.Path,
+        pathlib.PurePath,
+    )
 }
 
 
@@ -75,7 +137,9 @@ def _reference(name: str) -> Ext:
 
 
 Known = dict[str, tuple[list[list[Any]], list[str], msgspec.Raw]]
-"""Dicts packed by `Packer._only_tensors`, by path: all their keys, the tensors' names, and the encoded dict."""
+"""Dicts packed by `Packer._only_tensors`, by path: all their keys, the tensors' names,
+and the encoded dict.
+"""
 _MOST_KNOWN = 1 << 17
 _OBJECTS_OF_ONE = 8
 """A bound for the maps, lists, texts and extensions of one value in the document.
@@ -83,7 +147,8 @@ _OBJECTS_OF_ONE = 8
 The values inside the value are not counted.
 """
 _ROOM = 4096
-"""The number of objects that a state leaves free for the other parts of a values document.
+"""The number of objects that a state leaves free for the other parts of a values
+document.
 
 The states of random generators are such a part.
 """
@@ -93,14 +158,15 @@ _ROOM_BYTES = 1 << 20
 def check_size(document: bytes, objects: int, *, within: bool = False) -> None:
     """Raise UnsavableValue if a reader would refuse this document because of its size.
 
-    objects: as `Packer.objects`. within: True for a state that becomes a part of a values document.
-    Takes time in proportion to the document only if `objects` is so large that an exact count is
-    needed.
+    objects: as `Packer.objects`. within: True for a state that becomes a part of a
+    values document. Takes time in proportion to the document only if `objects` is so
+    large that an exact count is needed.
     """
     most, room = (MAX_DOCUMENT - _ROOM_BYTES, _ROOM) if within else (MAX_DOCUMENT, 0)
     if len(document) > most:
         raise UnsavableValue(
-            f"the state: its values, without the tensors, take {len(document):,d} bytes; expected at most {most:,d}: save large values, "
+            f"the state: its values, without the tensors, take {len(document):,d} bytes; expected "
+            f"at most {most:,d}: save large values, "
             "such as bytes and NumPy arrays, as tensors"
         )
     if objects <= bounds.MAX_OBJECTS - room:
@@ -114,17 +180,22 @@ def check_size(document: bytes, objects: int, *, within: bool = False) -> None:
 class Packer:
     """An encoder for one state.
 
-    `pack` returns a tree that msgspec can encode. `tensors` then holds every tensor by name, in
-    order. `expand`, if given, is called with each value of an unknown type and its path, and
-    returns (kind, plain tree) or None. `rank` becomes part of the names of tensors in a `per_rank`
-    value. `known` is filled, and makes the next packing of a state with the same keys faster.
+    `pack` returns a tree that msgspec can encode. `tensors` then holds every tensor by
+    name, in order. `expand`, if given, is called with each value of an unknown type and
+    its path, and returns (kind, plain tree) or None. `rank` becomes part of the names
+    of tensors in a `per_rank` value. `known` is filled, and makes the next packing of a
+    state with the same keys faster.
 
-    `objects` is at least the number of maps, lists, texts and extensions in the packed values.
-    `versions` has the metadata of each state dict of a module among the values, by its path.
+    `objects` is at least the number of maps, lists, texts and extensions in the packed
+    values. `versions` has the metadata of each state dict of a module among the values,
+    by its path.
     """
 
     def __init__(
-        self, expand: Callable[[Any, str], tuple[str, Any] | None] | None = None, rank: int = 0, known: Known | None = None
+        self,
+        expand: Callable[[Any, str], tuple[str, Any] | None] | None = None,
+        rank: int = 0,
+        known: Known | None = None,
     ) -> None:
         self._known: Known = {} if known is None else known
         self.tensors: dict[str, torch.Tensor] = {}
@@ -132,13 +203,15 @@ class Packer:
         self.objects = 0
         self._rank = rank
         self._expand = expand
-        self._above: list[tuple[int, str]] = []  # ids and paths of the containers around the value being packed, outermost first
+        # Ids and paths of the containers around the value being packed, outermost
+        # first.
+        self._above: list[tuple[int, str]] = []
 
     def encode(self, value: Any, prefix: str = "") -> bytes:
         """Pack a value and return it as msgpack.
 
-        Raises UnsavableValue for a value that could not be restored, naming the key, and for a
-        document that is too large for a reader.
+        Raises UnsavableValue for a value that could not be restored, naming the key,
+        and for a document that is too large for a reader.
         """
         return self._encoded(self.pack(value, prefix), within=True)
 
@@ -186,13 +259,16 @@ class Packer:
     def _items(self, values: Collection[Any], path: str) -> Any:
         """Return the packed items of a sequence.
 
-        If msgspec encodes all items, as it does for a history of losses, this is the sequence
-        itself.
+        If msgspec encodes all items, as it does for a history of losses, this is the
+        sequence itself.
         """
         if self._is_flat(values):
             return values
         prefix = f"{path}." if path else ""
-        return [item if type(item) in _NUMBERS else self.pack(item, f"{prefix}{n}") for n, item in enumerate(values)]
+        return [
+            item if type(item) in _NUMBERS else self.pack(item, f"{prefix}{n}")
+            for n, item in enumerate(values)
+        ]
 
     def _is_flat(self, values: Collection[Any]) -> bool:
         """Return True if msgspec encodes all values as `pack` would pack them.
@@ -205,10 +281,14 @@ class Packer:
             return False
         if str in kinds:
             self.objects += len(values)
-            if not are_texts(values if len(kinds) == 1 else [value for value in values if type(value) is str]):
+            if not are_texts(
+                values if len(kinds) == 1 else [value for value in values if type(value) is str]
+            ):
                 return False
         if int in kinds:
-            numbers = values if len(kinds) == 1 else [value for value in values if type(value) is int]
+            numbers = (
+                values if len(kinds) == 1 else [value for value in values if type(value) is int]
+            )
             return bool(min(numbers) >= -(1 << 63) and max(numbers) < 1 << 64)
         return True
 
@@ -216,7 +296,9 @@ class Packer:
         if kind := kind_of_tensor(value):
             return self._record(kind, value, path)
         name = path or "tensor"
-        if name in self.tensors:  # two keys give one name: {"a.b": ...} beside {"a": {"b": ...}}, or 0 beside "0"
+        # Two keys give one name: {"a.b": ...} beside {"a": {"b": ...}}, or 0 beside
+        # "0".
+        if name in self.tensors:
             number = 2
             while f"{name}#{number}" in self.tensors:
                 number += 1
@@ -228,14 +310,19 @@ class Packer:
         flat = self._is_flat(value)
         ordered = sorted(value, key=repr if flat else partial(said, repr))
         prefix = f"{path}." if path else ""
-        return _encode(ordered if flat else [self._hashed(item, f"{prefix}{n}") for n, item in enumerate(ordered)])
+        return _encode(
+            ordered
+            if flat
+            else [self._hashed(item, f"{prefix}{n}") for n, item in enumerate(ordered)]
+        )
 
     def _hashed(self, value: Any, path: str, *, is_key: bool = False) -> Any:
         """Pack a key of a dict, or an item of a set.
 
         Raises UnsavableValue for a value that would come back without a hash.
         """
-        packed = Packer.pack(self, value, path)  # not LenientPacker.pack, which would return an Unsaved
+        # Not LenientPacker.pack, which would return an Unsaved.
+        packed = Packer.pack(self, value, path)
         if type(packed) is not Ext or packed.code in _HASHED:
             return packed
         found = decode(_encode(packed))
@@ -250,7 +337,8 @@ class Packer:
         kind = type(value)
         role = "key of a dict" if is_key else "part of a set"
         raise UnsavableValue(
-            f"{path}: a value of type {kind.__module__}.{kind.__qualname__} cannot be brought back as a {role}: use a number, a text, or a "
+            f"{path}: a value of type {kind.__module__}.{kind.__qualname__} cannot be brought "
+            f"back as a {role}: use a number, a text, or a "
             "tuple of these"
         )
 
@@ -262,17 +350,31 @@ class Packer:
         kinds = set(map(type, value.values()))
         if kinds <= PLAIN_TYPES and are_texts(value) and self._is_flat(value.values()):
             return value
-        if value and TENSORS.issuperset(kinds) and (packed := self._only_tensors([value], path)) is not None:
+        if (
+            value
+            and TENSORS.issuperset(kinds)
+            and (packed := self._only_tensors([value], path)) is not None
+        ):
             return packed
-        if kinds == {dict} and (packed := self._only_tensors([value, *value.values()], path)) is not None:
+        if (
+            kinds == {dict}
+            and (packed := self._only_tensors([value, *value.values()], path)) is not None
+        ):
             return packed
         for key in value:
             check_text(key, path)
-        return {key: item if type(item) in _NUMBERS else self.pack(item, prefix + key) for key, item in value.items()}
+        return {
+            key: item if type(item) in _NUMBERS else self.pack(item, prefix + key)
+            for key, item in value.items()
+        }
 
     def _only_tensors(self, dicts: list[dict[Any, Any]], path: str) -> Any:
-        """Pack a dict of tensors, or a dict of dicts of tensors. Return None if it holds anything else, or a name is already taken."""
-        # Most of any state consists of these dicts, so the loops run in C, and dicts with the same keys as last time are not encoded again.
+        """Pack a dict of tensors, or a dict of dicts of tensors.
+
+        Return None if it holds anything else, or a name is already taken.
+        """
+        # Most of any state consists of these dicts, so the loops run in C, and dicts
+        # with the same keys as last time are not encoded again.
         keys = list(map(list, dicts))
         tensors = list(chain.from_iterable(map(dict.values, dicts[1:] or dicts)))
         known = self._known.get(path)
@@ -295,14 +397,20 @@ class Packer:
         return known[2]
 
     def _names(self, dicts: list[dict[Any, Any]], path: str) -> list[str] | None:
-        """Return the name of every tensor, or None if a key is not a string, a name is empty, or two names are equal."""
+        """Return the name of every tensor, or None if a key is not a string, a name is
+        empty, or two names are equal.
+        """
         if not all(type(key) is str for one in dicts for key in one):
             return None
         for key in chain.from_iterable(dicts):
             check_text(key, path)
         prefix = f"{path}." if path else ""
         if dicts[1:]:
-            names = [f"{prefix}{outer}.{key}" for outer, one in zip(dicts[0], dicts[1:], strict=True) for key in one]
+            names = [
+                f"{prefix}{outer}.{key}"
+                for outer, one in zip(dicts[0], dicts[1:], strict=True)
+                for key in one
+            ]
         else:
             names = [prefix + key for key in dicts[0]]
         return names if all(names) and len(set(names)) == len(names) else None
@@ -314,8 +422,17 @@ class Packer:
             return _encode(list(value.items()))
         pairs = []
         for key, item in value.items():
-            packed = key if flat else self._hashed(key, f"{prefix}key {said(repr, key)}", is_key=True)
-            pairs.append([packed, item if type(item) in _NUMBERS else self.pack(item, f"{prefix}{said(str, key)}")])
+            packed = (
+                key if flat else self._hashed(key, f"{prefix}key {said(repr, key)}", is_key=True)
+            )
+            pairs.append(
+                [
+                    packed,
+                    item
+                    if type(item) in _NUMBERS
+                    else self.pack(item, f"{prefix}{said(str, key)}"),
+                ]
+            )
         return _encode(pairs)
 
     def _other(self, value: Any, kind: type, path: str) -> Any:
@@ -341,7 +458,9 @@ class Packer:
         if kind is Counter:
             return Ext(COUNTER, self._pairs(value, path))
         if kind is defaultdict:
-            factory = next((name for name, cls in _FACTORIES.items() if cls is value.default_factory), "")
+            factory = next(
+                (name for name, cls in _FACTORIES.items() if cls is value.default_factory), ""
+            )
             return Ext(DEFAULT_DICT, _encode([factory, msgspec.Raw(self._pairs(value, path))]))
         if kind is deque:
             return Ext(DEQUE, _encode([self._items(list(value), path), value.maxlen]))
@@ -370,9 +489,18 @@ class Packer:
             return Ext(OBJECT_OF_CLASS, _encode([name, packed, class_of(value)]))
         if record := kind_of(value):
             return self._record(record, value, path)
-        for code, parts in ((STANDARD, parts_of(value)), (STREAM, stream_parts(value)), (CONSTANT, constant_parts(value))):
+        for code, parts in (
+            (STANDARD, parts_of(value)),
+            (STREAM, stream_parts(value)),
+            (CONSTANT, constant_parts(value)),
+        ):
             if parts is not None:
-                return Ext(code, _encode([self.pack(part, path) if type(part) is str else part for part in parts]))
+                return Ext(
+                    code,
+                    _encode(
+                        [self.pack(part, path) if type(part) is str else part for part in parts]
+                    ),
+                )
         if (named := class_parts(value, path)) is not None:
             return Ext(CLASS, _encode(named))
         return self._torch(value, kind, path)
@@ -392,26 +520,41 @@ class Packer:
         return Ext(FLAG, _encode([module, qualname, names, self.pack(rest, path)]))
 
     def _record(self, kind: str, value: Any, path: str) -> Any:
-        return Ext(RECORD, _encode([kind, class_of(value), self.pack(RECORDS[kind].fields(value), path)]))
+        return Ext(
+            RECORD, _encode([kind, class_of(value), self.pack(RECORDS[kind].fields(value), path)])
+        )
 
     def _torch(self, value: Any, kind: type, path: str) -> Any:
-        """Encode with torch.save, as the last resort. A value that `weights_only` would not load is refused now, not at the recovery."""
+        """Encode with torch.save, as the last resort.
+
+        A value that `weights_only` would not load is refused now, not at the recovery.
+        """
         buffer = io.BytesIO()
         try:
             torch.save(value, buffer)
             torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
         except Exception:
             raise UnsavableValue(
-                f"{path or 'the state'}: a value of type {kind.__module__}.{kind.__qualname__} could not be brought back without running "
-                "pickled code; save its state_dict() or plain values instead, or leave it out (unsavable='skip' leaves out all such values)"
+                f"{path or 'the state'}: a value of type {kind.__module__}.{kind.__qualname__} "
+                f"could not be brought back without running "
+                "pickled code; save its state_dict() or plain values instead, or leave it out "
+                "(unsavable='skip' leaves out all such values)"
             ) from None
         return Ext(TORCH, buffer.getvalue())
 
 
 class LenientPacker(Packer):
-    """A Packer that leaves out what cannot be saved, instead of raising. `unsaved` is filled with the reason for each such key."""
+    """A Packer that leaves out what cannot be saved, instead of raising.
 
-    def __init__(self, expand: Callable[[Any, str], tuple[str, Any] | None], rank: int, unsaved: dict[str, str]) -> None:
+    `unsaved` is filled with the reason for each such key.
+    """
+
+    def __init__(
+        self,
+        expand: Callable[[Any, str], tuple[str, Any] | None],
+        rank: int,
+        unsaved: dict[str, str],
+    ) -> None:
         super().__init__(expand, rank)
         self._unsaved = unsaved
 
@@ -443,7 +586,8 @@ def _pack_numpy(value: Any, path: str) -> Any:
         return None
     if not _in_npy(array.dtype):
         raise UnsavableValue(
-            f"{path or 'the state'}: a NumPy value of dtype {array.dtype}, which NumPy's own file format does not have; save its bits as "
+            f"{path or 'the state'}: a NumPy value of dtype {array.dtype}, which NumPy's own file "
+            f"format does not have; save its bits as "
             "integers (array.view()), or a tensor"
         )
     buffer = io.BytesIO()
@@ -452,7 +596,8 @@ def _pack_numpy(value: Any, path: str) -> Any:
         found = _array(buffer.getvalue())[()]
         if type(found) is not type(value) or found.tobytes() != value.tobytes():
             raise UnsavableValue(
-                f"{path or 'the state'}: the NumPy value {value!r} comes back as {found!r} from NumPy's own file format; save a "
+                f"{path or 'the state'}: the NumPy value {value!r} comes back as {found!r} from "
+                f"NumPy's own file format; save a "
                 "plain value of Python instead (value.item())"
             )
     return Ext(code, buffer.getvalue())
@@ -460,7 +605,9 @@ def _pack_numpy(value: Any, path: str) -> Any:
 
 @lru_cache(maxsize=256)
 def _in_npy(dtype: Any) -> bool:
-    """Return True if an array of this dtype has the same dtype when it is read from a `.npy` file."""
+    """Return True if an array of this dtype has the same dtype when it is read from a
+    `.npy` file.
+    """
     import numpy as np
 
     with warnings.catch_warnings():
@@ -472,14 +619,16 @@ def _in_npy(dtype: Any) -> bool:
 
 
 @paused_collector()
-def decode(document: bytes | memoryview, resolve: Callable[[str], Any] = TensorRef, *, objects: bool = True) -> Any:
+def decode(
+    document: bytes | memoryview, resolve: Callable[[str], Any] = TensorRef, *, objects: bool = True
+) -> Any:
     """Return the value that `Packer.encode` was given.
 
-    `resolve` returns the object that takes the place of a tensor, given its name. If `objects` is
-    false, an ObjectNode is replaced by its tree and a PerRank by its value. `Unavailable` takes the
-    place of a value that this process cannot make, such as a member of an enum whose module is not
-    imported. Raises IntegrityError for an invalid document, and NewerFormat for an unknown
-    extension type.
+    `resolve` returns the object that takes the place of a tensor, given its name. If
+    `objects` is false, an ObjectNode is replaced by its tree and a PerRank by its
+    value. `Unavailable` takes the place of a value that this process cannot make, such
+    as a member of an enum whose module is not imported. Raises IntegrityError for an
+    invalid document, and NewerFormat for an unknown extension type.
     """
 
     def hook(code: int, data: memoryview) -> Any:
@@ -495,7 +644,11 @@ def decode(document: bytes | memoryview, resolve: Callable[[str], Any] = TensorR
             kind, cls, tree = msgspec.msgpack.decode(data, ext_hook=hook)
             return _record_node(kind, cls, tree) if objects else tree
         if code == PER_RANK:
-            return PerRank(msgspec.msgpack.decode(data, ext_hook=hook)) if objects else msgspec.msgpack.decode(data, ext_hook=hook)
+            return (
+                PerRank(msgspec.msgpack.decode(data, ext_hook=hook))
+                if objects
+                else msgspec.msgpack.decode(data, ext_hook=hook)
+            )
         try:
             if code in _BY_ITEMS:
                 return _BY_ITEMS[code](msgspec.msgpack.decode(data, ext_hook=hook))
@@ -503,7 +656,10 @@ def decode(document: bytes | memoryview, resolve: Callable[[str], Any] = TensorR
                 return _BY_BYTES[code](bytes(data))
         except NotFound as error:
             return Unavailable(str(error), code, bytes(data))
-        raise NewerFormat(f"a value has the unknown type {code}: it was written by a newer ckptd; upgrade this one")
+        raise NewerFormat(
+            f"a value has the unknown type {code}: it was written by a newer ckptd; upgrade this "
+            f"one"
+        )
 
     check_msgpack(document, "values document", NESTED)
     try:
@@ -519,7 +675,10 @@ def decode(document: bytes | memoryview, resolve: Callable[[str], Any] = TensorR
 
 def _record_node(kind: str, cls: str, fields: Any) -> ObjectNode:
     if kind not in RECORDS:
-        raise NewerFormat(f"a value has the unknown kind {kind!r}: it was written by a newer ckptd; upgrade this one")
+        raise NewerFormat(
+            f"a value has the unknown kind {kind!r}: it was written by a newer ckptd; upgrade "
+            f"this one"
+        )
     if not isinstance(fields, dict) or not set(RECORDS[kind].required) <= fields.keys():
         raise IntegrityError(f"values document: a value of kind {kind} lacks its fields")
     return ObjectNode(kind, fields, cls)
@@ -535,7 +694,10 @@ def _device(text: str) -> torch.device:
     try:
         return torch.device(text)
     except RuntimeError:
-        raise NotFound(f"torch {torch.__version__} has no device {text!r}: import the package that brings it before loading") from None
+        raise NotFound(
+            f"torch {torch.__version__} has no device {text!r}: import the package that brings it "
+            f"before loading"
+        ) from None
 
 
 _NOT_OF_TORCH = "values document has a value whose bytes are not those of torch.save"
@@ -553,7 +715,8 @@ def _load(data: bytes) -> Any:
         if (name := re.search(r"GLOBAL ([\w.]+)", str(error))) is None:
             raise IntegrityError(_NOT_OF_TORCH) from None
         raise NotFound(
-            f"torch.load(weights_only=True) does not accept {name[1]}: call torch.serialization.add_safe_globals() with it before "
+            f"torch.load(weights_only=True) does not accept {name[1]}: call "
+            f"torch.serialization.add_safe_globals() with it before "
             "loading, as the program that saved it did"
         ) from None
 
@@ -593,6 +756,9 @@ _BY_BYTES: dict[int, Callable[[bytes], Any]] = {
     BYTEARRAY: bytearray,
     UNSAVED: lambda data: Unsaved(data.decode()),
 }
-NESTED = frozenset(_BY_ITEMS) | {OBJECT, PER_RANK, OBJECT_OF_CLASS, RECORD}  # extension types whose payload is msgpack itself
-_HASHED = frozenset({BIG_INT, COMPLEX, SCALAR, ENUM, PATH, DTYPE, DEVICE, SIZE, STANDARD, FLAG, CONSTANT, CLASS})
+# Extension types whose payload is msgpack itself.
+NESTED = frozenset(_BY_ITEMS) | {OBJECT, PER_RANK, OBJECT_OF_CLASS, RECORD}
+_HASHED = frozenset(
+    {BIG_INT, COMPLEX, SCALAR, ENUM, PATH, DTYPE, DEVICE, SIZE, STANDARD, FLAG, CONSTANT, CLASS}
+)
 """Extension types whose values have a hash and hold no others."""

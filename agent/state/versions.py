@@ -1,8 +1,10 @@
-"""Keeps the versions that the submodules of a module had when it was saved, as `torch.save` keeps them with a state dict.
+"""Keeps the versions that the submodules of a module had when it was saved, as
+`torch.save` keeps them with a state dict.
 
-torch gives each submodule's `_load_from_state_dict` the metadata with which that submodule was
-saved. They have the `_version` of its class. A class that has changed since then uses this number
-to migrate the state. A state dict has the metadata of all submodules in its attribute `_metadata`.
+torch gives each submodule's `_load_from_state_dict` the metadata with which that
+submodule was saved. They have the `_version` of its class. A class that has changed
+since then uses this number to migrate the state. A state dict has the metadata of all
+submodules in its attribute `_metadata`.
 """
 
 from __future__ import annotations
@@ -19,12 +21,16 @@ from ckptd.agent.state.wrappers import canonical_names, may_name_wrappers
 Versions = Mapping[str, Mapping[str, Any]]
 """The metadata of submodules, by prefix without the dot at the end.
 
-For a module, the prefixes are canonical, and submodules with the usual metadata are left out. For a
-state dict among the values of a state, all prefixes are there, as they are in the state dict.
+For a module, the prefixes are canonical, and submodules with the usual metadata are
+left out. For a state dict among the values of a state, all prefixes are there, as they
+are in the state dict.
 """
 
-_known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[dict[str, Any], Versions]] = weakref.WeakKeyDictionary()
-"""The metadata of a module's last state dict, with the result of `versions_of` for them.
+_known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[dict[str, Any], Versions]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The metadata of a module's last state dict, with the result of `versions_of` for
+them.
 
 Comparing metadata takes less time than computing the result.
 """
@@ -43,15 +49,21 @@ def versions_of(module: torch.nn.Module, state: Any) -> Versions | None:
     known = _known.get(module)
     if known is not None and known[0] == metadata:
         return known[1]
-    unusual = {raw: entry for raw, entry in metadata.items() if entry != USUAL and isinstance(entry, dict) and type(raw) is str}
+    unusual = {
+        raw: entry
+        for raw, entry in metadata.items()
+        if entry != USUAL and isinstance(entry, dict) and type(raw) is str
+    }
     names = canonical_prefixes(module, metadata)
     found: dict[str, Mapping[str, Any]] = {}
-    for raw in metadata:  # a wrapper comes before the module inside, which has the same prefix and counts
+    # A wrapper comes before the module inside, which has the same prefix and counts.
+    for raw in metadata:
         if raw in unusual:
             found[names[raw]] = _plain(unusual[raw])
         elif raw in names:
             found.pop(names[raw], None)
-    if names.keys() == set(names.values()):  # otherwise the names also depend on the classes of wrappers
+    # Otherwise the names also depend on the classes of wrappers.
+    if names.keys() == set(names.values()):
         _known[module] = metadata, found
     return found
 
@@ -59,17 +71,20 @@ def versions_of(module: torch.nn.Module, state: Any) -> Versions | None:
 def metadata_for_loading(
     module: torch.nn.Module, own: Any, state: Collection[str], versions: Versions | None
 ) -> OrderedDict[str, Any] | None:
-    """Return the metadata for `load_state_dict`, with the saved version of each submodule.
+    """Return the metadata for `load_state_dict`, with the saved version of each
+    submodule.
 
-    own: the state dict of the module now. state: the saved names, canonical. versions: None if the
-    checkpoint has none; the metadata are then those of `own`. As in torch, a submodule of which
-    nothing was saved has no metadata.
+    own: the state dict of the module now. state: the saved names, canonical. versions:
+    None if the checkpoint has none; the metadata are then those of `own`. As in torch,
+    a submodule of which nothing was saved has no metadata.
     """
     metadata = getattr(own, "_metadata", None)
     if versions is None or metadata is None:
         return metadata
     parts = prefixes(state) | versions.keys()
-    found: OrderedDict[str, Any] = OrderedDict((raw, dict(entry)) for raw, entry in versions.items())
+    found: OrderedDict[str, Any] = OrderedDict(
+        (raw, dict(entry)) for raw, entry in versions.items()
+    )
     for raw, name in canonical_prefixes(module, metadata).items():
         if name in parts:
             found[raw] = dict(versions.get(name, USUAL))
@@ -79,10 +94,11 @@ def metadata_for_loading(
 
 
 def merged_versions(documents: Sequence[Mapping[str, Any]], own: int | None) -> dict[str, Versions]:
-    """Return the versions of all modules in the values documents of several ranks, by key.
+    """Return the versions of all modules in the values documents of several ranks, by
+    key.
 
-    own: the number of this rank's document, or None. If ranks differ, this document counts, then
-    the first one.
+    own: the number of this rank's document, or None. If ranks differ, this document
+    counts, then the first one.
     """
     merged: dict[str, Versions] = {}
     for document in [*reversed(documents), *([] if own is None else [documents[own]])]:
@@ -104,7 +120,9 @@ def prefixes(names: Iterable[str]) -> set[str]:
 
 
 def _plain(entry: Mapping[Any, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entry.items() if type(key) is str and type(value) in _PLAIN}
+    return {
+        key: value for key, value in entry.items() if type(key) is str and type(value) in _PLAIN
+    }
 
 
 def canonical_prefixes(module: torch.nn.Module, raw: Collection[Any]) -> dict[str, str]:
@@ -115,9 +133,15 @@ def canonical_prefixes(module: torch.nn.Module, raw: Collection[Any]) -> dict[st
     prefixes = [prefix for prefix in raw if type(prefix) is str]
     if not may_name_wrappers(prefixes):
         return dict(zip(prefixes, prefixes, strict=True))
-    # Each prefix gets a name of its own in it, because names that would be equal stay raw.
-    leaves = [f"{prefix}.~{number}" if prefix else f"~{number}" for number, prefix in enumerate(prefixes)]
-    return {prefix: name.rpartition(".")[0] for prefix, name in zip(prefixes, canonical_names(module, leaves), strict=True)}
+    # Each prefix gets a name of its own in it, because names that would be equal stay
+    # raw.
+    leaves = [
+        f"{prefix}.~{number}" if prefix else f"~{number}" for number, prefix in enumerate(prefixes)
+    ]
+    return {
+        prefix: name.rpartition(".")[0]
+        for prefix, name in zip(prefixes, canonical_names(module, leaves), strict=True)
+    }
 
 
 def plain_metadata(state: OrderedDict[Any, Any]) -> dict[str, dict[str, Any]] | None:

@@ -1,7 +1,9 @@
-"""Names the parameters and buffers of a module as they are named without its wrappers, such as DistributedDataParallel and torch.compile.
+"""Names the parameters and buffers of a module as they are named without its wrappers,
+such as DistributedDataParallel and torch.compile.
 
-The names are derived from the tree of submodules, so that an attribute of the user's own with the name `module` stays in them. A wrapper
-that cannot be left out without making two names equal stays in them, too.
+The names are derived from the tree of submodules, so that an attribute of the user's
+own with the name `module` stays in them. A wrapper that cannot be left out without
+making two names equal stays in them, too.
 """
 
 from __future__ import annotations
@@ -21,8 +23,12 @@ _WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
     "torch.optim.swa_utils.AveragedModel": "module",
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": (
+        "_checkpoint_wrapped_module"
+    ),
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
+        "_fsdp_wrapped_module"
+    ),
 }
 """The attribute with the wrapped module, by the wrapper's class.
 
@@ -32,15 +38,17 @@ The classes are given by name, because importing torch.compile takes a second.
 _ATTRIBUTES = tuple(dict.fromkeys(_WRAPPERS.values()))
 _PARTS = tuple(f".{attribute}." for attribute in _ATTRIBUTES)
 _TO_THE_LAST = re.compile(rf"(?:.*\.)?(?:{'|'.join(_ATTRIBUTES)})\.", re.DOTALL)
-_FORMERLY_LEFT_OUT = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_FORMERLY_LEFT_OUT = re.compile(
+    r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\."
+)
 _flattening: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 class Ways:
     """The ways from some modules to submodules, all of which are walked at once.
 
-    Each step is the number of a module and the name of its child, which gets the next number. The first numbers are those of the `roots`
-    modules where the ways begin.
+    Each step is the number of a module and the name of its child, which gets the next
+    number. The first numbers are those of the `roots` modules where the ways begin.
     """
 
     __slots__ = ("_numbers", "_roots", "_steps")
@@ -62,7 +70,10 @@ class Ways:
         return number
 
     def walk(self, roots: Iterable[torch.nn.Module]) -> list[Any]:
-        """Return the modules by number. Raises LookupError or AttributeError if a way does not exist."""
+        """Return the modules by number.
+
+        Raises LookupError or AttributeError if a way does not exist.
+        """
         found: list[Any] = list(roots)
         for number, name in self._steps:
             found.append(found[number]._modules[name])
@@ -72,8 +83,8 @@ class Ways:
 class _Known(NamedTuple):
     """The canonical names of one state dict.
 
-    keys: the keys of the state dict. names: the canonical names. ways: the ways through wrappers.
-    kinds: the class of each module on these ways.
+    keys: the keys of the state dict. names: the canonical names. ways: the ways through
+    wrappers. kinds: the class of each module on these ways.
     """
 
     keys: list[str]
@@ -99,14 +110,18 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def flattens(module: torch.nn.Module) -> bool:
-    """Return True if FullyShardedDataParallel (FSDP1) has flattened parameters of the module.
+    """Return True if FullyShardedDataParallel (FSDP1) has flattened parameters of the
+    module.
 
-    FSDP1 needs a process group, so the answer is False until one is initialised. After that, each module is searched only once.
+    FSDP1 needs a process group, so the answer is False until one is initialised. After
+    that, each module is searched only once.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
     if module not in _flattening:
-        _flattening[module] = any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
+        _flattening[module] = any(
+            isinstance(part, FullyShardedDataParallel) for part in module.modules()
+        )
     return _flattening[module]
 
 
@@ -123,7 +138,9 @@ def canonical_names(module: torch.nn.Module, raw: Iterable[str]) -> list[str]:
 
 
 def raw_names(module: torch.nn.Module, raw: Iterable[str]) -> dict[str, str]:
-    """Return the raw name for each canonical name, for the way back from a checkpoint into `load_state_dict`."""
+    """Return the raw name for each canonical name, for the way back from a checkpoint
+    into `load_state_dict`.
+    """
     raw = list(raw)
     return dict(zip(canonical_names(module, raw), raw, strict=True))
 
@@ -141,16 +158,18 @@ def canonical_keys(module: torch.nn.Module, tree: dict[str, Any]) -> dict[str, A
         ways, prefixes = Ways(1), _prefixes(module, raw)
         for _, way in prefixes.values():
             ways.add(0, way)
-        known = _known[module] = _Known(raw, _names(raw, prefixes), ways, list(map(type, ways.walk([module]))))
+        known = _known[module] = _Known(
+            raw, _names(raw, prefixes), ways, list(map(type, ways.walk([module])))
+        )
     return dict(zip(known.names, tree.values(), strict=True))
 
 
 def current_names(raw_of: dict[str, str], saved: Collection[str]) -> dict[str, str]:
     """Return the present canonical name for each saved name of a module.
 
-    A name that is not known stays as it is. `raw_of` has the raw names of the module by canonical
-    name. Checkpoints of other tools have raw names. Earlier versions left out only some of the
-    wrappers.
+    A name that is not known stays as it is. `raw_of` has the raw names of the module by
+    canonical name. Checkpoints of other tools have raw names. Earlier versions left out
+    only some of the wrappers.
     """
     formerly: dict[str, str] = {}
     for name, raw in raw_of.items():
@@ -192,7 +211,8 @@ _Prefixes = dict[str, tuple[str, list[str]]]
 def _prefixes(module: torch.nn.Module, raw: list[str]) -> _Prefixes:
     """Return the prefixes that end with the attribute of a wrapper.
 
-    Each comes with the prefix without its wrappers, and with its way through the module.
+    Each comes with the prefix without its wrappers, and with its way through the
+    module.
     """
     found = {match[0]: None for match in map(_TO_THE_LAST.match, raw) if match}
     return {prefix: _shortened(module, prefix) for prefix in found}
@@ -201,8 +221,12 @@ def _prefixes(module: torch.nn.Module, raw: list[str]) -> _Prefixes:
 def _names(raw: list[str], prefixes: _Prefixes) -> list[str]:
     if all(prefix == short for prefix, (short, _) in prefixes.items()):
         return raw
-    names = [prefixes[found[0]][0] + name[found.end() :] if (found := _TO_THE_LAST.match(name)) else name for name in raw]
-    return names if len(set(names)) == len(set(raw)) else raw  # a hook may have added a key that is like the short name of another
+    names = [
+        prefixes[found[0]][0] + name[found.end() :] if (found := _TO_THE_LAST.match(name)) else name
+        for name in raw
+    ]
+    # A hook may have added a key that is like the short name of another.
+    return names if len(set(names)) == len(set(raw)) else raw
 
 
 def _shortened(module: torch.nn.Module, prefix: str) -> tuple[str, list[str]]:
@@ -243,11 +267,20 @@ def wrapped_at(module: torch.nn.Module) -> str:
 
 @lru_cache(maxsize=4096)
 def _attribute(cls: type) -> str:
-    return next((_WRAPPERS[name] for base in cls.__mro__ if (name := f"{base.__module__}.{base.__qualname__}") in _WRAPPERS), "")
+    return next(
+        (
+            _WRAPPERS[name]
+            for base in cls.__mro__
+            if (name := f"{base.__module__}.{base.__qualname__}") in _WRAPPERS
+        ),
+        "",
+    )
 
 
 def _own_names(module: torch.nn.Module) -> set[str]:
-    extra = () if type(module).get_extra_state is torch.nn.Module.get_extra_state else ("_extra_state",)
+    extra = (
+        () if type(module).get_extra_state is torch.nn.Module.get_extra_state else ("_extra_state",)
+    )
     return {*module._parameters, *module._buffers, *module._modules, *extra}
 
 

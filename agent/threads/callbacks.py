@@ -1,4 +1,6 @@
-"""Calls functions of the caller on threads of their own, so that they hold neither the training nor what the daemon says."""
+"""Calls functions of the caller on threads of their own, so that they hold neither the
+training nor what the daemon says.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,18 @@ _LAST_SECONDS = 30.0
 
 
 class Callbacks:
-    """Calls functions one after the other, in the order of `call`, each on a thread of its own."""
+    """Calls functions one after the other, in the order of `call`, each on a thread of
+    its own.
+    """
 
     def __init__(self) -> None:
         self._last: threading.Thread | None = None
 
     def call(self, work: Callable[[], object], name: str) -> None:
-        """Call `work` once all earlier calls have returned. This returns at once. An exception is logged with `name`."""
+        """Call `work` once all earlier calls have returned.
+
+        This returns at once. An exception is logged with `name`.
+        """
         before = self._last
 
         def run() -> None:
@@ -44,13 +51,19 @@ class Callbacks:
 
 
 def _wait_at_the_end() -> None:
-    """Wait for the calls that have not returned, because their threads end with the process."""
+    """Wait for the calls that have not returned, because their threads end with the
+    process.
+    """
     deadline = time.monotonic() + _LAST_SECONDS
     threads = list(_threads)
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     if late := sum(thread.is_alive() for thread in threads):
-        log.warning("on_failure has not returned after %g s, and ends with the process (calls: %d)", _LAST_SECONDS, late)
+        log.warning(
+            "on_failure has not returned after %g s, and ends with the process (calls: %d)",
+            _LAST_SECONDS,
+            late,
+        )
 
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()

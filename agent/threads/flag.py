@@ -1,7 +1,9 @@
-"""A flag and a list of waiters, to wait for another thread in a way that Ctrl-C and signal handlers cannot break.
+"""A flag and a list of waiters, to wait for another thread in a way that Ctrl-C and
+signal handlers cannot break.
 
-`threading.Event` and `threading.Condition` take their lock in Python code. An exception that a signal handler raises there leaves the lock
-held, and the next thread that needs it waits for ever. The classes here hold no lock while Python code runs.
+`threading.Event` and `threading.Condition` take their lock in Python code. An exception
+that a signal handler raises there leaves the lock held, and the next thread that needs
+it waits for ever. The classes here hold no lock while Python code runs.
 """
 
 from __future__ import annotations
@@ -12,13 +14,21 @@ from collections.abc import Callable
 
 
 class Waiters:
-    """The threads that wait until a condition is true. `notify` makes all of them check their condition again."""
+    """The threads that wait until a condition is true.
+
+    `notify` makes all of them check their condition again.
+    """
 
     def __init__(self) -> None:
-        self._asleep: set[threading.Lock] = set()  # a lock held by each waiter; that of an interrupted waiter may stay, and is harmless
+        # A lock held by each waiter; that of an interrupted waiter may stay, and is
+        # harmless.
+        self._asleep: set[threading.Lock] = set()
 
     def wait_for(self, condition: Callable[[], object], timeout: float | None = None) -> bool:
-        """Wait until `condition()` is true, and return True. Return False after `timeout` seconds; None waits without a limit."""
+        """Wait until `condition()` is true, and return True.
+
+        Return False after `timeout` seconds; None waits without a limit.
+        """
         if condition():
             return True
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -27,7 +37,11 @@ class Waiters:
         self._asleep.add(own)  # before the condition is checked again, so that no change is missed
         try:
             while not condition():
-                left = -1.0 if deadline is None else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+                left = (
+                    -1.0
+                    if deadline is None
+                    else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+                )
                 if not own.acquire(timeout=left):
                     return bool(condition())
             return True
@@ -61,5 +75,8 @@ class Flag:
         self._set = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the flag is set, and return True. Return False after `timeout` seconds; None waits without a limit."""
+        """Wait until the flag is set, and return True.
+
+        Return False after `timeout` seconds; None waits without a limit.
+        """
         return self._waiters.wait_for(self.is_set, timeout)

@@ -16,8 +16,8 @@ REMINDER_SECONDS = 30.0
 def reminder(log: logging.Logger, text: str, first: float | None = None) -> Iterator[None]:
     """Context manager. Log `text` every 30 seconds until the block ends.
 
-    first: the seconds before the first line, if they are not 30. Nothing is logged in a block that
-    ends sooner.
+    first: the seconds before the first line, if they are not 30. Nothing is logged in a
+    block that ends sooner.
     """
     over = Flag()
 

@@ -1,6 +1,8 @@
-"""Decides with how many threads the saves of a job write, so that they disturb its training little.
+"""Decides with how many threads the saves of a job write, so that they disturb its
+training little.
 
-The agents report with each seal what the snapshot before has cost their training. This module knows no threads and no clock.
+The agents report with each seal what the snapshot before has cost their training. This
+module knows no threads and no clock.
 """
 
 from __future__ import annotations
@@ -8,14 +10,17 @@ from __future__ import annotations
 from ckptd.shared.wire.messages import TrainingCost
 
 _MUCH, _LITTLE = 0.10, 0.05
-"""The shares of its speed that a training may lose beside a save: with more, the next save has fewer threads, and with less, more."""
+"""The shares of its speed that a training may lose beside a save: with more, the next
+save has fewer threads, and with less, more.
+"""
 
 
 class Governor:
     """The number of threads for the saves of one job.
 
-    threads: how many chunks the next save may encode and write at the same time. most: the most that it may be, which it is at first. cost:
-    what the last snapshot has cost the training, as far as it is known, or None.
+    threads: how many chunks the next save may encode and write at the same time. most:
+    the most that it may be, which it is at first. cost: what the last snapshot has cost
+    the training, as far as it is known, or None.
     """
 
     def __init__(self, most: int) -> None:
@@ -27,7 +32,10 @@ class Governor:
         self._late = False
 
     def hear(self, costs: list[TrainingCost]) -> None:
-        """Change `threads` by the costs that the ranks report. The highest cost counts. The cost of an earlier save is only kept."""
+        """Change `threads` by the costs that the ranks report.
+
+        The highest cost counts. The cost of an earlier save is only kept.
+        """
         if not costs:
             return
         self.cost = max(costs, key=lambda cost: cost.seconds)
@@ -41,9 +49,13 @@ class Governor:
         self._step = None
 
     def saved(self, step: int, sealed_at: float, seconds: float, held: float) -> None:
-        """Record a save that has ended. If it took more than half of the time between two seals, the next one has more threads.
+        """Record a save that has ended.
 
-        sealed_at: when its last rank sealed it, in seconds of a monotonic clock. held: seconds for which the snapshot held the training.
+        If it took more than half of the time between two seals, the next one has more
+        threads.
+
+        sealed_at: when its last rank sealed it, in seconds of a monotonic clock. held:
+        seconds for which the snapshot held the training.
         """
         self._late = self._sealed_at is not None and 2 * seconds > sealed_at - self._sealed_at
         if self._late:

@@ -1,7 +1,10 @@
-"""Checks what a seal describes before it is acknowledged, so that what is acknowledged can be loaded (PROTOCOL.md, section 3).
+"""Checks what a seal describes before it is acknowledged, so that what is acknowledged
+can be loaded (PROTOCOL.md, section 3).
 
-`read_sealed` reads one slot and checks what it says by itself. `SealCheck.compare` compares the slots of all ranks of this node once the
-last of them is sealed. Both run on worker threads. Neither needs torch, so that values that only torch can decode are not checked.
+`read_sealed` reads one slot and checks what it says by itself. `SealCheck.compare`
+compares the slots of all ranks of this node once the last of them is sealed. Both run
+on worker threads. Neither needs torch, so that values that only torch can decode are
+not checked.
 """
 
 from __future__ import annotations
@@ -19,15 +22,20 @@ from ckptd.shared.formats.segment import SegmentHeader, read_document
 from ckptd.shared.formats.values_check import check_values
 
 _LEVELS = 2 * MAX_DEPTH + 2
-"""The most levels of a values document. A level of the state may take two levels of the document. Python 3.11 decodes hardly more."""
+"""The most levels of a values document. A level of the state may take two levels of the
+document. Python 3.11 decodes hardly more.
+"""
 _MOST_KNOWN = 8
-"""The most sets of plans that are remembered as sound. A structure seldom changes, and a node seldom runs more jobs than this."""
+"""The most sets of plans that are remembered as sound. A structure seldom changes, and
+a node seldom runs more jobs than this.
+"""
 
 
 def read_sealed(fd: int, header: SegmentHeader) -> tuple[SealedSlot, SlotContents]:
     """Read a sealed slot and check its documents.
 
-    Raises IntegrityError if a document is damaged or not sound, naming the tensor or the key, and NewerFormat.
+    Raises IntegrityError if a document is damaged or not sound, naming the tensor or
+    the key, and NewerFormat.
     """
     sealed = SealedSlot.read(fd, header)
     checked = check_values(read_document(fd, header, header.values, "values"), _LEVELS)
@@ -39,7 +47,9 @@ class SealCheck:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sound: OrderedDict[tuple[int, frozenset[tuple[int, bytes]]], frozenset[str] | None] = OrderedDict()
+        self._sound: OrderedDict[
+            tuple[int, frozenset[tuple[int, bytes]]], frozenset[str] | None
+        ] = OrderedDict()
 
     def compare(self, contents: Mapping[int, SlotContents], world_size: int) -> None:
         """Compare the slots of all ranks of this node, given by rank.
@@ -52,9 +62,13 @@ class SealCheck:
         for rank, each in contents.items():
             if not names.issuperset(each.tensors):
                 unknown = min(set(each.tensors) - names)
-                raise IntegrityError(f"the values of rank {rank} name the tensor {unknown!r}, which no rank stores")
+                raise IntegrityError(
+                    f"the values of rank {rank} name the tensor {unknown!r}, which no rank stores"
+                )
 
-    def _names(self, contents: Mapping[int, SlotContents], world_size: int) -> frozenset[str] | None:
+    def _names(
+        self, contents: Mapping[int, SlotContents], world_size: int
+    ) -> frozenset[str] | None:
         key = world_size, frozenset((rank, each.signature) for rank, each in contents.items())
         with self._lock:
             if key in self._sound:

@@ -1,4 +1,6 @@
-"""Worker threads that process the chunks of a slot with a bounded number of page-aligned buffers."""
+"""Worker threads that process the chunks of a slot with a bounded number of
+page-aligned buffers.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +21,44 @@ from ckptd.shared.formats.plan import ChunkRange
 T = TypeVar("T")
 
 Buffers = Sequence[mmap.mmap]
-"""The buffers for one chunk. Each has room for a chunk of the daemon's chunk size, or for a larger one that an earlier daemon made."""
+"""The buffers for one chunk. Each has room for a chunk of the daemon's chunk size, or
+for a larger one that an earlier daemon made.
+"""
 
 
 class Workers:
-    """A pool of `threads` worker threads. Each chunk that is processed takes `buffers` buffers.
+    """A pool of `threads` worker threads.
 
-    The buffers in use take at most `memory` bytes, with two exceptions: one chunk can always be processed, and the larger chunks of a
-    slot that an earlier daemon made take larger buffers. `chunks_done` counts the chunks that have been processed.
+    Each chunk that is processed takes `buffers` buffers.
+
+    The buffers in use take at most `memory` bytes, with two exceptions: one chunk can
+    always be processed, and the larger chunks of a slot that an earlier daemon made
+    take larger buffers. `chunks_done` counts the chunks that have been processed.
     """
 
     def __init__(
-        self, name: str, threads: int, memory: int, chunk_size: int, buffers: int, nice: int = 0, cpus: set[int] | None = None
+        self,
+        name: str,
+        threads: int,
+        memory: int,
+        chunk_size: int,
+        buffers: int,
+        nice: int = 0,
+        cpus: set[int] | None = None,
     ) -> None:
-        """nice: the nice value of the threads, from which their I/O priority follows (ioprio_set(2)).
+        """nice: the nice value of the threads, from which their I/O priority follows
+        (ioprio_set(2)).
 
-        cpus: the CPUs on which the threads may run, or None for all that the process may use.
+        cpus: the CPUs on which the threads may run, or None for all that the process
+        may use.
         """
         self.threads = threads
         self.pool = ThreadPoolExecutor(threads, name, _set_up_thread, (nice, cpus))
         self.chunks_done = 0
         self._buffers, self._buffer_size = buffers, align(chunk_size)
-        self._tokens = asyncio.Semaphore(max(1, min(2 * threads, memory // (buffers * self._buffer_size))))
+        self._tokens = asyncio.Semaphore(
+            max(1, min(2 * threads, memory // (buffers * self._buffer_size)))
+        )
         self._free: list[Buffers] = []
         self._taken = 0
 
@@ -57,15 +75,20 @@ class Workers:
         whole: bool = True,
         at_once: int | None = None,
     ) -> list[T]:
-        """Call `work` with the number and the buffers of each chunk, on several threads. Return the results in the order of the chunks.
+        """Call `work` with the number and the buffers of each chunk, on several
+        threads. Return the results in the order of the chunks.
 
-        `at_once` is the most threads that do so, by default all.
-        `done` is called with the length of each chunk that is finished, on the event loop. With `whole` off, the buffers need not have room
-        for a whole chunk. After a failure no other chunk is begun, and the error is raised once all threads have stopped. Raises
+        `at_once` is the most threads that do so, by default all. `done` is called with
+        the length of each chunk that is finished, on the event loop. With `whole` off,
+        the buffers need not have room for a whole chunk. After a failure no other chunk
+        is begun, and the error is raised once all threads have stopped. Raises
         IntegrityError if a chunk has no result.
         """
         results: dict[int, T] = {}
-        numbers, size = iter(range(len(ranges))), align(max((chunk.length for chunk in ranges), default=0)) if whole else 0
+        numbers, size = (
+            iter(range(len(ranges))),
+            align(max((chunk.length for chunk in ranges), default=0)) if whole else 0,
+        )
         failed = False
 
         async def worker() -> None:
@@ -82,14 +105,21 @@ class Workers:
                         failed = True
                         raise
 
-        await all_of([worker() for _ in range(min(at_once or self.threads, self.threads, len(ranges)))])
-        if len(results) != len(ranges):  # a missing chunk fails all: every planned chunk must be accounted for
+        await all_of(
+            [worker() for _ in range(min(at_once or self.threads, self.threads, len(ranges)))]
+        )
+        # A missing chunk fails all: every planned chunk must be accounted for.
+        if len(results) != len(ranges):
             raise IntegrityError(f"{len(results)} of {len(ranges)} chunks have a result")
         return [results[number] for number in range(len(ranges))]
 
     @asynccontextmanager
     async def _borrowed(self, size: int) -> AsyncIterator[Buffers]:
-        """Context manager. Lends the buffers for one chunk, each of `size` bytes or more, and waits until the budget allows them."""
+        """Context manager.
+
+        Lends the buffers for one chunk, each of `size` bytes or more, and waits until
+        the budget allows them.
+        """
         async with self._tokens:
             if size > self._buffer_size:  # a slot that an earlier daemon made, with larger chunks
                 yield self._new(size)
@@ -101,17 +131,23 @@ class Workers:
             finally:
                 self._taken -= 1
                 self._free.append(buffers)
-                if self._taken == 0:  # idle: return the pages to the kernel, but keep the address space
+                # idle: return the pages to the kernel, but keep the address space
+                if self._taken == 0:
                     for idle in self._free:
                         for buffer in idle:
                             buffer.madvise(mmap.MADV_DONTNEED)
 
     def _new(self, size: int) -> Buffers:
-        # Private, because the pages of a shared mapping stay in memory after MADV_DONTNEED.
-        made = [mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(self._buffers)]
+        # Private, because the pages of a shared mapping stay in memory after
+        # MADV_DONTNEED.
+        made = [
+            mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(self._buffers)
+        ]
         for buffer in made:
             with suppress(OSError):  # a kernel without huge pages
-                buffer.madvise(mmap.MADV_HUGEPAGE)  # a direct write then has few long segments: 0.71 instead of 0.87 s for 1.4 GB
+                # A direct write then has few long segments: 0.71 instead of 0.87 s for
+                # 1.4 GB.
+                buffer.madvise(mmap.MADV_HUGEPAGE)
         return made
 
     def close(self) -> None:
@@ -120,7 +156,9 @@ class Workers:
 
 
 def _set_up_thread(nice: int, cpus: set[int] | None) -> None:
-    """Give the calling thread this nice value, unless its own is higher, and these CPUs. Ignore what a container forbids."""
+    """Give the calling thread this nice value, unless its own is higher, and these
+    CPUs. Ignore what a container forbids.
+    """
     thread = threading.get_native_id()
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread)))

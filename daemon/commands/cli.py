@@ -1,6 +1,8 @@
-"""Defines the `ckptd` command line: status, ps, stop, gc, doctor, ls, show, verify, forget, pin, and the verbs of other modules.
+"""Defines the `ckptd` command line: status, ps, stop, gc, doctor, ls, show, verify,
+forget, pin, and the verbs of other modules.
 
-Commands print text for people, and JSON for programs with `--json`. The exit codes are those of `ckptd.shared.command`.
+Commands print text for people, and JSON for programs with `--json`. The exit codes are
+those of `ckptd.shared.command`.
 """
 
 from __future__ import annotations
@@ -21,13 +23,25 @@ from ckptd.daemon.commands.run_command import default_socket, run
 from ckptd.daemon.memory import unsaved
 from ckptd.shared import __version__
 from ckptd.shared import errors as e
-from ckptd.shared.command import MEMORY_ONLY, PLACE, ask_before_deleting, complete_path, json_option, speaks
+from ckptd.shared.command import (
+    MEMORY_ONLY,
+    PLACE,
+    ask_before_deleting,
+    complete_path,
+    json_option,
+    speaks,
+)
 from ckptd.shared.location import Location
 from ckptd.shared.retention import parse
 from ckptd.shared.storage.locate import find_job_or_checkpoint
 from ckptd.shared.units import count_text
 
-_socket = click.option("--socket", type=click.Path(path_type=Path), envvar="CKPTD_SOCKET", help="The daemon's Unix socket.")
+_socket = click.option(
+    "--socket",
+    type=click.Path(path_type=Path),
+    envvar="CKPTD_SOCKET",
+    help="The daemon's Unix socket.",
+)
 
 
 _EXAMPLES = """\b
@@ -52,11 +66,16 @@ _VERBS = {
     "export": "Write a checkpoint in the format of another tool.",
     "import": "Make a checkpoint of one that another tool wrote.",
 }
-"""The verbs that need torch, and what they do. Entry points of the group "ckptd.verbs" say where they are."""
+"""The verbs that need torch, and what they do. Entry points of the group "ckptd.verbs"
+say where they are.
+"""
 
 
 class Verb(click.Command):
-    """A verb of a package that this one does not import. It is loaded when it is called."""
+    """A verb of a package that this one does not import.
+
+    It is loaded when it is called.
+    """
 
     def load(self) -> click.Command:
         """Import the verb. Raises ClickException if that is not possible."""
@@ -67,40 +86,64 @@ class Verb(click.Command):
                 return command
             except e.CkptdError as error:  # torch is missing or too old
                 raise click.ClickException(str(error)) from None
-        raise click.ClickException(f"this installation of ckptd has no verb {self.name}: install it again")
+        raise click.ClickException(
+            f"this installation of ckptd has no verb {self.name}: install it again"
+        )
 
-    def make_context(self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any) -> click.Context:
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
         return self.load().make_context(info_name, args, parent, **extra)
 
 
 @click.group(
-    context_settings={"help_option_names": ["-h", "--help"]}, short_help="Save the state of PyTorch training jobs.", epilog=_EXAMPLES
+    context_settings={"help_option_names": ["-h", "--help"]},
+    short_help="Save the state of PyTorch training jobs.",
+    epilog=_EXAMPLES,
 )
 @click.version_option(__version__, prog_name="ckptd")
 def main() -> None:
-    """ckptd saves the state of PyTorch training jobs without stopping them, and brings it back after any crash.
+    """ckptd saves the state of PyTorch training jobs without stopping them, and brings
+    it back after any crash.
 
-    In the training script: `from ckptd.agent import recover, snapshot`. Without a running daemon, set CKPTD_ROOT and
-    the trainer starts a private one.
+    In the training script: `from ckptd.agent import recover, snapshot`. Without a
+    running daemon, set CKPTD_ROOT and the trainer starts a private one.
     """
 
 
 @main.command(short_help="Tell what a daemon is doing.")
 @click.argument("root", type=PLACE, required=False)
-@click.option("--job", help="Tell from storage which nodes of this job have delivered its last steps. Needs no daemon if ROOT is given.")
+@click.option(
+    "--job",
+    help="Tell from storage which nodes of this job have delivered its last steps. Needs no daemon "
+    "if ROOT is given.",
+)
 @_socket
 @json_option
 @speaks
 def status(root: Location | None, job: str | None, socket: Path | None, as_json: bool) -> None:
-    """Tell what the daemon is doing: the one that serves ROOT, or else the one at --socket. Exit code 0 only if it is ready.
+    """Tell what the daemon is doing: the one that serves ROOT, or else the one at
+    --socket. Exit code 0 only if it is ready.
 
-    With --job, tell which nodes have delivered the last steps of a job. The exit code does not depend on that.
+    With --job, tell which nodes have delivered the last steps of a job. The exit code
+    does not depend on that.
     """
     if job is not None:
-        told = job_report(neighbours.served_root(socket, f"ckptd status ROOT --job {job}") if root is None else root, job)
+        told = job_report(
+            neighbours.served_root(socket, f"ckptd status ROOT --job {job}")
+            if root is None
+            else root,
+            job,
+        )
         click.echo(json.dumps(told, indent=1) if as_json else job_text(told))
         return
-    found = neighbours.of_root(root).status if root is not None else neighbours.daemon_status(socket)
+    found = (
+        neighbours.of_root(root).status if root is not None else neighbours.daemon_status(socket)
+    )
     assert found is not None
     click.echo(json.dumps(found, indent=1) if as_json else report.status_text(found))
     if not found["ready"]:
@@ -119,22 +162,32 @@ def ps(as_json: bool) -> None:
 @main.command(short_help="Stop a daemon, after it has saved what it owes.")
 @click.argument("root", type=PLACE, required=False)
 @_socket
-@click.option("--timeout", default=600.0, help="Seconds to wait until the daemon has saved what it owes. Default: 600.")
+@click.option(
+    "--timeout",
+    default=600.0,
+    help="Seconds to wait until the daemon has saved what it owes. Default: 600.",
+)
 @json_option
 @speaks
 def stop(root: Location | None, socket: Path | None, timeout: float, as_json: bool) -> None:
-    """Stop the daemon that serves ROOT, or else the one at --socket, or else that of CKPTD_ROOT.
+    """Stop the daemon that serves ROOT, or else the one at --socket, or else that of
+    CKPTD_ROOT.
 
-    The daemon first saves the newest snapshots in memory. A running trainer then waits for the next
-    daemon. If the daemon was private, the trainer starts the next one itself. The exit code is 15
-    if a snapshot could not be saved, for example because the disk is full, and is in memory only.
+    The daemon first saves the newest snapshots in memory. A running trainer then waits
+    for the next daemon. If the daemon was private, the trainer starts the next one
+    itself. The exit code is 15 if a snapshot could not be saved, for example because
+    the disk is full, and is in memory only.
     """
     found = neighbours.named(root, socket)
     neighbours.stop(found, timeout)
     served = found.status["root"] if found.status else "no root that it told"
     left = unsaved.left_behind(found.status) if found.status else []
     if as_json:
-        click.echo(json.dumps({"pid": found.pid, "stopped": True, "unsaved": [each.row() for each in left]}))
+        click.echo(
+            json.dumps(
+                {"pid": found.pid, "stopped": True, "unsaved": [each.row() for each in left]}
+            )
+        )
     else:
         click.echo(f"stopped pid {found.pid}, which served {served}")
         if left:
@@ -144,17 +197,28 @@ def stop(root: Location | None, socket: Path | None, timeout: float, as_json: bo
 
 
 @main.command(short_help="List or delete what dead daemons have left.")
-@click.option("--delete", is_flag=True, help="Delete what is listed, with the snapshots that are sealed in it.")
+@click.option(
+    "--delete",
+    is_flag=True,
+    help="Delete what is listed, with the snapshots that are sealed in it.",
+)
 @click.option("--yes", is_flag=True, help="Do not ask before snapshots are deleted.")
-@click.option("--shm-dir", type=click.Path(path_type=Path), default="/dev/shm", envvar="CKPTD_SHM_DIR", help="Default: /dev/shm.")
+@click.option(
+    "--shm-dir",
+    type=click.Path(path_type=Path),
+    default="/dev/shm",
+    envvar="CKPTD_SHM_DIR",
+    help="Default: /dev/shm.",
+)
 @json_option
 @speaks
 def gc(delete: bool, yes: bool, shm_dir: Path, as_json: bool) -> None:
     """List the segments and sockets that dead daemons have left, with owner and size.
 
-    Segments and sockets in use are left out. The next daemon of a root saves the snapshots that are
-    sealed in its segments. Delete them only if no daemon will serve that root again. The command
-    asks before it deletes snapshots. Without a terminal, and with --json, it needs --yes.
+    Segments and sockets in use are left out. The next daemon of a root saves the
+    snapshots that are sealed in its segments. Delete them only if no daemon will serve
+    that root again. The command asks before it deletes snapshots. Without a terminal,
+    and with --json, it needs --yes.
     """
     from ckptd.daemon.commands import leftovers
 
@@ -162,23 +226,30 @@ def gc(delete: bool, yes: bool, shm_dir: Path, as_json: bool) -> None:
     holds = [(found, held) for found in everything for held in found.holds]
     if delete and holds and not yes:
         ask_before_deleting(
-            f"{count_text(len(holds), 'sealed snapshot')}, which the next daemon would save if storage does not have them yet",
+            f"{count_text(len(holds), 'sealed snapshot')}, which the next daemon would save if "
+            f"storage does not have them yet",
             [f"{held} in {found.path}" for found, held in holds],
             "or start a daemon for their roots", never=as_json,
         )  # fmt: skip
     rows = [
         {
-            "path": str(found.path), "owner": found.owner, "bytes": found.nbytes, "holds": list(found.holds),
+            "path": str(found.path), "owner": found.owner, "bytes": found.nbytes,
+            "holds": list(found.holds),
             "deleted": delete and found.nbytes is not None and leftovers.delete(found),
         }
         for found in everything
     ]  # fmt: skip
-    click.echo(json.dumps(rows, indent=1) if as_json else report.leftovers_text(rows, delete=delete))
+    click.echo(
+        json.dumps(rows, indent=1) if as_json else report.leftovers_text(rows, delete=delete)
+    )
 
 
 @main.command(short_help="Check that this node is fit for a daemon.")
 @click.option(
-    "--root", shell_complete=complete_path, envvar="CKPTD_ROOT", help="Directory for the checkpoints; without it only the node is checked."
+    "--root",
+    shell_complete=complete_path,
+    envvar="CKPTD_ROOT",
+    help="Directory for the checkpoints; without it only the node is checked.",
 )
 @click.option(
     "--stage",
@@ -192,13 +263,23 @@ def gc(delete: bool, yes: bool, shm_dir: Path, as_json: bool) -> None:
     envvar="CKPTD_SOCKET",
     help="Unix socket that the daemon is to listen on. Default: as for run.",
 )
-@click.option("--config", "file", type=click.Path(path_type=Path), envvar="CKPTD_CONFIG", help="TOML file with the daemon's settings.")
+@click.option(
+    "--config",
+    "file",
+    type=click.Path(path_type=Path),
+    envvar="CKPTD_CONFIG",
+    help="TOML file with the daemon's settings.",
+)
 @json_option
 @speaks
-def doctor(root: str | None, stage: str | None, socket: str | None, file: Path | None, as_json: bool) -> None:
-    """Check that this node is fit for a daemon: limits, shared memory, the root, the socket's directory, the kernel.
+def doctor(
+    root: str | None, stage: str | None, socket: str | None, file: Path | None, as_json: bool
+) -> None:
+    """Check that this node is fit for a daemon: limits, shared memory, the root, the
+    socket's directory, the kernel.
 
-    Run it as the daemon's user, where the daemon is to run. The exit code is 1 if a check fails; warnings do not change it.
+    Run it as the daemon's user, where the daemon is to run. The exit code is 1 if a
+    check fails; warnings do not change it.
     """
     from ckptd.daemon import config as settings
     from ckptd.daemon.commands import doctor as checks
@@ -210,13 +291,21 @@ def doctor(root: str | None, stage: str | None, socket: str | None, file: Path |
     }
     known |= {"stage": stage} if stage else {}
     given = {key: str(known[key]) for key in ("stage",) if "root" in known and key in known}
-    given |= {"root": str(known.get("root", "/")), "socket": str(known["socket"] if "socket" in known else default_socket())}
+    given |= {
+        "root": str(known.get("root", "/")),
+        "socket": str(known["socket"] if "socket" in known else default_socket()),
+    }
     taken = ("CKPTD_CONFIG", "CKPTD_ROOT", "CKPTD_SOCKET", "CKPTD_STAGE")
     environment = {key: value for key, value in os.environ.items() if key not in taken}
-    found = list(checks.check_all(settings.load(given, environment, file), with_root="root" in known))
+    found = list(
+        checks.check_all(settings.load(given, environment, file), with_root="root" in known)
+    )
     failed = any(check.level == checks.FAILED for check in found)
     if as_json:
-        rows = [{"name": check.name, "level": check.level, "message": check.message, **check.values} for check in found]
+        rows = [
+            {"name": check.name, "level": check.level, "message": check.message, **check.values}
+            for check in found
+        ]
         click.echo(json.dumps({"ok": not failed, "checks": rows}, indent=1))
     else:
         click.echo(checks.text(found))
@@ -232,9 +321,12 @@ def doctor(root: str | None, stage: str | None, socket: str | None, file: Path |
 def ls(path: Location | None, socket: Path | None, as_json: bool) -> None:
     """List the checkpoints of all jobs under a root, or of one job.
 
-    PATH is DIR (the root), DIR/JOB, or the directory of one checkpoint. The default is the root of the daemon at --socket.
+    PATH is DIR (the root), DIR/JOB, or the directory of one checkpoint. The default is
+    the root of the daemon at --socket.
     """
-    rows = report.listing(path if path is not None else neighbours.served_root(socket, "ckptd ls ROOT"))
+    rows = report.listing(
+        path if path is not None else neighbours.served_root(socket, "ckptd ls ROOT")
+    )
     click.echo(json.dumps(rows, indent=1) if as_json else report.listing_text(rows))
 
 
@@ -244,7 +336,9 @@ def ls(path: Location | None, socket: Path | None, as_json: bool) -> None:
 @json_option
 @speaks
 def show(path: Location, keys: bool, as_json: bool) -> None:
-    """Describe one checkpoint: DIR/JOB/TAG, the newest one of DIR/JOB, or a directory outside every root that is a checkpoint."""
+    """Describe one checkpoint: DIR/JOB/TAG, the newest one of DIR/JOB, or a directory
+    outside every root that is a checkpoint.
+    """
     manifest = report.manifest_at(path)
     for damaged in report.damaged_newer(path, manifest):
         click.echo(f"ckptd: skipped: {damaged}", err=True)
@@ -252,7 +346,9 @@ def show(path: Location, keys: bool, as_json: bool) -> None:
     title = report.title(repository, job, tag or manifest.tag)
     tensors, meshes = report.tensors_of(repository, job, manifest) if keys else (None, ())
     said = (
-        json.dumps(report.manifest_json(manifest, tensors, meshes), indent=1) if as_json else report.manifest_text(manifest, title, tensors)
+        json.dumps(report.manifest_json(manifest, tensors, meshes), indent=1)
+        if as_json
+        else report.manifest_text(manifest, title, tensors)
     )
     click.echo(said)
 
@@ -262,10 +358,12 @@ def show(path: Location, keys: bool, as_json: bool) -> None:
 @json_option
 @speaks
 def verify(path: Location, as_json: bool) -> None:
-    """Check every byte, tensor and value of a checkpoint (DIR/JOB/TAG), or of all of a job (DIR/JOB) or of a root (DIR).
+    """Check every byte, tensor and value of a checkpoint (DIR/JOB/TAG), or of all of a
+    job (DIR/JOB) or of a root (DIR).
 
-    PATH may also be a checkpoint outside every root. Nothing is changed. The exit code is 13 if anything is damaged.
-    Values that only torch can decode are counted and not checked.
+    PATH may also be a checkpoint outside every root. Nothing is changed. The exit code
+    is 13 if anything is damaged. Values that only torch can decode are counted and not
+    checked.
     """
     results = []
     for result in report.verification(path):
@@ -280,24 +378,42 @@ def verify(path: Location, as_json: bool) -> None:
 
 @main.command(short_help="Delete checkpoints.")
 @click.argument("path", type=PLACE)
-@click.option("--keep", multiple=True, metavar="POLICY", help="For a job: what to keep, like LatestN(5) or BestN('loss',3). Repeatable.")
+@click.option(
+    "--keep",
+    multiple=True,
+    metavar="POLICY",
+    help="For a job: what to keep, like LatestN(5) or BestN('loss',3). Repeatable.",
+)
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
-@click.option("--yes", is_flag=True, help="Do not ask before more than half of a job's checkpoints are deleted.")
+@click.option(
+    "--yes",
+    is_flag=True,
+    help="Do not ask before more than half of a job's checkpoints are deleted.",
+)
 @_socket
 @json_option
 @speaks
-def forget(path: Location, keep: tuple[str, ...], dry_run: bool, yes: bool, socket: Path | None, as_json: bool) -> None:
-    """Delete a checkpoint (DIR/JOB/TAG), or all of a job (DIR/JOB) that no --keep policy keeps.
+def forget(
+    path: Location,
+    keep: tuple[str, ...],
+    dry_run: bool,
+    yes: bool,
+    socket: Path | None,
+    as_json: bool,
+) -> None:
+    """Delete a checkpoint (DIR/JOB/TAG), or all of a job (DIR/JOB) that no --keep
+    policy keeps.
 
-    Policies: LatestN(n), LatestDuration(seconds), EveryNSteps(n), EveryNSeconds(seconds),
-    BestN('metric', n, 'min' or 'max'), CustomSteps([...]), PreserveAll(). They never delete the
-    newest checkpoint, a checkpoint with a user tag, or a step of an earlier attempt that the newest
-    attempt has not reached. A checkpoint that is pinned or being read is never deleted. A policy
-    over a metric that no checkpoint of the job has is an error, and nothing is deleted.
+    Policies: LatestN(n), LatestDuration(seconds), EveryNSteps(n),
+    EveryNSeconds(seconds), BestN('metric', n, 'min' or 'max'), CustomSteps([...]),
+    PreserveAll(). They never delete the newest checkpoint, a checkpoint with a user
+    tag, or a step of an earlier attempt that the newest attempt has not reached. A
+    checkpoint that is pinned or being read is never deleted. A policy over a metric
+    that no checkpoint of the job has is an error, and nothing is deleted.
 
-    If more than half of the job's checkpoints would be deleted, the command lists them and asks
-    first. Without a terminal, and with --json, it needs --yes. The exit code is 11 if a checkpoint
-    that was to be deleted is still there.
+    If more than half of the job's checkpoints would be deleted, the command lists them
+    and asks first. Without a terminal, and with --json, it needs --yes. The exit code
+    is 11 if a checkpoint that was to be deleted is still there.
     """
     from ckptd.daemon.commands import forgetting
 
@@ -329,12 +445,18 @@ def forget(path: Location, keep: tuple[str, ...], dry_run: bool, yes: bool, sock
 @json_option
 @speaks
 def pin(path: Location, remove: bool, as_json: bool) -> None:
-    """Keep a checkpoint (DIR/JOB/TAG, or the newest of DIR/JOB) from being deleted, by retention or by hand, until the pin is removed."""
+    """Keep a checkpoint (DIR/JOB/TAG, or the newest of DIR/JOB) from being deleted, by
+    retention or by hand, until the pin is removed.
+    """
     from ckptd.daemon.commands import forgetting
 
     job, tag = forgetting.pin(path, remove=remove)
     found = {"job": job, "tag": tag, "pinned": not remove}
-    click.echo(json.dumps(found) if as_json else f"{job}/{tag}: {'no longer pinned' if remove else 'pinned'}")
+    click.echo(
+        json.dumps(found)
+        if as_json
+        else f"{job}/{tag}: {'no longer pinned' if remove else 'pinned'}"
+    )
 
 
 main.add_command(copy)

@@ -1,4 +1,6 @@
-"""Implements `ckptd copy`: copies checkpoints from one root to another, of any kind, and verifies every byte of the copies."""
+"""Implements `ckptd copy`: copies checkpoints from one root to another, of any kind,
+and verifies every byte of the copies.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,23 @@ from ckptd.shared.units import size_text
 class Copier:
     """Copies checkpoints to another root, under the names that they have.
 
-    source: a root, a job in it, or one of its checkpoints. destination: a root, which is made if it does not exist.
+    source: a root, a job in it, or one of its checkpoints. destination: a root, which
+    is made if it does not exist.
 
-    Raises InvalidRequest, NotFound, StorageError, OSError; AlreadyExists if the destination has another checkpoint under one of the names.
+    Raises InvalidRequest, NotFound, StorageError, OSError; AlreadyExists if the
+    destination has another checkpoint under one of the names.
     """
 
     def __init__(self, source: Location, destination: Location) -> None:
         if destination.resolve() in (source.resolve(), *source.resolve().parents):
-            raise InvalidRequest(f"{source} lies in {destination} already: name another root to copy to")
+            raise InvalidRequest(
+                f"{source} lies in {destination} already: name another root to copy to"
+            )
         repository, wanted = _named(source)
         if is_root(destination.parent) and not is_root(destination):
-            raise InvalidRequest(f"{destination} is a job of the root {destination.parent}: name a root")
+            raise InvalidRequest(
+                f"{destination} is a job of the root {destination.parent}: name a root"
+            )
         self._to, self._destination = open_root(destination), destination
         self._transfer = CheckpointCopier(repository, self._to)
         self.todo = [self._transfer.planned(job, tag) for job, tag in wanted]
@@ -44,12 +52,17 @@ class Copier:
     @property
     def nbytes(self) -> int:
         """The bytes that are still to be copied."""
-        return sum(one.manifest.nbytes for one in self.todo if one.manifest is not None and not one.there)
+        return sum(
+            one.manifest.nbytes for one in self.todo if one.manifest is not None and not one.there
+        )
 
     def run(self, progress: Progress = lambda length: None) -> Iterator[dict[str, Any]]:
-        """Copy one checkpoint after another, oldest first, and yield a row for each. `progress` gets the bytes that were copied.
+        """Copy one checkpoint after another, oldest first, and yield a row for each.
 
-        A row has an `error` if the checkpoint at the source is damaged, or was deleted meanwhile. The destination has no part of it then.
+        `progress` gets the bytes that were copied.
+
+        A row has an `error` if the checkpoint at the source is damaged, or was deleted
+        meanwhile. The destination has no part of it then.
         """
         if not is_root(self._destination):
             with suppress(Busy):  # a daemon has just made it
@@ -69,22 +82,35 @@ class Copier:
                 elif one.pinned and one.there:
                     self._to.pin(one.job, one.tag)
                 nbytes = 0 if one.manifest is None else one.manifest.nbytes
-                yield {"job": one.job, "tag": one.tag, "bytes": nbytes, "copied": error is None and not one.there, "error": error}
+                yield {
+                    "job": one.job,
+                    "tag": one.tag,
+                    "bytes": nbytes,
+                    "copied": error is None and not one.there,
+                    "error": error,
+                }
 
 
 def _named(source: Location) -> tuple[Repository, list[tuple[str, str]]]:
-    """Return the repository of the source, and the job and tag of each checkpoint in it, oldest first."""
-    repository, only, tag = (existing_root(source), None, None) if is_root(source) else find_job_or_checkpoint(source)
+    """Return the repository of the source, and the job and tag of each checkpoint in
+    it, oldest first.
+    """
+    repository, only, tag = (
+        (existing_root(source), None, None) if is_root(source) else find_job_or_checkpoint(source)
+    )
     if isinstance(repository, StandaloneCheckpoint):
         raise InvalidRequest(
-            f"{source} is a checkpoint outside every root, which belongs to no job: `ckptd adopt` saves it as that of a job"
+            f"{source} is a checkpoint outside every root, which belongs to no job: `ckptd adopt` "
+            f"saves it as that of a job"
         )
     if only is not None and tag is not None:
         return repository, [(only, tag)]
     found = []
     for job in repository.jobs() if only is None else [only]:
         for name, manifest in report.manifests(repository, job):
-            found.append((job, manifest.order if isinstance(manifest, Manifest) else (-1, -1, -1), name))
+            found.append(
+                (job, manifest.order if isinstance(manifest, Manifest) else (-1, -1, -1), name)
+            )
     if not found:
         raise NotFound(f"{source} holds no checkpoint")
     return repository, [(job, name) for job, _, name in sorted(found)]
@@ -98,9 +124,10 @@ def _named(source: Location) -> tuple[Repository, list[tuple[str, str]]]:
 def copy(source: Location, destination: Location, as_json: bool) -> None:
     """Copy checkpoints to another root, and verify every byte of the copies.
 
-    SRC is a root, a job in it (DIR/JOB), or one checkpoint (DIR/JOB/TAG). ROOT gets the checkpoints under the names that they have.
-    Either may be a directory or a URL. A copy that was interrupted goes on where it ended when the same command is run again. The
-    exit code is 13 if a checkpoint could not be copied because it is damaged.
+    SRC is a root, a job in it (DIR/JOB), or one checkpoint (DIR/JOB/TAG). ROOT gets the
+    checkpoints under the names that they have. Either may be a directory or a URL. A
+    copy that was interrupted goes on where it ended when the same command is run again.
+    The exit code is 13 if a checkpoint could not be copied because it is damaged.
     """
     copier = Copier(source, destination)
     rows = []
@@ -109,7 +136,9 @@ def copy(source: Location, destination: Location, as_json: bool) -> None:
         for row in copier.run(progress):
             rows.append(row)
             if not as_json:
-                did = row["error"] or (f"copied ({size_text(row['bytes'])})" if row["copied"] else "is there already")
+                did = row["error"] or (
+                    f"copied ({size_text(row['bytes'])})" if row["copied"] else "is there already"
+                )
                 click.echo(f"{row['job']}/{row['tag']}: {did}")
     if as_json:
         click.echo(json.dumps(rows, indent=1))

@@ -1,7 +1,9 @@
-"""Checks for `ckptd doctor` whether a node has everything that a daemon needs, and how much fits.
+"""Checks for `ckptd doctor` whether a node has everything that a daemon needs, and how
+much fits.
 
-Each check is a function that returns or yields `Check` values and changes nothing. Only `check_root` makes a directory in the root, and
-removes it again. No check talks to a daemon.
+Each check is a function that returns or yields `Check` values and changes nothing. Only
+`check_root` makes a directory in the root, and removes it again. No check talks to a
+daemon.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ from ckptd.shared.units import size_text
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 TMPFS = 0x01021994  # linux/magic.h
-VOLATILE = {TMPFS: "a tmpfs, which a reboot empties", 0x794C7630: "an overlay, which usually ends with its container"}
+VOLATILE = {
+    TMPFS: "a tmpfs, which a reboot empties",
+    0x794C7630: "an overlay, which usually ends with its container",
+}
 SHARED = {0x6969: "NFS", 0x0BD00BD0: "Lustre"}
 LEAST_FREE = 1 << 30  # bytes; a root with less free space gets a warning
 LEAST_INODES = 10_000
@@ -41,7 +46,10 @@ LEAST_INODES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check: a message for people, and values for programs. `level` is ok, warning or failed."""
+    """The result of one check: a message for people, and values for programs.
+
+    `level` is ok, warning or failed.
+    """
 
     name: str
     level: str
@@ -50,7 +58,10 @@ class Check:
 
 
 def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
-    """Run the checks for a daemon with these settings, and yield the results. Without `with_root` the checks of the root are left out."""
+    """Run the checks for a daemon with these settings, and yield the results.
+
+    Without `with_root` the checks of the root are left out.
+    """
     plan = limits.DescriptorPlan(config.slots, config.open_files)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield check_files(plan, soft, hard, config.max_connections)
@@ -68,35 +79,56 @@ def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
 
 
 def check_files(plan: limits.DescriptorPlan, soft: int, hard: int, most: int) -> Check:
-    """Check that the hard limit of open files is enough for `most` clients. The daemon raises its soft limit to the hard limit."""
+    """Check that the hard limit of open files is enough for `most` clients.
+
+    The daemon raises its soft limit to the hard limit.
+    """
     limit = 1 << 30 if hard == resource.RLIM_INFINITY else hard
-    fit, values = plan.ranks(limit), {"soft": soft, "hard": hard, "ranks_fit": plan.ranks(limit), "needed": plan.needed(most)}
+    fit, values = (
+        plan.ranks(limit),
+        {"soft": soft, "hard": hard, "ranks_fit": plan.ranks(limit), "needed": plan.needed(most)},
+    )
     if fit == 0:
-        text = f"at most {limit} open files (RLIMIT_NOFILE): one rank needs {plan.least}; {limits.HOW_TO_RAISE}"
+        text = (
+            f"at most {limit} open files (RLIMIT_NOFILE): one rank needs "
+            f"{plan.least}; "
+            f"{limits.HOW_TO_RAISE}"
+        )
         return Check("open files", FAILED, text, values)
     if fit < most:
         text = (
-            f"{fit} ranks fit into {limit} open files (RLIMIT_NOFILE), and max_connections is {most}: for all of them "
+            f"{fit} ranks fit into {limit} open files (RLIMIT_NOFILE), and max_connections is "
+            f"{most}: for all of them "
             f"{limits.HOW_TO_RAISE}, to {plan.needed(most)} (LimitNOFILE={plan.needed(most)})"
         )
         return Check("open files", WARNING, text, values)
-    return Check("open files", OK, f"{fit} ranks fit into {limit} open files (max_connections is {most})", values)
+    return Check(
+        "open files",
+        OK,
+        f"{fit} ranks fit into {limit} open files (max_connections is {most})",
+        values,
+    )
 
 
 def check_locked_memory(limit: int) -> Check:
-    """Check the limit of locked memory. It matters to trainers with GPUs, which lock their slots, but not to the daemon."""
+    """Check the limit of locked memory.
+
+    It matters to trainers with GPUs, which lock their slots, but not to the daemon.
+    """
     values = {"limit": None if limit == resource.RLIM_INFINITY else limit}
     if limit == resource.RLIM_INFINITY:
         return Check("locked memory", OK, "no limit (RLIMIT_MEMLOCK)", values)
     return Check(
         "locked memory", WARNING,
-        f"at most {size_text(limit)} (RLIMIT_MEMLOCK): a trainer with GPUs locks its slots; start it with LimitMEMLOCK=infinity or "
+        f"at most {size_text(limit)} (RLIMIT_MEMLOCK): a trainer with GPUs locks its slots; start "
+        f"it with LimitMEMLOCK=infinity or "
         "`ulimit -l unlimited` if it warns that slots could not be page-locked", values,
     )  # fmt: skip
 
 
 def check_shared_memory(path: Path, slots: int, quota: int) -> Check:
-    """Check the tmpfs at `path`, and tell the largest state of all local ranks together for which `slots` slots fit.
+    """Check the tmpfs at `path`, and tell the largest state of all local ranks together
+    for which `slots` slots fit.
 
     quota: most bytes of all slots; 0 means nine tenths of the tmpfs.
     """
@@ -105,16 +137,32 @@ def check_shared_memory(path: Path, slots: int, quota: int) -> Check:
         free, total = shutil.disk_usage(path).free, shutil.disk_usage(path).total
         writable = os.access(path, os.W_OK | os.X_OK)
     except OSError as error:
-        return Check(name, FAILED, f"{path} cannot be used: {error.strerror}; set shm_dir to a tmpfs")
+        return Check(
+            name, FAILED, f"{path} cannot be used: {error.strerror}; set shm_dir to a tmpfs"
+        )
     largest = min(free, quota or total * 9 // 10) // slots
-    values = {"path": str(path), "total_bytes": total, "free_bytes": free, "largest_state_bytes": largest, "slots": slots}
+    values = {
+        "path": str(path),
+        "total_bytes": total,
+        "free_bytes": free,
+        "largest_state_bytes": largest,
+        "slots": slots,
+    }
     fits = f"with {slots} slots one state of {size_text(largest)} fits, all local ranks together"
     text = f"{path} has {size_text(free)} free of {size_text(total)}: {fits}"
     if not writable:
-        return Check(name, FAILED, f"{path} cannot be written by this user; set shm_dir to another tmpfs", values)
+        return Check(
+            name,
+            FAILED,
+            f"{path} cannot be written by this user; set shm_dir to another tmpfs",
+            values,
+        )
     if (kind := _file_system(path)) != TMPFS:
         return Check(
-            name, WARNING, f"{text}, but it is not a tmpfs: copies go to a disk, and training waits for the disk", {**values, "magic": kind}
+            name,
+            WARNING,
+            f"{text}, but it is not a tmpfs: copies go to a disk, and training waits for the disk",
+            {**values, "magic": kind},
         )
     return Check(name, OK if largest >= 64 << 20 else WARNING, text, values)
 
@@ -128,7 +176,9 @@ def _file_system(path: Path) -> int:
 
 
 def check_root(root: Location) -> Iterator[Check]:
-    """Check the place of the checkpoints: a directory, or the URL of a prefix in an object store."""
+    """Check the place of the checkpoints: a directory, or the URL of a prefix in an
+    object store.
+    """
     return _check_directory(root) if isinstance(root, Path) else _check_store(root)
 
 
@@ -138,14 +188,24 @@ def check_memory(root: Location, shm_dir: Path) -> Check:
     try:
         identity = open_root(root).known_identity()
     except (CkptdError, OSError) as error:
-        return Check(name, FAILED, f"the identity of the root at {root} cannot be read: {error}", {"identity": None, "foreign": []})
+        return Check(
+            name,
+            FAILED,
+            f"the identity of the root at {root} cannot be read: {error}",
+            {"identity": None, "foreign": []},
+        )
     held = list(read_held(shm_dir / names.segment_directory(root)))
     foreign = [one for one in held if one.root.identity != identity]
     values = {"identity": identity, "foreign": [one.report() for one in foreign]}
     if foreign:
         return Check(name, WARNING, described(foreign[0], str(root), identity), values)
     if identity is None:
-        return Check(name, OK, f"the root at {root} has no identity yet: the first daemon there gives it one", values)
+        return Check(
+            name,
+            OK,
+            f"the root at {root} has no identity yet: the first daemon there gives it one",
+            values,
+        )
     jobs = f"; its jobs in memory: {len(held)}" if held else ""
     return Check(name, OK, f"the root at {root} has the identity {identity}{jobs}", values)
 
@@ -159,20 +219,31 @@ def _check_store(root: Url) -> Iterator[Check]:
     except (CkptdError, OSError) as error:
         yield Check("root", FAILED, str(error), {"url": str(root)})
         return
-    yield Check("root", OK, f"{root} can be written, listed, read in part and deleted", {"url": str(root)})
+    yield Check(
+        "root", OK, f"{root} can be written, listed, read in part and deleted", {"url": str(root)}
+    )
     values = {"creates_once": once}
     if once:
-        yield Check("exclusive creation", OK, "of several callers that create an object, one succeeds", values)
+        yield Check(
+            "exclusive creation",
+            OK,
+            "of several callers that create an object, one succeeds",
+            values,
+        )
     else:
         yield Check(
             "exclusive creation", WARNING,
-            "the store lets several callers create the same object: attempts are claimed by names of their own, and two daemons that start "
+            "the store lets several callers create the same object: attempts are claimed by names "
+            "of their own, and two daemons that start "
             "the same job at the same moment may both have to try again", values,
         )  # fmt: skip
 
 
 def _check_directory(root: Path) -> Iterator[Check]:
-    """Check the directory for checkpoints. If it does not exist yet, check the nearest parent that does."""
+    """Check the directory for checkpoints.
+
+    If it does not exist yet, check the nearest parent that does.
+    """
     place = root
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -180,18 +251,38 @@ def _check_directory(root: Path) -> Iterator[Check]:
     try:
         found = posix_probe.probe(place)
     except OSError as error:
-        yield Check("root", FAILED, f"{called} cannot be written: {error.strerror}", {"path": str(place)})
+        yield Check(
+            "root", FAILED, f"{called} cannot be written: {error.strerror}", {"path": str(place)}
+        )
         return
-    values = {"path": str(place), "exists": place == root, "free_bytes": found.free, "free_inodes": found.inodes}
+    values = {
+        "path": str(place),
+        "exists": place == root,
+        "free_bytes": found.free,
+        "free_inodes": found.inodes,
+    }
     values |= {"uid": found.uid, "mode": f"{found.mode:o}"}
     few = found.free < LEAST_FREE or (found.inodes is not None and found.inodes < LEAST_INODES)
     count = "no limit of" if found.inodes is None else f"{found.inodes:,d}"
-    yield Check("root", WARNING if few else OK, f"{called} can be written; {size_text(found.free)} and {count} inodes are free", values)
+    yield Check(
+        "root",
+        WARNING if few else OK,
+        f"{called} can be written; {size_text(found.free)} and {count} inodes are free",
+        values,
+    )
     yield _check_owner(place, found)
     for name, level, advice in (
         ("O_DIRECT", WARNING, "checkpoints are written through the page cache instead"),
-        ("fsync of a directory", FAILED, "a power cut may lose a checkpoint's name on this file system"),
-        ("flock", FAILED, "two daemons, or a reader and retention, would not see each other on this file system"),
+        (
+            "fsync of a directory",
+            FAILED,
+            "a power cut may lose a checkpoint's name on this file system",
+        ),
+        (
+            "flock",
+            FAILED,
+            "two daemons, or a reader and retention, would not see each other on this file system",
+        ),
         ("OFD locks", WARNING, "open file description (OFD) locks do not work on this file system"),
     ):
         if why := found.failures.get(name):
@@ -201,95 +292,174 @@ def _check_directory(root: Path) -> Iterator[Check]:
 
 
 def check_stage(stage: Path) -> Iterator[Check]:
-    """Check the directory in front of the root as a root is checked, and that a reboot does not empty it."""
+    """Check the directory in front of the root as a root is checked, and that a reboot
+    does not empty it.
+    """
     for check in _check_directory(stage):
         yield replace(check, name="stage" if check.name == "root" else f"stage: {check.name}")
     if (kind := _file_system(nearest_existing(stage))) in VOLATILE:
-        yield Check("stage: kind", WARNING, f"{stage} is on {VOLATILE[kind]}: checkpoints that are not uploaded yet are then lost")
+        yield Check(
+            "stage: kind",
+            WARNING,
+            f"{stage} is on {VOLATILE[kind]}: checkpoints that are not uploaded yet are then lost",
+        )
 
 
 def _check_owner(place: Path, found: posix_probe.Probe) -> Check:
     mask = os.umask(0o077)
     os.umask(mask)
     mode, values = 0o666 & ~mask, {"umask": f"{mask:03o}", "file_mode": f"{0o666 & ~mask:03o}"}
-    text = f"{place} belongs to uid {found.uid} with mode {found.mode:04o}; new files get mode {mode:04o} (umask {mask:03o})"
+    text = (
+        f"{place} belongs to uid {found.uid} with mode {found.mode:04o}; new files get "
+        f"mode "
+        f"{mode:04o} (umask {mask:03o})"
+    )
     if found.stranger and os.geteuid() != 0:
-        return Check("permissions", FAILED, f"{found.stranger}, who could replace checkpoints there: use a directory of your own", values)
+        return Check(
+            "permissions",
+            FAILED,
+            f"{found.stranger}, who could replace checkpoints there: use a directory of your own",
+            values,
+        )
     if found.mode & stat.S_IWOTH:
-        return Check("permissions", WARNING, f"{text}: every user may write there; chmod o-w {place}", values)
+        return Check(
+            "permissions", WARNING, f"{text}: every user may write there; chmod o-w {place}", values
+        )
     if mode & 0o004 and found.mode & stat.S_IXOTH:
-        return Check("permissions", WARNING, f"{text}: every user can read checkpoints; use umask 027 or 077 if they are secret", values)
+        return Check(
+            "permissions",
+            WARNING,
+            f"{text}: every user can read checkpoints; use umask 027 or 077 if they are secret",
+            values,
+        )
     return Check("permissions", OK, text, values)
 
 
 def check_state_dir(path: Path) -> Check:
-    """Check that the journal can be written in the directory, or in the nearest parent that exists, and that a reboot does not empty it."""
+    """Check that the journal can be written in the directory, or in the nearest parent
+    that exists, and that a reboot does not empty it.
+    """
     there = nearest_existing(path)
     kind, values = _file_system(there), {"path": str(path), "exists": there == path}
     if not os.access(there, os.W_OK | os.X_OK):
-        return Check("state directory", FAILED, f"{there} cannot be written by this user; set state_dir to a directory of yours", values)
+        return Check(
+            "state directory",
+            FAILED,
+            f"{there} cannot be written by this user; set state_dir to a directory of yours",
+            values,
+        )
     if kind in VOLATILE:
         return Check(
             "state directory", WARNING,
-            f"{path} is on {VOLATILE[kind]}: if it is lost, files of interrupted saves stay in the root; set state_dir to a volume", values,
+            f"{path} is on {VOLATILE[kind]}: if it is lost, files of interrupted saves stay in "
+            f"the root; set state_dir to a volume", values,
         )  # fmt: skip
     if kind in SHARED:
         return Check(
             "state directory", WARNING,
-            f"{path} is on {SHARED[kind]}: each save waits for the journal there; set state_dir to a directory on a local disk", values,
+            f"{path} is on {SHARED[kind]}: each save waits for the journal there; set state_dir "
+            f"to a directory on a local disk", values,
         )  # fmt: skip
     return Check("state directory", OK, f"the journal is kept in {path}", values)
 
 
 def check_socket_directory(path: Path) -> Check:
-    """Check that this user can make a socket in the directory, and that no other user can replace it."""
+    """Check that this user can make a socket in the directory, and that no other user
+    can replace it.
+    """
     name = "socket directory"
     try:
         status = path.stat()
     except FileNotFoundError:
-        return Check(name, OK, f"{path} does not exist yet: the daemon will make it with mode 0700", {"path": str(path), "exists": False})
+        return Check(
+            name,
+            OK,
+            f"{path} does not exist yet: the daemon will make it with mode 0700",
+            {"path": str(path), "exists": False},
+        )
     except OSError as error:
         return Check(name, FAILED, f"{path} cannot be used: {error.strerror}", {"path": str(path)})
-    values = {"path": str(path), "exists": True, "uid": status.st_uid, "mode": f"{status.st_mode & 0o7777:o}"}
+    values = {
+        "path": str(path),
+        "exists": True,
+        "uid": status.st_uid,
+        "mode": f"{status.st_mode & 0o7777:o}",
+    }
     text = f"{path} belongs to uid {status.st_uid} with mode {status.st_mode & 0o7777:04o}"
     try:
         owners.check_socket_directory(path / "socket")
     except Forbidden as error:
         return Check(name, FAILED, str(error), values)
     if not os.access(path, os.W_OK | os.X_OK):
-        return Check(name, FAILED, f"{text}: this user cannot make a socket there; name another place with --socket", values)
+        return Check(
+            name,
+            FAILED,
+            f"{text}: this user cannot make a socket there; name another place with --socket",
+            values,
+        )
     return Check(name, OK, text, values)
 
 
 def check_kernel() -> Iterator[Check]:
-    """Check which features the kernel has: pidfds, which report the death of a trainer, and memfds, which replace too small a tmpfs."""
+    """Check which features the kernel has: pidfds, which report the death of a trainer,
+    and memfds, which replace too small a tmpfs.
+    """
     release = os.uname().release
     one, other = socket.socketpair()
     with one, other:
         probes: tuple[tuple[str, Callable[[], int], str, str], ...] = (
-            ("pidfd", lambda: os.pidfd_open(os.getpid()), WARNING, "a trainer's death is noticed by its locks, up to a second later"),
-            ("SO_PEERPIDFD", lambda: one.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD), OK, "pidfd_open is used instead"),
-            ("memfd", lambda: os.memfd_create("ckptd-doctor"), WARNING, "there is no fallback where shared memory is too small"),
+            (
+                "pidfd",
+                lambda: os.pidfd_open(os.getpid()),
+                WARNING,
+                "a trainer's death is noticed by its locks, up to a second later",
+            ),
+            (
+                "SO_PEERPIDFD",
+                lambda: one.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD),
+                OK,
+                "pidfd_open is used instead",
+            ),
+            (
+                "memfd",
+                lambda: os.memfd_create("ckptd-doctor"),
+                WARNING,
+                "there is no fallback where shared memory is too small",
+            ),
         )
         for name, act, level, advice in probes:
             try:
                 os.close(act())
             except (OSError, AttributeError) as error:
-                yield Check(name, level, f"missing in this kernel ({release}: {error}): {advice}", {"there": False, "kernel": release})
+                yield Check(
+                    name,
+                    level,
+                    f"missing in this kernel ({release}: {error}): {advice}",
+                    {"there": False, "kernel": release},
+                )
             else:
-                yield Check(name, OK, f"available (Linux {release})", {"there": True, "kernel": release})
+                yield Check(
+                    name, OK, f"available (Linux {release})", {"there": True, "kernel": release}
+                )
 
 
 def check_event_loop(uvloop: bool) -> Check:
     """Check that uvloop, the faster event loop, is installed."""
     if uvloop:
         return Check("uvloop", OK, "is installed", {"there": True})
-    return Check("uvloop", WARNING, "is not installed, so answers take longer: run `pip install uvloop`", {"there": False})
+    return Check(
+        "uvloop",
+        WARNING,
+        "is not installed, so answers take longer: run `pip install uvloop`",
+        {"there": False},
+    )
 
 
 def text(checks: list[Check]) -> str:
     """Return one line for each check. The levels warning and failed are in capitals."""
     width = max(len(check.name) for check in checks)
     return "\n".join(
-        f"{check.level if check.level == OK else check.level.upper():8} {check.name:{width}}  {check.message}" for check in checks
+        f"{check.level if check.level == OK else check.level.upper():8} {check.name:{width}}  "
+        f"{check.message}"
+        for check in checks
     )

@@ -1,7 +1,8 @@
-"""Implements `ckptd forget` and `ckptd pin`: selects the checkpoints to delete, has them deleted, and sets or removes pins.
+"""Implements `ckptd forget` and `ckptd pin`: selects the checkpoints to delete, has
+them deleted, and sets or removes pins.
 
-The daemon that serves the root deletes the checkpoints. If there is none, this process recovers the root as a daemon does, and deletes
-them.
+The daemon that serves the root deletes the checkpoints. If there is none, this process
+recovers the root as a daemon does, and deletes them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from ckptd.daemon.job.retention import obstacle, to_retire
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.process.service import Service
 from ckptd.shared import names
-from ckptd.shared.errors import Busy, DaemonUnreachable, Forbidden, IntegrityError, InvalidConfig, InvalidRequest, NewerFormat, from_wire
+from ckptd.shared.errors import (
+    Busy,
+    DaemonUnreachable,
+    Forbidden,
+    IntegrityError,
+    InvalidConfig,
+    InvalidRequest,
+    NewerFormat,
+    from_wire,
+)
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.location import Location, located
 from ckptd.shared.retention import Policy
@@ -43,8 +53,9 @@ _SECONDS = 600.0
 class Deletion:
     """The checkpoints of one job that `ckptd forget` is to delete.
 
-    `intact`: the tags of all checkpoints of the job whose manifests are not damaged. `rows` has one row for each checkpoint that is to be
-    deleted. `error` in a row is the reason why the checkpoint stays, or None.
+    `intact`: the tags of all checkpoints of the job whose manifests are not damaged.
+    `rows` has one row for each checkpoint that is to be deleted. `error` in a row is
+    the reason why the checkpoint stays, or None.
     """
 
     root: Location
@@ -54,18 +65,28 @@ class Deletion:
 
     @property
     def doomed(self) -> list[dict[str, Any]]:
-        """The rows of the checkpoints that can be deleted: they are neither pinned nor being read."""
+        """The rows of the checkpoints that can be deleted: they are neither pinned nor
+        being read.
+        """
         return [row for row in self.rows if row["error"] is None]
 
     @property
     def is_large(self) -> bool:
-        """True if more than half of the intact checkpoints of the job would be deleted, which a person must confirm."""
+        """True if more than half of the intact checkpoints of the job would be deleted,
+        which a person must confirm.
+        """
         return 2 * self._loss > len(self.intact)
 
     @property
     def extent(self) -> str:
-        """The number of intact checkpoints that would be deleted, and of all of them, in words."""
-        share = "the only checkpoint" if len(self.intact) == 1 else f"{self._loss} of the {len(self.intact)} checkpoints"
+        """The number of intact checkpoints that would be deleted, and of all of them,
+        in words.
+        """
+        share = (
+            "the only checkpoint"
+            if len(self.intact) == 1
+            else f"{self._loss} of the {len(self.intact)} checkpoints"
+        )
         return f"{share} of job {self.job}"
 
     @property
@@ -73,49 +94,76 @@ class Deletion:
         return sum(row["tag"] in self.intact for row in self.doomed)
 
     def run(self, socket: Path | None) -> None:
-        """Delete the checkpoints, and record in each row whether its checkpoint is gone.
+        """Delete the checkpoints, and record in each row whether its checkpoint is
+        gone.
 
-        Raises StorageError; Busy if a daemon serves the root and its socket cannot be found; DaemonUnreachable, Forbidden or
-        InvalidRequest if `socket` is named and cannot be used.
+        Raises StorageError; Busy if a daemon serves the root and its socket cannot be
+        found; DaemonUnreachable, Forbidden or InvalidRequest if `socket` is named and
+        cannot be used.
         """
-        refused = _delete(self.root, self.job, [row["tag"] for row in self.doomed], socket) if self.doomed else {}
+        refused = (
+            _delete(self.root, self.job, [row["tag"] for row in self.doomed], socket)
+            if self.doomed
+            else {}
+        )
         for row in self.rows:
             row["error"] = refused.get(row["tag"], row["error"])
             row["deleted"] = row["error"] is None
 
 
 def planned(path: Location, policies: Sequence[Policy]) -> Deletion:
-    """Return the deletion of the checkpoint DIR/JOB/TAG, or of those checkpoints of DIR/JOB that `policies` do not keep.
+    """Return the deletion of the checkpoint DIR/JOB/TAG, or of those checkpoints of
+    DIR/JOB that `policies` do not keep.
 
-    Nothing is deleted yet. Raises InvalidRequest, NotFound, StorageError; InvalidConfig if a policy cannot choose, because no checkpoint
-    has its metric.
+    Nothing is deleted yet. Raises InvalidRequest, NotFound, StorageError; InvalidConfig
+    if a policy cannot choose, because no checkpoint has its metric.
     """
     repository, job, tag = _place(path)
     if (tag is None) == (not policies):
         raise InvalidRequest(
-            f"{path} is a job: say which of its checkpoints to keep, like --keep 'LatestN(5)', or name one, like {path}/TAG"
+            f"{path} is a job: say which of its checkpoints to keep, like --keep 'LatestN(5)', or "
+            f"name one, like {path}/TAG"
             if tag is None
-            else f"{path} is one checkpoint, and --keep needs a job: leave --keep out, or name {path.parent}"
+            else f"{path} is one checkpoint, and --keep needs a job: leave --keep out, or name "
+            f"{path.parent}"
         )
     pinned, rows = repository.pins(job), []
     found = dict(report.manifests(repository, job))
     for name, nbytes in _chosen(job, found, tag, policies):
-        row: dict[str, Any] = {"job": job, "tag": name, "bytes": nbytes, "deleted": False, "error": None}
-        row["error"] = f"checkpoint {job}/{name} is pinned" if name in pinned else _reader(repository, job, name)
+        row: dict[str, Any] = {
+            "job": job,
+            "tag": name,
+            "bytes": nbytes,
+            "deleted": False,
+            "error": None,
+        }
+        row["error"] = (
+            f"checkpoint {job}/{name} is pinned"
+            if name in pinned
+            else _reader(repository, job, name)
+        )
         rows.append(row)
-    intact = frozenset(name for name, manifest in found.items() if isinstance(manifest, (Manifest, NewerFormat)))
+    intact = frozenset(
+        name for name, manifest in found.items() if isinstance(manifest, (Manifest, NewerFormat))
+    )
     return Deletion(located(repository.where()), job, intact, rows)
 
 
 def _place(path: Location) -> tuple[Repository, str, str | None]:
     repository, job, tag = find_job_or_checkpoint(path)
     if isinstance(repository, StandaloneCheckpoint):
-        raise InvalidRequest(f"{path} is a checkpoint outside every root, which ckptd does not delete: delete the directory yourself")
+        raise InvalidRequest(
+            f"{path} is a checkpoint outside every root, which ckptd does not delete: delete the "
+            f"directory yourself"
+        )
     return repository, job, tag
 
 
 def _chosen(
-    job: str, found: dict[str, Manifest | IntegrityError], tag: str | None, policies: Sequence[Policy]
+    job: str,
+    found: dict[str, Manifest | IntegrityError],
+    tag: str | None,
+    policies: Sequence[Policy],
 ) -> Iterator[tuple[str, int]]:
     """Yield the tag and the bytes of each checkpoint to delete.
 
@@ -128,7 +176,8 @@ def _chosen(
     checkpoints = [
         StoredCheckpoint.of(manifest, user_tag=parsed[1] is None)
         for name, manifest in found.items()
-        if isinstance(manifest, Manifest) and (parsed := names.parse_tag_directory(name)) is not None
+        if isinstance(manifest, Manifest)
+        and (parsed := names.parse_tag_directory(name)) is not None
     ]
     if why := obstacle(checkpoints, policies, insisted=True):
         raise InvalidConfig(f"no checkpoint of job {job!r} was deleted, because {why}")
@@ -137,7 +186,9 @@ def _chosen(
 
 
 def _reader(repository: Repository, job: str, tag: str) -> str | None:
-    """Return the reason why the checkpoint cannot be deleted now, with the processes that read it, or None if it can."""
+    """Return the reason why the checkpoint cannot be deleted now, with the processes
+    that read it, or None if it can.
+    """
     try:
         found = repository.readers(job, tag)
     except Busy as error:
@@ -151,11 +202,15 @@ def _delete(root: Location, job: str, tags: list[str], socket: Path | None) -> d
         try:
             return asyncio.run(_delete_without_a_daemon(_settings(root), job, tags))
         except Busy as error:
-            raise Busy(f"{error}; name its socket with --socket PATH, so that it deletes the checkpoint") from None
+            raise Busy(
+                f"{error}; name its socket with --socket PATH, so that it deletes the checkpoint"
+            ) from None
     refused: dict[str, str] = {}
     try:
         for first in range(0, len(tags), _AT_ONCE):
-            channel.send(m.Forget(id=channel.new_id(), job=job, tags=tags[first : first + _AT_ONCE]))
+            channel.send(
+                m.Forget(id=channel.new_id(), job=job, tags=tags[first : first + _AT_ONCE])
+            )
             reply = channel.receive()[0]
             if isinstance(reply, m.Error):
                 raise from_wire(reply.code, reply.message)
@@ -167,12 +222,15 @@ def _delete(root: Location, job: str, tags: list[str], socket: Path | None) -> d
 
 
 async def _delete_without_a_daemon(config: Config, job: str, tags: Sequence[str]) -> dict[str, str]:
-    """Recover the root as a daemon does, delete these checkpoints, and save the snapshots that dead trainers have left in memory.
+    """Recover the root as a daemon does, delete these checkpoints, and save the
+    snapshots that dead trainers have left in memory.
 
     Return the reason for each tag that stays. Raises Busy if a daemon serves the root.
     """
     failures: list[BaseException] = []
-    async with opened(config, PosixFileSystem(), failed=failures.append, changed=lambda: None) as parts:
+    async with opened(
+        config, PosixFileSystem(), failed=failures.append, changed=lambda: None
+    ) as parts:
         try:
             refused = await Service(parts).forget(job, tags)
         finally:
@@ -183,22 +241,32 @@ async def _delete_without_a_daemon(config: Config, job: str, tags: Sequence[str]
 
 
 def _settings(root: Location) -> Config:
-    """Return the settings for a deletion by this process: those of the environment and its config file, with two differences.
+    """Return the settings for a deletion by this process: those of the environment and
+    its config file, with two differences.
 
-    Retention keeps everything, because the flags that the daemon of this root was started with are unknown. The socket has a name of its
-    own, because no client may connect.
+    Retention keeps everything, because the flags that the daemon of this root was
+    started with are unknown. The socket has a name of its own, because no client may
+    connect.
     """
     file = os.environ.get("CKPTD_CONFIG")
-    flags = {"root": str(root), "socket": f"{names.private_socket(root)}.{os.getpid()}", "keep_last": 0, "keep": ()}
+    flags = {
+        "root": str(root),
+        "socket": f"{names.private_socket(root)}.{os.getpid()}",
+        "keep_last": 0,
+        "keep": (),
+    }
     return settings.load(flags, os.environ, Path(file) if file else None)
 
 
 def _daemon_of(root: Location, socket: Path | None) -> Channel | None:
     """Return a connection to the daemon that serves `root`, or None if none is found.
 
-    If `socket` is named, no other is tried. Raises DaemonUnreachable, Forbidden or InvalidRequest if no daemon of `root` can be used there.
+    If `socket` is named, no other is tried. Raises DaemonUnreachable, Forbidden or
+    InvalidRequest if no daemon of `root` can be used there.
     """
-    for place in [socket] if socket is not None else [*names.private_sockets(root), *names.default_sockets()]:
+    for place in (
+        [socket] if socket is not None else [*names.private_sockets(root), *names.default_sockets()]
+    ):
         try:
             channel = Channel(place, neighbours.TIMEOUT, later=_SECONDS)
         except (DaemonUnreachable, Forbidden) as error:
@@ -211,15 +279,18 @@ def _daemon_of(root: Location, socket: Path | None) -> Channel | None:
             return channel
         channel.close()
         if socket is not None:
-            raise InvalidRequest(f"the daemon at {socket} serves {channel.welcome.root}, not {root}")
+            raise InvalidRequest(
+                f"the daemon at {socket} serves {channel.welcome.root}, not {root}"
+            )
     return None
 
 
 def pin(path: Location, *, remove: bool) -> tuple[str, str]:
-    """Pin the checkpoint DIR/JOB/TAG, or the newest of DIR/JOB, so that nothing deletes it. With `remove`, remove the pin instead.
+    """Pin the checkpoint DIR/JOB/TAG, or the newest of DIR/JOB, so that nothing deletes
+    it. With `remove`, remove the pin instead.
 
-    Return job and tag. Raises InvalidRequest if the checkpoint is outside every root; NotFound, Busy, IntegrityError, StorageError,
-    OSError.
+    Return job and tag. Raises InvalidRequest if the checkpoint is outside every root;
+    NotFound, Busy, IntegrityError, StorageError, OSError.
     """
     repository, job, named = _place(path)
     tag = named or report.manifest_at(path).tag

@@ -1,4 +1,6 @@
-"""Reports which nodes of a job have delivered their parts of its last steps, from storage alone, for `ckptd status --job`."""
+"""Reports which nodes of a job have delivered their parts of its last steps, from
+storage alone, for `ckptd status --job`.
+"""
 
 from __future__ import annotations
 
@@ -18,35 +20,59 @@ from ckptd.shared.units import ranges_text
 
 
 def job_report(root: Location, job: str) -> dict[str, Any]:
-    """Return what storage tells about a job: its newest checkpoint, and the saves that began after it. Needs no daemon.
+    """Return what storage tells about a job: its newest checkpoint, and the saves that
+    began after it. Needs no daemon.
 
-    `ckptd status --job` prints this with `--json` (docs/reference/command-line.md). Raises NotFound if the root has no such job,
-    StorageError if storage cannot be read.
+    `ckptd status --job` prints this with `--json` (docs/reference/command-line.md).
+    Raises NotFound if the root has no such job, StorageError if storage cannot be read.
     """
     root = located(root)
     repository = existing_root(root)
     try:
         if job not in repository.jobs():
             raise NotFound(f"there is no job {job!r} in {root}; `ckptd ls {root}` lists the jobs")
-        tries = sorted((found for tag in tags_of(repository, job) if (found := _Try.read(repository, job, tag)) is not None), key=_order)
-        newest = max((found for found in tries if found.seq), key=lambda found: found.seq, default=None)
-        shown = [found for found in tries if newest is None or found is newest or (not found.seq and _order(found) > _order(newest))]
+        tries = sorted(
+            (
+                found
+                for tag in tags_of(repository, job)
+                if (found := _Try.read(repository, job, tag)) is not None
+            ),
+            key=_order,
+        )
+        newest = max(
+            (found for found in tries if found.seq), key=lambda found: found.seq, default=None
+        )
+        shown = [
+            found
+            for found in tries
+            if newest is None
+            or found is newest
+            or (not found.seq and _order(found) > _order(newest))
+        ]
         for found in shown:
             found.read_receipts(repository, job)
         attempt = repository.newest_attempt(job)
     except OSError as error:
         raise StorageError.of(f"read job {job} in {root}", error) from None
-    hosts = {rank: receipt.host for found in shown for receipt in found.receipts for rank in receipt.node.ranks}
+    hosts = {
+        rank: receipt.host
+        for found in shown
+        for receipt in found.receipts
+        for rank in receipt.node.ranks
+    }
     return {
-        "job": job, "root": str(root), "attempt": attempt, "newest": None if newest is None else newest.tag,
+        "job": job, "root": str(root), "attempt": attempt,
+        "newest": None if newest is None else newest.tag,
         "saves": [found.row(hosts) for found in sorted(shown, key=_order)],
     }  # fmt: skip
 
 
 class _Try:
-    """A directory of a job: a checkpoint, or a save that is under way, abandoned or damaged.
+    """A directory of a job: a checkpoint, or a save that is under way, abandoned or
+    damaged.
 
-    outcome: the error if it cannot be read. receipts: filled by `read_receipts`. problem: why a receipt cannot be read, or "".
+    outcome: the error if it cannot be read. receipts: filled by `read_receipts`.
+    problem: why a receipt cannot be read, or "".
     """
 
     def __init__(self, tag: str, outcome: Manifest | Abandonment | CkptdError | None) -> None:
@@ -56,11 +82,17 @@ class _Try:
 
     @classmethod
     def read(cls, repository: Repository, job: str, tag: str) -> _Try | None:
-        """Return the save in a directory, or None if the directory is empty, or that of a deleted checkpoint. Raises OSError."""
+        """Return the save in a directory, or None if the directory is empty, or that of
+        a deleted checkpoint. Raises OSError.
+        """
         try:
             outcome = repository.outcome(job, tag)
             deleted = isinstance(outcome, Abandonment) and outcome.code == DELETED
-            return None if deleted or (outcome is None and not repository.files(job, tag)) else cls(tag, outcome)
+            return (
+                None
+                if deleted or (outcome is None and not repository.files(job, tag))
+                else cls(tag, outcome)
+            )
         except IntegrityError as error:
             return cls(tag, error)
         except OSError as error:
@@ -73,14 +105,19 @@ class _Try:
         """Read the receipts of the save. Raises OSError."""
         for file in repository.files(job, self.tag):
             try:
-                if names.parse_receipt_file(file) is not None and (receipt := repository.receipt(job, self.tag, file)) is not None:
+                if (
+                    names.parse_receipt_file(file) is not None
+                    and (receipt := repository.receipt(job, self.tag, file)) is not None
+                ):
                     self.receipts.append(receipt)
             except IntegrityError as error:
                 self.problem = str(error)
 
     @property
     def seq(self) -> int:
-        """The place of the checkpoint in the order of the job's commits, from 1, or 0 if this is no checkpoint."""
+        """The place of the checkpoint in the order of the job's commits, from 1, or 0
+        if this is no checkpoint.
+        """
         return self.outcome.seq if isinstance(self.outcome, Manifest) else 0
 
     def row(self, hosts: Mapping[int, str]) -> dict[str, Any]:
@@ -99,13 +136,25 @@ class _Try:
         for receipt in self.receipts:
             here.update(receipt.node.ranks)
             did = "failed" if receipt.code else "delivered"
-            nodes.append({"node": receipt.host, "ranks": receipt.node.ranks, "state": did, "reason": receipt.reason})
+            nodes.append(
+                {
+                    "node": receipt.host,
+                    "ranks": receipt.node.ranks,
+                    "state": did,
+                    "reason": receipt.reason,
+                }
+            )
             reason = reason or receipt.reason
         missing: dict[str | None, list[int]] = {}
-        for rank in range(self.receipts[0].world_size if state == "undecided" and self.receipts else 0):
+        for rank in range(
+            self.receipts[0].world_size if state == "undecided" and self.receipts else 0
+        ):
             if rank not in here:
                 missing.setdefault(hosts.get(rank), []).append(rank)
-        nodes += [{"node": host, "ranks": ranks, "state": "missing", "reason": ""} for host, ranks in missing.items()]
+        nodes += [
+            {"node": host, "ranks": ranks, "state": "missing", "reason": ""}
+            for host, ranks in missing.items()
+        ]
         return {"tag": self.tag, "state": state, "reason": reason, "nodes": nodes}
 
 
@@ -113,21 +162,40 @@ def _order(found: _Try) -> tuple[int, float, str]:
     parsed = names.parse_tag_directory(found.tag)
     assert parsed is not None  # `Repository.tags` returns only names that parse
     _, step, attempt = parsed
-    document = found.outcome if isinstance(found.outcome, Manifest | Abandonment) else next(iter(found.receipts), None)
+    document = (
+        found.outcome
+        if isinstance(found.outcome, Manifest | Abandonment)
+        else next(iter(found.receipts), None)
+    )
     if step is None and document is not None:
         step = document.step
-    return attempt, math.inf if step is None else step, found.tag  # a save whose step is not known yet is a new one
+    # A save whose step is not known yet is a new one.
+    return attempt, math.inf if step is None else step, found.tag
 
 
 _WORDS = {"delivered": "delivered", "failed": "could not save", "missing": "has not delivered"}
 
 
 def job_text(report: Mapping[str, Any]) -> str:
-    title = f"job {report['job']} in {report['root']}, attempt {report['attempt']}: newest checkpoint {report['newest'] or 'none'}"
+    title = (
+        f"job {report['job']} in {report['root']}, attempt {report['attempt']}: newest "
+        f"checkpoint "
+        f"{report['newest'] or 'none'}"
+    )
     rows = [("SAVE", "STATE", "NODE", "RANKS", "")]
     for save in report["saves"]:
-        told = [(node["node"] or "not known", ranges_text(node["ranks"]), _WORDS[node["state"]]) for node in save["nodes"]]
-        for number, cells in enumerate(told or [("-", "-", "no node has delivered yet" if save["state"] == "undecided" else "")]):
+        told = [
+            (node["node"] or "not known", ranges_text(node["ranks"]), _WORDS[node["state"]])
+            for node in save["nodes"]
+        ]
+        for number, cells in enumerate(
+            told
+            or [("-", "-", "no node has delivered yet" if save["state"] == "undecided" else "")]
+        ):
             rows.append(((save["tag"], save["state"]) if number == 0 else ("", "")) + cells)
-    reasons = [printable(f"{save['tag']} is {save['state']}: {save['reason']}") for save in report["saves"] if save["reason"]]
+    reasons = [
+        printable(f"{save['tag']} is {save['state']}: {save['reason']}")
+        for save in report["saves"]
+        if save["reason"]
+    ]
     return "\n".join([printable(title), *(as_table(rows) if len(rows) > 1 else []), *reasons])

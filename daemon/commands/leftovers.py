@@ -1,7 +1,8 @@
-"""Finds what dead daemons have left on this node, shared memory and sockets, and deletes it on request.
+"""Finds what dead daemons have left on this node, shared memory and sockets, and
+deletes it on request.
 
-Segments are left on purpose: the next daemon of their root saves what is sealed in them. They are litter only if no daemon will serve that
-root again.
+Segments are left on purpose: the next daemon of their root saves what is sealed in
+them. They are litter only if no daemon will serve that root again.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _DIRECTORY = re.compile(r"ckptd-\d+-[0-9a-f]{16}(\.[0-9a-f]{16})?")
 class Leftover:
     """A directory of segments, or a socket, that no daemon and no trainer uses.
 
-    `owner` is the name of its user. `nbytes` is its size, None if it belongs to another user. `holds` says which snapshots are sealed in
-    it, like "gpt step 5".
+    `owner` is the name of its user. `nbytes` is its size, None if it belongs to another
+    user. `holds` says which snapshots are sealed in it, like "gpt step 5".
     """
 
     path: Path
@@ -38,14 +39,20 @@ class Leftover:
 
 
 def find(shm_dir: Path) -> Iterator[Leftover]:
-    """Yield the leftovers in the tmpfs `shm_dir`, of all users, and the sockets of this user on which nobody listens."""
+    """Yield the leftovers in the tmpfs `shm_dir`, of all users, and the sockets of this
+    user on which nobody listens.
+    """
     for path in sorted(shm_dir.iterdir()) if shm_dir.is_dir() else ():
         if _DIRECTORY.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             if path.stat().st_uid != os.geteuid():
                 yield Leftover(path, _user(path.stat().st_uid), None)
             elif (found := _directory(path)) is not None:
                 yield found
-    sockets = (path for directory in names.private_socket_directories() for path in sorted(directory.glob("ckptd-*.sock")))
+    sockets = (
+        path
+        for directory in names.private_socket_directories()
+        for path in sorted(directory.glob("ckptd-*.sock"))
+    )
     for path in sockets:
         if path.is_socket() and not path.is_symlink() and not _listens(path):
             yield Leftover(path, names.user(), 0)
@@ -73,7 +80,9 @@ def delete(leftover: Leftover) -> bool:
 
 
 def _directory(path: Path) -> Leftover | None:
-    """Return a directory of this user as a leftover, or None if a daemon or a trainer uses it."""
+    """Return a directory of this user as a leftover, or None if a daemon or a trainer
+    uses it.
+    """
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if not _lock(directory) or _in_use(directory):
@@ -90,13 +99,17 @@ def _directory(path: Path) -> Leftover | None:
                 pass  # damaged, or of another version: it counts with its size
             finally:
                 os.close(fd)
-        return Leftover(path, names.user(), nbytes, tuple(f"{job} step {step}" for job, step in sorted(sealed)))
+        return Leftover(
+            path, names.user(), nbytes, tuple(f"{job} step {step}" for job, step in sorted(sealed))
+        )
     finally:
         os.close(directory)
 
 
 def _in_use(directory: int) -> bool:
-    """Return True if a trainer holds its lock on a segment: it waits for the next daemon."""
+    """Return True if a trainer holds its lock on a segment: it waits for the next
+    daemon.
+    """
     for name in filter(names.is_segment_file, os.listdir(directory)):
         fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
         try:

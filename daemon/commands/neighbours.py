@@ -1,4 +1,6 @@
-"""Finds the daemons of this user on this node for the `ckptd` commands, asks them for their status, and stops them."""
+"""Finds the daemons of this user on this node for the `ckptd` commands, asks them for
+their status, and stops them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ import psutil
 
 from ckptd.daemon.memory import unsaved
 from ckptd.shared import names
-from ckptd.shared.errors import Busy, CkptdError, DaemonUnreachable, Forbidden, InvalidConfig, from_wire
+from ckptd.shared.errors import (
+    Busy,
+    CkptdError,
+    DaemonUnreachable,
+    Forbidden,
+    InvalidConfig,
+    from_wire,
+)
 from ckptd.shared.location import Location, located
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.channel import Channel
@@ -24,7 +33,9 @@ TIMEOUT = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A daemon of this user: its process, its socket, and its status, or the reason why it has not told its status."""
+    """A daemon of this user: its process, its socket, and its status, or the reason why
+    it has not told its status.
+    """
 
     pid: int
     socket: str
@@ -47,11 +58,16 @@ class Neighbour:
 
 
 def find_all() -> list[Neighbour]:
-    """Return the daemons of this user on this node, by process number. A daemon in another container is not seen."""
+    """Return the daemons of this user on this node, by process number.
+
+    A daemon in another container is not seen.
+    """
     found = []
     for process in psutil.process_iter():
         try:
-            if process.uids().effective != os.geteuid() or not _is_daemon(command := process.cmdline()):
+            if process.uids().effective != os.geteuid() or not _is_daemon(
+                command := process.cmdline()
+            ):
                 continue
         except (psutil.Error, OSError):
             continue
@@ -61,20 +77,33 @@ def find_all() -> list[Neighbour]:
 
 
 def _sockets(process: psutil.Process) -> set[str]:
-    """Return the addresses of a process's sockets, or an empty set if this system does not show them."""
+    """Return the addresses of a process's sockets, or an empty set if this system does
+    not show them.
+    """
     try:
         return {str(each.laddr) for each in process.net_connections("unix") if each.laddr}
-    except (psutil.Error, OSError, ValueError, LookupError):  # psutil raises the last two where /proc has another form
+    except (
+        psutil.Error,
+        OSError,
+        ValueError,
+        LookupError,
+    ):  # psutil raises the last two where /proc has another form
         return set()
 
 
 def _named_socket(command: list[str]) -> set[str]:
-    """Return the socket that a daemon's command names, or an empty set if it names none."""
-    return {command[number] for number in range(1, len(command)) if command[number - 1] == "--socket"}
+    """Return the socket that a daemon's command names, or an empty set if it names
+    none.
+    """
+    return {
+        command[number] for number in range(1, len(command)) if command[number - 1] == "--socket"
+    }
 
 
 def _is_daemon(command: list[str]) -> bool:
-    return "run" in command and any(word == "ckptd.daemon" or os.path.basename(word) == "ckptd" for word in command[:5])
+    return "run" in command and any(
+        word == "ckptd.daemon" or os.path.basename(word) == "ckptd" for word in command[:5]
+    )
 
 
 def _ask(pid: int, socket: str) -> Neighbour:
@@ -85,19 +114,31 @@ def _ask(pid: int, socket: str) -> Neighbour:
 
 
 def of_root(root: Location) -> Neighbour:
-    """Return the daemon of this user that serves a root. Raises DaemonUnreachable, which names the roots that are served."""
+    """Return the daemon of this user that serves a root.
+
+    Raises DaemonUnreachable, which names the roots that are served.
+    """
     wanted, found = root.resolve(), find_all()
     for neighbour in found:
         if neighbour.status is not None and located(neighbour.status["root"]).resolve() == wanted:
             return neighbour
-    roots = [located(neighbour.status["root"]) for neighbour in found if neighbour.status is not None]
+    roots = [
+        located(neighbour.status["root"]) for neighbour in found if neighbour.status is not None
+    ]
     near = [served for served in roots if wanted in served.parents or served in wanted.parents]
-    hint = f": did you mean {near[0]}?" if near else f"; the roots that are served here: {', '.join(map(str, roots))}" if roots else ""
+    hint = (
+        f": did you mean {near[0]}?"
+        if near
+        else f"; the roots that are served here: {', '.join(map(str, roots))}"
+        if roots
+        else ""
+    )
     raise DaemonUnreachable(f"no daemon of uid {os.geteuid()} serves {root}{hint}")
 
 
 def named(root: Location | None, socket: Path | None) -> Neighbour:
-    """Return the daemon of a root, or else the one at a socket, or else that of CKPTD_ROOT.
+    """Return the daemon of a root, or else the one at a socket, or else that of
+    CKPTD_ROOT.
 
     Raises DaemonUnreachable, or InvalidConfig if none is named.
     """
@@ -112,7 +153,10 @@ def named(root: Location | None, socket: Path | None) -> Neighbour:
 
 
 def stop(neighbour: Neighbour, seconds: float) -> None:
-    """Ask a daemon to end, and wait until it has saved what it owes. Raises Busy if it still runs after `seconds`."""
+    """Ask a daemon to end, and wait until it has saved what it owes.
+
+    Raises Busy if it still runs after `seconds`.
+    """
     try:
         process = os.pidfd_open(neighbour.pid)
     except ProcessLookupError:
@@ -126,7 +170,8 @@ def stop(neighbour: Neighbour, seconds: float) -> None:
         os.close(process)
     if not ended:
         raise Busy(
-            f"pid {neighbour.pid} is still saving after {seconds:g} s, and will end when it has saved{_waiting(neighbour)}: "
+            f"pid {neighbour.pid} is still saving after {seconds:g} s, and will end when it has "
+            f"saved{_waiting(neighbour)}: "
             "wait for its end, or look at its log"
         )
 
@@ -143,9 +188,11 @@ def _waiting(neighbour: Neighbour) -> str:
 
 
 def daemon_status(socket: Path | None) -> dict[str, Any]:
-    """Return the status of the daemon at `socket`, or else at the first of the usual places where a socket of this user or root exists.
+    """Return the status of the daemon at `socket`, or else at the first of the usual
+    places where a socket of this user or root exists.
 
-    Raises DaemonUnreachable if no daemon answers there, Forbidden if there are only sockets of other users.
+    Raises DaemonUnreachable if no daemon answers there, Forbidden if there are only
+    sockets of other users.
     """
     channel = _connect(socket)
     try:
@@ -161,7 +208,9 @@ def daemon_status(socket: Path | None) -> dict[str, Any]:
 
 
 def served_root(socket: Path | None, instead: str) -> Location:
-    """Return the root that the daemon at `socket` serves. `instead` is the command that needs no daemon, which an error names.
+    """Return the root that the daemon at `socket` serves.
+
+    `instead` is the command that needs no daemon, which an error names.
 
     Raises DaemonUnreachable, Forbidden.
     """
@@ -181,9 +230,13 @@ def _connect(socket: Path | None) -> Channel:
     for place in [place for place in usual if place.exists()]:
         try:
             return Channel(place, TIMEOUT, later=TIMEOUT)
-        except (Forbidden, DaemonUnreachable) as error:  # another user's daemon or a dead one: the next place may have ours
+        except (
+            Forbidden,
+            DaemonUnreachable,
+        ) as error:  # another user's daemon or a dead one: the next place may have ours
             problem = problem or error
     tried = " and ".join(map(str, usual))
     raise problem or DaemonUnreachable(
-        f"no daemon at {tried}: start one with `ckptd run --root DIR`, or name its socket with --socket PATH"
+        f"no daemon at {tried}: start one with `ckptd run --root DIR`, or name its socket with "
+        f"--socket PATH"
     )

@@ -1,4 +1,7 @@
-"""Gathers the data that the `ckptd` commands print, and formats it as text. Reads storage, and changes nothing."""
+"""Gathers the data that the `ckptd` commands print, and formats it as text.
+
+Reads storage, and changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +25,50 @@ from ckptd.shared.formats.scatter import scatter, verify
 from ckptd.shared.formats.sharding import Mesh
 from ckptd.shared.formats.values_check import Checked, check_values
 from ckptd.shared.location import Location, Url, located, url_scheme
-from ckptd.shared.storage.locate import existing_root, find_job_or_checkpoint, has_checkpoint, is_prefix, is_root, meant, tags_of
+from ckptd.shared.storage.locate import (
+    existing_root,
+    find_job_or_checkpoint,
+    has_checkpoint,
+    is_prefix,
+    is_root,
+    meant,
+    tags_of,
+)
 from ckptd.shared.storage.metadata import metadata_objects, tensors
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
 from ckptd.shared.units import count_text, size_text, some_text, span_text
 
-SNAPSHOT_COUNTERS = {"sealed": "sealed", "persisted": "saved", "skipped": "skipped", "failed": "failed"}
+SNAPSHOT_COUNTERS = {
+    "sealed": "sealed",
+    "persisted": "saved",
+    "skipped": "skipped",
+    "failed": "failed",
+}
 
 
 def status_text(status: dict[str, Any]) -> str:
     memory, counters, files = status["shared_memory"], status["counters"], status["descriptors"]
     ready = "is ready" if status["ready"] else "is NOT ready"
     snapshots = ", ".join(f"{counters[key]} {word}" for key, word in SNAPSHOT_COUNTERS.items())
-    unknown = "" if url_scheme(status["root"]) else " (NOT AVAILABLE)"  # an object store does not tell how much room it has
-    free = unknown if status["disk_free_bytes"] is None else f" ({size_text(status['disk_free_bytes'])} free)"
+    # An object store does not tell how much room it has.
+    unknown = "" if url_scheme(status["root"]) else " (NOT AVAILABLE)"
+    free = (
+        unknown
+        if status["disk_free_bytes"] is None
+        else f" ({size_text(status['disk_free_bytes'])} free)"
+    )
     stage = status.get("stage")
     clients = f"{count_text(files['clients'], 'client')} connected, {files['clients_fit']} fit"
     used = f"{size_text(memory['used_bytes'])} of {size_text(memory['quota_bytes'])}"
-    on_disk = f", and {size_text(memory['on_disk_bytes'])} on disk, because they do not fit" if memory.get("on_disk_bytes") else ""
+    on_disk = (
+        f", and {size_text(memory['on_disk_bytes'])} on disk, because they do not fit"
+        if memory.get("on_disk_bytes")
+        else ""
+    )
     lines = [
-        f"ckptd {status['version']} {ready} (pid {status['pid']}, up {span_text(status['uptime_seconds'])})",
+        f"ckptd {status['version']} {ready} (pid {status['pid']}, up "
+        f"{span_text(status['uptime_seconds'])})",
         f"  root           {status['root']}{'' if stage else free}",
         *([f"  identity       {status['identity']}"] if status.get("identity") else []),
         *(stage_lines(stage, free) if stage else []),
@@ -56,28 +82,50 @@ def status_text(status: dict[str, Any]) -> str:
         lines.append(f"  PAUSED         {files['accepting_paused']}")
     for held in status.get("foreign_memory", ()):
         lines.append(
-            f"  OTHER ROOT     {held['job']} step {held['step']} (attempt {held['attempt']}), saved for root {held['identity'][:8]}: "
-            f"{size_text(held['bytes'])} in memory; runs of this job are refused, see CKPTD_FOREIGN_MEMORY"
+            f"  OTHER ROOT     {held['job']} step {held['step']} (attempt {held['attempt']}), "
+            f"saved for root {held['identity'][:8]}: "
+            f"{size_text(held['bytes'])} in memory; runs of this job are refused, see "
+            f"CKPTD_FOREIGN_MEMORY"
         )
     rows = [("JOB", "ATTEMPT", "IN MEMORY", "ON STORAGE", "SAVING", "RANKS")]
     for job in status["jobs"]:
         sealed = job["last_sealed"]
         rows.append((
-            job["job"], str(job["attempt"]), f"step {sealed['step']}" if sealed else "-", _stored(job, staged=stage is not None),
+            job["job"], str(job["attempt"]), f"step "
+                f"{sealed['step']}" if sealed else "-", _stored(job, staged=stage is not None),
             _saving(job), _ranks(job),
         ))  # fmt: skip
         if job["room_for"] is not None and job["room_for"] < 10:
-            lines.append(f"  LITTLE ROOM    {job['job']}: the root has room for {job['room_for']} more of its checkpoints")
+            lines.append(
+                f"  LITTLE ROOM    {job['job']}: the root has room for {job['room_for']} more of "
+                f"its checkpoints"
+            )
         if job["announced"]:
             lines.append(f"  RETENTION      {job['job']}: {job['announced']}")
         if cost := job.get("training_cost"):
-            steps = f" ({cost['seconds'] / cost['usual']:.2g} of its steps)" if cost["usual"] else ""
-            lines.append(f"  COST           {job['job']}: step {cost['step']} has cost the training {cost['seconds']:.3f} s{steps}")
+            steps = (
+                f" ({cost['seconds'] / cost['usual']:.2g} of its steps)" if cost["usual"] else ""
+            )
+            lines.append(
+                f"  COST           {job['job']}: step {cost['step']} has cost the training "
+                f"{cost['seconds']:.3f} s{steps}"
+            )
         if error := job["last_error"]:
-            lines.append(f"  LAST ERROR     {job['job']}: {_step(error['step'])}{span_text(error['age_seconds'])} ago: {error['reason']}")
-        lines += [f"  NEWER          {job['job']}/{tag}: {why}" for tag, why in job["newer"].items()]
-        lines += [f"  DAMAGED        {job['job']}/{tag}: {why}" for tag, why in job["damaged"].items()]
-    return "\n".join([*lines, "", *as_table(rows)]) if len(rows) > 1 else "\n".join([*lines, "  no jobs yet"])
+            lines.append(
+                f"  LAST ERROR     {job['job']}: "
+                f"{_step(error['step'])}{span_text(error['age_seconds'])} ago: {error['reason']}"
+            )
+        lines += [
+            f"  NEWER          {job['job']}/{tag}: {why}" for tag, why in job["newer"].items()
+        ]
+        lines += [
+            f"  DAMAGED        {job['job']}/{tag}: {why}" for tag, why in job["damaged"].items()
+        ]
+    return (
+        "\n".join([*lines, "", *as_table(rows)])
+        if len(rows) > 1
+        else "\n".join([*lines, "  no jobs yet"])
+    )
 
 
 def _step(step: int | None) -> str:
@@ -90,11 +138,13 @@ def daemons_text(rows: list[dict[str, Any]]) -> str:
     table = [("PID", "ROOT", "KIND", "UP", "JOBS", "CLIENTS", "SOCKET")]
     for row in rows:
         if row["problem"]:
-            table.append((str(row["pid"]), "-", "-", "-", "-", "-", f"{row['socket']}: {row['problem']}"))
+            table.append(
+                (str(row["pid"]), "-", "-", "-", "-", "-", f"{row['socket']}: {row['problem']}")
+            )
             continue
         table.append((
-            str(row["pid"]), row["root"], "private" if row["private"] else "own", span_text(row["uptime_seconds"]),
-            some_text(row["jobs"], 4) or "-", str(row["clients"]),
+            str(row["pid"]), row["root"], "private" if row["private"] else "own",
+            span_text(row["uptime_seconds"]), some_text(row["jobs"], 4) or "-", str(row["clients"]),
             row["socket"],
         ))  # fmt: skip
     return "\n".join(as_table(table))
@@ -106,13 +156,25 @@ def leftovers_text(rows: list[dict[str, Any]], *, delete: bool) -> str:
     table = [("PATH", "OWNER", "SIZE", "SEALED IN IT", "")]
     for row in rows:
         size = "-" if row["bytes"] is None else size_text(row["bytes"])
-        table.append((row["path"], row["owner"], size, ", ".join(row["holds"]) or "-", "deleted" if row["deleted"] else ""))
+        table.append(
+            (
+                row["path"],
+                row["owner"],
+                size,
+                ", ".join(row["holds"]) or "-",
+                "deleted" if row["deleted"] else "",
+            )
+        )
     own = sum(row["bytes"] or 0 for row in rows)
-    return "\n".join([*as_table(table), *([] if delete else [f"{size_text(own)} can be freed with --delete"])])
+    return "\n".join(
+        [*as_table(table), *([] if delete else [f"{size_text(own)} can be freed with --delete"])]
+    )
 
 
 def _stored(job: dict[str, Any], *, staged: bool) -> str:
-    """Return the newest durable checkpoint of a job, and with a stage the newest one that is in the root."""
+    """Return the newest durable checkpoint of a job, and with a stage the newest one
+    that is in the root.
+    """
     durable, uploaded = job["last_durable"], job.get("last_uploaded")
     if durable is None:
         return "-"
@@ -132,28 +194,43 @@ def _saved(durable: dict[str, Any]) -> str:
 def _saving(job: dict[str, Any]) -> str:
     said = {saving["tag"]: _progress(saving) for saving in job.get("saving", [])}
     said |= dict.fromkeys(job.get("delivered", []), "delivered, waits for other nodes")
-    return ", ".join(tag + (f" ({said[tag]})" if tag in said else "") for tag in job["pending"]) or "-"
+    return (
+        ", ".join(tag + (f" ({said[tag]})" if tag in said else "") for tag in job["pending"]) or "-"
+    )
 
 
 def _ranks(job: dict[str, Any]) -> str:
-    """Return how many ranks of a job are connected. Of a job of several nodes, also say of how many on which node."""
-    return str(job["ranks_connected"]) + (f" of {len(job['ranks_here'])} on {job['host']}" if job.get("ranks_here") else "")
+    """Return how many ranks of a job are connected.
+
+    Of a job of several nodes, also say of how many on which node.
+    """
+    return str(job["ranks_connected"]) + (
+        f" of {len(job['ranks_here'])} on {job['host']}" if job.get("ranks_here") else ""
+    )
 
 
 def _progress(saving: dict[str, Any]) -> str:
     share = f"{100 * saving['done_bytes'] // max(saving['total_bytes'], 1)} %"
     if saving["seconds_left"] is None:
         return share
-    return f"{share}, {size_text(saving['bytes_per_second'])}/s, {span_text(saving['seconds_left'])} left"
+    return (
+        f"{share}, {size_text(saving['bytes_per_second'])}/s, "
+        f"{span_text(saving['seconds_left'])} "
+        f"left"
+    )
 
 
 def title(repository: Repository, job: str, tag: str) -> str:
-    """Return the name of a checkpoint in messages: JOB/TAG, or its path if it is a checkpoint by itself."""
+    """Return the name of a checkpoint in messages: JOB/TAG, or its path if it is a
+    checkpoint by itself.
+    """
     return repository.where() if isinstance(repository, StandaloneCheckpoint) else f"{job}/{tag}"
 
 
 def manifests(repository: Repository, job: str) -> Iterator[tuple[str, Manifest | IntegrityError]]:
-    """Yield each tag of the job that has a manifest, with the manifest, or with the error if it is damaged."""
+    """Yield each tag of the job that has a manifest, with the manifest, or with the
+    error if it is damaged.
+    """
     for tag in tags_of(repository, job):
         try:
             yield tag, repository.read_manifest(job, tag)
@@ -164,9 +241,11 @@ def manifests(repository: Repository, job: str) -> Iterator[tuple[str, Manifest 
 
 
 def listing(path: Location) -> list[dict[str, Any]]:
-    """Return one row for each checkpoint at the path, which is a root, a job or one checkpoint. Raises NotFound, StorageError.
+    """Return one row for each checkpoint at the path, which is a root, a job or one
+    checkpoint. Raises NotFound, StorageError.
 
-    The order is by job and (attempt, step). Damaged checkpoints come first in their job.
+    The order is by job and (attempt, step). Damaged checkpoints come first in their
+    job.
     """
     path = located(path)
     if has_checkpoint(path):
@@ -180,31 +259,53 @@ def listing(path: Location) -> list[dict[str, Any]]:
             manifest = error
         except OSError as error:
             raise StorageError.of(f"read {path}", error) from None
-        return [_row(job, path.name, manifest, newest=tag == repository.read_newest(job), pinned=tag in repository.pins(job))]
+        return [
+            _row(
+                job,
+                path.name,
+                manifest,
+                newest=tag == repository.read_newest(job),
+                pinned=tag in repository.pins(job),
+            )
+        ]
     whole = is_root(path)
     repository = existing_root(path if whole else path.parent)
     if not whole and not is_prefix(path):
-        raise NotFound(f"there is nothing at {path}" if isinstance(path, Url) else f"{path} does not exist, or is not a directory")
+        raise NotFound(
+            f"there is nothing at {path}"
+            if isinstance(path, Url)
+            else f"{path} does not exist, or is not a directory"
+        )
     jobs = repository.jobs() if whole else [path.name]
     rows = []
     for job in jobs:
         newest, pinned = repository.read_newest(job), repository.pins(job)
         found = list(manifests(repository, job))
-        for tag, manifest in sorted(found, key=lambda f: f[1].order if isinstance(f[1], Manifest) else (-1, -1, -1)):
+        for tag, manifest in sorted(
+            found, key=lambda f: f[1].order if isinstance(f[1], Manifest) else (-1, -1, -1)
+        ):
             rows.append(_row(job, tag, manifest, newest=tag == newest, pinned=tag in pinned))
-    if not rows and not whole and repository.read_newest(jobs[0]) is None and not tags_of(repository, jobs[0]):
+    if (
+        not rows
+        and not whole
+        and repository.read_newest(jobs[0]) is None
+        and not tags_of(repository, jobs[0])
+    ):
         raise NotFound(f"{path} holds no checkpoints, and is not a root of ckptd{meant(path)}")
     return rows
 
 
-def _row(job: str, tag: str, manifest: Manifest | IntegrityError, *, newest: bool, pinned: bool) -> dict[str, Any]:
+def _row(
+    job: str, tag: str, manifest: Manifest | IntegrityError, *, newest: bool, pinned: bool
+) -> dict[str, Any]:
     row: dict[str, Any] = {"job": job, "tag": tag, "newest": newest, "pinned": pinned}
     if isinstance(manifest, IntegrityError):
         return row | {"damaged": str(manifest)}
     raw = sum(part.raw_bytes for part in manifest.parts)
     return row | {
-        "attempt": manifest.attempt, "step": manifest.step, "seq": manifest.seq, "world_size": manifest.world_size,
-        "bytes": manifest.nbytes, "raw_bytes": raw, "created": manifest.created, "metrics": manifest.metrics, "damaged": None,
+        "attempt": manifest.attempt, "step": manifest.step, "seq": manifest.seq,
+        "world_size": manifest.world_size, "bytes": manifest.nbytes, "raw_bytes": raw,
+        "created": manifest.created, "metrics": manifest.metrics, "damaged": None,
     }  # fmt: skip
 
 
@@ -214,20 +315,25 @@ def listing_text(rows: list[dict[str, Any]]) -> str:
     table = [("JOB", "TAG", "STEP", "ATTEMPT", "RANKS", "SIZE", "OF RAW", "CREATED", "")]
     for row in rows:
         if row["damaged"]:
-            table.append((row["job"], row["tag"], "", "", "", "", "", "", f"DAMAGED: {row['damaged']}"))
+            table.append(
+                (row["job"], row["tag"], "", "", "", "", "", "", f"DAMAGED: {row['damaged']}")
+            )
             continue
         table.append((
-            row["job"], row["tag"], "-" if row["step"] is None else str(row["step"]), str(row["attempt"]), str(row["world_size"]),
-            size_text(row["bytes"]), _ratio(row["bytes"], row["raw_bytes"]), row["created"],
+            row["job"], row["tag"], "-" if row["step"] is None else str(row["step"]),
+            str(row["attempt"]), str(row["world_size"]), size_text(row["bytes"]),
+            _ratio(row["bytes"], row["raw_bytes"]), row["created"],
             ", ".join(mark for mark in ("newest", "pinned") if row[mark]),
         ))  # fmt: skip
     return "\n".join(as_table(table))
 
 
 def manifest_at(path: Location) -> Manifest:
-    """Return the manifest of DIR/JOB/TAG, or that of the newest checkpoint of DIR/JOB whose manifest is intact.
+    """Return the manifest of DIR/JOB/TAG, or that of the newest checkpoint of DIR/JOB
+    whose manifest is intact.
 
-    Raises NotFound if there is no such manifest, IntegrityError if that of DIR/JOB/TAG is damaged, StorageError.
+    Raises NotFound if there is no such manifest, IntegrityError if that of DIR/JOB/TAG
+    is damaged, StorageError.
     """
     repository, job, tag = find_job_or_checkpoint(path)
     if tag is not None:
@@ -235,14 +341,18 @@ def manifest_at(path: Location) -> Manifest:
             return repository.read_manifest(job, tag)
         except OSError as error:
             raise StorageError.of(f"read {title(repository, job, tag)}", error) from None
-    sound = [manifest for _, manifest in manifests(repository, job) if isinstance(manifest, Manifest)]
+    sound = [
+        manifest for _, manifest in manifests(repository, job) if isinstance(manifest, Manifest)
+    ]
     if not sound:
         raise NotFound(f"{path} holds no checkpoint{meant(path)}")
     return max(sound, key=lambda manifest: manifest.order)
 
 
 def damaged_newer(path: Location, manifest: Manifest) -> list[str]:
-    """Return the error of each damaged checkpoint of DIR/JOB that is newer than `manifest`. Return [] if the path names one checkpoint."""
+    """Return the error of each damaged checkpoint of DIR/JOB that is newer than
+    `manifest`. Return [] if the path names one checkpoint.
+    """
     repository, job, tag = find_job_or_checkpoint(path)
     if tag is not None:
         return []
@@ -259,38 +369,68 @@ def _order(tag: str) -> tuple[int, int]:
     return (parsed[2], -1 if parsed[1] is None else parsed[1])
 
 
-def tensors_of(repository: Repository, job: str, manifest: Manifest) -> tuple[dict[str, Described], Sequence[Mesh]]:
-    """Return the entries of all tensors and blobs of a checkpoint, by name, and the meshes. Raises IntegrityError, StorageError."""
+def tensors_of(
+    repository: Repository, job: str, manifest: Manifest
+) -> tuple[dict[str, Described], Sequence[Mesh]]:
+    """Return the entries of all tensors and blobs of a checkpoint, by name, and the
+    meshes. Raises IntegrityError, StorageError.
+    """
     try:
         return tensors(repository, job, manifest.tag, manifest)
     except OSError as error:
         raise StorageError.of(f"read {job}/{manifest.tag}", error) from None
 
 
-def manifest_json(manifest: Manifest, tensors: Mapping[str, Described] | None = None, meshes: Sequence[Mesh] = ()) -> Any:
-    """Return the manifest as it is stored, and with `tensors` and `meshes`, the metadata even if they are in an object of their own."""
+def manifest_json(
+    manifest: Manifest, tensors: Mapping[str, Described] | None = None, meshes: Sequence[Mesh] = ()
+) -> Any:
+    """Return the manifest as it is stored, and with `tensors` and `meshes`, the
+    metadata even if they are in an object of their own.
+    """
     found = json.loads(manifest.encode())
     if tensors is not None:
-        found.setdefault("metadata", msgspec.to_builtins({"state_dict_metadata": tensors, "planner_data": None, "meshes": list(meshes)}))
+        found.setdefault(
+            "metadata",
+            msgspec.to_builtins(
+                {"state_dict_metadata": tensors, "planner_data": None, "meshes": list(meshes)}
+            ),
+        )
     return found
 
 
-def manifest_text(manifest: Manifest, title: str, tensors: Mapping[str, Described] | None = None) -> str:
-    """Return a description of a checkpoint. `tensors` are listed in it, if they are given."""
+def manifest_text(
+    manifest: Manifest, title: str, tensors: Mapping[str, Described] | None = None
+) -> str:
+    """Return a description of a checkpoint.
+
+    `tensors` are listed in it, if they are given.
+    """
     raw = sum(part.raw_bytes for part in manifest.parts)
     step = "-" if manifest.step is None else manifest.step
-    writer = ", ".join(f"{name} {version}" for name, version in manifest.writer.items() if name not in ("script", "host", "user"))
-    by = [*([manifest.origin] if manifest.origin else []), count_text(manifest.world_size, "rank"), writer]
+    writer = ", ".join(
+        f"{name} {version}"
+        for name, version in manifest.writer.items()
+        if name not in ("script", "host", "user")
+    )
+    by = [
+        *([manifest.origin] if manifest.origin else []),
+        count_text(manifest.world_size, "rank"),
+        writer,
+    ]
     lines = [
         title,
-        f"  step           {step} of attempt {manifest.attempt} (the job's checkpoint number {manifest.seq})",
+        f"  step           {step} of attempt {manifest.attempt} (the job's checkpoint number "
+        f"{manifest.seq})",
         f"  created        {manifest.created}",
-        f"  size           {size_text(manifest.nbytes)}, {_ratio(manifest.nbytes, raw)} of {size_text(raw)}",
+        f"  size           {size_text(manifest.nbytes)}, {_ratio(manifest.nbytes, raw)} of "
+        f"{size_text(raw)}",
         f"  saved by       {', '.join(by)}",
         f"  tensors        {manifest.tensors}",
     ]
     if manifest.metrics:
-        lines.append(f"  metrics        {', '.join(f'{k} = {v}' for k, v in manifest.metrics.items())}")
+        lines.append(
+            f"  metrics        {', '.join(f'{k} = {v}' for k, v in manifest.metrics.items())}"
+        )
     if manifest.user_content is not None:
         lines.append(f"  user content   {json.dumps(manifest.user_content, ensure_ascii=False)}")
     if manifest.retention is not None:
@@ -298,15 +438,21 @@ def manifest_text(manifest: Manifest, title: str, tensors: Mapping[str, Describe
     for part in manifest.parts:
         files = f" in {part.files} files" if part.files > 1 else ""
         files += f" ({size_text(part.linked_bytes)} linked)" if part.linked_bytes else ""
-        lines.append(f"  part           {part.file}  {size_text(part.bytes)}{files}, {part.items} items")
+        lines.append(
+            f"  part           {part.file}  {size_text(part.bytes)}{files}, {part.items} items"
+        )
     if tensors is not None:
-        rows = [(name, str(found["size"]) if "size" in found else "-", found.get("dtype", "-")) for name, found in tensors.items()]
+        rows = [
+            (name, str(found["size"]) if "size" in found else "-", found.get("dtype", "-"))
+            for name, found in tensors.items()
+        ]
         lines += ["", *as_table([("TENSOR", "SHAPE", "DTYPE"), *rows])]
     return "\n".join(map(printable, lines))
 
 
 def verification(path: Location) -> Iterator[dict[str, Any]]:
-    """Check all of each checkpoint at the path that can be checked without torch, every byte included, and yield one result for each.
+    """Check all of each checkpoint at the path that can be checked without torch, every
+    byte included, and yield one result for each.
 
     The member `unchecked` says what was not checked.
 
@@ -314,21 +460,40 @@ def verification(path: Location) -> Iterator[dict[str, Any]]:
     """
     if is_root(path):
         repository = existing_root(path)
-        wanted = [(job, name) for job in repository.jobs() for name, _ in manifests(repository, job)]
+        wanted = [
+            (job, name) for job in repository.jobs() for name, _ in manifests(repository, job)
+        ]
     else:
         repository, only, tag = find_job_or_checkpoint(path)
-        wanted = [(only, tag)] if tag is not None else [(only, name) for name, _ in manifests(repository, only)]
+        wanted = (
+            [(only, tag)]
+            if tag is not None
+            else [(only, name) for name, _ in manifests(repository, only)]
+        )
     if not wanted:
         raise NotFound(f"{path} holds no checkpoint{meant(path)}")
     for job, name in wanted:
         begun = time.monotonic()
         called = title(repository, job, name)
-        directory = located(repository.where()).name if isinstance(repository, StandaloneCheckpoint) else name
-        result: dict[str, Any] = {"job": job, "tag": directory, "name": called, "ok": False, "bytes": 0, "error": None, "unchecked": []}
+        directory = (
+            located(repository.where()).name
+            if isinstance(repository, StandaloneCheckpoint)
+            else name
+        )
+        result: dict[str, Any] = {
+            "job": job,
+            "tag": directory,
+            "name": called,
+            "ok": False,
+            "bytes": 0,
+            "error": None,
+            "unchecked": [],
+        }
         try:
             lease = repository.lease(job, name)
             try:
-                shards, values = Shards(), Checked()  # of all parts together, since a tensor may lie in several
+                # Of all parts together, since a tensor may lie in several.
+                shards, values = Shards(), Checked()
                 manifest = repository.read_manifest(job, name)
                 for part in manifest.parts:
                     result["bytes"] += _verify_part(repository, job, name, part, shards, values)
@@ -336,7 +501,9 @@ def verification(path: Location) -> Iterator[dict[str, Any]]:
                     shards.check()
                     shards.check_named(sorted(values.tensors))
                     if manifest.metadata_object is not None:
-                        result["bytes"] += sum(map(len, metadata_objects(repository, job, name, manifest).values()))
+                        result["bytes"] += sum(
+                            map(len, metadata_objects(repository, job, name, manifest).values())
+                        )
                         entries, meshes = tensors(repository, job, name, manifest)
                         for fqn, entry in entries.items():
                             shards.check_described(fqn, stored_places(entry, meshes))
@@ -344,8 +511,16 @@ def verification(path: Location) -> Iterator[dict[str, Any]]:
                 lease.close()
             result["ok"] = True
             result["unchecked"] = [
-                *([f"{count_text(values.unjudged, 'value')} that only torch can decode"] if values.unjudged else []),
-                *([f"{count_text(values.newer, 'value')} of a newer version of ckptd"] if values.newer else []),
+                *(
+                    [f"{count_text(values.unjudged, 'value')} that only torch can decode"]
+                    if values.unjudged
+                    else []
+                ),
+                *(
+                    [f"{count_text(values.newer, 'value')} of a newer version of ckptd"]
+                    if values.newer
+                    else []
+                ),
             ]
         except NotFound:
             if len(wanted) == 1:
@@ -363,23 +538,34 @@ def verification(path: Location) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Context manager. Put the name of a checkpoint or part in front of the message of an IntegrityError that is raised inside."""
+    """Context manager.
+
+    Put the name of a checkpoint or part in front of the message of an IntegrityError
+    that is raised inside.
+    """
     try:
         yield
     except IntegrityError as error:
         raise type(error)(f"{name}: {error}") from None
 
 
-def _verify_part(repository: Repository, job: str, tag: str, part: PartEntry, shards: Shards, values: Checked) -> int:
-    """Read every byte of a part, and check its values. Return the part's bytes on storage.
+def _verify_part(
+    repository: Repository, job: str, tag: str, part: PartEntry, shards: Shards, values: Checked
+) -> int:
+    """Read every byte of a part, and check its values.
 
-    Adds its shards to `shards`, and what its values name to `values`. Raises IntegrityError, OSError.
+    Return the part's bytes on storage.
+
+    Adds its shards to `shards`, and what its values name to `values`. Raises
+    IntegrityError, OSError.
     """
     reader = repository.open_part(job, tag, part.file, part.index_sha256)
     try:
         found = (verify(reader), len(reader.plan.items), reader.nbytes, 1 + len(reader.index.files))
         if found != (part.raw_bytes, part.items, part.bytes, part.files):
-            raise IntegrityError(f"{reader.name} does not have the sizes and counts that the manifest says")
+            raise IntegrityError(
+                f"{reader.name} does not have the sizes and counts that the manifest says"
+            )
         with _named(reader.name):
             shards.add(reader.plan, part.rank)
             document = bytearray(reader.values[1])
@@ -396,8 +582,12 @@ def _verify_part(repository: Repository, job: str, tag: str, part: PartEntry, sh
 def verification_text(result: dict[str, Any]) -> str:
     where = result["name"]
     if result["ok"]:
-        unchecked = f"; not checked: {', '.join(result['unchecked'])}" if result["unchecked"] else ""
-        return f"{where}: sound, {size_text(result['bytes'])} in {result['seconds']:.2f} s{unchecked}"
+        unchecked = (
+            f"; not checked: {', '.join(result['unchecked'])}" if result["unchecked"] else ""
+        )
+        return (
+            f"{where}: sound, {size_text(result['bytes'])} in {result['seconds']:.2f} s{unchecked}"
+        )
     return printable(f"{where}: DAMAGED: {result['error']}")
 
 
@@ -409,15 +599,24 @@ def forgotten_text(row: dict[str, Any], *, dry_run: bool) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape characters that a terminal obeys instead of showing: control characters, line feeds, and marks of the text's direction."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    """Escape characters that a terminal obeys instead of showing: control characters,
+    line feeds, and marks of the text's direction.
+    """
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    )
 
 
 def as_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows of cells as lines with aligned columns."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _ratio(stored: int, raw: int) -> str:

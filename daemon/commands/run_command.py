@@ -18,74 +18,144 @@ from ckptd.shared.command import MEMORY_ONLY, complete_path, complete_word, exit
 
 
 @click.command(short_help="Run the daemon of this node.")
-@click.option("--root", shell_complete=complete_path, help="Directory for the checkpoints of all jobs; made if missing.")
+@click.option(
+    "--root",
+    shell_complete=complete_path,
+    help="Directory for the checkpoints of all jobs; made if missing.",
+)
 @click.option(
     "--stage",
     shell_complete=complete_path,
-    help="Directory on a local disk where checkpoints are committed before they are uploaded to the root.",
+    help="Directory on a local disk where checkpoints are committed before they are uploaded to "
+    "the root.",
 )
 @click.option(
     "--socket",
     shell_complete=complete_path,
-    help="Unix socket to listen on. Default: /run/ckptd/USER.sock, else $XDG_RUNTIME_DIR/ckptd.sock.",
+    help="Unix socket to listen on. Default: /run/ckptd/USER.sock, else "
+    "$XDG_RUNTIME_DIR/ckptd.sock.",
 )
 @click.option(
     "--state-dir",
     shell_complete=complete_path,
-    help="Directory on a local disk for the journal. Default: /var/lib/ckptd for root, else ~/.local/state/ckptd.",
+    help="Directory on a local disk for the journal. Default: /var/lib/ckptd for root, else "
+    "~/.local/state/ckptd.",
 )
 @click.option(
     "--codec",
     shell_complete=complete_word("auto", "raw", "planes", "zstd"),
     help="How chunks are stored: auto, raw, zstd, zstd:LEVEL (1-19) or planes. Default: auto.",
 )
-@click.option("--config", "file", type=click.Path(path_type=Path), envvar="CKPTD_CONFIG", help="TOML file with any of the settings.")
-@click.option("--keep-last", type=int, help="Checkpoints of a job to keep; 0 keeps all. Default: 10.")
 @click.option(
-    "--keep", multiple=True, metavar="POLICY", help="A policy for what else to keep, like EveryNSteps(1000) or BestN('loss',3). Repeatable."
+    "--config",
+    "file",
+    type=click.Path(path_type=Path),
+    envvar="CKPTD_CONFIG",
+    help="TOML file with any of the settings.",
 )
-@click.option("--make-room", is_flag=True, default=None, help="Let a save on a full disk delete the job's oldest checkpoints early.")
+@click.option(
+    "--keep-last", type=int, help="Checkpoints of a job to keep; 0 keeps all. Default: 10."
+)
+@click.option(
+    "--keep",
+    multiple=True,
+    metavar="POLICY",
+    help="A policy for what else to keep, like EveryNSteps(1000) or BestN('loss',3). Repeatable.",
+)
+@click.option(
+    "--make-room",
+    is_flag=True,
+    default=None,
+    help="Let a save on a full disk delete the job's oldest checkpoints early.",
+)
 @click.option("--slots", type=int, help="Slots in shared memory for each rank. Default: 2.")
-@click.option("--shm-dir", shell_complete=complete_path, help="A tmpfs for the slots. Default: /dev/shm.")
-@click.option("--shm-quota", help="Shared memory that all slots may take, like 24G. Default: nine tenths of the tmpfs.")
-@click.option("--memory-ttl", type=float, help="Seconds that a dead trainer's newest snapshot stays in memory. Default: 900.")
-@click.option("--threads", type=int, help="Threads for checksums; twice as many write. Default: one for each CPU, 8 at most.")
-@click.option("--cpus", help="CPUs for the worker threads, like 0-3,8. Default: all that the daemon may use.")
-@click.option("--files-per-rank", type=int, help="Files that a rank's part of a checkpoint is spread over. Default: 1.")
-@click.option("--bytes-per-file", help="Bytes that a file of a checkpoint may have, like 4G. Default: 0, no limit.")
-@click.option("--link-unchanged/--no-link-unchanged", default=None, help="Link the files of unchanged tensors, or write them each time.")
+@click.option(
+    "--shm-dir", shell_complete=complete_path, help="A tmpfs for the slots. Default: /dev/shm."
+)
+@click.option(
+    "--shm-quota",
+    help="Shared memory that all slots may take, like 24G. Default: nine tenths of the tmpfs.",
+)
+@click.option(
+    "--memory-ttl",
+    type=float,
+    help="Seconds that a dead trainer's newest snapshot stays in memory. Default: 900.",
+)
+@click.option(
+    "--threads",
+    type=int,
+    help="Threads for checksums; twice as many write. Default: one for each CPU, 8 at most.",
+)
+@click.option(
+    "--cpus", help="CPUs for the worker threads, like 0-3,8. Default: all that the daemon may use."
+)
+@click.option(
+    "--files-per-rank",
+    type=int,
+    help="Files that a rank's part of a checkpoint is spread over. Default: 1.",
+)
+@click.option(
+    "--bytes-per-file",
+    help="Bytes that a file of a checkpoint may have, like 4G. Default: 0, no limit.",
+)
+@click.option(
+    "--link-unchanged/--no-link-unchanged",
+    default=None,
+    help="Link the files of unchanged tensors, or write them each time.",
+)
 @click.option(
     "--foreign-memory",
     shell_complete=complete_word("refuse", "adopt", "drop"),
-    help="How to treat snapshots in memory that were saved for another root: refuse, adopt or drop. Default: refuse.",
+    help="How to treat snapshots in memory that were saved for another root: refuse, adopt or "
+    "drop. Default: refuse.",
 )
-@click.option("--log-file", shell_complete=complete_path, help="File for the log; at 10 MiB it becomes FILE.1. Default: standard error.")
 @click.option(
-    "--log-level", shell_complete=complete_word("debug", "info", "warning", "error"), help="debug, info, warning or error. Default: info."
+    "--log-file",
+    shell_complete=complete_path,
+    help="File for the log; at 10 MiB it becomes FILE.1. Default: standard error.",
 )
-@click.option("--overflow/--no-overflow", default=None, help="Put slots that do not fit into shared memory on the disk, or refuse them.")
-@click.option("--strict-journal", is_flag=True, default=None, help="Refuse to start on a corrupt journal instead of rebuilding it.")
+@click.option(
+    "--log-level",
+    shell_complete=complete_word("debug", "info", "warning", "error"),
+    help="debug, info, warning or error. Default: info.",
+)
+@click.option(
+    "--overflow/--no-overflow",
+    default=None,
+    help="Put slots that do not fit into shared memory on the disk, or refuse them.",
+)
+@click.option(
+    "--strict-journal",
+    is_flag=True,
+    default=None,
+    help="Refuse to start on a corrupt journal instead of rebuilding it.",
+)
 @click.option("--private", is_flag=True, default=None, hidden=True)
 @click.option("--ready-fd", type=int, default=-1, hidden=True)
 @speaks
 def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     """Run the daemon of this node, in the foreground.
 
-    The daemon ends on SIGTERM or Ctrl-C, after it has saved the newest snapshot that is not on
-    storage yet. The exit code is 15 if a snapshot could not be saved: the last line of the log then
-    names the snapshots that are in memory only. Every setting can also be given in the config file
-    (`keep_last = 5`) or in the environment (`CKPTD_KEEP_LAST=5`). Flags override the environment,
-    which overrides the file.
+    The daemon ends on SIGTERM or Ctrl-C, after it has saved the newest snapshot that is
+    not on storage yet. The exit code is 15 if a snapshot could not be saved: the last
+    line of the log then names the snapshots that are in memory only. Every setting can
+    also be given in the config file (`keep_last = 5`) or in the environment
+    (`CKPTD_KEEP_LAST=5`). Flags override the environment, which overrides the file.
     """
     from ckptd.daemon import config as settings
 
     given = {key: value for key, value in flags.items() if value not in (None, ())}
-    if "socket" not in given and "CKPTD_SOCKET" not in os.environ and not (file and "socket" in settings.read_file(file)):
+    if (
+        "socket" not in given
+        and "CKPTD_SOCKET" not in os.environ
+        and not (file and "socket" in settings.read_file(file))
+    ):
         given["socket"] = str(default_socket())
     config = settings.load(given, os.environ, file)
     logging.basicConfig(
         level=config.log_level.upper(), handlers=[_log_handler(config.log_file)],
-        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S",
+        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: "
+            "%(message)s", datefmt="%Y-%m-%dT%H:%M:%S",
     )  # fmt: skip
     faulthandler.enable()  # SIGSEGV or SIGABRT then leaves a traceback of every thread in the log
     _give_way()
@@ -115,13 +185,15 @@ def _log_handler(file: Path | None) -> logging.Handler:
 def _end_past_hung_threads(code: int, error: str = "") -> None:
     """End the process with this exit code if threads still wait for a disk that hangs.
 
-    `error` is printed first. Without this, Python would wait for these threads, and no new daemon
-    could start.
+    `error` is printed first. Without this, Python would wait for these threads, and no
+    new daemon could start.
     """
     from ckptd.daemon.root.storage_calls import hung_threads
 
     if names_of_them := hung_threads():
-        logging.getLogger("ckptd.run").warning("the disk still blocks %s: exiting without waiting for them", ", ".join(names_of_them))
+        logging.getLogger("ckptd.run").warning(
+            "the disk still blocks %s: exiting without waiting for them", ", ".join(names_of_them)
+        )
         if error:
             click.echo(f"ckptd: {error}", err=True)
         logging.shutdown()
@@ -130,12 +202,16 @@ def _end_past_hung_threads(code: int, error: str = "") -> None:
 
 
 def _give_way() -> None:
-    """Move this process to the scheduling class SCHED_BATCH: a message that wakes it then never preempts a running trainer; sched(7)."""
+    """Move this process to the scheduling class SCHED_BATCH: a message that wakes it
+    then never preempts a running trainer; sched(7).
+    """
     if os.sched_getscheduler(0) == os.SCHED_OTHER:
         try:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         except OSError as error:
-            logging.getLogger("ckptd.run").debug("cannot change the scheduling class to SCHED_BATCH: %s", error)
+            logging.getLogger("ckptd.run").debug(
+                "cannot change the scheduling class to SCHED_BATCH: %s", error
+            )
 
 
 def _event_loop_runner() -> Callable[[Callable[[], Any]], None]:
@@ -156,7 +232,10 @@ def _event_loop_runner() -> Callable[[Callable[[], Any]], None]:
 
 
 def default_socket() -> Path:
-    """Return the path of the socket of a daemon that is given none. Raises InvalidConfig if no usual place for it can be written."""
+    """Return the path of the socket of a daemon that is given none.
+
+    Raises InvalidConfig if no usual place for it can be written.
+    """
     places = names.default_sockets()
     system = places[0].parent
     if os.access(system, os.W_OK) or (os.geteuid() == 0 and not system.exists()):
@@ -164,6 +243,7 @@ def default_socket() -> Path:
     if len(places) > 1:
         return places[1]
     raise e.InvalidConfig(
-        f"no place for the socket: {system} cannot be written and XDG_RUNTIME_DIR is not set to a directory of uid {os.geteuid()}; "
+        f"no place for the socket: {system} cannot be written and XDG_RUNTIME_DIR is not set to a "
+        f"directory of uid {os.geteuid()}; "
         "name one with --socket PATH"
     )

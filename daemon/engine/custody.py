@@ -1,6 +1,8 @@
-"""Acts on slots without a request of their rank: adopts and ends owners, saves what is owed, and frees what is no longer needed.
+"""Acts on slots without a request of their rank: adopts and ends owners, saves what is
+owed, and frees what is no longer needed.
 
-`orphans.py` decides when: after a trainer's death, after `memory_ttl`, and at the daemon's start and stop.
+`orphans.py` decides when: after a trainer's death, after `memory_ttl`, and at the
+daemon's start and stop.
 """
 
 from __future__ import annotations
@@ -26,13 +28,23 @@ log = logging.getLogger("ckptd.orphans")
 class Custody:
     """The custody of one daemon over the slots of all jobs."""
 
-    def __init__(self, catalog: Catalog, slots: Slots, steps: Steps, seals: SealIntake, saver: Saver) -> None:
-        self._catalog, self._slots, self._steps, self._seals, self._saver = catalog, slots, steps, seals, saver
+    def __init__(
+        self, catalog: Catalog, slots: Slots, steps: Steps, seals: SealIntake, saver: Saver
+    ) -> None:
+        self._catalog, self._slots, self._steps, self._seals, self._saver = (
+            catalog,
+            slots,
+            steps,
+            seals,
+            saver,
+        )
 
     # -- a new daemon
 
     def adopt(self, slots: list[Slot]) -> None:
-        """Adopt the segments that an earlier daemon left, before any file is finished or swept."""
+        """Adopt the segments that an earlier daemon left, before any file is finished
+        or swept.
+        """
         for slot in slots:
             header = slot.header
             job = self._catalog.job(header.job)
@@ -50,7 +62,9 @@ class Custody:
         failpoint("start.adopted")
 
     async def record_adopted(self, slots: list[Slot]) -> list[Job]:
-        """Record the seals of adopted slots in order of attempt and step, and release those that have no owner. Return their jobs."""
+        """Record the seals of adopted slots in order of attempt and step, and release
+        those that have no owner. Return their jobs.
+        """
         for slot in sorted(slots, key=lambda s: (s.header.attempt, s.header.step or 0)):
             if slot.header.state is SlotState.SEALED:
                 try:
@@ -59,12 +73,18 @@ class Custody:
                     raise
                 except StorageError as error:
                     log.error("%r is left alone: %s", slot, error)
-                except CkptdError as error:  # the seal is damaged: its step has failed, and its slot is free
+                except (
+                    CkptdError
+                ) as error:  # the seal is damaged: its step has failed, and its slot is free
                     log.warning("%r removed: %s", slot, error)
                     self._saver.counters["verify_failures"] += 1
         for slot in slots:
             job = self._catalog.job(slot.header.job)
-            if not slot.released and not job.ranks.has(slot.header.attempt, slot.header.rank) and job.step_in(slot.name) is None:
+            if (
+                not slot.released
+                and not job.ranks.has(slot.header.attempt, slot.header.rank)
+                and job.step_in(slot.name) is None
+            ):
                 self._slots.release(slot)
         jobs = [self._catalog.job(name) for name in sorted({slot.header.job for slot in slots})]
         for job in jobs:
@@ -75,26 +95,39 @@ class Custody:
 
     def absent(self) -> list[Owner]:
         """Return the owners whose connection is lost."""
-        return [owner for job in self._catalog.jobs.values() for owner in job.ranks.owners.values() if owner.notify is None]
+        return [
+            owner
+            for job in self._catalog.jobs.values()
+            for owner in job.ranks.owners.values()
+            if owner.notify is None
+        ]
 
     def holds_lock(self, owner: Owner) -> bool:
         """Return True if the trainer of an owner holds its lock on a segment."""
         return any(self._slots.is_held(slot) for slot in self._slots.of(*owner.identity))
 
     async def end_owner(self, owner: Owner) -> Job | None:
-        """End an owner whose process is dead: record its seals, free its other slots, and save the newest snapshot of its job.
+        """End an owner whose process is dead: record its seals, free its other slots,
+        and save the newest snapshot of its job.
 
-        Return the job, or None if the owner has left already. If a slot cannot be read now, raises StorageError, and the owner stays.
+        Return the job, or None if the owner has left already. If a slot cannot be read
+        now, raises StorageError, and the owner stays.
         """
         failpoint("orphan.found")
         job = self._catalog.job(owner.job)
         if not job.ranks.is_here(owner):
             return None
-        recorded = {slot.name for slot in self._slots.of(*owner.identity) if await self._seals.record_unreported(slot)}
+        recorded = {
+            slot.name
+            for slot in self._slots.of(*owner.identity)
+            if await self._seals.record_unreported(slot)
+        }
         if not job.ranks.is_here(owner):
             return None
         job.ranks.remove(owner)
-        log.info("job %s attempt %d rank %d: the trainer is gone", owner.job, owner.attempt, owner.rank)
+        log.info(
+            "job %s attempt %d rank %d: the trainer is gone", owner.job, owner.attempt, owner.rank
+        )
         for slot in self._slots.of(*owner.identity):
             if slot.name not in recorded and (step := job.step_in(slot.name)) is not None:
                 self._steps.perform(job, [d.Free(step.key, slot.name)])
@@ -110,13 +143,17 @@ class Custody:
         for owed in job.owed():
             if not owed.persist:
                 log.info(
-                    "snapshot %s/%s: is to be saved unasked, because its trainer is gone or this daemon is stopping", owed.job, owed.tag
+                    "snapshot %s/%s: is to be saved unasked, because its trainer is gone or this "
+                    "daemon is stopping",
+                    owed.job,
+                    owed.tag,
                 )
                 owed.persist = owed.unasked = True
             self._saver.start(owed)
 
     def release_expired(self, job: Job) -> None:
-        """Free the snapshots of a job that are durable, and save the newest one in memory if it is not.
+        """Free the snapshots of a job that are durable, and save the newest one in
+        memory if it is not.
 
         Of several nodes, snapshots whose save has failed are freed too.
         """
@@ -124,7 +161,9 @@ class Custody:
         self.save_owed(job)
 
     async def drain(self) -> None:
-        """Save the newest sealed snapshot of every job, wait for all saves, and stop all timers of steps."""
+        """Save the newest sealed snapshot of every job, wait for all saves, and stop
+        all timers of steps.
+        """
         for slot in list(self._slots.slots.values()):
             try:
                 await self._seals.record_unreported(slot)
@@ -135,19 +174,28 @@ class Custody:
             for job in self._catalog.jobs.values():
                 self.save_owed(job)
             await self._saver.drain()
-            if all(owed.persist for job in self._catalog.jobs.values() for owed in job.owed()):  # otherwise one was sealed meanwhile
+            # Otherwise one was sealed meanwhile.
+            if all(owed.persist for job in self._catalog.jobs.values() for owed in job.owed()):
                 break
         self._steps.close()
 
     # -- a checkpoint is deleted
 
     async def forget_copy(self, job: Job, tag: str) -> str:
-        """Free the copies in memory of a checkpoint that is about to be deleted, because a later daemon would save them again.
+        """Free the copies in memory of a checkpoint that is about to be deleted,
+        because a later daemon would save them again.
 
-        Return the reason if that is not possible, because a running trainer or a reader has them.
+        Return the reason if that is not possible, because a running trainer or a reader
+        has them.
         """
         known, parsed = job.checkpoints.get(tag), names.parse_tag_directory(tag)
-        attempt, number = (known.attempt, known.step) if known else (parsed[2], parsed[1]) if parsed else (0, None)
+        attempt, number = (
+            (known.attempt, known.step)
+            if known
+            else (parsed[2], parsed[1])
+            if parsed
+            else (0, None)
+        )
         if number is None:
             return ""
         for slot in list(self._slots.slots.values()):
@@ -175,5 +223,7 @@ class Custody:
                 return f"the copy of checkpoint {job.name}/{tag} in memory is being read"
             step = job.step(snapshot.key)
             error = SnapshotFailed(f"step {number} was deleted by ckptd forget")
-            self._steps.perform(job, [d.Release(step.key)] if snapshot.complete else d.fail(step, error))
+            self._steps.perform(
+                job, [d.Release(step.key)] if snapshot.complete else d.fail(step, error)
+            )
         return ""

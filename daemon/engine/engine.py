@@ -1,8 +1,10 @@
-"""Takes the requests of ranks: begins attempts, grants slots, takes seals, and ends ranks.
+"""Takes the requests of ranks: begins attempts, grants slots, takes seals, and ends
+ranks.
 
-All calls run on the event loop. The engine waits where that is needed, for example for the claim of an attempt or for the reading of a
-seal, and turns the outcome into a decision of `decisions.py`, which `steps.py` carries out. A CkptdError goes to the client. Section 4 of
-PROTOCOL.md says what a failed request may have changed.
+All calls run on the event loop. The engine waits where that is needed, for example for
+the claim of an attempt or for the reading of a seal, and turns the outcome into a
+decision of `decisions.py`, which `steps.py` carries out. A CkptdError goes to the
+client. Section 4 of PROTOCOL.md says what a failed request may have changed.
 """
 
 from __future__ import annotations
@@ -40,15 +42,25 @@ from ckptd.shared.wire.lifecycle import SnapshotState
 log = logging.getLogger("ckptd.engine")
 
 RECORD_SECONDS = 2.0
-"""Seconds that a new attempt waits for its journal record. A trainer must reach its snapshots in memory even while the disk hangs."""
+"""Seconds that a new attempt waits for its journal record. A trainer must reach its
+snapshots in memory even while the disk hangs.
+"""
 PLAN_GRACE_SECONDS = 5.0
-"""Seconds beyond the stall budget in which the ranks can report that another rank has not planned."""
+"""Seconds beyond the stall budget in which the ranks can report that another rank has
+not planned.
+"""
 MOST_JOBS = 10_000
-"""The most jobs that one daemon knows at once. The state of the journal must fit into one record."""
+"""The most jobs that one daemon knows at once. The state of the journal must fit into
+one record.
+"""
 
 
 class Engine:
-    """The engine of one daemon. `plan_timeout`: seconds that the ranks have to plan a step again, beyond the time to seal it."""
+    """The engine of one daemon.
+
+    `plan_timeout`: seconds that the ranks have to plan a step again, beyond the time to
+    seal it.
+    """
 
     def __init__(
         self,
@@ -66,8 +78,18 @@ class Engine:
         plan_timeout: float,
     ) -> None:
         self.catalog, self.slots = catalog, slots
-        self._journal, self._claims, self._admission, self._saver = journal, claims, admission, saver
-        self._steps, self._seals, self._guard, self._plan_timeout = steps, seals, guard, plan_timeout
+        self._journal, self._claims, self._admission, self._saver = (
+            journal,
+            claims,
+            admission,
+            saver,
+        )
+        self._steps, self._seals, self._guard, self._plan_timeout = (
+            steps,
+            seals,
+            guard,
+            plan_timeout,
+        )
         self._served, self._foreign = served, foreign
         self.stopping = False  # once this is True, nothing new begins, but seals are still taken
 
@@ -85,24 +107,34 @@ class Engine:
         node: Membership | None = None,
         foreign_memory: str = "",
     ) -> Owner:
-        """Begin the next attempt, if `attempt` is 0, or join or resume the given one. Return the rank's owner.
+        """Begin the next attempt, if `attempt` is 0, or join or resume the given one.
 
-        process: the process of the rank. wait: seconds to wait for the end of another run of the job before the next attempt begins, or
-        None to begin it at once. node: the share of this node in an attempt of several nodes, which rank 0 has begun with its daemon.
-        foreign_memory: the treatment of snapshots of the job in memory that were saved for another
-        root: "refuse", "adopt" or "drop", or "" for the setting of this daemon.
+        Return the rank's owner.
 
-        Raises Fenced if the attempt is over or unknown here, JobRunning if another run is alive after `wait`, ForeignMemory,
-        InvalidName, InvalidRequest, Busy, StorageError.
+        process: the process of the rank. wait: seconds to wait for the end of another
+        run of the job before the next attempt begins, or None to begin it at once.
+        node: the share of this node in an attempt of several nodes, which rank 0 has
+        begun with its daemon. foreign_memory: the treatment of snapshots of the job in
+        memory that were saved for another root: "refuse", "adopt" or "drop", or "" for
+        the setting of this daemon.
+
+        Raises Fenced if the attempt is over or unknown here, JobRunning if another run
+        is alive after `wait`, ForeignMemory, InvalidName, InvalidRequest, Busy,
+        StorageError.
         """
         names.check_name("job", job_name)
         if rank >= world_size:
-            raise InvalidRequest(f"rank {rank} does not exist: the job has {world_size} ranks, numbered from 0")
+            raise InvalidRequest(
+                f"rank {rank} does not exist: the job has {world_size} ranks, numbered from 0"
+            )
         if node is not None and (problem := node.problem(rank, world_size)):
             raise InvalidRequest(f"the share of this node in job {job_name!r} cannot be: {problem}")
         self._check_not_stopping()
         if job_name not in self.catalog.jobs and len(self.catalog.jobs) >= MOST_JOBS:
-            raise Busy(f"this daemon knows {MOST_JOBS} jobs already; move old ones to another root, and restart it")
+            raise Busy(
+                f"this daemon knows {MOST_JOBS} jobs already; move old ones to another root, and "
+                f"restart it"
+            )
         job = self.catalog.job(job_name)
         if attempt != job.attempt or not attempt:
             await self._served.check(job)
@@ -121,20 +153,27 @@ class Engine:
                 await self._start(job, attempt, world_size, node)
             elif attempt > job.attempt:
                 raise Fenced(
-                    f"attempt {attempt} of job {job_name!r} was begun with another daemon: this daemon on {names.host()} "
+                    f"attempt {attempt} of job {job_name!r} was begun with another daemon: this "
+                    f"daemon on {names.host()} "
                     f"knows {job.attempt} as the newest; start this run again"
                 )
             elif attempt < job.attempt:
                 raise _fenced(attempt, job)
             elif world_size != job.world_size:
                 raise InvalidRequest(
-                    f"attempt {attempt} of job {job_name!r} has {job.world_size} ranks, but this rank says {world_size}: "
+                    f"attempt {attempt} of job {job_name!r} has {job.world_size} ranks, but this "
+                    f"rank says {world_size}: "
                     "start all ranks with the same world size"
                 )
             elif node != job.node:
                 if job.node is not None:
-                    raise Fenced(f"attempt {attempt} of job {job_name!r} on this node is that of another run: start this run again")
-                job.node = node  # an earlier daemon of this node began the attempt, and its journal is lost
+                    raise Fenced(
+                        f"attempt {attempt} of job {job_name!r} on this node is that of another "
+                        f"run: start this run again"
+                    )
+                # An earlier daemon of this node began the attempt, and its journal is
+                # lost.
+                job.node = node
         owner = Owner(job_name, attempt, rank, world_size, notify, process)
         job.ranks.join(owner)
         self._guard.began(job, dead)
@@ -150,33 +189,56 @@ class Engine:
         await self._start(job, attempt, world_size, node)
         return attempt
 
-    async def _start(self, job: Job, attempt: int, world_size: int, node: Membership | None) -> None:
+    async def _start(
+        self, job: Job, attempt: int, world_size: int, node: Membership | None
+    ) -> None:
         """Start an attempt that is claimed, and end the older ones."""
         known = self._journal.state.jobs.get(job.name)
         if known is not None and 0 < known.attempt < attempt:
             here = range(known.world_size) if known.node is None else known.node.ranks
             job.earlier = EarlierAttempt(known.attempt, known.world_size, tuple(here))
-        record = r.Begun(job=job.name, attempt=attempt, world_size=world_size, node=node)  # the claim on storage is the truth
-        await asyncio.wait([self._journal.post(record, lambda: failpoint("attempt.journaled"))], timeout=RECORD_SECONDS)
+        # The claim on storage is the truth.
+        record = r.Begun(job=job.name, attempt=attempt, world_size=world_size, node=node)
+        await asyncio.wait(
+            [self._journal.post(record, lambda: failpoint("attempt.journaled"))],
+            timeout=RECORD_SECONDS,
+        )
         for slot in self._slots_of(job):
-            await self._seals.record_unreported(slot)  # sealed before this attempt began, and not reported yet
+            # Sealed before this attempt began, and not reported yet.
+            await self._seals.record_unreported(slot)
         if self._claims.is_lost(job, attempt):
-            raise Fenced(f"attempt {attempt} of job {job.name!r} was claimed by another daemon first: start this run again")
+            raise Fenced(
+                f"attempt {attempt} of job {job.name!r} was claimed by another daemon first: "
+                f"start this run again"
+            )
         job.attempt, job.world_size, job.node, job.answer = attempt, world_size, node, Answer()
-        log.info("job %s: attempt %d begins with %s, %d here", job.name, attempt, count_text(world_size, "rank"), len(job.ranks_here))
+        log.info(
+            "job %s: attempt %d begins with %s, %d here",
+            job.name,
+            attempt,
+            count_text(world_size, "rank"),
+            len(job.ranks_here),
+        )
         self._retire_older(job)
 
     def _slots_of(self, job: Job) -> list[Slot]:
         return [slot for slot in self.slots.slots.values() if slot.header.job == job.name]
 
     def lose_claim(self, job: Job, attempt: int) -> None:
-        """End an attempt that began in memory, because another daemon has claimed its number."""
+        """End an attempt that began in memory, because another daemon has claimed its
+        number.
+        """
         if job.attempt == attempt:
-            job.attempt += 1  # no rank has this number: the next attempt that begins here gets a higher one
+            # No rank has this number: the next attempt that begins here gets a higher
+            # one.
+            job.attempt += 1
             self._retire_older(job)
 
     def _retire_older(self, job: Job) -> None:
-        """End the older attempts of a job. Only their snapshots that all ranks have sealed may still be saved."""
+        """End the older attempts of a job.
+
+        Only their snapshots that all ranks have sealed may still be saved.
+        """
         self._steps.perform(job, d.superseded(job))
         for owner in job.ranks.retire(job.attempt):
             self._steps.end(job, owner, "ended")
@@ -185,9 +247,11 @@ class Engine:
     # -- slots
 
     async def allocate(self, owner: Owner, capacity: int, count: int, node: int) -> list[Slot]:
-        """Make `count` segments of `capacity` bytes for this rank, near the NUMA `node`, in place of its present ones.
+        """Make `count` segments of `capacity` bytes for this rank, near the NUMA
+        `node`, in place of its present ones.
 
-        A slot that was granted and not sealed is taken back. Raises Fenced, QuotaExceeded, SharedMemoryFull.
+        A slot that was granted and not sealed is taken back. Raises Fenced,
+        QuotaExceeded, SharedMemoryFull.
         """
         job = self._current(owner)
         for slot in self.slots.of(*owner.identity):
@@ -195,11 +259,14 @@ class Engine:
             if step is None or step.filling is None or step.sealed_by(owner.rank):
                 continue
             header = slot.refresh()
-            if (header.state, header.step) != (SlotState.SEALED, step.number):  # a Seal message may still be on its way
+            # A Seal message may still be on its way.
+            if (header.state, header.step) != (SlotState.SEALED, step.number):
                 if list(step.slots) == [slot.name]:
                     step.snapshot = None  # no rank has another slot for it
                 self._steps.perform(job, [d.Free(step.key, slot.name)])
-        return await self._admission.allocate(owner, job, capacity, count, node, lambda: self._free_older(job))
+        return await self._admission.allocate(
+            owner, job, capacity, count, node, lambda: self._free_older(job)
+        )
 
     def _free_older(self, job: Job) -> bool:
         """Free the durable snapshots of older attempts. Return True if there were any."""
@@ -208,7 +275,10 @@ class Engine:
         return bool(actions)
 
     def plan(self, owner: Owner, number: int, why: str) -> None:
-        """Record that the rank plans this step again. Raises StructureChanged if another rank has sealed it with its old plan."""
+        """Record that the rank plans this step again.
+
+        Raises StructureChanged if another rank has sealed it with its old plan.
+        """
         job = self._current(owner)
         self._check_turn(job, owner, number)
         if owner.world_size > 1:
@@ -217,13 +287,17 @@ class Engine:
             self._steps.perform(job, d.planned(step, self._plan_timeout))
 
     async def acquire(self, owner: Owner, number: int, tag: str | None, wait: float) -> Slot | str:
-        """Return a free slot for a snapshot of the step within `wait` seconds, or the reason for skipping the step.
+        """Return a free slot for a snapshot of the step within `wait` seconds, or the
+        reason for skipping the step.
 
-        Raises AlreadyExists if the tag is taken, InvalidRequest, SnapshotFailed, Fenced, Busy.
+        Raises AlreadyExists if the tag is taken, InvalidRequest, SnapshotFailed,
+        Fenced, Busy.
         """
         job, key = self._current(owner), (owner.attempt, number)
         self._check_turn(job, owner, number)
-        directory = names.tag_directory(number, names.check_user_tag(tag) if tag is not None else None, owner.attempt)
+        directory = names.tag_directory(
+            number, names.check_user_tag(tag) if tag is not None else None, owner.attempt
+        )
         if tag is not None:
             d.check_tag(job, key, directory, tag)
         self._check_not_stopping()
@@ -238,29 +312,43 @@ class Engine:
         self._current(owner)
         if isinstance(slot, str):
             step, first = job.step(key), 0 if job.node is None else job.node.ranks[0]
-            if owner.rank == first and not step.planned:  # all ranks of this node skip the step; a planned one fails, and counts so
+            # All ranks of this node skip the step; a planned one fails, and counts so.
+            if owner.rank == first and not step.planned:
                 self._steps.counters["skipped"] += 1
             self._steps.perform(job, d.skipped(step, slot))
             return slot
         self._check_turn(job, owner, number)
         step = job.occupy(slot.name, owner.rank, key)
-        step.snapshot = step.snapshot or Snapshot(job.name, *key, directory, owner.world_size, persist=True, node=job.node)
+        step.snapshot = step.snapshot or Snapshot(
+            job.name, *key, directory, owner.world_size, persist=True, node=job.node
+        )
         return slot
 
     def _check_turn(self, job: Job, owner: Owner, number: int) -> None:
         journaled = self._journal.state.jobs.get(job.name)
-        in_journal = journaled.sealed_step if journaled is not None and journaled.attempt == owner.attempt else -1
+        in_journal = (
+            journaled.sealed_step
+            if journaled is not None and journaled.attempt == owner.attempt
+            else -1
+        )
         in_memory = job.sealed[1] if job.sealed[0] == owner.attempt else -1
         d.check_turn(job, owner.rank, (owner.attempt, number), max(in_memory, in_journal))
 
     # -- seals
 
     async def seal(
-        self, owner: Owner, segment: str, attempt: int, number: int, training_held: float = 0.0, cost: m.TrainingCost | None = None
+        self,
+        owner: Owner,
+        segment: str,
+        attempt: int,
+        number: int,
+        training_held: float = 0.0,
+        cost: m.TrainingCost | None = None,
     ) -> bool:
         """Record a seal. Return True if the snapshot is durable already. Idempotent.
 
-        Raises NotFound, InvalidRequest, Fenced, IntegrityError, and the reason if the step cannot be saved.
+        Raises NotFound, InvalidRequest, Fenced, IntegrityError, and the reason if the
+        step cannot be saved.
         """
         failpoint("seal.received")
         job = self.catalog.job(owner.job)
@@ -269,12 +357,16 @@ class Engine:
         snapshot = job.snapshot((attempt, number))
         if snapshot is None or owner.rank not in snapshot.seals:
             if attempt != owner.attempt:
-                raise NotFound(f"step {number} of attempt {attempt} is no longer in memory or on storage")
+                raise NotFound(
+                    f"step {number} of attempt {attempt} is no longer in memory or on storage"
+                )
             self._current(owner)
             slot = self._slot_of(owner, segment)
             header = slot.refresh()
             if header.state is not SlotState.SEALED or header.step != number:
-                raise InvalidRequest(f"segment {segment[:8]} does not hold a sealed snapshot of step {number}")
+                raise InvalidRequest(
+                    f"segment {segment[:8]} does not hold a sealed snapshot of step {number}"
+                )
             snapshot = await self._seals.record(slot)
         seal = snapshot.seals[owner.rank]
         seal.training_held, seal.cost = training_held, cost
@@ -283,18 +375,30 @@ class Engine:
         return job.is_durable(attempt, number)
 
     def refused(self, owner: Owner, reason: str) -> None:
-        """Count a snapshot that this rank has refused for its step. Ranks make the same calls, so only that of rank 0 counts."""
+        """Count a snapshot that this rank has refused for its step.
+
+        Ranks make the same calls, so only that of rank 0 counts.
+        """
         job = self._current(owner)
         if owner.rank == 0:
             self._steps.count_failure(job, None, reason)
 
     def pass_over(self, owner: Owner, number: int, reason: str, code: str) -> None:
-        """Fail a step on all ranks, because this rank cannot save it. A `reason` that came from another rank begins with its name."""
-        job = self._current(owner)
-        self._steps.perform(job, d.passed_over(job, job.step((owner.attempt, number)), owner.rank, reason, code))
+        """Fail a step on all ranks, because this rank cannot save it.
 
-    def abandon(self, owner: Owner, segment: str, number: int | None, reason: str = "", code: str = "") -> None:
-        """Take back a granted slot that will not be sealed, and fail its step. Does nothing if the slot is no longer granted for the step.
+        A `reason` that came from another rank begins with its name.
+        """
+        job = self._current(owner)
+        self._steps.perform(
+            job, d.passed_over(job, job.step((owner.attempt, number)), owner.rank, reason, code)
+        )
+
+    def abandon(
+        self, owner: Owner, segment: str, number: int | None, reason: str = "", code: str = ""
+    ) -> None:
+        """Take back a granted slot that will not be sealed, and fail its step.
+
+        Does nothing if the slot is no longer granted for the step.
 
         If the rank has two slots for the step, this one is freed and the step goes on.
         """
@@ -306,7 +410,9 @@ class Engine:
         if step.snapshot is None or d.has_another(step, segment):
             self._steps.perform(job, [d.Free(step.key, segment)])
         elif step.filling is not None:
-            self.pass_over(owner, step.number, reason or f"rank {owner.rank} could not copy its state", code)
+            self.pass_over(
+                owner, step.number, reason or f"rank {owner.rank} could not copy its state", code
+            )
 
     def _slot_of(self, owner: Owner, segment: str) -> Slot:
         slot = self.slots.get(segment)
@@ -317,37 +423,64 @@ class Engine:
     # -- saves and reads on request
 
     async def persist(self, owner: Owner) -> None:
-        """Make the newest sealed snapshot durable. Raises SnapshotFailed if it cannot be."""
+        """Make the newest sealed snapshot durable.
+
+        Raises SnapshotFailed if it cannot be.
+        """
         job = self._current(owner)
-        while any(s.attempt == owner.attempt and s.state is SnapshotState.FILLING and owner.rank in s.seals for s in job.snapshots):
-            job.moved.clear()  # until the other ranks have sealed the steps that this rank has sealed, or these steps have failed
+        while any(
+            s.attempt == owner.attempt
+            and s.state is SnapshotState.FILLING
+            and owner.rank in s.seals
+            for s in job.snapshots
+        ):
+            # Until the other ranks have sealed the steps that this rank has sealed, or
+            # these steps have failed.
+            job.moved.clear()
             await job.moved.wait()
         newest = job.newest_in_memory()
-        if newest is None or newest.attempt != owner.attempt or newest.state is SnapshotState.DURABLE:
+        if (
+            newest is None
+            or newest.attempt != owner.attempt
+            or newest.state is SnapshotState.DURABLE
+        ):
             return
         newest.persist = True
         await self._saver.start(newest)
-        if not job.is_durable(*newest.key) and newest.in_memory:  # it was only being checked, or its save has failed: save it now
+        # It was only being checked, or its save has failed: save it now.
+        if not job.is_durable(*newest.key) and newest.in_memory:
             await self._saver.start(newest)
         if not job.is_durable(*newest.key):
-            raise SnapshotFailed(f"{newest.job}/{newest.tag} could not be made durable: {newest.reason}")
+            raise SnapshotFailed(
+                f"{newest.job}/{newest.tag} could not be made durable: {newest.reason}"
+            )
 
     def hear(self, owner: Owner, attempt: int, answer: Answer) -> None:
         """Take an answer from the board, which the lowest rank of this node passes on."""
         job = self._current(owner)
         if job.node is None or owner.rank != job.node.ranks[0]:
-            raise InvalidRequest(f"rank {owner.rank} cannot pass this on: it is not the lowest rank of a node of several")
+            raise InvalidRequest(
+                f"rank {owner.rank} cannot pass this on: it is not the lowest rank of a node of "
+                f"several"
+            )
         if attempt == owner.attempt:
             self._steps.hear(job, answer)
 
     def memory_candidates(self, job_name: str) -> list[Snapshot]:
-        """Return the snapshots that can be recovered from memory: all ranks must be on this node."""
+        """Return the snapshots that can be recovered from memory: all ranks must be on
+        this node.
+        """
         return [s for s in self.catalog.job(job_name).snapshots if s.in_memory and s.node is None]
 
-    async def fetch(self, owner: Owner, attempt: int, number: int, *, check: bool = True) -> list[tuple[int, int]]:
-        """Return (rank, read-only descriptor) for each slot of a snapshot in memory. The caller closes the descriptors.
+    async def fetch(
+        self, owner: Owner, attempt: int, number: int, *, check: bool = True
+    ) -> list[tuple[int, int]]:
+        """Return (rank, read-only descriptor) for each slot of a snapshot in memory.
 
-        With `check`, the snapshot is checked first. Raises NotFound if it is not in memory, IntegrityError if it is damaged.
+        The caller closes the descriptors.
+
+        With `check`, the snapshot is checked first. Raises NotFound if it is not in
+        memory, IntegrityError if it is damaged.
         """
         snapshot = self.catalog.job(owner.job).snapshot((attempt, number))
         if snapshot is None or not snapshot.in_memory:
@@ -357,7 +490,9 @@ class Engine:
         opened: list[tuple[int, int]] = []
         try:
             for rank, seal in sorted(snapshot.seals.items()):
-                opened.append((rank, self.slots.open_again(self.slots.get(seal.segment), write=False)))
+                opened.append(
+                    (rank, self.slots.open_again(self.slots.get(seal.segment), write=False))
+                )
         except BaseException:
             for _, fd in opened:
                 os.close(fd)
@@ -367,7 +502,10 @@ class Engine:
     # -- ranks leave
 
     def detach(self, owner: Owner) -> None:
-        """End an owner whose agent was closed. Its slots are freed as soon as their snapshots are settled."""
+        """End an owner whose agent was closed.
+
+        Its slots are freed as soon as their snapshots are settled.
+        """
         job = self.catalog.job(owner.job)
         self._steps.end(job, owner, "closed")
         for snapshot in job.snapshots:
@@ -379,13 +517,18 @@ class Engine:
             raise Busy("the daemon is stopping; try again after its restart")
 
     def _current(self, owner: Owner) -> Job:
-        """Return the job of an owner. Raises Fenced if the attempt of the owner is over, or another connection has taken its place."""
+        """Return the job of an owner.
+
+        Raises Fenced if the attempt of the owner is over, or another connection has
+        taken its place.
+        """
         job = self.catalog.job(owner.job)
         if owner.attempt != job.attempt:
             raise _fenced(owner.attempt, job)
         if not job.ranks.is_here(owner):
             raise Fenced(
-                f"rank {owner.rank} of attempt {owner.attempt} of job {owner.job!r} has connected again or has been closed: "
+                f"rank {owner.rank} of attempt {owner.attempt} of job {owner.job!r} has connected "
+                f"again or has been closed: "
                 "this connection can no longer save"
             )
         return job
@@ -393,6 +536,7 @@ class Engine:
 
 def _fenced(attempt: int, job: Job) -> Fenced:
     return Fenced(
-        f"attempt {attempt} of job {job.name!r} has ended, because attempt {job.attempt} has begun: "
+        f"attempt {attempt} of job {job.name!r} has ended, because attempt {job.attempt} has "
+        f"begun: "
         "this run can no longer save; stop it, or use another job name"
     )

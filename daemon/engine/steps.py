@@ -1,7 +1,8 @@
-"""Carries out what `decisions.py` has decided about steps: starts timers, fails steps, tells the ranks, frees slots and starts saves.
+"""Carries out what `decisions.py` has decided about steps: starts timers, fails steps,
+tells the ranks, frees slots and starts saves.
 
-No other module does so. All calls run on the event loop. The end of a timer and the end of a save are reported here as well, and are
-decided like any other event.
+No other module does so. All calls run on the event loop. The end of a timer and the end
+of a save are reported here as well, and are decided like any other event.
 """
 
 from __future__ import annotations
@@ -26,24 +27,41 @@ from ckptd.shared.wire.messages import Holds
 log = logging.getLogger("ckptd.steps")
 
 WAIT_SECONDS = 5.0
-"""Seconds that a rank waits for others before all ranks are told which ranks have not come."""
+"""Seconds that a rank waits for others before all ranks are told which ranks have not
+come.
+"""
 BEGUN_SECONDS = 1.0
 """Seconds after which a node shows the other nodes that it has begun a step.
 
-A step that takes less time costs no message. A node shows `WAIT_SECONDS` later that it waits. All nodes
-that began the step while it waited for less than `WAIT_SECONDS` have shown this by then."""
+A step that takes less time costs no message. A node shows `WAIT_SECONDS` later that it
+waits. All nodes that began the step while it waited for less than `WAIT_SECONDS` have
+shown this by then.
+"""
 
 
 class Steps:
-    """Carries out decisions for all jobs. `save` starts the save of a snapshot. `counters` are those of `ckptd status`."""
+    """Carries out decisions for all jobs.
 
-    def __init__(self, catalog: Catalog, slots: Slots, save: Callable[[Snapshot], object], rank_timeout: float) -> None:
-        """rank_timeout: seconds that the ranks have to seal a step once one of them has requested a slot for it."""
+    `save` starts the save of a snapshot. `counters` are those of `ckptd status`.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        slots: Slots,
+        save: Callable[[Snapshot], object],
+        rank_timeout: float,
+    ) -> None:
+        """rank_timeout: seconds that the ranks have to seal a step once one of them has
+        requested a slot for it.
+        """
         self._catalog, self._slots, self._save, self._timeout = catalog, slots, save, rank_timeout
         self.counters: Counter[str] = Counter()
 
     def perform(self, job: Job, actions: Iterable[d.Action]) -> None:
-        """Carry out the actions in their order, and drop the records that nothing needs afterwards. Raises the error of a `Raise`."""
+        """Carry out the actions in their order, and drop the records that nothing needs
+        afterwards. Raises the error of a `Raise`.
+        """
         try:
             for action in actions:
                 self._perform(job, action)
@@ -52,7 +70,9 @@ class Steps:
             self.show(job)
 
     def show(self, job: Job) -> None:
-        """Send what this node holds to its lowest rank, which puts it on the board, unless it has been sent. Only for several nodes."""
+        """Send what this node holds to its lowest rank, which puts it on the board,
+        unless it has been sent. Only for several nodes.
+        """
         leader = job.ranks.owners.get(job.node.ranks[0]) if job.node is not None else None
         if leader is None or leader.notify is None or leader.attempt != job.attempt:
             return
@@ -72,7 +92,9 @@ class Steps:
         match action:
             case d.StartTimer(key, more):
                 step = job.step(key)
-                step.timer = asyncio.get_running_loop().call_later(self._timeout + more, self._expire, job, step)
+                step.timer = asyncio.get_running_loop().call_later(
+                    self._timeout + more, self._expire, job, step
+                )
                 if step.watch is None:
                     first = WAIT_SECONDS if job.node is None else BEGUN_SECONDS
                     self._watch(job, step, first)
@@ -117,11 +139,15 @@ class Steps:
             step.snapshot.move(Event.FAIL)
 
     def _free(self, job: Job, step: Step, segment: str) -> None:
-        """Free a segment for its owner, or unlink it if its owner is gone or has a larger one."""
+        """Free a segment for its owner, or unlink it if its owner is gone or has a
+        larger one.
+        """
         if step.slots.pop(segment, None) is None:
             return
         slot = self._slots.slots.get(segment)
-        if slot is not None and (slot.outgrown or not job.ranks.has(slot.header.attempt, slot.header.rank)):
+        if slot is not None and (
+            slot.outgrown or not job.ranks.has(slot.header.attempt, slot.header.rank)
+        ):
             self._slots.release(slot)
         job.moved.set()
 
@@ -143,8 +169,9 @@ class Steps:
     def _look(self, job: Job, step: Step) -> None:
         """Tell the ranks which of them have not come to the step.
 
-        Of several nodes, show the others that this node has begun the step, and `WAIT_SECONDS` later
-        that it waits. The answer from the board then says which ranks have not come (`hear`).
+        Of several nodes, show the others that this node has begun the step, and
+        `WAIT_SECONDS` later that it waits. The answer from the board then says which
+        ranks have not come (`hear`).
         """
         step.watch = None
         if job.node is None:
@@ -160,7 +187,9 @@ class Steps:
     # -- ranks
 
     def end(self, job: Job, owner: Owner, how: str) -> None:
-        """End an owner: fail the steps that it had not sealed, and unlink its free slots. `how` is "ended" or "closed"."""
+        """End an owner: fail the steps that it had not sealed, and unlink its free
+        slots. `how` is "ended" or "closed".
+        """
         if owner.attempt == job.attempt:
             job.ranks.leave(owner, how)
         self.perform(job, d.left(job, owner.attempt, owner.rank, how))
@@ -170,7 +199,10 @@ class Steps:
         job.moved.set()
 
     def count_failure(self, job: Job, step: int | None, reason: str) -> None:
-        """Log and count a snapshot that failed before all ranks had sealed it. `step` is None if the step itself was wrong."""
+        """Log and count a snapshot that failed before all ranks had sealed it.
+
+        `step` is None if the step itself was wrong.
+        """
         log.info("job %s: %s", job.name, reason)
         job.last_failure = Failure(step, reason, time.time())
         self.counters["failed"] += 1
@@ -185,9 +217,12 @@ class Steps:
         self.perform(job, [d.Tell(d.news(snapshot))])
 
     def release_replaced(self, job: Job) -> None:
-        """Release every snapshot that a newer sealed one has replaced. Called at the end of each save, too.
+        """Release every snapshot that a newer sealed one has replaced.
 
-        Of several nodes, the steps that another node will never seal are failed first. A rank may have sealed one after that was heard.
+        Called at the end of each save, too.
+
+        Of several nodes, the steps that another node will never seal are failed first.
+        A rank may have sealed one after that was heard.
         """
         if job.node is not None:
             self.perform(job, holdings.heard(job))

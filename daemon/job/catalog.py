@@ -1,7 +1,9 @@
-"""Holds the daemon's knowledge of each job: its ranks, its steps, its snapshots in memory and its checkpoints on storage.
+"""Holds the daemon's knowledge of each job: its ranks, its steps, its snapshots in
+memory and its checkpoints on storage.
 
-All that is known of one step is in one `Step`. This module does no I/O. `decisions.py` decides on these values, and `steps.py` carries the
-decisions out. Snapshots and checkpoints are ordered by (attempt, step), never by a clock.
+All that is known of one step is in one `Step`. This module does no I/O. `decisions.py`
+decides on these values, and `steps.py` carries the decisions out. Snapshots and
+checkpoints are ordered by (attempt, step), never by a clock.
 """
 
 from __future__ import annotations
@@ -23,14 +25,19 @@ from ckptd.shared.retention import Policy
 from ckptd.shared.wire.board import Answer
 from ckptd.shared.wire.lifecycle import SnapshotState
 
-_REMEMBERED = 64  # the last steps of a job that failed or were skipped, so that a late rank learns the reason
+# The last steps of a job that failed or were skipped, so that a late rank learns the
+# reason.
+_REMEMBERED = 64
 
 
 @dataclass(slots=True, eq=False)
 class SlotDecision:
-    """One decision whether a step gets slots. The task returns the reason for skipping the step, or "".
+    """One decision whether a step gets slots.
 
-    `asked` has the ranks that wait for the decision. A rank that asks again starts a new one.
+    The task returns the reason for skipping the step, or "".
+
+    `asked` has the ranks that wait for the decision. A rank that asks again starts a
+    new one.
     """
 
     task: asyncio.Task[str]
@@ -39,21 +46,29 @@ class SlotDecision:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """All that the daemon knows of one step of one attempt, from the first request that names it until nothing more is needed of it.
+    """All that the daemon knows of one step of one attempt, from the first request that
+    names it until nothing more is needed of it.
 
-    `slots`: the rank of each segment that is granted for the step or holds it, by segment. `reading`: the segments whose seal is being
-    read, once for each reader. `snapshot`: None before a slot is granted, and again after the slots have been freed.
+    `slots`: the rank of each segment that is granted for the step or holds it, by
+    segment. `reading`: the segments whose seal is being read, once for each reader.
+    `snapshot`: None before a slot is granted, and again after the slots have been
+    freed.
 
-    `planned`: the ranks that plan the step again, with the reason. `kept`: the ranks that have requested a slot without planning again; as
-    far as the daemon knows, they use the plan that they had. `timer`: fails the step when it ends; None while no rank waits for another.
+    `planned`: the ranks that plan the step again, with the reason. `kept`: the ranks
+    that have requested a slot without planning again; as far as the daemon knows, they
+    use the plan that they had. `timer`: fails the step when it ends; None while no rank
+    waits for another.
 
-    `came`: the ranks that have planned the step again or requested a slot, also if they have skipped it
-    since. `watch`: the timer at whose end the ranks that have not come are named; None after that. Of
-    several nodes, `begun` is True once other nodes are shown that ranks of this node have come, and
-    `overdue` once they are shown that these ranks wait.
+    `came`: the ranks that have planned the step again or requested a slot, also if they
+    have skipped it since. `watch`: the timer at whose end the ranks that have not come
+    are named; None after that. Of several nodes, `begun` is True once other nodes are
+    shown that ranks of this node have come, and `overdue` once they are shown that
+    these ranks wait.
 
-    `decision`: the last decision whether the step gets slots. `refusal`: the reason why the step was skipped, or "". `failure`: code and
-    reason, if the step failed before all ranks had sealed it. A job of one rank may try a step again, so its steps have neither.
+    `decision`: the last decision whether the step gets slots. `refusal`: the reason why
+    the step was skipped, or "". `failure`: code and reason, if the step failed before
+    all ranks had sealed it. A job of one rank may try a step again, so its steps have
+    neither.
     """
 
     key: Key
@@ -82,15 +97,23 @@ class Step:
     @property
     def filling(self) -> Snapshot | None:
         """The snapshot, if not all ranks have sealed it yet."""
-        return self.snapshot if self.snapshot is not None and self.snapshot.state is SnapshotState.FILLING else None
+        return (
+            self.snapshot
+            if self.snapshot is not None and self.snapshot.state is SnapshotState.FILLING
+            else None
+        )
 
     @property
     def incomplete(self) -> bool:
-        """True if not all ranks have sealed the step, whether or not a slot is granted for it."""
+        """True if not all ranks have sealed the step, whether or not a slot is granted
+        for it.
+        """
         return self.snapshot is None or self.filling is not None
 
     def absent(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of the `ranks` that have neither planned the step again nor requested a slot."""
+        """Return those of the `ranks` that have neither planned the step again nor
+        requested a slot.
+        """
         came = {*self.came, *self.slots.values()}  # an earlier daemon may have granted a slot
         return [rank for rank in ranks if rank not in came]
 
@@ -100,7 +123,9 @@ class Step:
 
     @property
     def idle(self) -> bool:
-        """True if the record has nothing but, at most, the reason why the step failed or was skipped."""
+        """True if the record has nothing but, at most, the reason why the step failed
+        or was skipped.
+        """
         deciding = self.decision is not None and not self.decision.task.done()
         return not (self.slots or self.reading or self.timer or deciding or self.snapshot)
 
@@ -110,13 +135,18 @@ class Step:
         self.kept.discard(rank)
 
     def keep_plan(self, rank: int) -> None:
-        """Record that a rank has requested a slot. It keeps its plan, unless it has said that it plans again."""
+        """Record that a rank has requested a slot.
+
+        It keeps its plan, unless it has said that it plans again.
+        """
         self.came.add(rank)
         if rank not in self.planned:
             self.kept.add(rank)
 
     def settle(self) -> None:
-        """Cancel the timer, and forget which ranks plan: they no longer wait for each other."""
+        """Cancel the timer, and forget which ranks plan: they no longer wait for each
+        other.
+        """
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -136,7 +166,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A step that could not be saved, with the reason. `step`: None if the step itself was wrong. `when`: Unix seconds."""
+    """A step that could not be saved, with the reason.
+
+    `step`: None if the step itself was wrong. `when`: Unix seconds.
+    """
 
     step: int | None
     reason: str
@@ -145,7 +178,9 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class EarlierAttempt:
-    """An earlier attempt of a job: its number, the number of its ranks, and those of them that were on this node."""
+    """An earlier attempt of a job: its number, the number of its ranks, and those of
+    them that were on this node.
+    """
 
     attempt: int = 0
     world_size: int = 0
@@ -154,30 +189,34 @@ class EarlierAttempt:
 
 @dataclass(slots=True)
 class Job:
-    """One job: its newest attempt, its ranks, its steps, and its checkpoints on storage.
+    """One job: its newest attempt, its ranks, its steps, and its checkpoints on
+    storage.
 
-    `attempt`: the newest attempt that has begun; no other attempt may seal. `world_size`: the
-    number of ranks in this attempt. `node`: the share of this node in the attempt, or None if all
-    ranks are on this node. `answer`: the last answer from the board in this attempt
-    (`shared/wire/board.py`). `earlier`: the attempt before this one that began on this node.
-    `abandoned`: by tag, the tries of older attempts that are abandoned.
+    `attempt`: the newest attempt that has begun; no other attempt may seal.
+    `world_size`: the number of ranks in this attempt. `node`: the share of this node in
+    the attempt, or None if all ranks are on this node. `answer`: the last answer from
+    the board in this attempt (`shared/wire/board.py`). `earlier`: the attempt before
+    this one that began on this node. `abandoned`: by tag, the tries of older attempts
+    that are abandoned.
 
-    `steps`: one record for each step; use `step` to make one. `sealed`: the newest snapshot that
-    all ranks have sealed, whether or not it still exists. `stuck`: the incomplete snapshot that a
-    rank has waited for in vain; the next ranks do not wait for it again. `moved` is set when a slot
-    becomes free, when the ranks stop waiting for a step, and when a rank leaves. `begin_lock`: held
-    while an attempt begins.
+    `steps`: one record for each step; use `step` to make one. `sealed`: the newest
+    snapshot that all ranks have sealed, whether or not it still exists. `stuck`: the
+    incomplete snapshot that a rank has waited for in vain; the next ranks do not wait
+    for it again. `moved` is set when a slot becomes free, when the ranks stop waiting
+    for a step, and when a rank leaves. `begin_lock`: held while an attempt begins.
 
-    `uncommitted`: tags without a manifest at the last scan. `damaged`: tags whose manifest could
-    not be read, with the reason. `newer`: tags whose manifest a newer ckptd has written, with the
-    error. `guards`: tags that have a feature for deleters that this version does not know, with
-    that feature. `retiring`: tags that are being deleted. `seq`: the highest `seq` of a checkpoint.
-    `policies`: the policies of the last retention. None before this daemon's first commit in the
-    job, and while one of the policies cannot choose. `announced`: a sentence about the deletion
-    that the next commit will bring, or about the reason why retention deletes nothing, or "".
-    `last_failure`: the last step that failed since this daemon started, or None. `stored`: the
-    parts of the last save, by rank, if this daemon has written them. `in_root`: with a stage, the
-    checkpoints in the root, as far as they are known; `checkpoints` are then those of the stage.
+    `uncommitted`: tags without a manifest at the last scan. `damaged`: tags whose
+    manifest could not be read, with the reason. `newer`: tags whose manifest a newer
+    ckptd has written, with the error. `guards`: tags that have a feature for deleters
+    that this version does not know, with that feature. `retiring`: tags that are being
+    deleted. `seq`: the highest `seq` of a checkpoint. `policies`: the policies of the
+    last retention. None before this daemon's first commit in the job, and while one of
+    the policies cannot choose. `announced`: a sentence about the deletion that the next
+    commit will bring, or about the reason why retention deletes nothing, or "".
+    `last_failure`: the last step that failed since this daemon started, or None.
+    `stored`: the parts of the last save, by rank, if this daemon has written them.
+    `in_root`: with a stage, the checkpoints in the root, as far as they are known;
+    `checkpoints` are then those of the stage.
     """
 
     name: str
@@ -214,15 +253,24 @@ class Job:
     # -- steps
 
     def step(self, key: Key) -> Step:
-        """Return the record of a step, which is made if there is none. After an `await` it must be looked up again."""
+        """Return the record of a step, which is made if there is none.
+
+        After an `await` it must be looked up again.
+        """
         return self.steps.setdefault(key, Step(key))
 
     def step_in(self, segment: str) -> Step | None:
-        """Return the step for which a segment was granted, whether it is sealed or not. Return None if the segment is free."""
+        """Return the step for which a segment was granted, whether it is sealed or not.
+
+        Return None if the segment is free.
+        """
         return next((step for step in self.steps.values() if segment in step.slots), None)
 
     def occupy(self, segment: str, rank: int, key: Key) -> Step:
-        """Give a segment to a step, and return the step. If another step had the segment, it has it no longer."""
+        """Give a segment to a step, and return the step.
+
+        If another step had the segment, it has it no longer.
+        """
         before = self.step_in(segment)
         if before is not None:
             del before.slots[segment]
@@ -231,10 +279,16 @@ class Job:
         return step
 
     def tidy(self) -> None:
-        """Drop the records that nothing needs. Of the steps that failed or were skipped, the last ones are kept for late ranks."""
+        """Drop the records that nothing needs.
+
+        Of the steps that failed or were skipped, the last ones are kept for late ranks.
+        """
         idle = [step for step in self.steps.values() if step.idle]
         told = [step for step in idle if step.failure or step.refusal]
-        for step in [*(step for step in idle if not (step.failure or step.refusal)), *told[:-_REMEMBERED]]:
+        for step in [
+            *(step for step in idle if not (step.failure or step.refusal)),
+            *told[:-_REMEMBERED],
+        ]:
             del self.steps[step.key]
 
     @property
@@ -252,33 +306,53 @@ class Job:
         return max(self.live_checkpoints(), key=lambda c: c.order, default=None)
 
     def durable_checkpoints(self) -> list[StoredCheckpoint]:
-        """Return the checkpoints on storage. With a stage, these are those of the stage and those in the root."""
-        return [*self.live_checkpoints(), *(c for c in self.in_root.values() if c.tag not in self.checkpoints)]
+        """Return the checkpoints on storage.
+
+        With a stage, these are those of the stage and those in the root.
+        """
+        return [
+            *self.live_checkpoints(),
+            *(c for c in self.in_root.values() if c.tag not in self.checkpoints),
+        ]
 
     def newest_durable(self, but: Collection[str] = ()) -> StoredCheckpoint | None:
         """Return the newest of the durable checkpoints whose tags are not in `but`."""
-        return max((c for c in self.durable_checkpoints() if c.tag not in but), key=lambda c: c.order, default=None)
+        return max(
+            (c for c in self.durable_checkpoints() if c.tag not in but),
+            key=lambda c: c.order,
+            default=None,
+        )
 
     def room_for(self, free: int | None) -> int | None:
-        """Return how many more checkpoints fit into `free` bytes if each needs as much as the newest, or None if either is unknown."""
+        """Return how many more checkpoints fit into `free` bytes if each needs as much
+        as the newest, or None if either is unknown.
+        """
         newest = self.newest_checkpoint()
         if free is None or newest is None:
             return None
-        links = any(part.attempt == newest.attempt for part in self.stored.values())  # otherwise the next checkpoint stores every chunk
+        # Otherwise the next checkpoint stores every chunk.
+        links = any(part.attempt == newest.attempt for part in self.stored.values())
         return free // max(newest.new_bytes if links else newest.nbytes, 1)
 
     def live_checkpoints(self) -> list[StoredCheckpoint]:
         return [c for c in self.checkpoints.values() if c.tag not in self.retiring]
 
     def newest_in_memory(self) -> Snapshot | None:
-        return max((s for s in self.snapshots if s.in_memory and not self.is_dead(s)), key=lambda s: s.key, default=None)
+        return max(
+            (s for s in self.snapshots if s.in_memory and not self.is_dead(s)),
+            key=lambda s: s.key,
+            default=None,
+        )
 
     def unreadable_beyond(self, best: Key, step: int | None) -> str:
-        """Return the reason why `best` may not be recovered, or "". The reason is a later checkpoint that a newer ckptd has written.
+        """Return the reason why `best` may not be recovered, or "".
 
-        best: (attempt, step) of the best candidate, with step -1 if it has none, or (0, -1) if there is no candidate. step: the step that
-        the caller wants, or None for the newest. A user's own tag does not tell its step, so its checkpoint counts as the latest of its
-        attempt.
+        The reason is a later checkpoint that a newer ckptd has written.
+
+        best: (attempt, step) of the best candidate, with step -1 if it has none, or (0,
+        -1) if there is no candidate. step: the step that the caller wants, or None for
+        the newest. A user's own tag does not tell its step, so its checkpoint counts as
+        the latest of its attempt.
         """
         for tag, why in sorted(self.newer.items(), reverse=True):
             parsed = names.parse_tag_directory(tag)
@@ -286,13 +360,16 @@ class Job:
             its = (parsed[2], math.inf if parsed[1] is None else parsed[1])
             if (step is None or parsed[1] in (None, step)) and its > best:
                 return (
-                    f"checkpoint {self.name}/{tag} is newer than every checkpoint that this ckptd can read: {why}; "
+                    f"checkpoint {self.name}/{tag} is newer than every checkpoint that this ckptd "
+                    f"can read: {why}; "
                     "or recover an older one with step="
                 )
         return ""
 
     def abandoned_beyond(self, best: Key) -> list[Abandonment]:
-        """Return an abandoned try of each later step than `best`: the first one, if a step has several."""
+        """Return an abandoned try of each later step than `best`: the first one, if a
+        step has several.
+        """
         found: dict[Key, Abandonment] = {}
         for _, one in sorted(self.abandoned.items()):
             if (one.attempt, one.step) > best:
@@ -301,12 +378,16 @@ class Job:
 
     @property
     def guard(self) -> str:
-        """The reason why nothing may be deleted in this job, or "". A newer ckptd may have made checkpoints that need others."""
+        """The reason why nothing may be deleted in this job, or "".
+
+        A newer ckptd may have made checkpoints that need others.
+        """
         if not self.guards:
             return ""
         tag, feature = min(self.guards.items())
         return (
-            f"nothing is deleted in job {self.name!r}, because {tag} has the feature {feature!r} for deleters, which this ckptd does "
+            f"nothing is deleted in job {self.name!r}, because {tag} has the feature {feature!r} "
+            f"for deleters, which this ckptd does "
             "not know: upgrade it"
         )
 
@@ -326,31 +407,45 @@ class Job:
     def releasable(self) -> list[Snapshot]:
         """Return the settled snapshots whose slots may be reused.
 
-        These are the snapshots before the newest one in memory, and durable snapshots that a rank has detached from. Return none while no
-        complete snapshot is in memory.
+        These are the snapshots before the newest one in memory, and durable snapshots
+        that a rank has detached from. Return none while no complete snapshot is in
+        memory.
         """
         newest = self.newest_in_memory()
-        return [s for s in self.snapshots if self.is_settled(s) and (self.is_dead(s) or self._is_done(s, newest))]
+        return [
+            s
+            for s in self.snapshots
+            if self.is_settled(s) and (self.is_dead(s) or self._is_done(s, newest))
+        ]
 
     def _is_done(self, snapshot: Snapshot, newest: Snapshot | None) -> bool:
         if newest is None:
             return False
-        return self.is_replaced(snapshot, newest) or (snapshot.unwanted and snapshot.state is SnapshotState.DURABLE)
+        return self.is_replaced(snapshot, newest) or (
+            snapshot.unwanted and snapshot.state is SnapshotState.DURABLE
+        )
 
     def is_replaced(self, snapshot: Snapshot, newest: Snapshot) -> bool:
-        """Return True if a newer snapshot makes this one needless. `newest`: the newest one in memory.
+        """Return True if a newer snapshot makes this one needless.
 
-        On several nodes, a snapshot that is not delivered is needed until all nodes hold a newer one, or a newer one is durable. Otherwise
-        a node could die before it seals the newer one, and no step would be left that all nodes hold.
+        `newest`: the newest one in memory.
+
+        On several nodes, a snapshot that is not delivered is needed until all nodes
+        hold a newer one, or a newer one is durable. Otherwise a node could die before
+        it seals the newer one, and no step would be left that all nodes hold.
         """
         if snapshot.node is None or snapshot.state is SnapshotState.DURABLE or snapshot.delivered:
             return snapshot.key < newest.key
         if any(checkpoint.order[:2] > snapshot.key for checkpoint in self.durable_checkpoints()):
             return True
-        return snapshot.attempt == self.attempt and any(snapshot.step < step for step in self.answer.common)
+        return snapshot.attempt == self.attempt and any(
+            snapshot.step < step for step in self.answer.common
+        )
 
     def is_settled(self, snapshot: Snapshot) -> bool:
-        """Return True if nothing reads the snapshot's slots, and no save of it is running or still to come."""
+        """Return True if nothing reads the snapshot's slots, and no save of it is
+        running or still to come.
+        """
         if snapshot.holds:
             return False
         if snapshot.state in (SnapshotState.DURABLE, SnapshotState.FAILED):
@@ -358,16 +453,21 @@ class Job:
         return snapshot.state is SnapshotState.SEALED and not snapshot.persist
 
     def owed(self) -> list[Snapshot]:
-        """Return the snapshots to save when the trainer is gone: those of `unsaved` that are not being saved."""
-        return [s for s in self.unsaved() if s.state in (SnapshotState.SEALED, SnapshotState.FAILED)]
+        """Return the snapshots to save when the trainer is gone: those of `unsaved`
+        that are not being saved.
+        """
+        return [
+            s for s in self.unsaved() if s.state in (SnapshotState.SEALED, SnapshotState.FAILED)
+        ]
 
     def unsaved(self) -> list[Snapshot]:
         """Return the snapshots that are needed and are in memory only.
 
-        This is the newest snapshot in memory, unless it is durable. If the job is on several nodes,
-        another node may not have sealed the newest step. Each node therefore saves all steps that
-        it holds and that are newer than the newest durable step, except the steps that it has
-        delivered and those that are known to be dead.
+        This is the newest snapshot in memory, unless it is durable. If the job is on
+        several nodes, another node may not have sealed the newest step. Each node
+        therefore saves all steps that it holds and that are newer than the newest
+        durable step, except the steps that it has delivered and those that are known to
+        be dead.
         """
         newest, saved = self.newest_in_memory(), self.newest_durable()
         if newest is None:
@@ -381,19 +481,24 @@ class Job:
                 for s in sorted(self.snapshots, key=lambda s: s.key)
                 if s.in_memory and s.key > floor and not (s.delivered or self.is_dead(s))
             ]
-        return [s for s in found if s.state is not SnapshotState.DURABLE and not self.is_durable(*s.key)]
+        return [
+            s for s in found if s.state is not SnapshotState.DURABLE and not self.is_durable(*s.key)
+        ]
 
     def may_save(self, snapshot: Snapshot) -> bool:
-        """Return True if a sealed snapshot of several nodes may be written: all nodes hold it, or its trainers are not all here any more.
+        """Return True if a sealed snapshot of several nodes may be written: all nodes
+        hold it, or its trainers are not all here any more.
 
-        The trainers carry the board. Without them, each node saves all it holds. Raises the reason if another node will never seal the
-        step.
+        The trainers carry the board. Without them, each node saves all it holds. Raises
+        the reason if another node will never seal the step.
         """
         if snapshot.attempt < self.attempt:
             return True
         if (dead := self.answer.dead.get(snapshot.step)) is not None:
             raise from_wire(*dead)
-        return snapshot.step in self.answer.common or any(not self.ranks.has(snapshot.attempt, rank) for rank in snapshot.ranks)
+        return snapshot.step in self.answer.common or any(
+            not self.ranks.has(snapshot.attempt, rank) for rank in snapshot.ranks
+        )
 
     def is_dead(self, snapshot: Snapshot) -> bool:
         """Return True if another node will never seal this step."""

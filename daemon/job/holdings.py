@@ -1,4 +1,6 @@
-"""Decides what this node shows on the board, and what follows from the answer that it finds there: pure functions, as in `decisions.py`."""
+"""Decides what this node shows on the board, and what follows from the answer that it
+finds there: pure functions, as in `decisions.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +17,46 @@ _MOST_REASONS = 8
 
 
 def holding(job: Job, host: str) -> Holding:
-    """Return what this node holds of the newest attempt, for the board. `host` is the name of the node, for messages."""
-    mine = sorted((step for step in job.steps.values() if step.attempt == job.attempt), key=lambda step: step.number)
-    held = [s.number for s in mine if s.snapshot is not None and s.snapshot.in_memory and s.snapshot.checked]
+    """Return what this node holds of the newest attempt, for the board.
+
+    `host` is the name of the node, for messages.
+    """
+    mine = sorted(
+        (step for step in job.steps.values() if step.attempt == job.attempt),
+        key=lambda step: step.number,
+    )
+    held = [
+        s.number
+        for s in mine
+        if s.snapshot is not None and s.snapshot.in_memory and s.snapshot.checked
+    ]
     told = [s for s in mine if s.failure is not None or s.refusal]
     rest = [s for s in mine if s.number not in held and s not in told]
     open_ = [s for s in rest if not s.idle and not _has_failed(s)]
-    seen = max([s.number for s in mine] + [job.sealed[1] if job.sealed[0] == job.attempt else -1], default=-1)
+    seen = max(
+        [s.number for s in mine] + [job.sealed[1] if job.sealed[0] == job.attempt else -1],
+        default=-1,
+    )
     return Holding(
         held=held[-MOST_STEPS:],
         done=open_[0].number - 1 if open_ else seen,
-        durable=max((c.step for c in job.durable_checkpoints() if c.attempt == job.attempt and c.step is not None), default=-1),
+        durable=max(
+            (
+                c.step
+                for c in job.durable_checkpoints()
+                if c.attempt == job.attempt and c.step is not None
+            ),
+            default=-1,
+        ),
         failed={s.number: _failure(s, host) for s in told[-_MOST_REASONS:]},
         ranks=list(job.ranks_here),
         begun={s.number: s.absent(job.ranks_here) for s in open_[-MOST_STEPS:] if s.begun},
         overdue=[s.number for s in mine if s.overdue and is_open(job, s)][-MOST_STEPS:],
-        replicas={number: found for number in held[-MOST_STEPS:] if (found := _briefs(job.step((job.attempt, number)).snapshot))},
+        replicas={
+            number: found
+            for number in held[-MOST_STEPS:]
+            if (found := _briefs(job.step((job.attempt, number)).snapshot))
+        },
     )
 
 
@@ -42,7 +68,9 @@ def _briefs(snapshot: Snapshot | None) -> list[Brief]:
     if snapshot is None:
         return []
     if snapshot.briefs is None:
-        snapshot.briefs = briefs(of_node({rank: seal.replicas for rank, seal in snapshot.seals.items()}))
+        snapshot.briefs = briefs(
+            of_node({rank: seal.replicas for rank, seal in snapshot.seals.items()})
+        )
     return snapshot.briefs
 
 
@@ -51,12 +79,17 @@ def _has_failed(step: Step) -> bool:
 
 
 def _failure(step: Step, host: str) -> tuple[str, str]:
-    code, reason = step.failure or (SnapshotFailed.code, f"step {step.number} is skipped: {step.refusal}")
+    code, reason = step.failure or (
+        SnapshotFailed.code,
+        f"step {step.number} is skipped: {step.refusal}",
+    )
     return code[:64], f"{reason} (on {host})"[:MOST_TEXT]
 
 
 def is_open(job: Job, step: Step) -> bool:
-    """Return True if ranks may still be waited for in a step that ranks of this node have come to."""
+    """Return True if ranks may still be waited for in a step that ranks of this node
+    have come to.
+    """
     if step.failure is not None or step.refusal or step.idle or _has_failed(step):
         return False
     answered = step.number in job.answer.common or step.number in job.answer.dead
@@ -64,7 +97,8 @@ def is_open(job: Job, step: Step) -> bool:
 
 
 def missing(job: Job, before: Answer) -> list[d.Action]:
-    """Tell the ranks which ranks of all nodes have not come to a step, by the answer from the board.
+    """Tell the ranks which ranks of all nodes have not come to a step, by the answer
+    from the board.
 
     before: the answer before that one. The ranks have been told of its steps.
     """
@@ -76,17 +110,30 @@ def missing(job: Job, before: Answer) -> list[d.Action]:
 
 
 def heard(job: Job) -> list[d.Action]:
-    """Fail the steps that are dead by the last answer from the board, and release the snapshots that it makes needless.
+    """Fail the steps that are dead by the last answer from the board, and release the
+    snapshots that it makes needless.
 
-    A snapshot whose save waits for the board is left to the saver, which reads the same answer.
+    A snapshot whose save waits for the board is left to the saver, which reads the same
+    answer.
     """
     actions: list[d.Action] = []
-    for step in [s for s in job.steps.values() if s.attempt == job.attempt and s.number in job.answer.dead]:
+    for step in [
+        s for s in job.steps.values() if s.attempt == job.attempt and s.number in job.answer.dead
+    ]:
         error = from_wire(*job.answer.dead[step.number])
         snapshot = step.snapshot
         if step.incomplete:
             actions += d.fail(step, error)
-        elif snapshot is not None and snapshot.state is SnapshotState.SEALED and not snapshot.persist:
-            message = Progress(re=0, attempt=step.attempt, step=step.number, state="failed", reason=str(error), code=error.code)
+        elif (
+            snapshot is not None and snapshot.state is SnapshotState.SEALED and not snapshot.persist
+        ):
+            message = Progress(
+                re=0,
+                attempt=step.attempt,
+                step=step.number,
+                state="failed",
+                reason=str(error),
+                code=error.code,
+            )
             actions += [d.Fail(step.key, error.code, str(error)), d.Tell(message)]
     return actions

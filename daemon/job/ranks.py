@@ -1,6 +1,8 @@
-"""Follows which ranks of a job are here and which have left, and sends them the daemon's news.
+"""Follows which ranks of a job are here and which have left, and sends them the
+daemon's news.
 
-A rank owns slots from its first request to the end of its process, so it outlives its connection. This module does no I/O of its own.
+A rank owns slots from its first request to the end of its process, so it outlives its
+connection. This module does no I/O of its own.
 """
 
 from __future__ import annotations
@@ -16,9 +18,13 @@ from ckptd.shared.wire.messages import News, Uploads
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The process of a rank. Each field has its default if it is not known, as after a restart of the daemon until the rank reconnects.
+    """The process of a rank.
 
-    `started`: when it started, in Unix seconds. `run`: an id that the workers of one launch share, even after they were started again.
+    Each field has its default if it is not known, as after a restart of the daemon
+    until the rank reconnects.
+
+    `started`: when it started, in Unix seconds. `run`: an id that the workers of one
+    launch share, even after they were started again.
     """
 
     pid: int = 0
@@ -35,9 +41,12 @@ NOT_KNOWN = Process()
 
 @dataclass(slots=True, eq=False)
 class Owner:
-    """A rank of one attempt of a job, which owns slots. `notify` is None while its connection is lost.
+    """A rank of one attempt of a job, which owns slots.
 
-    `shown`: what this node holds, as it was last sent to the rank for the board. `uploads`: the uploads that it was last told of.
+    `notify` is None while its connection is lost.
+
+    `shown`: what this node holds, as it was last sent to the rank for the board.
+    `uploads`: the uploads that it was last told of.
     """
 
     job: str
@@ -56,10 +65,14 @@ class Owner:
 
 @dataclass(slots=True)
 class Ranks:
-    """The ranks of one job. `owners` has the ranks of the newest attempt that have begun and not left.
+    """The ranks of one job.
 
-    `gone` has the ranks of the newest attempt that have left, each with "ended" or "closed"; it stays empty in a job of one rank. `former`
-    has the owners of earlier attempts: as long as they are connected, they may wait for the snapshots that they left.
+    `owners` has the ranks of the newest attempt that have begun and not left.
+
+    `gone` has the ranks of the newest attempt that have left, each with "ended" or
+    "closed"; it stays empty in a job of one rank. `former` has the owners of earlier
+    attempts: as long as they are connected, they may wait for the snapshots that they
+    left.
     """
 
     owners: dict[int, Owner] = field(default_factory=dict)
@@ -67,23 +80,32 @@ class Ranks:
     former: list[Owner] = field(default_factory=list)
 
     def join(self, owner: Owner) -> None:
-        """Add a rank of the newest attempt, in place of an earlier owner of the same rank."""
+        """Add a rank of the newest attempt, in place of an earlier owner of the same
+        rank.
+        """
         self.owners[owner.rank] = owner
         self.gone.pop(owner.rank, None)
 
     def remove(self, owner: Owner) -> None:
-        """Remove an owner, whose slots then belong to nobody. Does nothing if another owner has taken its place."""
+        """Remove an owner, whose slots then belong to nobody.
+
+        Does nothing if another owner has taken its place.
+        """
         if self.is_here(owner):
             del self.owners[owner.rank]
 
     def leave(self, owner: Owner, how: str) -> None:
-        """Remove an owner of the newest attempt, and record how its rank has left: "ended" or "closed"."""
+        """Remove an owner of the newest attempt, and record how its rank has left:
+        "ended" or "closed".
+        """
         self.remove(owner)
         if owner.world_size > 1 and owner.rank not in self.owners:
             self.gone[owner.rank] = how
 
     def retire(self, attempt: int) -> list[Owner]:
-        """Move the owners of all attempts before `attempt` to `former`, and return them."""
+        """Move the owners of all attempts before `attempt` to `former`, and return
+        them.
+        """
         retired = [owner for owner in self.owners.values() if owner.attempt < attempt]
         for owner in retired:
             del self.owners[owner.rank]
@@ -97,11 +119,15 @@ class Ranks:
         return owner is not None and owner.attempt == attempt
 
     def is_here(self, owner: Owner) -> bool:
-        """Return True if this owner has not left and no later connection of its rank has replaced it."""
+        """Return True if this owner has not left and no later connection of its rank
+        has replaced it.
+        """
         return self.owners.get(owner.rank) is owner
 
     def others(self, process: Process) -> list[Owner]:
-        """Return the owners if they belong to another run than `process`, in the order of their ranks, and otherwise no owner."""
+        """Return the owners if they belong to another run than `process`, in the order
+        of their ranks, and otherwise no owner.
+        """
         here = [self.owners[rank] for rank in sorted(self.owners)]
         return [] if any(owner.process.belongs_with(process) for owner in here) else here
 
@@ -114,10 +140,16 @@ class Ranks:
 
 
 def processes(owners: Sequence[Owner]) -> str:
-    """Return a phrase that names the processes of the owners, and since when the oldest of them runs."""
+    """Return a phrase that names the processes of the owners, and since when the oldest
+    of them runs.
+    """
     pids = sorted({owner.process.pid for owner in owners} - {0})
     if not pids:
-        return "a process that this daemon cannot see, or that has not reconnected since the daemon started"
+        return (
+            "a process that this daemon cannot see, or that has not reconnected since the "
+            "daemon "
+            "started"
+        )
     shown = some_text(pids, 4)
     started = min((owner.process.started for owner in owners if owner.process.started), default=0.0)
     since = time.strftime(" since %Y-%m-%d %H:%M:%S UTC", time.gmtime(started)) if started else ""

@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class SaveProgress:
-    """The progress of one save. `total`: bytes of the slots of all ranks. `begun`: when the save began, in seconds of a monotonic clock."""
+    """The progress of one save.
+
+    `total`: bytes of the slots of all ranks. `begun`: when the save began, in seconds
+    of a monotonic clock.
+    """
 
     total: int
     begun: float
@@ -21,7 +25,9 @@ class SaveProgress:
         self._done[rank] += nbytes
 
     def report(self, now: float) -> dict[str, float | int | None]:
-        """Return the bytes that are done and in all, the bytes per second, and the seconds left. The last two are None at the start."""
+        """Return the bytes that are done and in all, the bytes per second, and the
+        seconds left. The last two are None at the start.
+        """
         done = min(sum(self._done.values()), self.total)
         rate = done / max(now - self.begun, 1e-6)
         return {

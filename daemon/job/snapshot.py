@@ -1,6 +1,8 @@
-"""A snapshot in memory: the seals of the ranks of this node, its state, and the slots that hold it.
+"""A snapshot in memory: the seals of the ranks of this node, its state, and the slots
+that hold it.
 
-This module does no I/O. A snapshot is known by its `Key`, and ordered by it, never by a clock.
+This module does no I/O. A snapshot is known by its `Key`, and ordered by it, never by a
+clock.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class SlotContents:
-    """Holds the plan in the slot of one rank, with its signature. `tensors`: the names of the tensors that its values name."""
+    """Holds the plan in the slot of one rank, with its signature.
+
+    `tensors`: the names of the tensors that its values name.
+    """
 
     signature: bytes
     plan: Plan
@@ -39,12 +44,13 @@ class SlotContents:
 class RankSeal:
     """The share of one rank in a snapshot, and the slot that holds this share.
 
-    `generation`: the generation of the slot at the seal. `checks`: the checksum of each chunk of
-    the slot, or None until they have been computed. `training_held`: seconds for which the snapshot
-    held the training of this rank, or 0.0 if the rank has not said so. `cost`: what an earlier
-    snapshot has cost the training of this rank, or None. `node`: the share of this node, as the
-    rank has sent it. `replicas`: digests of the tensors that other ranks hold, too. `contents`: what
-    the slot describes, or None once the ranks of this node have been compared.
+    `generation`: the generation of the slot at the seal. `checks`: the checksum of each
+    chunk of the slot, or None until they have been computed. `training_held`: seconds
+    for which the snapshot held the training of this rank, or 0.0 if the rank has not
+    said so. `cost`: what an earlier snapshot has cost the training of this rank, or
+    None. `node`: the share of this node, as the rank has sent it. `replicas`: digests
+    of the tensors that other ranks hold, too. `contents`: what the slot describes, or
+    None once the ranks of this node have been compared.
     """
 
     rank: int
@@ -65,9 +71,11 @@ class RankSeal:
 class Snapshot:
     """The state of all ranks of this node at one step of one attempt, in memory.
 
-    `tag`: the name of the directory, for the first try. `persist`: True if it is to be saved. `reason` and `code`: message and error code
-    of its last failure, or "". `holds`: how many times `held` is in use now. `node`: the share of this node, or None if it has all ranks of
-    the job. `directory`: the name of the directory of the last try.
+    `tag`: the name of the directory, for the first try. `persist`: True if it is to be
+    saved. `reason` and `code`: message and error code of its last failure, or "".
+    `holds`: how many times `held` is in use now. `node`: the share of this node, or
+    None if it has all ranks of the job. `directory`: the name of the directory of the
+    last try.
     """
 
     job: str
@@ -82,9 +90,13 @@ class Snapshot:
     code: str = ""
     holds: int = 0
     progress: SaveProgress | None = None
-    """The share of the save that is done, as SaveProgress; None before the save writes its first part."""
+    """The share of the save that is done, as SaveProgress; None before the save writes
+    its first part.
+    """
     unwanted: bool = False
-    """True once a rank has detached: the slots are then free as soon as the snapshot is durable."""
+    """True once a rank has detached: the slots are then free as soon as the snapshot is
+    durable.
+    """
     node: Membership | None = None
     directory: str = ""
     delivered: bool = False
@@ -92,9 +104,13 @@ class Snapshot:
     abandoned: int = 0
     """The number of its tries that were abandoned."""
     unasked: bool = False
-    """True if no rank has requested the save: its trainer was gone, or the daemon was stopping."""
+    """True if no rank has requested the save: its trainer was gone, or the daemon was
+    stopping.
+    """
     counted: str = ""
-    """The counter that this snapshot is in, "persisted" or "failed", or "" if its save has not ended yet."""
+    """The counter that this snapshot is in, "persisted" or "failed", or "" if its save
+    has not ended yet.
+    """
 
     briefs: list[Brief] | None = None
     """The briefs of the replica groups for the board, or None until they are needed."""
@@ -107,7 +123,10 @@ class Snapshot:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Context manager. While it is held, the slots of the snapshot are being read and are not reused."""
+        """Context manager.
+
+        While it is held, the slots of the snapshot are being read and are not reused.
+        """
         self.holds += 1
         try:
             yield
@@ -143,10 +162,17 @@ class Snapshot:
         return self.complete and self.state not in (SnapshotState.RELEASED, SnapshotState.FILLING)
 
     def move(self, event: Event) -> None:
-        """Change the state as `lifecycle` says. Raises IllegalStep, and changes nothing, if the event cannot follow the state."""
+        """Change the state as `lifecycle` says.
+
+        Raises IllegalStep, and changes nothing, if the event cannot follow the state.
+        """
         after = lifecycle.step(self.state, event)
         log.debug("snapshot %s/%s: %s -> %s", self.job, self.tag, self.state.value, after.value)
         self.state = after
 
     def __repr__(self) -> str:
-        return f"<Snapshot {self.job}/{self.tag} {self.state.value} {len(self.seals)}/{self.world_size}>"
+        return (
+            f"<Snapshot {self.job}/{self.tag} "
+            f"{self.state.value} "
+            f"{len(self.seals)}/{self.world_size}>"
+        )

@@ -13,9 +13,11 @@ from ckptd.shared.retention import Policy, understood
 class StoredCheckpoint:
     """A committed checkpoint, as its manifest describes it.
 
-    `step`: None if it was saved without a step. `user_tag`: True if the user chose the tag. `created`: Unix seconds by the trainer's clock,
-    NaN if unknown. `retention`: the policies of the job itself, None if the manifest has none. `new_bytes`: the bytes of its files that no
-    older checkpoint has, 0 if unknown. `files`: its part files and its metadata object.
+    `step`: None if it was saved without a step. `user_tag`: True if the user chose the
+    tag. `created`: Unix seconds by the trainer's clock, NaN if unknown. `retention`:
+    the policies of the job itself, None if the manifest has none. `new_bytes`: the
+    bytes of its files that no older checkpoint has, 0 if unknown. `files`: its part
+    files and its metadata object.
     """
 
     job: str
@@ -34,8 +36,8 @@ class StoredCheckpoint:
     @classmethod
     def of(cls, manifest: Manifest, *, user_tag: bool) -> StoredCheckpoint:
         return cls(
-            manifest.job, manifest.tag, manifest.attempt, manifest.step, manifest.seq, manifest.nbytes,
-            tuple(manifest.files), user_tag, manifest.created_at, manifest.numbers,
+            manifest.job, manifest.tag, manifest.attempt, manifest.step, manifest.seq,
+            manifest.nbytes, tuple(manifest.files), user_tag, manifest.created_at, manifest.numbers,
             understood(manifest.retention) if manifest.retention else None, manifest.new_bytes,
         )  # fmt: skip
 

@@ -1,7 +1,8 @@
-"""Creates, drops and sets aside the files in the journal's directory, and keeps a spare file (FORMAT.md, section 7).
+"""Creates, drops and sets aside the files in the journal's directory, and keeps a spare
+file (FORMAT.md, section 7).
 
-The spare is an allocated file that is kept in reserve, so that a new journal file can be written on a full disk. `journal.py` decides on
-the content of the files.
+The spare is an allocated file that is kept in reserve, so that a new journal file can
+be written on a full disk. `journal.py` decides on the content of the files.
 """
 
 from __future__ import annotations
@@ -23,14 +24,21 @@ SPARE = names.JOURNAL_SPARE
 
 
 class JournalDirectory:
-    """The directory of one journal, given as an open descriptor. Only one thread at a time may use it. All methods raise OSError."""
+    """The directory of one journal, given as an open descriptor.
+
+    Only one thread at a time may use it. All methods raise OSError.
+    """
 
     def __init__(self, fs: FileSystem, directory: int) -> None:
         self._fs, self._directory = fs, directory
 
     def numbers(self) -> list[int]:
         """Return the numbers of all journal files in ascending order."""
-        return sorted(n for name, _ in self._fs.entries(self._directory) if (n := names.parse_journal_file(name)) is not None)
+        return sorted(
+            n
+            for name, _ in self._fs.entries(self._directory)
+            if (n := names.parse_journal_file(name)) is not None
+        )
 
     # -- the spare file, and files that are not needed any more
 
@@ -41,44 +49,62 @@ class JournalDirectory:
     def _fits(self, name: str) -> bool:
         """Return True if the file is fit to be the spare.
 
-        It must be a regular file of `FILE_SIZE` bytes, and belong to the daemon's user or to the owner of the directory. It must have no
-        second name, because it might be in use under that name.
+        It must be a regular file of `FILE_SIZE` bytes, and belong to the daemon's user
+        or to the owner of the directory. It must have no second name, because it might
+        be in use under that name.
         """
         try:
             found = self._fs.stat(name, self._directory)
         except FileNotFoundError:
             return False
         owners = (os.geteuid(), os.fstat(self._directory).st_uid)
-        return stat.S_ISREG(found.st_mode) and found.st_size == jf.FILE_SIZE and found.st_nlink == 1 and found.st_uid in owners
+        return (
+            stat.S_ISREG(found.st_mode)
+            and found.st_size == jf.FILE_SIZE
+            and found.st_nlink == 1
+            and found.st_uid in owners
+        )
 
     def drop(self, name: str) -> bool:
-        """Take away a file that is no longer needed: make it the spare if there is none and it is fit, otherwise delete it.
+        """Take away a file that is no longer needed: make it the spare if there is none
+        and it is fit, otherwise delete it.
 
-        Return False if the name belongs to a directory: ckptd did not make the directory, and it stays. The caller syncs the journal's
-        directory.
+        Return False if the name belongs to a directory: ckptd did not make the
+        directory, and it stays. The caller syncs the journal's directory.
         """
         if self._fits(name) and not self.has_spare:
             try:
                 self._fs.rename(name, SPARE, self._directory, replace=True)
                 return True
             except IsADirectoryError:
-                pass  # a directory that ckptd did not make has the name of the spare: the journal works without a spare
+                # A directory that ckptd did not make has the name of the spare: the
+                # journal works without a spare.
+                pass
         try:
             self.delete(name)
         except IsADirectoryError:
-            log.warning("%s in the journal's directory is a directory that ckptd did not make: it is left alone", name)
+            log.warning(
+                "%s in the journal's directory is a directory that ckptd did not make: it is left "
+                "alone",
+                name,
+            )
             return False
         return True
 
     def drop_before(self, number: int) -> None:
-        """Drop all journal files with lower numbers. File `number` must hold the whole state durably."""
+        """Drop all journal files with lower numbers.
+
+        File `number` must hold the whole state durably.
+        """
         dropped = False
         for old, _ in self._fs.entries(self._directory):
             parsed = names.parse_journal_file(old.removesuffix(TMP_SUFFIX))
             if parsed is not None and parsed < number:
                 dropped = self.drop(old) or dropped
         if dropped:
-            self._fs.sync_directory(self._directory)  # otherwise each power cut could bring dropped files back, and they would pile up
+            # Otherwise each power cut could bring dropped files back, and they would
+            # pile up.
+            self._fs.sync_directory(self._directory)
 
     def delete(self, name: str) -> None:
         """Delete a file. Do nothing if it does not exist."""
@@ -88,18 +114,26 @@ class JournalDirectory:
             pass
 
     def make_spare(self) -> None:
-        """Create the spare if there is none. A failure is only logged, because the journal works without a spare."""
+        """Create the spare if there is none.
+
+        A failure is only logged, because the journal works without a spare.
+        """
         if self.has_spare:
             return
         temporary = SPARE + TMP_SUFFIX
         try:
             self.delete(temporary)
-            self._fs.close(self._fill(self._fs.create(temporary, self._directory, mode=0o600), b"", allocate=True))
+            self._fs.close(
+                self._fill(
+                    self._fs.create(temporary, self._directory, mode=0o600), b"", allocate=True
+                )
+            )
             self._fs.rename(temporary, SPARE, self._directory, replace=True)
             self._fs.sync_directory(self._directory)
         except OSError as error:
             log.warning(
-                "%s: the journal has no spare file, so a full disk may stop it", StorageError.of("make a spare journal file", error)
+                "%s: the journal has no spare file, so a full disk may stop it",
+                StorageError.of("make a spare journal file", error),
             )
             try:
                 self.delete(temporary)
@@ -109,29 +143,40 @@ class JournalDirectory:
     # -- a journal file
 
     def write_new(self, name: str, data: bytes, whole: int) -> int:
-        """Create a file of `FILE_SIZE` bytes, `data` and then zeros, durably. Return its descriptor. On a full disk, use up the spare.
+        """Create a file of `FILE_SIZE` bytes, `data` and then zeros, durably.
 
-        whole: number of the newest file that holds the whole state, so that older files may become the spare; 0 if there is none.
+        Return its descriptor. On a full disk, use up the spare.
+
+        whole: number of the newest file that holds the whole state, so that older files
+        may become the spare; 0 if there is none.
         """
         try:
-            return self._fill(self._fs.create(name, self._directory, mode=0o600), data, allocate=True)
+            return self._fill(
+                self._fs.create(name, self._directory, mode=0o600), data, allocate=True
+            )
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
             self.drop(name)
             if not self.has_spare and whole:
-                self._fs.sync_directory(self._directory)  # the daemon that renamed that file may have died before it synced the name
+                # The daemon that renamed that file may have died before it synced the
+                # name.
+                self._fs.sync_directory(self._directory)
                 self.drop_before(whole)
             if not self.has_spare:
                 raise
         log.warning("there is no room for a new journal file: the spare file is used")
         self._fs.rename(SPARE, name, self._directory, replace=True)
-        # Sync before overwriting: the spare may once have been a journal file, and a power cut must not bring back that name.
+        # Sync before overwriting: the spare may once have been a journal file, and a
+        # power cut must not bring back that name.
         self._fs.sync_directory(self._directory)
         return self.write_over(name, data)
 
     def write_over(self, name: str, data: bytes) -> int:
-        """Overwrite a whole file in place with `data` and then zeros, durably. Return its descriptor."""
+        """Overwrite a whole file in place with `data` and then zeros, durably.
+
+        Return its descriptor.
+        """
         fd = self._fs.open(name, self._directory, write=True)
         return self._fill(fd, data.ljust(jf.FILE_SIZE, b"\0"), allocate=False)
 
@@ -149,11 +194,18 @@ class JournalDirectory:
     # -- damage
 
     def move_aside(self, name: str) -> None:
-        """Rename a corrupt file, so that it is no longer a journal file and can still be examined."""
-        self._fs.rename(name, f"{name}.corrupt.{secrets.token_hex(4)}", self._directory, replace=False)
+        """Rename a corrupt file, so that it is no longer a journal file and can still
+        be examined.
+        """
+        self._fs.rename(
+            name, f"{name}.corrupt.{secrets.token_hex(4)}", self._directory, replace=False
+        )
 
     def copy_aside(self, name: str, data: bytes, suffix: str) -> bool:
-        """Write damaged bytes to a file of their own. Return False if there is no room, because the daemon must start all the same."""
+        """Write damaged bytes to a file of their own.
+
+        Return False if there is no room, because the daemon must start all the same.
+        """
         copy = f"{name}{suffix}.{secrets.token_hex(4)}"
         try:
             fd = self._fs.create(copy, self._directory)
@@ -171,7 +223,9 @@ class JournalDirectory:
         return True
 
     def make_way(self, name: str) -> None:
-        """Take away an unreadable journal file: make it the spare if there is none and it is fit, otherwise move it aside."""
+        """Take away an unreadable journal file: make it the spare if there is none and
+        it is fit, otherwise move it aside.
+        """
         if self.has_spare or not self._fits(name):
             self.move_aside(name)
         else:

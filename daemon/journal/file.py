@@ -1,7 +1,8 @@
-"""Encodes the header and the records of one journal file, and reads a whole file back (FORMAT.md, section 7).
+"""Encodes the header and the records of one journal file, and reads a whole file back
+(FORMAT.md, section 7).
 
-This module does no I/O. `scan` distinguishes a torn tail from corruption: damage at sequence number k is a torn tail, unless a later record
-says that record k was durable.
+This module does no I/O. `scan` distinguishes a torn tail from corruption: damage at
+sequence number k is a torn tail, unless a later record says that record k was durable.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ MAGIC = b"CKPTDJNL"
 FILE_SIZE = 4 << 20
 HEADER_SIZE = 64
 MAX_PAYLOAD = 1 << 20
-MAX_STATE = 2 << 20  # for a STATE record, which begins a file with the state that all earlier records add up to
+# For a STATE record, which begins a file with the state that all earlier records add up
+# to.
+MAX_STATE = 2 << 20
 STATE_TYPE = 1
 IGNORABLE = 1
 PAYLOAD_VERSION = 1
@@ -62,10 +65,12 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The content of one journal file up to the first damage. `ending` says how the file ends.
+    """The content of one journal file up to the first damage.
 
-    `end` is the offset behind the last good record. `last_crc` is the crc of that record, or of the header if there is no record; the next
-    record must repeat it.
+    `ending` says how the file ends.
+
+    `end` is the offset behind the last good record. `last_crc` is the crc of that
+    record, or of the header if there is no record; the next record must repeat it.
     """
 
     header: FileHeader
@@ -78,20 +83,35 @@ class Scan:
 def encode_record(salt: bytes, previous_crc: int, record: RawRecord) -> tuple[bytes, int]:
     """Return the bytes of a record, padded to 8 bytes, and its crc.
 
-    Raises ValueError if the payload has more than `MAX_PAYLOAD` bytes, or more than `MAX_STATE` bytes in a STATE record.
+    Raises ValueError if the payload has more than `MAX_PAYLOAD` bytes, or more than
+    `MAX_STATE` bytes in a STATE record.
     """
     if len(record.payload) > _most(record.type):
-        raise ValueError(f"a journal record has {len(record.payload)} bytes; expected at most {_most(record.type)}")
-    head = _RECORD.pack(0, len(record.payload), previous_crc, record.type, record.flags, record.version, record.sequence, record.durable)
+        raise ValueError(
+            f"a journal record has {len(record.payload)} bytes; expected at most "
+            f"{_most(record.type)}"
+        )
+    head = _RECORD.pack(
+        0,
+        len(record.payload),
+        previous_crc,
+        record.type,
+        record.flags,
+        record.version,
+        record.sequence,
+        record.durable,
+    )
     crc = crc32c(record.payload, crc32c(head[4:], crc32c(salt)))
     data = _CRC.pack(crc) + head[4:] + record.payload
     return data.ljust(_aligned(len(data)), b"\0"), crc
 
 
 def scan(data: bytes, number: int) -> Scan:
-    """Read the bytes of a whole journal file, and return its header, its good records, and how the file ends.
+    """Read the bytes of a whole journal file, and return its header, its good records,
+    and how the file ends.
 
-    Raises NewerFormat if a newer ckptd wrote the file, IntegrityError if the header is damaged or belongs to a file of another number.
+    Raises NewerFormat if a newer ckptd wrote the file, IntegrityError if the header is
+    damaged or belongs to a file of another number.
     """
     if len(data) < HEADER_SIZE:
         raise IntegrityError("journal header is cut short")
@@ -111,7 +131,11 @@ def scan(data: bytes, number: int) -> Scan:
     rest = data[position:]
     if not any(rest):
         return Scan(header, records, Ending.CLEAN, position, crc)
-    ending = Ending.CORRUPT if _proved_durable(data, position, salt, (sequence or 0) + 1) else Ending.TORN
+    ending = (
+        Ending.CORRUPT
+        if _proved_durable(data, position, salt, (sequence or 0) + 1)
+        else Ending.TORN
+    )
     return Scan(header, records, ending, position, crc)
 
 
@@ -126,7 +150,9 @@ def _aligned(length: int) -> int:
 def _read(data: bytes, position: int, salt: bytes) -> tuple[RawRecord, int, int, int] | None:
     if position + RECORD_SIZE > len(data):
         return None
-    crc, length, before, kind, flags, version, sequence, durable = _RECORD.unpack_from(data, position)
+    crc, length, before, kind, flags, version, sequence, durable = _RECORD.unpack_from(
+        data, position
+    )
     end = position + RECORD_SIZE + length
     if kind == 0 or length > _most(kind) or end > len(data):
         return None
@@ -135,11 +161,18 @@ def _read(data: bytes, position: int, salt: bytes) -> tuple[RawRecord, int, int,
     if any(data[end : position + _aligned(RECORD_SIZE + length)]):
         return None
     payload = data[position + RECORD_SIZE : end]
-    return RawRecord(kind, flags, sequence, durable, payload, version), crc, before, _aligned(RECORD_SIZE + length)
+    return (
+        RawRecord(kind, flags, sequence, durable, payload, version),
+        crc,
+        before,
+        _aligned(RECORD_SIZE + length),
+    )
 
 
 def _proved_durable(data: bytes, position: int, salt: bytes, sequence: int) -> bool:
-    """Return True if a record behind the damage says that the record with number `sequence` was durable."""
+    """Return True if a record behind the damage says that the record with number
+    `sequence` was durable.
+    """
     for at in range(_aligned(position), len(data) - RECORD_SIZE, 8):
         if data[at + 4 : at + 8] == b"\0\0\0\0" and not data[at + 12]:
             continue  # length 0 and type 0: no record starts here, these are zeros

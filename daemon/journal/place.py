@@ -1,4 +1,6 @@
-"""Opens the directory of a daemon's journal on the local disk, and moves there a journal that an earlier version kept in the root."""
+"""Opens the directory of a daemon's journal on the local disk, and moves there a
+journal that an earlier version kept in the root.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,32 @@ _REMEDY = "set state_dir (--state-dir, CKPTD_STATE_DIR) to a directory of your o
 
 
 @contextmanager
-def journal_directory(fs: FileSystem, state_dir: Path, root: Location, repository: Repository, known: str | None = None) -> Iterator[int]:
-    """Context manager. Yield an open descriptor of the directory for the root's journal, locked for this process.
+def journal_directory(
+    fs: FileSystem,
+    state_dir: Path,
+    root: Location,
+    repository: Repository,
+    known: str | None = None,
+) -> Iterator[int]:
+    """Context manager.
 
-    The name of the directory ends in the identity of the root, so that another root that is mounted at the same path has another journal.
-    known: the identity of a root behind a stage, which may not answer now. Otherwise the root must answer.
+    Yield an open descriptor of the directory for the root's journal, locked for this
+    process.
 
-    Raises StorageError if the directory cannot be made, or belongs to another user; Busy if another daemon uses it.
+    The name of the directory ends in the identity of the root, so that another root
+    that is mounted at the same path has another journal. known: the identity of a root
+    behind a stage, which may not answer now. Otherwise the root must answer.
+
+    Raises StorageError if the directory cannot be made, or belongs to another user;
+    Busy if another daemon uses it.
     """
     place = state_directory(state_dir, root)
     try:
         identity = known or repository.identity()
     except OSError as error:
-        raise StorageError.of(f"use {repository.where()} as the root for checkpoints", error) from None
+        raise StorageError.of(
+            f"use {repository.where()} as the root for checkpoints", error
+        ) from None
     path = place / f"{names.JOURNAL}-{identity}"
     try:
         _make(fs, place)
@@ -51,7 +66,10 @@ def journal_directory(fs: FileSystem, state_dir: Path, root: Location, repositor
 
 
 def _make(fs: FileSystem, path: Path) -> None:
-    """Make a directory for this user alone, durably. Raises StorageError if another user owns it, OSError."""
+    """Make a directory for this user alone, durably.
+
+    Raises StorageError if another user owns it, OSError.
+    """
     make_directories(fs, path)
     if reason := stranger(path):
         raise StorageError(f"{reason}, who could replace the journal: {_REMEDY}")
@@ -68,6 +86,9 @@ def _lock(directory: int, path: Path) -> None:
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise Busy(f"another ckptd uses the journal in {path}: stop it, or set state_dir to another directory") from None
+        raise Busy(
+            f"another ckptd uses the journal in {path}: stop it, or set state_dir to another "
+            f"directory"
+        ) from None
     except OSError as error:
         raise _unusable(path, error) from None

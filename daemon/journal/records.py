@@ -1,7 +1,8 @@
-"""Defines the records of the journal, and the state that they add up to (FORMAT.md, section 7).
+"""Defines the records of the journal, and the state that they add up to (FORMAT.md,
+section 7).
 
-Records are assertions that are merged by maximum, so that applying a record twice changes nothing. This module does no I/O: `journal.py`
-stores the records.
+Records are assertions that are merged by maximum, so that applying a record twice
+changes nothing. This module does no I/O: `journal.py` stores the records.
 """
 
 from __future__ import annotations
@@ -87,9 +88,10 @@ class Retired(Record, frozen=True, kw_only=True):
 class JobState(msgspec.Struct, omit_defaults=True):
     """The part of the journal's state that is about one job.
 
-    `attempt`: the newest attempt. `world_size`: the number of its ranks. `sealed_step`: the highest step of that attempt for which a seal
-    was seen, -1 if there is none. `seq`: the highest `seq` of a committed checkpoint of the job. `node`: the share of this node in the
-    newest attempt, None if all its ranks are on this node.
+    `attempt`: the newest attempt. `world_size`: the number of its ranks. `sealed_step`:
+    the highest step of that attempt for which a seal was seen, -1 if there is none.
+    `seq`: the highest `seq` of a committed checkpoint of the job. `node`: the share of
+    this node in the newest attempt, None if all its ranks are on this node.
     """
 
     attempt: int = 0
@@ -100,9 +102,11 @@ class JobState(msgspec.Struct, omit_defaults=True):
 
 
 class JournalState(msgspec.Struct):
-    """The sum of the journal's records: the jobs by name, and the saves and deletions that are under way.
+    """The sum of the journal's records: the jobs by name, and the saves and deletions
+    that are under way.
 
-    `staged`: {job/tag: {file: PartDurable, or None until the part is durable}}. `retiring`: {job/tag: files to delete}.
+    `staged`: {job/tag: {file: PartDurable, or None until the part is durable}}.
+    `retiring`: {job/tag: files to delete}.
     """
 
     jobs: dict[str, JobState] = {}
@@ -127,7 +131,9 @@ class JournalState(msgspec.Struct):
                 job = self.jobs.setdefault(record.job, JobState())
                 job.seq = max(job.seq, record.seq)
                 self.staged.pop(place(record), None)
-                self.retiring.pop(place(record), None)  # the deletion was that of an earlier checkpoint of this name, which is gone
+                # The deletion was that of an earlier checkpoint of this name, which is
+                # gone.
+                self.retiring.pop(place(record), None)
             case Dropped():
                 self.staged.pop(place(record), None)
             case Retiring():
@@ -136,7 +142,9 @@ class JournalState(msgspec.Struct):
                 self.retiring.pop(place(record), None)
 
     def _reach(self, record: Begun | RankSealed, step: int) -> None:
-        """Update the job if the record is from a newer attempt, or from a later step of the same attempt."""
+        """Update the job if the record is from a newer attempt, or from a later step of
+        the same attempt.
+        """
         job = self.jobs.setdefault(record.job, JobState())
         if (record.attempt, step) > (job.attempt, job.sealed_step):
             if isinstance(record, Begun) or record.attempt > job.attempt:
@@ -150,9 +158,20 @@ def place(record: Any) -> str:
 
 
 STATE = 1
-TYPES: dict[int, type[Record]] = {2: Begun, 3: RankSealed, 4: Staging, 5: PartDurable, 6: Committed, 7: Dropped, 8: Retiring, 9: Retired}
+TYPES: dict[int, type[Record]] = {
+    2: Begun,
+    3: RankSealed,
+    4: Staging,
+    5: PartDurable,
+    6: Committed,
+    7: Dropped,
+    8: Retiring,
+    9: Retired,
+}
 NUMBERS = {cls: number for number, cls in TYPES.items()}
-_DECODERS: dict[int, msgspec.msgpack.Decoder[Record]] = {number: msgspec.msgpack.Decoder(cls) for number, cls in TYPES.items()}
+_DECODERS: dict[int, msgspec.msgpack.Decoder[Record]] = {
+    number: msgspec.msgpack.Decoder(cls) for number, cls in TYPES.items()
+}
 _STATE_DECODER = msgspec.msgpack.Decoder(JournalState)
 
 
@@ -161,7 +180,11 @@ def encode(record: Record) -> tuple[int, bytes]:
 
 
 def decode(number: int, payload: bytes) -> Record:
-    """Return the record of type `number`. Raises msgspec.DecodeError if the payload does not fit the type, KeyError if it is unknown."""
+    """Return the record of type `number`.
+
+    Raises msgspec.DecodeError if the payload does not fit the type, KeyError if it is
+    unknown.
+    """
     return _DECODERS[number].decode(payload)
 
 
@@ -174,15 +197,20 @@ def decode_state(payload: bytes) -> JournalState:
 
 
 def under_way(state: JournalState) -> int:
-    """Return how many bytes of the encoded state describe saves and deletions under way."""
+    """Return how many bytes of the encoded state describe saves and deletions under
+    way.
+    """
     return len(msgspec.msgpack.encode((state.staged, state.retiring)))
 
 
 def encode_whole(state: JournalState, most: int, room: int) -> tuple[list[tuple[int, bytes]], int]:
-    """Return the type and payload of each record that a new journal file begins with, and how many records were left out.
+    """Return the type and payload of each record that a new journal file begins with,
+    and how many records were left out.
 
-    The STATE record has at most `most` bytes of payload. The rest of the state follows as ordinary records. Records are left out if all of
-    them together would take more than `room` bytes of the file; the records of files that are not durable yet are left out first.
+    The STATE record has at most `most` bytes of payload. The rest of the state follows
+    as ordinary records. Records are left out if all of them together would take more
+    than `room` bytes of the file; the records of files that are not durable yet are
+    left out first.
     """
     whole = encode_state(state)
     if len(whole) <= most:
@@ -226,9 +254,13 @@ def encode_whole(state: JournalState, most: int, room: int) -> tuple[list[tuple[
 
 
 _OF_AN_EMPTY_STATE = 64
-"""The most bytes that an encoded state takes besides its entries: three keys, and the headers of four maps of any size."""
+"""The most bytes that an encoded state takes besides its entries: three keys, and the
+headers of four maps of any size.
+"""
 _ROUND_A_RECORD = 40
-"""The most bytes that a record takes in a file besides its payload: its header and its padding."""
+"""The most bytes that a record takes in a file besides its payload: its header and its
+padding.
+"""
 
 
 def _about_job(name: str, job: JobState) -> Iterator[Record]:
@@ -236,8 +268,8 @@ def _about_job(name: str, job: JobState) -> Iterator[Record]:
     yield Begun(job=name, attempt=job.attempt, world_size=job.world_size, node=job.node)
     if job.sealed_step >= 0:
         yield RankSealed(
-            job=name, attempt=job.attempt, step=job.sealed_step, rank=0, world_size=job.world_size, tag="", segment="", generation=0,
-            persist=False,
+            job=name, attempt=job.attempt, step=job.sealed_step, rank=0, world_size=job.world_size,
+            tag="", segment="", generation=0, persist=False,
         )  # fmt: skip
     yield Committed(job=name, attempt=job.attempt, step=None, tag="", seq=job.seq)
 

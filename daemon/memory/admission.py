@@ -1,7 +1,9 @@
-"""Gives slots to ranks: makes their segments, and decides once per step, for all ranks, whether the step gets slots or is skipped.
+"""Gives slots to ranks: makes their segments, and decides once per step, for all ranks,
+whether the step gets slots or is skipped.
 
-This is the waiting part of a grant: which steps block which ranks is decided in `decisions.py`, and `Job.steps` says which segment is in
-which step. Nothing here knows of saves.
+This is the waiting part of a grant: which steps block which ranks is decided in
+`decisions.py`, and `Job.steps` says which segment is in which step. Nothing here knows
+of saves.
 """
 
 from __future__ import annotations
@@ -19,34 +21,62 @@ from ckptd.shared.formats.segment import SegmentHeader
 
 
 class Admission:
-    """The slots of all ranks. `run` runs a blocking call on a worker thread, because the kernel zeroes every page of a new segment."""
+    """The slots of all ranks.
 
-    def __init__(self, slots: Slots, chunk_size: int, run: Callable[[Callable[[], Slot]], Awaitable[Slot]]) -> None:
+    `run` runs a blocking call on a worker thread, because the kernel zeroes every page
+    of a new segment.
+    """
+
+    def __init__(
+        self, slots: Slots, chunk_size: int, run: Callable[[Callable[[], Slot]], Awaitable[Slot]]
+    ) -> None:
         self._slots, self._chunk_size, self._run = slots, chunk_size, run
         self._allocating = asyncio.Lock()
 
     # -- segments
 
-    async def allocate(self, owner: Owner, job: Job, capacity: int, count: int, node: int, free_older: Callable[[], bool]) -> list[Slot]:
-        """Make new segments for a rank and unlink its present ones; those that are in a step are unlinked once they are free.
+    async def allocate(
+        self,
+        owner: Owner,
+        job: Job,
+        capacity: int,
+        count: int,
+        node: int,
+        free_older: Callable[[], bool],
+    ) -> list[Slot]:
+        """Make new segments for a rank and unlink its present ones; those that are in a
+        step are unlinked once they are free.
 
-        `free_older` is called once for each segment that does not fit. Raises QuotaExceeded, SharedMemoryFull, Fenced.
+        `free_older` is called once for each segment that does not fit. Raises
+        QuotaExceeded, SharedMemoryFull, Fenced.
         """
         async with self._allocating:
             return await self._allocate(owner, job, capacity, count, node, free_older)
 
-    async def _allocate(self, owner: Owner, job: Job, capacity: int, count: int, node: int, free_older: Callable[[], bool]) -> list[Slot]:
+    async def _allocate(
+        self,
+        owner: Owner,
+        job: Job,
+        capacity: int,
+        count: int,
+        node: int,
+        free_older: Callable[[], bool],
+    ) -> list[Slot]:
         before = self._slots.of(*owner.identity)
         made: list[Slot] = []
         try:
             for number in range(count):
                 header = SegmentHeader(
-                    job=owner.job, attempt=owner.attempt, rank=owner.rank, world_size=owner.world_size, slot=number,
-                    capacity=capacity, chunk_size=self._chunk_size,
+                    job=owner.job, attempt=owner.attempt, rank=owner.rank,
+                    world_size=owner.world_size, slot=number, capacity=capacity,
+                    chunk_size=self._chunk_size,
                 )  # fmt: skip
                 made.append(await self._create(header, node, job, before, free_older))
                 if not job.ranks.is_here(owner):
-                    raise Fenced(f"attempt {owner.attempt} of job {owner.job!r} ended while its slots were being made")
+                    raise Fenced(
+                        f"attempt {owner.attempt} of job {owner.job!r} ended while its slots were "
+                        f"being made"
+                    )
         except BaseException:
             for slot in made:
                 self._slots.release(slot)
@@ -58,8 +88,19 @@ class Admission:
         job.moved.set()
         return made
 
-    async def _create(self, header: SegmentHeader, node: int, job: Job, before: list[Slot], free_older: Callable[[], bool]) -> Slot:
-        """Make one segment. If it does not fit, release the rank's free segments, call `free_older`, and as a last resort use the disk."""
+    async def _create(
+        self,
+        header: SegmentHeader,
+        node: int,
+        job: Job,
+        before: list[Slot],
+        free_older: Callable[[], bool],
+    ) -> Slot:
+        """Make one segment.
+
+        If it does not fit, release the rank's free segments, call `free_older`, and as
+        a last resort use the disk.
+        """
         try:
             return self._slots.add(await self._run(lambda: self._slots.create(header, node)))
         except (QuotaExceeded, SharedMemoryFull) as error:
@@ -79,9 +120,11 @@ class Admission:
     # -- grants
 
     async def acquire(self, owner: Owner, job: Job, key: Key, wait: float) -> Slot | str:
-        """Return a free slot within `wait` seconds, or the reason for skipping the step. The caller must give the slot to the step at once.
+        """Return a free slot within `wait` seconds, or the reason for skipping the
+        step. The caller must give the slot to the step at once.
 
-        Raises NotFound if the rank has no slots, and the error of the step if the step fails in the meantime.
+        Raises NotFound if the rank has no slots, and the error of the step if the step
+        fails in the meantime.
         """
         if not self._usable(owner):
             raise NotFound("this rank has no slots: send Allocate before Acquire")
@@ -93,14 +136,22 @@ class Admission:
             refusal = await self._may_take(owner, job, key, left)
             if (failure := job.step(key).failure) is not None:
                 raise from_wire(*failure)
-            free = next((slot for slot in self._usable(owner) if job.step_in(slot.name) is None), None)
+            free = next(
+                (slot for slot in self._usable(owner) if job.step_in(slot.name) is None), None
+            )
             if refusal or free is not None or left <= 0 or not job.ranks.is_here(owner):
                 return refusal or free or "every slot is still being saved"
-            # The free slot went to an earlier request of this rank, which the rank no longer waits for: wait for the next one.
+            # The free slot went to an earlier request of this rank, which the rank no
+            # longer waits for: wait for the next one.
 
     async def _may_take(self, owner: Owner, job: Job, key: Key, wait: float) -> str:
-        """Wait until the step may have slots. Return "" then, or the reason for skipping the step."""
-        if job.snapshot(key) is not None:  # another rank has a slot for this step already: only this rank's own slots count
+        """Wait until the step may have slots.
+
+        Return "" then, or the reason for skipping the step.
+        """
+        # Another rank has a slot for this step already: only this rank's own slots
+        # count.
+        if job.snapshot(key) is not None:
             return await self._decide(job, key, [owner], wait)
         if not self._blocking(job, key[0], self._local(job, key)):
             job.stuck = None
@@ -116,22 +167,33 @@ class Admission:
         return [owner for owner in job.ranks.owners.values() if owner.attempt == key[0]]
 
     async def _decide_for_all(self, job: Job, key: Key, wait: float) -> str:
-        """Decide once for all ranks. Return the reason for skipping the step, or "". Late ranks skip the step for the same reason."""
+        """Decide once for all ranks.
+
+        Return the reason for skipping the step, or "". Late ranks skip the step for the
+        same reason.
+        """
         refusal = await self._decide(job, key, self._local(job, key), wait, granted=key)
         if refusal and job.world_size > 1:
             job.step(key).refusal = refusal
         return refusal
 
-    async def _decide(self, job: Job, key: Key, owners: list[Owner], wait: float, granted: Key | None = None) -> str:
-        """Return why the step is skipped, if a rank has no free slot after `wait` seconds, else "". A late rank is waited for once.
+    async def _decide(
+        self, job: Job, key: Key, owners: list[Owner], wait: float, granted: Key | None = None
+    ) -> str:
+        """Return why the step is skipped, if a rank has no free slot after `wait`
+        seconds, else "". A late rank is waited for once.
 
-        Returns "" at once when the step fails, because a rank that cannot take the step may never have a slot.
+        Returns "" at once when the step fails, because a rank that cannot take the step
+        may never have a slot.
 
-        granted: the step that is decided. A rank that has been granted a slot for it meanwhile is not waited for.
+        granted: the step that is decided. A rank that has been granted a slot for it
+        meanwhile is not waited for.
         """
         try:
             async with asyncio.timeout(wait):
-                while (blocking := self._blocking(job, key[0], owners, granted)) and job.step(key).failure is None:
+                while (blocking := self._blocking(job, key[0], owners, granted)) and job.step(
+                    key
+                ).failure is None:
                     if job.stuck in blocking:
                         return self._why(job, blocking)
                     job.moved.clear()
@@ -141,9 +203,18 @@ class Admission:
         job.stuck = None
         return ""
 
-    def _blocking(self, job: Job, attempt: int, owners: list[Owner], granted: Key | None = None) -> list[Key]:
-        """Return the steps that keep a slot from one of these owners. Owners that have left do not count."""
-        usable = {owner.rank: [slot.name for slot in self._usable(owner)] for owner in owners if job.ranks.is_here(owner)}
+    def _blocking(
+        self, job: Job, attempt: int, owners: list[Owner], granted: Key | None = None
+    ) -> list[Key]:
+        """Return the steps that keep a slot from one of these owners.
+
+        Owners that have left do not count.
+        """
+        usable = {
+            owner.rank: [slot.name for slot in self._usable(owner)]
+            for owner in owners
+            if job.ranks.is_here(owner)
+        }
         return d.blocking(job, attempt, usable, granted)
 
     @staticmethod

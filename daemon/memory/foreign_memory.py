@@ -1,8 +1,10 @@
-"""Keeps snapshots in memory that were saved for another root apart from the root that is served, until a person decides about them.
+"""Keeps snapshots in memory that were saved for another root apart from the root that
+is served, until a person decides about them.
 
-A root is known by its identity (FORMAT.md, section 1). If the root was deleted and created again,
-or if another disk is mounted at its path, the segments of the former root are still in memory.
-Neither their snapshots nor the numbers of their attempts belong to the new root.
+A root is known by its identity (FORMAT.md, section 1). If the root was deleted and
+created again, or if another disk is mounted at its path, the segments of the former
+root are still in memory. Neither their snapshots nor the numbers of their attempts
+belong to the new root.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _SHOWN = 8  # the digits of an identity that a sentence shows
 
 @dataclass(frozen=True, slots=True)
 class HeldSnapshot:
-    """The foreign memory of one job: its newest sealed snapshot by (attempt, step), the root that it was saved for, and its bytes."""
+    """The foreign memory of one job: its newest sealed snapshot by (attempt, step), the
+    root that it was saved for, and its bytes.
+    """
 
     job: str
     attempt: int
@@ -38,32 +42,43 @@ class HeldSnapshot:
         """Return the entry of this snapshot in `ckptd status --json`."""
         root = self.root
         return {
-            "job": self.job, "attempt": self.attempt, "step": self.step, "identity": root.identity, "root": root.place, "bytes": self.nbytes
+            "job": self.job, "attempt": self.attempt, "step": self.step, "identity": root.identity,
+            "root": root.place, "bytes": self.nbytes
         }  # fmt: skip
 
 
 def described(held: HeldSnapshot, place: str, identity: str | None) -> str:
-    """Return the text of ForeignMemory: what memory holds, for which root, and what to do.
+    """Return the text of ForeignMemory: what memory holds, for which root, and what to
+    do.
 
-    place: the path or the URL of the root that is served. identity: the identity of the root that
-    is there now, or None if there is none.
+    place: the path or the URL of the root that is served. identity: the identity of the
+    root that is there now, or None if there is none.
     """
     former = "" if held.root.place in ("", place) else f", which was at {held.root.place}"
-    there = f"there is no root at {place} now" if identity is None else f"{place} has another root now, {identity[:_SHOWN]}"
+    there = (
+        f"there is no root at {place} now"
+        if identity is None
+        else f"{place} has another root now, {identity[:_SHOWN]}"
+    )
     return (
-        f"the memory of this node holds step {held.step} of attempt {held.attempt} of job {held.job!r}, saved for root "
-        f"{held.root.identity[:_SHOWN]}{former}, but {there}: the root was deleted or replaced, or another "
-        "disk is mounted there. Nothing was recovered, and nothing was written. Either mount or restore the "
-        f"right root at {place} and start again, or set CKPTD_FOREIGN_MEMORY for one run: `adopt` recovers "
-        "the snapshots in memory and saves them to the root that is there now, and `drop` deletes them"
+        f"the memory of this node holds step {held.step} of attempt {held.attempt} of job "
+        f"{held.job!r}, saved for root "
+        f"{held.root.identity[:_SHOWN]}{former}, but {there}: the root was deleted or replaced, "
+        f"or another "
+        "disk is mounted there. Nothing was recovered, and nothing was written. Either mount or "
+        "restore the "
+        f"right root at {place} and start again, or set CKPTD_FOREIGN_MEMORY for one run: `adopt` "
+        f"recovers "
+        "the snapshots in memory and saves them to the root that is there now, and `drop` deletes "
+        "them"
     )
 
 
 def read_held(directory: Path) -> Iterator[HeldSnapshot]:
     """Yield the newest sealed snapshot of each job and root in a directory of segments.
 
-    They come in the order of the names of the jobs. Changes nothing. Segments without a root mark,
-    and segments that cannot be read, are passed over.
+    They come in the order of the names of the jobs. Changes nothing. Segments without a
+    root mark, and segments that cannot be read, are passed over.
     """
     newest: dict[tuple[str, str], HeldSnapshot] = {}
     try:
@@ -82,19 +97,28 @@ def read_held(directory: Path) -> Iterator[HeldSnapshot]:
             continue
         one = HeldSnapshot(header.job, header.attempt, header.step, mark, nbytes)
         other = newest.get(key := (header.job, mark.identity))
-        newest[key] = one if other is None or (one.attempt, one.step) > (other.attempt, other.step) else other
+        newest[key] = (
+            one if other is None or (one.attempt, one.step) > (other.attempt, other.step) else other
+        )
     yield from (newest[key] for key in sorted(newest))
 
 
 class ForeignMemoryKeeper:
-    """The keeper of the snapshots in memory that were saved for other roots than this one.
+    """The keeper of the snapshots in memory that were saved for other roots than this
+    one.
 
-    place: the path or the URL of this daemon's root. setting: the setting `foreign_memory` of the
-    daemon. take_over: adopts slots while the daemon is running, as a starting daemon adopts those
-    that it finds.
+    place: the path or the URL of this daemon's root. setting: the setting
+    `foreign_memory` of the daemon. take_over: adopts slots while the daemon is running,
+    as a starting daemon adopts those that it finds.
     """
 
-    def __init__(self, slots: Slots, place: str, setting: str, take_over: Callable[[list[Slot]], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        place: str,
+        setting: str,
+        take_over: Callable[[list[Slot]], Awaitable[None]],
+    ) -> None:
         self._slots, self._place, self._setting, self._take_over = slots, place, setting, take_over
 
     def held(self) -> list[HeldSnapshot]:
@@ -103,10 +127,11 @@ class ForeignMemoryKeeper:
         return [found for job in jobs if (found := self._newest(self._of(job))) is not None]
 
     def start(self) -> list[Slot]:
-        """Apply the daemon's setting to the foreign slots that are in memory when it starts.
+        """Apply the daemon's setting to the foreign slots that are in memory when it
+        starts.
 
-        Return the slots that belong to this root from now on. With `drop`, the slots of trainers
-        that are alive stay, and runs of their jobs are refused.
+        Return the slots that belong to this root from now on. With `drop`, the slots of
+        trainers that are alive stay, and runs of their jobs are refused.
         """
         admitted: list[Slot] = []
         self._slots.set_aside_half_admitted()
@@ -120,8 +145,9 @@ class ForeignMemoryKeeper:
     async def settle(self, job: str, choice: str = "") -> None:
         """Decide about the foreign memory of a job before a run of the job begins.
 
-        choice: the choice of the run, or "" for the daemon's setting. Raises ForeignMemory if the
-        choice is to refuse the memory, or to drop the memory of a trainer that is alive.
+        choice: the choice of the run, or "" for the daemon's setting. Raises
+        ForeignMemory if the choice is to refuse the memory, or to drop the memory of a
+        trainer that is alive.
         """
         mine = self._of(job)
         if not mine:
@@ -135,10 +161,16 @@ class ForeignMemoryKeeper:
         elif choice == "drop":
             if self._drop(mine):
                 raise ForeignMemory(
-                    f"the snapshots of job {job!r} in memory, which were saved for another root than the one at {self._place}, belong to a "
+                    f"the snapshots of job {job!r} in memory, which were saved for another root "
+                    f"than the one at {self._place}, belong to a "
                     "trainer that is still running: end that trainer first, then start again"
                 )
-            log.warning("job %s: step %d of attempt %d, saved for another root, was dropped on request", job, held.step, held.attempt)
+            log.warning(
+                "job %s: step %d of attempt %d, saved for another root, was dropped on request",
+                job,
+                held.step,
+                held.attempt,
+            )
         else:
             raise ForeignMemory(described(held, self._place, self._identity()))
 
@@ -157,7 +189,8 @@ class ForeignMemoryKeeper:
             return False
 
     def _newest(self, foreign: Sequence[ForeignSlot]) -> HeldSnapshot | None:
-        """Return the newest snapshot in these slots of one job, or None if there is none.
+        """Return the newest snapshot in these slots of one job, or None if there is
+        none.
 
         The headers of the slots are read again for this.
         """
@@ -173,17 +206,23 @@ class ForeignMemoryKeeper:
                 newest = found if newest is None or found[:2] > newest[:2] else newest
         if newest is None:
             return None
-        return HeldSnapshot(foreign[0].slot.header.job, *newest, sum(each.slot.nbytes for each in foreign))
+        return HeldSnapshot(
+            foreign[0].slot.header.job, *newest, sum(each.slot.nbytes for each in foreign)
+        )
 
     def _admit(self, held: HeldSnapshot) -> list[Slot]:
         log.warning(
-            "job %s: step %d of attempt %d, saved for root %s, is adopted into the root at %s on request",
+            "job %s: step %d of attempt %d, saved for root %s, is adopted into the root at %s on "
+            "request",
             held.job, held.step, held.attempt, held.root.identity[:_SHOWN], self._place,
         )  # fmt: skip
         return self._slots.admit([each.slot for each in self._of(held.job)])
 
     def _drop(self, foreign: Sequence[ForeignSlot]) -> bool:
-        """Drop the slots. Return True instead, and drop none, if a trainer holds one of them."""
+        """Drop the slots.
+
+        Return True instead, and drop none, if a trainer holds one of them.
+        """
         if any(self._slots.is_held(each.slot) for each in foreign):
             return True
         for each in foreign:

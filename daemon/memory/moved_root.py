@@ -1,4 +1,6 @@
-"""Finds the segments of a root that was moved: they lie in the directory of its former path, and their marks have its identity."""
+"""Finds the segments of a root that was moved: they lie in the directory of its former
+path, and their marks have its identity.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,13 @@ log = logging.getLogger("ckptd.slots")
 
 
 def gather(slots: Slots, root: Location, disks: Path | None) -> None:
-    """Move the segments of this root from the directories of its former paths to those of `slots`.
+    """Move the segments of this root from the directories of its former paths to those
+    of `slots`.
 
-    `slots` must have the mark of the root. disks: the directory of this host below the daemon's
-    `state_dir`, if segments may be on the disk. Segments that a daemon uses stay where they are,
-    and so do those of a root that was copied and not moved. Any thread may call this before the
-    slots are adopted.
+    `slots` must have the mark of the root. disks: the directory of this host below the
+    daemon's `state_dir`, if segments may be on the disk. Segments that a daemon uses
+    stay where they are, and so do those of a root that was copied and not moved. Any
+    thread may call this before the slots are adopted.
     """
     assert slots.mark is not None
     moved: dict[str, bool] = {}
@@ -34,29 +37,52 @@ def gather(slots: Slots, root: Location, disks: Path | None) -> None:
         _gather(directory, slots.mark, moved, root, lambda fd, name: slots.move_in(fd, name))
     if disks is not None:
         for directory in sorted(disks.glob("*/segments")):
-            _gather(directory, slots.mark, moved, root, lambda fd, name: slots.move_in(fd, name, on_disk=True))
+            _gather(
+                directory,
+                slots.mark,
+                moved,
+                root,
+                lambda fd, name: slots.move_in(fd, name, on_disk=True),
+            )
 
 
 def _beside(shm_dir: Path, own: Path) -> list[Path]:
     return [path for path in sorted(shm_dir.glob(f"ckptd-{os.getuid()}-*")) if path != own]
 
 
-def _gather(directory: Path, mark: RootMark, moved: dict[str, bool], root: Location, move: Callable[[int, str], None]) -> None:
+def _gather(
+    directory: Path,
+    mark: RootMark,
+    moved: dict[str, bool],
+    root: Location,
+    move: Callable[[int, str], None],
+) -> None:
     try:
         with _opened(directory) as fd:
             found = [
-                (name, place) for name, place in _marked(fd, mark.identity) if place != mark.place and _has_moved(place, mark, moved, root)
+                (name, place)
+                for name, place in _marked(fd, mark.identity)
+                if place != mark.place and _has_moved(place, mark, moved, root)
             ]
             if not found:
                 return
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for name, place in found:
                 move(fd, name)
-                log.info("segment %s is taken over from %s: the root was at %s before", name, directory, place)
+                log.info(
+                    "segment %s is taken over from %s: the root was at %s before",
+                    name,
+                    directory,
+                    place,
+                )
         with suppress(OSError):  # the directory holds other files
             os.rmdir(directory)
     except BlockingIOError:
-        log.warning("segments of this root in %s are left alone, because another daemon uses that directory", directory)
+        log.warning(
+            "segments of this root in %s are left alone, because another daemon uses that "
+            "directory",
+            directory,
+        )
     except OSError as error:
         log.debug("%s is passed over: %s", directory, error)
 
@@ -73,7 +99,9 @@ def _opened(directory: Path) -> Iterator[int]:
 
 
 def _marked(directory: int, identity: str) -> Iterator[tuple[str, str]]:
-    """Yield the name of each segment of the root with this identity, and the place that its mark names."""
+    """Yield the name of each segment of the root with this identity, and the place that
+    its mark names.
+    """
     for name in sorted(filter(names.is_segment_file, os.listdir(directory))):
         fd = os.open(name, READ | os.O_RDONLY, dir_fd=directory)
         try:
@@ -95,7 +123,12 @@ def _has_moved(place: str, mark: RootMark, known: dict[str, bool], root: Locatio
         try:
             known[place] = not place or _is_no_copy(located(place), mark.identity, root)
         except (OSError, CkptdError) as error:
-            log.warning("segments that were made for this root at %s are left alone, because that place cannot be read: %s", place, error)
+            log.warning(
+                "segments that were made for this root at %s are left alone, because that place "
+                "cannot be read: %s",
+                place,
+                error,
+            )
             known[place] = False
     return known[place]
 

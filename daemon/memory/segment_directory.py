@@ -1,4 +1,6 @@
-"""A directory for the segments of one root, which one daemon of the machine has locked, and which no other user may enter."""
+"""A directory for the segments of one root, which one daemon of the machine has locked,
+and which no other user may enter.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,15 @@ log = logging.getLogger("ckptd.slots")
 
 
 class SegmentDirectory:
-    """A claimed directory: `path`, and the descriptor `fd` that holds its lock. It is made with mode 0700 if it is missing.
+    """A claimed directory: `path`, and the descriptor `fd` that holds its lock.
 
-    If another user has taken the name, a directory beside it with a random suffix is used. `on_disk` is True if the directory is not in
-    shared memory.
+    It is made with mode 0700 if it is missing.
 
-    Raises Busy if another daemon holds the lock, and StorageError if the directory cannot be made or other users may enter it.
+    If another user has taken the name, a directory beside it with a random suffix is
+    used. `on_disk` is True if the directory is not in shared memory.
+
+    Raises Busy if another daemon holds the lock, and StorageError if the directory
+    cannot be made or other users may enter it.
     """
 
     def __init__(self, fs: FileSystem, plain: Path, *, on_disk: bool = False) -> None:
@@ -38,7 +43,8 @@ class SegmentDirectory:
             except FileNotFoundError:
                 if not plain.parent.is_dir():
                     raise StorageError(
-                        f"there is no directory {plain.parent}: mount a tmpfs there, or set shm_dir to another one"
+                        f"there is no directory {plain.parent}: mount a tmpfs there, or set "
+                        f"shm_dir to another one"
                     ) from None
                 continue  # the previous daemon has just removed it
             except OSError as error:
@@ -56,15 +62,19 @@ class SegmentDirectory:
         except BlockingIOError:
             os.close(self.fd)
             raise Busy(
-                f"another ckptd on this machine, perhaps in a container with another host name, uses {self.path} for a root "
-                "with the same path: use that daemon, stop it first, or set shm_dir to another tmpfs"
+                f"another ckptd on this machine, perhaps in a container with another host name, "
+                f"uses {self.path} for a root "
+                "with the same path: use that daemon, stop it first, or set shm_dir to another "
+                "tmpfs"
             ) from None
         except OSError as error:
             os.close(self.fd)
             raise StorageError.of(f"lock {self.path}", error) from None
 
     def _is_in_place(self) -> bool:
-        """Return True if `path` is still the directory that was opened: the previous daemon may have removed it before it was locked."""
+        """Return True if `path` is still the directory that was opened: the previous
+        daemon may have removed it before it was locked.
+        """
         try:
             return os.path.samestat(os.lstat(self.path), os.fstat(self.fd))
         except FileNotFoundError:
@@ -73,7 +83,8 @@ class SegmentDirectory:
     def free(self, descriptor: Descriptor) -> None:
         """Close the descriptor of a segment that is unlinked.
 
-        The system then frees the memory of the segment, which takes seconds for tens of gigabytes. So a thread closes the last descriptor.
+        The system then frees the memory of the segment, which takes seconds for tens of
+        gigabytes. So a thread closes the last descriptor.
         """
         try:
             last = Descriptor(os.dup(descriptor.fileno()))
@@ -91,7 +102,10 @@ class SegmentDirectory:
         return list(self._freeing)
 
     def close(self) -> None:
-        """Give up the directory, and remove it if it is empty. The memory of freed segments is free afterwards."""
+        """Give up the directory, and remove it if it is empty.
+
+        The memory of freed segments is free afterwards.
+        """
         self._pool.shutdown()
         try:
             os.rmdir(self.path)
@@ -101,7 +115,9 @@ class SegmentDirectory:
 
 
 def _check_mode(plain: Path) -> None:
-    """Raise StorageError if the directory exists and other users may enter it. No other directory is then used instead.
+    """Raise StorageError if the directory exists and other users may enter it.
+
+    No other directory is then used instead.
 
     This one may hold segments.
     """

@@ -1,7 +1,10 @@
-"""The segments of this node: creates, opens, adopts and releases them in shared memory, within the quota.
+"""The segments of this node: creates, opens, adopts and releases them in shared memory,
+within the quota.
 
-This module owns the files in the tmpfs and one read-write descriptor of each. It knows nothing of snapshots beyond the header of each
-segment. A trainer counts as alive while it holds its flock on a segment, through a descriptor of which the daemon has kept no copy.
+This module owns the files in the tmpfs and one read-write descriptor of each. It knows
+nothing of snapshots beyond the header of each segment. A trainer counts as alive while
+it holds its flock on a segment, through a descriptor of which the daemon has kept no
+copy.
 """
 
 from __future__ import annotations
@@ -20,7 +23,15 @@ import psutil
 
 from ckptd.daemon.memory.segment_directory import SegmentDirectory
 from ckptd.shared import names
-from ckptd.shared.errors import IntegrityError, InvalidName, NewerFormat, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
+from ckptd.shared.errors import (
+    IntegrityError,
+    InvalidName,
+    NewerFormat,
+    NotFound,
+    QuotaExceeded,
+    SharedMemoryFull,
+    StorageError,
+)
 from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.formats.segment import (
     RootMark,
@@ -45,9 +56,11 @@ log = logging.getLogger("ckptd.slots")
 class Slot:
     """A segment, and the daemon's own descriptor of its file.
 
-    `directory` is where the file lies. `header` is the header as it was last read, and `nbytes` the length of the file. `pins` is the
-    number of readers that keep the descriptor open. `released` is True after `Slots.release`. `outgrown` is True once the rank has a larger
-    slot instead; the segment is then unlinked as soon as no step is in it.
+    `directory` is where the file lies. `header` is the header as it was last read, and
+    `nbytes` the length of the file. `pins` is the number of readers that keep the
+    descriptor open. `released` is True after `Slots.release`. `outgrown` is True once
+    the rank has a larger slot instead; the segment is then unlinked as soon as no step
+    is in it.
     """
 
     name: str
@@ -61,16 +74,23 @@ class Slot:
 
     @property
     def fd(self) -> int:
-        """The number of the descriptor. Raises NotFound once the slot is released and no longer pinned."""
+        """The number of the descriptor.
+
+        Raises NotFound once the slot is released and no longer pinned.
+        """
         if self.descriptor.closed:
             raise self.gone()
         return self.descriptor.fileno()
 
     @contextmanager
     def pinned(self) -> Iterator[int]:
-        """Context manager. While it is held, the descriptor stays open for worker threads, even if the slot is released meanwhile.
+        """Context manager.
 
-        Yields the number of the descriptor. Raises NotFound if the slot has been released already.
+        While it is held, the descriptor stays open for worker threads, even if the slot
+        is released meanwhile.
+
+        Yields the number of the descriptor. Raises NotFound if the slot has been
+        released already.
         """
         if self.released:
             raise self.gone()
@@ -88,7 +108,11 @@ class Slot:
 
     @contextmanager
     def reading(self) -> Iterator[int]:
-        """Context manager. The same as `pinned`, for reads: an OSError becomes a StorageError that names the segment."""
+        """Context manager.
+
+        The same as `pinned`, for reads: an OSError becomes a StorageError that names
+        the segment.
+        """
         with self.pinned() as fd:
             try:
                 yield fd
@@ -96,7 +120,9 @@ class Slot:
                 raise self._unreadable(error) from None
 
     def _unreadable(self, error: OSError) -> StorageError:
-        return StorageError.of(f"read the segment {self.name} of job {self.header.job} in {self.directory.path}", error)
+        return StorageError.of(
+            f"read the segment {self.name} of job {self.header.job} in {self.directory.path}", error
+        )
 
     @property
     def owner(self) -> tuple[str, int, int]:
@@ -104,10 +130,12 @@ class Slot:
         return (self.header.job, self.header.attempt, self.header.rank)
 
     def refresh(self) -> SegmentHeader:
-        """Read the header again, because the trainer may have changed it. Return the new header.
+        """Read the header again, because the trainer may have changed it.
 
-        Raises NotFound as `fd` does, IntegrityError if the header is damaged or belongs to another segment, and StorageError if it cannot
-        be read now.
+        Return the new header.
+
+        Raises NotFound as `fd` does, IntegrityError if the header is damaged or belongs
+        to another segment, and StorageError if it cannot be read now.
         """
         try:
             header = read_header(self.fd)
@@ -121,41 +149,70 @@ class Slot:
             its.capacity,
             its.chunk_size,
         ):
-            raise IntegrityError(f"segment {self.name} does not have the header that it was made with")
+            raise IntegrityError(
+                f"segment {self.name} does not have the header that it was made with"
+            )
         self.header = header
         return header
 
     def __repr__(self) -> str:
-        return f"<Slot {self.name[:8]} {self.header.job}.a{self.header.attempt} rank {self.header.rank} {self.header.state.name}>"
+        return (
+            f"<Slot {self.name[:8]} {self.header.job}.a{self.header.attempt} "
+            f"rank "
+            f"{self.header.rank} {self.header.state.name}>"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForeignSlot:
-    """A slot whose segment was made for another root than the one that is served, and the mark of that root."""
+    """A slot whose segment was made for another root than the one that is served, and
+    the mark of that root.
+    """
 
     slot: Slot
     mark: RootMark
 
 
 class Slots:
-    """All segments of one root. Their files lie in one directory of the tmpfs `shm_dir`, which is locked for one daemon of the machine.
+    """All segments of one root.
 
-    The lock in the root is not enough: a daemon under another host name has another lock there, and would remove the segments of this
-    daemon. A segment that does not fit into the tmpfs may go to the directory `overflow` on the local disk, if that is given.
+    Their files lie in one directory of the tmpfs `shm_dir`, which is locked for one
+    daemon of the machine.
 
-    `path` is the directory in the tmpfs, and `slots` maps the name of each segment to its slot. `used`, `on_disk` and `quota` are in bytes:
-    of the segments in the tmpfs, of those on the disk, and of all together. An argument `quota` of 0 stands for nine tenths of the tmpfs,
-    and then only the tmpfs counts.
+    The lock in the root is not enough: a daemon under another host name has another
+    lock there, and would remove the segments of this daemon. A segment that does not
+    fit into the tmpfs may go to the directory `overflow` on the local disk, if that is
+    given.
 
-    `mark` names the root, and is written into each new segment; None for segments of no root in particular. `foreign` maps the name of each
-    segment that was made for another root to its slot. Such a segment is counted in `used`, and is neither in `slots` nor ever changed
-    before `admit` or `drop`.
+    `path` is the directory in the tmpfs, and `slots` maps the name of each segment to
+    its slot. `used`, `on_disk` and `quota` are in bytes: of the segments in the tmpfs,
+    of those on the disk, and of all together. An argument `quota` of 0 stands for nine
+    tenths of the tmpfs, and then only the tmpfs counts.
+
+    `mark` names the root, and is written into each new segment; None for segments of no
+    root in particular. `foreign` maps the name of each segment that was made for
+    another root to its slot. Such a segment is counted in `used`, and is neither in
+    `slots` nor ever changed before `admit` or `drop`.
     """
 
-    def __init__(self, fs: FileSystem, shm_dir: Path, directory: str, quota: int, overflow: Path | None = None) -> None:
-        """Raises Busy, StorageError. If there is no tmpfs, all segments go to `overflow`."""
+    def __init__(
+        self,
+        fs: FileSystem,
+        shm_dir: Path,
+        directory: str,
+        quota: int,
+        overflow: Path | None = None,
+    ) -> None:
+        """Raises Busy, StorageError.
+
+        If there is no tmpfs, all segments go to `overflow`.
+        """
         self._fs, self._overflow = fs, overflow
-        self._disk = SegmentDirectory(fs, overflow, on_disk=True) if overflow is not None and overflow.exists() else None
+        self._disk = (
+            SegmentDirectory(fs, overflow, on_disk=True)
+            if overflow is not None and overflow.exists()
+            else None
+        )
         try:
             self._memory = SegmentDirectory(fs, shm_dir / directory)
         except StorageError as error:
@@ -181,25 +238,39 @@ class Slots:
         return str(self._disk.path) if self._disk is not None else None
 
     def remark(self, slots: Sequence[Slot]) -> str:
-        """Return a sentence for the owner of new slots that are on the disk, or "" if none of them is."""
+        """Return a sentence for the owner of new slots that are on the disk, or "" if
+        none of them is.
+        """
         if not any(slot.directory.on_disk for slot in slots):
             return ""
         if self._memory.on_disk:
-            return f"there is no shared memory that can be used, so the slots are files in {self._overflow}, which are slower: set shm_dir"
+            return (
+                f"there is no shared memory that can be used, so the slots are files "
+                f"in "
+                f"{self._overflow}, which are slower: set shm_dir"
+            )
         return (
-            f"the slots do not fit into {self.path.parent}, and are files in {self._overflow} now, which are slower: make the tmpfs larger "
+            f"the slots do not fit into {self.path.parent}, and are files in {self._overflow} "
+            f"now, which are slower: make the tmpfs larger "
             "(docker: --shm-size), or set shm_dir to another one"
         )
 
     def may_overflow(self, error: QuotaExceeded | SharedMemoryFull) -> bool:
-        """Return True if the segment that has met this error may go to the disk instead. A quota that was set is never exceeded."""
-        return self._overflow is not None and (isinstance(error, SharedMemoryFull) or not self._limited)
+        """Return True if the segment that has met this error may go to the disk
+        instead. A quota that was set is never exceeded.
+        """
+        return self._overflow is not None and (
+            isinstance(error, SharedMemoryFull) or not self._limited
+        )
 
     def _check_quota(self, size: int, taken: int) -> None:
-        """Raise QuotaExceeded if `size` more bytes do not fit into the quota beside the bytes already `taken`."""
+        """Raise QuotaExceeded if `size` more bytes do not fit into the quota beside the
+        bytes already `taken`.
+        """
         if taken + size > self.quota:
             raise QuotaExceeded(
-                f"a slot of {size_text(size)} does not fit: {size_text(taken)} of the quota of {size_text(self.quota)} are taken; "
+                f"a slot of {size_text(size)} does not fit: {size_text(taken)} of the quota of "
+                f"{size_text(self.quota)} are taken; "
                 "raise shm_quota, take fewer slots, or save less"
             )
 
@@ -210,9 +281,12 @@ class Slots:
             self.used += sign * slot.nbytes
 
     def create_on_disk(self, header: SegmentHeader) -> Slot:
-        """Make a new segment on the local disk, and return its slot. Any thread may call this; the caller then calls `add`.
+        """Make a new segment on the local disk, and return its slot.
 
-        Raises QuotaExceeded, SharedMemoryFull or StorageError. After an error no file is left.
+        Any thread may call this; the caller then calls `add`.
+
+        Raises QuotaExceeded, SharedMemoryFull or StorageError. After an error no file
+        is left.
         """
         assert self._overflow is not None
         if self._limited:
@@ -220,7 +294,10 @@ class Slots:
         return self._create(header, UNKNOWN, self._disk or self._open_disk(self.path.parent))
 
     def _open_disk(self, tmpfs: Path) -> SegmentDirectory:
-        """Open the directory for segments on the disk, which is made if it is missing. Raises Busy, StorageError."""
+        """Open the directory for segments on the disk, which is made if it is missing.
+
+        Raises Busy, StorageError.
+        """
         assert self._overflow is not None
         if self._disk is None:
             try:
@@ -228,18 +305,27 @@ class Slots:
             except OSError as error:
                 raise StorageError.of(f"make {self._overflow.parent}", error) from None
             self._disk = SegmentDirectory(self._fs, self._overflow, on_disk=True)
-            log.warning("slots that do not fit into %s go to files in %s, which are slower", tmpfs, self._overflow)
+            log.warning(
+                "slots that do not fit into %s go to files in %s, which are slower",
+                tmpfs,
+                self._overflow,
+            )
         return self._disk
 
     def move_in(self, directory: int, name: str, *, on_disk: bool = False) -> None:
-        """Move a segment here from the directory of a former path of this root, before `adopt`. Raises OSError, StorageError, Busy."""
+        """Move a segment here from the directory of a former path of this root, before
+        `adopt`. Raises OSError, StorageError, Busy.
+        """
         here = (self._disk or self._open_disk(self.path.parent)) if on_disk else self._memory
         os.rename(name, name, src_dir_fd=directory, dst_dir_fd=here.fd)
 
     def create(self, header: SegmentHeader, node: int = UNKNOWN) -> Slot:
-        """Make a new segment near to the NUMA node `node`, and return its slot. Any thread may call this; the caller then calls `add`.
+        """Make a new segment near to the NUMA node `node`, and return its slot.
 
-        Raises QuotaExceeded, SharedMemoryFull or StorageError, or OSError if the file cannot be made. After an error no file is left.
+        Any thread may call this; the caller then calls `add`.
+
+        Raises QuotaExceeded, SharedMemoryFull or StorageError, or OSError if the file
+        cannot be made. After an error no file is left.
         """
         self._check_quota(self._length(header), self.used + (self.on_disk if self._limited else 0))
         return self._create(header, node, self._memory)
@@ -265,7 +351,8 @@ class Slots:
             with near(node):
                 self._fs.allocate(fd, size)
             if self.mark is not None:
-                # The mark is written before the header, so that a segment with a valid header has its mark.
+                # The mark is written before the header, so that a segment with a valid
+                # header has its mark.
                 write_root_mark(fd, header, self.mark)
             write_header(fd, header)
             failpoint("slot.created")
@@ -280,13 +367,18 @@ class Slots:
     def _length(self, header: SegmentHeader) -> int:
         return header.file_length + (0 if self.mark is None else ALIGN)
 
-    def _failure(self, error: OSError, size: int, directory: SegmentDirectory) -> SharedMemoryFull | StorageError:
+    def _failure(
+        self, error: OSError, size: int, directory: SegmentDirectory
+    ) -> SharedMemoryFull | StorageError:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
             return StorageError.of(f"make a segment in {directory.path}", error)
-        free = [size_text(psutil.disk_usage(str(each.path)).free) for each in (self._memory, directory)]
+        free = [
+            size_text(psutil.disk_usage(str(each.path)).free) for each in (self._memory, directory)
+        ]
         also = f", and {free[1]} in {directory.path} on the disk" if directory.on_disk else ""
         return SharedMemoryFull(
-            f"no room for a slot of {size_text(size)} in {self.path.parent}: {free[0]} are free{also}; "
+            f"no room for a slot of {size_text(size)} in {self.path.parent}: {free[0]} are "
+            f"free{also}; "
             "make it larger (docker: --shm-size) or set shm_dir to another tmpfs"
         )
 
@@ -297,10 +389,12 @@ class Slots:
         return slot
 
     def open_again(self, slot: Slot, *, write: bool) -> int:
-        """Open the segment again, as a new open file description, and return the descriptor. The caller must close it.
+        """Open the segment again, as a new open file description, and return the
+        descriptor. The caller must close it.
 
-        Raises NotFound if the slot is released, or if its file has been removed or replaced. Raises StorageError if a resource of the
-        machine, such as descriptors, has run out.
+        Raises NotFound if the slot is released, or if its file has been removed or
+        replaced. Raises StorageError if a resource of the machine, such as descriptors,
+        has run out.
         """
         if slot.descriptor.closed:
             raise slot.gone()
@@ -310,10 +404,16 @@ class Slots:
             error = StorageError.of(f"open the segment {slot.name}", problem)
             if error.is_no_damage:
                 raise error from None
-            raise NotFound(f"segment {slot.name} has been removed from {slot.directory.path}: that copy in memory is lost") from None
+            raise NotFound(
+                f"segment {slot.name} has been removed from {slot.directory.path}: that copy in "
+                f"memory is lost"
+            ) from None
         if os.fstat(fd).st_ino != os.fstat(slot.fd).st_ino:
             os.close(fd)
-            raise NotFound(f"segment {slot.name} has been replaced in {slot.directory.path}: that copy in memory is lost")
+            raise NotFound(
+                f"segment {slot.name} has been replaced in {slot.directory.path}: that copy in "
+                f"memory is lost"
+            )
         return fd
 
     def get(self, name: str) -> Slot:
@@ -350,7 +450,8 @@ class Slots:
         failpoint("slot.released")
 
     def is_held(self, slot: Slot) -> bool:
-        """Return True if a trainer still holds its lock on the segment, or if the lock cannot be tested because a resource has run out.
+        """Return True if a trainer still holds its lock on the segment, or if the lock
+        cannot be tested because a resource has run out.
 
         Return False if the file has been removed or replaced.
         """
@@ -369,12 +470,15 @@ class Slots:
         return False
 
     def adopt(self) -> list[Slot]:
-        """Register the segments that an earlier daemon has left, and return those of this root.
+        """Register the segments that an earlier daemon has left, and return those of
+        this root.
 
-        Segments that are incomplete, damaged or from another boot are removed. Other files, segments of a newer ckptd and segments that
-        cannot be opened or read are left alone. A segment that was made for another root than `mark` names goes to `foreign`; one in which
-        nothing is sealed and that no trainer holds is removed. Raises StorageError if a segment cannot be opened because a resource has
-        run out.
+        Segments that are incomplete, damaged or from another boot are removed. Other
+        files, segments of a newer ckptd and segments that cannot be opened or read are
+        left alone. A segment that was made for another root than `mark` names goes to
+        `foreign`; one in which nothing is sealed and that no trainer holds is removed.
+        Raises StorageError if a segment cannot be opened because a resource has run
+        out.
         """
         for directory in self._directories():
             self._adopt(directory)
@@ -411,7 +515,12 @@ class Slots:
                 os.close(fd)
                 continue
             except OSError as error:  # of a disk, which may pass: a snapshot may be sealed in it
-                log.error("segment %s left alone: %s; a snapshot may be in it, so restart this daemon once it can be read", name, error)
+                log.error(
+                    "segment %s left alone: %s; a snapshot may be in it, so restart this daemon "
+                    "once it can be read",
+                    name,
+                    error,
+                )
                 os.close(fd)
                 continue
             except (IntegrityError, InvalidName) as error:
@@ -433,8 +542,8 @@ class Slots:
     def admit(self, slots: Sequence[Slot]) -> list[Slot]:
         """Turn foreign slots into slots of this root, and return them.
 
-        Later daemons take them for their own. Raises OSError. All of these slots are then still
-        foreign in this daemon, and the call may be repeated.
+        Later daemons take them for their own. Raises OSError. All of these slots are
+        then still foreign in this daemon, and the call may be repeated.
         """
         if self.mark is not None:
             for slot in slots:
@@ -445,14 +554,22 @@ class Slots:
         return list(slots)
 
     def set_aside_half_admitted(self) -> None:
-        """Make the slots of an attempt foreign again if the attempt has foreign slots, too.
+        """Make the slots of an attempt foreign again if the attempt has foreign slots,
+        too.
 
-        An earlier daemon has then died while it admitted the slots of that attempt. No attempt has
-        slots of both kinds otherwise, because no run of a job with foreign slots begins.
+        An earlier daemon has then died while it admitted the slots of that attempt. No
+        attempt has slots of both kinds otherwise, because no run of a job with foreign
+        slots begins.
         """
-        marks = {(each.slot.header.job, each.slot.header.attempt): each.mark for each in self.foreign.values()}
+        marks = {
+            (each.slot.header.job, each.slot.header.attempt): each.mark
+            for each in self.foreign.values()
+        }
         for slot in list(self.slots.values()):
-            if slot.name in self._marked and (mark := marks.get((slot.header.job, slot.header.attempt))) is not None:
+            if (
+                slot.name in self._marked
+                and (mark := marks.get((slot.header.job, slot.header.attempt))) is not None
+            ):
                 self.foreign[slot.name] = ForeignSlot(self.slots.pop(slot.name), mark)
 
     def drop(self, slot: Slot) -> None:
@@ -462,7 +579,11 @@ class Slots:
         self.release(slot)
 
     def close(self) -> None:
-        """Close the descriptors. The files stay for the next daemon; the directories are removed if they are empty."""
+        """Close the descriptors.
+
+        The files stay for the next daemon; the directories are removed if they are
+        empty.
+        """
         for slot in [*self.slots.values(), *(each.slot for each in self.foreign.values())]:
             slot.descriptor.close()
         for directory in self._directories():
@@ -472,7 +593,10 @@ class Slots:
 
 
 def _root_mark(fd: int, name: str, header: SegmentHeader) -> RootMark | None:
-    """Return the root mark of a segment, or None if it has none or a damaged one. Raises NewerFormat, OSError."""
+    """Return the root mark of a segment, or None if it has none or a damaged one.
+
+    Raises NewerFormat, OSError.
+    """
     try:
         return read_root_mark(fd, header)
     except NewerFormat:

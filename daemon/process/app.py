@@ -1,6 +1,8 @@
-"""Runs a daemon: serves clients until SIGTERM, SIGINT, an error that ends it, or, for a private daemon, until nothing is left to do.
+"""Runs a daemon: serves clients until SIGTERM, SIGINT, an error that ends it, or, for a
+private daemon, until nothing is left to do.
 
-Nothing listens before the root is locked and recovered. SIGTERM and SIGINT save what is owed, then end; a second one ends at once.
+Nothing listens before the root is locked and recovered. SIGTERM and SIGINT save what is
+owed, then end; a second one ends at once.
 """
 
 from __future__ import annotations
@@ -35,19 +37,24 @@ from ckptd.shared.wire.session import MAX_VERSION, NODES, REPLICAS, STAGE
 log = logging.getLogger("ckptd")
 
 _START_SECONDS = 10.0
-"""Seconds that a start goes on after SIGTERM. What an earlier daemon left in memory is then saved, if the storage answers."""
+"""Seconds that a start goes on after SIGTERM. What an earlier daemon left in memory is
+then saved, if the storage answers.
+"""
 
 
 class App:
     """One daemon, from its start to its end.
 
-    `run` serves until the daemon is told to end. It raises CkptdError if the daemon cannot start,
-    or if an error ends it. Once `run` has returned, `unsaved` lists the snapshots that could not be
-    saved and are in memory only. The last line of the log names them.
+    `run` serves until the daemon is told to end. It raises CkptdError if the daemon
+    cannot start, or if an error ends it. Once `run` has returned, `unsaved` lists the
+    snapshots that could not be saved and are in memory only. The last line of the log
+    names them.
     """
 
     def __init__(self, config: Config, ready_fd: int = -1, fs: FileSystem | None = None) -> None:
-        """ready_fd: a descriptor that READY and a newline are written to once the daemon serves clients, or -1."""
+        """ready_fd: a descriptor that READY and a newline are written to once the
+        daemon serves clients, or -1.
+        """
         self._config, self._ready_fd = config, ready_fd
         self._fs = fs or PosixFileSystem()
         self._stop = asyncio.Event()
@@ -63,11 +70,18 @@ class App:
 
     async def run(self) -> None:
         async with opened(
-            self._config, self._fs, failed=self._end, changed=self._changed, locked=self._handle_signals, lost=self._lost_root
+            self._config,
+            self._fs,
+            failed=self._end,
+            changed=self._changed,
+            locked=self._handle_signals,
+            lost=self._lost_root,
         ) as parts:
             listener, ours = listen(self._config.socket)
             try:
-                self._serving = Serving(parts, self._stop, self._started, self._ready_fd, self._lost_root)
+                self._serving = Serving(
+                    parts, self._stop, self._started, self._ready_fd, self._lost_root
+                )
                 await self._serving.run(listener, lambda: self._fatal is None)
                 self.unsaved = self._serving.unsaved()
             finally:
@@ -80,7 +94,11 @@ class App:
             raise self._fatal
 
     def _handle_signals(self) -> None:
-        """Handle SIGTERM and SIGINT from now on. Before this call nothing is owed, and the default action ends a start that hangs."""
+        """Handle SIGTERM and SIGINT from now on.
+
+        Before this call nothing is owed, and the default action ends a start that
+        hangs.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._signalled)
 
@@ -88,7 +106,8 @@ class App:
         left = [] if self._serving is None else self._serving.unsaved()
         if self._stop.is_set():
             log.error(
-                "a second signal ends this daemon at once. %s", unsaved.text(left, self._config.root) if left else "Everything is saved"
+                "a second signal ends this daemon at once. %s",
+                unsaved.text(left, self._config.root) if left else "Everything is saved",
             )
             os._exit(130)
         if self._serving is None:
@@ -100,11 +119,16 @@ class App:
     def _give_up(self) -> None:
         """End a start that has been told to stop and still waits for the storage."""
         if self._serving is None:
-            log.error("the storage does not answer, and this start ends; the next daemon finds what is in memory")
+            log.error(
+                "the storage does not answer, and this start ends; the next daemon finds what is "
+                "in memory"
+            )
             os._exit(128 + signal.SIGTERM)
 
     def _end(self, error: BaseException) -> None:
-        """End with this error, so that a fresh start can sort it out: the journal cannot be trusted any more, or a task has failed."""
+        """End with this error, so that a fresh start can sort it out: the journal
+        cannot be trusted any more, or a task has failed.
+        """
         if self._fatal is None:
             log.critical("%s; ending", error)
             self._fatal = error
@@ -115,11 +139,17 @@ class App:
 
         The next daemon finds the snapshots in memory.
         """
-        kind, place = ("root", self._config.root) if self._config.stage is None else ("stage", self._config.stage)
+        kind, place = (
+            ("root", self._config.root)
+            if self._config.stage is None
+            else ("stage", self._config.stage)
+        )
         self._end(
             StorageError(
-                f"the {kind} {place} has been deleted, moved or replaced; the snapshots in memory stay "
-                f"there, and the next daemon saves them if the same root is at {self._config.root} then"
+                f"the {kind} {place} has been deleted, moved or replaced; the snapshots in memory "
+                f"stay "
+                f"there, and the next daemon saves them if the same root is at "
+                f"{self._config.root} then"
             )
         )
 
@@ -129,24 +159,40 @@ class App:
 
 
 class Serving:
-    """A daemon that has recovered, while clients may use it. `stop` is set to end it. `lost_root` is called if the root is gone."""
+    """A daemon that has recovered, while clients may use it.
 
-    def __init__(self, parts: Parts, stop: asyncio.Event, started: float, ready_fd: int, lost_root: Callable[[], None]) -> None:
+    `stop` is set to end it. `lost_root` is called if the root is gone.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        stop: asyncio.Event,
+        started: float,
+        ready_fd: int,
+        lost_root: Callable[[], None],
+    ) -> None:
         self._parts, self._stop, self._ready_fd = parts, stop, ready_fd
         self._instance = secrets.token_hex(16)
         self._service, self._vitals = Service(parts), Vitals(parts, started, lost_root)
         self.ready = False
         self._idle: asyncio.TimerHandle | None = None
         self._server = Server(
-            parts.engine, parts.orphans, max_connections=parts.config.max_connections, descriptors=self._descriptors(),
-            welcome=self._welcome, status=lambda: json.dumps(self.status()), find=self._service.find, deliver=self._service.deliver,
-            forget=self._service.forget,
-            remark=lambda slots: self._service.remark(slots, self._vitals.disk_free), changed=self._clients_changed,
+            parts.engine, parts.orphans, max_connections=parts.config.max_connections,
+            descriptors=self._descriptors(), welcome=self._welcome,
+            status=lambda: json.dumps(self.status()), find=self._service.find,
+            deliver=self._service.deliver, forget=self._service.forget,
+            remark=lambda slots: self._service.remark(slots, self._vitals.disk_free),
+            changed=self._clients_changed,
         )  # fmt: skip
 
     def _descriptors(self) -> limits.DescriptorPlan:
-        """Return the plan for this daemon's descriptors. The log warns if `max_connections` does not fit into the limit."""
-        # While adopted snapshots are being saved, descriptors come and go: the daemon's own cannot be counted then.
+        """Return the plan for this daemon's descriptors.
+
+        The log warns if `max_connections` does not fit into the limit.
+        """
+        # While adopted snapshots are being saved, descriptors come and go: the daemon's
+        # own cannot be counted then.
         config, parts = self._parts.config, self._parts
         now = limits.used() - len(parts.slots.slots) - (self._ready_fd >= 0)
         own = limits.OWN if parts.saver.busy else max(limits.OWN, now)
@@ -157,7 +203,9 @@ class Serving:
         return plan
 
     async def run(self, listener: socket.socket, may_save: Callable[[], bool]) -> None:
-        """Serve until `stop` is set; then save what is owed, if `may_save` returns True."""
+        """Serve until `stop` is set; then save what is owed, if `may_save` returns
+        True.
+        """
         config, parts = self._parts.config, self._parts
         accepting = tasks.watched(self._server.serve(listener), "accepting connections")
         parts.orphans.watch()
@@ -167,14 +215,22 @@ class Serving:
         if self._ready_fd >= 0:
             os.write(self._ready_fd, b"READY\n")
             os.close(self._ready_fd)
-        log.info("ckptd %s ready in %.3f s: root %s, socket %s", __version__, self._vitals.uptime, config.root, config.socket)
+        log.info(
+            "ckptd %s ready in %.3f s: root %s, socket %s",
+            __version__,
+            self._vitals.uptime,
+            config.root,
+            config.socket,
+        )
         self.consider_leaving()
         await self._stop.wait()
         self.ready = False
         notify.notify("STOPPING=1")
         parts.engine.stopping = True
         if may_save():
-            await parts.orphans.drain()  # clients are served meanwhile: a request to begin is told that the daemon stops
+            # Clients are served meanwhile: a request to begin is told that the daemon
+            # stops.
+            await parts.orphans.drain()
         accepting.cancel()
         if parts.uploader is not None:
             parts.uploader.stop()
@@ -194,17 +250,23 @@ class Serving:
     # -- a private daemon
 
     def consider_leaving(self) -> None:
-        """Start the idle timer of a private daemon if nobody is connected, nothing is in memory and nothing is under way."""
+        """Start the idle timer of a private daemon if nobody is connected, nothing is
+        in memory and nothing is under way.
+        """
         parts = self._parts
         if not parts.config.private or not self.ready:
             return
-        needed = self._server.connections or parts.slots.slots or parts.saver.busy or parts.orphans.busy
+        needed = (
+            self._server.connections or parts.slots.slots or parts.saver.busy or parts.orphans.busy
+        )
         needed = needed or (parts.uploader is not None and parts.uploader.busy)
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
         if not needed:
-            self._idle = asyncio.get_running_loop().call_later(parts.config.idle_timeout, self._leave)
+            self._idle = asyncio.get_running_loop().call_later(
+                parts.config.idle_timeout, self._leave
+            )
 
     def _leave(self) -> None:
         log.info("no clients, slots or work are left: this private daemon ends")
@@ -216,20 +278,27 @@ class Serving:
         config = self._parts.config
         if config.stage is not None and STAGE not in hello.features:
             raise VersionMismatch(
-                f"{hello.client or 'this client'} knows nothing of stages, and would miss the newest checkpoints: "
+                f"{hello.client or 'this client'} knows nothing of stages, and would miss the "
+                f"newest checkpoints: "
                 "install the same ckptd in both places"
             )
         features = [NODES, REPLICAS] if config.stage is None else [NODES, REPLICAS, STAGE]
         return m.Welcome(
-            re=hello.id, version=MAX_VERSION, features=features, daemon=__version__, root=str(config.root), private=config.private,
-            slots=config.slots, chunk_size=config.chunk_size, stall_budget=config.stall_budget,
-            instance=self._instance, identity=self._parts.identity, stage=str(config.stage or ""),
+            re=hello.id, version=MAX_VERSION, features=features, daemon=__version__,
+            root=str(config.root), private=config.private, slots=config.slots,
+            chunk_size=config.chunk_size, stall_budget=config.stall_budget, instance=self._instance,
+            identity=self._parts.identity, stage=str(config.stage or ""),
             settings=settings.given(os.environ) if config.private else None,
         )  # fmt: skip
 
     def status(self) -> dict[str, object]:
         """Return what `ckptd status --json` prints. Sizes are bytes, times are seconds."""
-        config, server, vitals, report = self._parts.config, self._server, self._vitals, self._service.report(self._vitals.disk_free)
+        config, server, vitals, report = (
+            self._parts.config,
+            self._server,
+            self._vitals,
+            self._service.report(self._vitals.disk_free),
+        )
         counters = report.pop("counters")
         assert isinstance(counters, dict)
         return {
@@ -239,7 +308,9 @@ class Serving:
             "root": str(config.root),
             "identity": self._parts.identity,
             "foreign_memory": [held.report() for held in self._parts.foreign.held()],
-            "stage": None if self._parts.uploader is None else {"directory": str(config.stage), **self._parts.uploader.report()},
+            "stage": None
+            if self._parts.uploader is None
+            else {"directory": str(config.stage), **self._parts.uploader.report()},
             "socket": str(config.socket),
             "private": config.private,
             "log_file": str(config.log_file) if config.log_file else None,
@@ -252,9 +323,15 @@ class Serving:
                 "limit": limits.soft_limit(),
                 "per_rank": server.descriptors.per_rank,
                 "clients": len(server.connections),
-                "clients_fit": min(config.max_connections, server.descriptors.ranks(limits.soft_limit())),
+                "clients_fit": min(
+                    config.max_connections, server.descriptors.ranks(limits.soft_limit())
+                ),
                 "accepting_paused": server.paused,
             },
             **report,
-            "counters": {**counters, "connections_refused": server.refused, "accept_pauses": server.pauses},
+            "counters": {
+                **counters,
+                "connections_refused": server.refused,
+                "accept_pauses": server.pauses,
+            },
         }

@@ -1,4 +1,6 @@
-"""The daemon's listening socket: makes it where no other user can replace it, or takes it over from systemd."""
+"""The daemon's listening socket: makes it where no other user can replace it, or takes
+it over from systemd.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,26 @@ from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.owners import check_socket_directory
 
 BACKLOG = 4096
-"""Connections that may wait to be accepted. The kernel lowers the number to net.core.somaxconn."""
+"""Connections that may wait to be accepted. The kernel lowers the number to
+net.core.somaxconn.
+"""
 _PROBE_SECONDS = 5.0
 
 
 def listen(path: Path) -> tuple[socket.socket, bool]:
-    """Return the listening socket, and True if this daemon has made the socket's file and must remove it.
+    """Return the listening socket, and True if this daemon has made the socket's file
+    and must remove it.
 
-    A socket that systemd has passed is taken, whatever `path` is. Raises Busy if another daemon listens at `path`, StorageError if the
-    socket cannot be made there, and Forbidden if another user could replace it.
+    A socket that systemd has passed is taken, whatever `path` is. Raises Busy if
+    another daemon listens at `path`, StorageError if the socket cannot be made there,
+    and Forbidden if another user could replace it.
     """
     passed = notify.passed_socket()
     if passed is not None:
         return passed, False
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    listener = socket.socket(
+        socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+    )
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_socket_directory(path)
@@ -49,19 +57,25 @@ def listen(path: Path) -> tuple[socket.socket, bool]:
 
 
 def _remove_dead(path: Path) -> None:
-    """Remove the socket that a dead daemon of this user has left at `path`, and nothing else.
+    """Remove the socket that a dead daemon of this user has left at `path`, and nothing
+    else.
 
-    Raises Busy if a process listens there, and StorageError if the file is not a socket of this user.
+    Raises Busy if a process listens there, and StorageError if the file is not a socket
+    of this user.
     """
     try:
         status = os.lstat(path)
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(status.st_mode):
-        raise StorageError(f"cannot listen at {path}: a file that is not a socket has this name and was left alone; name another --socket")
+        raise StorageError(
+            f"cannot listen at {path}: a file that is not a socket has this name and was left "
+            f"alone; name another --socket"
+        )
     if status.st_uid != os.geteuid():
         raise StorageError(
-            f"cannot listen at {path}: this socket belongs to uid {status.st_uid}, not to uid {os.geteuid()}, and was left alone; "
+            f"cannot listen at {path}: this socket belongs to uid {status.st_uid}, not to uid "
+            f"{os.geteuid()}, and was left alone; "
             "name another --socket"
         )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

@@ -1,4 +1,6 @@
-"""Identifies the process at the other end of a connection: its number, its user, when it started, and a pidfd to notice its death."""
+"""Identifies the process at the other end of a connection: its number, its user, when
+it started, and a pidfd to notice its death.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ _NONE_LEFT = -2  # stands for the pidfd if no descriptor was left for it
 
 
 class Peer:
-    """The client of one connection. `pid` is 0 if the process cannot be seen from here, as in another container."""
+    """The client of one connection.
+
+    `pid` is 0 if the process cannot be seen from here, as in another container.
+    """
 
     def __init__(self, client: socket.socket) -> None:
         self.pid, self.uid = peer_of(client)
@@ -29,11 +34,15 @@ class Peer:
         return self._pidfd == _NONE_LEFT
 
     def watch(self) -> int:
-        """Return a new pidfd of the process, or -1 if it has none: it is dead, or the kernel is older than 5.3. Raises OSError."""
+        """Return a new pidfd of the process, or -1 if it has none: it is dead, or the
+        kernel is older than 5.3. Raises OSError.
+        """
         return os.dup(self._pidfd) if self._pidfd >= 0 else -1
 
     def started(self) -> float:
-        """Return when the process started, in Unix seconds, or 0.0 if that is not known."""
+        """Return when the process started, in Unix seconds, or 0.0 if that is not
+        known.
+        """
         try:
             return float(psutil.Process(self.pid).create_time()) if self.pid > 0 else 0.0
         except (psutil.Error, OSError):
@@ -50,7 +59,9 @@ class Peer:
 
 
 def _pidfd_of(client: socket.socket, pid: int) -> int:
-    """Return a pidfd of the peer, -1 if the peer is dead or the kernel is older than 5.3, or `_NONE_LEFT` if descriptors have run out."""
+    """Return a pidfd of the peer, -1 if the peer is dead or the kernel is older than
+    5.3, or `_NONE_LEFT` if descriptors have run out.
+    """
     try:
         return client.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     except OSError:

@@ -1,4 +1,6 @@
-"""Keeps the daemon's log file small: a full file becomes `FILE.1`, and a new one begins."""
+"""Keeps the daemon's log file small: a full file becomes `FILE.1`, and a new one
+begins.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,27 @@ from ckptd.shared.system.log_file import open_log
 
 
 class RotatingLog(RotatingFileHandler):
-    """Writes to the log file at `path`, which has at most `most` bytes and a line. One older file is kept.
+    """Writes to the log file at `path`, which has at most `most` bytes and a line.
 
-    Standard output and standard error follow to the new file if they were the old one, as in a private daemon. A traceback of the
-    interpreter is then at the end of the log. Raises InvalidConfig if the file cannot be opened.
+    One older file is kept.
+
+    Standard output and standard error follow to the new file if they were the old one,
+    as in a private daemon. A traceback of the interpreter is then at the end of the
+    log. Raises InvalidConfig if the file cannot be opened.
     """
 
     def __init__(self, path: Path, most: int = 10 << 20) -> None:
         try:
             super().__init__(path, maxBytes=most, backupCount=1)
         except OSError as error:
-            raise InvalidConfig(f"cannot write the log_file {path}: {error.strerror or error}") from None
+            raise InvalidConfig(
+                f"cannot write the log_file {path}: {error.strerror or error}"
+            ) from None
 
     def _open(self) -> io.TextIOWrapper:
-        return os.fdopen(open_log(Path(self.baseFilename)), "a", encoding="utf-8", errors="backslashreplace")
+        return os.fdopen(
+            open_log(Path(self.baseFilename)), "a", encoding="utf-8", errors="backslashreplace"
+        )
 
     def doRollover(self) -> None:
         assert self.stream is not None

@@ -1,7 +1,10 @@
-"""The daemon's connections to its clients: accepts them, checks their users, and answers their requests.
+"""The daemon's connections to its clients: accepts them, checks their users, and
+answers their requests.
 
-The engine takes all decisions. Sockets are raw, because descriptors travel beside the bytes. A connection that breaks the protocol, stalls
-at the greeting or does not read its replies is closed; the others do not notice. Descriptors that a client sends are never received.
+The engine takes all decisions. Sockets are raw, because descriptors travel beside the
+bytes. A connection that breaks the protocol, stalls at the greeting or does not read
+its replies is closed; the others do not notice. Descriptors that a client sends are
+never received.
 """
 
 from __future__ import annotations
@@ -25,7 +28,15 @@ from ckptd.daemon.memory.slots import Slot
 from ckptd.daemon.process import limits
 from ckptd.daemon.process.peers import NOTHING_LEFT, Peer
 from ckptd.daemon.tasks import watched
-from ckptd.shared.errors import Busy, CkptdError, Forbidden, InternalError, ProtocolError, StorageError, VersionMismatch
+from ckptd.shared.errors import (
+    Busy,
+    CkptdError,
+    Forbidden,
+    InternalError,
+    ProtocolError,
+    StorageError,
+    VersionMismatch,
+)
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire import session as s
@@ -34,16 +45,20 @@ log = logging.getLogger("ckptd.server")
 
 HELLO_SECONDS = 10.0  # in which the first request must come
 MAX_UNREAD = 4 << 20  # bytes of replies that a client may leave unread
-ACCEPT_SECONDS = 0.5  # between two tries to accept while descriptors or memory have run out, unless a connection closes before
+# Between two tries to accept while descriptors or memory have run out, unless a
+# connection closes before.
+ACCEPT_SECONDS = 0.5
 _THIS_CLIENT_ONLY = frozenset({errno.ECONNABORTED, errno.EINTR})
 
-Reply = tuple[m.Message, Sequence[int]]  # a message, and the descriptors that go with it: they are closed once they are sent
+# A message, and the descriptors that go with it: they are closed once they are sent.
+Reply = tuple[m.Message, Sequence[int]]
 
 
 class Server:
     """The server of one daemon. The callables answer Hello, Status, Find and Forget.
 
-    `remark` returns the sentence that goes with new slots, or "". `changed` is called when a client comes or goes.
+    `remark` returns the sentence that goes with new slots, or "". `changed` is called
+    when a client comes or goes.
     """
 
     def __init__(
@@ -67,12 +82,18 @@ class Server:
         self._max, self.descriptors = max_connections, descriptors
         self.connections: set[Connection] = set()
         self.refused = self.pauses = 0
-        self.paused: str | None = None  # the reason why no client is accepted at the moment, or None
-        self._refusing = False  # the last client was refused: the refusals that follow are logged at debug level
+        # The reason why no client is accepted at the moment, or None.
+        self.paused: str | None = None
+        # The last client was refused: the refusals that follow are logged at debug
+        # level.
+        self._refusing = False
         self._closed = asyncio.Event()  # set when a connection closes
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept clients until cancelled. While descriptors or memory have run out, clients wait in the socket's backlog."""
+        """Accept clients until cancelled.
+
+        While descriptors or memory have run out, clients wait in the socket's backlog.
+        """
         while True:
             try:
                 client, _ = await asyncio.get_running_loop().sock_accept(listener)
@@ -88,12 +109,16 @@ class Server:
             self._accepted(client)
 
     async def _pause(self, error: OSError) -> None:
-        """Wait until a connection closes, at most `ACCEPT_SECONDS`. Of several pauses in a row, only the first is logged."""
+        """Wait until a connection closes, at most `ACCEPT_SECONDS`.
+
+        Of several pauses in a row, only the first is logged.
+        """
         if self.paused is None:
             self.paused = f"no client can be accepted: {os.strerror(error.errno or 0)}"
             self.pauses += 1
             log.error(
-                "%s (%d descriptors are open, the limit is %d); clients wait until a connection closes or the limit is raised",
+                "%s (%d descriptors are open, the limit is %d); clients wait until a connection "
+                "closes or the limit is raised",
                 self.paused, limits.used(), limits.soft_limit(),
             )  # fmt: skip
         self._closed.clear()
@@ -108,7 +133,12 @@ class Server:
         connection = Connection(self, client)
         problem = connection.refusal() or self._full()
         if problem is not None:
-            log.log(logging.DEBUG if self._refusing else logging.WARNING, "%s is refused: %s", connection.peer, problem)
+            log.log(
+                logging.DEBUG if self._refusing else logging.WARNING,
+                "%s is refused: %s",
+                connection.peer,
+                problem,
+            )
             self.refused, self._refusing = self.refused + 1, True
             connection.send_last(problem)
             return
@@ -118,9 +148,15 @@ class Server:
         connection.task = watched(connection.run(), f"the connection of {connection.peer}")
 
     def _full(self) -> Busy | None:
-        """Return the error for one more client, or None if there is room. Clients are refused before the descriptors run out."""
+        """Return the error for one more client, or None if there is room.
+
+        Clients are refused before the descriptors run out.
+        """
         if len(self.connections) >= self._max:
-            return Busy(f"this daemon has {self._max} clients already; try again later, or raise max_connections")
+            return Busy(
+                f"this daemon has {self._max} clients already; try again later, or raise "
+                f"max_connections"
+            )
         limit, new = limits.soft_limit(), sum(connection.new for connection in self.connections)
         if self.descriptors.fits(limit, len(self.connections), new, len(self.engine.slots.slots)):
             return None
@@ -132,14 +168,20 @@ class Server:
         self.changed()
 
     async def close(self) -> None:
-        tasks = [task for c in self.connections for task in (c.task, *c.requests) if task is not None]
+        tasks = [
+            task for c in self.connections for task in (c.task, *c.requests) if task is not None
+        ]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Connection:
-    """One client. `run` reads its requests until the connection ends; each request is answered by a task of its own."""
+    """One client.
+
+    `run` reads its requests until the connection ends; each request is answered by a
+    task of its own.
+    """
 
     def __init__(self, server: Server, client: socket.socket) -> None:
         self._server, self._socket = server, client
@@ -148,7 +190,8 @@ class Connection:
         self._untold: deque[m.News] = deque()  # what came while Begin was under way
         self._unread = 0
         self.requests: set[asyncio.Task[None]] = set()
-        self._seals: set[asyncio.Task[None]] = set()  # Seals under way: Find, Fetch, Persist and Detach wait for them
+        # Seals under way: Find, Fetch, Persist and Detach wait for them
+        self._seals: set[asyncio.Task[None]] = set()
         self._owner: Owner | None = None
         self._features: frozenset[str] = frozenset()  # those of the client
         self.task: asyncio.Task[None] | None = None
@@ -164,9 +207,15 @@ class Connection:
 
     def refusal(self) -> CkptdError | None:
         if self.peer.uid not in (os.geteuid(), 0):
-            return Forbidden(f"this daemon serves uid {os.geteuid()}, not uid {self.peer.uid}; run one of your own")
+            return Forbidden(
+                f"this daemon serves uid {os.geteuid()}, not uid {self.peer.uid}; run one of your "
+                f"own"
+            )
         if self.peer.lacks_descriptor:
-            return Busy("the daemon has no file descriptor left, and needs one to notice this client's death: try again later")
+            return Busy(
+                "the daemon has no file descriptor left, and needs one to notice this client's "
+                "death: try again later"
+            )
         return None
 
     def send_last(self, error: CkptdError) -> None:
@@ -184,7 +233,11 @@ class Connection:
                     for message in self._session.receive(data):
                         assert isinstance(message, m.Request)
                         deadline.reschedule(None)
-                        request = watched(self._answer(message), f"{self.peer}: {type(message).__name__}", self._not_answered)
+                        request = watched(
+                            self._answer(message),
+                            f"{self.peer}: {type(message).__name__}",
+                            self._not_answered,
+                        )
                         self.requests.add(request)
                         request.add_done_callback(self.requests.discard)
                         if isinstance(message, m.Seal):
@@ -201,7 +254,9 @@ class Connection:
             self._close()
 
     def _not_answered(self, error: BaseException) -> None:
-        """Close the connection after a request that ended without an answer: the client would wait for ever, and it can connect again."""
+        """Close the connection after a request that ended without an answer: the client
+        would wait for ever, and it can connect again.
+        """
         self._close()
 
     async def _answer(self, request: m.Request) -> None:
@@ -216,7 +271,9 @@ class Connection:
             reply = self._error(request, StorageError.of(f"answer {type(request).__name__}", error))
         except Exception as error:
             log.exception("%s: %s failed", self.peer, type(request).__name__)
-            reply = self._error(request, InternalError(f"internal error: {error!r}; the daemon's log has more"))
+            reply = self._error(
+                request, InternalError(f"internal error: {error!r}; the daemon's log has more")
+            )
         if self._session.state is s.SessionState.CLOSED:
             _close_all(descriptors)
             return
@@ -224,7 +281,14 @@ class Connection:
             self.send(reply, descriptors)
         except ProtocolError as error:  # the reply is larger than a frame
             _close_all(descriptors)
-            self.send(self._error(request, InternalError(f"the answer to {type(request).__name__} cannot be sent: {error}")))
+            self.send(
+                self._error(
+                    request,
+                    InternalError(
+                        f"the answer to {type(request).__name__} cannot be sent: {error}"
+                    ),
+                )
+            )
         while self._untold and self._session.state is s.SessionState.ATTACHED:
             self.send(self._untold.popleft())
         if isinstance(reply, m.Error) and isinstance(request, m.Hello):
@@ -241,7 +305,8 @@ class Connection:
                 version = min(request.max_version, s.MAX_VERSION)
                 if version < max(request.min_version, s.MIN_VERSION):
                     raise VersionMismatch(
-                        f"client speaks protocol {request.min_version} to {request.max_version}, this daemon {s.MIN_VERSION} to "
+                        f"client speaks protocol {request.min_version} to {request.max_version}, "
+                        f"this daemon {s.MIN_VERSION} to "
                         f"{s.MAX_VERSION}: install the same ckptd in both places"
                     )
                 self._features = frozenset(request.features)
@@ -249,7 +314,9 @@ class Connection:
             case m.Status():
                 return m.StatusReport(re=request.id, report=self._server.status()), ()
             case m.Forget():
-                return m.Forgotten(re=request.id, refused=await self._server.forget(request.job, request.tags)), ()
+                return m.Forgotten(
+                    re=request.id, refused=await self._server.forget(request.job, request.tags)
+                ), ()
             case m.Begin():
                 before = self._owner
                 process = Process(self.peer.pid, self.peer.started(), request.run)
@@ -271,7 +338,9 @@ class Connection:
                         os.close(pidfd)
                     raise
                 if before is not None:
-                    before.notify = None  # the new owner hears on this connection what the older attempts are told
+                    # The new owner hears on this connection what the older attempts are
+                    # told.
+                    before.notify = None
                     self._server.orphans.unguard(before.identity)
                 self._server.orphans.cancel_timer(request.job)
                 self._server.orphans.guard(self._owner, pidfd)
@@ -285,7 +354,10 @@ class Connection:
         assert owner is not None  # the session allows all other requests only to an attached rank
         match request:
             case m.Allocate():
-                return self._pass_on(request.id, await engine.allocate(owner, request.capacity, request.count, request.node))
+                return self._pass_on(
+                    request.id,
+                    await engine.allocate(owner, request.capacity, request.count, request.node),
+                )
             case m.Replan():
                 engine.plan(owner, request.step, request.why)
             case m.Acquire():
@@ -294,11 +366,20 @@ class Connection:
                     return m.Refused(re=request.id, reason=slot), ()
                 return m.Granted(re=request.id, segment=slot.name, step=request.step), ()
             case m.Seal():
-                durable = await engine.seal(owner, request.segment, request.attempt, request.step, request.held, request.cost)
+                durable = await engine.seal(
+                    owner,
+                    request.segment,
+                    request.attempt,
+                    request.step,
+                    request.held,
+                    request.cost,
+                )
                 return m.Sealed(re=request.id, durable=durable), ()
             case m.Abandon():
                 if request.segment:
-                    engine.abandon(owner, request.segment, request.step, request.reason, request.code)
+                    engine.abandon(
+                        owner, request.segment, request.step, request.reason, request.code
+                    )
                 elif request.step is not None:
                     engine.pass_over(owner, request.step, request.reason, request.code)
                 else:
@@ -309,12 +390,21 @@ class Connection:
                 engine.hear(owner, request.attempt, request.answer)
             case m.Deliver():
                 earlier = await self._server.deliver(owner.job)
-                return m.Delivered(re=request.id, attempt=earlier.attempt, world_size=earlier.world_size, ranks=list(earlier.ranks)), ()
+                return m.Delivered(
+                    re=request.id,
+                    attempt=earlier.attempt,
+                    world_size=earlier.world_size,
+                    ranks=list(earlier.ranks),
+                ), ()
             case m.Find():
                 return await self._find(request, owner), ()
             case m.Fetch():
-                opened = await engine.fetch(owner, request.attempt, request.step, check=request.check)
-                return m.Fetched(re=request.id, ranks=[rank for rank, _ in opened]), [fd for _, fd in opened]
+                opened = await engine.fetch(
+                    owner, request.attempt, request.step, check=request.check
+                )
+                return m.Fetched(re=request.id, ranks=[rank for rank, _ in opened]), [
+                    fd for _, fd in opened
+                ]
             case m.Detach():
                 engine.detach(owner)
                 self._server.orphans.unguard(owner.identity)
@@ -328,19 +418,28 @@ class Connection:
         return msgspec.structs.replace(found, re=request.id)
 
     def _pass_on(self, request_id: int, slots: list[Slot]) -> Reply:
-        """Return the reply with two separately opened descriptors for each slot: one to map, and one to hold the trainer's lock on."""
+        """Return the reply with two separately opened descriptors for each slot: one to
+        map, and one to hold the trainer's lock on.
+        """
         opened: list[int] = []
         failpoint("slot.passing")
         try:
             for slot in [slot for slot in slots for _ in range(2)]:
-                opened.append(self._server.engine.slots.open_again(slot, write=True))  # one by one, since any of them may fail
+                # One by one, since any of them may fail.
+                opened.append(self._server.engine.slots.open_again(slot, write=True))
         except BaseException:
             _close_all(opened)
             raise
-        return m.Segments(re=request_id, segments=[_held(slot) for slot in slots], remark=self._server.remark(slots)), opened
+        return m.Segments(
+            re=request_id,
+            segments=[_held(slot) for slot in slots],
+            remark=self._server.remark(slots),
+        ), opened
 
     def _notify(self, message: m.News) -> None:
-        """Send the message, or keep it until the rank has begun. Drop a Waiting that the client does not know.
+        """Send the message, or keep it until the rank has begun.
+
+        Drop a Waiting that the client does not know.
 
         An error here would keep the caller from freeing slots.
         """
@@ -348,13 +447,20 @@ class Connection:
             return
         if self._session.state in (s.SessionState.ATTACHED, s.SessionState.LEAVING):
             self.send(message)
-        elif self._session.state in (s.SessionState.BEGINNING, s.SessionState.GREETED):  # GREETED: its Begin has failed
+        elif self._session.state in (
+            s.SessionState.BEGINNING,
+            s.SessionState.GREETED,
+        ):  # GREETED: its Begin has failed
             self._untold.append(message)
 
     # -- sending
 
     def send(self, message: m.Message, descriptors: Sequence[int] = ()) -> None:
-        frame = memoryview(self._session.send(message)) if self._session.state is not s.SessionState.CLOSED else memoryview(b"")
+        frame = (
+            memoryview(self._session.send(message))
+            if self._session.state is not s.SessionState.CLOSED
+            else memoryview(b"")
+        )
         self._out.append((frame, descriptors))
         self._unread += len(frame)
         if len(self._out) == 1:
@@ -368,7 +474,17 @@ class Connection:
         try:
             while self._out:
                 frame, descriptors = self._out[0]
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))] if descriptors else []
+                rights = (
+                    [
+                        (
+                            socket.SOL_SOCKET,
+                            socket.SCM_RIGHTS,
+                            struct.pack(f"{len(descriptors)}i", *descriptors),
+                        )
+                    ]
+                    if descriptors
+                    else []
+                )
                 sent = self._socket.sendmsg([frame], rights)
                 self._unread -= sent
                 _close_all(descriptors)
@@ -392,7 +508,8 @@ class Connection:
         self._session.close()
         loop = asyncio.get_running_loop()
         loop.remove_writer(self._socket)
-        loop.remove_reader(self._socket)  # before the socket is closed, because the next client may get its number
+        # Before the socket is closed, because the next client may get its number.
+        loop.remove_reader(self._socket)
         if self.task is not None and self.task is not asyncio.current_task():
             self.task.cancel()
         self._socket.close()
@@ -408,7 +525,9 @@ class Connection:
 
 def _held(slot: Slot) -> m.HeldSegment:
     header = slot.header
-    return m.HeldSegment(segment=slot.name, slot=header.slot, capacity=header.capacity, generation=header.generation)
+    return m.HeldSegment(
+        segment=slot.name, slot=header.slot, capacity=header.capacity, generation=header.generation
+    )
 
 
 def _close_all(descriptors: Sequence[int]) -> None:

@@ -1,4 +1,6 @@
-"""Answers questions about the whole daemon: which snapshots can be recovered, what `status` prints; and deletes on request."""
+"""Answers questions about the whole daemon: which snapshots can be recovered, what
+`status` prints; and deletes on request.
+"""
 
 from __future__ import annotations
 
@@ -29,27 +31,33 @@ MAX_CANDIDATES, MAX_DAMAGED_FOUND = 1000, 100
 """The most checkpoints in one answer to Find: as many as fit into a frame."""
 _LOOK_SECONDS = 1.0  # seconds between two looks at a save that recover() waits for
 MAX_JOBS, MAX_DAMAGED, MAX_TEXT = 500, 5, 200
-"""The most jobs, damaged checkpoints of each job, and characters of a text in one status report."""
+"""The most jobs, damaged checkpoints of each job, and characters of a text in one
+status report.
+"""
 COUNTERS = (
-    "sealed", "persisted", "failed", "skipped", "retired", "rewrites", "saved_unasked", "verify_failures", "tidy_failures", "uploaded",
-    "failed_uploads",
+    "sealed", "persisted", "failed", "skipped", "retired", "rewrites", "saved_unasked",
+    "verify_failures", "tidy_failures", "uploaded", "failed_uploads",
 )  # fmt: skip
 
 
 class Service:
     """The requests of clients and of the command line to a daemon.
 
-    The engine handles the other requests, which are those of a rank about its own snapshots.
+    The engine handles the other requests, which are those of a rank about its own
+    snapshots.
     """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
     async def find(self, job_name: str, step: int | None, delivered: int = 0) -> m.Found:
-        """Return the candidates for a recovery, best first: by (attempt, step), memory before storage.
+        """Return the candidates for a recovery, best first: by (attempt, step), memory
+        before storage.
 
-        step: list the candidates of this step only. delivered: an attempt whose nodes have all delivered what they hold, or 0. Raises
-        StorageError; ForeignMemory if another root is there now; NewerFormat if only a newer ckptd can read the newest checkpoint.
+        step: list the candidates of this step only. delivered: an attempt whose nodes
+        have all delivered what they hold, or 0. Raises StorageError; ForeignMemory if
+        another root is there now; NewerFormat if only a newer ckptd can read the newest
+        checkpoint.
         """
         parts = self._parts
         job = parts.catalog.job(job_name)
@@ -58,9 +66,17 @@ class Service:
         try:
             await recovery.scan_job(parts.repository, job, parts.calls, fresh=True)
             if job.node is None or job.node.leads:
-                await self._deliver(job, [s for s in job.snapshots if s.node is not None and s.attempt < job.attempt])
+                await self._deliver(
+                    job,
+                    [s for s in job.snapshots if s.node is not None and s.attempt < job.attempt],
+                )
             in_root = await self._in_root(job, delivered)
-            stored = [] if parts.uploader is not None and job.node is not None else job.live_checkpoints()  # other nodes see no stage
+            # Other nodes see no stage.
+            stored = (
+                []
+                if parts.uploader is not None and job.node is not None
+                else job.live_checkpoints()
+            )
         except StorageError as error:
             offered = max((s.key for s in in_memory), default=None)
             if (
@@ -71,35 +87,75 @@ class Service:
             ):
                 raise
             log.warning(
-                "job %s: %s; the snapshots in memory are newer than every known checkpoint, and only they are offered", job.name, error
+                "job %s: %s; the snapshots in memory are newer than every known checkpoint, and "
+                "only they are offered",
+                job.name,
+                error,
             )
             stored, in_root = [], []
-        found = [m.RecoveryCandidate(attempt=s.attempt, step=s.step, tag=s.tag, source="memory") for s in in_memory]
+        found = [
+            m.RecoveryCandidate(attempt=s.attempt, step=s.step, tag=s.tag, source="memory")
+            for s in in_memory
+        ]
         kept = "storage" if parts.uploader is None else "stage"
-        found += [m.RecoveryCandidate(attempt=c.attempt, step=c.step, tag=c.tag, source=kept) for c in stored]
-        found += [m.RecoveryCandidate(attempt=c.attempt, step=c.step, tag=c.tag, source="storage") for c in in_root]
+        found += [
+            m.RecoveryCandidate(attempt=c.attempt, step=c.step, tag=c.tag, source=kept)
+            for c in stored
+        ]
+        found += [
+            m.RecoveryCandidate(attempt=c.attempt, step=c.step, tag=c.tag, source="storage")
+            for c in in_root
+        ]
         found = [c for c in found if step is None or c.step == step]
         order = {c.tag: c.seq for c in (*job.in_root.values(), *job.checkpoints.values())}
         near = {"storage": 0, "stage": 1, "memory": 2}
-        found.sort(key=lambda c: (c.attempt, -1 if c.step is None else c.step, near[c.source], order.get(c.tag, 0)), reverse=True)
+        found.sort(
+            key=lambda c: (
+                c.attempt,
+                -1 if c.step is None else c.step,
+                near[c.source],
+                order.get(c.tag, 0),
+            ),
+            reverse=True,
+        )
         places = [job] if parts.uploader is None else [job, parts.uploader.jobs.job(job_name)]
-        best = (found[0].attempt, -1 if found[0].step is None else found[0].step) if found else (0, -1)
+        best = (
+            (found[0].attempt, -1 if found[0].step is None else found[0].step) if found else (0, -1)
+        )
         for place in places:
             if why := place.unreadable_beyond(best, step):
                 raise NewerFormat(why)
-        incomplete = [f"{job_name}/{one.tag}: {one.reason}"[:MAX_TEXT] for one in job.abandoned_beyond(best)] if step is None else []
-        damaged = [f"{tag}: {why}"[:MAX_TEXT] for place in places for tag, why in sorted(place.damaged.items())]
+        incomplete = (
+            [f"{job_name}/{one.tag}: {one.reason}"[:MAX_TEXT] for one in job.abandoned_beyond(best)]
+            if step is None
+            else []
+        )
+        damaged = [
+            f"{tag}: {why}"[:MAX_TEXT]
+            for place in places
+            for tag, why in sorted(place.damaged.items())
+        ]
         if parts.uploader is not None and job.node is not None:
-            damaged += [f"{tag}: {why}"[:MAX_TEXT] for tag, why in sorted(parts.uploader.refused[job.name].items())]
+            damaged += [
+                f"{tag}: {why}"[:MAX_TEXT]
+                for tag, why in sorted(parts.uploader.refused[job.name].items())
+            ]
         return m.Found(
-            re=0, candidates=found[:MAX_CANDIDATES], damaged=damaged[:MAX_DAMAGED_FOUND], incomplete=incomplete[:MAX_DAMAGED_FOUND]
+            re=0,
+            candidates=found[:MAX_CANDIDATES],
+            damaged=damaged[:MAX_DAMAGED_FOUND],
+            incomplete=incomplete[:MAX_DAMAGED_FOUND],
         )
 
     async def _in_root(self, job: Job, delivered: int) -> list[StoredCheckpoint]:
-        """Decide what is undecided in the root. Return the checkpoints in the root behind the stage, or [] if there is no stage.
+        """Decide what is undecided in the root.
 
-        If the root behind a stage cannot be read, return [] if all ranks are on this node, and the newest checkpoint that is known is on
-        the stage. Otherwise raises StorageError: without the root, a recovery could go back behind a checkpoint that is there.
+        Return the checkpoints in the root behind the stage, or [] if there is no stage.
+
+        If the root behind a stage cannot be read, return [] if all ranks are on this
+        node, and the newest checkpoint that is known is on the stage. Otherwise raises
+        StorageError: without the root, a recovery could go back behind a checkpoint
+        that is there.
         """
         uploader, joint = self._parts.uploader, self._parts.saver.joint
         try:
@@ -110,18 +166,27 @@ class Service:
                 await joint.settle_past(job, delivered)
         except StorageError as error:
             newest = job.newest_checkpoint()
-            if uploader is None or job.node is not None or newest is None or any(c.order > newest.order for c in job.in_root.values()):
+            if (
+                uploader is None
+                or job.node is not None
+                or newest is None
+                or any(c.order > newest.order for c in job.in_root.values())
+            ):
                 raise
-            log.warning("job %s: %s; only what is in memory and on the stage is offered", job.name, error)
+            log.warning(
+                "job %s: %s; only what is in memory and on the stage is offered", job.name, error
+            )
             return []
         return [] if uploader is None else uploader.jobs.job(job.name).live_checkpoints()
 
     async def deliver(self, job_name: str) -> EarlierAttempt:
-        """Save what is in memory of a job of several nodes, so that all its ranks can read it from storage.
+        """Save what is in memory of a job of several nodes, so that all its ranks can
+        read it from storage.
 
-        Returns the attempt before, as this node knows it, once each snapshot of the newest attempt is durable and each older one is
-        delivered, or its save has failed. With a stage, the newest checkpoint is then in the root. Raises StorageError if it cannot be
-        uploaded.
+        Returns the attempt before, as this node knows it, once each snapshot of the
+        newest attempt is durable and each older one is delivered, or its save has
+        failed. With a stage, the newest checkpoint is then in the root. Raises
+        StorageError if it cannot be uploaded.
         """
         job = self._parts.catalog.job(job_name)
         await self._deliver(job, job.snapshots)
@@ -130,8 +195,12 @@ class Service:
         return job.earlier
 
     async def _deliver(self, job: Job, snapshots: Sequence[Snapshot]) -> None:
-        """Save these snapshots, all at the same time: another node may not hold the oldest of them, and would never deliver it."""
-        asked = {snapshot: snapshot.persist for snapshot in snapshots if self._is_owed(job, snapshot)}
+        """Save these snapshots, all at the same time: another node may not hold the
+        oldest of them, and would never deliver it.
+        """
+        asked = {
+            snapshot: snapshot.persist for snapshot in snapshots if self._is_owed(job, snapshot)
+        }
         saving = dict[Snapshot, asyncio.Task[None]]()
         for snapshot in asked:
             snapshot.persist = True
@@ -144,11 +213,15 @@ class Service:
         saved = snapshot.state is SnapshotState.DURABLE or job.is_durable(*snapshot.key)
         return snapshot.in_memory and not saved and not job.is_dead(snapshot)
 
-    async def _until_delivered(self, job: Job, snapshot: Snapshot, saving: asyncio.Task[None], *, asked: bool) -> None:
-        """Wait until a snapshot of the newest attempt is durable, or one of an older attempt is delivered, or until its save has failed.
+    async def _until_delivered(
+        self, job: Job, snapshot: Snapshot, saving: asyncio.Task[None], *, asked: bool
+    ) -> None:
+        """Wait until a snapshot of the newest attempt is durable, or one of an older
+        attempt is delivered, or until its save has failed.
 
-        asked: True if it was to be saved anyway. Otherwise it is not waited for once a newer one is durable. A save that has failed on the
-        storage of any node is tried once more, because the step would be lost.
+        asked: True if it was to be saved anyway. Otherwise it is not waited for once a
+        newer one is durable. A save that has failed on the storage of any node is tried
+        once more, because the step would be lost.
         """
         tries = 1
         while True:
@@ -159,29 +232,39 @@ class Service:
                 if snapshot.delivered and snapshot.attempt < job.attempt:
                     if not await self._parts.saver.joint.abandon_refused(snapshot):
                         return
-                    await asyncio.wait([saving])  # it learns at its next look that its try is abandoned
+                    # It learns at its next look that its try is abandoned.
+                    await asyncio.wait([saving])
                     break
                 job.moved.clear()
                 waiting = asyncio.ensure_future(job.moved.wait())
-                await asyncio.wait([saving, waiting], return_when=asyncio.FIRST_COMPLETED, timeout=_LOOK_SECONDS)
+                await asyncio.wait(
+                    [saving, waiting], return_when=asyncio.FIRST_COMPLETED, timeout=_LOOK_SECONDS
+                )
                 waiting.cancel()
             if tries == 2 or not self._is_owed(job, snapshot) or snapshot.code != StorageError.code:
                 return
             tries, saving = 2, self._parts.saver.start(snapshot)
 
     async def forget(self, job_name: str, tags: Sequence[str]) -> dict[str, str]:
-        """Delete these checkpoints from storage and from memory. Return the reason for each one that stays. Raises StorageError."""
+        """Delete these checkpoints from storage and from memory.
+
+        Return the reason for each one that stays. Raises StorageError.
+        """
         parts = self._parts
         if parts.uploader is not None:
             await parts.uploader.scan(names.check_name("job", job_name))
-        elif job_name not in parts.catalog.jobs and job_name not in await parts.calls.read("list the jobs", parts.repository.jobs):
+        elif job_name not in parts.catalog.jobs and job_name not in await parts.calls.read(
+            "list the jobs", parts.repository.jobs
+        ):
             return dict.fromkeys(tags, f"there is no job {job_name!r} in {parts.config.root}")
         job, refused = parts.catalog.job(job_name), {}
         await recovery.scan_job(parts.repository, job, parts.calls)
         for tag in tags:
             try:
                 why = await parts.orphans.let_go(job, tag)
-                why = why or await (parts.saver.front.deleter if parts.uploader is None else parts.uploader).forget(job, tag)
+                why = why or await (
+                    parts.saver.front.deleter if parts.uploader is None else parts.uploader
+                ).forget(job, tag)
             except JournalBroken:
                 raise
             except OSError as error:
@@ -193,10 +276,12 @@ class Service:
         return refused
 
     def remark(self, slots: Sequence[Slot], disk_free: int | None) -> str:
-        """Return a warning for the owner of new slots, or "": the slots are on the disk, or few checkpoints fit under the root.
+        """Return a warning for the owner of new slots, or "": the slots are on the
+        disk, or few checkpoints fit under the root.
 
-        Only rank 0 is told of the root. Before the first checkpoint of a job, its size is that of the slots of all ranks. disk_free: the
-        free bytes under the root, or those under the stage, which a job of several nodes does not use.
+        Only rank 0 is told of the root. Before the first checkpoint of a job, its size
+        is that of the slots of all ranks. disk_free: the free bytes under the root, or
+        those under the stage, which a job of several nodes does not use.
         """
         parts, told = self._parts, [self._parts.slots.remark(slots)]
         if slots and (header := slots[0].header).rank == 0 and disk_free is not None:
@@ -209,7 +294,8 @@ class Service:
         return "; ".join(filter(None, told))
 
     def report(self, disk_free: int | None) -> dict[str, object]:
-        """Return the part of `ckptd status --json` that is about jobs, shared memory and counters. Sizes are bytes, times are seconds.
+        """Return the part of `ckptd status --json` that is about jobs, shared memory
+        and counters. Sizes are bytes, times are seconds.
 
         disk_free: the free bytes under the root, or None if they are not known.
         """
@@ -246,11 +332,20 @@ class Service:
             "job": job.name,
             "attempt": job.attempt,
             "last_sealed": _where(sealed.attempt, sealed.step, sealed.tag) if sealed else None,
-            "last_durable": _where(durable.attempt, durable.step, durable.tag) | _age(durable.created) if durable else None,
-            "last_uploaded": _where(uploaded.attempt, uploaded.step, uploaded.tag) | _age(uploaded.created) if uploaded else None,
+            "last_durable": _where(durable.attempt, durable.step, durable.tag)
+            | _age(durable.created)
+            if durable
+            else None,
+            "last_uploaded": _where(uploaded.attempt, uploaded.step, uploaded.tag)
+            | _age(uploaded.created)
+            if uploaded
+            else None,
             "waiting": [] if uploader is None else [c.tag for c in uploader.waiting(job)],
             "room_for": job.room_for(disk_free),
-            "last_error": {"step": failure.step, "reason": failure.reason[:MAX_TEXT]} | _age(failure.when) if failure else None,
+            "last_error": {"step": failure.step, "reason": failure.reason[:MAX_TEXT]}
+            | _age(failure.when)
+            if failure
+            else None,
             "saving": [
                 {"tag": s.tag, **s.progress.report(time.monotonic())}
                 for s in job.snapshots
@@ -259,12 +354,20 @@ class Service:
             "pending": sorted(s.tag for s in job.snapshots if s.persist and not job.is_settled(s)),
             "host": names.host(),
             "ranks_here": list(job.ranks_here) if job.node is not None else None,
-            "delivered": sorted(s.directory for s in job.snapshots if s.delivered and s.state is SnapshotState.WRITTEN),
+            "delivered": sorted(
+                s.directory
+                for s in job.snapshots
+                if s.delivered and s.state is SnapshotState.WRITTEN
+            ),
             "ranks_connected": sum(owner.notify is not None for owner in job.ranks.owners.values()),
             "training_cost": msgspec.to_builtins(governor.cost),
             "writers": governor.threads,
-            "announced": (job.announced or ("" if uploader is None else uploader.jobs.job(job.name).announced))[:MAX_TEXT],
-            "damaged": {tag: why[:MAX_TEXT] for tag, why in list(job.damaged.items())[:MAX_DAMAGED]},
+            "announced": (
+                job.announced or ("" if uploader is None else uploader.jobs.job(job.name).announced)
+            )[:MAX_TEXT],
+            "damaged": {
+                tag: why[:MAX_TEXT] for tag, why in list(job.damaged.items())[:MAX_DAMAGED]
+            },
             "newer": {tag: why[:MAX_TEXT] for tag, why in list(job.newer.items())[-1:]},
         }
 
@@ -274,5 +377,7 @@ def _where(attempt: int, step: int | None, tag: str) -> dict[str, object]:
 
 
 def _age(when: float) -> dict[str, float | None]:
-    """Return the seconds since a time in Unix seconds, at least 0, or None if the time is not known."""
+    """Return the seconds since a time in Unix seconds, at least 0, or None if the time
+    is not known.
+    """
     return {"age_seconds": None if math.isnan(when) else max(0.0, round(time.time() - when, 1))}

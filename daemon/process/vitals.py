@@ -1,4 +1,6 @@
-"""Measures whether the daemon is well: the lag of its event loop, free disk space and memory. Feeds the systemd watchdog."""
+"""Measures whether the daemon is well: the lag of its event loop, free disk space and
+memory. Feeds the systemd watchdog.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ log = logging.getLogger("ckptd")
 _PERIOD_SECONDS = 1.0
 """Between two measurements where systemd asks for no other period."""
 _TIMES_LOST = 2
-"""A root counts as lost if it is missing in so many measurements in a row, since it may be replaced in two steps."""
+"""A root counts as lost if it is missing in so many measurements in a row, since it may
+be replaced in two steps.
+"""
 _STUCK_SECONDS = 120.0
 """After this time without a written chunk, while a save is under way, the log says so."""
 
@@ -25,17 +29,23 @@ _STUCK_SECONDS = 120.0
 class Vitals:
     """The measurements of one daemon. `watch` takes them until it is cancelled.
 
-    `lag` is the last delay of the event loop, in seconds. `disk_free` is the free space under the root in bytes, or None while the storage
-    is gone or does not answer.
+    `lag` is the last delay of the event loop, in seconds. `disk_free` is the free space
+    under the root in bytes, or None while the storage is gone or does not answer.
     """
 
-    def __init__(self, parts: Parts, started: float, lost_root: Callable[[], None] = lambda: None) -> None:
-        """started: the time at which the daemon started, on the monotonic clock. `lost_root` is called if the root is no longer there."""
+    def __init__(
+        self, parts: Parts, started: float, lost_root: Callable[[], None] = lambda: None
+    ) -> None:
+        """started: the time at which the daemon started, on the monotonic clock.
+
+        `lost_root` is called if the root is no longer there.
+        """
         self._parts, self._started, self._lost_root = parts, started, lost_root
         self._seen_lost = 0
         self.lag = 0.0
         self.disk_free: int | None = None
-        self._measuring: float | None = None  # the time at which the measurement of the disk that is under way began
+        # The time at which the measurement of the disk that is under way began.
+        self._measuring: float | None = None
 
     @property
     def uptime(self) -> float:
@@ -56,19 +66,25 @@ class Vitals:
             done = sum(pipeline.chunks_done for pipeline in pipelines)
             if not saver.busy or done != chunks:
                 chunks, stuck_since = done, now
-            if now - stuck_since > _STUCK_SECONDS:  # memory is served in spite of a mount that hangs, so the daemon goes on
+            # Memory is served in spite of a mount that hangs, so the daemon goes on.
+            if now - stuck_since > _STUCK_SECONDS:
                 log.warning("no chunk has been written for %.0f s", now - stuck_since)
             notify.notify("WATCHDOG=1")
 
     def _measure_disk(self) -> None:
-        """Start a measurement of the disk, unless one is under way. One that takes longer than `storage_timeout` means None."""
+        """Start a measurement of the disk, unless one is under way.
+
+        One that takes longer than `storage_timeout` means None.
+        """
         if self._measuring is not None:
             if time.monotonic() > self._measuring + self._parts.config.storage_timeout:
                 self.disk_free = None
             return
         self._measuring = time.monotonic()
         storage = self._parts.repository.storage
-        call = asyncio.get_running_loop().run_in_executor(self._parts.calls.pool, lambda: (storage.free(), storage.is_lost()))
+        call = asyncio.get_running_loop().run_in_executor(
+            self._parts.calls.pool, lambda: (storage.free(), storage.is_lost())
+        )
         call.add_done_callback(self._measured)
 
     def _measured(self, call: asyncio.Future[tuple[int | None, bool]]) -> None:
@@ -82,7 +98,9 @@ class Vitals:
 
 
 def rss_bytes() -> int | None:
-    """Return the bytes of memory that this process uses, or None if no descriptor is left to read them."""
+    """Return the bytes of memory that this process uses, or None if no descriptor is
+    left to read them.
+    """
     try:
         return int(psutil.Process().memory_info().rss)
     except OSError:

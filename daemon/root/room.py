@@ -24,7 +24,9 @@ class Room:
         self._fit: dict[str, int] = {}  # how many more checkpoints fit, by job; at most _FEW
 
     async def warn(self, job: Job) -> None:
-        """Log a warning if only few more checkpoints like the newest fit under the root, each time their number has become smaller."""
+        """Log a warning if only few more checkpoints like the newest fit under the
+        root, each time their number has become smaller.
+        """
         free = await self._calls.run(self._repository.storage.free)
         room = job.room_for(free)
         fit = _FEW if room is None else min(_FEW, room)
@@ -33,10 +35,20 @@ class Room:
         self._fit[job.name] = fit
 
     def remark(self, job: Job, fit: int, free: int | None) -> str:
-        """Return a warning that only `fit` more checkpoints fit into the `free` bytes under the root, or "" if that is enough."""
+        """Return a warning that only `fit` more checkpoints fit into the `free` bytes
+        under the root, or "" if that is enough.
+        """
         if fit >= _FEW:
             return ""
         then = "the oldest ones are then deleted early"
         if not self._config.make_room:
-            then = "delete some (`ckptd forget`), keep fewer (keep_last), or set make_room, which then deletes the oldest ones early"
-        return f"job {job.name}: the root has room for {fit} more of its checkpoints ({size_text(free or 0)} free): {then}"
+            then = (
+                "delete some (`ckptd forget`), keep fewer (keep_last), or set make_room, "
+                "which "
+                "then deletes the oldest ones early"
+            )
+        return (
+            f"job {job.name}: the root has room for {fit} more of its "
+            f"checkpoints "
+            f"({size_text(free or 0)} free): {then}"
+        )

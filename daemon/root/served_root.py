@@ -1,7 +1,9 @@
-"""Checks that the daemon's root is still at its place, so that its snapshots and attempts never go into another root.
+"""Checks that the daemon's root is still at its place, so that its snapshots and
+attempts never go into another root.
 
-`Vitals` notices a lost POSIX root within seconds. These checks close the gap, and are the only ones for an object store, where nothing
-tells a daemon that the objects of its root were deleted.
+`Vitals` notices a lost POSIX root within seconds. These checks close the gap, and are
+the only ones for an object store, where nothing tells a daemon that the objects of its
+root were deleted.
 """
 
 from __future__ import annotations
@@ -31,21 +33,33 @@ A root may be replaced by a copy of itself in two steps, and is missing between 
 class ServedRoot:
     """The root of one daemon.
 
-    mark: its identity and its place. lost: called once the root is known to be gone. staged: True
-    if there is a stage in front of the root. A root that is missing then counts as one that does
-    not answer, because the daemon continues with the stage.
+    mark: its identity and its place. lost: called once the root is known to be gone.
+    staged: True if there is a stage in front of the root. A root that is missing then
+    counts as one that does not answer, because the daemon continues with the stage.
     """
 
     def __init__(
-        self, repository: Repository, calls: StorageCalls, mark: RootMark, lost: Callable[[], None], *, staged: bool = False
+        self,
+        repository: Repository,
+        calls: StorageCalls,
+        mark: RootMark,
+        lost: Callable[[], None],
+        *,
+        staged: bool = False,
     ) -> None:
-        self._repository, self._calls, self._mark, self._lost, self._staged = repository, calls, mark, lost, staged
+        self._repository, self._calls, self._mark, self._lost, self._staged = (
+            repository,
+            calls,
+            mark,
+            lost,
+            staged,
+        )
 
     async def check(self, job: Job) -> None:
         """Check the root before a run of a job begins or recovers.
 
-        If the root is gone or replaced, raises ForeignMemory if snapshots of the job are in memory,
-        and StorageError otherwise.
+        If the root is gone or replaced, raises ForeignMemory if snapshots of the job
+        are in memory, and StorageError otherwise.
         """
         for look in range(2):
             if look:
@@ -61,22 +75,33 @@ class ServedRoot:
         newest = job.newest_in_memory()
         if newest is None:
             raise self._gone()
-        raise ForeignMemory(described(HeldSnapshot(job.name, newest.attempt, newest.step, self._mark, 0), self._mark.place, found))
+        raise ForeignMemory(
+            described(
+                HeldSnapshot(job.name, newest.attempt, newest.step, self._mark, 0),
+                self._mark.place,
+                found,
+            )
+        )
 
     async def check_before_save(self) -> None:
-        """Check the root before a save writes to it. Waits for the answer without a timeout.
+        """Check the root before a save writes to it.
+
+        Waits for the answer without a timeout.
 
         Raises StorageError if the root is gone or replaced, or cannot be read.
         """
         try:
             found = await self._calls.run(self._repository.known_identity)
         except OSError as error:
-            raise StorageError.of(f"read the identity of the root {self._mark.place}", error) from None
+            raise StorageError.of(
+                f"read the identity of the root {self._mark.place}", error
+            ) from None
         if found != self._mark.identity:
             raise self._gone()
 
     def _gone(self) -> StorageError:
         return StorageError(
-            f"the root {self._mark.place} has been deleted, moved or replaced, and this daemon is about to "
+            f"the root {self._mark.place} has been deleted, moved or replaced, and this daemon is "
+            f"about to "
             "end: the next daemon serves the root that is there then"
         )

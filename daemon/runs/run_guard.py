@@ -1,7 +1,8 @@
-"""Refuses a second run of a job while another one is alive: on this node by its ranks, on other nodes by its heartbeat in storage.
+"""Refuses a second run of a job while another one is alive: on this node by its ranks,
+on other nodes by its heartbeat in storage.
 
-A takeover is never refused, and neither are the workers of one launch. The heartbeats are only advice: if the storage does not answer, the
-run begins.
+A takeover is never refused, and neither are the workers of one launch. The heartbeats
+are only advice: if the storage does not answer, the run begins.
 """
 
 from __future__ import annotations
@@ -28,24 +29,38 @@ log = logging.getLogger("ckptd.engine")
 LOOK_SECONDS = 1.0
 """Seconds between two looks at the heartbeats of other nodes."""
 ANSWER_SECONDS = 3.0
-"""Seconds that the storage has for one look. A trainer that begins during an outage waits no longer."""
-_REMEDIES = "stop that run, or give this one another job name (CKPTD_JOB), or take over with takeover=True (CKPTD_TAKEOVER=1)"
+"""Seconds that the storage has for one look. A trainer that begins during an outage
+waits no longer.
+"""
+_REMEDIES = (
+    "stop that run, or give this one another job name (CKPTD_JOB), or take over "
+    "with "
+    "takeover=True (CKPTD_TAKEOVER=1)"
+)
 
 
 class RunGuard:
     """The guard of one daemon. `clock` is monotonic."""
 
     def __init__(
-        self, store: HeartbeatStore, calls: StorageCalls, heartbeats: Heartbeats, clock: Callable[[], float] = time.monotonic
+        self,
+        store: HeartbeatStore,
+        calls: StorageCalls,
+        heartbeats: Heartbeats,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._calls, self._heartbeats, self._clock = store, calls, heartbeats, clock
 
-    async def wait_for_end(self, job: Job, process: Process, seconds: float, *, everywhere: bool) -> Collection[int]:
-        """Wait up to `seconds` for the end of other runs of the job, on this node and, with `everywhere`, on the others.
+    async def wait_for_end(
+        self, job: Job, process: Process, seconds: float, *, everywhere: bool
+    ) -> Collection[int]:
+        """Wait up to `seconds` for the end of other runs of the job, on this node and,
+        with `everywhere`, on the others.
 
-        Returns the attempts whose heartbeats are those of dead runs. A heartbeat that this node has not written may have to be watched for
-        longer than `seconds`, because only time shows whether it is alive. Raises JobRunning if a run on another node is alive then; for
-        this node, `check_alone` does.
+        Returns the attempts whose heartbeats are those of dead runs. A heartbeat that
+        this node has not written may have to be watched for longer than `seconds`,
+        because only time shows whether it is alive. Raises JobRunning if a run on
+        another node is alive then; for this node, `check_alone` does.
         """
         deadline = self._clock() + seconds
         with suppress(TimeoutError):
@@ -53,11 +68,18 @@ class RunGuard:
                 while job.ranks.others(process):
                     job.moved.clear()
                     await job.moved.wait()
-        return await self._watch(job, process, deadline) if everywhere and not job.ranks.others(process) else ()
+        return (
+            await self._watch(job, process, deadline)
+            if everywhere and not job.ranks.others(process)
+            else ()
+        )
 
     @staticmethod
     def check_alone(job: Job, process: Process, *, takeover: bool) -> None:
-        """Raise JobRunning if another run of the job is alive on this node. With `takeover`, only log that."""
+        """Raise JobRunning if another run of the job is alive on this node.
+
+        With `takeover`, only log that.
+        """
         others = job.ranks.others(process)
         if not others:
             return
@@ -67,15 +89,23 @@ class RunGuard:
         log.warning("%s; pid %d takes over, and that run can no longer save", running, process.pid)
 
     def began(self, job: Job, dead: Collection[int]) -> None:
-        """Keep a heartbeat for the job, because a rank has joined its newest attempt, and delete those of the dead runs."""
+        """Keep a heartbeat for the job, because a rank has joined its newest attempt,
+        and delete those of the dead runs.
+        """
         self._heartbeats.keep(job, dead)
 
     # -- other nodes
 
     async def _watch(self, job: Job, process: Process, deadline: float) -> Collection[int]:
-        """Watch the heartbeats of other nodes until it is decided whether a run is alive. Raises JobRunning if one is after `deadline`."""
+        """Watch the heartbeats of other nodes until it is decided whether a run is
+        alive. Raises JobRunning if one is after `deadline`.
+        """
         led = job.node is None or job.node.leads
-        sightings = Sightings(job.name, Newcomer(process.run, names.host(), this_boot().hex(), job.attempt, led), deadline)
+        sightings = Sightings(
+            job.name,
+            Newcomer(process.run, names.host(), this_boot().hex(), job.attempt, led),
+            deadline,
+        )
         said = False
         while True:
             try:
@@ -83,7 +113,11 @@ class RunGuard:
                     found = await self._calls.run(lambda: self._read(job.name))
             except (OSError, CkptdError, TimeoutError) as error:
                 why = str(error) or f"the storage has not answered for {ANSWER_SECONDS:g} s"
-                log.warning("job %s begins without knowing whether it is running on another node: %s", job.name, why)
+                log.warning(
+                    "job %s begins without knowing whether it is running on another node: %s",
+                    job.name,
+                    why,
+                )
                 return ()
             match sightings.decide(found, self._clock()):
                 case Admit(dead):
@@ -92,7 +126,11 @@ class RunGuard:
                     raise JobRunning(_refusal(job.name, heartbeat))
                 case WatchOn() if not said:
                     said = True
-                    log.info("job %s: watching the heartbeat of another run in %s", job.name, self._store.where(job.name))
+                    log.info(
+                        "job %s: watching the heartbeat of another run in %s",
+                        job.name,
+                        self._store.where(job.name),
+                    )
             await asyncio.sleep(LOOK_SECONDS)
 
     def _read(self, job: str) -> dict[int, bytes]:
@@ -103,6 +141,7 @@ class RunGuard:
 def _refusal(job: str, heartbeat: Heartbeat | None) -> str:
     who = "a process on another node" if heartbeat is None else heartbeat.who
     return (
-        f"job {job!r} is running already, in {who}: {_REMEDIES}, after which both runs save, each under an attempt of its own, and the "
+        f"job {job!r} is running already, in {who}: {_REMEDIES}, after which both runs save, each "
+        f"under an attempt of its own, and the "
         "newest attempt is recovered"
     )

@@ -1,1 +1,3 @@
-"""Saves a snapshot: writes its parts, commits it, and deletes what retention does not keep."""
+"""Saves a snapshot: writes its parts, commits it, and deletes what retention does not
+keep.
+"""

@@ -1,4 +1,6 @@
-"""Commits checkpoints by publishing their manifests, journals commits, and undoes saves that will not be committed."""
+"""Commits checkpoints by publishing their manifests, journals commits, and undoes saves
+that will not be committed.
+"""
 
 from __future__ import annotations
 
@@ -38,26 +40,37 @@ class Committer:
         calls: StorageCalls,
         tell: Callable[[Snapshot], None],
     ) -> None:
-        """codec: the codec setting, for the manifest. tell: sends the ranks the outcome of a save."""
+        """codec: the codec setting, for the manifest. tell: sends the ranks the outcome
+        of a save.
+        """
         self._codec, self._journal, self._repository = codec, journal, repository
         self._catalog, self._calls, self._tell = catalog, calls, tell
 
-    def manifest(self, snapshot: Snapshot, parts: Sequence[PartEntry], plan: Plan, request: SnapshotRequest) -> Manifest:
-        """Return the manifest of a checkpoint, given its parts in the order of the ranks, and the plan and the request of rank 0."""
+    def manifest(
+        self, snapshot: Snapshot, parts: Sequence[PartEntry], plan: Plan, request: SnapshotRequest
+    ) -> Manifest:
+        """Return the manifest of a checkpoint, given its parts in the order of the
+        ranks, and the plan and the request of rank 0.
+        """
         return Manifest.of(
-            plan, request, list(parts), job=snapshot.job, attempt=snapshot.attempt, step=snapshot.step, tag=snapshot.directory,
-            seq=self._catalog.job(snapshot.job).seq + 1, codec=self._codec,
+            plan, request, list(parts), job=snapshot.job, attempt=snapshot.attempt,
+            step=snapshot.step, tag=snapshot.directory, seq=self._catalog.job(snapshot.job).seq + 1,
+            codec=self._codec,
         )  # fmt: skip
 
     async def commit(self, snapshot: Snapshot, documents: list[Document]) -> None:
-        """Commit a checkpoint whose ranks are all on this node, and record the commit. All parts must be durable.
+        """Commit a checkpoint whose ranks are all on this node, and record the commit.
 
-        documents: entry, plan and request of each part, in the order of the ranks. Raises IntegrityError if the part of a rank is missing
-        or the plans differ, AlreadyExists if the tag has a manifest already, OSError, StorageError.
+        All parts must be durable.
+
+        documents: entry, plan and request of each part, in the order of the ranks.
+        Raises IntegrityError if the part of a rank is missing or the plans differ,
+        AlreadyExists if the tag has a manifest already, OSError, StorageError.
         """
         if [entry.rank for entry, _, _ in documents] != list(range(snapshot.world_size)):
             raise IntegrityError(
-                f"only the parts of ranks {[e.rank for e, _, _ in documents]} are durable; expected {snapshot.world_size} parts"
+                f"only the parts of ranks {[e.rank for e, _, _ in documents]} are durable; "
+                f"expected {snapshot.world_size} parts"
             )
         if len({plan.global_plan for _, plan, _ in documents}) != 1:
             raise IntegrityError(f"{snapshot.job}/{snapshot.tag}: its ranks sealed different plans")
@@ -67,7 +80,9 @@ class Committer:
         try:
             await self._calls.run(lambda: self._publish(snapshot, manifest))
         except FileExistsError:
-            raise AlreadyExists(f"{snapshot.job}/{snapshot.tag} is committed already; choose another tag") from None
+            raise AlreadyExists(
+                f"{snapshot.job}/{snapshot.tag} is committed already; choose another tag"
+            ) from None
         failpoint("commit.durable")
         await self.record(snapshot, manifest)
 
@@ -76,29 +91,44 @@ class Committer:
         self._repository.publish_manifest(snapshot.job, snapshot.tag, data, objects=objects)
 
     async def record(self, snapshot: Snapshot, manifest: Manifest) -> None:
-        """Record a commit, which is durable, in the catalog and in the journal, and tell the ranks.
+        """Record a commit, which is durable, in the catalog and in the journal, and
+        tell the ranks.
 
-        A record that the journal has no room for is left out: the commit has not failed. Raises JournalBroken.
+        A record that the journal has no room for is left out: the commit has not
+        failed. Raises JournalBroken.
         """
         user_tag = names.parse_tag_directory(snapshot.tag)[1] is None  # type: ignore[index]
         self._catalog.job(snapshot.job).commit(StoredCheckpoint.of(manifest, user_tag=user_tag))
         try:
             await self._journal.append(
-                r.Committed(job=snapshot.job, attempt=snapshot.attempt, step=snapshot.step, tag=snapshot.directory, seq=manifest.seq)
+                r.Committed(
+                    job=snapshot.job,
+                    attempt=snapshot.attempt,
+                    step=snapshot.step,
+                    tag=snapshot.directory,
+                    seq=manifest.seq,
+                )
             )
         except JournalBroken:
             raise
         except StorageError as error:  # the manifest is the truth, and the next start finds it
-            log.warning("%s/%s is committed, and the journal lacks the record: %s", snapshot.job, snapshot.directory, error)
+            log.warning(
+                "%s/%s is committed, and the journal lacks the record: %s",
+                snapshot.job,
+                snapshot.directory,
+                error,
+            )
         failpoint("commit.journaled")
         snapshot.move(Event.COMMIT)
         self._tell(snapshot)
 
     async def drop(self, job: str, tag: str, attempt: int, step: int, reason: str) -> None:
-        """Delete the files that the journal names for a checkpoint that will not be committed, and journal that they are gone.
+        """Delete the files that the journal names for a checkpoint that will not be
+        committed, and journal that they are gone.
 
-        If the checkpoint has a manifest after all, the files that the manifest names stay. If that manifest cannot be read, or if a receipt
-        of several nodes may still lead to one, nothing is deleted. Raises OSError, StorageError.
+        If the checkpoint has a manifest after all, the files that the manifest names
+        stay. If that manifest cannot be read, or if a receipt of several nodes may
+        still lead to one, nothing is deleted. Raises OSError, StorageError.
         """
         place = f"{job}/{tag}"
         staged = list(self._journal.state.staged.get(place, {}))
@@ -107,14 +137,27 @@ class Committer:
         try:
             outcome = await self._calls.run(lambda: self._repository.outcome(job, tag))
             keep = set(outcome.files) if isinstance(outcome, Manifest) else set()
-            receipts = await self._calls.run(lambda: self._repository.receipts(job, tag)) if outcome is None else []
+            receipts = (
+                await self._calls.run(lambda: self._repository.receipts(job, tag))
+                if outcome is None
+                else []
+            )
         except CkptdError:
-            log.error("%s has a manifest or a receipt that cannot be read: nothing in it is deleted", place)
+            log.error(
+                "%s has a manifest or a receipt that cannot be read: nothing in it is deleted",
+                place,
+            )
             return
         if any(part.file in staged for receipt in receipts for part in receipt.parts):
             log.info("%s has been delivered, and is undecided: nothing in it is deleted", place)
             return
-        await self._calls.run(lambda: self._repository.delete_unfinished(job, tag, [file for file in staged if file not in keep]))
+        await self._calls.run(
+            lambda: self._repository.delete_unfinished(
+                job, tag, [file for file in staged if file not in keep]
+            )
+        )
         if not keep:
             await self._calls.run(lambda: self._repository.delete_tag(job, tag))
-        await self._journal.append(r.Dropped(job=job, attempt=attempt, step=step, tag=tag, reason=reason))
+        await self._journal.append(
+            r.Dropped(job=job, attempt=attempt, step=step, tag=tag, reason=reason)
+        )

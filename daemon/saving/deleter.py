@@ -1,7 +1,9 @@
-"""Deletes checkpoints, by retention after a commit or on request, and keeps the hint `newest` up to date.
+"""Deletes checkpoints, by retention after a commit or on request, and keeps the hint
+`newest` up to date.
 
-A daemon applies retention to a job only after its own commit in that job. If a daemon is merely started, or a trainer connects to it,
-retention deletes nothing: the settings of this daemon may not be those that the job was trained with.
+A daemon applies retention to a job only after its own commit in that job. If a daemon
+is merely started, or a trainer connects to it, retention deletes nothing: the settings
+of this daemon may not be those that the job was trained with.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ log = logging.getLogger("ckptd.deleter")
 def uncommit(repository: Repository, job: str, tag: str) -> None:
     """Delete the receipts and the manifest of a checkpoint.
 
-    If a newer attempt has begun, a daemon of the older one may have read the receipts, and may publish the manifest at any later time. Then
-    an abandonment replaces it, unless there is no room for one. The call may be repeated after an OSError.
+    If a newer attempt has begun, a daemon of the older one may have read the receipts,
+    and may publish the manifest at any later time. Then an abandonment replaces it,
+    unless there is no room for one. The call may be repeated after an OSError.
     """
     files = repository.files(job, tag)
     receipts = any(names.parse_receipt_file(file) is not None for file in files)
@@ -41,7 +44,12 @@ def uncommit(repository: Repository, job: str, tag: str) -> None:
     except OSError:  # the manifest cannot be read, and is deleted
         buried = False
     parsed = names.parse_tag_directory(tag)
-    if receipts and not buried and parsed is not None and parsed[2] < repository.newest_attempt(job):
+    if (
+        receipts
+        and not buried
+        and parsed is not None
+        and parsed[2] < repository.newest_attempt(job)
+    ):
         try:
             repository.bury(job, tag, parsed[2], parsed[1] or 0)
             buried = True
@@ -55,17 +63,22 @@ def uncommit(repository: Repository, job: str, tag: str) -> None:
 
 
 def sweep(repository: Repository, job: str, tag: str, files: Sequence[str]) -> None:
-    """Delete the rest of a checkpoint after `uncommit`: these files, all others that ckptd has made, such as those of earlier tries of
-    several nodes, and the directory. A manifest that is still there is an abandonment, and stays.
+    """Delete the rest of a checkpoint after `uncommit`: these files, all others that
+    ckptd has made, such as those of earlier tries of several nodes, and the directory.
+    A manifest that is still there is an abandonment, and stays.
     """
     repository.delete_files(job, tag, list(files))
     repository.sweep_tag(job, tag, [names.MANIFEST])
 
 
 class Deleter:
-    """The deleter of one daemon. Every save and every deletion in a job holds the lock of that job, which is in `locks`.
+    """The deleter of one daemon.
 
-    `repair_newest` and `forget` take the lock. The caller of `retain`, `retire` or `point_newest` must hold it.
+    Every save and every deletion in a job holds the lock of that job, which is in
+    `locks`.
+
+    `repair_newest` and `forget` take the lock. The caller of `retain`, `retire` or
+    `point_newest` must hold it.
     """
 
     def __init__(
@@ -77,13 +90,20 @@ class Deleter:
         locks: Mapping[str, asyncio.Lock],
         counters: Counter[str],
     ) -> None:
-        self._policies, self._journal, self._repository, self._calls = tuple(policies), journal, repository, calls
+        self._policies, self._journal, self._repository, self._calls = (
+            tuple(policies),
+            journal,
+            repository,
+            calls,
+        )
         self._locks, self.counters = locks, counters
 
     # -- at the start
 
     async def repair_newest(self, job: Job) -> None:
-        """Wait until no save or deletion of the job is under way, then make `newest` name the newest checkpoint."""
+        """Wait until no save or deletion of the job is under way, then make `newest`
+        name the newest checkpoint.
+        """
         async with self._locks[job.name]:
             await self.point_newest(job)
 
@@ -92,14 +112,15 @@ class Deleter:
     async def retain(self, job: Job) -> None:
         """Update `newest`, then delete the checkpoints that retention does not keep.
 
-        If the policies differ from those of the last retention, and would delete more than one
-        checkpoint at once, nothing is deleted yet: the log and `Job.announced` say which
-        checkpoints the next commit deletes. The same holds for policies that could not choose until
-        now, because no checkpoint had their metric.
+        If the policies differ from those of the last retention, and would delete more
+        than one checkpoint at once, nothing is deleted yet: the log and `Job.announced`
+        say which checkpoints the next commit deletes. The same holds for policies that
+        could not choose until now, because no checkpoint had their metric.
 
-        While a policy cannot choose, nothing is deleted. The log says so once, and `Job.announced`
-        says so all the time. If a newer ckptd has written to the job, nothing is deleted either. A
-        failure is logged and counted, and the next commit tries again. Raises JournalBroken.
+        While a policy cannot choose, nothing is deleted. The log says so once, and
+        `Job.announced` says so all the time. If a newer ckptd has written to the job,
+        nothing is deleted either. A failure is logged and counted, and the next commit
+        tries again. Raises JournalBroken.
         """
         if not await self.point_newest(job):
             return
@@ -109,7 +130,11 @@ class Deleter:
             self._failed(job, error)
             return
         if job.newer:
-            log.warning("job %s: retention deletes nothing, because %s was written by a newer ckptd", job.name, min(job.newer))
+            log.warning(
+                "job %s: retention deletes nothing, because %s was written by a newer ckptd",
+                job.name,
+                min(job.newer),
+            )
             return
         if job.guard:
             log.warning("%s", job.guard)
@@ -118,7 +143,11 @@ class Deleter:
         policies = policies_of(live, self._policies)
         # With a stage, the only checkpoints that have the metric may be in the root.
         if why := obstacle(job.durable_checkpoints(), self._policies, pinned):
-            before, job.announced, job.policies = job.announced, f"nothing is deleted, because {why}", None
+            before, job.announced, job.policies = (
+                job.announced,
+                f"nothing is deleted, because {why}",
+                None,
+            )
             if job.announced != before:
                 log.warning("job %s: %s", job.name, job.announced)
             return
@@ -127,8 +156,10 @@ class Deleter:
         job.announced = ""
         if changed and len(doomed) > 1:
             job.announced = (
-                f"{len(doomed)} checkpoints ({doomed[0].tag} to {doomed[-1].tag}) are not kept by {', '.join(map(repr, policies))}, "
-                "and will be deleted at the next commit; before that, pin those to keep, or change the policy"
+                f"{len(doomed)} checkpoints ({doomed[0].tag} to {doomed[-1].tag}) are not kept by "
+                f"{', '.join(map(repr, policies))}, "
+                "and will be deleted at the next commit; before that, pin those to keep, or "
+                "change the policy"
             )
             log.warning("job %s: %s", job.name, job.announced)
             return
@@ -142,30 +173,49 @@ class Deleter:
                 self._failed(job, error)
 
     async def make_room(self, job: Job, needed: int) -> bool:
-        """Delete the oldest checkpoint that retention may delete, whether a policy keeps it or not. Return False if there is none.
+        """Delete the oldest checkpoint that retention may delete, whether a policy
+        keeps it or not. Return False if there is none.
 
-        Also return False, and delete nothing, if all of them together would not make room for `needed` bytes: what they share with the
-        newest checkpoint stays. Raises OSError, StorageError, JournalBroken.
+        Also return False, and delete nothing, if all of them together would not make
+        room for `needed` bytes: what they share with the newest checkpoint stays.
+        Raises OSError, StorageError, JournalBroken.
         """
         pinned = await self._calls.run(lambda: self._repository.pins(job.name))
         free = await self._calls.run(self._repository.storage.free)
-        found = [] if job.newer or job.guard else to_retire(job.live_checkpoints(), [LatestN(1)], pinned, insisted=True)
+        found = (
+            []
+            if job.newer or job.guard
+            else to_retire(job.live_checkpoints(), [LatestN(1)], pinned, insisted=True)
+        )
         if free is not None and free + sum(old.new_bytes or old.nbytes for old in found) < needed:
-            log.warning("job %s: its older checkpoints are not deleted early, because that would not make enough room", job.name)
+            log.warning(
+                "job %s: its older checkpoints are not deleted early, because that would not make "
+                "enough room",
+                job.name,
+            )
             return False
         for old in found:
             why = await self.retire(job, old)
             if not why:
-                log.warning("job %s: %s was deleted early, to make room on the full disk", job.name, old.tag)
+                log.warning(
+                    "job %s: %s was deleted early, to make room on the full disk", job.name, old.tag
+                )
                 return True
             log.info("%s", why)
         return False
 
     async def point_newest(self, job: Job) -> bool:
-        """Make `newest` name the newest checkpoint, if there is one. Return False if that failed; the failure is logged and counted."""
+        """Make `newest` name the newest checkpoint, if there is one.
+
+        Return False if that failed; the failure is logged and counted.
+        """
         try:
             newest = job.newest_checkpoint()
-            if newest is not None and await self._calls.run(lambda: self._repository.read_newest(job.name)) != newest.tag:
+            if (
+                newest is not None
+                and await self._calls.run(lambda: self._repository.read_newest(job.name))
+                != newest.tag
+            ):
                 failpoint("newest.publishing")
                 await self._calls.run(lambda: self._repository.publish_newest(job.name, newest.tag))
                 failpoint("newest.published")
@@ -176,7 +226,11 @@ class Deleter:
 
     def _failed(self, job: Job, error: OSError | StorageError) -> None:
         self.counters["tidy_failures"] += 1
-        log.warning("job %s: %s", job.name, error if isinstance(error, StorageError) else StorageError.of("tidy up", error))
+        log.warning(
+            "job %s: %s",
+            job.name,
+            error if isinstance(error, StorageError) else StorageError.of("tidy up", error),
+        )
 
     # -- on a stage
 
@@ -185,9 +239,12 @@ class Deleter:
         return self._locks[job.name].locked()
 
     async def evict(self, job: Job, old: StoredCheckpoint, *, locked: bool = False) -> bool:
-        """Delete the local copy of a checkpoint that is in the root. Return False if it stays, because it is pinned or being read.
+        """Delete the local copy of a checkpoint that is in the root.
 
-        locked: True if the caller holds the lock of the job. Raises OSError, StorageError.
+        Return False if it stays, because it is pinned or being read.
+
+        locked: True if the caller holds the lock of the job. Raises OSError,
+        StorageError.
         """
         async with nullcontext() if locked else self._locks[job.name]:
             if old.tag not in job.checkpoints:
@@ -200,7 +257,9 @@ class Deleter:
     # -- on request
 
     async def forget(self, job: Job, tag: str) -> str:
-        """Delete a checkpoint on request, whether it is intact or damaged. Return the reason if it cannot be deleted.
+        """Delete a checkpoint on request, whether it is intact or damaged.
+
+        Return the reason if it cannot be deleted.
 
         Return "" if it is gone. Raises OSError, StorageError.
         """
@@ -219,12 +278,17 @@ class Deleter:
             return why
 
     async def retire(self, job: Job, old: StoredCheckpoint, *, local: bool = False) -> str:
-        """Delete a checkpoint. Return the reason if it stays, because it is pinned, guarded or being read, and "" if it is gone.
+        """Delete a checkpoint.
 
-        local: True if this is only the local copy of a checkpoint in the root, which does not count as a deleted checkpoint.
+        Return the reason if it stays, because it is pinned, guarded or being read, and
+        "" if it is gone.
 
-        The order matters: journal the intent, delete the receipts of the nodes and the manifest (`uncommit`), then the parts,
-        then the directory, and journal the end. Raises OSError, StorageError.
+        local: True if this is only the local copy of a checkpoint in the root, which
+        does not count as a deleted checkpoint.
+
+        The order matters: journal the intent, delete the receipts of the nodes and the
+        manifest (`uncommit`), then the parts, then the directory, and journal the end.
+        Raises OSError, StorageError.
         """
         if job.guard:
             return job.guard
@@ -240,7 +304,9 @@ class Deleter:
                 if old.tag in await run(lambda: repository.pins(job.name)):
                     return f"checkpoint {job.name}/{old.tag} is pinned"
                 job.retiring.add(old.tag)
-                await self._journal.append(r.Retiring(job=job.name, tag=old.tag, files=list(old.files)))
+                await self._journal.append(
+                    r.Retiring(job=job.name, tag=old.tag, files=list(old.files))
+                )
                 failpoint("retire.intended")
                 if await run(lambda: repository.read_newest(job.name)) == old.tag:
                     await self._leave_newest(job)
@@ -254,13 +320,17 @@ class Deleter:
         job.checkpoints.pop(old.tag, None)
         if not local:
             self.counters["retired"] += 1
-        log.info("checkpoint %s/%s: %s", job.name, old.tag, "local copy deleted" if local else "deleted")
+        log.info(
+            "checkpoint %s/%s: %s", job.name, old.tag, "local copy deleted" if local else "deleted"
+        )
         return ""
 
     async def _leave_newest(self, job: Job) -> None:
-        """Point `newest` to another checkpoint, because the checkpoint that it names is about to be deleted.
+        """Point `newest` to another checkpoint, because the checkpoint that it names is
+        about to be deleted.
 
-        If there is no other checkpoint, or no room on the disk to write the hint, remove the hint: deleting must work on a full disk.
+        If there is no other checkpoint, or no room on the disk to write the hint,
+        remove the hint: deleting must work on a full disk.
         """
         other = job.newest_checkpoint()
         if other is not None:

@@ -1,9 +1,11 @@
-"""Commits the steps of several nodes: reports this node's parts by a receipt, and waits for the outcome, or decides it.
+"""Commits the steps of several nodes: reports this node's parts by a receipt, and waits
+for the outcome, or decides it.
 
-The nodes meet in storage only (FORMAT.md, section 11). Each publishes a receipt once its parts are durable. The daemon of rank 0 collects
-the receipts and publishes the manifest, or an abandonment under the same name, so that there is one outcome however many daemons try. A
-daemon believes only in an outcome that it has read. An abandonment ends one try of a step: what is still owed is saved again, in a
-directory of its own.
+The nodes meet in storage only (FORMAT.md, section 11). Each publishes a receipt once
+its parts are durable. The daemon of rank 0 collects the receipts and publishes the
+manifest, or an abandonment under the same name, so that there is one outcome however
+many daemons try. A daemon believes only in an outcome that it has read. An abandonment
+ends one try of a step: what is still owed is saved again, in a directory of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.saving.committer import Document
 from ckptd.daemon.saving.destination import Destination
 from ckptd.shared import names
-from ckptd.shared.errors import AlreadyExists, CkptdError, Fenced, IntegrityError, SnapshotFailed, StorageError, from_wire
+from ckptd.shared.errors import (
+    AlreadyExists,
+    CkptdError,
+    Fenced,
+    IntegrityError,
+    SnapshotFailed,
+    StorageError,
+    from_wire,
+)
 from ckptd.shared.formats import receipt as rc
 from ckptd.shared.formats import replicas
 from ckptd.shared.formats.manifest import Manifest, PartEntry
@@ -35,11 +45,17 @@ log = logging.getLogger("ckptd.joint")
 _FIRST_LOOK = 0.01  # seconds between the first two looks at storage; later ones are rarer
 _LAST_LOOK, _LAST_REMOTE_LOOK = 0.1, 1.0
 LATE_SECONDS = 5.0
-"""Seconds for which a new attempt waits for receipts from nodes of an earlier one that are not its own. Its own nodes have delivered."""
+"""Seconds for which a new attempt waits for receipts from nodes of an earlier one that
+are not its own. Its own nodes have delivered.
+"""
 _REMEMBERED = 100
-"""The number of checkpoints that a daemon without rank 0 remembers. It deletes none, and can look at storage again."""
+"""The number of checkpoints that a daemon without rank 0 remembers. It deletes none,
+and can look at storage again.
+"""
 _STOP_SECONDS = 20.0
-"""Seconds for which the daemon of rank 0, when it is stopped, waits for the receipts of the other nodes."""
+"""Seconds for which the daemon of rank 0, when it is stopped, waits for the receipts of
+the other nodes.
+"""
 
 
 class Undecided(SnapshotFailed):
@@ -56,12 +72,24 @@ class Abandoned(Exception):
 class Joint:
     """The commits of one daemon in jobs of several nodes.
 
-    destination: the root. timeout: seconds for which the daemon of rank 0 waits for the other nodes before it abandons a try. remote: True
-    if the storage is far away, so that it is asked less often. stopping: returns True once the daemon is to end.
+    destination: the root. timeout: seconds for which the daemon of rank 0 waits for the
+    other nodes before it abandons a try. remote: True if the storage is far away, so
+    that it is asked less often. stopping: returns True once the daemon is to end.
     """
 
-    def __init__(self, destination: Destination, timeout: float, *, remote: bool, stopping: Callable[[], bool]) -> None:
-        self._catalog, self._committer, self._repository = destination.catalog, destination.committer, destination.repository
+    def __init__(
+        self,
+        destination: Destination,
+        timeout: float,
+        *,
+        remote: bool,
+        stopping: Callable[[], bool],
+    ) -> None:
+        self._catalog, self._committer, self._repository = (
+            destination.catalog,
+            destination.committer,
+            destination.repository,
+        )
         self._ready, self._calls, self._timeout = destination.ready, destination.calls, timeout
         self._last_look = _LAST_REMOTE_LOOK if remote else _LAST_LOOK
         self._stopping = stopping
@@ -69,17 +97,24 @@ class Joint:
     # -- this node delivers
 
     async def open_try(self, job: Job, snapshot: Snapshot) -> rc.Receipt | Manifest | None:
-        """Choose the directory for the next save of a snapshot: that of the first try that is not abandoned.
+        """Choose the directory for the next save of a snapshot: that of the first try
+        that is not abandoned.
 
-        Return the manifest if the step is committed, or this node's receipt if it has delivered, and None if it is to write its parts.
-        Raises AlreadyExists if another step has the tag, Fenced if another run has the number of the attempt, OSError, IntegrityError.
+        Return the manifest if the step is committed, or this node's receipt if it has
+        delivered, and None if it is to write its parts. Raises AlreadyExists if another
+        step has the tag, Fenced if another run has the number of the attempt, OSError,
+        IntegrityError.
         """
         number = 1
         while True:
             snapshot.directory = names.try_directory(snapshot.tag, number)
-            found = await self._calls.run(lambda: self._repository.outcome(snapshot.job, snapshot.directory))
+            found = await self._calls.run(
+                lambda: self._repository.outcome(snapshot.job, snapshot.directory)
+            )
             if isinstance(found, Manifest) and (found.attempt, found.step) != snapshot.key:
-                raise AlreadyExists(f"tag {snapshot.tag!r} of job {snapshot.job!r} is taken; choose another tag")
+                raise AlreadyExists(
+                    f"tag {snapshot.tag!r} of job {snapshot.job!r} is taken; choose another tag"
+                )
             if isinstance(found, Manifest):
                 return found
             if found is None:
@@ -88,7 +123,8 @@ class Joint:
                     if receipt is not None:
                         self._delivered(job, snapshot)
                     return receipt
-                await self._decide(snapshot, rc.AbandonTry(receipt.code, receipt.reason))  # no other outcome is possible
+                # No other outcome is possible.
+                await self._decide(snapshot, rc.AbandonTry(receipt.code, receipt.reason))
             number += 1
 
     @staticmethod
@@ -100,21 +136,30 @@ class Joint:
         node = snapshot.node
         assert node is not None
         file = names.receipt_file(node.ranks[0])
-        found = await self._calls.run(lambda: self._repository.receipt(snapshot.job, snapshot.directory, file))
+        found = await self._calls.run(
+            lambda: self._repository.receipt(snapshot.job, snapshot.directory, file)
+        )
         if found is not None and (found.attempt, found.step) != snapshot.key:
-            raise AlreadyExists(f"tag {snapshot.tag!r} of job {snapshot.job!r} is that of step {found.step}; choose another tag")
+            raise AlreadyExists(
+                f"tag {snapshot.tag!r} of job {snapshot.job!r} is that of step {found.step}; "
+                f"choose another tag"
+            )
         if found is not None and found.node != node:
             raise Fenced(
-                f"attempt {snapshot.attempt} of job {snapshot.job!r} is also that of another run, which has saved step {snapshot.step} "
+                f"attempt {snapshot.attempt} of job {snapshot.job!r} is also that of another run, "
+                f"which has saved step {snapshot.step} "
                 f"from {found.host}: start this run again"
             )
         return found
 
     async def deliver(self, job: Job, snapshot: Snapshot, documents: list[Document]) -> None:
-        """Publish the receipt of this node, whose parts are durable. If it has one in this try already, that one counts.
+        """Publish the receipt of this node, whose parts are durable.
 
-        Raises Abandoned if this node has reported a failure of this try before, AlreadyExists and Fenced as `open_try` does, IntegrityError
-        if the ranks of this node sealed different plans, OSError.
+        If it has one in this try already, that one counts.
+
+        Raises Abandoned if this node has reported a failure of this try before,
+        AlreadyExists and Fenced as `open_try` does, IntegrityError if the ranks of this
+        node sealed different plans, OSError.
         """
         if len({plan.global_plan for _, plan, _ in documents}) != 1:
             raise IntegrityError(f"{snapshot.job}/{snapshot.tag}: its ranks sealed different plans")
@@ -131,7 +176,9 @@ class Joint:
         self._delivered(job, snapshot)
 
     async def _publish(self, snapshot: Snapshot, receipt: rc.Receipt) -> rc.Receipt:
-        """Publish a receipt, and return the one that counts, which may be an earlier one of this node."""
+        """Publish a receipt, and return the one that counts, which may be an earlier
+        one of this node.
+        """
         try:
             await self._calls.run(lambda: self._repository.publish_receipt(receipt))
         except FileExistsError:
@@ -139,57 +186,82 @@ class Joint:
         return receipt
 
     def _receipt(
-        self, snapshot: Snapshot, parts: list[PartEntry], global_plan: str, error: CkptdError | None,
-        shared: Sequence[replicas.OfNode] = (),
+        self, snapshot: Snapshot, parts: list[PartEntry], global_plan: str,
+        error: CkptdError | None, shared: Sequence[replicas.OfNode] = (),
     ) -> rc.Receipt:  # fmt: skip
         assert snapshot.node is not None
         return rc.Receipt(
-            job=snapshot.job, attempt=snapshot.attempt, step=snapshot.step, tag=snapshot.directory, node=snapshot.node, host=names.host(),
-            world_size=snapshot.world_size, global_plan=global_plan, parts=parts, code=error.code if error is not None else "",
-            reason="" if error is None else f"{self._named(snapshot)}: {error}"[: rc.MAX_REASON], replicas=list(shared),
+            job=snapshot.job, attempt=snapshot.attempt, step=snapshot.step, tag=snapshot.directory,
+            node=snapshot.node, host=names.host(), world_size=snapshot.world_size,
+            global_plan=global_plan, parts=parts, code=error.code if error is not None else "",
+            reason="" if error is None else f"{self._named(snapshot)}: "
+                f"{error}"[: rc.MAX_REASON], replicas=list(shared),
         )  # fmt: skip
 
     @staticmethod
     def _named(snapshot: Snapshot) -> str:
         assert snapshot.node is not None
-        return f"rank{'s' if len(snapshot.ranks) > 1 else ''} {some_text(snapshot.node.ranks)} on {names.host()}"
+        return (
+            f"rank{'s' if len(snapshot.ranks) > 1 else ''} {some_text(snapshot.node.ranks)} "
+            f"on "
+            f"{names.host()}"
+        )
 
     async def refuse(self, job: Job, snapshot: Snapshot, error: CkptdError) -> bool:
-        """Report that this node cannot save a try of a step, so that no other node waits for it. Try again while the storage fails.
+        """Report that this node cannot save a try of a step, so that no other node
+        waits for it. Try again while the storage fails.
 
         snapshot: a copy, because another save may choose another directory meanwhile.
 
-        Return True if the parts of this node in the try are not needed, and False if the node has delivered them after all, or the storage
-        does not take the report within `timeout`.
+        Return True if the parts of this node in the try are not needed, and False if
+        the node has delivered them after all, or the storage does not take the report
+        within `timeout`.
         """
         loop, pause = asyncio.get_running_loop(), _FIRST_LOOK
         until = loop.time() + self._timeout
         while not self._stopping() and loop.time() < until and snapshot.attempt == job.attempt:
             try:
                 await self._ready(job)  # another root may be there, or none
-                found = await self._calls.run(lambda: self._repository.outcome(snapshot.job, snapshot.directory))
+                found = await self._calls.run(
+                    lambda: self._repository.outcome(snapshot.job, snapshot.directory)
+                )
                 if found is not None:
                     return isinstance(found, rc.Abandonment)
-                return bool((await self._publish(snapshot, self._receipt(snapshot, [], "", error))).code)
+                return bool(
+                    (await self._publish(snapshot, self._receipt(snapshot, [], "", error))).code
+                )
             except Fenced:
                 return True
             except (OSError, CkptdError) as problem:
-                log.debug("%s/%s: its failure cannot be reported yet: %s", snapshot.job, snapshot.directory, problem)
+                log.debug(
+                    "%s/%s: its failure cannot be reported yet: %s",
+                    snapshot.job,
+                    snapshot.directory,
+                    problem,
+                )
             await asyncio.sleep(pause)
             pause = min(2 * pause, 10 * self._last_look)
         return False
 
     async def abandon_refused(self, snapshot: Snapshot) -> bool:
-        """Abandon the try that this node has delivered, if another node has refused it. Return True if the try is abandoned."""
+        """Abandon the try that this node has delivered, if another node has refused it.
+
+        Return True if the try is abandoned.
+        """
         try:
-            found = await self._calls.run(lambda: self._repository.outcome(snapshot.job, snapshot.directory))
+            found = await self._calls.run(
+                lambda: self._repository.outcome(snapshot.job, snapshot.directory)
+            )
             if found is None:
                 receipts = await self._receipts(snapshot.job, snapshot.directory, (), late=False)
                 refused = next((receipt for receipt in receipts if receipt.code), None)
                 if refused is None:
                     return False
-                await self._decide(snapshot, rc.AbandonTry(refused.code, refused.reason))  # no other outcome is possible
-                found = await self._calls.run(lambda: self._repository.outcome(snapshot.job, snapshot.directory))
+                # No other outcome is possible.
+                await self._decide(snapshot, rc.AbandonTry(refused.code, refused.reason))
+                found = await self._calls.run(
+                    lambda: self._repository.outcome(snapshot.job, snapshot.directory)
+                )
         except (OSError, CkptdError):
             return False
         return isinstance(found, rc.Abandonment)
@@ -197,9 +269,11 @@ class Joint:
     # -- the outcome
 
     async def settle(self, job: Job, snapshot: Snapshot) -> None:
-        """Wait for the outcome of a try, or decide it if rank 0 is on this node, and record the commit.
+        """Wait for the outcome of a try, or decide it if rank 0 is on this node, and
+        record the commit.
 
-        Raises Abandoned, Undecided if the outcome is not known after `timeout` or when the daemon stops, OSError.
+        Raises Abandoned, Undecided if the outcome is not known after `timeout` or when
+        the daemon stops, OSError.
         """
         assert snapshot.node is not None
         loop = asyncio.get_running_loop()
@@ -213,7 +287,12 @@ class Joint:
             except OSError as error:  # the storage may answer again
                 if late:
                     raise
-                log.debug("%s/%s: the outcome cannot be read now: %s", snapshot.job, snapshot.directory, error)
+                log.debug(
+                    "%s/%s: the outcome cannot be read now: %s",
+                    snapshot.job,
+                    snapshot.directory,
+                    error,
+                )
             now = loop.time()
             stopped = stopped or (now if self._stopping() else 0.0)
             over = stopped and (not snapshot.node.leads or now - stopped > _STOP_SECONDS)
@@ -225,17 +304,29 @@ class Joint:
         if isinstance(found, rc.Abandonment):
             raise Abandoned(from_wire(found.code, found.reason))
         if (found.attempt, found.step) != snapshot.key:
-            raise AlreadyExists(f"tag {snapshot.tag!r} of job {snapshot.job!r} is that of step {found.step}; choose another tag")
+            raise AlreadyExists(
+                f"tag {snapshot.tag!r} of job {snapshot.job!r} is that of step {found.step}; "
+                f"choose another tag"
+            )
         await self._committer.record(snapshot, found)
         if snapshot.node.leads:
-            log.info("checkpoint %s/%s: committed with the parts of all nodes", snapshot.job, snapshot.directory)
+            log.info(
+                "checkpoint %s/%s: committed with the parts of all nodes",
+                snapshot.job,
+                snapshot.directory,
+            )
         else:
             self._catalog.job(snapshot.job).forget_older(_REMEMBERED)
 
-    async def _outcome(self, job: Job, snapshot: Snapshot, receipts: list[rc.Receipt], *, late: bool) -> Manifest | rc.Abandonment | None:
-        """Return the outcome of a try, or None if it is undecided. On the node of rank 0, decide it if that can be done.
+    async def _outcome(
+        self, job: Job, snapshot: Snapshot, receipts: list[rc.Receipt], *, late: bool
+    ) -> Manifest | rc.Abandonment | None:
+        """Return the outcome of a try, or None if it is undecided.
 
-        receipts: filled with those that are there, if rank 0 is on this node. late: True if missing ones are not waited for any more.
+        On the node of rank 0, decide it if that can be done.
+
+        receipts: filled with those that are there, if rank 0 is on this node. late:
+        True if missing ones are not waited for any more.
         """
         read = partial(self._repository.outcome, snapshot.job, snapshot.directory)
         found = await self._calls.run(read)
@@ -243,17 +334,27 @@ class Joint:
             return found
         verdict: rc.CommitTry | rc.AbandonTry | None
         try:
-            receipts[:] = await self._receipts(snapshot.job, snapshot.directory, receipts, late=late)
-            verdict = rc.decide(receipts, snapshot.world_size, late=late and snapshot.attempt == job.attempt)
-        except IntegrityError as error:  # of a receipt that is damaged, or that a newer ckptd has written
+            receipts[:] = await self._receipts(
+                snapshot.job, snapshot.directory, receipts, late=late
+            )
+            verdict = rc.decide(
+                receipts, snapshot.world_size, late=late and snapshot.attempt == job.attempt
+            )
+        except (
+            IntegrityError
+        ) as error:  # of a receipt that is damaged, or that a newer ckptd has written
             verdict = rc.AbandonTry(error.code, str(error))
         if verdict is None:
             return None
         await self._decide(snapshot, verdict)
         return await self._calls.run(read)
 
-    async def _receipts(self, job: str, tag: str, known: Sequence[rc.Receipt], *, late: bool) -> list[rc.Receipt]:
-        """Return the receipts of a try. Only those that are not `known` are read: a receipt never changes.
+    async def _receipts(
+        self, job: str, tag: str, known: Sequence[rc.Receipt], *, late: bool
+    ) -> list[rc.Receipt]:
+        """Return the receipts of a try.
+
+        Only those that are not `known` are read: a receipt never changes.
 
         late: True if a missing one may end the try, so that the listing must be fresh.
         """
@@ -262,15 +363,29 @@ class Joint:
         return await self._calls.run(partial(self._repository.receipts, job, tag, known))
 
     def _why_undecided(self, snapshot: Snapshot, receipts: list[rc.Receipt], seconds: float) -> str:
-        """Return the reason why the outcome is not known, which names the nodes that have delivered if this daemon reads the receipts."""
-        waited = f"step {snapshot.step} is not known to be durable after {seconds:.0f} s: {self._named(snapshot)} delivered"
+        """Return the reason why the outcome is not known, which names the nodes that
+        have delivered if this daemon reads the receipts.
+        """
+        waited = (
+            f"step {snapshot.step} is not known to be durable after {seconds:.0f} "
+            f"s: "
+            f"{self._named(snapshot)} delivered"
+        )
         if not receipts:
             return f"{waited}, and the daemon of rank 0 has not decided"
-        missing = sorted(set(range(snapshot.world_size)).difference(*(receipt.node.ranks for receipt in receipts)))
+        missing = sorted(
+            set(range(snapshot.world_size)).difference(
+                *(receipt.node.ranks for receipt in receipts)
+            )
+        )
         return f"{waited}, rank{'s' if len(missing) > 1 else ''} {some_text(missing)} did not"
 
     async def _decide(self, snapshot: Snapshot, verdict: rc.CommitTry | rc.AbandonTry) -> None:
-        """Publish a manifest or an abandonment. If another daemon was faster, its outcome counts. Raises OSError, IntegrityError."""
+        """Publish a manifest or an abandonment.
+
+        If another daemon was faster, its outcome counts. Raises OSError,
+        IntegrityError.
+        """
         data: bytes | None = None
         objects: dict[str, bytes] = {}
         if isinstance(verdict, rc.CommitTry):
@@ -278,11 +393,14 @@ class Joint:
                 plan, request = await self._calls.run(partial(self._first_part, snapshot, verdict))
                 manifest = self._committer.manifest(snapshot, verdict.parts, plan, request)
                 data, objects = await self._calls.run(manifest.split)
-            except IntegrityError as error:  # a part is gone or damaged, or the manifest is larger than readers accept
+            except (
+                IntegrityError
+            ) as error:  # a part is gone or damaged, or the manifest is larger than readers accept
                 verdict = rc.AbandonTry(error.code, str(error))
         if isinstance(verdict, rc.AbandonTry):
             abandonment = rc.Abandonment(
-                job=snapshot.job, attempt=snapshot.attempt, step=snapshot.step, tag=snapshot.directory, code=verdict.code[:64],
+                job=snapshot.job, attempt=snapshot.attempt, step=snapshot.step,
+                tag=snapshot.directory, code=verdict.code[:64],
                 reason=verdict.reason[: rc.MAX_REASON],
             )  # fmt: skip
             data = rc.encode(abandonment)
@@ -290,17 +408,28 @@ class Joint:
         failpoint("outcome.starting")
         with suppress(FileExistsError):
             by = names.new_nonce().hex()
-            await self._calls.run(lambda: self._repository.publish_manifest(snapshot.job, snapshot.directory, data, objects=objects, by=by))
+            await self._calls.run(
+                lambda: self._repository.publish_manifest(
+                    snapshot.job, snapshot.directory, data, objects=objects, by=by
+                )
+            )
         failpoint("outcome.durable")
 
-    def _first_part(self, snapshot: Snapshot, verdict: rc.CommitTry) -> tuple[Plan, SnapshotRequest]:
-        """Return the plan and the request of rank 0, from its part. Raises IntegrityError if a part is missing or damaged, OSError."""
+    def _first_part(
+        self, snapshot: Snapshot, verdict: rc.CommitTry
+    ) -> tuple[Plan, SnapshotRequest]:
+        """Return the plan and the request of rank 0, from its part.
+
+        Raises IntegrityError if a part is missing or damaged, OSError.
+        """
         there = set(self._repository.files(snapshot.job, snapshot.directory))
         for part in verdict.parts:
             if part.file not in there:
                 raise IntegrityError(f"{snapshot.job}/{snapshot.directory}/{part.file} is missing")
         first = verdict.parts[0]
-        reader = self._repository.open_part(snapshot.job, snapshot.directory, first.file, first.index_sha256)
+        reader = self._repository.open_part(
+            snapshot.job, snapshot.directory, first.file, first.index_sha256
+        )
         try:
             return reader.plan, SnapshotRequest.decode(reader.index.request)
         finally:
@@ -309,11 +438,14 @@ class Joint:
     # -- earlier attempts
 
     async def settle_past(self, job: Job, delivered: int) -> None:
-        """Decide the tries of earlier attempts that are undecided, and delete what abandoned ones have left.
+        """Decide the tries of earlier attempts that are undecided, and delete what
+        abandoned ones have left.
 
-        Call this on the daemon of rank 0 of the newest attempt only, once its nodes have delivered what they hold, and the job in the root
-        is scanned. delivered: an attempt all of whose nodes are among these. Receipts of others may still come, and are waited for, also
-        those of a step that is newer than all checkpoints and has only parts. Raises StorageError.
+        Call this on the daemon of rank 0 of the newest attempt only, once its nodes
+        have delivered what they hold, and the job in the root is scanned. delivered: an
+        attempt all of whose nodes are among these. Receipts of others may still come,
+        and are waited for, also those of a step that is newer than all checkpoints and
+        has only parts. Raises StorageError.
         """
         there = self._catalog.job(job.name)
         until, newest = asyncio.get_running_loop().time() + LATE_SECONDS, there.newest_checkpoint()
@@ -325,57 +457,93 @@ class Joint:
                 continue
             for left in (2, 1, 0):
                 try:
-                    awaited = (parsed[2], parsed[1] or -1) > saved and await self._has_parts(job, tag)
-                    await self._settle_one(job, tag, parsed[2], 0.0 if parsed[2] == delivered else until, awaited=awaited)
+                    awaited = (parsed[2], parsed[1] or -1) > saved and await self._has_parts(
+                        job, tag
+                    )
+                    await self._settle_one(
+                        job,
+                        tag,
+                        parsed[2],
+                        0.0 if parsed[2] == delivered else until,
+                        awaited=awaited,
+                    )
                     break
                 except OSError as error:
                     problem = StorageError.of(f"decide {job.name}/{tag}", error)
-                    if left and asyncio.get_running_loop().time() < patience:  # one failure must not cost a step that all have delivered
+                    # One failure must not cost a step that all have delivered.
+                    if left and asyncio.get_running_loop().time() < patience:
                         await asyncio.sleep(self._last_look)
                     elif problem.is_no_damage:
                         raise problem from None
                     else:
                         log.warning("%s; it stays as it is", problem)
                 except IntegrityError as error:
-                    log.warning("%s/%s cannot be decided, and stays as it is: %s", job.name, tag, error)
+                    log.warning(
+                        "%s/%s cannot be decided, and stays as it is: %s", job.name, tag, error
+                    )
                     break
 
     async def _has_parts(self, job: Job, tag: str) -> bool:
-        files = await self._calls.read(f"list {job.name}/{tag}", partial(self._repository.files, job.name, tag))
+        files = await self._calls.read(
+            f"list {job.name}/{tag}", partial(self._repository.files, job.name, tag)
+        )
         return any(map(names.part_of, files))
 
-    async def _settle_one(self, job: Job, tag: str, attempt: int, until: float, *, awaited: bool) -> None:
-        """Decide one try. Receipts are waited for `until` a time of the event loop, and the first one only if it is `awaited`."""
+    async def _settle_one(
+        self, job: Job, tag: str, attempt: int, until: float, *, awaited: bool
+    ) -> None:
+        """Decide one try.
+
+        Receipts are waited for `until` a time of the event loop, and the first one only
+        if it is `awaited`.
+        """
         pause = _FIRST_LOOK
         receipts: list[rc.Receipt] = []
         while True:
-            found = await self._calls.read(f"read the outcome of {job.name}/{tag}", partial(self._repository.outcome, job.name, tag))
+            found = await self._calls.read(
+                f"read the outcome of {job.name}/{tag}",
+                partial(self._repository.outcome, job.name, tag),
+            )
             if isinstance(found, Manifest):
                 user_tag = names.parse_tag_directory(tag)[1] is None  # type: ignore[index]
                 self._catalog.job(job.name).commit(StoredCheckpoint.of(found, user_tag=user_tag))
-                log.info("checkpoint %s/%s: committed from the receipts of its nodes", job.name, tag)
+                log.info(
+                    "checkpoint %s/%s: committed from the receipts of its nodes", job.name, tag
+                )
                 return
             if isinstance(found, rc.Abandonment):
                 if found.code != rc.DELETED:
                     job.abandoned[tag] = found
-                # The abandonment stays for one more attempt, so that a daemon of the old one that comes late learns of it.
+                # The abandonment stays for one more attempt, so that a daemon of the
+                # old one that comes late learns of it.
                 keep = [names.MANIFEST] if attempt == job.attempt - 1 else []
                 try:
                     await self._calls.run(partial(self._repository.sweep_tag, job.name, tag, keep))
                 except OSError as error:
-                    log.warning("%s", StorageError.of(f"delete what is left of {job.name}/{tag}", error))
+                    log.warning(
+                        "%s", StorageError.of(f"delete what is left of {job.name}/{tag}", error)
+                    )
                 return
             over = asyncio.get_running_loop().time() > until
             late = bool(receipts) and over
             async with self._calls.deadline(f"read the receipts of {job.name}/{tag}"):
                 receipts = await self._receipts(job.name, tag, receipts, late=late)
             if not receipts and (over or not awaited):
-                return  # the save of one node, whose journal has it, or of a node that has not delivered
+                # The save of one node, whose journal has it, or of a node that has not
+                # delivered.
+                return
             first = receipts[0] if receipts else None
             verdict = None if first is None else rc.decide(receipts, first.world_size, late=late)
             if first is not None and verdict is not None:
                 past = Snapshot(
-                    job.name, attempt, first.step, tag, first.world_size, persist=True, state=SnapshotState.WRITTEN, node=first.node
+                    job.name,
+                    attempt,
+                    first.step,
+                    tag,
+                    first.world_size,
+                    persist=True,
+                    state=SnapshotState.WRITTEN,
+                    node=first.node,
                 )
                 await self._decide(past, verdict)
                 continue
@@ -385,17 +553,25 @@ class Joint:
     # -- after a restart of the daemon
 
     async def roll_forward(self, job: Job, snapshot: Snapshot, documents: list[Document]) -> bool:
-        """Deliver parts that an earlier daemon of this node made durable, unless it has done so. Return False if they are not needed.
+        """Deliver parts that an earlier daemon of this node made durable, unless it has
+        done so. Return False if they are not needed.
 
         They are needed while the try is undecided and no newer attempt has begun.
         """
         try:
-            if await self._calls.run(lambda: self._repository.outcome(snapshot.job, snapshot.directory)) is not None:
+            if (
+                await self._calls.run(
+                    lambda: self._repository.outcome(snapshot.job, snapshot.directory)
+                )
+                is not None
+            ):
                 return False
             if (receipt := await self._own_receipt(snapshot)) is not None:
                 return not receipt.code
             newest = await self._calls.run(lambda: self._repository.newest_attempt(snapshot.job))
-            if newest > snapshot.attempt or [entry.rank for entry, _, _ in documents] != list(snapshot.ranks):
+            if newest > snapshot.attempt or [entry.rank for entry, _, _ in documents] != list(
+                snapshot.ranks
+            ):
                 return False
             await self.deliver(job, snapshot, documents)
         except OSError as error:

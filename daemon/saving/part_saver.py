@@ -1,7 +1,9 @@
-"""Writes the parts of a snapshot: one for each rank, all at the same time, and again where a disk is full or an I/O error may pass.
+"""Writes the parts of a snapshot: one for each rank, all at the same time, and again
+where a disk is full or an I/O error may pass.
 
-Each part is written to files with a fresh name. The intent is journaled before the first file is created, and the part is journaled once
-it is durable. `saver.py` decides when a snapshot is saved, and what becomes of its parts.
+Each part is written to files with a fresh name. The intent is journaled before the
+first file is created, and the part is journaled once it is durable. `saver.py` decides
+when a snapshot is saved, and what becomes of its parts.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ async def _nothing_to_evict(job: Job) -> bool:
 
 
 class PartSaver:
-    """Writes the parts of snapshots to one destination. `make_room` and `evict` delete older checkpoints of a job on a full disk."""
+    """Writes the parts of snapshots to one destination.
+
+    `make_room` and `evict` delete older checkpoints of a job on a full disk.
+    """
 
     def __init__(
         self,
@@ -58,19 +63,26 @@ class PartSaver:
     ) -> None:
         """governor: returns the governor of the saves of a job.
 
-        make_room: deletes one older checkpoint of the job for a part of that many bytes. Returns False if there is none.
+        make_room: deletes one older checkpoint of the job for a part of that many
+        bytes. Returns False if there is none.
         """
         self._config, self._catalog, self._slots = config, catalog, slots
-        self._journal, self._repository, self._pipeline = destination.journal, destination.repository, destination.pipeline
+        self._journal, self._repository, self._pipeline = (
+            destination.journal,
+            destination.repository,
+            destination.pipeline,
+        )
         self._encoder = codec.encoder(config.codec)
         self._counters, self._governor, self._make_room = counters, governor, make_room
         self.evict = _nothing_to_evict  # deletes a local copy on a full stage
 
     async def save(self, snapshot: Snapshot, checking: asyncio.Future[None]) -> list[Saved]:
-        """Write the parts of all ranks at the same time, while `checking` checks the slots.
+        """Write the parts of all ranks at the same time, while `checking` checks the
+        slots.
 
-        Each part reserves the room that it would take raw. A part that finds no room is written again once the others have ended, which
-        then take no more room than they need. Only then are older checkpoints deleted for it.
+        Each part reserves the room that it would take raw. A part that finds no room is
+        written again once the others have ended, which then take no more room than they
+        need. Only then are older checkpoints deleted for it.
         """
         seals = [seal for _, seal in sorted(snapshot.seals.items())]
         alone = len(seals) == 1
@@ -84,27 +96,48 @@ class PartSaver:
                 return None
 
         parts = await all_of(map(saved, seals))
-        return [part or await self._save_part(snapshot, seal, checking, alone=True) for seal, part in zip(seals, parts, strict=True)]
+        return [
+            part or await self._save_part(snapshot, seal, checking, alone=True)
+            for seal, part in zip(seals, parts, strict=True)
+        ]
 
-    async def _save_part(self, snapshot: Snapshot, seal: RankSeal, checking: asyncio.Future[None], *, alone: bool) -> Saved:
-        """Write the part of one rank. `alone`: True if no other part is being written, so that a full disk is really full."""
+    async def _save_part(
+        self, snapshot: Snapshot, seal: RankSeal, checking: asyncio.Future[None], *, alone: bool
+    ) -> Saved:
+        """Write the part of one rank.
+
+        `alone`: True if no other part is being written, so that a full disk is really
+        full.
+        """
         slot = self._slots.get(seal.segment)
         header = slot.header
         with slot.pinned() as fd:
             sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))
             if header.generation != seal.generation:
-                raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was being saved")
+                raise IntegrityError(
+                    f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was "
+                    f"being saved"
+                )
             entry, stored = await self._write_part(snapshot, seal, sealed, checking, alone=alone)
         return (entry, sealed.plan, sealed.request), stored
 
     async def _write_part(
-        self, snapshot: Snapshot, seal: RankSeal, sealed: SealedSlot, checking: asyncio.Future[None], *, alone: bool
+        self,
+        snapshot: Snapshot,
+        seal: RankSeal,
+        sealed: SealedSlot,
+        checking: asyncio.Future[None],
+        *,
+        alone: bool,
     ) -> tuple[PartEntry, StoredPart]:
-        """Write the part of one rank to a file with a fresh name. Return its entry in the manifest, and what the next save needs to know.
+        """Write the part of one rank to a file with a fresh name.
 
-        After an I/O error (EIO) try once more with another file: a file whose sync has failed is never trusted again. With the setting
-        `make_room`, a full disk is tried again after each older checkpoint that could be deleted. Raises IntegrityError if the slot or its
-        checksums are damaged, OSError, StorageError.
+        Return its entry in the manifest, and what the next save needs to know.
+
+        After an I/O error (EIO) try once more with another file: a file whose sync has
+        failed is never trusted again. With the setting `make_room`, a full disk is
+        tried again after each older checkpoint that could be deleted. Raises
+        IntegrityError if the slot or its checksums are damaged, OSError, StorageError.
         """
 
         async def wait_for_checks() -> list[ChunkCheck]:
@@ -114,8 +147,15 @@ class PartSaver:
 
         rewritten, progress = False, snapshot.progress
         assert progress is not None
-        before = self._catalog.job(snapshot.job).stored.get(seal.rank) if self._config.link_unchanged else None
-        if before is not None and (before.attempt, before.world_size) != (snapshot.attempt, snapshot.world_size):
+        before = (
+            self._catalog.job(snapshot.job).stored.get(seal.rank)
+            if self._config.link_unchanged
+            else None
+        )
+        if before is not None and (before.attempt, before.world_size) != (
+            snapshot.attempt,
+            snapshot.world_size,
+        ):
             before = None
         place = snapshot.job, snapshot.directory
         linker = self._repository.linker(*place) if self._config.link_unchanged else None
@@ -123,33 +163,72 @@ class PartSaver:
             progress.begin_part(seal.rank)
             nonce = names.new_nonce()
             file = names.part_file(seal.rank, nonce)
-            common = {"job": snapshot.job, "attempt": snapshot.attempt, "step": snapshot.step, "rank": seal.rank, "tag": snapshot.directory}
+            common = {
+                "job": snapshot.job,
+                "attempt": snapshot.attempt,
+                "step": snapshot.step,
+                "rank": seal.rank,
+                "tag": snapshot.directory,
+            }
             await self._journal.append(r.Staging(**common, file=file))  # type: ignore[arg-type]
             failpoint("persist.intended")
             try:
-                writer = PartWriter(self._repository.part_files(*place), nonce, self._encoder, self._config.spread, linker)
+                writer = PartWriter(
+                    self._repository.part_files(*place),
+                    nonce,
+                    self._encoder,
+                    self._config.spread,
+                    linker,
+                )
                 written = partial(progress.add, seal.rank)
                 governor = self._governor(snapshot.job)
-                at_once = governor.threads if governor.threads == governor.most else -(-governor.threads // len(snapshot.seals))
+                at_once = (
+                    governor.threads
+                    if governor.threads == governor.most
+                    else -(-governor.threads // len(snapshot.seals))
+                )
                 digests = self._config.link_unchanged and (before is None or before.steady)
                 entry, stored = await self._pipeline.write_part(
-                    sealed, writer, snapshot.directory, wait_for_checks, written, before, at_once, with_digests=digests
+                    sealed,
+                    writer,
+                    snapshot.directory,
+                    wait_for_checks,
+                    written,
+                    before,
+                    at_once,
+                    with_digests=digests,
                 )
             except OSError as error:
                 full = alone and error.errno in NO_ROOM
                 if full and await self.evict(self._catalog.job(snapshot.job)):
                     continue
-                may_delete = self._config.make_room and (snapshot.node is None or snapshot.node.leads)
-                if full and may_delete and await self._make_room(self._catalog.job(snapshot.job), writer.needed):
+                may_delete = self._config.make_room and (
+                    snapshot.node is None or snapshot.node.leads
+                )
+                if (
+                    full
+                    and may_delete
+                    and await self._make_room(self._catalog.job(snapshot.job), writer.needed)
+                ):
                     continue
                 if rewritten or error.errno != errno.EIO:
                     raise
                 rewritten = True
-                log.warning("snapshot %s/%s: %s; retrying once with a new file", snapshot.job, snapshot.tag, error.strerror)
+                log.warning(
+                    "snapshot %s/%s: %s; retrying once with a new file",
+                    snapshot.job,
+                    snapshot.tag,
+                    error.strerror,
+                )
                 self._counters["rewrites"] += 1
                 continue
             await self._journal.append(
-                r.PartDurable(**common, file=file, bytes=entry.bytes, index_sha256=entry.index_sha256)  # type: ignore[arg-type]
+                r.PartDurable(
+                    **common,  # type: ignore[arg-type]
+                    file=file,
+                    bytes=entry.bytes,
+                    index_sha256=entry.index_sha256,
+                )
             )
             failpoint("persist.journaled")
             return entry, stored

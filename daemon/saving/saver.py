@@ -1,10 +1,14 @@
-"""Saves sealed snapshots as committed checkpoints, and owns the order of operations on storage.
+"""Saves sealed snapshots as committed checkpoints, and owns the order of operations on
+storage.
 
-The order of a save must not change: journal the intent, write the parts, compare them with the checksums of the slots, make the parts
-durable, journal them, publish the manifest, journal the commit, tell the ranks, update `newest`, apply retention. The checksums of slots
-that were sealed without them are computed at once, while the parts are being written. A job has one save at a time, and saves wait for
-their turn in the order of the seals. On several nodes, a save begins once all nodes hold the step, and `joint.py` commits it. Each failure
-is recorded in `Snapshot.reason`, sent to the ranks as a Progress message, and counted. The copy in memory stays.
+The order of a save must not change: journal the intent, write the parts, compare them
+with the checksums of the slots, make the parts durable, journal them, publish the
+manifest, journal the commit, tell the ranks, update `newest`, apply retention. The
+checksums of slots that were sealed without them are computed at once, while the parts
+are being written. A job has one save at a time, and saves wait for their turn in the
+order of the seals. On several nodes, a save begins once all nodes hold the step, and
+`joint.py` commits it. Each failure is recorded in `Snapshot.reason`, sent to the ranks
+as a Progress message, and counted. The copy in memory stays.
 """
 
 from __future__ import annotations
@@ -43,10 +47,15 @@ async def _keep_all(job: Job, needed: int) -> bool:
 
 
 class Saver:
-    """The saver of one daemon. `start` begins a save. A save that fails does not raise: it is reported through `tell`.
+    """The saver of one daemon.
 
-    A JournalBroken is not reported, because the journal itself ends the daemon. `persist_seconds`: seconds that successful saves have
-    taken. `front`: the stage if the daemon has one, and otherwise the root. `root`: the root, in which jobs of several nodes are saved.
+    `start` begins a save. A save that fails does not raise: it is reported through
+    `tell`.
+
+    A JournalBroken is not reported, because the journal itself ends the daemon.
+    `persist_seconds`: seconds that successful saves have taken. `front`: the stage if
+    the daemon has one, and otherwise the root. `root`: the root, in which jobs of
+    several nodes are saved.
     """
 
     def __init__(
@@ -62,16 +71,26 @@ class Saver:
         tell: Callable[[Snapshot], None],
         settled: Callable[[Job], None],
     ) -> None:
-        """claimed: waits until an attempt of a job is durably claimed. tell: sends the ranks the outcome of a save.
+        """claimed: waits until an attempt of a job is durably claimed. tell: sends the
+        ranks the outcome of a save.
 
-        settled: called when slots of a job may have become free, which is after a commit and at the end of each save.
+        settled: called when slots of a job may have become free, which is after a
+        commit and at the end of each save.
         """
         self._config, self._catalog, self._slots = config, catalog, slots
         self._claimed, self._tell, self._settled = claimed, tell, settled
         self.front, self.root = front, root
-        self.joint = Joint(root, config.node_timeout, remote=isinstance(config.root, Url), stopping=lambda: self.stopping)
-        self.check = SlotCheck(catalog, slots, front.pipeline, link_unchanged=config.link_unchanged).check
-        self.stopping = False  # once this is True, saves no longer wait for other nodes to seal a step
+        self.joint = Joint(
+            root,
+            config.node_timeout,
+            remote=isinstance(config.root, Url),
+            stopping=lambda: self.stopping,
+        )
+        self.check = SlotCheck(
+            catalog, slots, front.pipeline, link_unchanged=config.link_unchanged
+        ).check
+        # Once this is True, saves no longer wait for other nodes to seal a step.
+        self.stopping = False
         self._tasks: dict[Snapshot, asyncio.Task[None]] = {}
         self._refusals: dict[Snapshot, asyncio.Task[None]] = {}
         self.counters = counters
@@ -79,9 +98,12 @@ class Saver:
         self._governors: dict[str, Governor] = {}
         self._writers = front.pipeline.writers
 
-        def part_saver(destination: Destination, make_room: Callable[[Job, int], Awaitable[bool]]) -> PartSaver:
+        def part_saver(
+            destination: Destination, make_room: Callable[[Job, int], Awaitable[bool]]
+        ) -> PartSaver:
             return PartSaver(
-                config, catalog, slots, destination, counters=counters, governor=self.governor, make_room=make_room
+                config, catalog, slots, destination, counters=counters, governor=self.governor,
+                make_room=make_room
             )  # fmt: skip
 
         self.root_parts = part_saver(root, root.make_room)
@@ -99,14 +121,20 @@ class Saver:
         return self.front if snapshot.node is None else self.root
 
     def start(self, snapshot: Snapshot) -> asyncio.Task[None]:
-        """Return the task that checks a sealed snapshot and, if it is to persist, saves it. Start the task unless it is running."""
+        """Return the task that checks a sealed snapshot and, if it is to persist, saves
+        it. Start the task unless it is running.
+        """
         task = self._tasks.get(snapshot)
         if task is None or task.done():
             if (refusal := self._refusals.pop(snapshot, None)) is not None:
                 refusal.cancel()
             hold = ExitStack()
-            hold.enter_context(snapshot.held())  # now, and not when the task first runs: a newer seal could release the slots in between
-            task = self._tasks[snapshot] = watched(self._run(snapshot, hold, time.monotonic()), f"saving {snapshot.job}/{snapshot.tag}")
+            # Now, and not when the task first runs: a newer seal could release the
+            # slots in between.
+            hold.enter_context(snapshot.held())
+            task = self._tasks[snapshot] = watched(
+                self._run(snapshot, hold, time.monotonic()), f"saving {snapshot.job}/{snapshot.tag}"
+            )
             task.add_done_callback(lambda done: self._done(snapshot, hold, done))
         return task
 
@@ -122,7 +150,9 @@ class Saver:
             await asyncio.wait([self._tasks[snapshot]])
 
     def stop_waiting(self) -> None:
-        """Save the steps of several nodes that wait for other nodes at once, because the daemon ends."""
+        """Save the steps of several nodes that wait for other nodes at once, because
+        the daemon ends.
+        """
         self.stopping = True
         for job in self._catalog.jobs.values():
             job.moved.set()
@@ -132,14 +162,20 @@ class Saver:
             await asyncio.wait(list(self._tasks.values()))
 
     async def _run(self, snapshot: Snapshot, hold: ExitStack, sealed: float) -> None:
-        """Check and save a snapshot whose last rank sealed it at the time `sealed` of the monotonic clock."""
+        """Check and save a snapshot whose last rank sealed it at the time `sealed` of
+        the monotonic clock.
+        """
         job = self._catalog.job(snapshot.job)
         try:
             with hold:
                 checking = asyncio.ensure_future(self.check(snapshot))
                 if not snapshot.persist:
-                    await asyncio.wait([checking])  # meanwhile the trainer may die, and then the snapshot is to be saved after all
-                if snapshot.persist:  # if not, no await follows, unless the check has failed: no later death goes unnoticed
+                    # Meanwhile the trainer may die, and then the snapshot is to be
+                    # saved after all.
+                    await asyncio.wait([checking])
+                # If not, no await follows, unless the check has failed: no later death
+                # goes unnoticed.
+                if snapshot.persist:
                     try:
                         await self._persist(job, snapshot, sealed, checking)
                     finally:
@@ -147,15 +183,22 @@ class Saver:
                 checking.result()
             if snapshot.state is SnapshotState.DURABLE:
                 self._settled(job)
-            if snapshot.state is SnapshotState.DURABLE and (snapshot.node is None or snapshot.node.leads):
+            if snapshot.state is SnapshotState.DURABLE and (
+                snapshot.node is None or snapshot.node.leads
+            ):
                 await self._destination(snapshot).retain(snapshot.job)
         except JournalBroken:
             pass
         except Exception as error:
             await self._fail(job, snapshot, error)
 
-    async def _persist(self, job: Job, snapshot: Snapshot, sealed: float, checking: asyncio.Future[None]) -> None:
-        """Save a snapshot unless it is durable, and wait for the outcome on all nodes. `checking` checks its slots meanwhile."""
+    async def _persist(
+        self, job: Job, snapshot: Snapshot, sealed: float, checking: asyncio.Future[None]
+    ) -> None:
+        """Save a snapshot unless it is durable, and wait for the outcome on all nodes.
+
+        `checking` checks its slots meanwhile.
+        """
         if job.is_durable(*snapshot.key):
             return
         if snapshot.node is not None:
@@ -171,7 +214,10 @@ class Saver:
             self._count(snapshot, "persisted")
 
     def _count(self, snapshot: Snapshot, outcome: str) -> None:
-        """Count the outcome of a save, "persisted" or "failed". A snapshot that is saved in a later try moves to the other counter."""
+        """Count the outcome of a save, "persisted" or "failed".
+
+        A snapshot that is saved in a later try moves to the other counter.
+        """
         if outcome == snapshot.counted:
             return
         if snapshot.counted:
@@ -183,7 +229,8 @@ class Saver:
             log.info("snapshot %s/%s: saved unasked", snapshot.job, snapshot.directory)
 
     async def _until_all_hold(self, job: Job, snapshot: Snapshot) -> None:
-        """Wait until all nodes hold a step, or until that can no longer be learned: then the save itself finds out, on storage.
+        """Wait until all nodes hold a step, or until that can no longer be learned:
+        then the save itself finds out, on storage.
 
         Raises the reason if another node will never seal the step.
         """
@@ -199,8 +246,13 @@ class Saver:
                 snapshot.job, snapshot.tag, self._config.rank_timeout,
             )  # fmt: skip
 
-    async def _save(self, job: Job, snapshot: Snapshot, sealed_at: float, checking: asyncio.Future[None]) -> None:
-        """Save a snapshot whose slots `checking` checks meanwhile. Raises what `checking` raises, and the errors of its parts."""
+    async def _save(
+        self, job: Job, snapshot: Snapshot, sealed_at: float, checking: asyncio.Future[None]
+    ) -> None:
+        """Save a snapshot whose slots `checking` checks meanwhile.
+
+        Raises what `checking` raises, and the errors of its parts.
+        """
         begun = time.monotonic()
         if checking.done():
             checking.result()
@@ -208,34 +260,51 @@ class Saver:
         if snapshot.node is not None and not await self._needs_parts(job, snapshot):
             return
         snapshot.move(Event.WRITE)
-        used = [self._slots.get(seal.segment).header.values for seal in snapshot.seals.values()]  # the last document of each slot
-        snapshot.progress = SaveProgress(sum(values.offset + values.length for values in used), begun)
+        # The last document of each slot.
+        used = [self._slots.get(seal.segment).header.values for seal in snapshot.seals.values()]
+        snapshot.progress = SaveProgress(
+            sum(values.offset + values.length for values in used), begun
+        )
         governor = self.governor(job.name)
         governor.hear([seal.cost for seal in snapshot.seals.values() if seal.cost is not None])
-        saved = await (self.front_parts if snapshot.node is None else self.root_parts).save(snapshot, checking)
+        saved = await (self.front_parts if snapshot.node is None else self.root_parts).save(
+            snapshot, checking
+        )
         documents = [document for document, _ in saved]
         snapshot.move(Event.WROTE)
         if snapshot.node is None:
             await self.front.committer.commit(snapshot, documents)
         else:
             await self.joint.deliver(job, snapshot, documents)
-        job.stored = self._destination(snapshot).catalog.job(job.name).stored = {entry.rank: stored for (entry, _, _), stored in saved}
+        job.stored = self._destination(snapshot).catalog.job(job.name).stored = {
+            entry.rank: stored for (entry, _, _), stored in saved
+        }
         seconds = time.monotonic() - begun
         self.persist_seconds += seconds
         entries = [entry for entry, _, _ in documents]
-        raw, written, linked = (sum(sizes) for sizes in zip(*((e.raw_bytes, e.new_bytes, e.linked_bytes) for e in entries), strict=True))
+        raw, written, linked = (
+            sum(sizes)
+            for sizes in zip(
+                *((e.raw_bytes, e.new_bytes, e.linked_bytes) for e in entries), strict=True
+            )
+        )
         held = max(seal.training_held for seal in snapshot.seals.values())
         governor.saved(snapshot.step, sealed_at, seconds, held)
         log.info(
             "saved %s/%s: %s as %s (%.0f %%)%s%s, %s after %.2f s, %s/s",
-            snapshot.job, snapshot.directory, size_text(raw), size_text(written), 100 * written / max(raw, 1),
+            snapshot.job, snapshot.directory, size_text(raw), size_text(written),
+            100 * written / max(raw, 1),
             f" and {size_text(linked)} in files that have not changed" if linked else "",
-            f", training held {held:.3f} s" if held else "", "durable" if snapshot.node is None else "delivered",
+            f", training held {held:.3f} "
+            f"s" if held else "", "durable" if snapshot.node is None else "delivered",
             time.monotonic() - sealed_at, size_text(raw / max(seconds, 1e-6)),
         )  # fmt: skip
 
     async def _needs_parts(self, job: Job, snapshot: Snapshot) -> bool:
-        """Open the next try of a step of several nodes. Return False if this node has delivered its parts, or the step is committed."""
+        """Open the next try of a step of several nodes.
+
+        Return False if this node has delivered its parts, or the step is committed.
+        """
         found = await self.joint.open_try(job, snapshot)
         if found is None:
             return True
@@ -253,10 +322,18 @@ class Saver:
             error = StorageError.of(f"save {snapshot.job}/{snapshot.tag}", error)
         elif not isinstance(error, CkptdError):
             log.exception("snapshot %s/%s: internal error", snapshot.job, snapshot.tag)
-            error = InternalError(f"internal error while saving {snapshot.job}/{snapshot.tag}: {error!r}; the daemon's log has more")
+            error = InternalError(
+                f"internal error while saving {snapshot.job}/{snapshot.tag}: {error!r}; the "
+                f"daemon's log has more"
+            )
         assert isinstance(error, CkptdError)
         if isinstance(error, Undecided) and self.stopping:
-            log.info("snapshot %s/%s: %s; the next daemon goes on with it", snapshot.job, snapshot.directory, error)
+            log.info(
+                "snapshot %s/%s: %s; the next daemon goes on with it",
+                snapshot.job,
+                snapshot.directory,
+                error,
+            )
             return
         log.error("snapshot %s/%s: %s", snapshot.job, snapshot.tag, error)
         snapshot.reason, snapshot.code = str(error), error.code
@@ -274,33 +351,54 @@ class Saver:
         if snapshot.state is SnapshotState.FAILED:
             self._tell(snapshot)
         if not reported and not isinstance(error, Undecided):
-            refusal = watched(self._refuse(job, replace(snapshot), error), f"reporting that {snapshot.directory} cannot be saved")
+            refusal = watched(
+                self._refuse(job, replace(snapshot), error),
+                f"reporting that {snapshot.directory} cannot be saved",
+            )
             self._refusals[snapshot] = refusal
-            refusal.add_done_callback(lambda _: self._refusals.pop(snapshot) if self._refusals.get(snapshot) is refusal else None)
+            refusal.add_done_callback(
+                lambda _: (
+                    self._refusals.pop(snapshot)
+                    if self._refusals.get(snapshot) is refusal
+                    else None
+                )
+            )
 
     async def _refuse(self, job: Job, tried: Snapshot, error: CkptdError) -> None:
         try:
             if await self.joint.refuse(job, tried, error):
                 await self._drop(tried, str(error))
         except Exception:  # the other nodes then wait until `node_timeout`
-            log.exception("it cannot be reported that %s/%s cannot be saved", tried.job, tried.directory)
+            log.exception(
+                "it cannot be reported that %s/%s cannot be saved", tried.job, tried.directory
+            )
 
     async def _drop(self, snapshot: Snapshot, reason: str) -> bool:
-        """Delete the files of a save that has failed. Return False if the journal is broken."""
+        """Delete the files of a save that has failed.
+
+        Return False if the journal is broken.
+        """
         try:
-            await self._destination(snapshot).committer.drop(snapshot.job, snapshot.directory, snapshot.attempt, snapshot.step, reason)
+            await self._destination(snapshot).committer.drop(
+                snapshot.job, snapshot.directory, snapshot.attempt, snapshot.step, reason
+            )
         except JournalBroken:
             return False
         except (StorageError, OSError) as error:
             log.warning(
-                "snapshot %s/%s: its files cannot be deleted now, and are deleted at the next start (%s)",
+                "snapshot %s/%s: its files cannot be deleted now, and are deleted at the next "
+                "start (%s)",
                 snapshot.job, snapshot.directory, error,
             )  # fmt: skip
         return True
 
     def follow(self, job: Job, snapshot: Snapshot) -> None:
-        """Wait in the background for the outcome of a try that an earlier daemon of this node has delivered."""
-        task = self._tasks[snapshot] = watched(self._follow(job, snapshot), f"the outcome of {snapshot.job}/{snapshot.directory}")
+        """Wait in the background for the outcome of a try that an earlier daemon of
+        this node has delivered.
+        """
+        task = self._tasks[snapshot] = watched(
+            self._follow(job, snapshot), f"the outcome of {snapshot.job}/{snapshot.directory}"
+        )
         task.add_done_callback(lambda done: self._done(snapshot, ExitStack(), done))
 
     async def _follow(self, job: Job, snapshot: Snapshot) -> None:

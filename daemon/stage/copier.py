@@ -1,7 +1,9 @@
-"""Copies single checkpoints from one root to another, of any kind, and verifies every byte of the copies.
+"""Copies single checkpoints from one root to another, of any kind, and verifies every
+byte of the copies.
 
-`ckptd copy` and the uploader of a stage use it. A copy that was interrupted leaves files without a manifest, which the next copy uses if
-they are sound. Calls raise OSError; the callers translate it.
+`ckptd copy` and the uploader of a stage use it. A copy that was interrupted leaves
+files without a manifest, which the next copy uses if they are sound. Calls raise
+OSError; the callers translate it.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ Progress = Callable[[int], None]
 class Copying:
     """A checkpoint that is to be copied.
 
-    manifest: None if it is damaged, with the reason in `error`. data: the bytes of the manifest. pinned: True if the checkpoint is pinned.
-    there: True if the destination has the checkpoint already, whole and committed.
+    manifest: None if it is damaged, with the reason in `error`. data: the bytes of the
+    manifest. pinned: True if the checkpoint is pinned. there: True if the destination
+    has the checkpoint already, whole and committed.
     """
 
     job: str
@@ -50,18 +53,23 @@ class Copying:
 
 
 class CheckpointCopier:
-    """Copies checkpoints from one repository to another, under the names that they have.
+    """Copies checkpoints from one repository to another, under the names that they
+    have.
 
-    For each checkpoint, call `planned`, then `copy`, or `copy_parts` and `publish`. If these raise IntegrityError or NotFound, `undo`
-    deletes what they have copied.
+    For each checkpoint, call `planned`, then `copy`, or `copy_parts` and `publish`. If
+    these raise IntegrityError or NotFound, `undo` deletes what they have copied.
     """
 
     def __init__(self, source: Repository, destination: Repository) -> None:
         self._from, self._to = source, destination
-        self._linkable: dict[str, dict[str, str]] = {}  # for each job, the checkpoint at the destination that has a file
+        # For each job, the checkpoint at the destination that has a file.
+        self._linkable: dict[str, dict[str, str]] = {}
 
     def planned(self, job: str, tag: str) -> Copying:
-        """Return what is known of a checkpoint and of its copy. Raises NotFound, AlreadyExists if the destination has another one."""
+        """Return what is known of a checkpoint and of its copy.
+
+        Raises NotFound, AlreadyExists if the destination has another one.
+        """
         pinned = tag in self._from.pins(job)
         try:
             manifest, data = self._from.read_manifest_document(job, tag)
@@ -69,11 +77,16 @@ class CheckpointCopier:
             return Copying(job, tag, None, b"", pinned, there=False, error=str(error))
         found = self._document_there(job, tag)
         if found not in (None, data):
-            raise AlreadyExists(f"{self._to.where(job, tag)} is another checkpoint than {self._from.where(job, tag)}: copy to another root")
+            raise AlreadyExists(
+                f"{self._to.where(job, tag)} is another checkpoint than "
+                f"{self._from.where(job, tag)}: copy to another root"
+            )
         return Copying(job, tag, manifest, data, pinned, there=found is not None)
 
     def _document_there(self, job: str, tag: str) -> bytes | None:
-        """Return the bytes of the manifest at the destination, b"" if it is damaged, or None if there is none."""
+        """Return the bytes of the manifest at the destination, b"" if it is damaged, or
+        None if there is none.
+        """
         try:
             return self._to.read_manifest_document(job, tag)[1]
         except IntegrityError:
@@ -82,7 +95,9 @@ class CheckpointCopier:
             return None
 
     def undo(self, one: Copying, manifest: Manifest) -> None:
-        """Delete the files of a copy that has failed, unless another copy has been committed there meanwhile."""
+        """Delete the files of a copy that has failed, unless another copy has been
+        committed there meanwhile.
+        """
         if not self._to.has_manifest(one.job, one.tag):
             self._to.unpin(one.job, one.tag)
             self._to.delete_files(one.job, one.tag, manifest.files)
@@ -95,7 +110,8 @@ class CheckpointCopier:
         self.publish(one, manifest, self.copy_parts(one, manifest, progress))
 
     def copy_parts(self, one: Copying, manifest: Manifest, progress: Progress) -> dict[str, bytes]:
-        """Copy and verify the parts of a checkpoint, which must not have been committed at the destination.
+        """Copy and verify the parts of a checkpoint, which must not have been committed
+        at the destination.
 
         Return the metadata object, if there is one, by its name, for `publish`.
         """
@@ -110,7 +126,9 @@ class CheckpointCopier:
             lease.close()
 
     def publish(self, one: Copying, manifest: Manifest, objects: dict[str, bytes]) -> None:
-        """Commit the copy, all of whose parts are durable, and let the hint `newest` name it if it is the newest there."""
+        """Commit the copy, all of whose parts are durable, and let the hint `newest`
+        name it if it is the newest there.
+        """
         self._to.publish_manifest(one.job, one.tag, one.data, objects=objects)
         newest = self._to.read_newest(one.job)
         try:
@@ -121,7 +139,10 @@ class CheckpointCopier:
             self._to.publish_newest(one.job, one.tag)
 
     def _copy_part(self, one: Copying, part: PartEntry, progress: Progress) -> None:
-        """Copy the files of a part, and verify the copies. Files that an interrupted copy has left are used if they are sound."""
+        """Copy the files of a part, and verify the copies.
+
+        Files that an interrupted copy has left are used if they are sound.
+        """
         source = self._from.open_part(one.job, one.tag, part.file, part.index_sha256)
         try:
             for again in (False, True):
@@ -138,12 +159,16 @@ class CheckpointCopier:
         finally:
             source.close()
 
-    def _copy_file(self, one: Copying, name: str, part: PartReader, number: int, progress: Progress) -> None:
+    def _copy_file(
+        self, one: Copying, name: str, part: PartReader, number: int, progress: Progress
+    ) -> None:
         place = f"{one.job}/{one.tag}/{name}"
         source = self._from.storage.open(place)
         try:
             if source.size < ALIGN or source.size % ALIGN:
-                raise IntegrityError(f"{place} has {source.size} bytes; expected a multiple of {ALIGN}")
+                raise IntegrityError(
+                    f"{place} has {source.size} bytes; expected a multiple of {ALIGN}"
+                )
             if self._has(place, source.size) or self._linked(one, place, part, number, source.size):
                 progress(source.size)
             else:
@@ -170,7 +195,10 @@ class CheckpointCopier:
             raise
 
     def _has(self, place: str, size: int) -> bool:
-        """Return True if the destination has a file of this size. One of another size is what an interrupted copy has left: delete it."""
+        """Return True if the destination has a file of this size.
+
+        One of another size is what an interrupted copy has left: delete it.
+        """
         try:
             found = self._to.storage.open(place)
         except FileNotFoundError:
@@ -182,13 +210,17 @@ class CheckpointCopier:
         return found.size == size
 
     def _linked(self, one: Copying, place: str, part: PartReader, number: int, size: int) -> bool:
-        """Link a file of an older checkpoint at the destination, where the source has linked it too. Return False if there is none."""
+        """Link a file of an older checkpoint at the destination, where the source has
+        linked it too. Return False if there is none.
+        """
         link = next((link for link in part.index.linked if link.number == number), None)
         if link is None:
             return False
         older = names.part_file(part.index.rank, link.nonce, link.origin)
         if one.job not in self._linkable:
-            self._linkable[one.job] = {file: tag for tag in self._to.tags(one.job) for file in self._to.files(one.job, tag)}
+            self._linkable[one.job] = {
+                file: tag for tag in self._to.tags(one.job) for file in self._to.files(one.job, tag)
+            }
         tag = self._linkable[one.job].get(older)
         return tag is not None and self._to.storage.link(f"{one.job}/{tag}/{older}", place, size)
 
@@ -202,7 +234,11 @@ class CheckpointCopier:
 
 @contextmanager
 def one_at_a_time(destination: Location) -> Iterator[None]:
-    """Context manager. Keep every other `ckptd copy` of this user on this machine out of the same root. Raises Busy."""
+    """Context manager.
+
+    Keep every other `ckptd copy` of this user on this machine out of the same root.
+    Raises Busy.
+    """
     lock = LocalLock.take(f"copy-{names.root_digest(destination.resolve())}")
     if lock is None:
         raise Busy(f"another `ckptd copy` writes to {destination}: wait for it")

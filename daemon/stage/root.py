@@ -1,7 +1,9 @@
-"""Joins a stage to its root: checks that the two belong together, and locks the root, which may not answer when the daemon starts.
+"""Joins a stage to its root: checks that the two belong together, and locks the root,
+which may not answer when the daemon starts.
 
-The document `.ckptd/stage.json` in the stage names its root (FORMAT.md, section 1). A stage belongs to one root for ever, because its
-checkpoints would otherwise be uploaded to another place than the one for which their attempts were claimed.
+The document `.ckptd/stage.json` in the stage names its root (FORMAT.md, section 1). A
+stage belongs to one root for ever, because its checkpoints would otherwise be uploaded
+to another place than the one for which their attempts were claimed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ log = logging.getLogger("ckptd.uploader")
 
 
 class StageDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """The object `.ckptd/stage.json`. `root`: the path or the URL of the root. `identity`: the identity of the root."""
+    """The object `.ckptd/stage.json`.
+
+    `root`: the path or the URL of the root. `identity`: the identity of the root.
+    """
 
     root: str
     identity: str
@@ -49,36 +54,54 @@ def stage_document(stage: Repository) -> StageDocument | None:
         pass
     except OSError as error:
         raise StorageError.of(f"read {stage.where(names.CONTROL, names.STAGE)}", error) from None
-    raise IntegrityError(f"{stage.where(names.CONTROL, names.STAGE)} does not say whose stage this is; move the directory away")
+    raise IntegrityError(
+        f"{stage.where(names.CONTROL, names.STAGE)} does not say whose stage this is; move the "
+        f"directory away"
+    )
 
 
 def check_is_no_stage(repository: Repository) -> None:
-    """Raise InvalidConfig if the root that a daemon is to serve is the stage of another root."""
+    """Raise InvalidConfig if the root that a daemon is to serve is the stage of another
+    root.
+    """
     document = stage_document(repository)
     if document is not None:
         raise InvalidConfig(
-            f"{repository.where()} is the stage of {document.root}: start the daemon with --root {document.root}, and with this directory "
+            f"{repository.where()} is the stage of {document.root}: start the daemon with --root "
+            f"{document.root}, and with this directory "
             "as --stage"
         )
 
 
 def check_apart(stage: Path, root: Location) -> None:
-    """Raise InvalidConfig if the stage lies in the root, or the root in the stage, also through links."""
+    """Raise InvalidConfig if the stage lies in the root, or the root in the stage, also
+    through links.
+    """
     if isinstance(root, Path):
         one, other = Path(os.path.realpath(stage)), Path(os.path.realpath(root))
         if one in (other, *other.parents) or other in one.parents:
-            raise InvalidConfig(f"the stage {stage} and the root {root} lie in each other: name two directories that are apart")
+            raise InvalidConfig(
+                f"the stage {stage} and the root {root} lie in each other: name two directories "
+                f"that are apart"
+            )
 
 
 class StageRoot:
-    """The root behind a stage. Making it joins the two, or checks that they belong together.
+    """The root behind a stage.
 
-    The stage must be locked by this process. A root that does not answer is accepted if the stage has belonged to this place before: then
-    `open` must succeed before the root is used.
+    Making it joins the two, or checks that they belong together.
+
+    The stage must be locked by this process. A root that does not answer is accepted if
+    the stage has belonged to this place before: then `open` must succeed before the
+    root is used.
     """
 
-    def __init__(self, repository: Repository, place: Location, stage: Repository, calls: StorageCalls) -> None:
-        """Raises InvalidConfig if the stage belongs to another root or holds checkpoints of its own; Busy, IntegrityError, StorageError."""
+    def __init__(
+        self, repository: Repository, place: Location, stage: Repository, calls: StorageCalls
+    ) -> None:
+        """Raises InvalidConfig if the stage belongs to another root or holds
+        checkpoints of its own; Busy, IntegrityError, StorageError.
+        """
         self.repository, self.place = repository, place
         self._opening = threading.Lock()
         self._lock: Closable | None = None
@@ -86,27 +109,44 @@ class StageRoot:
         self.identity = "" if document is None else document.identity
         joined = document is not None and document.root == called
         if document is None and any(stage.tags(job) for job in stage.jobs()):
-            raise InvalidConfig(f"{stage.where()} is a root with checkpoints of its own: name an empty directory as the stage")
+            raise InvalidConfig(
+                f"{stage.where()} is a root with checkpoints of its own: name an empty directory "
+                f"as the stage"
+            )
         try:
             calls.pool.submit(self.open).result(calls.seconds if joined else None)
         except (StorageError, OSError) as error:
             if isinstance(error, TimeoutError) and error.errno is None:  # raised by `result`
                 failure = StorageError(f"it has not answered for {calls.seconds:g} s")
             else:
-                failure = error if isinstance(error, StorageError) else StorageError.of(f"use the root {place}", error)
+                failure = (
+                    error
+                    if isinstance(error, StorageError)
+                    else StorageError.of(f"use the root {place}", error)
+                )
             if not joined:
                 raise failure from None
-            log.warning("the root %s cannot be used now: %s; checkpoints are kept on the stage until it can be", place, failure)
+            log.warning(
+                "the root %s cannot be used now: %s; checkpoints are kept on the stage until it "
+                "can be",
+                place,
+                failure,
+            )
             return
         if not joined:
             try:
-                stage.publish_stage(msgspec.json.encode(StageDocument(root=called, identity=self.identity)))
+                stage.publish_stage(
+                    msgspec.json.encode(StageDocument(root=called, identity=self.identity))
+                )
             except OSError as error:
                 self.close()
                 raise StorageError.of(f"use {stage.where()} as the stage", error) from None
 
     def open(self) -> None:
-        """Lock the root, unless that is done, and check its identity. Raises Busy, InvalidConfig, StorageError, OSError."""
+        """Lock the root, unless that is done, and check its identity.
+
+        Raises Busy, InvalidConfig, StorageError, OSError.
+        """
         with self._opening:
             if self.identity:
                 self.check()
@@ -115,12 +155,17 @@ class StageRoot:
             self.identity = self.identity or self.repository.identity()
 
     def check(self) -> None:
-        """Raise InvalidConfig if another root is at the place now, and StorageError if there is none, as under an empty mount point."""
+        """Raise InvalidConfig if another root is at the place now, and StorageError if
+        there is none, as under an empty mount point.
+        """
         if not self.repository.storage.exists(f"{names.CONTROL}/{names.IDENTITY}"):
-            raise StorageError(f"there is no root at {self.place}, where the root of the stage was: is it mounted?")
+            raise StorageError(
+                f"there is no root at {self.place}, where the root of the stage was: is it mounted?"
+            )
         if (found := self.repository.identity()) != self.identity:
             raise InvalidConfig(
-                f"the root at {self.place} has the identity {found}, and the stage belongs to {self.identity}: name the root of the stage, "
+                f"the root at {self.place} has the identity {found}, and the stage belongs to "
+                f"{self.identity}: name the root of the stage, "
                 "or an empty directory as the stage"
             )
 

@@ -1,9 +1,12 @@
-"""Uploads the checkpoints of a stage to the root, and deletes their local copies afterwards.
+"""Uploads the checkpoints of a stage to the root, and deletes their local copies
+afterwards.
 
-The stage is a POSIX root in which the saver commits. An upload copies the parts, reads them back and verifies them, and then publishes the
-manifest in the root, which makes it count. A local copy is deleted only if the root has the same checkpoint. There is no queue on disk: a
-checkpoint waits if the stage has it and the root has not. The journal of the root has the intents, so that no files of an upload are
-forgotten. Jobs of several nodes are saved straight to the root, which the uploader opens for them too.
+The stage is a POSIX root in which the saver commits. An upload copies the parts, reads
+them back and verifies them, and then publishes the manifest in the root, which makes it
+count. A local copy is deleted only if the root has the same checkpoint. There is no
+queue on disk: a checkpoint waits if the stage has it and the root has not. The journal
+of the root has the intents, so that no files of an upload are forgotten. Jobs of
+several nodes are saved straight to the root, which the uploader opens for them too.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ from ckptd.shared.units import size_text
 log = logging.getLogger("ckptd.uploader")
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds before an upload that has failed is tried again; the pause doubles with each failure in a row."""
+"""Seconds before an upload that has failed is tried again; the pause doubles with each
+failure in a row.
+"""
 
 
 class _Stopped(Exception):
@@ -40,10 +45,14 @@ class _Stopped(Exception):
 
 
 class Uploader:
-    """The uploader of one daemon with a stage. Call `start` once the stage is recovered, `wake` after each change, and `close` at the end.
+    """The uploader of one daemon with a stage.
 
-    jobs: the jobs in the root, whose `checkpoints` are those in the root. refused: those that cannot be uploaded, with the reason, by job
-    and tag. problem: the reason why nothing is uploaded at the moment, or "".
+    Call `start` once the stage is recovered, `wake` after each change, and `close` at
+    the end.
+
+    jobs: the jobs in the root, whose `checkpoints` are those in the root. refused:
+    those that cannot be uploaded, with the reason, by job and tag. problem: the reason
+    why nothing is uploaded at the moment, or "".
     """
 
     def __init__(
@@ -55,21 +64,37 @@ class Uploader:
         finish_save: Callable[[str], Awaitable[None]],
         changed: Callable[[], None],
     ) -> None:
-        """finish_save: finishes a save that an earlier daemon has begun, by its `job/tag`. changed: called when nothing waits any more."""
-        self._root, self._stage, self._catalog, self._local = behind, stage.repository, stage.catalog, stage.deleter
-        self._journal, self._locks, self._deleter, self._committer = root.journal, root.locks, root.deleter, root.committer
+        """finish_save: finishes a save that an earlier daemon has begun, by its
+        `job/tag`. changed: called when nothing waits any more.
+        """
+        self._root, self._stage, self._catalog, self._local = (
+            behind,
+            stage.repository,
+            stage.catalog,
+            stage.deleter,
+        )
+        self._journal, self._locks, self._deleter, self._committer = (
+            root.journal,
+            root.locks,
+            root.deleter,
+            root.committer,
+        )
         self._calls, self._finish_save, self._changed = root.calls, finish_save, changed
         self.jobs = root.catalog
         self.counters = self._local.counters
-        self._begun: set[str] = set()  # job/tag of each upload that has begun, and may have left files
-        self._left: set[str] = set()  # job/tag of each save of earlier daemons that is not finished or undone yet
+        # Job/tag of each upload that has begun, and may have left files.
+        self._begun: set[str] = set()
+        # Job/tag of each save of earlier daemons that is not finished or undone yet.
+        self._left: set[str] = set()
         self._opening, self._working = asyncio.Lock(), asyncio.Lock()
         self._known = False  # True once the root has been scanned
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
         self._last = ""  # the job of the last upload
-        self._attempts: dict[str, int] = {}  # the newest attempt of each job when its checkpoints in the root were last read
+        # The newest attempt of each job when its checkpoints in the root were last
+        # read.
+        self._attempts: dict[str, int] = {}
         self.refused: dict[str, dict[str, str]] = defaultdict(dict)
         self._done = self._total = 0  # bytes of the upload that is under way
         self._uploading: tuple[str, str] | None = None
@@ -86,7 +111,9 @@ class Uploader:
         self._tell()
 
     def stop(self) -> None:
-        """Begin no upload any more, and end the one that is under way, which the next daemon continues."""
+        """Begin no upload any more, and end the one that is under way, which the next
+        daemon continues.
+        """
         self._stopping = True
 
     async def close(self) -> None:
@@ -116,7 +143,11 @@ class Uploader:
             except (JournalBroken, _Stopped):
                 return  # the daemon ends
             except (CkptdError, OSError) as error:
-                self._note(str(error) if isinstance(error, CkptdError) else str(StorageError.of("upload", error)))
+                self._note(
+                    str(error)
+                    if isinstance(error, CkptdError)
+                    else str(StorageError.of("upload", error))
+                )
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
                 continue
@@ -134,7 +165,9 @@ class Uploader:
     # -- one step
 
     async def _step(self) -> bool:
-        """Upload one checkpoint, after everything that is left of earlier ones is tidied up. Return False if none waits."""
+        """Upload one checkpoint, after everything that is left of earlier ones is
+        tidied up. Return False if none waits.
+        """
         async with self._working:
             return await self._tidy_and_upload()
 
@@ -145,7 +178,9 @@ class Uploader:
         for job in list(self._catalog.jobs.values()):
             for old in d.needless(job):
                 await self._local.evict(job, old)
-        name = d.next_job([job.name for job in self._catalog.jobs.values() if self.waiting(job)], self._last)
+        name = d.next_job(
+            [job.name for job in self._catalog.jobs.values() if self.waiting(job)], self._last
+        )
         if name is None:
             return False
         self._last = name
@@ -156,7 +191,11 @@ class Uploader:
         return True
 
     async def _upload_or_refuse(self, job: Job, one: StoredCheckpoint) -> None:
-        """Upload one checkpoint. If it cannot be uploaded, it stays on the stage, and is not tried again. Raises StorageError, OSError."""
+        """Upload one checkpoint.
+
+        If it cannot be uploaded, it stays on the stage, and is not tried again. Raises
+        StorageError, OSError.
+        """
         await self._calls.run(self._root.check)
         try:
             await self._upload(job, one)
@@ -164,7 +203,9 @@ class Uploader:
             log.info("%s/%s is not uploaded: %s", job.name, one.tag, error)
             await scan_job(self._stage, job, self._calls)
         except (IntegrityError, AlreadyExists) as error:
-            log.error("%s/%s cannot be uploaded, and stays on the stage: %s", job.name, one.tag, error)
+            log.error(
+                "%s/%s cannot be uploaded, and stays on the stage: %s", job.name, one.tag, error
+            )
             self.counters["failed_uploads"] += 1
             self.refused[job.name][one.tag] = str(error)
         finally:
@@ -172,22 +213,34 @@ class Uploader:
             self._tell()
 
     async def _open(self) -> None:
-        """Unless that is done, lock the root, read which checkpoints it has, and finish the saves there that earlier daemons have begun."""
+        """Unless that is done, lock the root, read which checkpoints it has, and finish
+        the saves there that earlier daemons have begun.
+        """
         async with self._opening:
             if not self._known:
                 await self._calls.read(f"open the root {self._root.place}", self._root.open)
-                for name in await self._calls.read(f"list the root {self._root.place}", self._root.repository.jobs):
+                for name in await self._calls.read(
+                    f"list the root {self._root.place}", self._root.repository.jobs
+                ):
                     await self.scan(name)
                 for place in self._journal.state.staged:
                     name, tag = place.split("/")
-                    (self._begun if tag in self._catalog.job(name).checkpoints else self._left).add(place)  # uploads are continued
+                    # Uploads are continued.
+                    (self._begun if tag in self._catalog.job(name).checkpoints else self._left).add(
+                        place
+                    )
                 for place in sorted(self._left):
                     try:
                         await self._finish(place)
                     except JournalBroken:
                         raise
                     except (OSError, StorageError) as error:
-                        log.warning("%s could not be finished or undone: %s; the next save of the job tries again", place, error)
+                        log.warning(
+                            "%s could not be finished or undone: %s; the next save of the job "
+                            "tries again",
+                            place,
+                            error,
+                        )
                 self._known = True
                 self._tell()
 
@@ -198,9 +251,12 @@ class Uploader:
     # -- for jobs of several nodes
 
     async def reach(self, job: Job) -> None:
-        """Return once a job may be saved to the root. Raises StorageError, Busy, InvalidConfig, OSError if it cannot be used now.
+        """Return once a job may be saved to the root.
 
-        The saves that earlier daemons have begun are finished first: a save could have the directory of one that is then undone.
+        Raises StorageError, Busy, InvalidConfig, OSError if it cannot be used now.
+
+        The saves that earlier daemons have begun are finished first: a save could have
+        the directory of one that is then undone.
         """
         await self._open()
         await self._calls.read(f"find the root {self._root.place}", self._root.check)
@@ -210,14 +266,18 @@ class Uploader:
         self._join(job, self.jobs.job(job.name))
 
     async def upload_newest(self, job: Job) -> None:
-        """Upload the newest checkpoint of a job, if it waits, so that all nodes can read it. If it is damaged, upload an older one.
+        """Upload the newest checkpoint of a job, if it waits, so that all nodes can
+        read it. If it is damaged, upload an older one.
 
-        An upload that is under way is waited for. Raises StorageError if the root cannot be used now.
+        An upload that is under way is waited for. Raises StorageError if the root
+        cannot be used now.
         """
         action = f"upload the newest checkpoint of job {job.name!r}"
         try:
             await self.reach(job)
-            while (newest := job.newest_durable(self.refused[job.name])) is not None and newest in self.waiting(job):
+            while (
+                newest := job.newest_durable(self.refused[job.name])
+            ) is not None and newest in self.waiting(job):
                 async with self._working:
                     if newest in self.waiting(job):
                         await self._upload_or_refuse(job, newest)
@@ -225,7 +285,8 @@ class Uploader:
             raise StorageError.of(action, error) from None
 
     async def scan(self, name: str, *, fresh: bool = False) -> Job:
-        """Read which checkpoints of a job are in the root, and return the job as it is there. `fresh` is as in `scan_job`.
+        """Read which checkpoints of a job are in the root, and return the job as it is
+        there. `fresh` is as in `scan_job`.
 
         Raises StorageError, InvalidConfig.
         """
@@ -245,8 +306,10 @@ class Uploader:
         job.seq = there.seq = max(job.seq, there.seq)
 
     async def _upload(self, job: Job, one: StoredCheckpoint) -> None:
-        """Upload one checkpoint, unless the root has it. Raises NotFound if it is gone from the stage; AlreadyExists, IntegrityError if it
-        cannot be uploaded; JournalBroken, Busy, StorageError, OSError.
+        """Upload one checkpoint, unless the root has it.
+
+        Raises NotFound if it is gone from the stage; AlreadyExists, IntegrityError if
+        it cannot be uploaded; JournalBroken, Busy, StorageError, OSError.
         """
         run, begun = self._calls.run, time.monotonic()
         transfer = CheckpointCopier(self._stage, self._root.repository)
@@ -262,18 +325,31 @@ class Uploader:
         there = self.jobs.job(job.name)
         there.commit(StoredCheckpoint.of(manifest, user_tag=one.user_tag))
         self._join(job, there)
-        await self._journal.append(r.Committed(job=job.name, attempt=one.attempt, step=one.step, tag=one.tag, seq=one.seq))
+        await self._journal.append(
+            r.Committed(job=job.name, attempt=one.attempt, step=one.step, tag=one.tag, seq=one.seq)
+        )
         failpoint("upload.journaled")
         self._tell()
         if not planned.there:
             self.counters["uploaded"] += 1
-            log.info("uploaded %s/%s: %s in %.2f s", job.name, one.tag, size_text(manifest.nbytes), time.monotonic() - begun)
-        if one.attempt >= newest:  # otherwise a newer attempt, perhaps on another machine, decides what the root keeps
+            log.info(
+                "uploaded %s/%s: %s in %.2f s",
+                job.name,
+                one.tag,
+                size_text(manifest.nbytes),
+                time.monotonic() - begun,
+            )
+        # Otherwise a newer attempt, perhaps on another machine, decides what the root
+        # keeps.
+        if one.attempt >= newest:
             async with self._locks[job.name]:
                 await self._deleter.retain(there)
 
     async def _see_other_attempts(self, name: str) -> int:
-        """Return the newest attempt of a job. Read its checkpoints again if an attempt has begun since they were read."""
+        """Return the newest attempt of a job.
+
+        Read its checkpoints again if an attempt has begun since they were read.
+        """
         newest = await self._calls.run(lambda: self._root.repository.newest_attempt(name))
         if newest != self._attempts.get(name):
             await self.scan(name)
@@ -283,12 +359,20 @@ class Uploader:
     async def _copy(self, transfer: CheckpointCopier, one: Copying, manifest: Manifest) -> None:
         run, repository = self._calls.run, self._root.repository
         self._begun.add(f"{one.job}/{one.tag}")
-        common = {"job": one.job, "attempt": manifest.attempt, "step": manifest.step or 0, "tag": one.tag}
-        await self._journal.append(*(r.Staging(**common, rank=part.rank, file=part.file) for part in manifest.parts))  # type: ignore[arg-type]
+        common = {
+            "job": one.job,
+            "attempt": manifest.attempt,
+            "step": manifest.step or 0,
+            "tag": one.tag,
+        }
+        await self._journal.append(
+            *(r.Staging(**common, rank=part.rank, file=part.file) for part in manifest.parts)  # type: ignore[arg-type]
+        )
         failpoint("upload.intended")
 
         def copy() -> dict[str, bytes]:
-            if repository.storage.head_last:  # a file that was not synced before a power cut may look whole until then
+            # A file that was not synced before a power cut may look whole until then.
+            if repository.storage.head_last:
                 repository.delete_files(one.job, one.tag, [part.file for part in manifest.parts])
             objects = transfer.copy_parts(one, manifest, self._progress)
             self._progress(0)
@@ -303,7 +387,9 @@ class Uploader:
             await self._journal.append(r.Dropped(**common, reason=str(error)))  # type: ignore[arg-type]
             raise
         except FileExistsError:
-            raise AlreadyExists(f"{repository.where(one.job, one.tag)} was committed by another daemon meanwhile") from None
+            raise AlreadyExists(
+                f"{repository.where(one.job, one.tag)} was committed by another daemon meanwhile"
+            ) from None
         failpoint("upload.published")
 
     def _progress(self, length: int) -> None:
@@ -317,7 +403,9 @@ class Uploader:
         for place, files in list(self._journal.state.retiring.items()):
             name, tag = place.split("/")
             there = self.jobs.job(name)
-            old = there.checkpoints.get(tag) or StoredCheckpoint(name, tag, 0, None, 0, 0, tuple(files), False)
+            old = there.checkpoints.get(tag) or StoredCheckpoint(
+                name, tag, 0, None, 0, 0, tuple(files), False
+            )
             async with self._locks[name]:
                 if place not in self._journal.state.retiring:
                     continue  # it was being deleted on request
@@ -326,33 +414,47 @@ class Uploader:
                     await self._journal.append(r.Retired(job=name, tag=tag))
 
     async def _drop_leftovers(self) -> None:
-        """Delete the files of uploads that will not be continued, because the stage no longer has the checkpoint."""
+        """Delete the files of uploads that will not be continued, because the stage no
+        longer has the checkpoint.
+        """
         for place in self._begun.intersection(self._journal.state.staged):
             name, tag = place.split("/")
             there, job = self.jobs.job(name), self._catalog.job(name)
             if tag in there.checkpoints:
                 known = there.checkpoints[tag]
-                await self._journal.append(r.Committed(job=name, attempt=known.attempt, step=known.step, tag=tag, seq=known.seq))
+                await self._journal.append(
+                    r.Committed(
+                        job=name, attempt=known.attempt, step=known.step, tag=tag, seq=known.seq
+                    )
+                )
             elif tag not in job.checkpoints or tag in self.refused[name]:
-                await self._committer.drop(name, tag, 0, 0, "its upload was not finished, and the stage no longer has it")
+                await self._committer.drop(
+                    name, tag, 0, 0, "its upload was not finished, and the stage no longer has it"
+                )
 
     # -- room on the stage
 
     async def make_room(self, job: Job) -> bool:
-        """Delete one local copy of a checkpoint that is in the root, because the disk is full. Return False if there is none.
+        """Delete one local copy of a checkpoint that is in the root, because the disk
+        is full. Return False if there is none.
 
-        The caller holds the lock of `job`. Copies of other jobs whose lock is held are left alone. Raises OSError, StorageError.
+        The caller holds the lock of `job`. Copies of other jobs whose lock is held are
+        left alone. Raises OSError, StorageError.
         """
         for other in [job, *(other for other in self._catalog.jobs.values() if other is not job)]:
             for old in d.spare(other):
-                if (other is job or not self._local.is_locked(other)) and await self._local.evict(other, old, locked=other is job):
+                if (other is job or not self._local.is_locked(other)) and await self._local.evict(
+                    other, old, locked=other is job
+                ):
                     return True
         return False
 
     # -- what clients are told
 
     def _tell(self) -> None:
-        """Send each connected rank which steps of its attempt are in the root, unless it has been told so."""
+        """Send each connected rank which steps of its attempt are in the root, unless
+        it has been told so.
+        """
         if not self._known:
             return
         for job in self._catalog.jobs.values():
@@ -365,13 +467,18 @@ class Uploader:
                     owner.notify(message)
 
     async def forget(self, job: Job, tag: str) -> str:
-        """Delete a checkpoint from the stage and from the root. Return the reason if it stays, or "". Raises OSError, StorageError.
+        """Delete a checkpoint from the stage and from the root.
+
+        Return the reason if it stays, or "". Raises OSError, StorageError.
 
         The stage comes first: a copy there would be uploaded again.
         """
         await self._open()
         there = await self.scan(job.name)
-        known = (tag in job.checkpoints or tag in job.damaged, tag in there.checkpoints or tag in there.damaged or tag in there.newer)
+        known = (
+            tag in job.checkpoints or tag in job.damaged,
+            tag in there.checkpoints or tag in there.damaged or tag in there.newer,
+        )
         if known[1] and tag in await self._calls.run(lambda: self._root.repository.pins(job.name)):
             return f"checkpoint {job.name}/{tag} is pinned"
         if known[0] and (why := await self._local.forget(job, tag)):
@@ -382,10 +489,15 @@ class Uploader:
         return why
 
     def report(self) -> dict[str, object]:
-        """Return the part of `ckptd status --json` that is about uploads. Sizes are bytes, times are seconds."""
+        """Return the part of `ckptd status --json` that is about uploads.
+
+        Sizes are bytes, times are seconds.
+        """
         wait = [c for job in self._catalog.jobs.values() for c in self.waiting(job)]
         ages = [time.time() - c.created for c in wait if c.created == c.created]
-        refused = {f"{job}/{tag}": why for job, found in self.refused.items() for tag, why in found.items()}
+        refused = {
+            f"{job}/{tag}": why for job, found in self.refused.items() for tag, why in found.items()
+        }
         uploading = self._uploading
         return {
             "root_known": self._known,
@@ -394,7 +506,12 @@ class Uploader:
             "oldest_age_seconds": max(0.0, round(max(ages), 1)) if ages else None,
             "uploading": None
             if uploading is None
-            else {"job": uploading[0], "tag": uploading[1], "done_bytes": self._done, "total_bytes": self._total},
+            else {
+                "job": uploading[0],
+                "tag": uploading[1],
+                "done_bytes": self._done,
+                "total_bytes": self._total,
+            },
             "problem": self.problem,
             "refused": refused,
         }

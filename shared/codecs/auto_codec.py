@@ -1,9 +1,12 @@
-"""The codec setting `auto`: encodes a chunk with `planes` while the storage is busy, and stores it as it is while the storage would wait.
+"""The codec setting `auto`: encodes a chunk with `planes` while the storage is busy,
+and stores it as it is while the storage would wait.
 
-The decision falls chunk by chunk. A chunk is encoded if the storage has work to do for as long as encoding takes: another write is under
-way, and writes have lately taken clearly longer than encoding. Then encoding costs no time, and saves some, because there is less to write.
-Any other chunk goes to the storage at once. So the storage never waits for an encoder, and an encoder is not idle while the storage is the
-slower of the two, whatever their speeds are.
+The decision falls chunk by chunk. A chunk is encoded if the storage has work to do for
+as long as encoding takes: another write is under way, and writes have lately taken
+clearly longer than encoding. Then encoding costs no time, and saves some, because there
+is less to write. Any other chunk goes to the storage at once. So the storage never
+waits for an encoder, and an encoder is not idle while the storage is the slower of the
+two, whatever their speeds are.
 """
 
 from __future__ import annotations
@@ -16,28 +19,42 @@ from contextlib import contextmanager
 from ckptd.shared.codecs.planes import Planes
 
 _MARGIN = 1.5
-"""The least ratio of the time of a write to that of encoding, which also takes a core from reading and checksums."""
+"""The least ratio of the time of a write to that of encoding, which also takes a core
+from reading and checksums.
+"""
 _MARGIN_ALONE = 8.0
-"""The least ratio while no write is under way. The storage then waits, and a chunk that becomes a sixth smaller must make up for that."""
+"""The least ratio while no write is under way. The storage then waits, and a chunk that
+becomes a sixth smaller must make up for that.
+"""
 _FORGET = 0.99
-"""The factor by which the remembered time of encoding shrinks with each chunk that is not encoded, so that it is measured again."""
+"""The factor by which the remembered time of encoding shrinks with each chunk that is
+not encoded, so that it is measured again.
+"""
 _WEIGHT = 0.25
-"""The weight of the newest measurement in a moving average. The last ten count for nearly all."""
+"""The weight of the newest measurement in a moving average. The last ten count for
+nearly all.
+"""
 
 
 class _Pace:
-    """A moving average of the seconds that a byte takes; 0.0 before the first measurement."""
+    """A moving average of the seconds that a byte takes; 0.0 before the first
+    measurement.
+    """
 
     def __init__(self) -> None:
         self.seconds_per_byte = 0.0
 
     def add(self, seconds: float, nbytes: int) -> None:
         newest = seconds / max(nbytes, 1)
-        self.seconds_per_byte += (newest - self.seconds_per_byte) * (_WEIGHT if self.seconds_per_byte else 1.0)
+        self.seconds_per_byte += (newest - self.seconds_per_byte) * (
+            _WEIGHT if self.seconds_per_byte else 1.0
+        )
 
 
 class Auto:
-    """The encoder for the setting `auto`. The parts that are written at the same time share one, since they share the storage.
+    """The encoder for the setting `auto`.
+
+    The parts that are written at the same time share one, since they share the storage.
 
     clock: the seconds of a clock that never goes back.
     """
@@ -56,7 +73,10 @@ class Auto:
     def encode(self, raw: memoryview, element_size: int, stored: memoryview) -> int | None:
         with self._lock:
             margin = _MARGIN if self._writes else _MARGIN_ALONE
-            if not self._writing.seconds_per_byte or self._writing.seconds_per_byte < margin * self._encoding.seconds_per_byte:
+            if (
+                not self._writing.seconds_per_byte
+                or self._writing.seconds_per_byte < margin * self._encoding.seconds_per_byte
+            ):
                 self._encoding.seconds_per_byte *= _FORGET
                 return None
         begun = self._clock()

@@ -1,8 +1,11 @@
-"""The codec `planes`: splits the words of a chunk into planes of bytes, and compresses the planes that shrink (FORMAT.md, section 3).
+"""The codec `planes`: splits the words of a chunk into planes of bytes, and compresses
+the planes that shrink (FORMAT.md, section 3).
 
-The exponents of trained floating-point numbers vary little, and their mantissas look random. Each word is rotated left by one bit, which
-makes the exponent one whole byte and moves the sign behind the mantissa. The plane of the exponents then shrinks to about a third, by
-entropy coding alone. Planes that do not shrink are stored as they are. ZipNN (https://arxiv.org/abs/2411.05239) describes the idea.
+The exponents of trained floating-point numbers vary little, and their mantissas look
+random. Each word is rotated left by one bit, which makes the exponent one whole byte
+and moves the sign behind the mantissa. The plane of the exponents then shrinks to about
+a third, by entropy coding alone. Planes that do not shrink are stored as they are.
+ZipNN (https://arxiv.org/abs/2411.05239) describes the idea.
 """
 
 from __future__ import annotations
@@ -27,28 +30,39 @@ _ENTRY = struct.Struct("<II")
 _SAMPLES, _SAMPLE = 4, 1 << 13
 """The number of samples of a plane that show how it shrinks, and the bytes of each."""
 _WORTH = 0.97
-"""A plane is stored as it is unless a sample shrinks below this share: decoding it would cost more than it saves."""
+"""A plane is stored as it is unless a sample shrinks below this share: decoding it
+would cost more than it saves.
+"""
 _REPETITIVE = 0.9
-"""A plane is searched for matches if a sample then takes less than this share of what entropy coding alone leaves of it."""
+"""A plane is searched for matches if a sample then takes less than this share of what
+entropy coding alone leaves of it.
+"""
 _WINDOW_LOG = 17
 
 
 def word_size(element_size: int) -> int:
-    """Return the bytes of a word in a chunk of such elements. An element of 16 bytes is a complex number, two words."""
+    """Return the bytes of a word in a chunk of such elements.
+
+    An element of 16 bytes is a complex number, two words.
+    """
     return {2: 2, 4: 4, 8: 8, 16: 8}.get(element_size, 1)
 
 
 class _Contexts(threading.local):
-    """The zstd contexts of one thread, since zstandard does not allow threads to share a context.
+    """The zstd contexts of one thread, since zstandard does not allow threads to share
+    a context.
 
-    entropy: hardly looks for matches, because nearly all that the exponents of trained numbers shrink is by entropy coding.
-    matches: looks for them as zstd's level 1 does, for integers, masks and text.
+    entropy: hardly looks for matches, because nearly all that the exponents of trained
+    numbers shrink is by entropy coding. matches: looks for them as zstd's level 1 does,
+    for integers, masks and text.
     """
 
     def __init__(self) -> None:
         parameters = zstandard.ZstdCompressionParameters.from_level
         common = {"window_log": _WINDOW_LOG, "write_content_size": True}
-        self.entropy = zstandard.ZstdCompressor(compression_params=parameters(1, min_match=7, hash_log=6, chain_log=6, **common))
+        self.entropy = zstandard.ZstdCompressor(
+            compression_params=parameters(1, min_match=7, hash_log=6, chain_log=6, **common)
+        )
         self.matches = zstandard.ZstdCompressor(compression_params=parameters(1, **common))
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << _WINDOW_LOG)
 
@@ -66,19 +80,28 @@ class Planes:
         return None if option else cls()
 
     def encode(self, raw: memoryview, element_size: int, stored: memoryview) -> int | None:
-        """Write the stored form of the chunk `raw` into `stored`, and return its length. See `Encoder.encode`."""
+        """Write the stored form of the chunk `raw` into `stored`, and return its
+        length. See `Encoder.encode`.
+        """
         width = word_size(element_size)
         words = raw.nbytes // width
         if not words or raw.nbytes % width:
             return None
         compressors = self._compressors(raw, width)
-        first = next((number for number, compressor in enumerate(compressors) if compressor is not None), None)
+        first = next(
+            (number for number, compressor in enumerate(compressors) if compressor is not None),
+            None,
+        )
         start = width * _ENTRY.size
         if first is None or start + first * words >= raw.nbytes:
             return None
-        # The planes before the first one that shrinks are split straight into their places.
-        planes = [stored[start + number * words : start + (number + 1) * words] for number in range(first)]
-        rest = memoryview(bytearray((width - first) * words))  # not kept: an idle daemon holds no buffers
+        # The planes before the first one that shrinks are split straight into their
+        # places.
+        planes = [
+            stored[start + number * words : start + (number + 1) * words] for number in range(first)
+        ]
+        # Not kept: an idle daemon holds no buffers.
+        rest = memoryview(bytearray((width - first) * words))
         planes += [rest[number * words : (number + 1) * words] for number in range(width - first)]
         _split(raw, planes)
         for number, (plane, compressor) in enumerate(zip(planes, compressors, strict=True)):
@@ -87,7 +110,9 @@ class Planes:
             body = frame if frame is not None and smaller else plane
             if start + len(body) >= raw.nbytes:
                 return None
-            _ENTRY.pack_into(stored, number * _ENTRY.size, _ZSTD if smaller else _AS_IT_IS, len(body))
+            _ENTRY.pack_into(
+                stored, number * _ENTRY.size, _ZSTD if smaller else _AS_IT_IS, len(body)
+            )
             if number >= first:
                 stored[start : start + len(body)] = body
             start += len(body)
@@ -97,17 +122,25 @@ class Planes:
         return nullcontext()
 
     def decode(self, stored: memoryview, raw: memoryview, element_size: int) -> None:
-        """Decode `stored` into `raw`, which has exactly the raw length. Raises IntegrityError if that is not possible."""
+        """Decode `stored` into `raw`, which has exactly the raw length.
+
+        Raises IntegrityError if that is not possible.
+        """
         width = word_size(element_size)
         words, start = raw.nbytes // width, width * _ENTRY.size
         if raw.nbytes % width or len(stored) < start:
-            raise IntegrityError(f"a chunk of {raw.nbytes} bytes is stored as {len(stored)} bytes of planes, which is not possible")
+            raise IntegrityError(
+                f"a chunk of {raw.nbytes} bytes is stored as {len(stored)} bytes of planes, which "
+                f"is not possible"
+            )
         planes = []
         for method, length in _ENTRY.iter_unpack(stored[:start]):
             planes.append(self._plane(method, stored[start : start + length], length, words))
             start += length
         if start != len(stored):
-            raise IntegrityError(f"the planes of a chunk take {start} bytes, but {len(stored)} are stored")
+            raise IntegrityError(
+                f"the planes of a chunk take {start} bytes, but {len(stored)} are stored"
+            )
         if width == 1:
             raw[:] = planes[0]
         else:
@@ -115,15 +148,26 @@ class Planes:
 
     def _plane(self, method: int, body: memoryview, length: int, words: int) -> bytes | memoryview:
         """Return the bytes of one plane, one for each word. Raises IntegrityError."""
-        if len(body) != length or method not in (_AS_IT_IS, _ZSTD) or (method == _AS_IT_IS and length != words):
-            raise IntegrityError(f"a plane of {words} bytes is stored by method {method} in {len(body)} of {length} bytes")
+        if (
+            len(body) != length
+            or method not in (_AS_IT_IS, _ZSTD)
+            or (method == _AS_IT_IS and length != words)
+        ):
+            raise IntegrityError(
+                f"a plane of {words} bytes is stored by method {method} in {len(body)} of "
+                f"{length} bytes"
+            )
         if method == _AS_IT_IS:
             return body
         try:
             frame = zstandard.get_frame_parameters(body)
             if frame.content_size != words or frame.window_size > max(1 << _WINDOW_LOG, words):
-                raise IntegrityError(f"a plane of {words} bytes has a frame header that says {frame.content_size}")
-            plane: bytes = self._contexts.decompressor.decompress(body, max_output_size=words, allow_extra_data=False)
+                raise IntegrityError(
+                    f"a plane of {words} bytes has a frame header that says {frame.content_size}"
+                )
+            plane: bytes = self._contexts.decompressor.decompress(
+                body, max_output_size=words, allow_extra_data=False
+            )
         except zstandard.ZstdError as error:
             raise IntegrityError(f"a plane cannot be decoded: {error}") from None
         if len(plane) != words:
@@ -131,7 +175,9 @@ class Planes:
         return plane
 
     def _compressors(self, raw: memoryview, width: int) -> list[zstandard.ZstdCompressor | None]:
-        """Return for each plane the compressor that suits it, or None if it does not shrink. Samples from all over the chunk decide."""
+        """Return for each plane the compressor that suits it, or None if it does not
+        shrink. Samples from all over the chunk decide.
+        """
         words = raw.nbytes // width
         length = min(words, _SAMPLE)
         starts = range(0, words - length + 1, max(1, (words - length) // (_SAMPLES - 1)))
@@ -140,7 +186,10 @@ class Planes:
             planes = [memoryview(bytearray(length)) for _ in range(width)]
             _split(raw[start * width : (start + length) * width], planes)
             for number, plane in enumerate(planes):
-                entropy, matches = (len(compressor.compress(plane)) for compressor in (self._contexts.entropy, self._contexts.matches))
+                entropy, matches = (
+                    len(compressor.compress(plane))
+                    for compressor in (self._contexts.entropy, self._contexts.matches)
+                )
                 if matches < _REPETITIVE * min(entropy, length):
                     found[number] = self._contexts.matches
                 elif entropy < _WORTH * length and found[number] is None:
@@ -149,7 +198,10 @@ class Planes:
 
 
 def _split(raw: memoryview, planes: list[memoryview]) -> None:
-    """Fill the planes with the bytes of the words of `raw`. A word of one byte is not rotated, and is its own plane."""
+    """Fill the planes with the bytes of the words of `raw`.
+
+    A word of one byte is not rotated, and is its own plane.
+    """
     if len(planes) == 1:
         planes[0][:] = raw
     else:

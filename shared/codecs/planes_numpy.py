@@ -1,6 +1,8 @@
-"""Splits words into planes of bytes and joins them again, with NumPy: stands in for `_planes.c` where that could not be compiled.
+"""Splits words into planes of bytes and joins them again, with NumPy: stands in for
+`_planes.c` where that could not be compiled.
 
-NumPy is imported at the first call, since a daemon that uses another codec then saves 13 MB and a tenth of a second.
+NumPy is imported at the first call, since a daemon that uses another codec then saves
+13 MB and a tenth of a second.
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ from typing import Any
 Buffer = bytes | bytearray | memoryview
 
 _TILE = 1 << 16
-"""The number of words that are processed at a time, so that they stay in the cache of a core."""
+"""The number of words that are processed at a time, so that they stay in the cache of a
+core.
+"""
 
 
 def split(raw: Buffer, *planes: Buffer) -> None:
-    """Fill plane i with byte i of each word of `raw`, after the word is rotated left by one bit. Byte 0 is the lowest byte."""
+    """Fill plane i with byte i of each word of `raw`, after the word is rotated left by
+    one bit. Byte 0 is the lowest byte.
+    """
     import numpy as np
 
     for tile, bytes_of_planes, turned, moved in _tiles(raw, planes):
@@ -39,11 +45,21 @@ def join(raw: Buffer, *planes: Buffer) -> None:
 
 
 def _tiles(raw: Buffer, planes: tuple[Buffer, ...]) -> Iterator[tuple[Any, list[Any], Any, Any]]:
-    """Yield each tile of the words, the bytes of each plane that belong to it, and two arrays for words that are used for all tiles."""
+    """Yield each tile of the words, the bytes of each plane that belong to it, and two
+    arrays for words that are used for all tiles.
+    """
     import numpy as np
 
-    words, whole = np.frombuffer(raw, f"<u{len(planes)}"), [np.frombuffer(plane, np.uint8) for plane in planes]
+    words, whole = (
+        np.frombuffer(raw, f"<u{len(planes)}"),
+        [np.frombuffer(plane, np.uint8) for plane in planes],
+    )
     one, other = np.empty(_TILE, words.dtype), np.empty(_TILE, words.dtype)
     for start in range(0, len(words), _TILE):
         tile = words[start : start + _TILE]
-        yield tile, [plane[start : start + len(tile)] for plane in whole], one[: len(tile)], other[: len(tile)]
+        yield (
+            tile,
+            [plane[start : start + len(tile)] for plane in whole],
+            one[: len(tile)],
+            other[: len(tile)],
+        )

@@ -1,1 +1,3 @@
-"""The formats of files and documents (FORMAT.md): encoding, decoding and the checks of each."""
+"""The formats of files and documents (FORMAT.md): encoding, decoding and the checks of
+each.
+"""

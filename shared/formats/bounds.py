@@ -1,8 +1,10 @@
-"""Limits that keep a small hostile document from taking much memory when it is decoded (FORMAT.md, section 9).
+"""Limits that keep a small hostile document from taking much memory when it is decoded
+(FORMAT.md, section 9).
 
-The number of objects in a document is checked before it is decoded, the depth of its nesting afterwards. In Python, a list or map takes
-many times the memory of the single byte that can stand for it in the file. A number takes little more than its bytes in the file, so that
-numbers are not limited.
+The number of objects in a document is checked before it is decoded, the depth of its
+nesting afterwards. In Python, a list or map takes many times the memory of the single
+byte that can stand for it in the file. A number takes little more than its bytes in the
+file, so that numbers are not limited.
 """
 
 from __future__ import annotations
@@ -15,21 +17,26 @@ from typing import Any
 from ckptd.shared.errors import IntegrityError
 
 MAX_OBJECTS = 1 << 23
-"""A document of any size may hold this many lists, and as many maps, texts and extensions together. Decoded, all of these take about 1 GB
-at most."""
+"""A document of any size may hold this many lists, and as many maps, texts and
+extensions together. Decoded, all of these take about 1 GB at most.
+"""
 BYTES_OF_A_LIST, BYTES_OF_A_JSON_LIST = 2.0, 3.5
-"""A large document may hold more lists than MAX_OBJECTS: one for this many of its bytes, in msgpack and in JSON. It may not hold more maps,
-texts and extensions.
+"""A large document may hold more lists than MAX_OBJECTS: one for this many of its
+bytes, in msgpack and in JSON. It may not hold more maps, texts and extensions.
 
-3,000 tensors on 1,024 ranks make 3 million shards. A shard of a two-dimensional tensor is 3 lists, in at least 7 bytes of msgpack or 13
-bytes of JSON."""
+3,000 tensors on 1,024 ranks make 3 million shards. A shard of a two-dimensional tensor
+is 3 lists, in at least 7 bytes of msgpack or 13 bytes of JSON.
+"""
 MAX_DIMENSIONS = 64
 """The most dimensions of a tensor. Torch's own reductions take as many and no more."""
 MAX_DEPTH = 100
-"""The most levels of nested lists and maps in a state, or in `user_content`, that is saved."""
+"""The most levels of nested lists and maps in a state, or in `user_content`, that is
+saved.
+"""
 MAX_DEPTH_READ = 256
-"""The most levels in a document that is read. This is more than MAX_DEPTH, because earlier versions saved as many levels as the
-interpreter's stack allowed."""
+"""The most levels in a document that is read. This is more than MAX_DEPTH, because
+earlier versions saved as many levels as the interpreter's stack allowed.
+"""
 
 PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})
 """The types of plain values: msgpack has them itself, and they contain no other values."""
@@ -38,27 +45,40 @@ _NUMBERS = re.compile(
     rb"(?:[\x00-\x7f\xc0-\xc3\xe0-\xff]++|[\xca\xce\xd2].{4}|[\xcb\xcf\xd3].{8}|[\xcc\xd0].|[\xcd\xd1].{2})++",
     re.DOTALL,
 )
-"""Matches a run of numbers, None, True and False in msgpack. The quantifiers are possessive, so that a long run takes no memory."""
+"""Matches a run of numbers, None, True and False in msgpack. The quantifiers are
+possessive, so that a long run takes no memory.
+"""
 _OBJECTS = bytes([*range(0x80, 0xC0), *range(0xC7, 0xCA), *range(0xD4, 0xE0)])
 _SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""For each first byte of a bin, ext or str: the width of the length field that follows, in bytes."""
+"""For each first byte of a bin, ext or str: the width of the length field that follows,
+in bytes.
+"""
 _LISTS = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
-"""For each first byte of a long list or map: the width of the length field that follows, in bytes."""
+"""For each first byte of a long list or map: the width of the length field that
+follows, in bytes.
+"""
 _FIXED = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 """For each first byte of an ext of fixed length: the length of its payload, in bytes."""
 
 
 def most_lists(length: int, bytes_of_each: float) -> int:
-    """Return how many lists a document of `length` bytes may hold. `bytes_of_each` is BYTES_OF_A_LIST or BYTES_OF_A_JSON_LIST."""
+    """Return how many lists a document of `length` bytes may hold.
+
+    `bytes_of_each` is BYTES_OF_A_LIST or BYTES_OF_A_JSON_LIST.
+    """
     return max(MAX_OBJECTS, int(length / bytes_of_each))
 
 
-def check_msgpack(data: bytes | bytearray | memoryview, what: str, nested: Collection[int] = (), *, room: int = 0) -> None:
-    """Raise IntegrityError if a msgpack document holds more lists than `most_lists`, or more maps, texts and extensions than MAX_OBJECTS.
+def check_msgpack(
+    data: bytes | bytearray | memoryview, what: str, nested: Collection[int] = (), *, room: int = 0
+) -> None:
+    """Raise IntegrityError if a msgpack document holds more lists than `most_lists`, or
+    more maps, texts and extensions than MAX_OBJECTS.
 
-    `what` is the name of the document in the error text. `nested` holds the extension types whose payload is msgpack again; the objects in
-    such a payload are counted, too. `room` lowers both limits, for a document that becomes a part of a larger one. A document that is cut
-    short passes, because decoding it fails anyway.
+    `what` is the name of the document in the error text. `nested` holds the extension
+    types whose payload is msgpack again; the objects in such a payload are counted,
+    too. `room` lowers both limits, for a document that becomes a part of a larger one.
+    A document that is cut short passes, because decoding it fails anyway.
     """
     others_at_most = MAX_OBJECTS - room
     if len(data) <= others_at_most:
@@ -71,12 +91,16 @@ def check_msgpack(data: bytes | bytearray | memoryview, what: str, nested: Colle
 
 
 def check_json(data: bytes, what: str) -> None:
-    """Raise IntegrityError if a JSON document holds more lists than `most_lists`, or more maps and texts than MAX_OBJECTS.
+    """Raise IntegrityError if a JSON document holds more lists than `most_lists`, or
+    more maps and texts than MAX_OBJECTS.
 
-    `what` is the name of the document in the error text. Brackets and quotes inside texts are counted, too.
+    `what` is the name of the document in the error text. Brackets and quotes inside
+    texts are counted, too.
     """
     most = most_lists(len(data), BYTES_OF_A_JSON_LIST)
-    if len(data) > MAX_OBJECTS and (data.count(b"[") > most or data.count(b"{") + data.count(b'"') // 2 > MAX_OBJECTS):
+    if len(data) > MAX_OBJECTS and (
+        data.count(b"[") > most or data.count(b"{") + data.count(b'"') // 2 > MAX_OBJECTS
+    ):
         raise IntegrityError(_too_many(what, most))
 
 
@@ -98,7 +122,9 @@ def is_flat(values: Collection[Any]) -> bool:
 
 
 def is_group(value: Any) -> bool:
-    """Return True if the value has the form of a parameter group: a dict with a list of names as `params`."""
+    """Return True if the value has the form of a parameter group: a dict with a list of
+    names as `params`.
+    """
     names = value.get("params") if isinstance(value, dict) else None
     if not isinstance(names, list):
         return False
@@ -110,9 +136,14 @@ def is_group(value: Any) -> bool:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Return True if two decoded values are equal. Arrays of NumPy inside them are compared as a whole."""
+    """Return True if two decoded values are equal.
+
+    Arrays of NumPy inside them are compared as a whole.
+    """
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
+        return one.keys() == other.keys() and all(
+            is_same(value, other[key]) for key, value in one.items()
+        )
     if isinstance(one, (list, tuple)) and type(one) is type(other):
         return len(one) == len(other) and all(map(is_same, one, other))
     try:
@@ -120,7 +151,11 @@ def is_same(one: Any, other: Any) -> bool:
     except ValueError:  # one of them is an array of several elements
         if type(one) is not type(other):
             return False
-        found: bool = (one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes())
+        found: bool = (one.shape, one.dtype, one.tobytes()) == (
+            other.shape,
+            other.dtype,
+            other.tobytes(),
+        )
         return found
 
 
@@ -136,14 +171,20 @@ def _inside(value: Any) -> Iterable[Any] | None:
 
 
 def _too_many(what: str, most: int) -> str:
-    return f"{what} has more than {most:,d} lists, or {MAX_OBJECTS:,d} maps and texts, the most that ckptd writes or reads"
+    return (
+        f"{what} has more than {most:,d} lists, or {MAX_OBJECTS:,d} maps and texts, the most "
+        f"that "
+        f"ckptd writes or reads"
+    )
 
 
 def _count(data: bytes, nested: frozenset[int], most: int) -> tuple[int, int]:
-    """Return the number of lists in a msgpack document, and the number of its maps, texts and extensions.
+    """Return the number of lists in a msgpack document, and the number of its maps,
+    texts and extensions.
 
-    The count stops as soon as there are more lists than `most`, or more of the others than MAX_OBJECTS. Numbers and payloads are skipped
-    and not decoded. The payload of an extension type in `nested` is counted as msgpack.
+    The count stops as soon as there are more lists than `most`, or more of the others
+    than MAX_OBJECTS. Numbers and payloads are skipped and not decoded. The payload of
+    an extension type in `nested` is counted as msgpack.
     """
     lists, found, at, end = 0, 0, 0, len(data)
     while at < end and lists <= most and found <= MAX_OBJECTS:
@@ -179,14 +220,23 @@ def _count(data: bytes, nested: frozenset[int], most: int) -> tuple[int, int]:
     return lists, found
 
 
-def deeper_than(value: Any, levels: int, inside: Callable[[Any], Iterable[Any] | None] = _inside) -> bool:
-    """Return True if `value` has more than `levels` levels of containers nested in each other.
+def deeper_than(
+    value: Any, levels: int, inside: Callable[[Any], Iterable[Any] | None] = _inside
+) -> bool:
+    """Return True if `value` has more than `levels` levels of containers nested in each
+    other.
 
-    `inside` returns the contents of a container, or None for a value that is not a container.
+    `inside` returns the contents of a container, or None for a value that is not a
+    container.
     """
     level = [value]
     for _ in range(levels):
-        level = [child for container in map(inside, level) if container is not None for child in container]
+        level = [
+            child
+            for container in map(inside, level)
+            if container is not None
+            for child in container
+        ]
         if not level:
             return False
     return any(inside(one) is not None for one in level)

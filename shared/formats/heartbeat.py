@@ -1,6 +1,8 @@
-"""The heartbeat of a run, by which the daemon of rank 0 shows the daemons of other nodes that the job is running (FORMAT.md, section 6).
+"""The heartbeat of a run, by which the daemon of rank 0 shows the daemons of other
+nodes that the job is running (FORMAT.md, section 6).
 
-A heartbeat is only used to refuse a newcomer with advice. It never fences a run, and no checkpoint is deleted or chosen because of it.
+A heartbeat is only used to refuse a newcomer with advice. It never fences a run, and no
+checkpoint is deleted or chosen because of it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from ckptd.shared import names
 from ckptd.shared.formats.plan import Size
 
 MAX_HEARTBEAT = 4096
-"""The most bytes that are read of a heartbeat. The longest that a daemon writes has about 2,200."""
+"""The most bytes that are read of a heartbeat. The longest that a daemon writes has
+about 2,200.
+"""
 _LAST_SECOND = 253_402_300_799  # the end of the year 9999, which `time.gmtime` can show
 
 _Nonce = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -23,8 +27,10 @@ _Nonce = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """A heartbeat of one attempt.
 
-    run: an id that the workers of one launch share, or "". host, boot: the node of rank 0, and the boot id of its kernel. pid, since: the
-    process of rank 0, and when it started, in Unix seconds; both 0 if they are not known. beat: random, and different in each heartbeat.
+    run: an id that the workers of one launch share, or "". host, boot: the node of rank
+    0, and the boot id of its kernel. pid, since: the process of rank 0, and when it
+    started, in Unix seconds; both 0 if they are not known. beat: random, and different
+    in each heartbeat.
     """
 
     format: str = "ckptd-run"
@@ -40,12 +46,18 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, data: bytes, job: str, attempt: int) -> Heartbeat | None:
-        """Return the heartbeat in `data`, or None if it is none of this attempt of this job."""
+        """Return the heartbeat in `data`, or None if it is none of this attempt of this
+        job.
+        """
         try:
             found = _DECODER.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
-        return found if (found.format, found.job, found.attempt) == ("ckptd-run", job, attempt) else None
+        return (
+            found
+            if (found.format, found.job, found.attempt) == ("ckptd-run", job, attempt)
+            else None
+        )
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)
@@ -56,9 +68,15 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def who(self) -> str:
-        """The process and its node, for messages: "process 4711 on node1 since 2026-11-24 22:08:00 UTC"."""
+        """The process and its node, for messages: "process 4711 on node1 since
+        2026-11-24 22:08:00 UTC".
+        """
         process = f"process {self.pid}" if self.pid else "a process"
-        since = time.strftime(" since %Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since)) if self.since else ""
+        since = (
+            time.strftime(" since %Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
+            if self.since
+            else ""
+        )
         return f"{process} on {self.host}{since}"
 
 

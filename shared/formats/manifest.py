@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint, whose publication is the commit: its fields, encoding and decoding (FORMAT.md, section 4).
+"""The manifest of a checkpoint, whose publication is the commit: its fields, encoding
+and decoding (FORMAT.md, section 4).
 
 This module does no I/O.
 """
@@ -28,24 +29,26 @@ VERSION = 2
 _FILES, _LINKED_FILES, _METADATA_OBJECT = "files", "linked-files", "metadata-object"
 FEATURES = frozenset({_FILES, _LINKED_FILES, _METADATA_OBJECT})
 DELETER_FEATURES: frozenset[str] = frozenset()
-"""The features that this version knows of those that a deleter must know. None are defined so far."""
+"""The features that this version knows of those that a deleter must know. None are
+defined so far.
+"""
 MAX_MANIFEST = 256 << 20
 MOST_INLINE = 1 << 20
-"""The most bytes of a manifest of a checkpoint in a root that has the metadata itself. Every scan of a job reads all its manifests."""
+"""The most bytes of a manifest of a checkpoint in a root that has the metadata itself.
+Every scan of a job reads all its manifests.
+"""
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class PartEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The entry of one part in a manifest.
 
-    rank: the rank that wrote the part.
-    file: the name of the part file.
-    bytes: the size of all its files on storage, in bytes.
-    raw_bytes: the size of its chunks in the packed slot, in bytes.
-    items: the number of items in the plan.
-    index_sha256: the sha256 of the index document, in hexadecimal digits.
-    files: the number of its files, which is 1 if it has no data files.
-    linked_bytes: the size of those of its files that belong to older checkpoints, too, in bytes.
+    rank: the rank that wrote the part. file: the name of the part file. bytes: the size
+    of all its files on storage, in bytes. raw_bytes: the size of its chunks in the
+    packed slot, in bytes. items: the number of items in the plan. index_sha256: the
+    sha256 of the index document, in hexadecimal digits. files: the number of its files,
+    which is 1 if it has no data files. linked_bytes: the size of those of its files
+    that belong to older checkpoints, too, in bytes.
     """
 
     rank: Size
@@ -72,7 +75,11 @@ class Metadata(TypedDict, total=False):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A manifest of either version. `split` makes version 2 of one that would be large. `decode` returns both in the same form."""
+    """A manifest of either version.
+
+    `split` makes version 2 of one that would be large. `decode` returns both in the
+    same form.
+    """
 
     format: str = FORMAT
     version: int = 1
@@ -90,8 +97,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float | Literal["nan", "inf", "-inf"]]
     user_content: Any
     writer: Writer
-    retention: Annotated[list[Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]], msgspec.Meta(max_length=MOST_POLICIES)] | None = None
-    """The retention policies of the job, as text. They count until a newer checkpoint has others. None: the snapshot had no policies."""
+    retention: (
+        Annotated[
+            list[Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]],
+            msgspec.Meta(max_length=MOST_POLICIES),
+        ]
+        | None
+    ) = None
+    """The retention policies of the job, as text. They count until a newer checkpoint
+    has others. None: the snapshot had no policies.
+    """
     deleter_features: list[Name] = []
     """The features that a process must know before it deletes anything in the job."""
     metadata_object: MetadataObjectEntry | None = None
@@ -110,7 +125,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         seq: int,
         codec: str,
     ) -> Manifest:
-        """Return the manifest of a checkpoint. `plan` and `request` are those of rank 0; `parts` are in the order of their ranks."""
+        """Return the manifest of a checkpoint.
+
+        `plan` and `request` are those of rank 0; `parts` are in the order of their
+        ranks.
+        """
         return cls(
             features=[
                 *([_FILES] if any(part.files > 1 for part in parts) else []),
@@ -132,26 +151,42 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def split(self) -> tuple[bytes, dict[str, bytes]]:
-        """Return the bytes of the file, and the objects that must be durable before it, by name.
+        """Return the bytes of the file, and the objects that must be durable before it,
+        by name.
 
-        If the manifest would have more than MOST_INLINE bytes, that is a metadata object. Raises IntegrityError if readers would refuse
-        one of them, for example because it is too large.
+        If the manifest would have more than MOST_INLINE bytes, that is a metadata
+        object. Raises IntegrityError if readers would refuse one of them, for example
+        because it is too large.
         """
         if (
             self.metadata_object is not None or len(msgspec.json.encode(self)) <= MOST_INLINE
         ):  # as good as exact, and a hundred times faster
             return self.encode(), {}
         stored, entry = metadata_object.encode(
-            self.metadata.get("state_dict_metadata", {}), self.metadata.get("meshes", []), self.world_size
+            self.metadata.get("state_dict_metadata", {}),
+            self.metadata.get("meshes", []),
+            self.world_size,
         )
         small = msgspec.structs.replace(
-            self, version=VERSION, features=[*self.features, _METADATA_OBJECT], metadata={}, metadata_object=entry
+            self,
+            version=VERSION,
+            features=[*self.features, _METADATA_OBJECT],
+            metadata={},
+            metadata_object=entry,
         )
         return small.encode(), {entry.file: stored}
 
     def encode(self) -> bytes:
-        """Return the bytes of the file. Raises IntegrityError if there are more than MAX_MANIFEST, because no reader would accept them."""
-        members = {name: value for name, value in msgspec.to_builtins(self).items() if value or name not in _OPTIONAL}
+        """Return the bytes of the file.
+
+        Raises IntegrityError if there are more than MAX_MANIFEST, because no reader
+        would accept them.
+        """
+        members = {
+            name: value
+            for name, value in msgspec.to_builtins(self).items()
+            if value or name not in _OPTIONAL
+        }
         if self.retention is None:
             del members["retention"]
         if self.metadata_object is not None:
@@ -160,7 +195,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         data = sealed_json.encode(members)
         if len(data) > MAX_MANIFEST:
             raise IntegrityError(
-                f"manifest would have {len(data):,d} bytes, and readers accept at most {MAX_MANIFEST:,d}: "
+                f"manifest would have {len(data):,d} bytes, and readers accept at most "
+                f"{MAX_MANIFEST:,d}: "
                 "save fewer tensors, or on fewer ranks"
             )
         return data
@@ -169,37 +205,63 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def decode(cls, data: bytes) -> Manifest:
         """Return the manifest in `data`.
 
-        Raises IntegrityError if the manifest is damaged, incomplete or inconsistent, and NewerFormat if a newer ckptd has written it.
+        Raises IntegrityError if the manifest is damaged, incomplete or inconsistent,
+        and NewerFormat if a newer ckptd has written it.
         """
         if len(data) > MAX_MANIFEST:
-            raise IntegrityError(f"manifest has more than {MAX_MANIFEST:,d} bytes; no ckptd writes such a manifest")
+            raise IntegrityError(
+                f"manifest has more than {MAX_MANIFEST:,d} bytes; no ckptd writes such a manifest"
+            )
         sealed_json.check(data, "manifest")
         try:
             probe = _PROBE_DECODER.decode(data)
-            if probe.format == FORMAT and (probe.version > VERSION or not FEATURES.issuperset(probe.features)):
+            if probe.format == FORMAT and (
+                probe.version > VERSION or not FEATURES.issuperset(probe.features)
+            ):
                 unknown = ", ".join(map(repr, sorted(set(probe.features) - FEATURES)))
                 what = f"version {probe.version}{f', features {unknown}' if unknown else ''}"
-                raise NewerFormat(f"manifest was written by a newer ckptd ({what}): upgrade this one")
+                raise NewerFormat(
+                    f"manifest was written by a newer ckptd ({what}): upgrade this one"
+                )
             with paused_collector():
-                manifest = _SMALL_DECODER.decode(data).whole() if probe.version == VERSION else _DECODER.decode(data)
+                manifest = (
+                    _SMALL_DECODER.decode(data).whole()
+                    if probe.version == VERSION
+                    else _DECODER.decode(data)
+                )
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise IntegrityError(f"manifest cannot be read: {error}") from None
         if manifest.format != FORMAT:
-            raise IntegrityError(f"manifest has the format {manifest.format!r}; expected {FORMAT!r}")
-        if len(manifest.parts) != manifest.world_size or any(part.rank != rank for rank, part in enumerate(manifest.parts)):
-            ranks = ", ".join(str(part.rank) for part in manifest.parts[:8]) + (", ..." if len(manifest.parts) > 8 else "")
-            raise IntegrityError(f"manifest of {manifest.world_size} ranks lists parts of ranks [{ranks}]")
+            raise IntegrityError(
+                f"manifest has the format {manifest.format!r}; expected {FORMAT!r}"
+            )
+        if len(manifest.parts) != manifest.world_size or any(
+            part.rank != rank for rank, part in enumerate(manifest.parts)
+        ):
+            ranks = ", ".join(str(part.rank) for part in manifest.parts[:8]) + (
+                ", ..." if len(manifest.parts) > 8 else ""
+            )
+            raise IntegrityError(
+                f"manifest of {manifest.world_size} ranks lists parts of ranks [{ranks}]"
+            )
         if deeper_than(manifest.user_content, MAX_DEPTH_READ):
-            raise IntegrityError(f"manifest has user_content that is nested more than {MAX_DEPTH_READ} levels deep")
+            raise IntegrityError(
+                f"manifest has user_content that is nested more than {MAX_DEPTH_READ} levels deep"
+            )
         for part in manifest.parts:
             parsed = parse_part_file(part.file)
             if parsed is None or parsed[0] != part.rank:
-                raise IntegrityError(f"manifest names {part.file!r}, which is not the name of a part of rank {part.rank}")
+                raise IntegrityError(
+                    f"manifest names {part.file!r}, which is not the name of a part of rank "
+                    f"{part.rank}"
+                )
         return manifest
 
     @property
     def files(self) -> list[str]:
-        """The names of the part files, without their data files, and of the metadata object."""
+        """The names of the part files, without their data files, and of the metadata
+        object.
+        """
         found = [part.file for part in self.parts]
         return [*found, self.metadata_object.file] if self.metadata_object is not None else found
 
@@ -212,16 +274,24 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def tensors(self) -> int:
         """The number of tensors and blobs that the metadata describes."""
         known = self.metadata_object
-        return known.tensors if known is not None else len(self.metadata.get("state_dict_metadata", {}))
+        return (
+            known.tensors
+            if known is not None
+            else len(self.metadata.get("state_dict_metadata", {}))
+        )
 
     @property
     def origin(self) -> str:
-        """The script, host and user that saved the checkpoint, in words, or "" if it does not say."""
+        """The script, host and user that saved the checkpoint, in words, or "" if it
+        does not say.
+        """
         return origin(self.writer)
 
     @property
     def created_at(self) -> float:
-        """The time in `created` as Unix seconds, or NaN if `created` is not a valid time."""
+        """The time in `created` as Unix seconds, or NaN if `created` is not a valid
+        time.
+        """
         try:
             return datetime.fromisoformat(self.created).timestamp()
         except (ValueError, OverflowError, OSError):
@@ -244,7 +314,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """The sort key of the checkpoints of a job: attempt, step (-1 if there is none) and seq. Clocks do not order checkpoints."""
+        """The sort key of the checkpoints of a job: attempt, step (-1 if there is none)
+        and seq. Clocks do not order checkpoints.
+        """
         return (self.attempt, -1 if self.step is None else self.step, self.seq)
 
 
@@ -276,15 +348,28 @@ class _Columns(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     def parts(self, world_size: int) -> list[PartEntry]:
-        """Return the parts. Raises IntegrityError if the columns do not have one member for each rank."""
-        nonces, digests = _from_base64(self.nonces, 16, world_size), _from_base64(self.digests, 32, world_size)
-        columns = [self.bytes, self.raw_bytes, self.items, self.files or [1] * world_size, self.linked_bytes or [0] * world_size]
+        """Return the parts.
+
+        Raises IntegrityError if the columns do not have one member for each rank.
+        """
+        nonces, digests = (
+            _from_base64(self.nonces, 16, world_size),
+            _from_base64(self.digests, 32, world_size),
+        )
+        columns = [
+            self.bytes,
+            self.raw_bytes,
+            self.items,
+            self.files or [1] * world_size,
+            self.linked_bytes or [0] * world_size,
+        ]
         if any(len(column) != world_size for column in columns):
             raise IntegrityError(f"manifest does not describe the parts of {world_size} ranks")
         return [
             PartEntry(
-                rank=rank, file=part_file(rank, nonces[rank]), index_sha256=digests[rank].hex(), bytes=of_rank[0], raw_bytes=of_rank[1],
-                items=of_rank[2], files=of_rank[3], linked_bytes=of_rank[4],
+                rank=rank, file=part_file(rank, nonces[rank]), index_sha256=digests[rank].hex(),
+                bytes=of_rank[0], raw_bytes=of_rank[1], items=of_rank[2], files=of_rank[3],
+                linked_bytes=of_rank[4],
             )
             for rank, of_rank in enumerate(zip(*columns, strict=True))
         ]  # fmt: skip
@@ -318,8 +403,13 @@ class _Small(Manifest, frozen=True, kw_only=True):
     metadata_object: MetadataObjectEntry
 
     def whole(self) -> Manifest:
-        """Return the manifest with its parts one by one. Raises IntegrityError if they are inconsistent."""
-        return Manifest(**(msgspec.structs.asdict(self) | {"parts": self.parts.parts(self.world_size)}))
+        """Return the manifest with its parts one by one.
+
+        Raises IntegrityError if they are inconsistent.
+        """
+        return Manifest(
+            **(msgspec.structs.asdict(self) | {"parts": self.parts.parts(self.world_size)})
+        )
 
 
 def _metadata_of(plan: Plan) -> Metadata:
@@ -330,7 +420,9 @@ def _metadata_of(plan: Plan) -> Metadata:
 
 
 def unknown_deleter_features(data: bytes) -> list[str]:
-    """Return the features that a deleter must know, and that this version does not, of a manifest that a newer ckptd has written."""
+    """Return the features that a deleter must know, and that this version does not, of
+    a manifest that a newer ckptd has written.
+    """
     try:
         sealed_json.check(data, "manifest")
         return sorted(set(_PROBE_DECODER.decode(data).deleter_features) - DELETER_FEATURES)
@@ -346,8 +438,12 @@ class _Probe(msgspec.Struct):
 
 
 def plain_metrics(metrics: dict[str, float]) -> dict[str, float | Literal["nan", "inf", "-inf"]]:
-    """Return the metrics as JSON can hold them: NaN and the infinities become the texts `nan`, `inf` and `-inf`."""
-    return {key: value if math.isfinite(value) else _WORDS[str(value)] for key, value in metrics.items()}
+    """Return the metrics as JSON can hold them: NaN and the infinities become the texts
+    `nan`, `inf` and `-inf`.
+    """
+    return {
+        key: value if math.isfinite(value) else _WORDS[str(value)] for key, value in metrics.items()
+    }
 
 
 _WORDS: dict[str, Literal["nan", "inf", "-inf"]] = {"nan": "nan", "inf": "inf", "-inf": "-inf"}

@@ -1,7 +1,8 @@
-"""The format of part files: header, index and trailer, and a reader that verifies all it reads (FORMAT.md, section 3).
+"""The format of part files: header, index and trailer, and a reader that verifies all
+it reads (FORMAT.md, section 3).
 
-`Chunk` and `PartIndex` are plain values. Only `PartReader` does I/O, on sources that many threads may read at once. `part_writer.py` writes
-part files.
+`Chunk` and `PartIndex` are plain values. Only `PartReader` does I/O, on sources that
+many threads may read at once. `part_writer.py` writes part files.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from crc32c import crc32c
 from ckptd.shared import names
 from ckptd.shared.codecs import codec
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.formats.binary import ALIGN, NO_STEP, PIECE, PREAMBLE, align, check_preamble, check_zero, preamble
+from ckptd.shared.formats.binary import (
+    ALIGN,
+    NO_STEP,
+    PIECE,
+    PREAMBLE,
+    align,
+    check_preamble,
+    check_zero,
+    preamble,
+)
 from ckptd.shared.formats.plan import (
     MAX_CHUNK,
     MAX_CHUNKS,
@@ -38,7 +48,9 @@ from ckptd.shared.system.storage_seam import Source
 PART_MAGIC, END_MAGIC = b"CKPTDPRT", b"CKPTDEND"
 TRAILER_SIZE = 64
 SEVERAL_FILES, LINKED_FILES = 1, 2
-"""The feature bits in the preamble of a part that has data files, and of a part file whose part links files of older parts."""
+"""The feature bits in the preamble of a part that has data files, and of a part file
+whose part links files of older parts.
+"""
 _HEADER = struct.Struct("<16s16sIIIIQ128s")
 _TRAILER = struct.Struct("<16sQQQI16s")
 _CRC = struct.Struct("<I")
@@ -49,11 +61,11 @@ _MOST = msgspec.Meta(max_length=MAX_CHUNKS)
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """The place of one chunk in its file, and the checksums to verify it by.
 
-    raw_offset, raw_length: the chunk's range in the packed slot, in bytes.
-    offset, stored_length: the chunk's range in the file that holds it, in bytes, without padding.
-    codec: the number of the codec that encoded it.
-    element_size: the size of the elements in it, in bytes.
-    raw_crc, stored_crc: the crc32c of the raw bytes and of the stored bytes.
+    raw_offset, raw_length: the chunk's range in the packed slot, in bytes. offset,
+    stored_length: the chunk's range in the file that holds it, in bytes, without
+    padding. codec: the number of the codec that encoded it. element_size: the size of
+    the elements in it, in bytes. raw_crc, stored_crc: the crc32c of the raw bytes and
+    of the stored bytes.
     """
 
     raw_offset: Size
@@ -69,8 +81,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 class Linked(msgspec.Struct, frozen=True, array_like=True):
     """The origin of a data file that is a file of an older part.
 
-    number: its number as a data file of this part. nonce, step: those of the older part. origin: its number in the older part, or 0 if it
-    was the part file there.
+    number: its number as a data file of this part. nonce, step: those of the older
+    part. origin: its number in the older part, or 0 if it was the part file there.
     """
 
     number: _U32
@@ -104,32 +116,53 @@ _INDEX_DECODER = msgspec.msgpack.Decoder(PartIndex)
 
 
 def encode_header(index: PartIndex, nonce: bytes, number: int = 0) -> bytes:
-    """Return the header of a file of a part, 4096 bytes. `number` is 0 for the part file, or the number of the data file."""
+    """Return the header of a file of a part, 4096 bytes.
+
+    `number` is 0 for the part file, or the number of the data file.
+    """
     step = NO_STEP if index.step is None else index.step
-    start = preamble(PART_MAGIC, (SEVERAL_FILES if index.files else 0) | (LINKED_FILES if index.linked and number == 0 else 0))
-    body = _HEADER.pack(start, nonce, index.attempt, index.rank, index.world_size, number, step, index.job.encode())
+    start = preamble(
+        PART_MAGIC,
+        (SEVERAL_FILES if index.files else 0)
+        | (LINKED_FILES if index.linked and number == 0 else 0),
+    )
+    body = _HEADER.pack(
+        start, nonce, index.attempt, index.rank, index.world_size, number, step, index.job.encode()
+    )
     return (body + _CRC.pack(crc32c(body))).ljust(ALIGN, b"\0")
 
 
 def encode_end(index_offset: int, index: bytes) -> bytes:
-    """Return index, padding and trailer, which fill the part file from `index_offset` to its end. `index_offset` is a multiple of 4096."""
+    """Return index, padding and trailer, which fill the part file from `index_offset`
+    to its end. `index_offset` is a multiple of 4096.
+    """
     length = align(len(index) + TRAILER_SIZE)
-    body = _TRAILER.pack(preamble(END_MAGIC), index_offset, len(index), index_offset + length, crc32c(index), bytes(16))
+    body = _TRAILER.pack(
+        preamble(END_MAGIC),
+        index_offset,
+        len(index),
+        index_offset + length,
+        crc32c(index),
+        bytes(16),
+    )
     trailer = body + _CRC.pack(crc32c(body))
     return index.ljust(length - TRAILER_SIZE, b"\0") + trailer
 
 
 def end_bound(chunks: int, documents: int, links: int = 0) -> int:
-    """Return an upper bound for the length of index and trailer in bytes. It holds even if each chunk is in a file of its own.
+    """Return an upper bound for the length of index and trailer in bytes.
 
-    `chunks` and `links` are the numbers of chunks and of linked files; `documents` is the length of the plan and request documents
-    together, in bytes.
+    It holds even if each chunk is in a file of its own.
+
+    `chunks` and `links` are the numbers of chunks and of linked files; `documents` is
+    the length of the plan and request documents together, in bytes.
     """
     return align(documents + 80 * chunks + 48 * links + 1024 + TRAILER_SIZE)
 
 
 class ChunkSource(Protocol):
-    """A packed slot that can be read chunk by chunk, from a part file or from a sealed slot in memory.
+    """A packed slot that can be read chunk by chunk, from a part file or from a sealed
+    slot in memory.
 
     plan: the plan of the packed slot.
     values: offset and length of the values document in the packed slot, in bytes.
@@ -149,32 +182,42 @@ class ChunkSource(Protocol):
     def ranges(self) -> list[ChunkRange]: ...
 
     def read_chunk(self, number: int, raw: memoryview) -> None:
-        """Read, decode and verify a chunk into `raw`, which has exactly the length of the chunk.
+        """Read, decode and verify a chunk into `raw`, which has exactly the length of
+        the chunk.
 
         Raises IntegrityError if the chunk is damaged, or OSError.
         """
 
     def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
-        """Read and verify a chunk straight into `pieces`, which have the length of the chunk together.
+        """Read and verify a chunk straight into `pieces`, which have the length of the
+        chunk together.
 
-        Return False, and read nothing, if its stored form must be decoded as a whole. Raises IntegrityError if the chunk is damaged, or
-        OSError.
+        Return False, and read nothing, if its stored form must be decoded as a whole.
+        Raises IntegrityError if the chunk is damaged, or OSError.
         """
 
 
 class PartReader:
-    """A reader of one part, given its part file as an open source, which `close` closes.
+    """A reader of one part, given its part file as an open source, which `close`
+    closes.
 
-    The constructor verifies header, trailer, index and plan, and the length and header of each data file. It does not verify the chunks.
-    `index_sha256` is the digest of the index that the manifest holds, or None if it is not to be compared. `open_file` opens a file by its
-    name beside the part. A data file is opened each time that a chunk is read from it, and closed afterwards, because there may be many.
-    Remote files, which take no descriptor, stay open. Without `open_file`, data files count as missing.
+    The constructor verifies header, trailer, index and plan, and the length and header
+    of each data file. It does not verify the chunks. `index_sha256` is the digest of
+    the index that the manifest holds, or None if it is not to be compared. `open_file`
+    opens a file by its name beside the part. A data file is opened each time that a
+    chunk is read from it, and closed afterwards, because there may be many. Remote
+    files, which take no descriptor, stay open. Without `open_file`, data files count as
+    missing.
 
     Raises IntegrityError or NewerFormat, with `name` in the error text, or OSError.
     """
 
     def __init__(
-        self, source: Source, name: str, index_sha256: str | None = None, open_file: Callable[[str], Source] | None = None
+        self,
+        source: Source,
+        name: str,
+        index_sha256: str | None = None,
+        open_file: Callable[[str], Source] | None = None,
     ) -> None:
         self.name = name
         self._source = source
@@ -186,10 +229,16 @@ class PartReader:
             self.index = self._read_index(index_sha256)
             self.plan = Plan.decode(self.index.plan)
             if self.index.values[1] > MAX_DOCUMENT:
-                raise IntegrityError(f"its values document has {self.index.values[1]:,d} bytes; expected at most {MAX_DOCUMENT:,d}")
+                raise IntegrityError(
+                    f"its values document has {self.index.values[1]:,d} bytes; expected at most "
+                    f"{MAX_DOCUMENT:,d}"
+                )
             regions = with_values(self.plan.regions, self.index.values)
-            if sum(-(-region.length // self.index.chunk_size) for region in regions) != len(self.index.chunks):
-                raise IntegrityError("its chunks do not cover the packed slot exactly")  # checked before a list of that length is made
+            if sum(-(-region.length // self.index.chunk_size) for region in regions) != len(
+                self.index.chunks
+            ):
+                # Checked before a list of that length is made.
+                raise IntegrityError("its chunks do not cover the packed slot exactly")
             self.ranges = chunk_ranges(regions, self.index.chunk_size)
             self._check_chunks()
             for number in range(1, len(self.index.files) + 1):
@@ -199,7 +248,9 @@ class PartReader:
         self.values = self.index.values
 
     def check_codecs(self) -> None:
-        """Raise NewerFormat if a chunk is encoded with a codec that this version does not know. No chunk is read."""
+        """Raise NewerFormat if a chunk is encoded with a codec that this version does
+        not know. No chunk is read.
+        """
         for number in {chunk.codec for chunk in self.index.chunks}:
             try:
                 codec.decoder(number)
@@ -254,32 +305,53 @@ class PartReader:
         if link is None:
             return header == encode_header(self.index, self._nonce, number)
         known = SEVERAL_FILES | LINKED_FILES
-        check_preamble(header, PART_MAGIC, f"header of data file {number}", known=known, body=_HEADER.size)
-        older = encode_header(msgspec.structs.replace(self.index, step=link.step), link.nonce, link.origin)
-        start, crc = PREAMBLE.size, _HEADER.size  # the preamble says whether the older part had data files, and so does the checksum
-        return header[start:crc] + header[crc + _CRC.size :] == older[start:crc] + older[crc + _CRC.size :]
+        check_preamble(
+            header, PART_MAGIC, f"header of data file {number}", known=known, body=_HEADER.size
+        )
+        older = encode_header(
+            msgspec.structs.replace(self.index, step=link.step), link.nonce, link.origin
+        )
+        # The preamble says whether the older part had data files, and so does the
+        # checksum.
+        start, crc = PREAMBLE.size, _HEADER.size
+        return (
+            header[start:crc] + header[crc + _CRC.size :]
+            == older[start:crc] + older[crc + _CRC.size :]
+        )
 
     def _read_index(self, index_sha256: str | None) -> PartIndex:
         size = self._source.size
         header = _read(self._source, ALIGN, 0)
-        check_preamble(header, PART_MAGIC, "part header", known=SEVERAL_FILES | LINKED_FILES, body=_HEADER.size)
+        check_preamble(
+            header, PART_MAGIC, "part header", known=SEVERAL_FILES | LINKED_FILES, body=_HEADER.size
+        )
         check_zero(header[_HEADER.size + 4 :], "part header")
         trailer = _read(self._source, TRAILER_SIZE, size - TRAILER_SIZE)
         check_preamble(trailer, END_MAGIC, "part trailer", body=_TRAILER.size)
         _, offset, length, whole, index_crc, zero = _TRAILER.unpack_from(trailer)
         check_zero(zero, "part trailer")
-        if whole != size or length > MAX_DOCUMENT or offset % ALIGN or offset + align(length + TRAILER_SIZE) != size:
+        if (
+            whole != size
+            or length > MAX_DOCUMENT
+            or offset % ALIGN
+            or offset + align(length + TRAILER_SIZE) != size
+        ):
             raise IntegrityError("part trailer names an index at an impossible place")
         end = _read(self._source, size - offset - TRAILER_SIZE, offset)
         data = end[:length]
         check_zero(end[length:], "index")
-        if crc32c(data) != index_crc or (index_sha256 is not None and hashlib.sha256(data).hexdigest() != index_sha256):
+        if crc32c(data) != index_crc or (
+            index_sha256 is not None and hashlib.sha256(data).hexdigest() != index_sha256
+        ):
             raise IntegrityError("index does not match its digest")
         try:
             index = _INDEX_DECODER.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise IntegrityError(f"index cannot be read: {error}") from None
-        if encode_header(index, header[16:32]) != header or signature(index.plan) != index.signature:
+        if (
+            encode_header(index, header[16:32]) != header
+            or signature(index.plan) != index.signature
+        ):
             raise IntegrityError("header, index and plan belong to different snapshots")
         self._index_offset, self._nonce = offset, header[16:32]
         self._links = {link.number: link for link in index.linked}
@@ -288,29 +360,46 @@ class PartReader:
             or len(self._links) != len(index.linked)
             or not self._links.keys() <= set(range(1, len(index.files) + 1))
         ):
-            raise IntegrityError("its linked files are not data files, in the order of their numbers")
+            raise IntegrityError(
+                "its linked files are not data files, in the order of their numbers"
+            )
         return index
 
     def _check_chunks(self) -> None:
         chunks = self.index.chunks
-        if [(c.raw_offset, c.raw_length, c.element_size) for c in chunks] != [(r.offset, r.length, r.element_size) for r in self.ranges]:
+        if [(c.raw_offset, c.raw_length, c.element_size) for c in chunks] != [
+            (r.offset, r.length, r.element_size) for r in self.ranges
+        ]:
             raise IntegrityError("its chunks do not cover the packed slot exactly")
         if self.index.values[0] < self.plan.data_length:
             raise IntegrityError("its values document overlaps its tensors")
         files, placed = self.index.files, self.index.placed
-        if len(placed) != (len(chunks) if files else 0) or set(range(1, len(files) + 1)) != set(placed) - {0}:
+        if len(placed) != (len(chunks) if files else 0) or set(range(1, len(files) + 1)) != set(
+            placed
+        ) - {0}:
             raise IntegrityError("its chunks are placed in other files than it has")
         ends = [ALIGN] * (1 + len(files))
-        for number, chunk in sorted(zip(placed or itertools.repeat(0), chunks, strict=False), key=lambda entry: entry[1].offset):
+        for number, chunk in sorted(
+            zip(placed or itertools.repeat(0), chunks, strict=False),
+            key=lambda entry: entry[1].offset,
+        ):
             end = chunk.offset + align(chunk.stored_length)
             if number in self._links:  # the chunks of other parts may lie between its chunks
-                sound = chunk.offset >= ALIGN and chunk.offset % ALIGN == 0 and end <= files[number - 1]
+                sound = (
+                    chunk.offset >= ALIGN and chunk.offset % ALIGN == 0 and end <= files[number - 1]
+                )
             else:
                 sound, ends[number] = chunk.offset == ends[number], end
-            if not sound or chunk.stored_length > MAX_CHUNK or (chunk.stored_length == 0) != (chunk.raw_length == 0):
+            if (
+                not sound
+                or chunk.stored_length > MAX_CHUNK
+                or (chunk.stored_length == 0) != (chunk.raw_length == 0)
+            ):
                 raise IntegrityError(f"its chunk at {chunk.offset} is misplaced")
         sizes = [self._index_offset, *files]
-        if any(ends[number] != size for number, size in enumerate(sizes) if number not in self._links):
+        if any(
+            ends[number] != size for number, size in enumerate(sizes) if number not in self._links
+        ):
             raise IntegrityError("its chunks do not fill the file")
 
     def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
@@ -358,18 +447,32 @@ class PartReader:
 
     @contextmanager
     def _stored_in(self, number: int) -> Iterator[tuple[Source, str]]:
-        """Context manager. Gives the open file that holds a chunk, and the words that name the chunk in an error."""
-        chunk, file = self.index.chunks[number], self.index.placed[number] if self.index.placed else 0
+        """Context manager.
+
+        Gives the open file that holds a chunk, and the words that name the chunk in an
+        error.
+        """
+        chunk, file = (
+            self.index.chunks[number],
+            self.index.placed[number] if self.index.placed else 0,
+        )
         of_file = f" of data file {file}" if file else ""
         with ExitStack() as held:
             try:
                 source = held.enter_context(self._file(file))
             except IntegrityError as error:
                 raise type(error)(f"{self.name}: {error}") from None
-            yield source, f"{self.name}: chunk {number} (bytes {chunk.offset} to {chunk.offset + chunk.stored_length}{of_file})"
+            yield (
+                source,
+                f"{self.name}: chunk {number} (bytes {chunk.offset} to "
+                f"{chunk.offset + chunk.stored_length}{of_file})",
+            )
 
     def _stored(self, chunk: Chunk, source: Source, where: str) -> memoryview:
-        """Read and verify the stored form of a chunk, as a whole. The result may be a buffer that this thread uses again."""
+        """Read and verify the stored form of a chunk, as a whole.
+
+        The result may be a buffer that this thread uses again.
+        """
         length = align(chunk.stored_length)
         if source.remote:
             stored = source.view(chunk.offset, length)
@@ -384,7 +487,10 @@ class PartReader:
         return stored[: chunk.stored_length]
 
     def _buffer(self, length: int) -> memoryview:
-        """Return a buffer of this thread. Its content is undefined, and it is used again for the thread's next chunk."""
+        """Return a buffer of this thread.
+
+        Its content is undefined, and it is used again for the thread's next chunk.
+        """
         found: bytearray = getattr(self._local, "buffer", bytearray())
         if len(found) < length:
             found = self._local.buffer = bytearray(length)

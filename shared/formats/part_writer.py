@@ -1,4 +1,5 @@
-"""Writes one part: creates its files, fills them chunk by chunk from any thread, and syncs them.
+"""Writes one part: creates its files, fills them chunk by chunk from any thread, and
+syncs them.
 
 The caller provides the bytes of the chunks.
 """
@@ -33,26 +34,32 @@ MOST_FILES = 64
 class Spread:
     """The rule that spreads a part over files.
 
-    files_per_rank: the number of files that are filled at once. A part with fewer chunks is spread over fewer files, one for each chunk.
-    bytes_per_file: the most bytes in a file, or 0 for no limit. When a file would grow longer, a new file takes its place. The index is
-    never divided, so that a long index can make the first file longer.
+    files_per_rank: the number of files that are filled at once. A part with fewer
+    chunks is spread over fewer files, one for each chunk. bytes_per_file: the most
+    bytes in a file, or 0 for no limit. When a file would grow longer, a new file takes
+    its place. The index is never divided, so that a long index can make the first file
+    longer.
     """
 
     files_per_rank: int = 1
     bytes_per_file: int = 0
 
     @classmethod
-    def checked(cls, files_per_rank: int, bytes_per_file: int, chunk_size: int = DEFAULT_CHUNK) -> Spread:
+    def checked(
+        cls, files_per_rank: int, bytes_per_file: int, chunk_size: int = DEFAULT_CHUNK
+    ) -> Spread:
         """Return a Spread with these values, which may come from a user.
 
-        Raises InvalidConfig if `files_per_rank` is not an integer from 1 to MOST_FILES, or if `bytes_per_file` is neither 0 nor an integer
-        of at least two chunks of `chunk_size` bytes.
+        Raises InvalidConfig if `files_per_rank` is not an integer from 1 to MOST_FILES,
+        or if `bytes_per_file` is neither 0 nor an integer of at least two chunks of
+        `chunk_size` bytes.
         """
         if type(files_per_rank) is not int or not 1 <= files_per_rank <= MOST_FILES:
             raise InvalidConfig(f"files_per_rank is {files_per_rank!r}; expected 1 to {MOST_FILES}")
         if type(bytes_per_file) is not int or (bytes_per_file and bytes_per_file < 2 * chunk_size):
             raise InvalidConfig(
-                f"bytes_per_file is {bytes_per_file!r}; expected 0 (no limit), or at least the size of two chunks, {2 * chunk_size}"
+                f"bytes_per_file is {bytes_per_file!r}; expected 0 (no limit), or at least the "
+                f"size of two chunks, {2 * chunk_size}"
             )
         return cls(files_per_rank, bytes_per_file)
 
@@ -64,12 +71,11 @@ ONE_FILE = Spread()
 class _File:
     """One file of a part that is being written.
 
-    number: 0 for the part file, otherwise the number of the data file.
-    reserved: an upper bound for the bytes that follow the last chunk.
-    end: the length of the file once all calls that use it have written their chunks.
-    writing: the number of calls that still use the file.
-    full: True if the file gets no more chunks, and is to be finished when no call uses it any more.
-    finished: True once the file is durable.
+    number: 0 for the part file, otherwise the number of the data file. reserved: an
+    upper bound for the bytes that follow the last chunk. end: the length of the file
+    once all calls that use it have written their chunks. writing: the number of calls
+    that still use the file. full: True if the file gets no more chunks, and is to be
+    finished when no call uses it any more. finished: True once the file is durable.
     """
 
     number: int
@@ -89,7 +95,8 @@ class _File:
 class _Group:
     """Chunks that are stored in the same files.
 
-    filling: the files that are being filled. left: the bytes of its chunks that are still to be placed, as if none shrinks.
+    filling: the files that are being filled. left: the bytes of its chunks that are
+    still to be placed, as if none shrinks.
     """
 
     filling: list[_File] = field(default_factory=list)
@@ -97,13 +104,19 @@ class _Group:
 
 
 class PartWriter:
-    """A writer of one part. Call `create`, then `chunk` for every chunk of `ranges`, then `finish`, or `discard` at any time.
+    """A writer of one part.
 
-    `creator` creates the files. Where the first bytes of an object must be written first, all chunks go to data files, and the part file,
-    whose header depends on them, is created last. A data file that is full is finished as soon as its last chunk is written, to keep the
-    number of open files small. `linker` links files of older parts; without one, all chunks are stored.
+    Call `create`, then `chunk` for every chunk of `ranges`, then `finish`, or `discard`
+    at any time.
 
-    Every method except `discard` raises OSError if a file cannot be created, written or synced.
+    `creator` creates the files. Where the first bytes of an object must be written
+    first, all chunks go to data files, and the part file, whose header depends on them,
+    is created last. A data file that is full is finished as soon as its last chunk is
+    written, to keep the number of open files small. `linker` links files of older
+    parts; without one, all chunks are stored.
+
+    Every method except `discard` raises OSError if a file cannot be created, written or
+    synced.
     """
 
     def __init__(
@@ -116,26 +129,40 @@ class PartWriter:
     ) -> None:
         self._creator, self._nonce, self._encoder, self._spread = creator, nonce, encoder, spread
         self._linker, self._apart = linker, NOTHING.apart
-        self._linked: dict[int, StoredFile] = {}  # the files that could be linked, by their positions in `Reuse.files`
+        # The files that could be linked, by their positions in `Reuse.files`.
+        self._linked: dict[int, StoredFile] = {}
         self._files: list[_File] = []
         self.ranges, self.needed = list[ChunkRange](), 0
-        self._groups = _Group(), _Group()  # the chunks that have changed, and those that are stored apart
-        self._placed: dict[int, int] = {}  # the number of the file that holds each chunk, by its offset in the packed slot
+        # The chunks that have changed, and those that are stored apart.
+        self._groups = _Group(), _Group()
+        # The number of the file that holds each chunk, by its offset in the packed
+        # slot.
+        self._placed: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def create(self, index: PartIndex, ranges: list[ChunkRange], documents: int, reuse: Reuse = NOTHING) -> None:
-        """Link the files that `reuse` names, create the files to begin with, and allocate room in them, as if no chunk shrinks.
+    def create(
+        self, index: PartIndex, ranges: list[ChunkRange], documents: int, reuse: Reuse = NOTHING
+    ) -> None:
+        """Link the files that `reuse` names, create the files to begin with, and
+        allocate room in them, as if no chunk shrinks.
 
-        Afterwards `ranges` has the chunks that are to be written, and `needed` the room for them in bytes. `index` holds the values for the
-        headers of the files. `documents` is the length of the plan and request documents together, in bytes.
+        Afterwards `ranges` has the chunks that are to be written, and `needed` the room
+        for them in bytes. `index` holds the values for the headers of the files.
+        `documents` is the length of the plan and request documents together, in bytes.
         """
         self._index, self._apart = index, reuse.apart
         for position, older in enumerate(reuse.files):
-            if self._linker is not None and self._linker.link(older, self._name(1 + len(self._linked))):
+            if self._linker is not None and self._linker.link(
+                older, self._name(1 + len(self._linked))
+            ):
                 self._linked[position] = older
                 failpoint("persist.linked")
         links = {position: number for number, position in enumerate(self._linked, 1)}
-        self._placed = {offset: links[known.file] for offset, known in reuse.chunks.items() if known.file in links}
+        self._placed = {
+            offset: links[known.file]
+            for offset, known in reuse.chunks.items()
+            if known.file in links
+        }
         self.ranges = [chunk for chunk in ranges if chunk.offset not in self._placed]
         counts = [0, 0]
         self.needed = sum(align(chunk.length) for chunk in self.ranges)
@@ -147,13 +174,19 @@ class PartWriter:
         for group, count in zip(self._groups, (max(least, counts[0]), counts[1]), strict=True):
             count = min(self._spread.files_per_rank, count)
             for _ in range(count):
-                end = 0 if self._files or not self._creator.head_last else end_bound(len(ranges), documents, len(links))
+                end = (
+                    0
+                    if self._files or not self._creator.head_last
+                    else end_bound(len(ranges), documents, len(links))
+                )
                 self._add(group, align(-(-group.left // count)), end)
 
     def _add(self, group: _Group, room: int, reserved: int = 0) -> _File:
-        """Create the next file, add it to the files of its group that are being filled, and return it.
+        """Create the next file, add it to the files of its group that are being filled,
+        and return it.
 
-        It gets room for `room` bytes of chunks and `reserved` bytes after them, but never more than `bytes_per_file`.
+        It gets room for `room` bytes of chunks and `reserved` bytes after them, but
+        never more than `bytes_per_file`.
         """
         number = len(self._files) + len(self._linked)
         if not self._creator.head_last:
@@ -165,11 +198,19 @@ class PartWriter:
         group.filling.append(file)
         return file
 
-    def _create(self, number: int, size: int, reserved: int = 0, index: PartIndex | None = None) -> _File:
-        """Create a file of about `size` bytes. The header of a part file needs the complete `index`; without it, `_finish` writes it."""
+    def _create(
+        self, number: int, size: int, reserved: int = 0, index: PartIndex | None = None
+    ) -> _File:
+        """Create a file of about `size` bytes.
+
+        The header of a part file needs the complete `index`; without it, `_finish`
+        writes it.
+        """
         head = None
         if number > 0:  # a header says that there are data files, not how many
-            head = encode_header(msgspec.structs.replace(self._index, files=[0]), self._nonce, number)
+            head = encode_header(
+                msgspec.structs.replace(self._index, files=[0]), self._nonce, number
+            )
         elif index is not None:
             head = encode_header(index, self._nonce)
         file = _File(number, self._creator.create(self._name(number), size, head), reserved)
@@ -181,12 +222,17 @@ class PartWriter:
         return names.part_file(self._index.rank, self._nonce, number)
 
     def chunk(self, chunk: ChunkRange, raw: memoryview, stored: memoryview, crc: int) -> Chunk:
-        """Encode and write one chunk, and return its index entry. Many threads may call this at once, each with buffers of its own.
+        """Encode and write one chunk, and return its index entry.
 
-        `raw` begins with the bytes of the chunk, whose crc32c is `crc`; `stored` is for the encoded form. Both buffers must be page-aligned
-        and have room for `align(chunk.length)` bytes. Their content is undefined afterwards.
+        Many threads may call this at once, each with buffers of its own.
+
+        `raw` begins with the bytes of the chunk, whose crc32c is `crc`; `stored` is for
+        the encoded form. Both buffers must be page-aligned and have room for
+        `align(chunk.length)` bytes. Their content is undefined afterwards.
         """
-        encoded = self._encoder.encode(raw[: chunk.length], chunk.element_size, stored[: chunk.length])
+        encoded = self._encoder.encode(
+            raw[: chunk.length], chunk.element_size, stored[: chunk.length]
+        )
         length, number, buffer = chunk.length, RAW, raw
         if encoded is not None:
             length, number, buffer = encoded, self._encoder.number, stored
@@ -200,18 +246,21 @@ class PartWriter:
             offset = file.sink.append(buffer[:padded])
         self._done_with(file)
         stored_crc = crc if encoded is None else crc32c(stored[:length])
-        return Chunk(chunk.offset, chunk.length, offset, length, number, chunk.element_size, crc, stored_crc)
+        return Chunk(
+            chunk.offset, chunk.length, offset, length, number, chunk.element_size, crc, stored_crc
+        )
 
     def _place(self, chunk: ChunkRange, length: int) -> _File:
         """Return the file for a chunk that takes `length` bytes with its padding.
 
-        This is the shortest of the files of its group that are being filled. If that file would grow longer than `bytes_per_file`, a new
-        file takes its place.
+        This is the shortest of the files of its group that are being filled. If that
+        file would grow longer than `bytes_per_file`, a new file takes its place.
         """
         full, group = None, self._groups[chunk.offset in self._apart]
         with self._lock:
             if not group.filling:
-                self._add(group, align(length))  # a chunk that was not announced, which may be the only one
+                # A chunk that was not announced, which may be the only one.
+                self._add(group, align(length))
             file, most = min(group.filling, key=lambda f: f.used), self._spread.bytes_per_file
             if most and file.used + length > most:
                 over, file = file, self._add(group, align(-(-group.left // len(group.filling))))
@@ -239,17 +288,26 @@ class PartWriter:
         file.finished = True
 
     def finish(self, index: PartIndex, chunks: list[Chunk], *, items: int) -> PartEntry:
-        """Write header, index and trailer of the part file, and make the part durable. Return its entry for the manifest.
+        """Write header, index and trailer of the part file, and make the part durable.
 
-        `chunks` holds the entries that `chunk` returned, or those of the linked chunks, in the order of the packed slot. They and the
-        numbers of their files complete `index`. The files are synced before their directory. `items` is the number of items in the plan.
+        Return its entry for the manifest.
+
+        `chunks` holds the entries that `chunk` returned, or those of the linked chunks,
+        in the order of the packed slot. They and the numbers of their files complete
+        `index`. The files are synced before their directory. `items` is the number of
+        items in the plan.
         """
         placed = [self._placed[chunk.raw_offset] for chunk in chunks]
         first = self._files[0] if self._creator.head_last else None
         others = self._files[1:] if first is not None else list(self._files)
         lengths = [older.size for older in self._linked.values()] + [file.end for file in others]
-        linked = [msgspec.structs.replace(older.origin, number=number) for number, older in enumerate(self._linked.values(), 1)]
-        index = msgspec.structs.replace(index, chunks=chunks, files=lengths, placed=placed if lengths else [], linked=linked)
+        linked = [
+            msgspec.structs.replace(older.origin, number=number)
+            for number, older in enumerate(self._linked.values(), 1)
+        ]
+        index = msgspec.structs.replace(
+            index, chunks=chunks, files=lengths, placed=placed if lengths else [], linked=linked
+        )
         document = index.encode()
         failpoint("persist.index")
         end = encode_end(first.end if first is not None else ALIGN, document)
@@ -268,13 +326,16 @@ class PartWriter:
         failpoint("persist.synced")
         self._finished = index, first.end
         return PartEntry(
-            rank=index.rank, file=self._name(0), bytes=first.end + sum(lengths), raw_bytes=sum(c.raw_length for c in chunks),
-            items=items, index_sha256=hashlib.sha256(document).hexdigest(), files=1 + len(lengths),
+            rank=index.rank, file=self._name(0), bytes=first.end + sum(lengths),
+            raw_bytes=sum(c.raw_length for c in chunks), items=items,
+            index_sha256=hashlib.sha256(document).hexdigest(), files=1 + len(lengths),
             linked_bytes=sum(older.size for older in self._linked.values()),
         )  # fmt: skip
 
     def stored(self, digests: list[bytes], *, steady: bool) -> StoredPart:
-        """Return what a later part needs to link the files of this one. `finish` must have returned.
+        """Return what a later part needs to link the files of this one.
+
+        `finish` must have returned.
 
         `digests` and `steady` are as in StoredPart.
         """
@@ -282,11 +343,17 @@ class PartWriter:
         assert index.step is not None
         links = {link.number: link for link in index.linked}
         files = [
-            StoredFile(index.tag, self._name(number), size, links.get(number) or Linked(0, self._nonce, number, index.step))
+            StoredFile(
+                index.tag,
+                self._name(number),
+                size,
+                links.get(number) or Linked(0, self._nonce, number, index.step),
+            )
             for number, size in enumerate([length, *index.files])
         ]
         return StoredPart(
-            index.attempt, index.world_size, index.chunks, digests, index.placed or [0] * len(index.chunks), files, steady
+            index.attempt, index.world_size, index.chunks, digests,
+            index.placed or [0] * len(index.chunks), files, steady
         )  # fmt: skip
 
     def discard(self) -> None:

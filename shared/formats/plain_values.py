@@ -1,9 +1,10 @@
-"""Decodes a values document into plain Python values, without torch (FORMAT.md, section 3), and merges the documents of all ranks.
+"""Decodes a values document into plain Python values, without torch (FORMAT.md, section
+3), and merges the documents of all ranks.
 
-A reader that has no torch, and none of the classes of the program that saved the state, gets the
-same containers, numbers and texts. Enums, flags, classes, dtypes and devices come as their names,
-and records as dicts of their fields. `Undecoded` takes the place of a value that only torch can
-decode.
+A reader that has no torch, and none of the classes of the program that saved the state,
+gets the same containers, numbers and texts. Enums, flags, classes, dtypes and devices
+come as their names, and records as dicts of their fields. `Undecoded` takes the place
+of a value that only torch can decode.
 """
 
 from __future__ import annotations
@@ -18,15 +19,24 @@ import numpy as np
 
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
 from ckptd.shared.formats import standard
-from ckptd.shared.formats.bounds import MAX_DEPTH_READ, check_msgpack, deeper_than, is_flat, is_group, is_same
+from ckptd.shared.formats.bounds import (
+    MAX_DEPTH_READ,
+    check_msgpack,
+    deeper_than,
+    is_flat,
+    is_group,
+    is_same,
+)
 from ckptd.shared.system.collector import paused_collector
 
 
 @dataclass(frozen=True, slots=True)
 class Undecoded:
-    """A value that only torch can decode, that was left out of the save, or that this machine cannot make.
+    """A value that only torch can decode, that was left out of the save, or that this
+    machine cannot make.
 
-    kind: "torch", "not saved" or "not available". data: its bytes, the name of its class, or the reason.
+    kind: "torch", "not saved" or "not available". data: its bytes, the name of its
+    class, or the reason.
     """
 
     kind: str
@@ -42,9 +52,12 @@ class _OwnValue:
 
 @paused_collector()
 def decode_plain(document: bytes, resolve: Callable[[str], Any]) -> Any:
-    """Return the content of a values document. `resolve` returns what takes the place of a tensor, given its name.
+    """Return the content of a values document.
 
-    Raises IntegrityError for an invalid document, NewerFormat for an unknown extension type.
+    `resolve` returns what takes the place of a tensor, given its name.
+
+    Raises IntegrityError for an invalid document, NewerFormat for an unknown extension
+    type.
     """
 
     def hook(code: int, data: memoryview) -> Any:
@@ -58,7 +71,10 @@ def decode_plain(document: bytes, resolve: Callable[[str], Any]) -> Any:
                 return Undecoded("not available", str(error).encode())
         if code in _BY_BYTES:
             return _BY_BYTES[code](bytes(data))
-        raise NewerFormat(f"a value has the unknown type {code}: it was written by a newer ckptd; upgrade this one")
+        raise NewerFormat(
+            f"a value has the unknown type {code}: it was written by a newer ckptd; upgrade this "
+            f"one"
+        )
 
     check_msgpack(document, "values document", frozenset(_BY_ITEMS))
     try:
@@ -129,14 +145,18 @@ _BY_BYTES: dict[int, Callable[[bytes], Any]] = {
     19: bytearray,
     26: lambda data: Undecoded("not saved", data),
 }
-"""Extension types: the makers of those whose payload is msgpack, and of those whose payload is bytes."""
+"""Extension types: the makers of those whose payload is msgpack, and of those whose
+payload is bytes.
+"""
 
 
 def merged(trees: Sequence[Any]) -> Any:
-    """Return one tree with the keys of all ranks, given the trees of all ranks in their order.
+    """Return one tree with the keys of all ranks, given the trees of all ranks in their
+    order.
 
-    A value comes from the lowest rank that has it. A value of each rank's own becomes the list of the values of all ranks that have one, or
-    the value itself if only one rank has. Parameter groups of optimizers are matched by their parameters.
+    A value comes from the lowest rank that has it. A value of each rank's own becomes
+    the list of the values of all ranks that have one, or the value itself if only one
+    rank has. Parameter groups of optimizers are matched by their parameters.
     """
     first = trees[0]
     if isinstance(first, _OwnValue):
@@ -173,6 +193,9 @@ def _groups(optimizers: Sequence[dict[Any, Any]]) -> list[dict[Any, Any]]:
         for group in optimizer["param_groups"]:
             fresh = [name for name in group["params"] if name not in seen]
             seen.update(fresh)
-            if fresh or (not group["params"] and (number == 0 or not any(is_same(group, other) for other in groups))):
+            if fresh or (
+                not group["params"]
+                and (number == 0 or not any(is_same(group, other) for other in groups))
+            ):
                 groups.append({**group, "params": fresh})
     return groups

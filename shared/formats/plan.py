@@ -1,7 +1,9 @@
-"""The plan document, which describes a packed slot: its regions, items and aliases, and its chunks (FORMAT.md, section 3).
+"""The plan document, which describes a packed slot: its regions, items and aliases, and
+its chunks (FORMAT.md, section 3).
 
-A plan comes from a trainer or a file and is not trusted. So `Plan.decode` checks that every item lies inside a region, that its length
-follows from its shape, and that no two items overlap. This module does no I/O.
+A plan comes from a trainer or a file and is not trusted. So `Plan.decode` checks that
+every item lies inside a region, that its length follows from its shape, and that no two
+items overlap. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -32,19 +34,38 @@ VALUES_ELEMENT_SIZE = 1
 ELEMENT_SIZES = (16, 8, 4, 2, 1)
 
 ITEM_SIZES: dict[str, int] = {
-    **dict.fromkeys(["bool", "uint8", "int8", "bits8", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2", BLOB], 1),
-    **dict.fromkeys(["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"], 1),
+    **dict.fromkeys(
+        [
+            "bool",
+            "uint8",
+            "int8",
+            "bits8",
+            "bits1x8",
+            "bits2x4",
+            "bits4x2",
+            "float4_e2m1fn_x2",
+            BLOB,
+        ],
+        1,
+    ),
+    **dict.fromkeys(
+        ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"], 1
+    ),
     **dict.fromkeys([f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)], 1),
     **dict.fromkeys(["uint16", "int16", "bits16", "float16", "bfloat16"], 2),
     **dict.fromkeys(["uint32", "int32", "float32", "complex32"], 4),
     **dict.fromkeys(["uint64", "int64", "float64", "complex64"], 8),
     "complex128": 16,
 }
-"""The size of one element in bytes, by the name of the dtype in torch. A dtype that is missing here is saved with its size in its name."""
+"""The size of one element in bytes, by the name of the dtype in torch. A dtype that is
+missing here is saved with its size in its name.
+"""
 _STATED_SIZES = {str(size): size for size in ELEMENT_SIZES}
 
 MOST_ELEMENTS = 1 << 62
-"""The number of elements of a tensor is less than this. The same holds for the product of its dimensions without those of size 0."""
+"""The number of elements of a tensor is less than this. The same holds for the product
+of its dimensions without those of size 0.
+"""
 MAX_ITEMS = 1 << 20
 """The most items of one part, and the most aliases."""
 MAX_CHUNKS = 1 << 22
@@ -53,24 +74,36 @@ Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Shape = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 Numbers = Annotated[list[Size], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 Device = Annotated[str, msgspec.Meta(max_length=64)]
-Writer = Annotated[dict[str, Annotated[str, msgspec.Meta(max_length=1024)]], msgspec.Meta(max_length=64)]
-"""The versions of the programs that wrote a document, by the name of the program, and who ran them: `script`, `host` and `user`."""
+Writer = Annotated[
+    dict[str, Annotated[str, msgspec.Meta(max_length=1024)]], msgspec.Meta(max_length=64)
+]
+"""The versions of the programs that wrote a document, by the name of the program, and
+who ran them: `script`, `host` and `user`.
+"""
 MAX_TEXT = 16384  # characters in the name of an item or alias
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT)]
 
 
 def origin(writer: Writer) -> str:
-    """Return who has written a document, like "train.py on node1 as alice", or "" for a document of a version that did not say."""
+    """Return who has written a document, like "train.py on node1 as alice", or "" for a
+    document of a version that did not say.
+    """
     if "host" not in writer:
         return ""
-    said = f"{writer.get('script') or 'an interactive session'} on {writer['host']} as {writer.get('user', '')}"
+    said = (
+        f"{writer.get('script') or 'an interactive session'} on {writer['host']} "
+        f"as "
+        f"{writer.get('user', '')}"
+    )
     return said if said.isprintable() else ascii(said)  # it comes from a file, and goes into a log
 
 
 def element_size(dtype: str) -> int:
-    """Return the size of one element in bytes, or 0 if the name of the dtype does not tell it.
+    """Return the size of one element in bytes, or 0 if the name of the dtype does not
+    tell it.
 
-    The name of a dtype that ITEM_SIZES does not list ends in its size, as in "bcomplex32/4".
+    The name of a dtype that ITEM_SIZES does not list ends in its size, as in
+    "bcomplex32/4".
     """
     if size := ITEM_SIZES.get(dtype):
         return size
@@ -80,7 +113,10 @@ def element_size(dtype: str) -> int:
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A range of the packed slot whose items all have elements of one size. All three values are in bytes."""
+    """A range of the packed slot whose items all have elements of one size.
+
+    All three values are in bytes.
+    """
 
     offset: Size
     length: Size
@@ -88,16 +124,16 @@ class Region(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One tensor shard, as in DCP's `WriteItem`, and the place of its bytes in the packed slot. A blob is an item, too.
+    """One tensor shard, as in DCP's `WriteItem`, and the place of its bytes in the
+    packed slot. A blob is an item, too.
 
-    fqn: the fully qualified name in the state.
-    dtype: the name of the dtype in torch, or BLOB. `element_size` explains the names of dtypes that ITEM_SIZES does not list.
-    size: the size of the whole tensor, in elements.
-    offsets, sizes: the place of the shard in the tensor, in elements.
-    stride: the strides of the shard in the slot, in elements, or None if it is contiguous in C order.
-    offset: the offset of its first byte in the packed slot, in bytes.
-    device: the type of the device that it was copied from, such as "cuda".
-    requires_grad: as in torch.
+    fqn: the fully qualified name in the state. dtype: the name of the dtype in torch,
+    or BLOB. `element_size` explains the names of dtypes that ITEM_SIZES does not list.
+    size: the size of the whole tensor, in elements. offsets, sizes: the place of the
+    shard in the tensor, in elements. stride: the strides of the shard in the slot, in
+    elements, or None if it is contiguous in C order. offset: the offset of its first
+    byte in the packed slot, in bytes. device: the type of the device that it was copied
+    from, such as "cuda". requires_grad: as in torch.
     """
 
     fqn: Text
@@ -116,7 +152,10 @@ class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Alias(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A tensor that shares the storage of the item named `base`. `offset` is in bytes from the first byte of that item."""
+    """A tensor that shares the storage of the item named `base`.
+
+    `offset` is in bytes from the first byte of that item.
+    """
 
     fqn: Text
     base: Text
@@ -129,10 +168,12 @@ class Alias(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Described(TypedDict, total=False):
-    """The entry of one tensor in the metadata of DCP, or of one blob, which has neither size nor shards.
+    """The entry of one tensor in the metadata of DCP, or of one blob, which has neither
+    size nor shards.
 
-    chunks: [offsets, sizes] of each of its shards. ranks: the rank that stores each of them; left out if that is always rank 0. A tensor
-    that is divided by a rule has `rule` instead of both.
+    chunks: [offsets, sizes] of each of its shards. ranks: the rank that stores each of
+    them; left out if that is always rank 0. A tensor that is divided by a rule has
+    `rule` instead of both.
     """
 
     dtype: Text
@@ -163,22 +204,31 @@ class Plan(msgspec.Struct, frozen=True):
     def decode(cls, data: bytes | memoryview) -> Plan:
         """Return the plan in a plan document.
 
-        Raises IntegrityError if the document is not a consistent plan. Raises NewerFormat if it has a newer version or an unknown dtype.
+        Raises IntegrityError if the document is not a consistent plan. Raises
+        NewerFormat if it has a newer version or an unknown dtype.
         """
         check_msgpack(data, "plan document")
         with paused_collector():
             try:
                 plan = _DECODER.decode(data)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise IntegrityError(f"plan document cannot be read: {error}{_culprit(data)}") from None
+                raise IntegrityError(
+                    f"plan document cannot be read: {error}{_culprit(data)}"
+                ) from None
             if plan.version > PLAN_VERSION:
-                raise NewerFormat(f"plan document has version {plan.version}; this ckptd reads up to {PLAN_VERSION}: upgrade it")
+                raise NewerFormat(
+                    f"plan document has version {plan.version}; this ckptd reads up to "
+                    f"{PLAN_VERSION}: upgrade it"
+                )
             plan._check()
         return plan
 
     @property
     def data_length(self) -> int:
-        """The end of the last region, in bytes from the start of the packed slot. The values region starts there or later."""
+        """The end of the last region, in bytes from the start of the packed slot.
+
+        The values region starts there or later.
+        """
         return max((r.offset + r.length for r in self.regions), default=0)
 
     def _check(self) -> None:
@@ -186,10 +236,15 @@ class Plan(msgspec.Struct, frozen=True):
         widths = [region.element_size for region in self.regions]
         if widths != [width for width in ELEMENT_SIZES if width in widths]:
             raise IntegrityError(
-                f"plan document has regions with element sizes {widths[:8]}; expected some of {ELEMENT_SIZES}, in this order"
+                f"plan document has regions with element sizes {widths[:8]}; expected some of "
+                f"{ELEMENT_SIZES}, in this order"
             )
         for region in self.regions:
-            if region.offset % REGION_ALIGN or region.offset < end or region.length % region.element_size:
+            if (
+                region.offset % REGION_ALIGN
+                or region.offset < end
+                or region.length % region.element_size
+            ):
                 raise IntegrityError(f"plan document: region at {region.offset} is misplaced")
             end = region.offset + region.length
         seen: set[str] = set()
@@ -200,11 +255,19 @@ class Plan(msgspec.Struct, frozen=True):
         for item in sorted(self.items, key=attrgetter("offset")):
             width, size, sizes, offset = width_of[item.dtype], item.size, item.sizes, item.offset
             if not width:
-                raise NewerFormat(f"item {item.fqn!r} has the unknown dtype {item.dtype!r}: read it with a newer ckptd")
+                raise NewerFormat(
+                    f"item {item.fqn!r} has the unknown dtype {item.dtype!r}: read it with a "
+                    f"newer ckptd"
+                )
             check_elements(item.fqn, size)
             if not len(size) == len(item.offsets) == len(sizes):
-                raise IntegrityError(f"item {item.fqn!r}: its size, offsets and sizes must have the same number of dimensions")
-            if (size != sizes or any(item.offsets)) and any(o + s > t for o, s, t in zip(item.offsets, sizes, size, strict=True)):
+                raise IntegrityError(
+                    f"item {item.fqn!r}: its size, offsets and sizes must have the same number of "
+                    f"dimensions"
+                )
+            if (size != sizes or any(item.offsets)) and any(
+                o + s > t for o, s, t in zip(item.offsets, sizes, size, strict=True)
+            ):
                 raise IntegrityError(f"item {item.fqn!r}: its shard lies outside the tensor")
             if item.stride is not None and not is_dense(sizes, item.stride):
                 raise IntegrityError(f"item {item.fqn!r}: its strides do not cover its bytes")
@@ -221,10 +284,14 @@ class Plan(msgspec.Struct, frozen=True):
                 or end > current.offset + current.length
                 or width != current.element_size
             ):
-                raise IntegrityError(f"item {item.fqn!r} lies outside its region or overlaps another item")
+                raise IntegrityError(
+                    f"item {item.fqn!r} lies outside its region or overlaps another item"
+                )
             position = end
         bases = {item.fqn: item for item in self.items}
-        for name in [i.fqn for i in self.items if not any(i.offsets)] + [a.fqn for a in self.aliases]:
+        for name in [i.fqn for i in self.items if not any(i.offsets)] + [
+            a.fqn for a in self.aliases
+        ]:
             if name in seen:
                 raise IntegrityError(f"plan document names {name!r} twice")
             seen.add(name)
@@ -232,19 +299,33 @@ class Plan(msgspec.Struct, frozen=True):
         for alias in self.aliases:
             width = element_size(alias.dtype)
             if not width:
-                raise NewerFormat(f"alias {alias.fqn!r} has the unknown dtype {alias.dtype!r}: read it with a newer ckptd")
+                raise NewerFormat(
+                    f"alias {alias.fqn!r} has the unknown dtype {alias.dtype!r}: read it with a "
+                    f"newer ckptd"
+                )
             check_elements(alias.fqn, alias.size)
             base = bases.get(alias.base)
-            if base is None or base.dtype == BLOB or several[alias.base] > 1 or len(alias.size) != len(alias.stride):
+            if (
+                base is None
+                or base.dtype == BLOB
+                or several[alias.base] > 1
+                or len(alias.size) != len(alias.stride)
+            ):
                 raise IntegrityError(f"alias {alias.fqn!r} has an impossible base, dtype or stride")
-            extent = 0 if 0 in alias.size else 1 + sum((n - 1) * s for n, s in zip(alias.size, alias.stride, strict=True))
+            extent = (
+                0
+                if 0 in alias.size
+                else 1 + sum((n - 1) * s for n, s in zip(alias.size, alias.stride, strict=True))
+            )
             if alias.offset + extent * width > base.length or alias.offset % width:
                 raise IntegrityError(f"alias {alias.fqn!r} reaches beyond its base {alias.base!r}")
 
 
 _DECODER = msgspec.msgpack.Decoder(Plan)
 _MOST_SEARCHED = 4 << 20
-"""The most bytes of a plan document in which the tensor is looked for that an error is about."""
+"""The most bytes of a plan document in which the tensor is looked for that an error is
+about.
+"""
 
 
 class _Loose(msgspec.Struct):
@@ -261,7 +342,9 @@ _DESCRIBED_DECODER = msgspec.msgpack.Decoder(Described)
 
 
 def _culprit(data: bytes | memoryview) -> str:
-    """Return words that name the tensor which a plan document describes wrongly, or "" if none can be named."""
+    """Return words that name the tensor which a plan document describes wrongly, or ""
+    if none can be named.
+    """
     try:
         loose = _LOOSE_DECODER.decode(data if len(data) <= _MOST_SEARCHED else b"")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -292,13 +375,20 @@ def _name_of(place: str | msgspec.Raw) -> str:
 
 
 def check_elements(name: str, size: tuple[int, ...]) -> None:
-    """Raise IntegrityError if the dimensions of a tensor, without those of size 0, have a product of MOST_ELEMENTS or more."""
+    """Raise IntegrityError if the dimensions of a tensor, without those of size 0, have
+    a product of MOST_ELEMENTS or more.
+    """
     if (math.prod(size) or math.prod(filter(None, size))) >= MOST_ELEMENTS:
-        raise IntegrityError(f"{name!r} has the size {list(size)}; expected fewer than 2^62 elements")
+        raise IntegrityError(
+            f"{name!r} has the size {list(size)}; expected fewer than 2^62 elements"
+        )
 
 
 def c_order(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a shard of these sizes in C order, in elements. As in torch, a dimension of size 0 counts as one of size 1."""
+    """Return the strides of a shard of these sizes in C order, in elements.
+
+    As in torch, a dimension of size 0 counts as one of size 1.
+    """
     strides, step = [], 1
     for size in reversed(sizes):
         strides.append(step)
@@ -307,9 +397,11 @@ def c_order(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_dense(sizes: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return True if elements at these strides fill a range of memory without gap or overlap, as in C order or a permutation of it.
+    """Return True if elements at these strides fill a range of memory without gap or
+    overlap, as in C order or a permutation of it.
 
-    A shard without elements counts as dense. Return False if the number of strides is not that of the sizes.
+    A shard without elements counts as dense. Return False if the number of strides is
+    not that of the sizes.
     """
     if len(sizes) != len(stride):
         return False
@@ -326,17 +418,25 @@ def align_region(offset: int) -> int:
 
 
 def signature(plan_document: bytes | memoryview) -> bytes:
-    """Return the signature of a plan document: its sha256, 32 bytes. Signatures are equal if and only if the plan documents are."""
+    """Return the signature of a plan document: its sha256, 32 bytes.
+
+    Signatures are equal if and only if the plan documents are.
+    """
     return hashlib.sha256(plan_document).digest()
 
 
 def with_values(regions: list[Region], values: tuple[int, int]) -> list[Region]:
-    """Return all regions of a packed slot: those of the plan, then the values document, whose offset and length `values` holds."""
+    """Return all regions of a packed slot: those of the plan, then the values document,
+    whose offset and length `values` holds.
+    """
     return [*regions, Region(values[0], values[1], VALUES_ELEMENT_SIZE)]
 
 
 class ChunkRange(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One chunk of the packed slot before it is encoded: a range inside one region. All three values are in bytes."""
+    """One chunk of the packed slot before it is encoded: a range inside one region.
+
+    All three values are in bytes.
+    """
 
     offset: int
     length: int
@@ -344,19 +444,30 @@ class ChunkRange(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def chunk_ranges(regions: list[Region], chunk_size: int) -> list[ChunkRange]:
-    """Return the chunks of a packed slot, in order. Together they cover every region exactly once.
+    """Return the chunks of a packed slot, in order.
 
-    Raises IntegrityError, before any chunk is made, if there would be more than MAX_CHUNKS.
+    Together they cover every region exactly once.
+
+    Raises IntegrityError, before any chunk is made, if there would be more than
+    MAX_CHUNKS.
     """
     if (count := sum(-(-region.length // chunk_size) for region in regions)) > MAX_CHUNKS:
-        raise IntegrityError(f"the packed slot would have {count:,d} chunks of {chunk_size} bytes; a part has at most {MAX_CHUNKS:,d}")
+        raise IntegrityError(
+            f"the packed slot would have {count:,d} chunks of {chunk_size} bytes; a part has at "
+            f"most {MAX_CHUNKS:,d}"
+        )
     return [
-        ChunkRange(start, min(chunk_size, region.offset + region.length - start), region.element_size)
+        ChunkRange(
+            start, min(chunk_size, region.offset + region.length - start), region.element_size
+        )
         for region in regions
         for start in range(region.offset, region.offset + region.length, chunk_size)
     ]
 
 
 def most_chunks(capacity: int, chunk_size: int) -> int:
-    """Return an upper bound for the number of chunks in a slot of `capacity` bytes. It allows for a short last chunk in every region."""
+    """Return an upper bound for the number of chunks in a slot of `capacity` bytes.
+
+    It allows for a short last chunk in every region.
+    """
     return -(-capacity // chunk_size) + 8

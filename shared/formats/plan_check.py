@@ -1,7 +1,9 @@
-"""Checks the plans of a snapshot together: every tensor is whole, and the metadata describe what the parts hold (FORMAT.md, section 3).
+"""Checks the plans of a snapshot together: every tensor is whole, and the metadata
+describe what the parts hold (FORMAT.md, section 3).
 
-A plan that is sound by itself may still have a hole in a tensor, contradict the plan of another rank, or lack what the metadata promise. A
-reader would refuse such a checkpoint. This module does no I/O.
+A plan that is sound by itself may still have a hole in a tensor, contradict the plan of
+another rank, or lack what the metadata promise. A reader would refuse such a
+checkpoint. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ from ckptd.shared.system.collector import paused_collector
 
 @paused_collector()
 def check_plans(plans: Mapping[int, Plan], world_size: int) -> frozenset[str] | None:
-    """Check the plans of the ranks of one node, given by rank. Return the names that a values document may use.
+    """Check the plans of the ranks of one node, given by rank.
 
-    world_size: the number of ranks of the job. If it has more ranks than `plans`, whole tensors can only be checked by the metadata, and
-    without rank 0 not at all. The names are then None.
+    Return the names that a values document may use.
+
+    world_size: the number of ranks of the job. If it has more ranks than `plans`, whole
+    tensors can only be checked by the metadata, and without rank 0 not at all. The
+    names are then None.
 
     Raises IntegrityError, naming the tensor, if a reader would refuse the snapshot.
     """
@@ -33,15 +38,26 @@ def check_plans(plans: Mapping[int, Plan], world_size: int) -> frozenset[str] | 
     for rank, plan in sorted(plans.items()):
         stored.add(plan, rank)
     if len(plans) == world_size:
-        check_all({name: (size, set(boxes)) for name, (dtype, size, boxes) in stored.items.items() if dtype != BLOB})  # type: ignore[arg-type]
-    names = frozenset(name for name in (*stored.items, *stored.aliases) if not name.startswith(HIDDEN))
+        check_all(
+            {
+                name: (size, set(boxes))  # type: ignore[arg-type]
+                for name, (dtype, size, boxes) in stored.items.items()
+                if dtype != BLOB
+            }
+        )
+    names = frozenset(
+        name for name in (*stored.items, *stored.aliases) if not name.startswith(HIDDEN)
+    )
     first = plans.get(0)
     if first is None:
         return names if len(plans) == world_size else None
     described = first.metadata or {}
     if missing := sorted(names - described.keys()):
         lack = "do not describe" if described else "are missing: they must describe"
-        raise IntegrityError(f"the metadata in the plan of rank 0 {lack} {missing[0]!r}, which rank {stored.a_rank_of(missing[0])} stores")
+        raise IntegrityError(
+            f"the metadata in the plan of rank 0 {lack} {missing[0]!r}, which rank "
+            f"{stored.a_rank_of(missing[0])} stores"
+        )
     _Metadata(first, world_size).check(stored, plans)
     return names | described.keys()
 
@@ -52,8 +68,8 @@ Boxes = dict[Box | None, list[int]]
 class _Stored:
     """Collects the tensors of all parts.
 
-    `items` and `aliases` have, for each name, its dtype, its size, and the ranks that store each of
-    its shards. The place of a blob is None.
+    `items` and `aliases` have, for each name, its dtype, its size, and the ranks that
+    store each of its shards. The place of a blob is None.
     """
 
     def __init__(self) -> None:
@@ -64,23 +80,49 @@ class _Stored:
         for item in plan.items:
             name, dtype, size = item.fqn, item.dtype, item.size
             if dtype == BLOB and (len(size) != 1 or item.sizes != size or any(item.offsets)):
-                raise IntegrityError(f"{name!r} is a value of the size {list(size)} at {list(item.offsets)}; expected one dimension, at 0")
-            self._put(self.items, name, dtype, size, None if dtype == BLOB else (item.offsets, item.sizes), rank)
+                raise IntegrityError(
+                    f"{name!r} is a value of the size {list(size)} at {list(item.offsets)}; "
+                    f"expected one dimension, at 0"
+                )
+            self._put(
+                self.items,
+                name,
+                dtype,
+                size,
+                None if dtype == BLOB else (item.offsets, item.sizes),
+                rank,
+            )
         for alias in plan.aliases:
             if alias.fqn.startswith(HIDDEN):
                 raise IntegrityError(f"the alias {alias.fqn!r} has the name of a hidden item")
-            self._put(self.aliases, alias.fqn, alias.dtype, alias.size, ((0,) * len(alias.size), alias.size), rank)
+            self._put(
+                self.aliases,
+                alias.fqn,
+                alias.dtype,
+                alias.size,
+                ((0,) * len(alias.size), alias.size),
+                rank,
+            )
         if plan.aliases and (both := self.items.keys() & self.aliases.keys()):
             raise IntegrityError(f"{min(both)!r} is an item and an alias at once")
 
     @staticmethod
-    def _put(into: dict[str, tuple[str, Shape, Boxes]], name: str, dtype: str, size: Shape, box: Box | None, rank: int) -> None:
+    def _put(
+        into: dict[str, tuple[str, Shape, Boxes]],
+        name: str,
+        dtype: str,
+        size: Shape,
+        box: Box | None,
+        rank: int,
+    ) -> None:
         known = into.get(name)
         if known is None:
             into[name] = dtype, size, {box: [rank]}
             return
         if known[0] != dtype:
-            raise IntegrityError(f"{name!r} has two dtypes: {known[0]}, and {dtype} in the plan of rank {rank}")
+            raise IntegrityError(
+                f"{name!r} has two dtypes: {known[0]}, and {dtype} in the plan of rank {rank}"
+            )
         if known[1] != size and dtype != BLOB:
             raise two_sizes(name, known[1], size)
         known[2].setdefault(box, []).append(rank)
@@ -96,7 +138,9 @@ class _Stored:
 
 
 _MOST_SPREAD = 1 << 18
-"""The most shards of a job of several nodes that are checked for holes and overlaps by the metadata. More would take many seconds."""
+"""The most shards of a job of several nodes that are checked for holes and overlaps by
+the metadata. More would take many seconds.
+"""
 _BYTES_OF_A_PART = 512
 """The most bytes of the entry of a part in a manifest."""
 _USUAL = ({"dtype", "size", "chunks"}, {"dtype", "size", "chunks", "ranks"})
@@ -116,31 +160,48 @@ class _Metadata:
         self._names_ranks = world_size == 1 or not self._is_of_earlier_version()
 
     def _is_of_earlier_version(self) -> bool:
-        """Return True if the metadata name no rank, as those of earlier versions, and no reader will need the ranks.
+        """Return True if the metadata name no rank, as those of earlier versions, and
+        no reader will need the ranks.
 
-        Readers need them if the metadata become an object beside the manifest, because they are large.
+        Readers need them if the metadata become an object beside the manifest, because
+        they are large.
         """
         if any("ranks" in entry or "rule" in entry for entry in self._entries.values()):
             return False
-        return len(msgspec.json.encode(self._entries)) + _BYTES_OF_A_PART * (self._world_size + 64) <= MOST_INLINE
+        return (
+            len(msgspec.json.encode(self._entries)) + _BYTES_OF_A_PART * (self._world_size + 64)
+            <= MOST_INLINE
+        )
 
     def check(self, stored: _Stored, plans: Mapping[int, Plan]) -> None:
-        """Raise IntegrityError for the first entry that does not describe what these ranks hold."""
+        """Raise IntegrityError for the first entry that does not describe what these
+        ranks hold.
+        """
         self._coordinates = [
-            {rank: at for rank, at in zip(mesh.all_ranks(), mesh.coordinates(), strict=True) if rank in plans} for mesh in self._meshes
+            {
+                rank: at
+                for rank, at in zip(mesh.all_ranks(), mesh.coordinates(), strict=True)
+                if rank in plans
+            }
+            for mesh in self._meshes
         ]
         spread: dict[str, tuple[Shape, set[Box]]] = {}
         for name, entry in self._entries.items():
             if name.startswith(HIDDEN):
-                raise IntegrityError(f"the metadata describe {name!r}, which is the name of a hidden item")
+                raise IntegrityError(
+                    f"the metadata describe {name!r}, which is the name of a hidden item"
+                )
             if self._is_usual(entry, stored.items.get(name)):
                 continue
             check_entry(name, entry, self._meshes, self._world_size)
             size = tuple(entry.get("size", ()))
             found = stored.get(name)
-            if found is not None and (found[0] != entry["dtype"] or (found[0] != BLOB and found[1] != size)):
+            if found is not None and (
+                found[0] != entry["dtype"] or (found[0] != BLOB and found[1] != size)
+            ):
                 raise IntegrityError(
-                    f"the metadata say that {name!r} has the dtype {entry['dtype']} and the size {list(size)}; rank "
+                    f"the metadata say that {name!r} has the dtype {entry['dtype']} and the size "
+                    f"{list(size)}; rank "
                     f"{stored.a_rank_of(name)} stores it as {found[0]} of the size {list(found[1])}"
                 )
             there: Mapping[Box | None, list[int]] = {} if found is None else found[2]
@@ -153,11 +214,15 @@ class _Metadata:
                     continue
                 if rank in plans and rank not in there.get(box, ()):
                     raise IntegrityError(
-                        f"the metadata say that rank {rank} stores {_shown(name, box)}; the plan of that rank has no such item"
+                        f"the metadata say that rank {rank} stores {_shown(name, box)}; the plan "
+                        f"of that rank has no such item"
                     )
             for box, ranks in there.items():
                 if box not in places and not _is_left_out(box, size):
-                    raise IntegrityError(f"rank {ranks[0]} stores {_shown(name, box)}, which the metadata do not describe")
+                    raise IntegrityError(
+                        f"rank {ranks[0]} stores {_shown(name, box)}, which the metadata do not "
+                        f"describe"
+                    )
             if len(plans) < self._world_size and "chunks" in entry:
                 spread[name] = size, places
         if sum(len(places) for _, places in spread.values()) <= _MOST_SPREAD:
@@ -165,17 +230,29 @@ class _Metadata:
 
     @staticmethod
     def _is_usual(entry: Described, found: tuple[str, Shape, Boxes] | None) -> bool:
-        """Return True for a sound entry of a tensor that one rank of this node stores whole, as most entries are."""
-        if found is None or entry.keys() not in _USUAL or len(chunks := entry["chunks"]) != 1 or len(found[2]) != 1:
+        """Return True for a sound entry of a tensor that one rank of this node stores
+        whole, as most entries are.
+        """
+        if (
+            found is None
+            or entry.keys() not in _USUAL
+            or len(chunks := entry["chunks"]) != 1
+            or len(found[2]) != 1
+        ):
             return False
         size, ranks = tuple(entry["size"]), entry.get("ranks", _FIRST)
         box = (tuple(chunks[0][0]), tuple(chunks[0][1]))
-        return (entry["dtype"], size, size) == (found[0], found[1], box[1]) and len(ranks) == 1 and ranks[0] in found[2].get(box, ())
+        return (
+            (entry["dtype"], size, size) == (found[0], found[1], box[1])
+            and len(ranks) == 1
+            and ranks[0] in found[2].get(box, ())
+        )
 
     def _places(self, entry: Described) -> Iterator[tuple[Place | None, int]]:
         """Yield the place of each shard, and its rank.
 
-        Of a tensor that is divided by a rule, yield only the shards of the ranks of this node.
+        Of a tensor that is divided by a rule, yield only the shards of the ranks of
+        this node.
         """
         if "rule" not in entry:
             yield from stored_places(entry, self._meshes)
@@ -189,7 +266,9 @@ class _Metadata:
 
 
 def _is_left_out(box: Box | None, size: Shape) -> bool:
-    """Return True for a shard without elements of a tensor that has some: such a shard need not be stored."""
+    """Return True for a shard without elements of a tensor that has some: such a shard
+    need not be stored.
+    """
     return box is not None and 0 in box[1] and 0 not in size
 
 

@@ -1,7 +1,10 @@
-"""Receipts, by which nodes report their durable parts, and abandonments, which end a try without a checkpoint (FORMAT.md, section 11).
+"""Receipts, by which nodes report their durable parts, and abandonments, which end a
+try without a checkpoint (FORMAT.md, section 11).
 
-A step of several nodes is committed when the receipts of all nodes are there and agree. The manifest is then published. If a node reports a
-failure, or does not report in time, an abandonment is published under the name of the manifest, so that there is only one outcome.
+A step of several nodes is committed when the receipts of all nodes are there and agree.
+The manifest is then published. If a node reports a failure, or does not report in time,
+an abandonment is published under the name of the manifest, so that there is only one
+outcome.
 """
 
 from __future__ import annotations
@@ -32,10 +35,12 @@ Code = Annotated[str, msgspec.Meta(max_length=64)]
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """The report of one node on one try of one step.
 
-    tag: the name of the directory of the try. node: the share of the node. host: the name of the node, for messages. world_size: the ranks
-    of the job. global_plan: the digest of the plan of all ranks, in hexadecimal digits; "" if the save has failed. parts: one entry for
-    each rank of the node, in their order; empty if the save has failed. code, reason: why the node has no parts, or "". replicas: digests
-    of the tensors that ranks of the node share with other ranks.
+    tag: the name of the directory of the try. node: the share of the node. host: the
+    name of the node, for messages. world_size: the ranks of the job. global_plan: the
+    digest of the plan of all ranks, in hexadecimal digits; "" if the save has failed.
+    parts: one entry for each rank of the node, in their order; empty if the save has
+    failed. code, reason: why the node has no parts, or "". replicas: digests of the
+    tensors that ranks of the node share with other ranks.
     """
 
     format: str = "ckptd-receipt"
@@ -55,7 +60,11 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, data: bytes) -> Receipt:
-        """Return the receipt in `data`. Raises IntegrityError if it is damaged or inconsistent, NewerFormat if a newer ckptd wrote it."""
+        """Return the receipt in `data`.
+
+        Raises IntegrityError if it is damaged or inconsistent, NewerFormat if a newer
+        ckptd wrote it.
+        """
         receipt = _decoded(data, _RECEIPT_DECODER, "receipt", "ckptd-receipt")
         if problem := receipt.node.problem(receipt.node.ranks[0], receipt.world_size):
             raise IntegrityError(f"receipt names a node that cannot be: {problem}")
@@ -64,17 +73,28 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         for part in receipt.parts:
             parsed = parse_part_file(part.file)
             if parsed is None or parsed[0] != part.rank:
-                raise IntegrityError(f"receipt names {part.file!r}, which is not the name of a part of rank {part.rank}")
+                raise IntegrityError(
+                    f"receipt names {part.file!r}, which is not the name of a part of rank "
+                    f"{part.rank}"
+                )
         return receipt
 
     @property
     def who(self) -> str:
         """The ranks and the node, for messages: "ranks 2, 3 on node2"."""
-        return f"{'rank' if len(self.node.ranks) == 1 else 'ranks'} {some_text(self.node.ranks)} on {self.host}"
+        return (
+            f"{'rank' if len(self.node.ranks) == 1 else 'ranks'} {some_text(self.node.ranks)} "
+            f"on "
+            f"{self.host}"
+        )
 
 
 class Abandonment(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a try without a checkpoint. It lies under the name of the manifest. tag: the directory of the try. code, reason: why."""
+    """The end of a try without a checkpoint.
+
+    It lies under the name of the manifest. tag: the directory of the try. code, reason:
+    why.
+    """
 
     format: str = "ckptd-abandonment"
     version: int = VERSION
@@ -87,19 +107,26 @@ class Abandonment(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, data: bytes) -> Abandonment:
-        """Return the abandonment in `data`. Raises IntegrityError if it is damaged, NewerFormat if a newer ckptd wrote it."""
+        """Return the abandonment in `data`.
+
+        Raises IntegrityError if it is damaged, NewerFormat if a newer ckptd wrote it.
+        """
         return _decoded(data, _ABANDONMENT_DECODER, "abandonment", "ckptd-abandonment")
 
 
 DELETED = "deleted"
-"""The code of an abandonment that has taken the place of the manifest of a deleted checkpoint."""
+"""The code of an abandonment that has taken the place of the manifest of a deleted
+checkpoint.
+"""
 _HEAD = b'{\n"format": "ckptd-abandonment",\n'
 HEAD = len(_HEAD)
 """The number of bytes by which an abandonment is known."""
 
 
 def is_abandonment(data: bytes) -> bool:
-    """Return True if these are the bytes, or the first `HEAD` bytes, of an abandonment and of no manifest. It may be damaged."""
+    """Return True if these are the bytes, or the first `HEAD` bytes, of an abandonment
+    and of no manifest. It may be damaged.
+    """
     return data.startswith(_HEAD)
 
 
@@ -113,7 +140,9 @@ def encode(document: Receipt | Abandonment) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class CommitTry:
-    """All nodes have delivered: the checkpoint has these parts, in the order of the ranks. `first` is the receipt of rank 0's node."""
+    """All nodes have delivered: the checkpoint has these parts, in the order of the
+    ranks. `first` is the receipt of rank 0's node.
+    """
 
     first: Receipt
     parts: list[PartEntry]
@@ -127,27 +156,42 @@ class AbandonTry:
     reason: str
 
 
-def decide(receipts: Sequence[Receipt], world_size: int, *, late: bool) -> CommitTry | AbandonTry | None:
-    """Return the outcome of a try by its receipts, or None while a node may still deliver.
+def decide(
+    receipts: Sequence[Receipt], world_size: int, *, late: bool
+) -> CommitTry | AbandonTry | None:
+    """Return the outcome of a try by its receipts, or None while a node may still
+    deliver.
 
-    late: True if the wait for receipts is over. The save fails if receipts differ in the identity
-    of their attempt or in their plan, because their ranks did not save the same state, and their
-    parts must never be joined. It also fails if ranks of different nodes hold different copies of a
-    tensor that they share.
+    late: True if the wait for receipts is over. The save fails if receipts differ in
+    the identity of their attempt or in their plan, because their ranks did not save the
+    same state, and their parts must never be joined. It also fails if ranks of
+    different nodes hold different copies of a tensor that they share.
     """
     for receipt in receipts:
         if receipt.code:
             return AbandonTry(receipt.code, receipt.reason)
     for one, other in itertools.pairwise(receipts):
         if one.node.claim != other.node.claim:
-            return AbandonTry("fenced", f"{one.who} and {other.who} are of two runs that hold the same attempt number: start the job again")
+            return AbandonTry(
+                "fenced",
+                f"{one.who} and {other.who} are of two runs that hold the same attempt number: "
+                f"start the job again",
+            )
         if (one.attempt, one.step, one.world_size) != (other.attempt, other.step, other.world_size):
-            return AbandonTry("snapshot-failed", f"{one.who} and {other.who} have saved steps {one.step} and {other.step} under one tag")
+            return AbandonTry(
+                "snapshot-failed",
+                f"{one.who} and {other.who} have saved steps {one.step} and {other.step} under "
+                f"one tag",
+            )
         if one.global_plan != other.global_plan:
-            return AbandonTry("snapshot-failed", f"{one.who} and {other.who} have saved different plans")
+            return AbandonTry(
+                "snapshot-failed", f"{one.who} and {other.who} have saved different plans"
+            )
     if differences := compare_nodes(receipt.replicas for receipt in receipts):
         return AbandonTry("snapshot-failed", sentence(receipts[0].step, differences))
-    parts = sorted((part for receipt in receipts for part in receipt.parts), key=lambda part: part.rank)
+    parts = sorted(
+        (part for receipt in receipts for part in receipt.parts), key=lambda part: part.rank
+    )
     here = [part.rank for part in parts]
     if here == list(range(world_size)):
         return CommitTry(next(receipt for receipt in receipts if receipt.node.leads), parts)
@@ -156,8 +200,16 @@ def decide(receipts: Sequence[Receipt], world_size: int, *, late: bool) -> Commi
     if not late:
         return None
     missing = sorted(set(range(world_size)).difference(here))
-    delivered = f"delivered: {some_text([receipt.who for receipt in receipts])}" if receipts else "no node has delivered"
-    return AbandonTry("snapshot-failed", f"{'rank' if len(missing) == 1 else 'ranks'} {some_text(missing)} did not deliver ({delivered})")
+    delivered = (
+        f"delivered: {some_text([receipt.who for receipt in receipts])}"
+        if receipts
+        else "no node has delivered"
+    )
+    return AbandonTry(
+        "snapshot-failed",
+        f"{'rank' if len(missing) == 1 else 'ranks'} {some_text(missing)} did not deliver "
+        f"({delivered})",
+    )
 
 
 T = TypeVar("T", Receipt, Abandonment)
@@ -165,7 +217,9 @@ T = TypeVar("T", Receipt, Abandonment)
 
 def _decoded(data: bytes, decoder: msgspec.json.Decoder[T], called: str, expected: str) -> T:
     if len(data) > MAX_RECEIPT:
-        raise IntegrityError(f"{called} has more than {MAX_RECEIPT:,d} bytes; no ckptd writes one of this size")
+        raise IntegrityError(
+            f"{called} has more than {MAX_RECEIPT:,d} bytes; no ckptd writes one of this size"
+        )
     sealed_json.check(data, called)
     try:
         document = decoder.decode(data)
@@ -174,7 +228,9 @@ def _decoded(data: bytes, decoder: msgspec.json.Decoder[T], called: str, expecte
     if document.format != expected:
         raise IntegrityError(f"{called} has the format {document.format!r}; expected {expected!r}")
     if document.version > VERSION:
-        raise NewerFormat(f"{called} was written by a newer ckptd (version {document.version}): upgrade this one")
+        raise NewerFormat(
+            f"{called} was written by a newer ckptd (version {document.version}): upgrade this one"
+        )
     return document
 
 

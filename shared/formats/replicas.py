@@ -1,9 +1,10 @@
-"""Compares ranks that hold the same tensors by digests, at every snapshot (FORMAT.md, section 3).
+"""Compares ranks that hold the same tensors by digests, at every snapshot (FORMAT.md,
+section 3).
 
-A replica group is a set of ranks that hold the same shards of the same tensors, so that only one
-rank stores each shard. Every rank of a group puts digests of these tensors into its request
-document. A daemon that has read the documents of several ranks compares the digests. This module
-does no I/O.
+A replica group is a set of ranks that hold the same shards of the same tensors, so that
+only one rank stores each shard. Every rank of a group puts digests of these tensors
+into its request document. A daemon that has read the documents of several ranks
+compares the digests. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ DIGEST = 4
 """The bytes of the name of a group, and of one digest."""
 MOST_GROUPS = 1024
 MOST_DIGESTS = 1024
-"""The most digests of one rank, over all its groups. A group of more tensors has one digest for several of them."""
+"""The most digests of one rank, over all its groups. A group of more tensors has one
+digest for several of them.
+"""
 MOST_KEYS = 256 << 10
 """The most bytes of the keys of one group, before they are compressed."""
 
@@ -29,12 +32,12 @@ MOST_KEYS = 256 << 10
 class ReplicaDigests(msgspec.Struct, frozen=True, array_like=True):
     """The digests of the tensors of one rank in one replica group.
 
-    group: the name of the group. It depends on the bytes that were digested, so that digests under
-        different names must not be compared.
+    group: the name of the group. It depends on the bytes that were digested, so that
+        digests under different names must not be compared.
     digests: DIGEST bytes for each run of `each` tensors, in the order of their keys.
     each: the number of tensors of a run. The last run may have fewer.
-    keys: the first key of each run, as `encode_keys` encodes them. Empty on all ranks of a node but
-        the lowest one of the group.
+    keys: the first key of each run, as `encode_keys` encodes them. Empty on all ranks
+        of a node but the lowest one of the group.
     """
 
     group: Annotated[bytes, msgspec.Meta(min_length=GROUP, max_length=GROUP)]
@@ -51,7 +54,9 @@ Replicas = Annotated[list[ReplicaDigests], msgspec.Meta(max_length=MOST_GROUPS)]
 
 
 def encode_keys(keys: Sequence[str]) -> bytes:
-    """Return the keys as a compressed list, or b"" if they are longer than readers accept."""
+    """Return the keys as a compressed list, or b"" if they are longer than readers
+    accept.
+    """
     packed = msgspec.msgpack.encode(list(keys))
     return zstandard.compress(packed, 1) if len(packed) <= MOST_KEYS else b""
 
@@ -62,7 +67,11 @@ def decode_keys(data: bytes) -> list[str]:
     Digests can be compared without keys.
     """
     try:
-        return _KEYS.decode(zstandard.ZstdDecompressor().decompress(data, max_output_size=MOST_KEYS)) if data else []
+        return (
+            _KEYS.decode(zstandard.ZstdDecompressor().decompress(data, max_output_size=MOST_KEYS))
+            if data
+            else []
+        )
     except (zstandard.ZstdError, msgspec.DecodeError, UnicodeDecodeError):
         return []
 
@@ -71,9 +80,9 @@ def decode_keys(data: bytes) -> list[str]:
 class Difference:
     """A replica group whose ranks hold different copies.
 
-    ranks: the sets of ranks that agree with each other, the largest set first. keys: the first keys
-    of the runs that differ, or [] if no rank has sent its keys. each: the number of tensors of a
-    run. count: the number of runs that differ.
+    ranks: the sets of ranks that agree with each other, the largest set first. keys:
+    the first keys of the runs that differ, or [] if no rank has sent its keys. each:
+    the number of tensors of a run. count: the number of runs that differ.
     """
 
     ranks: list[list[int]]
@@ -91,7 +100,11 @@ def compare(held: Mapping[int, Iterable[ReplicaDigests]]) -> list[Difference]:
     for rank, found in held.items():
         for one in found:
             groups.setdefault((one.group, len(one.digests)), {})[rank] = one
-    return [difference for of_rank in groups.values() if (difference := _difference(of_rank)) is not None]
+    return [
+        difference
+        for of_rank in groups.values()
+        if (difference := _difference(of_rank)) is not None
+    ]
 
 
 def _difference(of_rank: Mapping[int, ReplicaDigests]) -> Difference | None:
@@ -101,18 +114,25 @@ def _difference(of_rank: Mapping[int, ReplicaDigests]) -> Difference | None:
     if len(sets) <= 1:
         return None
     runs = [of_rank[ranks[0]].runs() for ranks in sets.values()]
-    differ = [number for number, digests in enumerate(zip(*runs, strict=True)) if len(set(digests)) > 1]
+    differ = [
+        number for number, digests in enumerate(zip(*runs, strict=True)) if len(set(digests)) > 1
+    ]
     keys = next((keys for rank in sorted(of_rank) if (keys := decode_keys(of_rank[rank].keys))), [])
     return Difference(
-        sorted(sets.values(), key=lambda ranks: (-len(ranks), ranks)), [keys[n] for n in differ if n < len(keys)],
-        next(iter(of_rank.values())).each, len(differ),
+        sorted(sets.values(), key=lambda ranks: (-len(ranks), ranks)),
+        [keys[n] for n in differ if n < len(keys)], next(iter(of_rank.values())).each, len(differ),
     )  # fmt: skip
 
 
 class OfNode(msgspec.Struct, frozen=True, array_like=True):
-    """The digests of one replica group on one node, whose ranks agree. ranks: the ranks of the group on this node."""
+    """The digests of one replica group on one node, whose ranks agree. ranks: the ranks
+    of the group on this node.
+    """
 
-    ranks: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]], msgspec.Meta(min_length=1, max_length=65_536)]
+    ranks: Annotated[
+        list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]],
+        msgspec.Meta(min_length=1, max_length=65_536),
+    ]
     digests: ReplicaDigests
 
 
@@ -139,11 +159,15 @@ def compare_nodes(nodes: Iterable[Sequence[OfNode]]) -> list[Difference]:
 
 
 MOST_BRIEFS = 256
-"""The most groups of one node that the board lists. If a node has more, its step is compared by the receipts only."""
+"""The most groups of one node that the board lists. If a node has more, its step is
+compared by the receipts only.
+"""
 
 
 class Brief(msgspec.Struct, frozen=True, array_like=True):
-    """A replica group of one node in few bytes, for the board. key: the first key of the group, or ""."""
+    """A replica group of one node in few bytes, for the board. key: the first key of
+    the group, or "".
+    """
 
     group: Annotated[bytes, msgspec.Meta(min_length=GROUP, max_length=GROUP)]
     digest: Annotated[bytes, msgspec.Meta(max_length=GROUP)]
@@ -157,7 +181,9 @@ def briefs(groups: Sequence[OfNode]) -> list[Brief]:
     for one in groups if len(groups) <= MOST_BRIEFS else ():
         keys = decode_keys(one.digests.keys)
         digest = hashlib.blake2b(one.digests.digests, digest_size=GROUP).digest()
-        found.append(Brief(one.digests.group, digest, _ranks(one.ranks)[:100], keys[0][:100] if keys else ""))
+        found.append(
+            Brief(one.digests.group, digest, _ranks(one.ranks)[:100], keys[0][:100] if keys else "")
+        )
     return found
 
 
@@ -171,7 +197,8 @@ def apart(nodes: Iterable[Sequence[Brief]]) -> str:
                 key = other.key or one.key
                 first_key = f" (the first of these tensors is {key})" if key else ""
                 return (
-                    f"at least one of the tensors that {other.ranks} and {one.ranks} share differs between "
+                    f"at least one of the tensors that {other.ranks} and {one.ranks} share "
+                    f"differs between "
                     f"them{first_key}: mark what is each rank's own with per_rank(...)"
                 )
     return ""
@@ -190,22 +217,40 @@ def sentence(step: int, differences: Sequence[Difference]) -> str:
 
     It names keys and ranks, and says what to do.
     """
-    parts = [f"{_named(one)} {'is' if one.count * one.each == 1 else 'are'} not the same on {_apart(one.ranks)}" for one in differences[:3]]
-    more = f"; and {len(differences) - 3} more groups of ranks differ" if len(differences) > 3 else ""
+    parts = [
+        f"{_named(one)} {'is' if one.count * one.each == 1 else 'are'} not the same on "
+        f"{_apart(one.ranks)}"
+        for one in differences[:3]
+    ]
+    more = (
+        f"; and {len(differences) - 3} more groups of ranks differ" if len(differences) > 3 else ""
+    )
     keys = [key for one in differences for key in one.keys]
-    cause = "mark what is each rank's own with per_rank(...), or give different tensors different keys"
+    cause = (
+        "mark what is each rank's own with per_rank(...), or give different tensors different keys"
+    )
     if keys and all(key.endswith(_OF_BATCH_NORM) for key in keys):
-        cause = "pass the module itself instead of its state_dict(): the buffers of a module are saved from the lowest rank"
+        cause = (
+            "pass the module itself instead of its state_dict(): the buffers of a module "
+            "are "
+            "saved from the lowest rank"
+        )
     return (
-        f"step {step} failed: {'; '.join(parts)}{more}. Ranks held equal copies when they planned, and one copy would be saved for all "
-        f"of them: {cause}. If the copies must be equal, one rank has computed or stored wrong values"
+        f"step {step} failed: {'; '.join(parts)}{more}. Ranks held equal copies when they "
+        f"planned, and one copy would be saved for all "
+        f"of them: {cause}. If the copies must be equal, one rank has computed or stored wrong "
+        f"values"
     )
 
 
 def _named(one: Difference) -> str:
     tensors = one.count * one.each
     if not one.keys:
-        return f"{tensors:,d} tensors that these ranks share" if tensors > 1 else "a tensor that these ranks share"
+        return (
+            f"{tensors:,d} tensors that these ranks share"
+            if tensors > 1
+            else "a tensor that these ranks share"
+        )
     rest = one.count - min(len(one.keys), _MOST_NAMED)
     shown = ", ".join(one.keys[:_MOST_NAMED]) + (f" and {rest:,d} more" if rest else "")
     return shown if one.each == 1 else f"at least one of {one.each} tensors from each of {shown} on"
@@ -225,7 +270,9 @@ def _apart(sets: Sequence[Sequence[int]]) -> str:
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8:,d} more" if len(numbers) > 8 else "")
+    shown = ", ".join(map(str, numbers[:8])) + (
+        f" and {len(numbers) - 8:,d} more" if len(numbers) > 8 else ""
+    )
     return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
 
 

@@ -1,6 +1,8 @@
-"""Decides which chunks of a new part are those of an older part, whose files are then linked (FORMAT.md, section 3).
+"""Decides which chunks of a new part are those of an older part, whose files are then
+linked (FORMAT.md, section 3).
 
-The daemon that wrote the older part remembers it as a `StoredPart`. This module does no I/O.
+The daemon that wrote the older part remembers it as a `StoredPart`. This module does no
+I/O.
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ from ckptd.shared.formats.plan import ChunkRange
 MOST_LINKED = 64
 """The most files that one part links."""
 _STEADY = 64
-"""Unchanged chunks count if at least one byte in so many is theirs. Otherwise they are written again with the others."""
+"""Unchanged chunks count if at least one byte in so many is theirs. Otherwise they are
+written again with the others.
+"""
 _KEY = secrets.randbits(64)
 
 
 class ChunkCheck(NamedTuple):
-    """The checksum of a chunk: its crc32c, and the digest that `new_hasher` makes, or b"" if it was not computed."""
+    """The checksum of a chunk: its crc32c, and the digest that `new_hasher` makes, or
+    b"" if it was not computed.
+    """
 
     crc: int
     digest: bytes = b""
@@ -34,8 +40,9 @@ class ChunkCheck(NamedTuple):
 def new_hasher() -> xxhash.xxh3_128:
     """Return an object that computes a digest of 16 bytes, as those of hashlib do.
 
-    It is XXH3 with a random key of this process. Two chunks agree in it by chance with a probability of 2**-128. It is no protection
-    against a trainer that makes two chunks agree on purpose; such a trainer harms its own checkpoints only.
+    It is XXH3 with a random key of this process. Two chunks agree in it by chance with
+    a probability of 2**-128. It is no protection against a trainer that makes two
+    chunks agree on purpose; such a trainer harms its own checkpoints only.
     """
     return xxhash.xxh3_128(seed=_KEY)
 
@@ -44,8 +51,9 @@ def new_hasher() -> xxhash.xxh3_128:
 class StoredFile:
     """A file of a committed part, which later parts may link.
 
-    tag, name: the tag directory that holds it, and its name there. size: its length in bytes. origin: the part that it was written for, and
-    its number in that part, as the index of a part that links it has them; the number in the linking part is not set.
+    tag, name: the tag directory that holds it, and its name there. size: its length in
+    bytes. origin: the part that it was written for, and its number in that part, as the
+    index of a part that links it has them; the number in the linking part is not set.
     """
 
     tag: str
@@ -58,8 +66,10 @@ class StoredFile:
 class StoredPart:
     """A part that has been written, as the daemon that wrote it remembers it.
 
-    chunks, digests, placed: the entry, the digest (or b"") and the number of the file of each chunk. files: all files of the part, by their
-    numbers. steady: True unless nearly all chunks differ from those of the part before it. Without a part before it, it is steady.
+    chunks, digests, placed: the entry, the digest (or b"") and the number of the file
+    of each chunk. files: all files of the part, by their numbers. steady: True unless
+    nearly all chunks differ from those of the part before it. Without a part before it,
+    it is steady.
     """
 
     attempt: int
@@ -72,7 +82,9 @@ class StoredPart:
 
 
 class Known(NamedTuple):
-    """A chunk of an older part: its entry, and the position of its file in `Reuse.files`."""
+    """A chunk of an older part: its entry, and the position of its file in
+    `Reuse.files`.
+    """
 
     chunk: Chunk
     file: int
@@ -82,8 +94,9 @@ class Known(NamedTuple):
 class Reuse:
     """The chunks that a new part need not store, if their files can be linked.
 
-    chunks: these chunks, by their offsets in the packed slot. files: the files to link. apart: the offsets of other chunks that have not
-    changed, but whose file is not worth a link. They are stored in files of their own, which will be worth it.
+    chunks: these chunks, by their offsets in the packed slot. files: the files to link.
+    apart: the offsets of other chunks that have not changed, but whose file is not
+    worth a link. They are stored in files of their own, which will be worth it.
     """
 
     files: list[StoredFile] = field(default_factory=list)
@@ -94,23 +107,33 @@ class Reuse:
 NOTHING = Reuse()
 
 
-def unchanged(before: StoredPart, ranges: Sequence[ChunkRange], checks: Sequence[ChunkCheck]) -> dict[int, int]:
-    """Return the numbers of the chunks that have the crc32c of the chunk there in the part `before`, each with its number in that part."""
+def unchanged(
+    before: StoredPart, ranges: Sequence[ChunkRange], checks: Sequence[ChunkCheck]
+) -> dict[int, int]:
+    """Return the numbers of the chunks that have the crc32c of the chunk there in the
+    part `before`, each with its number in that part.
+    """
     places = {chunk.raw_offset: number for number, chunk in enumerate(before.chunks)}
     found = {}
     for number, (chunk, check) in enumerate(zip(ranges, checks, strict=True)):
         place = places.get(chunk.offset)
         if place is not None:
             old = before.chunks[place]
-            if (old.raw_length, old.element_size, old.raw_crc) == (chunk.length, chunk.element_size, check.crc):
+            if (old.raw_length, old.element_size, old.raw_crc) == (
+                chunk.length,
+                chunk.element_size,
+                check.crc,
+            ):
                 found[number] = place
     return found
 
 
 def choose(before: StoredPart, ranges: Sequence[ChunkRange], checks: Sequence[ChunkCheck]) -> Reuse:
-    """Return the chunks of `before` that a part with the chunks `ranges` need not store. `checks` has the checksum of each chunk.
+    """Return the chunks of `before` that a part with the chunks `ranges` need not
+    store. `checks` has the checksum of each chunk.
 
-    A file is worth a link if the new part needs at least half of its bytes: the file takes its room for as long as it is linked.
+    A file is worth a link if the new part needs at least half of its bytes: the file
+    takes its room for as long as it is linked.
     """
     likely = unchanged(before, ranges, checks)
     same = {
@@ -121,7 +144,11 @@ def choose(before: StoredPart, ranges: Sequence[ChunkRange], checks: Sequence[Ch
     needed = Counter[int]()
     for place in same.values():
         needed[before.placed[place]] += align(before.chunks[place].stored_length)
-    linked = [file for file, nbytes in needed.most_common(MOST_LINKED) if 2 * nbytes >= before.files[file].size]
+    linked = [
+        file
+        for file, nbytes in needed.most_common(MOST_LINKED)
+        if 2 * nbytes >= before.files[file].size
+    ]
     positions = {file: position for position, file in enumerate(linked)}
     chunks = {
         offset: Known(before.chunks[place], positions[before.placed[place]])
@@ -129,26 +156,41 @@ def choose(before: StoredPart, ranges: Sequence[ChunkRange], checks: Sequence[Ch
         if before.placed[place] in positions
     }
     apart = frozenset(ranges[number].offset for number in likely) - chunks.keys()
-    return Reuse([before.files[file] for file in linked], chunks, apart if _counts(apart, ranges) else frozenset())
+    return Reuse(
+        [before.files[file] for file in linked],
+        chunks,
+        apart if _counts(apart, ranges) else frozenset(),
+    )
 
 
-def is_steady(before: StoredPart | None, ranges: Sequence[ChunkRange], checks: Sequence[ChunkCheck]) -> bool:
-    """Return True if so many chunks are those of the part `before` that the next save should look for them before it writes."""
+def is_steady(
+    before: StoredPart | None, ranges: Sequence[ChunkRange], checks: Sequence[ChunkCheck]
+) -> bool:
+    """Return True if so many chunks are those of the part `before` that the next save
+    should look for them before it writes.
+    """
     if before is None:
         return True
     return _counts({ranges[number].offset for number in unchanged(before, ranges, checks)}, ranges)
 
 
 def _counts(offsets: Container[int], ranges: Sequence[ChunkRange]) -> bool:
-    """Return True if the chunks at these offsets are more than a small part of all chunks."""
-    return _STEADY * sum(chunk.length for chunk in ranges if chunk.offset in offsets) >= sum(chunk.length for chunk in ranges)
+    """Return True if the chunks at these offsets are more than a small part of all
+    chunks.
+    """
+    return _STEADY * sum(chunk.length for chunk in ranges if chunk.offset in offsets) >= sum(
+        chunk.length for chunk in ranges
+    )
 
 
 class Linker(Protocol):
     """The place in which the files of one part are linked."""
 
     def link(self, older: StoredFile, name: str) -> bool:
-        """Give a file of an older part a second name, in the directory of the new part. Return False if that is not possible."""
+        """Give a file of an older part a second name, in the directory of the new part.
+
+        Return False if that is not possible.
+        """
 
     def remove(self, name: str) -> None:
         """Remove a name that `link` has given, or do nothing if that fails."""

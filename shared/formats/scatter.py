@@ -1,8 +1,10 @@
-"""Reads byte ranges of a packed slot into the caller's buffers, chunk by chunk and in parallel.
+"""Reads byte ranges of a packed slot into the caller's buffers, chunk by chunk and in
+parallel.
 
-The packed slot may come from any `ChunkSource`. Only chunks that a range touches are read, each of them once. A chunk that fills a part of
-one buffer, or that several large buffers divide among them, is read and verified in place, unless buffers share memory. The bytes of
-other chunks are copied into the buffers once they are verified.
+The packed slot may come from any `ChunkSource`. Only chunks that a range touches are
+read, each of them once. A chunk that fills a part of one buffer, or that several large
+buffers divide among them, is read and verified in place, unless buffers share memory.
+The bytes of other chunks are copied into the buffers once they are verified.
 """
 
 from __future__ import annotations
@@ -21,21 +23,29 @@ from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.part import ChunkSource
 
 _READS = 4
-"""The least number of reads under way, unless the caller sets it: a disk needs several, even if there are fewer cores."""
+"""The least number of reads under way, unless the caller sets it: a disk needs several,
+even if there are fewer cores.
+"""
 _REMOTE_READS = 16
-"""The same for a source over the network, where each read waits tens of milliseconds for its first byte."""
+"""The same for a source over the network, where each read waits tens of milliseconds
+for its first byte.
+"""
 _LARGE = 1 << 14
-"""The least average size, in bytes, of buffers that a chunk is read into directly. One copy costs less than the calls for smaller ones."""
+"""The least average size, in bytes, of buffers that a chunk is read into directly. One
+copy costs less than the calls for smaller ones.
+"""
 Target = tuple[int, memoryview]
 """An offset in the packed slot, and the writable buffer for the bytes from there on."""
 
 
 def scatter(source: ChunkSource, targets: Iterable[Target], *, threads: int | None = None) -> int:
-    """Fill every target from the packed slot, and return the number of raw bytes that were decoded.
+    """Fill every target from the packed slot, and return the number of raw bytes that
+    were decoded.
 
-    `threads` is the most threads that read at once, by default one for each CPU, and at least 4, or 16 over the network. Raises
-    IntegrityError if a chunk is damaged or a target lies outside all chunks, or OSError. Some targets may be partly filled by then, and
-    hold bytes of the damaged chunk.
+    `threads` is the most threads that read at once, by default one for each CPU, and at
+    least 4, or 16 over the network. Raises IntegrityError if a chunk is damaged or a
+    target lies outside all chunks, or OSError. Some targets may be partly filled by
+    then, and hold bytes of the damaged chunk.
     """
     starts = [r.offset for r in source.ranges]
     wanted: dict[int, list[tuple[int, memoryview]]] = defaultdict(list)
@@ -43,18 +53,28 @@ def scatter(source: ChunkSource, targets: Iterable[Target], *, threads: int | No
         position, end = offset, offset + len(view)
         number = bisect.bisect_right(starts, offset) - 1
         while position < end:
-            if number < 0 or number >= len(starts) or not 0 <= position - starts[number] < source.ranges[number].length:
-                raise IntegrityError(f"bytes {position} to {end} of the packed slot lie in no chunk")
+            if (
+                number < 0
+                or number >= len(starts)
+                or not 0 <= position - starts[number] < source.ranges[number].length
+            ):
+                raise IntegrityError(
+                    f"bytes {position} to {end} of the packed slot lie in no chunk"
+                )
             stop = min(end, starts[number] + source.ranges[number].length)
-            wanted[number].append((position - starts[number], view[position - offset : stop - offset]))
+            wanted[number].append(
+                (position - starts[number], view[position - offset : stop - offset])
+            )
             position, number = stop, number + 1
 
     shared = _overlap(view for views in wanted.values() for _, view in views)
 
     def places(number: int) -> list[memoryview]:
-        """Return the views that divide the whole chunk among them, in order, or [] if there are none or most are small.
+        """Return the views that divide the whole chunk among them, in order, or [] if
+        there are none or most are small.
 
-        Targets that share memory are not read in place: the bytes of one could be verified after those of another have replaced them.
+        Targets that share memory are not read in place: the bytes of one could be
+        verified after those of another have replaced them.
         """
         if shared:
             return []
@@ -76,16 +96,30 @@ def scatter(source: ChunkSource, targets: Iterable[Target], *, threads: int | No
 
 def _overlap(views: Iterable[memoryview]) -> bool:
     """Return True if two of the buffers have a byte of memory in common."""
-    spans = sorted((ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view)) for view in views if len(view))
-    return any(start + length > following for (start, length), (following, _) in itertools.pairwise(spans))
+    spans = sorted(
+        (ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view))
+        for view in views
+        if len(view)
+    )
+    return any(
+        start + length > following for (start, length), (following, _) in itertools.pairwise(spans)
+    )
 
 
 def verify(source: ChunkSource, *, threads: int | None = None) -> int:
-    """Read and verify every chunk, and return the number of raw bytes. Raises IntegrityError if a chunk is damaged, or OSError.
+    """Read and verify every chunk, and return the number of raw bytes.
+
+    Raises IntegrityError if a chunk is damaged, or OSError.
 
     `threads` is as for `scatter`.
     """
-    return _each(source, list(range(len(source.ranges))), lambda number: [], lambda number, raw: None, threads)
+    return _each(
+        source,
+        list(range(len(source.ranges))),
+        lambda number: [],
+        lambda number, raw: None,
+        threads,
+    )
 
 
 def _each(
@@ -95,10 +129,11 @@ def _each(
     use: Callable[[int, memoryview], None],
     threads: int | None,
 ) -> int:
-    """Read the chunks with these numbers in parallel, and return the number of raw bytes.
+    """Read the chunks with these numbers in parallel, and return the number of raw
+    bytes.
 
-    A chunk is read into its `places`. If it has none, or cannot be read in pieces, it is read into a buffer of the thread, and `use` gets
-    the verified bytes.
+    A chunk is read into its `places`. If it has none, or cannot be read in pieces, it
+    is read into a buffer of the thread, and `use` gets the verified bytes.
     """
     if not numbers:
         return 0
@@ -119,6 +154,9 @@ def _each(
         use(number, buffer[:length])
         return length
 
-    workers = min(threads or max(_REMOTE_READS if source.remote else _READS, os.cpu_count() or 1), len(numbers))
+    workers = min(
+        threads or max(_REMOTE_READS if source.remote else _READS, os.cpu_count() or 1),
+        len(numbers),
+    )
     with ThreadPoolExecutor(workers, thread_name_prefix="ckptd-read") as pool:
         return sum(pool.map(one, numbers))

@@ -1,6 +1,8 @@
-"""Sharding by rule: which shard of a tensor each rank of a mesh holds, by arithmetic (FORMAT.md, section 3).
+"""Sharding by rule: which shard of a tensor each rank of a mesh holds, by arithmetic
+(FORMAT.md, section 3).
 
-A rule takes the place of a list with one entry for each shard. It needs no torch: readers, and the daemon, evaluate it as the agents do.
+A rule takes the place of a list with one entry for each shard. It needs no torch:
+readers, and the daemon, evaluate it as the agents do.
 """
 
 from __future__ import annotations
@@ -21,8 +23,13 @@ MOST_MESH_RANKS = 1 << 24
 
 Extent = Annotated[int, msgspec.Meta(ge=1, le=MOST_MESH_RANKS)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-Split = tuple[Annotated[int, msgspec.Meta(ge=0, lt=MOST_MESH_DIMENSIONS)], Annotated[int, msgspec.Meta(ge=0, lt=MAX_DIMENSIONS)]]
-"""A division of a tensor: the dimension of the mesh, and the dimension of the tensor that is divided along it."""
+Split = tuple[
+    Annotated[int, msgspec.Meta(ge=0, lt=MOST_MESH_DIMENSIONS)],
+    Annotated[int, msgspec.Meta(ge=0, lt=MAX_DIMENSIONS)],
+]
+"""A division of a tensor: the dimension of the mesh, and the dimension of the tensor
+that is divided along it.
+"""
 Splits = Annotated[tuple[Split, ...], msgspec.Meta(max_length=MOST_MESH_DIMENSIONS)]
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 """The offsets and the sizes of a shard, in elements."""
@@ -31,18 +38,23 @@ Place = tuple[tuple[int, ...], tuple[int, ...]]
 class Mesh(msgspec.Struct, frozen=True, array_like=True):
     """An array of ranks, as torch's DeviceMesh has it.
 
-    The rank at a coordinate is `first` plus the sum of each part of the coordinate times its stride. An irregular mesh lists its `ranks`
-    instead, in C order.
+    The rank at a coordinate is `first` plus the sum of each part of the coordinate
+    times its stride. An irregular mesh lists its `ranks` instead, in C order.
     """
 
-    shape: Annotated[tuple[Extent, ...], msgspec.Meta(min_length=1, max_length=MOST_MESH_DIMENSIONS)]
+    shape: Annotated[
+        tuple[Extent, ...], msgspec.Meta(min_length=1, max_length=MOST_MESH_DIMENSIONS)
+    ]
     first: Rank = 0
     strides: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MOST_MESH_DIMENSIONS)] = ()
     ranks: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MOST_MESH_RANKS)] = ()
 
     @classmethod
     def of(cls, shape: Sequence[int], ranks: Sequence[int]) -> Mesh:
-        """Return the mesh of this shape with these ranks, in C order. The result is the same for the same mesh."""
+        """Return the mesh of this shape with these ranks, in C order.
+
+        The result is the same for the same mesh.
+        """
         step, strides = len(ranks), list[int]()
         for size in shape:
             step //= size
@@ -54,17 +66,27 @@ class Mesh(msgspec.Struct, frozen=True, array_like=True):
         return cls(tuple(shape), ranks=tuple(ranks))
 
     def check(self, world_size: int) -> None:
-        """Raise IntegrityError if this cannot be a mesh of the ranks of a job of this size. Then it has no more ranks than the job."""
+        """Raise IntegrityError if this cannot be a mesh of the ranks of a job of this
+        size. Then it has no more ranks than the job.
+        """
         if self.ranks:
-            sound = len(self.ranks) == self.size == len(set(self.ranks)) and max(self.ranks) < world_size
+            sound = (
+                len(self.ranks) == self.size == len(set(self.ranks))
+                and max(self.ranks) < world_size
+            )
         else:
             last = self._last()
             sound = last is not None and last < world_size
         if not sound:
-            raise IntegrityError(f"a mesh of shape {list(self.shape)} does not have one rank of {world_size} for each coordinate")
+            raise IntegrityError(
+                f"a mesh of shape {list(self.shape)} does not have one rank of {world_size} for "
+                f"each coordinate"
+            )
 
     def _last(self) -> int | None:
-        """Return the highest rank of a regular mesh, or None if the strides could give one rank to several coordinates."""
+        """Return the highest rank of a regular mesh, or None if the strides could give
+        one rank to several coordinates.
+        """
         if len(self.strides) != len(self.shape):
             return None
         last = 0
@@ -105,10 +127,12 @@ class Mesh(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Rule(msgspec.Struct, frozen=True, array_like=True):
-    """The way in which one tensor is divided among the ranks of a mesh, and which of its replicas is stored.
+    """The way in which one tensor is divided among the ranks of a mesh, and which of
+    its replicas is stored.
 
-    mesh: its number in a list of meshes. splits: the divisions, in their order. The dimensions of the mesh that no split names hold
-    replicas. replica: the number of the stored replica, counted in C order along these dimensions.
+    mesh: its number in a list of meshes. splits: the divisions, in their order. The
+    dimensions of the mesh that no split names hold replicas. replica: the number of the
+    stored replica, counted in C order along these dimensions.
     """
 
     mesh: Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
@@ -119,8 +143,8 @@ class Rule(msgspec.Struct, frozen=True, array_like=True):
 def place(size: Sequence[int], mesh: Mesh, splits: Splits, coordinate: Sequence[int]) -> Place:
     """Return the place of the shard at a coordinate of the mesh.
 
-    Each split divides what is left of a dimension of the tensor as `torch.chunk` does: into pieces of the same size, rounded up. The
-    last pieces may be smaller or empty.
+    Each split divides what is left of a dimension of the tensor as `torch.chunk` does:
+    into pieces of the same size, rounded up. The last pieces may be smaller or empty.
     """
     offsets, sizes = [0] * len(size), list(size)
     for along, dimension in splits:
@@ -151,18 +175,32 @@ def replica_of(mesh: Mesh, splits: Splits, coordinate: Sequence[int]) -> int:
 
 
 def stored_shards(size: Sequence[int], mesh: Mesh, rule: Rule) -> Iterator[tuple[Place, int]]:
-    """Yield the place of each stored shard that is not empty, and the rank that stores it."""
+    """Yield the place of each stored shard that is not empty, and the rank that stores
+    it.
+    """
     for rank, coordinate in zip(mesh.all_ranks(), mesh.coordinates(), strict=True):
-        if replica_of(mesh, rule.splits, coordinate) == rule.replica and 0 not in (found := place(size, mesh, rule.splits, coordinate))[1]:
+        if (
+            replica_of(mesh, rule.splits, coordinate) == rule.replica
+            and 0 not in (found := place(size, mesh, rule.splits, coordinate))[1]
+        ):
             yield found, rank
 
 
 def check_rule(name: str, size: Sequence[int], meshes: Sequence[Mesh], rule: Rule) -> None:
-    """Raise IntegrityError if a rule cannot be that of a tensor of this size. `name` is for the message."""
+    """Raise IntegrityError if a rule cannot be that of a tensor of this size.
+
+    `name` is for the message.
+    """
     if rule.mesh >= len(meshes):
         raise IntegrityError(f"{name!r} is divided among a mesh that is not described")
     mesh, along = meshes[rule.mesh], [split[0] for split in rule.splits]
     if len(set(along)) != len(along) or any(number >= len(mesh.shape) for number in along):
         raise IntegrityError(f"{name!r} is divided along dimensions that its mesh does not have")
-    if 0 in size or any(dimension >= len(size) for _, dimension in rule.splits) or rule.replica >= replicas(mesh, rule.splits):
-        raise IntegrityError(f"{name!r} is divided by a rule that does not fit its size {list(size)}")
+    if (
+        0 in size
+        or any(dimension >= len(size) for _, dimension in rule.splits)
+        or rule.replica >= replicas(mesh, rule.splits)
+    ):
+        raise IntegrityError(
+            f"{name!r} is divided by a rule that does not fit its size {list(size)}"
+        )

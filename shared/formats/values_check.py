@@ -1,9 +1,11 @@
-"""Checks a values document without building its values (FORMAT.md, section 3), and lists the tensors that it names.
+"""Checks a values document without building its values (FORMAT.md, section 3), and
+lists the tensors that it names.
 
-The check walks over the bytes, so that it takes no memory in proportion to the document, and a
-thread that runs it never keeps the interpreter from other threads for long. It needs neither torch
-nor NumPy. What only torch can judge, such as the bytes of `torch.save`, is counted in
-`Checked.unjudged`, and values of a newer version in `Checked.newer`.
+The check walks over the bytes, so that it takes no memory in proportion to the
+document, and a thread that runs it never keeps the interpreter from other threads for
+long. It needs neither torch nor NumPy. What only torch can judge, such as the bytes of
+`torch.save`, is counted in `Checked.unjudged`, and values of a newer version in
+`Checked.newer`.
 """
 
 from __future__ import annotations
@@ -26,21 +28,28 @@ REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
     "dataclass": (), "namedtuple": (), "namespace": (), "simple-namespace": (), "config": (),
     "chain-map": ("maps",), "slice": ("start", "stop", "step"), "generator": ("device", "state"),
     "numpy-generator": ("state",), "numpy-random-state": ("state",), "python-random": ("state",),
-    "sparse": ("layout", "size"), "nested": ("jagged", "parts"), "subclass": ("__size__", "__stride__"),
+    "sparse": ("layout", "size"), "nested": ("jagged", "parts"), "subclass": ("__size__",
+    "__stride__"),
 }  # fmt: skip
 """The kinds of records, each with the fields that a reader needs."""
 _MADE_OF_FIELDS = frozenset(REQUIRED_FIELDS) - {"dataclass", "namedtuple", "config"}
-"""The kinds of records that a reader makes again, so that their fields must fit. A dict takes the place of the others."""
+"""The kinds of records that a reader makes again, so that their fields must fit. A dict
+takes the place of the others.
+"""
 _CONSTANTS = frozenset({"layout", "memory_format", "qscheme", "finfo", "iinfo", "version"})
 PATHS = frozenset({"PurePosixPath", "PureWindowsPath", "PosixPath", "Path", "PurePath"})
 """The classes of paths that a document may name."""
 
 _WINDOW = 1 << 20
-"""The most bytes that one call looks at. A thread cannot be interrupted within such a call."""
+"""The most bytes that one call looks at. A thread cannot be interrupted within such a
+call.
+"""
 _RUN = 1 << 16
 """The most numbers that one call looks at."""
 _SMALL = 1 << 20
-"""The most bytes of a value of the standard library. It is made to see whether it can be made."""
+"""The most bytes of a value of the standard library. It is made to see whether it can
+be made.
+"""
 _MOST_DIGITS = 4300
 """The most digits of an integer beyond 64 bits, as Python reads them by default."""
 _SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
@@ -54,7 +63,9 @@ _WIDTHS = {
 """Gives the length in bytes of a number, None, True or False, by its first byte."""
 _RUNS = {
     width: re.compile(
-        b"(?:[%s].{%d})++" % (b"".join(b"\\x%02x" % kind for kind, of in _WIDTHS.items() if of == width), width - 1), re.DOTALL
+        b"(?:[%s].{%d})++"
+        % (b"".join(b"\\x%02x" % kind for kind, of in _WIDTHS.items() if of == width), width - 1),
+        re.DOTALL,
     )
     for width in set(_WIDTHS.values())
 }
@@ -69,8 +80,9 @@ _LAST = 30
 class Checked:
     """Collects what the check of one values document finds.
 
-    tensors: the names of the tensors and blobs that the document names. unjudged: how many values only torch can judge. newer: how many
-    values have a type of a newer version.
+    tensors: the names of the tensors and blobs that the document names. unjudged: how
+    many values only torch can judge. newer: how many values have a type of a newer
+    version.
     """
 
     tensors: set[str] = field(default_factory=set)
@@ -87,7 +99,9 @@ class _Wrong(Exception):
 
 
 def check_values(data: bytes, levels: int = MAX_DEPTH_READ) -> Checked:
-    """Return what a values document holds. Raises IntegrityError, naming the key, if a reader could not make its values.
+    """Return what a values document holds.
+
+    Raises IntegrityError, naming the key, if a reader could not make its values.
 
     levels: the most levels of containers.
     """
@@ -96,18 +110,23 @@ def check_values(data: bytes, levels: int = MAX_DEPTH_READ) -> Checked:
         walk.document()
     except _Wrong as wrong:
         where = ".".join(reversed(wrong.keys))[-200:]
-        raise IntegrityError(f"values document: {where!r} {wrong.why}" if where else f"values document {wrong.why}") from None
+        raise IntegrityError(
+            f"values document: {where!r} {wrong.why}" if where else f"values document {wrong.why}"
+        ) from None
     except RecursionError:
         raise IntegrityError(f"values document is nested more than {levels} levels deep") from None
     if walk.lists > most_lists(len(data), BYTES_OF_A_LIST) or walk.others > MAX_OBJECTS:
         raise IntegrityError(
-            f"values document has {walk.lists:,d} lists, and {walk.others:,d} maps and texts: more than any reader accepts"
+            f"values document has {walk.lists:,d} lists, and {walk.others:,d} maps and texts: "
+            f"more than any reader accepts"
         )
     return walk.found
 
 
 class _Walk:
-    """A walk over the bytes of one values document. Each method takes the offset of a value, and returns the offset behind it.
+    """A walk over the bytes of one values document.
+
+    Each method takes the offset of a value, and returns the offset behind it.
 
     `lists` and `others` count the objects as `bounds.check_msgpack` does.
     """
@@ -165,7 +184,11 @@ class _Walk:
     # -- any value
 
     def value(self, at: int, depth: int, role: str = "") -> int:
-        """Check a value. `depth`: the number of containers around it. `role`: what it is, if it must have a hash."""
+        """Check a value.
+
+        `depth`: the number of containers around it. `role`: what it is, if it must have
+        a hash.
+        """
         if at >= self._end:
             raise _Wrong("is cut short")
         kind = self._data[at]
@@ -176,7 +199,10 @@ class _Walk:
         if kind in (0xC4, 0xC5, 0xC6):
             start, length = self._sized(at, _SIZED[kind])
             return self._within(start + length)
-        is_list, is_map = 0x90 <= kind < 0xA0 or kind in (0xDC, 0xDD), 0x80 <= kind < 0x90 or kind in (0xDE, 0xDF)
+        is_list, is_map = (
+            0x90 <= kind < 0xA0 or kind in (0xDC, 0xDD),
+            0x80 <= kind < 0x90 or kind in (0xDE, 0xDF),
+        )
         if role and (is_list or is_map):
             raise _Wrong(f"has a {'list' if is_list else 'dict'} as {role}")
         if is_list:
@@ -186,7 +212,10 @@ class _Walk:
         return self._extension(at, depth, role)
 
     def _enter(self, depth: int) -> None:
-        """Raise _Wrong if a container is at a deeper level than a reader accepts. `depth` counts this container."""
+        """Raise _Wrong if a container is at a deeper level than a reader accepts.
+
+        `depth` counts this container.
+        """
         if depth > self._levels:
             raise _Wrong(f"is nested more than {self._levels} levels deep")
 
@@ -219,7 +248,9 @@ class _Walk:
                 return self._data[start:end].decode()
             decoder, first = codecs.getincrementaldecoder("utf-8")(), ""
             for at in range(start, end, _WINDOW):
-                part = decoder.decode(self._data[at : min(end, at + _WINDOW)], final=at + _WINDOW >= end)
+                part = decoder.decode(
+                    self._data[at : min(end, at + _WINDOW)], final=at + _WINDOW >= end
+                )
                 first = first or part[:MAX_TEXT]
             return first
         except UnicodeDecodeError:
@@ -232,7 +263,9 @@ class _Walk:
     def _map(self, at: int, why: str) -> tuple[int, int]:
         return self._container(at, 0x80, 0x10, (0xDE, 0xDF), why)
 
-    def _container(self, at: int, first: int, most: int, long: tuple[int, int], why: str) -> tuple[int, int]:
+    def _container(
+        self, at: int, first: int, most: int, long: tuple[int, int], why: str
+    ) -> tuple[int, int]:
         if at >= self._end:
             raise _Wrong("is cut short")
         kind = self._data[at]
@@ -252,14 +285,19 @@ class _Walk:
         return count, at
 
     def _items(self, at: int, depth: int, role: str = "") -> int:
-        """Check a list. `depth` counts the list. `role`: what its items are, if they must have a hash."""
+        """Check a list.
+
+        `depth` counts the list. `role`: what its items are, if they must have a hash.
+        """
         self._enter(depth)
         left, at = self._list(at, "is not a list")
         data, end, number = self._data, self._end, 0
         while number < left:
             kind = data[at] if at < end else 0xC1
             if (width := _WIDTHS.get(kind)) is not None:
-                run = _RUNS[width].match(data, at, min(end, at + width * (left - number), at + _RUN * width))
+                run = _RUNS[width].match(
+                    data, at, min(end, at + width * (left - number), at + _RUN * width)
+                )
                 if run is None:
                     raise _Wrong("is cut short")
                 number += (run.end() - at) // width
@@ -281,7 +319,8 @@ class _Walk:
         return at
 
     def _members(self, at: int, depth: int) -> int:
-        # Most of a document is maps of tensors, so the usual forms of a key and a tensor are read here.
+        # Most of a document is maps of tensors, so the usual forms of a key and a
+        # tensor are read here.
         self._enter(depth)
         count, at = self._map(at, "is not a map")
         data, end, add, others, key = self._data, self._end, self.found.tensors.add, 0, ""
@@ -385,7 +424,9 @@ class _Walk:
         return at
 
     def _plain(self, at: int, what: type | tuple[type, ...]) -> tuple[Any, int]:
-        """Return a small value that has no maps and extensions, and the offset behind it."""
+        """Return a small value that has no maps and extensions, and the offset behind
+        it.
+        """
         end = self._flat(at)
         if end - at > _SMALL:
             raise _Wrong("has a part that is too long")
@@ -393,12 +434,18 @@ class _Walk:
             found = msgspec.msgpack.decode(self._data[at:end])
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise _Wrong("cannot be read") from None
-        if not isinstance(found, what) or (isinstance(found, bool) and bool not in (what if isinstance(what, tuple) else (what,))):
-            raise _Wrong(f"has a part of the type {type(found).__name__}, where another one is expected")
+        if not isinstance(found, what) or (
+            isinstance(found, bool) and bool not in (what if isinstance(what, tuple) else (what,))
+        ):
+            raise _Wrong(
+                f"has a part of the type {type(found).__name__}, where another one is expected"
+            )
         return found, end
 
     def _flat(self, at: int) -> int:
-        """Return the offset behind a value that is no map and no extension, and no list of others than these."""
+        """Return the offset behind a value that is no map and no extension, and no list
+        of others than these.
+        """
         kind = self._data[at] if at < self._end else 0xC1
         if not (0x90 <= kind < 0xA0 or kind in (0xDC, 0xDD)):
             return self._leaf(at)
@@ -409,7 +456,12 @@ class _Walk:
 
     def _leaf(self, at: int) -> int:
         kind = self._data[at] if at < self._end else 0xC1
-        if 0x80 <= kind < 0xA0 or kind in _COUNTED or kind in _FIXED or kind in (0xC1, 0xC7, 0xC8, 0xC9):
+        if (
+            0x80 <= kind < 0xA0
+            or kind in _COUNTED
+            or kind in _FIXED
+            or kind in (0xC1, 0xC7, 0xC8, 0xC9)
+        ):
             raise _Wrong("has a part that is neither a number nor a text")
         return self.value(at, 0)
 
@@ -501,7 +553,9 @@ class _Walk:
         except NewerFormat:
             self.found.newer += 1
         except Exception:  # the makers raise errors of many types
-            raise _Wrong(f"is a value of the standard library that cannot be made: {str(parts)[:100]}") from None
+            raise _Wrong(
+                f"is a value of the standard library that cannot be made: {str(parts)[:100]}"
+            ) from None
         return end
 
     def _flag(self, at: int, depth: int) -> int:
@@ -511,7 +565,8 @@ class _Walk:
         count, at = self._list(at, "is a flag whose members are not a list")
         for _ in range(count):
             _, at = self._text(at)
-        if at < self._end and 0xC7 <= self._data[at] <= 0xC9 and self._head(at)[0] == 6:  # a flag of more than 64 bits
+        # A flag of more than 64 bits.
+        if at < self._end and 0xC7 <= self._data[at] <= 0xC9 and self._head(at)[0] == 6:
             return self.value(at, depth)
         return self._plain(at, int)[1]
 
@@ -568,7 +623,11 @@ class _Walk:
         """Check the bytes of a `.npy` file, and return the shape."""
         data = self._data
         version, width = data[start + 6 : start + 8], 2
-        if data[start : start + 6] != b"\x93NUMPY" or version not in (b"\x01\x00", b"\x02\x00", b"\x03\x00"):
+        if data[start : start + 6] != b"\x93NUMPY" or version not in (
+            b"\x01\x00",
+            b"\x02\x00",
+            b"\x03\x00",
+        ):
             raise _Wrong("is a NumPy array that is no .npy file of version 1 to 3")
         width = 2 if version == b"\x01\x00" else 4
         body = start + 8 + width
@@ -576,16 +635,25 @@ class _Walk:
         if body + length > end or length > _MOST_OF_A_HEADER:
             raise _Wrong("is a NumPy array whose header is cut short, or too long")
         try:
-            head = ast.literal_eval(data[body : body + length].decode("utf-8" if version == b"\x03\x00" else "latin1"))
+            head = ast.literal_eval(
+                data[body : body + length].decode("utf-8" if version == b"\x03\x00" else "latin1")
+            )
             shape, descr = head["shape"], head["descr"]
-            fits = set(head) == {"shape", "descr", "fortran_order"} and type(head["fortran_order"]) is bool and type(shape) is tuple
+            fits = (
+                set(head) == {"shape", "descr", "fortran_order"}
+                and type(head["fortran_order"]) is bool
+                and type(shape) is tuple
+            )
         except Exception:  # literal_eval raises errors of many types
             fits = False
         if not fits or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
             raise _Wrong("is a NumPy array whose header cannot be read")
         size = _itemsize(descr)
         if size is None:
-            raise _Wrong(f"is a NumPy array of the dtype {str(descr)[:60]!r}, which cannot be read without pickles")
+            raise _Wrong(
+                f"is a NumPy array of the dtype {str(descr)[:60]!r}, which cannot be read without "
+                f"pickles"
+            )
         count = 1
         for n in shape:
             count *= n
@@ -599,20 +667,27 @@ _MOST_OF_A_HEADER = 10_000
 
 
 def _itemsize(descr: Any) -> int | None:
-    """Return the size of one element of a NumPy dtype in bytes, or None if NumPy reads no arrays of this dtype.
+    """Return the size of one element of a NumPy dtype in bytes, or None if NumPy reads
+    no arrays of this dtype.
 
     descr: as in the header of a `.npy` file, a text or a list of fields.
     """
     if type(descr) is str:
         found = _DTYPE.fullmatch(descr)
-        if found is None or (found[1] in _ITEM_SIZES and int(found[2]) not in _ITEM_SIZES[found[1]]):
+        if found is None or (
+            found[1] in _ITEM_SIZES and int(found[2]) not in _ITEM_SIZES[found[1]]
+        ):
             return None
         return int(found[2]) * (4 if found[1] == "U" else 1)
     if type(descr) is not list or not descr:
         return None
     total = 0
     for member in descr:
-        if type(member) is not tuple or len(member) not in (2, 3) or (size := _itemsize(member[1])) is None:
+        if (
+            type(member) is not tuple
+            or len(member) not in (2, 3)
+            or (size := _itemsize(member[1])) is None
+        ):
             return None
         for length in member[2] if len(member) == 3 and type(member[2]) is tuple else member[2:]:
             if type(length) is not int or length < 0:
@@ -622,20 +697,32 @@ def _itemsize(descr: Any) -> int | None:
     return total
 
 
-_DTYPE = re.compile(r"[<>|=]?([biufcSVUMm])(\d{1,9})(?:(?<=[Mm]8)\[\d{0,9}(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
-_ITEM_SIZES = {"b": {1}, "i": {1, 2, 4, 8}, "u": {1, 2, 4, 8}, "f": {2, 4, 8, 12, 16}, "c": {8, 16, 24, 32}, "M": {8}, "m": {8}}
+_DTYPE = re.compile(
+    r"[<>|=]?([biufcSVUMm])(\d{1,9})(?:(?<=[Mm]8)\[\d{0,9}(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
+)
+_ITEM_SIZES = {
+    "b": {1},
+    "i": {1, 2, 4, 8},
+    "u": {1, 2, 4, 8},
+    "f": {2, 4, 8, 12, 16},
+    "c": {8, 16, 24, 32},
+    "M": {8},
+    "m": {8},
+}
 _OF_BYTES: dict[int, Callable[[_Walk, int, int], None]] = {
-    6: _Walk._digits, 8: _Walk._array, 9: _Walk._scalar, 12: _Walk._utf8, 13: _Walk._utf8, 18: _Walk._for_torch, 19: _Walk._anything,
-    26: _Walk._utf8,
+    6: _Walk._digits, 8: _Walk._array, 9: _Walk._scalar, 12: _Walk._utf8, 13: _Walk._utf8,
+    18: _Walk._for_torch, 19: _Walk._anything, 26: _Walk._utf8,
 }  # fmt: skip
 _OF_ITEMS: dict[int, Callable[[_Walk, int, int], int]] = {
     5: _Walk._pairs, 7: _Walk._complex,
     10: lambda walk, at, depth: walk._texts(at, 3, 10),
-    11: _Walk._path, 14: _Walk._size, 15: _Walk._pairs, 16: _Walk._pairs, 17: _Walk._deque, 20: _Walk._object,
-    21: _Walk._own,
-    22: _Walk._object_of_class, 23: _Walk._standard, 24: _Walk._record, 25: _Walk._default_dict, 27: _Walk._flag,
-    28: _Walk._constant,
+    11: _Walk._path, 14: _Walk._size, 15: _Walk._pairs, 16: _Walk._pairs, 17: _Walk._deque,
+    20: _Walk._object, 21: _Walk._own,
+    22: _Walk._object_of_class, 23: _Walk._standard, 24: _Walk._record, 25: _Walk._default_dict,
+    27: _Walk._flag, 28: _Walk._constant,
     29: lambda walk, at, depth: walk._texts(at, 2, 29),
     30: _Walk._stream,
 }  # fmt: skip
-"""Extension types: the checks of those whose payload is bytes, and of those whose payload is msgpack, except 2 to 4."""
+"""Extension types: the checks of those whose payload is bytes, and of those whose
+payload is msgpack, except 2 to 4.
+"""

@@ -1,4 +1,6 @@
-"""Stores checkpoints: the storage seam, its implementations, and the layout of checkpoints on any of them.
+"""Stores checkpoints: the storage seam, its implementations, and the layout of
+checkpoints on any of them.
 
-No module outside this package knows whether a checkpoint lies on a POSIX file system or elsewhere.
+No module outside this package knows whether a checkpoint lies on a POSIX file system or
+elsewhere.
 """

@@ -25,12 +25,19 @@ class HeartbeatStore:
         return self._storage.where(names.runs(job))
 
     def attempts(self, job: str) -> list[int]:
-        """Return the attempts of a job that have a heartbeat, alive or not, in ascending order."""
-        found = (names.parse_attempt_file(entry.name) for entry in self._storage.children(names.runs(job)) if not entry.nested)
+        """Return the attempts of a job that have a heartbeat, alive or not, in
+        ascending order.
+        """
+        found = (
+            names.parse_attempt_file(entry.name)
+            for entry in self._storage.children(names.runs(job))
+            if not entry.nested
+        )
         return sorted({attempt for attempt in found if attempt is not None})
 
     def read(self, job: str, attempt: int) -> bytes | None:
-        """Return the bytes of a heartbeat, of which a longer object has only the first `MAX_HEARTBEAT`, or None if there is none.
+        """Return the bytes of a heartbeat, of which a longer object has only the first
+        `MAX_HEARTBEAT`, or None if there is none.
 
         Raises IntegrityError if something else, such as a FIFO, has its name.
         """
@@ -44,17 +51,30 @@ class HeartbeatStore:
             source.close()
 
     def publish(self, heartbeat: Heartbeat) -> None:
-        """Publish a heartbeat, in place of the one before it. It need not survive a power failure, and nothing is synced."""
+        """Publish a heartbeat, in place of the one before it.
+
+        It need not survive a power failure, and nothing is synced.
+        """
         prefix = names.runs(heartbeat.job)
         name = f"{prefix}/{names.attempt_file(heartbeat.attempt)}"
-        publish = partial(self._storage.publish, name, heartbeat.encode(), replace=True, durable=False)
+        publish = partial(
+            self._storage.publish, name, heartbeat.encode(), replace=True, durable=False
+        )
         try:
             publish()
-        except FileNotFoundError:  # the job has had no heartbeat yet, and a created object makes the directory
-            self._storage.create(f"{prefix}/{names.new_nonce().hex()}{names.TMP_SUFFIX}", ALIGN, b"").discard()
+        except (
+            FileNotFoundError
+        ):  # the job has had no heartbeat yet, and a created object makes the directory
+            self._storage.create(
+                f"{prefix}/{names.new_nonce().hex()}{names.TMP_SUFFIX}", ALIGN, b""
+            ).discard()
             publish()
 
     def delete(self, job: str, attempts: Iterable[int]) -> None:
-        """Delete the heartbeats of these attempts, if they exist, and what an unfinished publication of them has left."""
+        """Delete the heartbeats of these attempts, if they exist, and what an
+        unfinished publication of them has left.
+        """
         files = [names.attempt_file(attempt) for attempt in attempts]
-        self._storage.delete(names.runs(job), [*files, *(file + names.TMP_SUFFIX for file in files)])
+        self._storage.delete(
+            names.runs(job), [*files, *(file + names.TMP_SUFFIX for file in files)]
+        )

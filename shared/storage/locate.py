@@ -1,7 +1,11 @@
-"""Finds the checkpoint, the job or the root that a path or a URL names. Every place that a user gives is resolved here.
+"""Finds the checkpoint, the job or the root that a path or a URL names.
 
-A place may be a root, the prefix `<root>/<job>` of a job, a checkpoint `<root>/<job>/<tag>` with or without its attempt, or a prefix
-anywhere that holds one checkpoint by itself. A prefix is a directory, or the URL of a prefix in an object store.
+Every place that a user gives is resolved here.
+
+A place may be a root, the prefix `<root>/<job>` of a job, a checkpoint
+`<root>/<job>/<tag>` with or without its attempt, or a prefix anywhere that holds one
+checkpoint by itself. A prefix is a directory, or the URL of a prefix in an object
+store.
 """
 
 from __future__ import annotations
@@ -14,12 +18,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd.shared import names
-from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidConfig, NotFound, RemoteError, StorageError
+from ckptd.shared.errors import (
+    AlreadyExists,
+    IntegrityError,
+    InvalidConfig,
+    NotFound,
+    RemoteError,
+    StorageError,
+)
 from ckptd.shared.location import Location, Url, located
 from ckptd.shared.storage.marker import other_tool
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository
-from ckptd.shared.storage.standalone import StandaloneCheckpoint, StandaloneDirectory, StandaloneObjects
+from ckptd.shared.storage.standalone import (
+    StandaloneCheckpoint,
+    StandaloneDirectory,
+    StandaloneObjects,
+)
 from ckptd.shared.system.fs import FileSystem
 
 if TYPE_CHECKING:  # obstore is imported only for a URL
@@ -27,7 +42,9 @@ if TYPE_CHECKING:  # obstore is imported only for a URL
 
 
 def open_root(root: str | os.PathLike[str] | Url, fs: FileSystem | None = None) -> Repository:
-    """Return the checkpoints below a root, which need not exist yet. `fs` replaces the operating system's file system.
+    """Return the checkpoints below a root, which need not exist yet.
+
+    `fs` replaces the operating system's file system.
 
     Raises InvalidConfig if the root is a URL that cannot be used.
     """
@@ -37,20 +54,32 @@ def open_root(root: str | os.PathLike[str] | Url, fs: FileSystem | None = None) 
 
 @functools.lru_cache(maxsize=64)
 def object_storage(url: Url) -> ObjectStorage:
-    """Return the objects below a URL. Raises InvalidConfig if obstore is missing, or cannot use the settings in the environment."""
+    """Return the objects below a URL.
+
+    Raises InvalidConfig if obstore is missing, or cannot use the settings in the
+    environment.
+    """
     try:
         from ckptd.shared.storage.bucket import open_bucket
         from ckptd.shared.storage.object_store import ObjectStorage
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] != "obstore":
             raise
-        raise InvalidConfig(f"{url} needs the package obstore: install it with pip install 'ckptd[s3]'") from None
+        raise InvalidConfig(
+            f"{url} needs the package obstore: install it with pip install 'ckptd[s3]'"
+        ) from None
     return ObjectStorage(open_bucket(url), names.root_digest(url))
 
 
 def open_standalone(place: Location) -> StandaloneCheckpoint:
-    """Return the checkpoint that a directory or a prefix outside every root holds by itself, or may hold one day."""
-    return StandaloneDirectory(place) if isinstance(place, Path) else StandaloneObjects(object_storage(place))
+    """Return the checkpoint that a directory or a prefix outside every root holds by
+    itself, or may hold one day.
+    """
+    return (
+        StandaloneDirectory(place)
+        if isinstance(place, Path)
+        else StandaloneObjects(object_storage(place))
+    )
 
 
 def is_root(place: Location) -> bool:
@@ -66,12 +95,20 @@ def is_prefix(place: Location) -> bool:
 
 
 def holds(place: Location, name: str) -> bool:
-    """Return True if there is a file, a link or an object of this name directly below the place."""
-    return os.path.lexists(place / name) if isinstance(place, Path) else object_storage(place).exists(name)
+    """Return True if there is a file, a link or an object of this name directly below
+    the place.
+    """
+    return (
+        os.path.lexists(place / name)
+        if isinstance(place, Path)
+        else object_storage(place).exists(name)
+    )
 
 
 def job_and_tag(place: Location, root: Location) -> tuple[str, str] | None:
-    """Return the last two components of `<root>/<job>/<tag>`, or None if the place is not of this form."""
+    """Return the last two components of `<root>/<job>/<tag>`, or None if the place is
+    not of this form.
+    """
     job = place.parent
     if job.parent != root.resolve() or job == job.parent or job.name.startswith("."):
         return None
@@ -82,48 +119,67 @@ def job_and_tag(place: Location, root: Location) -> tuple[str, str] | None:
 
 
 def find_checkpoint(path: Location) -> tuple[Repository, str, str]:
-    """Return the repository, the job and the tag directory of the committed checkpoint that `path` names.
+    """Return the repository, the job and the tag directory of the committed checkpoint
+    that `path` names.
 
-    `path` is a directory that holds a checkpoint, or `<root>/<job>/<tag>`, which means the highest attempt of that tag. Raises NotFound if
-    there is no checkpoint or if `path` names two; OSError.
+    `path` is a directory that holds a checkpoint, or `<root>/<job>/<tag>`, which means
+    the highest attempt of that tag. Raises NotFound if there is no checkpoint or if
+    `path` names two; OSError.
     """
     standalone, found = open_standalone(path), attempts_of(path)
     if standalone.has_manifest():
         if found:
             raise NotFound(
-                f"both {path} and {path.parent / found[max(found)]} are checkpoints: name the one that you mean, or move one away"
+                f"both {path} and {path.parent / found[max(found)]} are checkpoints: name the one "
+                f"that you mean, or move one away"
             )
         return standalone, standalone.job, standalone.tag
     if found:
         return open_root(path.parent.parent), path.parent.name, found[max(found)]
     if other := _of_another_tool(path):
         raise NotFound(f"{path} {other}")
-    raise NotFound(f"no checkpoint at {path}" + ("" if isinstance(path, Url) or path.is_dir() else ", which is not a directory"))
+    raise NotFound(
+        f"no checkpoint at {path}"
+        + ("" if isinstance(path, Url) or path.is_dir() else ", which is not a directory")
+    )
 
 
 def _of_another_tool(path: Location) -> str:
-    """Return "is a checkpoint of TOOL", with advice, or "" if there is no checkpoint of another tool directly in this place."""
+    """Return "is a checkpoint of TOOL", with advice, or "" if there is no checkpoint of
+    another tool directly in this place.
+    """
     other = other_tool(open_standalone(path).storage)
     if other is None:
         return ""
     advice = "`ckptd import` cannot read it"
     if other.importable is not None:
-        advice = f"make one of ckptd from it with `ckptd import {path / other.importable if other.importable else path} --out DIR`"
+        advice = (
+            f"make one of ckptd from it with `ckptd "
+            f"import "
+            f"{path / other.importable if other.importable else path} --out DIR`"
+        )
     return f"is a checkpoint of {other.tool} ({other.file}): {advice}"
 
 
 def check_no_other_tool(path: Location, advice: str) -> None:
-    """Raise AlreadyExists, with advice, if there is a checkpoint of another tool directly in this place. Raises OSError."""
+    """Raise AlreadyExists, with advice, if there is a checkpoint of another tool
+    directly in this place. Raises OSError.
+    """
     other = other_tool(open_standalone(path).storage)
     if other is not None:
-        raise AlreadyExists(f"{path} holds a checkpoint of {other.tool} ({other.file}), and nothing was saved there: {advice}")
+        raise AlreadyExists(
+            f"{path} holds a checkpoint of {other.tool} ({other.file}), and nothing was saved "
+            f"there: {advice}"
+        )
 
 
 def attempts_of(path: Location) -> dict[int, str]:
-    """Return the committed directories of the tag that `path` names (`<root>/<job>/<tag>`), by attempt.
+    """Return the committed directories of the tag that `path` names
+    (`<root>/<job>/<tag>`), by attempt.
 
-    The tag is one of the user's own, or `step-<number>` with any number of digits. The dict is empty if a directory cannot be listed.
-    Raises RemoteError if an object store cannot be listed.
+    The tag is one of the user's own, or `step-<number>` with any number of digits. The
+    dict is empty if a directory cannot be listed. Raises RemoteError if an object store
+    cannot be listed.
     """
     repository, job, name = open_root(path.parent.parent), path.parent.name, path.name
     wanted = name
@@ -147,9 +203,11 @@ def attempts_of(path: Location) -> dict[int, str]:
 
 
 def find_job_or_checkpoint(path: Location) -> tuple[Repository, str, str | None]:
-    """Return the repository, the job and the tag of DIR/JOB or DIR/JOB/TAG, or of a directory that is one checkpoint by itself.
+    """Return the repository, the job and the tag of DIR/JOB or DIR/JOB/TAG, or of a
+    directory that is one checkpoint by itself.
 
-    The tag is None for DIR/JOB. A tag may be given without its attempt: then the highest attempt is meant. Raises NotFound, StorageError.
+    The tag is None for DIR/JOB. A tag may be given without its attempt: then the
+    highest attempt is meant. Raises NotFound, StorageError.
     """
     path = located(path)
     if has_checkpoint(path):
@@ -163,17 +221,25 @@ def find_job_or_checkpoint(path: Location) -> tuple[Repository, str, str | None]
     if is_root(path.parent):
         raise NotFound(f"job {path.name!r} has no checkpoints in {path.parent}{meant(path)}")
     repository, job = existing_root(path.parent.parent), path.parent.name
-    same = [p for tag in tags_of(repository, job) if (p := names.parse_tag_directory(tag)) and path.name in (p[0], tag)]
+    same = [
+        p
+        for tag in tags_of(repository, job)
+        if (p := names.parse_tag_directory(tag)) and path.name in (p[0], tag)
+    ]
     if not same:
         raise NotFound(
-            f"no checkpoint {path.name!r} of job {job!r} in {repository.where()}; `ckptd ls {path.parent}` lists the checkpoints there"
+            f"no checkpoint {path.name!r} of job {job!r} in {repository.where()}; `ckptd ls "
+            f"{path.parent}` lists the checkpoints there"
         )
     tag, _, attempt = max(same, key=lambda p: p[2])
     return repository, job, names.tag_directory(None, tag, attempt)
 
 
 def existing_root(root: Location) -> Repository:
-    """Return the checkpoints below a root. Raises NotFound if it is not a directory, or if there is nothing below a URL."""
+    """Return the checkpoints below a root.
+
+    Raises NotFound if it is not a directory, or if there is nothing below a URL.
+    """
     if not is_prefix(root):
         if isinstance(root, Url):
             raise NotFound(f"there is nothing at {root}")
@@ -182,7 +248,8 @@ def existing_root(root: Location) -> Repository:
 
 
 def meant(path: Location) -> str:
-    """Return what to add to an error about a path without checkpoints: the hint that another tool has written it, or a path near it.
+    """Return what to add to an error about a path without checkpoints: the hint that
+    another tool has written it, or a path near it.
 
     Return "" if there is neither, or for a URL.
     """
@@ -198,7 +265,9 @@ def meant(path: Location) -> str:
 
 
 def _near(path: Path) -> Iterator[Path]:
-    """Yield jobs in a root, roots in a directory, names spelled alike, and the checkpoint, job or root that a path leads out of."""
+    """Yield jobs in a root, roots in a directory, names spelled alike, and the
+    checkpoint, job or root that a path leads out of.
+    """
     if is_root(path):
         repository = open_root(path)
         yield from (path / job for job in repository.jobs() if tags_of(repository, job))
@@ -209,7 +278,11 @@ def _near(path: Path) -> Iterator[Path]:
     for name in difflib.get_close_matches(wanted, os.listdir(there)):
         if name != wanted and (is_root(there / name) or is_root(there)):
             yield there / name
-    yield from (above for above in path.parents if has_checkpoint(above) or is_root(above.parent) or is_root(above))
+    yield from (
+        above
+        for above in path.parents
+        if has_checkpoint(above) or is_root(above.parent) or is_root(above)
+    )
 
 
 def tags_of(repository: Repository, job: str) -> list[str]:
@@ -223,14 +296,22 @@ def tags_of(repository: Repository, job: str) -> list[str]:
 
 
 def has_checkpoint(path: Location) -> bool:
-    """Return True if the prefix has a manifest, and is neither a root nor that of a job."""
-    return holds(path, names.MANIFEST) and not is_root(path) and not tags_of(open_root(path.parent), path.name)
+    """Return True if the prefix has a manifest, and is neither a root nor that of a
+    job.
+    """
+    return (
+        holds(path, names.MANIFEST)
+        and not is_root(path)
+        and not tags_of(open_root(path.parent), path.name)
+    )
 
 
 def _lies_in_a_root(path: Location) -> bool:
-    """Return True if the path of a checkpoint is DIR/JOB/TAG, and False if it is a checkpoint by itself.
+    """Return True if the path of a checkpoint is DIR/JOB/TAG, and False if it is a
+    checkpoint by itself.
 
-    In a root the name alone decides. Elsewhere, as in a copy of a root, the manifest must be that of this job and tag.
+    In a root the name alone decides. Elsewhere, as in a copy of a root, the manifest
+    must be that of this job and tag.
     """
     if names.parse_tag_directory(path.name) is None:
         return False

@@ -1,4 +1,6 @@
-"""Knows the file `.metadata` that marks a checkpoint by itself (FORMAT.md, section 1), and the files of other tools' checkpoints."""
+"""Knows the file `.metadata` that marks a checkpoint by itself (FORMAT.md, section 1),
+and the files of other tools' checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ MARKER = MAGIC + _TEXT
 class OtherTool(NamedTuple):
     """The checkpoint of another tool in a directory.
 
-    file: the file by which it is known. importable: what `ckptd import` takes, relative to the
-    directory, or None if it can read nothing.
+    file: the file by which it is known. importable: what `ckptd import` takes, relative
+    to the directory, or None if it can read nothing.
     """
 
     tool: str
@@ -61,13 +63,20 @@ def is_marked(storage: Storage) -> bool:
         raise
     try:
         head = memoryview(bytearray(len(MAGIC)))
-        return source.size >= len(MAGIC) and source.read(head, 0) == len(MAGIC) and bytes(head) == MAGIC
+        return (
+            source.size >= len(MAGIC)
+            and source.read(head, 0) == len(MAGIC)
+            and bytes(head) == MAGIC
+        )
     finally:
         source.close()
 
 
 def other_tool(storage: Storage) -> OtherTool | None:
-    """Return the checkpoint of another tool in this place, or None if there is none. Raises OSError."""
+    """Return the checkpoint of another tool in this place, or None if there is none.
+
+    Raises OSError.
+    """
     try:
         found = sorted(entry.name for entry in storage.children("") if not entry.nested)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,6 @@
-"""Reads the metadata of a checkpoint, whether it is in the manifest or in a metadata object (FORMAT.md, section 10)."""
+"""Reads the metadata of a checkpoint, whether it is in the manifest or in a metadata
+object (FORMAT.md, section 10).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from ckptd.shared.storage.repository import Repository
 
 
 def open_metadata(repository: Repository, job: str, tag: str, manifest: Manifest) -> MetadataReader:
-    """Open the metadata object that a manifest names. The caller closes it. Raises IntegrityError if it is missing or damaged, OSError."""
+    """Open the metadata object that a manifest names.
+
+    The caller closes it. Raises IntegrityError if it is missing or damaged, OSError.
+    """
     entry = manifest.metadata_object
     assert entry is not None
     called = f"{job}/{tag}/{entry.file}"
@@ -29,8 +34,13 @@ def open_metadata(repository: Repository, job: str, tag: str, manifest: Manifest
         raise
 
 
-def metadata_objects(repository: Repository, job: str, tag: str, manifest: Manifest) -> dict[str, bytes]:
-    """Return the bytes of the metadata object, if there is one, by its name. They are verified. Raises IntegrityError, OSError."""
+def metadata_objects(
+    repository: Repository, job: str, tag: str, manifest: Manifest
+) -> dict[str, bytes]:
+    """Return the bytes of the metadata object, if there is one, by its name.
+
+    They are verified. Raises IntegrityError, OSError.
+    """
     if manifest.metadata_object is None:
         return {}
     with closing(open_metadata(repository, job, tag, manifest)) as reader:
@@ -38,8 +48,12 @@ def metadata_objects(repository: Repository, job: str, tag: str, manifest: Manif
         return {manifest.metadata_object.file: reader.whole()}
 
 
-def tensors(repository: Repository, job: str, tag: str, manifest: Manifest) -> tuple[dict[str, Described], Sequence[Mesh]]:
-    """Return the entries of all tensors and blobs, by name, and the meshes of their rules. Raises IntegrityError, OSError."""
+def tensors(
+    repository: Repository, job: str, tag: str, manifest: Manifest
+) -> tuple[dict[str, Described], Sequence[Mesh]]:
+    """Return the entries of all tensors and blobs, by name, and the meshes of their
+    rules. Raises IntegrityError, OSError.
+    """
     if manifest.metadata_object is None:
         return manifest.metadata.get("state_dict_metadata", {}), manifest.metadata.get("meshes", [])
     with closing(open_metadata(repository, job, tag, manifest)) as reader:

@@ -1,8 +1,11 @@
-"""Leases and deletions in an object store, which has no locks: each is an object that its holder writes again as long as it lives.
+"""Leases and deletions in an object store, which has no locks: each is an object that
+its holder writes again as long as it lives.
 
-A reader first puts its lease, then looks for the mark of a deleter. A deleter first puts its mark, then looks for leases. So at least one
-of two that meet sees the other, and gives way. An object whose version has not changed for `SECONDS` of the observer's own clock belongs
-to a process that is dead, or that has stopped for as long (FORMAT.md, section 6).
+A reader first puts its lease, then looks for the mark of a deleter. A deleter first
+puts its mark, then looks for leases. So at least one of two that meet sees the other,
+and gives way. An object whose version has not changed for `SECONDS` of the observer's
+own clock belongs to a process that is dead, or that has stopped for as long (FORMAT.md,
+section 6).
 """
 
 from __future__ import annotations
@@ -29,15 +32,24 @@ _MOST = 300
 
 
 class Leases:
-    """The leases and marks of one bucket. `directory` is the prefix below which they are kept."""
+    """The leases and marks of one bucket.
 
-    def __init__(self, bucket: Bucket, directory: str, clock: Callable[[], float] = time.monotonic) -> None:
+    `directory` is the prefix below which they are kept.
+    """
+
+    def __init__(
+        self, bucket: Bucket, directory: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._bucket, self._directory, self._clock = bucket, directory, clock
-        self._seen: dict[str, tuple[str, float]] = {}  # the version of an object of another process, and when it was first seen
+        # The version of an object of another process, and when it was first seen.
+        self._seen: dict[str, tuple[str, float]] = {}
         self._lock = threading.Lock()
 
     def lease(self, name: str, called: str) -> Held | None:
-        """Return a lease on an object. Return None if nothing can be written to the store: then the object may go at any time.
+        """Return a lease on an object.
+
+        Return None if nothing can be written to the store: then the object may go at
+        any time.
 
         A deleter is waited for up to `locks.SECONDS`. Raises Busy.
         """
@@ -53,7 +65,10 @@ class Leases:
             while marks := self._alive(names.RETIRING, name):
                 if time.monotonic() > until:
                     who = self._holder(marks[0].name)
-                    raise Busy(f"{called} cannot be read now: it has been marked for deletion by {who}; try again later")
+                    raise Busy(
+                        f"{called} cannot be read now: it has been marked for deletion by {who}; "
+                        f"try again later"
+                    )
                 time.sleep(RETRY_SECONDS)
         except BaseException:
             held.close()
@@ -63,15 +78,23 @@ class Leases:
 
     @contextmanager
     def exclude(self, name: str, called: str) -> Iterator[None]:
-        """Context manager. Mark an object for deletion. Raises Busy if there is a lease on it, or another mark."""
+        """Context manager.
+
+        Mark an object for deletion. Raises Busy if there is a lease on it, or another
+        mark.
+        """
         mark = Held(self._bucket, self._place(names.RETIRING, name))
         try:
             mark.put()
         except OSError as error:
-            if error.errno != errno.ENOSPC:  # a full store takes no new lease either, and only deletions make room in it
+            # A full store takes no new lease either, and only deletions make room in
+            # it.
+            if error.errno != errno.ENOSPC:
                 raise
         try:
-            if found := self._alive(names.RETIRING, name, but=mark.name) or self._alive(names.LEASES, name):
+            if found := self._alive(names.RETIRING, name, but=mark.name) or self._alive(
+                names.LEASES, name
+            ):
                 raise Busy(f"{called} is being read, or deleted, by {self._holder(found[0].name)}")
             mark.keep()
             yield
@@ -79,24 +102,42 @@ class Leases:
             mark.close()
 
     def holders(self, name: str) -> str:
-        """Wait until each lease on an object is renewed, or is found dead. Return the holders of the renewed leases, as text."""
+        """Wait until each lease on an object is renewed, or is found dead.
+
+        Return the holders of the renewed leases, as text.
+        """
         first = dict[str, str]()
         while found := self._alive(names.LEASES, name):
-            if renewed := [lease.name for lease in found if first.setdefault(lease.name, lease.version) != lease.version]:
+            if renewed := [
+                lease.name
+                for lease in found
+                if first.setdefault(lease.name, lease.version) != lease.version
+            ]:
                 return ", ".join(sorted(map(self._holder, renewed)))
             time.sleep(RETRY_SECONDS)
         return ""
 
     def end_marks(self, host: str) -> None:
-        """Delete the marks of this host's deleters. The caller holds the lock of the root on this host, so that they are dead."""
+        """Delete the marks of this host's deleters.
+
+        The caller holds the lock of the root on this host, so that they are dead.
+        """
         prefix = f"{self._directory}/{names.RETIRING}"
-        self._bucket.delete([mark for mark in self._bucket.below(prefix) if self._holder(mark).endswith(f" on {host}")])
+        self._bucket.delete(
+            [
+                mark
+                for mark in self._bucket.below(prefix)
+                if self._holder(mark).endswith(f" on {host}")
+            ]
+        )
 
     def _place(self, kind: str, name: str) -> str:
         return f"{self._directory}/{kind}/{name}/{names.new_nonce().hex()}"
 
     def _alive(self, kind: str, name: str, but: str = "") -> list[ObjectMeta]:
-        """Return the leases or marks on an object that are not dead, and delete the dead ones. `but` is left out."""
+        """Return the leases or marks on an object that are not dead, and delete the
+        dead ones. `but` is left out.
+        """
         prefix = f"{self._directory}/{kind}/{name}"
         objects = [found for found in self._bucket.children(prefix)[1] if found.name != but]
         young = [found for found in objects if self._is_young(found)]
@@ -122,7 +163,11 @@ class Leases:
         except OSError:
             return "another process"
         host, pid, *_ = [*text.split(" "), "", ""]
-        return f"process {pid} on {host}" if names.is_name(host) and pid.isdigit() else "another process"
+        return (
+            f"process {pid} on {host}"
+            if names.is_name(host) and pid.isdigit()
+            else "another process"
+        )
 
 
 class Held:
@@ -137,7 +182,9 @@ class Held:
 
     def put(self) -> None:
         self._count += 1
-        self._bucket.put(self.name, f"{names.host()} {self._pid} {self._count}".encode(), create=False)
+        self._bucket.put(
+            self.name, f"{names.host()} {self._pid} {self._count}".encode(), create=False
+        )
 
     def keep(self) -> None:
         """Begin to write the object again every `RENEWAL_SECONDS`."""
@@ -154,7 +201,8 @@ class Held:
         if self._pid != os.getpid():
             return
         self._closed.set()
-        if self._thread is not None and not sys.is_finalizing():  # at the end of the process threads no longer run
+        # At the end of the process threads no longer run.
+        if self._thread is not None and not sys.is_finalizing():
             self._thread.join()  # a renewal that is under way would bring the object back
         with suppress(OSError):  # an object that stays is found dead later
             self._bucket.delete([self.name])

@@ -1,4 +1,6 @@
-"""Measures what an object store guarantees, with small objects that are deleted afterwards."""
+"""Measures what an object store guarantees, with small objects that are deleted
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ _PREFIX = f"{names.CONTROL}/probe"
 
 
 def creates_once(bucket: Bucket) -> bool:
-    """Return True if exactly one of many callers succeeds that create an object at the same time, and a later caller fails.
+    """Return True if exactly one of many callers succeeds that create an object at the
+    same time, and a later caller fails.
 
-    Some stores ignore the condition of such a request, and some let several callers win. A wrong answer proves that. Right answers only
-    make it likely that the store keeps its word.
+    Some stores ignore the condition of such a request, and some let several callers
+    win. A wrong answer proves that. Right answers only make it likely that the store
+    keeps its word.
     """
     name = f"{_PREFIX}/{names.new_nonce().hex()}"
 
@@ -53,16 +57,27 @@ def creates_once(bucket: Bucket) -> bool:
 
 
 def check(bucket: Bucket) -> None:
-    """Check that an object can be written, listed, read in part and deleted. Raises OSError, which says what the store does not do."""
+    """Check that an object can be written, listed, read in part and deleted.
+
+    Raises OSError, which says what the store does not do.
+    """
     nonce = names.new_nonce().hex()
     name, data = f"{_PREFIX}/{nonce}", nonce.encode()
     bucket.put(name, data, create=False)
     try:
         if name not in [found.name for found in bucket.children(_PREFIX)[1]]:
-            raise RemoteError(errno.EIO, "a listing lacks an acknowledged object, and ckptd relies on listings", name)
+            raise RemoteError(
+                errno.EIO,
+                "a listing lacks an acknowledged object, and ckptd relies on listings",
+                name,
+            )
         if bucket.read(name, 8, 8) != data[8:16]:
-            raise RemoteError(errno.EIO, "the store returns other bytes than those that were written", name)
+            raise RemoteError(
+                errno.EIO, "the store returns other bytes than those that were written", name
+            )
     finally:
         bucket.delete([name])
     if name in [found.name for found in bucket.children(_PREFIX)[1]]:
-        raise RemoteError(errno.EIO, "a listing has a deleted object, and ckptd relies on listings", name)
+        raise RemoteError(
+            errno.EIO, "a listing has a deleted object, and ckptd relies on listings", name
+        )

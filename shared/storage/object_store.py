@@ -1,7 +1,9 @@
-"""Keeps objects in an object store: Amazon S3 and all that speak its protocol, Google Cloud Storage, Azure Blob Storage.
+"""Keeps objects in an object store: Amazon S3 and all that speak its protocol, Google
+Cloud Storage, Azure Blob Storage.
 
-Bulk data goes to names of its own by multipart uploads. Small objects appear whole with one request. What the store guarantees is
-measured, not concluded from its name (`object_probe.py`).
+Bulk data goes to names of its own by multipart uploads. Small objects appear whole with
+one request. What the store guarantees is measured, not concluded from its name
+(`object_probe.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from ckptd.shared.system.local_lock import LocalLock
 from ckptd.shared.system.storage_seam import Closable, Entry
 
 _UPLOAD_MEMORY = 128 << 20
-"""The bytes that all uploads of a storage together have under way, as far as each has at least two parts."""
+"""The bytes that all uploads of a storage together have under way, as far as each has
+at least two parts.
+"""
 _MOST_TO_COPY = 5 * 1000**3
 """The largest object that a store copies with one request."""
 _CONFLICTS = 5
@@ -46,7 +50,10 @@ _MOST_OF_CAPABILITIES = 4096
 
 
 class ObjectStorage:
-    """The objects of one bucket below a prefix. `digest` names the root in the names of local files."""
+    """The objects of one bucket below a prefix.
+
+    `digest` names the root in the names of local files.
+    """
 
     head_last = False
 
@@ -55,20 +62,30 @@ class ObjectStorage:
         self._leases = Leases(bucket, names.CONTROL)
         self._uploads = 0
         self._lock = threading.Lock()
-        self._unsure: dict[str, str] = {}  # tokens of claims that have failed, and may be there nevertheless
+        # Tokens of claims that have failed, and may be there nevertheless.
+        self._unsure: dict[str, str] = {}
 
     @functools.cached_property
     def creates_once(self) -> bool:
-        """True if the store creates an object for only one of several callers. This is measured once, and remembered in the root."""
+        """True if the store creates an object for only one of several callers.
+
+        This is measured once, and remembered in the root.
+        """
         try:
-            return _decoder.decode(self._bucket.get(_CAPABILITIES, _MOST_OF_CAPABILITIES)).creates_once
+            return _decoder.decode(
+                self._bucket.get(_CAPABILITIES, _MOST_OF_CAPABILITIES)
+            ).creates_once
         except (FileNotFoundError, msgspec.DecodeError):
             once = self.measure()
-        self._bucket.put(_CAPABILITIES, msgspec.json.encode(_Capabilities(creates_once=once)), create=False)
+        self._bucket.put(
+            _CAPABILITIES, msgspec.json.encode(_Capabilities(creates_once=once)), create=False
+        )
         return once
 
     def measure(self) -> bool:
-        """Return True if the store creates an object for only one of several callers now, whatever the root remembers. Raises OSError."""
+        """Return True if the store creates an object for only one of several callers
+        now, whatever the root remembers. Raises OSError.
+        """
         return object_probe.creates_once(self._bucket)
 
     def where(self, name: str = "") -> str:
@@ -77,7 +94,9 @@ class ObjectStorage:
     def children(self, prefix: str) -> list[Entry]:
         prefixes, objects = self._bucket.children(prefix)
         found = {Entry(name.rstrip("/").rpartition("/")[2], True) for name in prefixes}
-        found |= {Entry(name, False) for entry in objects if (name := entry.name.rpartition("/")[2])}
+        found |= {
+            Entry(name, False) for entry in objects if (name := entry.name.rpartition("/")[2])
+        }
         return sorted(found)
 
     def refresh_listing(self, prefix: str, file: str) -> None:
@@ -94,7 +113,11 @@ class ObjectStorage:
         return ObjectSource(self._bucket, name)
 
     def create(self, name: str, size: int, head: bytes | None = None) -> ObjectSink:
-        """Begin an upload. The name must be one that no other process uses: an object of this name would be replaced."""
+        """Begin an upload.
+
+        The name must be one that no other process uses: an object of this name would be
+        replaced.
+        """
         assert head is not None
         part_size = max(LEAST_PART, -(-size // MOST_PARTS))
         with self._lock:
@@ -121,11 +144,24 @@ class ObjectStorage:
             return False
         except OSError as error:
             if error.errno != errno.EOPNOTSUPP:
-                raise  # the store may still carry the copy out, so that the name must not be used for anything else
+                # The store may still carry the copy out, so that the name must not be
+                # used for anything else.
+                raise
             return False
 
-    def publish(self, name: str, data: bytes, *, replace: bool, by: str = "", points: str | None = None, durable: bool = True) -> None:
-        """An object that has these bytes already counts as published: the store may have lost the answer to an earlier request."""
+    def publish(
+        self,
+        name: str,
+        data: bytes,
+        *,
+        replace: bool,
+        by: str = "",
+        points: str | None = None,
+        durable: bool = True,
+    ) -> None:
+        """An object that has these bytes already counts as published: the store may
+        have lost the answer to an earlier request.
+        """
         if points:
             if failpoint(f"{points}.written"):
                 raise OSError(errno.EIO, "short write")
@@ -149,14 +185,20 @@ class ObjectStorage:
             try:
                 if self._bucket.get(name, max(len(data), 1)) == data:
                     return
-            except FileNotFoundError:  # the store refused two requests that met, and neither was carried out
+            except (
+                FileNotFoundError
+            ):  # the store refused two requests that met, and neither was carried out
                 time.sleep(_CONFLICT_SECONDS)
                 continue
             except OSError as error:
                 if error.errno != errno.EFBIG:
                     raise
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
-        raise RemoteError(errno.EIO, "the store refuses to create the object, because of a conflict each time", name)
+        raise RemoteError(
+            errno.EIO,
+            "the store refuses to create the object, because of a conflict each time",
+            name,
+        )
 
     def delete(self, prefix: str, files: list[str], *, unpublished: str = "") -> None:
         self._bucket.delete([f"{prefix}/{file}" if prefix else file for file in files])
@@ -166,10 +208,12 @@ class ObjectStorage:
         return not objects and all(self.remove(inner.rstrip("/")) for inner in prefixes)
 
     def claim(self, name: str) -> bool:
-        """Create an object with a random token, by which a repeated request recognises its own.
+        """Create an object with a random token, by which a repeated request recognises
+        its own.
 
-        Where the store creates nothing exclusively, the token is part of the name, and the claim counts if it is then the only one: of
-        several callers at the same time, all may fail.
+        Where the store creates nothing exclusively, the token is part of the name, and
+        the claim counts if it is then the only one: of several callers at the same
+        time, all may fail.
         """
         with self._lock:
             token = self._unsure.pop(name, None) or names.new_nonce().hex()
@@ -194,15 +238,25 @@ class ObjectStorage:
         return self._claims(prefix, file) == {f"{file}.{token}"}
 
     def _claims(self, prefix: str, file: str) -> set[str]:
-        return {entry.name for entry in self.children(prefix) if entry.name == file or entry.name.startswith(f"{file}.")}
+        return {
+            entry.name
+            for entry in self.children(prefix)
+            if entry.name == file or entry.name.startswith(f"{file}.")
+        }
 
     # -- leases
 
     def lease(self, name: str, called: str) -> ObjectSource:
-        """Put a lease, and open the object. A reader without the right to write gets no lease, and may find the object gone at any time."""
+        """Put a lease, and open the object.
+
+        A reader without the right to write gets no lease, and may find the object gone
+        at any time.
+        """
         held = self._leases.lease(name, called)
         try:
-            return ObjectSource(self._bucket, name, held.close if held is not None else lambda: None)
+            return ObjectSource(
+                self._bucket, name, held.close if held is not None else lambda: None
+            )
         except BaseException:
             if held is not None:
                 held.close()
@@ -217,14 +271,18 @@ class ObjectStorage:
     # -- the root
 
     def serve(self, host: str) -> Closable:
-        """Check that the bucket can be written, and lock the root on this machine. End the deletions of a daemon that died here.
+        """Check that the bucket can be written, and lock the root on this machine.
+
+        End the deletions of a daemon that died here.
 
         Raises Busy, StorageError.
         """
         try:
             lock = LocalLock.take(f"{names.LOCK}-{self._digest}-{host}")
             if lock is None:
-                raise Busy(f"another ckptd already serves {self.where()}: use that one, or stop it first")
+                raise Busy(
+                    f"another ckptd already serves {self.where()}: use that one, or stop it first"
+                )
             try:
                 object_probe.check(self._bucket)
                 self._leases.end_marks(host)
@@ -232,7 +290,9 @@ class ObjectStorage:
                 lock.close()
                 raise
         except OSError as error:
-            raise StorageError.of(f"use {self.where()} as the root for checkpoints", error) from None
+            raise StorageError.of(
+                f"use {self.where()} as the root for checkpoints", error
+            ) from None
         return lock
 
     def is_lost(self) -> bool:

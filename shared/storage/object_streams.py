@@ -14,10 +14,14 @@ from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.system.fs import Buffer
 
 FIRST = 64 << 10
-"""The bytes of an object that are read when it is opened: small objects take one request, and large ones show their header in it."""
+"""The bytes of an object that are read when it is opened: small objects take one
+request, and large ones show their header in it.
+"""
 LEAST_PART = 8 << 20
 MOST_PARTS = 9_000
-"""A multipart upload has at most 10,000 parts. The size of an object is only estimated when its upload begins."""
+"""A multipart upload has at most 10,000 parts. The size of an object is only estimated
+when its upload begins.
+"""
 
 
 class ObjectSource:
@@ -25,7 +29,9 @@ class ObjectSource:
 
     remote = True
 
-    def __init__(self, bucket: Bucket, name: str, closed: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, bucket: Bucket, name: str, closed: Callable[[], None] = lambda: None
+    ) -> None:
         self._bucket, self._name, self._closed = bucket, name, closed
         found, self._first = bucket.open(name, FIRST)
         self.size = found.size
@@ -46,14 +52,31 @@ class ObjectSource:
 
 
 class ObjectSink:
-    """An object that is being uploaded, in the order in which its data is appended. Nobody sees it before `finish`.
+    """An object that is being uploaded, in the order in which its data is appended.
 
-    A thread uploads parts of `part_size` bytes, `at_once` at the same time, and `append` waits while so many are under way. `ended` is
-    called once, when the upload has ended.
+    Nobody sees it before `finish`.
+
+    A thread uploads parts of `part_size` bytes, `at_once` at the same time, and
+    `append` waits while so many are under way. `ended` is called once, when the upload
+    has ended.
     """
 
-    def __init__(self, bucket: Bucket, name: str, head: bytes, part_size: int, at_once: int, ended: Callable[[], None]) -> None:
-        self._bucket, self._name, self._part_size, self._at_once, self._ended = bucket, name, part_size, at_once, ended
+    def __init__(
+        self,
+        bucket: Bucket,
+        name: str,
+        head: bytes,
+        part_size: int,
+        at_once: int,
+        ended: Callable[[], None],
+    ) -> None:
+        self._bucket, self._name, self._part_size, self._at_once, self._ended = (
+            bucket,
+            name,
+            part_size,
+            at_once,
+            ended,
+        )
         self._pieces: queue.Queue[bytes | None] = queue.Queue(1)  # None is the end
         self._lock = threading.Lock()
         self._discarded = False
@@ -76,8 +99,15 @@ class ObjectSink:
             self._raise_unless_written(self._error)
 
     def _raise_unless_written(self, error: Exception) -> None:
-        """Raise the error of the upload, unless only the answer to its last request was lost: no other process uses this name."""
-        if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENOENT):
+        """Raise the error of the upload, unless only the answer to its last request was
+        lost: no other process uses this name.
+        """
+        if isinstance(error, OSError) and error.errno in (
+            errno.EIO,
+            errno.ETIMEDOUT,
+            errno.EHOSTUNREACH,
+            errno.ENOENT,
+        ):
             try:
                 if self._bucket.head(self._name).size == self.size:
                     return
@@ -117,13 +147,18 @@ class ObjectSink:
                 begun.append(piece)
                 length += len(piece)
             if length < self._part_size:
-                self._bucket.put(self._name, b"".join(begun), create=False)  # one request instead of three
+                # One request instead of three.
+                self._bucket.put(self._name, b"".join(begun), create=False)
             else:
-                self._bucket.upload(self._name, chain(begun, pieces), self._part_size, self._at_once)
+                self._bucket.upload(
+                    self._name, chain(begun, pieces), self._part_size, self._at_once
+                )
         except Exception as error:
             self._error = error
         except BaseException as error:
-            self._error = RemoteError(errno.EIO, f"the upload has ended with {type(error).__name__}", self._name)
+            self._error = RemoteError(
+                errno.EIO, f"the upload has ended with {type(error).__name__}", self._name
+            )
         finally:
             self._ended()
 
@@ -132,4 +167,5 @@ class ObjectSink:
         while (piece := self._pieces.get()) is not None:
             yield piece
         if self._discarded:
-            raise InterruptedError(errno.EINTR, "the object was discarded", self._name)  # obstore then aborts the upload
+            # Obstore then aborts the upload.
+            raise InterruptedError(errno.EINTR, "the object was discarded", self._name)

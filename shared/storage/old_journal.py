@@ -1,7 +1,10 @@
-"""Moves the journal that an earlier version of ckptd kept in a POSIX root to the local directory where it is kept now.
+"""Moves the journal that an earlier version of ckptd kept in a POSIX root to the local
+directory where it is kept now.
 
-The order of steps makes a crash harmless at any point. First a file that only a newer version can read takes the place of the first
-journal file, so that an earlier version refuses the root. Then the journal files are copied. At the end they are renamed in the root.
+The order of steps makes a crash harmless at any point. First a file that only a newer
+version can read takes the place of the first journal file, so that an earlier version
+refuses the root. Then the journal files are copied. At the end they are renamed in the
+root.
 """
 
 from __future__ import annotations
@@ -14,13 +17,21 @@ from crc32c import crc32c
 
 from ckptd.shared import names
 from ckptd.shared.formats.binary import NEWER, preamble
-from ckptd.shared.system.fs import FileSystem, make_directories, opened_directory, publish, read_small
+from ckptd.shared.system.fs import (
+    FileSystem,
+    make_directories,
+    opened_directory,
+    publish,
+    read_small,
+)
 
 log = logging.getLogger("ckptd.storage")
 
 MAGIC = b"CKPTDJNL"
 BARRIER = names.journal_file(0)
-"""The name of the file that stops earlier versions. They read journal files in the order of their numbers, and never gave the number 0."""
+"""The name of the file that stops earlier versions. They read journal files in the
+order of their numbers, and never gave the number 0.
+"""
 MOVED_SUFFIX = ".moved"
 _BODY = 44
 """The bytes of a journal header that its crc32c protects."""
@@ -29,16 +40,26 @@ _LARGEST = 4 << 20
 
 
 def move(fs: FileSystem, directory: int, called: str, target: Path) -> None:
-    """Move the journal files in an open directory to the directory `target`, unless they have been moved before. Raises OSError.
+    """Move the journal files in an open directory to the directory `target`, unless
+    they have been moved before. Raises OSError.
 
     called: the path of the open directory, for messages.
     """
-    left = [name for name, _ in fs.entries(directory) if name != BARRIER and names.parse_journal_file(name) is not None]
+    left = [
+        name
+        for name, _ in fs.entries(directory)
+        if name != BARRIER and names.parse_journal_file(name) is not None
+    ]
     if not left:
         return
     _stop_earlier_versions(fs, directory)
     if target.exists():  # an earlier start has copied them, and died before it could rename them
-        log.warning("%s: the journal files there are no longer used, because there is a newer journal in %s", called, target)
+        log.warning(
+            "%s: the journal files there are no longer used, because there is a newer journal in "
+            "%s",
+            called,
+            target,
+        )
     else:
         _copy(fs, directory, left, target)
         log.warning("%s: the journal is kept in %s from now on, on the local disk", called, target)
@@ -50,12 +71,20 @@ def move(fs: FileSystem, directory: int, called: str, target: Path) -> None:
 def _stop_earlier_versions(fs: FileSystem, directory: int) -> None:
     if BARRIER not in (name for name, _ in fs.entries(directory)):
         body = preamble(MAGIC, version=NEWER).ljust(_BODY, b"\0")
-        publish(fs, BARRIER, directory, (body + crc32c(body).to_bytes(4, "little")).ljust(64, b"\0"), replace=False)
+        publish(
+            fs,
+            BARRIER,
+            directory,
+            (body + crc32c(body).to_bytes(4, "little")).ljust(64, b"\0"),
+            replace=False,
+        )
     fs.sync_directory(directory)  # the start that published it may have died before it was durable
 
 
 def _copy(fs: FileSystem, source: int, files: list[str], target: Path) -> None:
-    """Copy the files to a new directory, which appears under its name once all copies are durable."""
+    """Copy the files to a new directory, which appears under its name once all copies
+    are durable.
+    """
     unfinished = target.with_name(target.name + names.TMP_SUFFIX)
     make_directories(fs, unfinished)
     with opened_directory(fs, str(unfinished)) as directory:

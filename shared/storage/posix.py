@@ -1,8 +1,10 @@
-"""Keeps objects as files of a POSIX file system: each prefix is a directory, each object a file.
+"""Keeps objects as files of a POSIX file system: each prefix is a directory, each
+object a file.
 
-Every call is relative to directory descriptors, and follows no link below the root. Files are synced before their directories, and the
-parent of a directory before anything in it counts. Two processes that may delete and read an object meet at a lock on its file
-(`locks.py`; FORMAT.md, section 6).
+Every call is relative to directory descriptors, and follows no link below the root.
+Files are synced before their directories, and the parent of a directory before anything
+in it counts. Two processes that may delete and read an object meet at a lock on its
+file (`locks.py`; FORMAT.md, section 6).
 """
 
 from __future__ import annotations
@@ -31,15 +33,19 @@ class PosixStorage:
     """The objects below the directory `root`. Only the root itself may be a link."""
 
     head_last = True
-    creates_once = True  # a file is published by a hard link, which only one of several processes can make
+    # A file is published by a hard link, which only one of several processes can make.
+    creates_once = True
 
     def __init__(self, root: Path, fs: FileSystem | None = None) -> None:
         self.root = root
         self.fs = fs or PosixFileSystem()
         self._durable: set[str] = set()  # prefixes that this process knows to be durable
         self._claims_lock = threading.Lock()
-        self._lock: tuple[Path, os.stat_result] | None = None  # the lock file of `serve`, and its status
-        self._unsynced_claims: set[str] = set()  # claims that this process has created and failed to sync: `claim` may be repeated for them
+        # The lock file of `serve`, and its status.
+        self._lock: tuple[Path, os.stat_result] | None = None
+        # Claims that this process has created and failed to sync: `claim` may be
+        # repeated for them.
+        self._unsynced_claims: set[str] = set()
 
     def where(self, name: str = "") -> str:
         return str(self.root / name)
@@ -48,7 +54,10 @@ class PosixStorage:
 
     @contextmanager
     def directory(self, prefix: str = "") -> Iterator[int]:
-        """Yield an open descriptor of the directory of a prefix. Raises FileNotFoundError, NotADirectoryError."""
+        """Yield an open descriptor of the directory of a prefix.
+
+        Raises FileNotFoundError, NotADirectoryError.
+        """
         fd = self.fs.open_directory(os.path.realpath(self.root))
         try:
             for part in prefix.split("/") if prefix else ():
@@ -60,7 +69,11 @@ class PosixStorage:
             self.fs.close(fd)
 
     def ensure(self, prefix: str) -> None:
-        """Make the directory of a prefix durably. The first call also syncs the name of one that exists: its maker may have died before."""
+        """Make the directory of a prefix durably.
+
+        The first call also syncs the name of one that exists: its maker may have died
+        before.
+        """
         if not prefix:
             make_directories(self.fs, self.root)
             return
@@ -83,7 +96,9 @@ class PosixStorage:
             return []
 
     def remove(self, prefix: str) -> bool:
-        """Return True also if something else, such as a file, has taken the name of the directory: that is not ckptd's and stays."""
+        """Return True also if something else, such as a file, has taken the name of the
+        directory: that is not ckptd's and stays.
+        """
         self._durable.discard(prefix)
         parent, _, name = prefix.rpartition("/")
         try:
@@ -124,7 +139,9 @@ class PosixStorage:
             raise FileNotFoundError(errno.ENOENT, "its directory is missing", name) from error
 
     def create(self, name: str, size: int, head: bytes | None = None) -> PosixSink:
-        """Create the file with room for `size` bytes, and make its directory if it is missing."""
+        """Create the file with room for `size` bytes, and make its directory if it is
+        missing.
+        """
         prefix, _, file = name.rpartition("/")
         self.ensure(prefix)
         with self.directory(prefix) as directory:
@@ -138,17 +155,24 @@ class PosixStorage:
         return sink
 
     def refresh_listing(self, prefix: str, file: str) -> None:
-        self.create(f"{prefix}/{file}.{names.new_nonce().hex()}{names.TMP_SUFFIX}", ALIGN, b"").discard()
+        self.create(
+            f"{prefix}/{file}.{names.new_nonce().hex()}{names.TMP_SUFFIX}", ALIGN, b""
+        ).discard()
 
     def link(self, name: str, new: str, size: int) -> bool:
-        """Make a hard link. An error other than a full disk counts as a file system that has none."""
+        """Make a hard link.
+
+        An error other than a full disk counts as a file system that has none.
+        """
         (old_prefix, _, old), (prefix, _, file) = name.rpartition("/"), new.rpartition("/")
         self.ensure(prefix)
         try:
             with self.directory(old_prefix) as old_directory, self.directory(prefix) as directory:
                 self.fs.link(old, old_directory, file, directory)
                 with suppress(OSError):
-                    found = self.fs.stat(file, directory)  # afterwards, because the old name may have become that of another file
+                    # Afterwards, because the old name may have become that of another
+                    # file.
+                    found = self.fs.stat(file, directory)
                     if stat.S_ISREG(found.st_mode) and found.st_size == size:
                         return True
                 self.fs.unlink(file, directory)
@@ -157,14 +181,37 @@ class PosixStorage:
                 raise
         return False
 
-    def publish(self, name: str, data: bytes, *, replace: bool, by: str = "", points: str | None = None, durable: bool = True) -> None:
-        """Publish a file in a directory that exists, through a temporary name. Raises FileNotFoundError if there is no such directory."""
+    def publish(
+        self,
+        name: str,
+        data: bytes,
+        *,
+        replace: bool,
+        by: str = "",
+        points: str | None = None,
+        durable: bool = True,
+    ) -> None:
+        """Publish a file in a directory that exists, through a temporary name.
+
+        Raises FileNotFoundError if there is no such directory.
+        """
         prefix, _, file = name.rpartition("/")
         with self.directory(prefix) as directory:
-            publish(self.fs, file, directory, data, replace=replace, by=by, points=points, durable=durable)
+            publish(
+                self.fs,
+                file,
+                directory,
+                data,
+                replace=replace,
+                by=by,
+                points=points,
+                durable=durable,
+            )
 
     def delete(self, prefix: str, files: list[str], *, unpublished: str = "") -> None:
-        """A file counts as deleted if something else has taken its name or that of its directory: that is not ckptd's and stays."""
+        """A file counts as deleted if something else has taken its name or that of its
+        directory: that is not ckptd's and stays.
+        """
         try:
             with self.directory(prefix) as directory:
                 for name in [unpublished + names.TMP_SUFFIX, *files] if unpublished else files:
@@ -187,7 +234,9 @@ class PosixStorage:
         with self.directory(prefix) as directory:
             created = repeated or self._create_empty(file, directory)
             try:
-                self.fs.sync_directory(directory)  # also if the name is taken: its owner may have died before it was durable
+                # Also if the name is taken: its owner may have died before it was
+                # durable.
+                self.fs.sync_directory(directory)
             except OSError:
                 if created:
                     self._unsynced_claims.add(name)
@@ -195,7 +244,11 @@ class PosixStorage:
         return created
 
     def _create_empty(self, name: str, directory: int) -> bool:
-        """Create an empty file. Return False if the name is taken. If no inode is left, make a hard link to an empty file that exists."""
+        """Create an empty file.
+
+        Return False if the name is taken. If no inode is left, make a hard link to an
+        empty file that exists.
+        """
         try:
             self.fs.close(self.fs.create(name, directory))
             return True
@@ -206,7 +259,10 @@ class PosixStorage:
                 raise
             no_room = error
         try:
-            if any(self._link(other, directory, name, directory) for other, _ in self.fs.entries(directory)):
+            if any(
+                self._link(other, directory, name, directory)
+                for other, _ in self.fs.entries(directory)
+            ):
                 return True
             with self.directory(names.control(names.host())) as control:
                 if self._link(names.LOCK, control, name, directory):
@@ -216,7 +272,9 @@ class PosixStorage:
         raise no_room
 
     def _link(self, old: str, old_directory: int, new: str, directory: int) -> bool:
-        """Make `new` a hard link to `old`. Return False if `old` is not an empty regular file or cannot be linked.
+        """Make `new` a hard link to `old`.
+
+        Return False if `old` is not an empty regular file or cannot be linked.
 
         Raises FileExistsError if `new` is taken.
         """
@@ -236,8 +294,9 @@ class PosixStorage:
     def lease(self, name: str, called: str) -> PosixSource:
         """Hold the shared lock of the file until the source is closed.
 
-        A deleter is waited for up to `locks.SECONDS`. The kernel releases the lock when its holder dies, so no lease is ever stale. Where a
-        file system has no locks, the file may be deleted while it is read.
+        A deleter is waited for up to `locks.SECONDS`. The kernel releases the lock when
+        its holder dies, so no lease is ever stale. Where a file system has no locks,
+        the file may be deleted while it is read.
         """
         until = time.monotonic() + locks.SECONDS
         while True:
@@ -246,7 +305,10 @@ class PosixStorage:
                 if locks.wait_to_share(fd, called, until):
                     return PosixSource(self.fs, fd, leased=True)
                 if time.monotonic() > until:
-                    raise Busy(f"{called} cannot be read now: it was replaced each time before it could be locked; try again later")
+                    raise Busy(
+                        f"{called} cannot be read now: it was replaced each time before it could "
+                        f"be locked; try again later"
+                    )
             except BaseException:
                 locks.release(fd)
                 raise
@@ -254,7 +316,10 @@ class PosixStorage:
 
     @contextmanager
     def exclude(self, name: str, called: str) -> Iterator[None]:
-        """Hold the exclusive lock of the file. Raises OSError if the file cannot be opened or locked."""
+        """Hold the exclusive lock of the file.
+
+        Raises OSError if the file cannot be opened or locked.
+        """
         fd = self._open_to_lock(name, called)
         if fd < 0:
             yield
@@ -267,9 +332,11 @@ class PosixStorage:
             locks.release(fd)
 
     def holders(self, name: str, called: str) -> str:
-        """Wait up to `locks.SECONDS` for another deleter, and look through the descriptors of all processes of the machine.
+        """Wait up to `locks.SECONDS` for another deleter, and look through the
+        descriptors of all processes of the machine.
 
-        `exclude` does neither when it names the processes in its error, because a daemon waits for it.
+        `exclude` does neither when it names the processes in its error, because a
+        daemon waits for it.
         """
         fd = self._open_to_lock(name, called)
         if fd < 0:
@@ -279,19 +346,24 @@ class PosixStorage:
             while not locks.exclude(fd):
                 if not os.fstat(fd).st_nlink:
                     return ""
-                if locks.share(fd) or time.monotonic() > until:  # only readers hold the lock, or a deleter has held it for too long
+                # Only readers hold the lock, or a deleter has held it for too long.
+                if locks.share(fd) or time.monotonic() > until:
                     locks.unlock(fd)
                     found = locks.holders(fd, search=True)
-                    return "" if locks.exclude(fd) else found  # the last reader may have ended during the search
+                    # The last reader may have ended during the search.
+                    return "" if locks.exclude(fd) else found
                 time.sleep(locks.RETRY_SECONDS)
             return ""
         finally:
             locks.release(fd)
 
     def _open_to_lock(self, name: str, called: str) -> int:
-        """Open a file for writing, as an exclusive lock requires. Return -1 if there is no file that a reader can open.
+        """Open a file for writing, as an exclusive lock requires.
 
-        Raises Busy if this user may not write the file, OSError if it cannot be opened for another reason.
+        Return -1 if there is no file that a reader can open.
+
+        Raises Busy if this user may not write the file, OSError if it cannot be opened
+        for another reason.
         """
         prefix, _, file = name.rpartition("/")
         try:
@@ -306,15 +378,21 @@ class PosixStorage:
             if error.errno != errno.ELOOP:  # a symbolic link, which no reader follows
                 raise
             return -1
-        remedy = f"delete it as uid {owner}" if owner != os.geteuid() else "run `chmod u+w` on the manifest first"
+        remedy = (
+            f"delete it as uid {owner}"
+            if owner != os.geteuid()
+            else "run `chmod u+w` on the manifest first"
+        )
         raise Busy(
-            f"{called} cannot be deleted by uid {os.geteuid()}: its manifest belongs to uid {owner} and may not be written; {remedy}"
+            f"{called} cannot be deleted by uid {os.geteuid()}: its manifest belongs to uid "
+            f"{owner} and may not be written; {remedy}"
         )
 
     # -- the root
 
     def serve(self, host: str) -> Closable:
-        """Make the root and this host's directory in it, check their owners, and lock the root.
+        """Make the root and this host's directory in it, check their owners, and lock
+        the root.
 
         A daemon that runs as root accepts other owners.
         """

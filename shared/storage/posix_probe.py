@@ -1,4 +1,5 @@
-"""Measures what a directory can be used for as a POSIX root: its owner, its free space, and the calls that ckptd needs.
+"""Measures what a directory can be used for as a POSIX root: its owner, its free space,
+and the calls that ckptd needs.
 
 The probe makes a scratch directory in that directory, and removes it again.
 """
@@ -24,8 +25,10 @@ from ckptd.shared.storage import locks
 class Probe:
     """The results for one directory.
 
-    free: bytes that this user may still use. inodes: free inodes, or None if the file system has no limit. uid, mode: of the directory.
-    stranger: the reason why its owner cannot be trusted, or "". failures: the reason why a feature does not work, by the feature's name.
+    free: bytes that this user may still use. inodes: free inodes, or None if the file
+    system has no limit. uid, mode: of the directory. stranger: the reason why its owner
+    cannot be trusted, or "". failures: the reason why a feature does not work, by the
+    feature's name.
     """
 
     free: int
@@ -47,7 +50,9 @@ def probe(directory: Path) -> Probe:
             uid=status.st_uid,
             mode=stat.S_IMODE(status.st_mode),
             stranger=owners.stranger(directory),
-            failures={name: why for name, act in FEATURES.items() if (why := _failure(act, scratch))},
+            failures={
+                name: why for name, act in FEATURES.items() if (why := _failure(act, scratch))
+            },
         )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -102,4 +107,6 @@ FEATURES: dict[str, Callable[[Path], None]] = {
     "flock": _flock,
     "OFD locks": _ofd_lock,
 }
-"""The features by their names. Each function raises OSError in a scratch directory if the feature does not work there."""
+"""The features by their names. Each function raises OSError in a scratch directory if
+the feature does not work there.
+"""

@@ -13,9 +13,13 @@ from ckptd.shared.system.fs import Buffer, FileSystem, page_aligned
 
 
 class PosixSource:
-    """An open file. Takes over the descriptor `fd`. With `leased`, the descriptor holds the lock of a lease.
+    """An open file.
 
-    A forked child that closes a leased source does not release the lock, because the parent still needs it.
+    Takes over the descriptor `fd`. With `leased`, the descriptor holds the lock of a
+    lease.
+
+    A forked child that closes a leased source does not release the lock, because the
+    parent still needs it.
     """
 
     remote = False
@@ -40,7 +44,10 @@ class PosixSource:
 
 
 class PosixSink:
-    """A file that is being written, with O_DIRECT if the file system supports it. `directory` opens the directory of the file."""
+    """A file that is being written, with O_DIRECT if the file system supports it.
+
+    `directory` opens the directory of the file.
+    """
 
     def __init__(
         self,
@@ -83,4 +90,6 @@ class PosixSink:
             with self._directory() as directory:
                 self._fs.unlink(self._name, directory)
         except OSError:
-            pass  # left to a later sweep: by the daemon, from its journal, or by the next save into the directory
+            # Left to a later sweep: by the daemon, from its journal, or by the next
+            # save into the directory.
+            pass

@@ -1,1 +1,3 @@
-"""The operating system: files, locks, memory, settings, and the seams behind which tests can put fakes."""
+"""The operating system: files, locks, memory, settings, and the seams behind which
+tests can put fakes.
+"""

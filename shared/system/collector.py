@@ -1,7 +1,8 @@
 """Pauses Python's garbage collector while a large document is built or decoded.
 
-A plan of 100,000 tensors makes a million small objects that all stay. The collector goes over all objects of the process again and again
-while they are made, and took four fifths of the time.
+A plan of 100,000 tensors makes a million small objects that all stay. The collector
+goes over all objects of the process again and again while they are made, and took four
+fifths of the time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _resume = False
 
 
 def _after_fork() -> None:
-    """End the pauses of the parent's other threads in a forked child, which does not have these threads."""
+    """End the pauses of the parent's other threads in a forked child, which does not
+    have these threads.
+    """
     global _lock, _pauses
     _lock = threading.Lock()
     if _pauses and _resume:
@@ -31,7 +34,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Context manager. While any thread holds it, the collector does not run by itself. It stays off if the caller had switched it off."""
+    """Context manager.
+
+    While any thread holds it, the collector does not run by itself. It stays off if the
+    caller had switched it off.
+    """
     global _pauses, _resume
     with _lock:
         _pauses += 1

@@ -1,11 +1,13 @@
-"""Failpoints: named points in the code where a test can make this process die, fail or stall.
+"""Failpoints: named points in the code where a test can make this process die, fail or
+stall.
 
-The environment variable `CKPTD_FAILPOINTS="name=action[,name=action...]"` is read once, at import. An action is `kill`, `error(EIO)` with
-any name from errno, `sleep(seconds)`, `hang` or `short_write`. With `@n` behind it, the action runs only the n-th time that the point is
-reached, as in `commit.renamed=kill@2`. Without `@n` it runs every time.
+The environment variable `CKPTD_FAILPOINTS="name=action[,name=action...]"` is read once,
+at import. An action is `kill`, `error(EIO)` with any name from errno, `sleep(seconds)`,
+`hang` or `short_write`. With `@n` behind it, the action runs only the n-th time that
+the point is reached, as in `commit.renamed=kill@2`. Without `@n` it runs every time.
 
-A point that is not armed costs one dictionary look-up. All names are registered here, so that a test can go through all of them, and
-so that `arm` refuses a misspelt name.
+A point that is not armed costs one dictionary look-up. All names are registered here,
+so that a test can go through all of them, and so that `arm` refuses a misspelt name.
 """
 
 from __future__ import annotations
@@ -104,15 +106,23 @@ MARKER = (
     "marker.renamed",
     "marker.durable",
 )
-"""Points that a process passes only when it saves a checkpoint outside every root, after its manifest is durable."""
+"""Points that a process passes only when it saves a checkpoint outside every root,
+after its manifest is durable.
+"""
 NAMES = frozenset(AGENT + DAEMON + NODES + STAGE + MARKER)
 
-_SPEC = re.compile(r"(?P<action>kill|hang|short_write|error\((?P<errno>E\w+)\)|sleep\((?P<s>\d+(?:\.\d+)?)\))(?:@(?P<n>\d+))?")
+_SPEC = re.compile(
+    r"(?P<action>kill|hang|short_write|error\((?P<errno>E\w+)\)|sleep\((?P<s>\d+(?:\.\d+)?)\))(?:@(?P<n>\d+))?"
+)
 
 
 @dataclass(slots=True)
 class _Point:
-    """An armed failpoint. `nth` is the pass at which it acts, counted from 1; 0 means every pass. `reached` counts the passes so far."""
+    """An armed failpoint.
+
+    `nth` is the pass at which it acts, counted from 1; 0 means every pass. `reached`
+    counts the passes so far.
+    """
 
     act: Callable[[], bool]
     nth: int
@@ -125,7 +135,9 @@ _lock = threading.Lock()
 
 def _kill() -> bool:
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(3600)  # a multi-threaded process may run on for a moment after it has sent SIGKILL to itself
+    # A multi-threaded process may run on for a moment after it has sent SIGKILL to
+    # itself.
+    time.sleep(3600)
     return False
 
 
@@ -151,22 +163,35 @@ def _action(match: re.Match[str]) -> Callable[[], bool]:
 
 
 def arm(specification: str) -> None:
-    """Replace all armed failpoints by those of `specification`. Raises ValueError, with the entry, for an unknown name or action."""
+    """Replace all armed failpoints by those of `specification`.
+
+    Raises ValueError, with the entry, for an unknown name or action.
+    """
     armed: dict[str, _Point] = {}
     for entry in filter(None, (e.strip() for e in specification.split(","))):
         name, _, action = entry.partition("=")
         match = _SPEC.fullmatch(action)
-        if name not in NAMES or match is None or (match["errno"] and not hasattr(errno, match["errno"])):
-            raise ValueError(f"CKPTD_FAILPOINTS: {entry!r} is not of the form name=kill|error(EIO)|sleep(s)|hang|short_write")
+        if (
+            name not in NAMES
+            or match is None
+            or (match["errno"] and not hasattr(errno, match["errno"]))
+        ):
+            raise ValueError(
+                f"CKPTD_FAILPOINTS: {entry!r} is not of the form "
+                f"name=kill|error(EIO)|sleep(s)|hang|short_write"
+            )
         armed[name] = _Point(_action(match), int(match["n"] or 0))
     _armed.clear()
     _armed.update(armed)
 
 
 def failpoint(name: str) -> bool:
-    """Run the action that is armed for the point `name`, if any. Raises OSError for the action `error`.
+    """Run the action that is armed for the point `name`, if any.
 
-    Return True only for the action `short_write`: the caller must then write half of its data and fail.
+    Raises OSError for the action `error`.
+
+    Return True only for the action `short_write`: the caller must then write half of
+    its data and fail.
     """
     point = _armed.get(name)
     if point is None:

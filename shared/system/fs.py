@@ -1,7 +1,9 @@
-"""The seam to the operating system: every file system call that durability depends on, and every read and listing of a root.
+"""The seam to the operating system: every file system call that durability depends on,
+and every read and listing of a root.
 
-Paths are single names relative to an open directory, and links are never followed. A test puts its own `FileSystem` here, to lose what
-was not synced, or to let a call fail. Calls raise OSError; the callers translate it, once.
+Paths are single names relative to an open directory, and links are never followed. A
+test puts its own `FileSystem` here, to lose what was not synced, or to let a call fail.
+Calls raise OSError; the callers translate it, once.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 
 def page_aligned(data: bytes) -> mmap.mmap:
-    """Return a copy of `data` in page-aligned memory, which O_DIRECT needs. `data` must not be empty."""
+    """Return a copy of `data` in page-aligned memory, which O_DIRECT needs.
+
+    `data` must not be empty.
+    """
     buffer = mmap.mmap(-1, len(data))
     buffer[:] = data
     return buffer
@@ -34,7 +39,9 @@ _RENAME_NOREPLACE = 1  # linux/fs.h
 
 
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Flags for opening a file that other users may have made: no link is followed, and a FIFO does not block."""
+"""Flags for opening a file that other users may have made: no link is followed, and a
+FIFO does not block.
+"""
 
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -42,7 +49,10 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class FileSystem(Protocol):
-    """The calls of a POSIX file system that ckptd needs. `directory` is an open descriptor of a directory."""
+    """The calls of a POSIX file system that ckptd needs.
+
+    `directory` is an open descriptor of a directory.
+    """
 
     def open_directory(self, name: str, directory: int | None = None) -> int: ...
     def entries(self, directory: int) -> list[tuple[str, bool]]: ...
@@ -51,7 +61,9 @@ class FileSystem(Protocol):
     def open(self, name: str, directory: int, *, write: bool = False) -> int: ...
     def size(self, fd: int) -> int: ...
     def read(self, fd: int, buffer: memoryview, offset: int) -> int: ...
-    def create(self, name: str, directory: int, *, direct: bool = False, mode: int = 0o666) -> int: ...
+    def create(
+        self, name: str, directory: int, *, direct: bool = False, mode: int = 0o666
+    ) -> int: ...
     def allocate(self, fd: int, length: int) -> None: ...
     def write(self, fd: int, data: Buffer, offset: int) -> None: ...
     def truncate(self, fd: int, length: int) -> None: ...
@@ -69,10 +81,14 @@ class PosixFileSystem:
     """The file system of the operating system."""
 
     def open_directory(self, name: str, directory: int | None = None) -> int:
-        return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+        return os.open(
+            name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory
+        )
 
     def entries(self, directory: int) -> list[tuple[str, bool]]:
-        """Return the names in a directory, sorted, each with True if it is a directory and not a link."""
+        """Return the names in a directory, sorted, each with True if it is a directory
+        and not a link.
+        """
         with os.scandir(directory) as entries:
             return sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries)
 
@@ -89,7 +105,9 @@ class PosixFileSystem:
         return True
 
     def open(self, name: str, directory: int, *, write: bool = False) -> int:
-        """Open a file that another user may have made, for reading or for both. A FIFO does not block.
+        """Open a file that another user may have made, for reading or for both.
+
+        A FIFO does not block.
 
         Raises IntegrityError if it is not a regular file.
         """
@@ -103,11 +121,17 @@ class PosixFileSystem:
         return os.fstat(fd).st_size
 
     def read(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """Fill `buffer` from `offset`. Return the number of bytes read, which is smaller than the buffer only at the end of the file."""
+        """Fill `buffer` from `offset`.
+
+        Return the number of bytes read, which is smaller than the buffer only at the
+        end of the file.
+        """
         return read_exactly(fd, buffer, offset)
 
     def create(self, name: str, directory: int, *, direct: bool = False, mode: int = 0o666) -> int:
-        """Create a file and open it for reading and writing; with O_DIRECT if `direct` is True and the file system supports it."""
+        """Create a file and open it for reading and writing; with O_DIRECT if `direct`
+        is True and the file system supports it.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         if direct:
             try:
@@ -115,7 +139,8 @@ class PosixFileSystem:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                # A file system without O_DIRECT may have created the file before it refused.
+                # A file system without O_DIRECT may have created the file before it
+                # refused.
                 try:
                     os.unlink(name, dir_fd=directory)
                 except FileNotFoundError:
@@ -148,18 +173,24 @@ class PosixFileSystem:
         try:
             os.fsync(directory)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # EINVAL: a file system that has no such sync and needs none
+            # EINVAL: a file system that has no such sync and needs none
+            if error.errno != errno.EINVAL:
                 raise
 
     def close(self, fd: int) -> None:
         os.close(fd)
 
     def rename(self, old: str, new: str, directory: int, *, replace: bool) -> None:
-        """Rename a file within a directory. Raises FileExistsError if `new` exists and `replace` is False."""
+        """Rename a file within a directory.
+
+        Raises FileExistsError if `new` exists and `replace` is False.
+        """
         if replace:
             os.rename(old, new, src_dir_fd=directory, dst_dir_fd=directory)
             return
-        result = _renameat2(directory, os.fsencode(old), directory, os.fsencode(new), _RENAME_NOREPLACE)
+        result = _renameat2(
+            directory, os.fsencode(old), directory, os.fsencode(new), _RENAME_NOREPLACE
+        )
         if result == 0:
             return
         number = ctypes.get_errno()
@@ -202,7 +233,8 @@ def opened_directory(fs: FileSystem, name: str, directory: int | None = None) ->
 def make_directories(fs: FileSystem, path: Path) -> None:
     """Make the directory `path` and its missing parents durably. Raises OSError.
 
-    An empty directory that exists is synced again, because its maker may have died before it was durable.
+    An empty directory that exists is synced again, because its maker may have died
+    before it was durable.
     """
     missing = [path]
     while not missing[-1].parent.exists():
@@ -220,9 +252,12 @@ def make_directories(fs: FileSystem, path: Path) -> None:
 
 
 def sync_parents(fs: FileSystem, path: Path) -> None:
-    """Make the names of `path` and of all its parents durable. A process that made one of them may have died before it was.
+    """Make the names of `path` and of all its parents durable.
 
-    Parents that this user may not open are left out: this user has made none of their entries. Raises OSError.
+    A process that made one of them may have died before it was.
+
+    Parents that this user may not open are left out: this user has made none of their
+    entries. Raises OSError.
     """
     for parent in path.resolve().parents:
         try:
@@ -233,15 +268,26 @@ def sync_parents(fs: FileSystem, path: Path) -> None:
 
 
 def publish(
-    fs: FileSystem, name: str, directory: int, data: bytes, *, replace: bool, points: str | None = None, by: str = "", durable: bool = True
+    fs: FileSystem,
+    name: str,
+    directory: int,
+    data: bytes,
+    *,
+    replace: bool,
+    points: str | None = None,
+    by: str = "",
+    durable: bool = True,
 ) -> None:
-    """Make `data` appear whole and durable under `name`: write a temporary file, fsync it, rename it, fsync the directory.
+    """Make `data` appear whole and durable under `name`: write a temporary file, fsync
+    it, rename it, fsync the directory.
 
-    Without `durable`, nothing is synced: the file may be lost or damaged if the machine loses its power.
+    Without `durable`, nothing is synced: the file may be lost or damaged if the machine
+    loses its power.
 
-    A temporary file that a dead process has left is removed first. If several processes may publish one name at once, `by` keeps their
-    temporary files apart. `points` is the prefix of the failpoints to pass. Raises FileExistsError if the name is taken and `replace` is
-    False, else OSError.
+    A temporary file that a dead process has left is removed first. If several processes
+    may publish one name at once, `by` keeps their temporary files apart. `points` is
+    the prefix of the failpoints to pass. Raises FileExistsError if the name is taken
+    and `replace` is False, else OSError.
     """
     temporary = f"{name}.{by}{TMP_SUFFIX}" if by else name + TMP_SUFFIX
     try:
@@ -277,7 +323,8 @@ def publish(
 def read_small(fs: FileSystem, name: str, directory: int, limit: int) -> bytes:
     """Return the content of a file of at most `limit` bytes.
 
-    Raises OSError (EFBIG if the file is longer), IntegrityError if it is not a regular file.
+    Raises OSError (EFBIG if the file is longer), IntegrityError if it is not a regular
+    file.
     """
     fd = fs.open(name, directory)
     try:
@@ -291,7 +338,11 @@ def read_small(fs: FileSystem, name: str, directory: int, limit: int) -> bytes:
 
 
 def read_exactly(fd: int, buffer: memoryview, offset: int) -> int:
-    """Fill `buffer` from `offset`. Return the number of bytes read, which is smaller than the buffer only at the end of the file."""
+    """Fill `buffer` from `offset`.
+
+    Return the number of bytes read, which is smaller than the buffer only at the end of
+    the file.
+    """
     done = 0
     while done < len(buffer):
         count = os.preadv(fd, [buffer[done:]], offset + done)

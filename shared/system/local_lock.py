@@ -1,4 +1,6 @@
-"""A lock by which processes of one user on one machine keep one another out, where the thing itself cannot be locked."""
+"""A lock by which processes of one user on one machine keep one another out, where the
+thing itself cannot be locked.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,24 @@ from ckptd.shared.system.descriptor import Descriptor
 
 
 class LocalLock(Descriptor):
-    """An open and locked file in this user's directory in /tmp. `close` deletes the file; the kernel unlocks it if the process dies.
+    """An open and locked file in this user's directory in /tmp.
+
+    `close` deletes the file; the kernel unlocks it if the process dies.
 
     In a forked child `close` leaves the file, because the parent still has the lock.
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        super().__init__(
+            os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        )
         self._path, self._pid = path, os.getpid()
 
     @classmethod
     def take(cls, name: str) -> LocalLock | None:
-        """Return the lock of this name, or None if another process, or another part of this one, has it. Raises OSError."""
+        """Return the lock of this name, or None if another process, or another part of
+        this one, has it. Raises OSError.
+        """
         path = make_own_directory(names.plain_directory()) / name
         while True:
             lock = cls(path)

@@ -1,6 +1,8 @@
-"""Reads the NUMA nodes of this machine from sysfs, and places the new memory of a thread on one of them.
+"""Reads the NUMA nodes of this machine from sysfs, and places the new memory of a
+thread on one of them.
 
-On a machine with one node, or if sysfs shows none, `node_of` returns UNKNOWN. `near(UNKNOWN)` changes nothing. For the background see
+On a machine with one node, or if sysfs shows none, `node_of` returns UNKNOWN.
+`near(UNKNOWN)` changes nothing. For the background see
 https://docs.kernel.org/admin-guide/mm/numaperf.html.
 """
 
@@ -21,7 +23,10 @@ _MOST_CPUS = 8192  # the most that the kernel can be built for
 
 
 def nodes(system: Path = SYSTEM) -> dict[int, set[int]]:
-    """Return the CPU numbers of each node, by node number. A node whose list of CPUs cannot be read is left out."""
+    """Return the CPU numbers of each node, by node number.
+
+    A node whose list of CPUs cannot be read is left out.
+    """
     found = {}
     for path in system.glob("node*/cpulist"):
         if number := re.fullmatch(r"node(\d+)", path.parent.name):
@@ -33,7 +38,10 @@ def nodes(system: Path = SYSTEM) -> dict[int, set[int]]:
 
 
 def parse_cpus(text: str) -> set[int]:
-    """Return the CPU numbers in a list of the kernel's form, such as "0-3,8". Raises ValueError for other text."""
+    """Return the CPU numbers in a list of the kernel's form, such as "0-3,8".
+
+    Raises ValueError for other text.
+    """
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -44,7 +52,9 @@ def parse_cpus(text: str) -> set[int]:
 
 
 def node_of(cpus: set[int], system: Path = SYSTEM) -> int:
-    """Return the node that all these CPUs are on, or UNKNOWN if they are on several nodes or none, or if there is only one node."""
+    """Return the node that all these CPUs are on, or UNKNOWN if they are on several
+    nodes or none, or if there is only one node.
+    """
     known = nodes(system)
     touched = [node for node, its in known.items() if its & cpus]
     return touched[0] if len(known) > 1 and len(touched) == 1 else UNKNOWN
@@ -52,16 +62,28 @@ def node_of(cpus: set[int], system: Path = SYSTEM) -> int:
 
 @contextmanager
 def near(node: int, system: Path = SYSTEM) -> Iterator[None]:
-    """Context manager. Inside it, this thread runs on the CPUs of `node`, so that its new pages come from the memory of that node.
+    """Context manager.
 
-    The kernel takes a page from the node of the CPU that first touches the page, as long as that node has free pages. If the node is
-    unknown, or if this process may use none of its CPUs, the thread stays where it is. On exit, the thread gets its former CPUs back.
+    Inside it, this thread runs on the CPUs of `node`, so that its new pages come from
+    the memory of that node.
+
+    The kernel takes a page from the node of the CPU that first touches the page, as
+    long as that node has free pages. If the node is unknown, or if this process may use
+    none of its CPUs, the thread stays where it is. On exit, the thread gets its former
+    CPUs back.
     """
     here = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, nodes(system)[node])
-    except (KeyError, OSError) as error:  # the node is unknown, or this process may use none of its CPUs
-        log.debug("memory may come from any NUMA node, because this thread cannot run on node %d: %r", node, error)
+    except (
+        KeyError,
+        OSError,
+    ) as error:  # the node is unknown, or this process may use none of its CPUs
+        log.debug(
+            "memory may come from any NUMA node, because this thread cannot run on node %d: %r",
+            node,
+            error,
+        )
     try:
         yield
     finally:

@@ -1,4 +1,6 @@
-"""The names of the `CKPTD_*` variables: the settings of a daemon, and those that only a training process reads."""
+"""The names of the `CKPTD_*` variables: the settings of a daemon, and those that only a
+training process reads.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +9,39 @@ from collections.abc import Iterable, Mapping
 
 PREFIX = "CKPTD_"
 SETTINGS = frozenset({
-    "root", "stage", "socket", "state_dir", "codec", "slots", "shm_dir", "shm_quota", "overflow", "memory_ttl", "keep_last", "make_room",
-    "keep", "stall_budget", "storage_timeout", "rank_timeout", "node_timeout", "threads",
-    "cpus", "memory_budget", "chunk_size", "files_per_rank",
-    "bytes_per_file", "link_unchanged", "foreign_memory", "max_connections", "strict_journal", "private", "idle_timeout", "log_file",
-    "log_level",
+    "root", "stage", "socket", "state_dir", "codec", "slots", "shm_dir", "shm_quota", "overflow",
+    "memory_ttl", "keep_last", "make_room", "keep", "stall_budget", "storage_timeout",
+    "rank_timeout", "node_timeout", "threads", "cpus", "memory_budget", "chunk_size",
+    "files_per_rank", "bytes_per_file", "link_unchanged", "foreign_memory", "max_connections",
+    "strict_journal", "private", "idle_timeout", "log_file", "log_level",
 })  # fmt: skip
 """The settings of a daemon."""
 FOREIGN_MEMORY = "foreign_memory"
 FOREIGN_MEMORY_CHOICES = ("refuse", "adopt", "drop")
-"""The values of a daemon's setting for snapshots in memory that were saved for another root.
+"""The values of a daemon's setting for snapshots in memory that were saved for another
+root.
 
 A training process may override the setting.
 """
-NOT_OF_THE_DAEMON = frozenset({"job", "takeover", "compare_replicas", "failpoints", "python", "config"})
+NOT_OF_THE_DAEMON = frozenset(
+    {"job", "takeover", "compare_replicas", "failpoints", "python", "config"}
+)
 """The other variables, which the training process, the tests and the command line read."""
 
 
 def given(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that set something of a daemon, except its place and `foreign_memory`.
+    """Return the variables that set something of a daemon, except its place and
+    `foreign_memory`.
 
-    The place consists of the root, the socket and the state directory. A training process sends
-    `foreign_memory` itself when it begins.
+    The place consists of the root, the socket and the state directory. A training
+    process sends `foreign_memory` itself when it begins.
     """
     names = SETTINGS - {"root", "socket", "state_dir", "private", FOREIGN_MEMORY}
-    return {name: text for name, text in environ.items() if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() in names}
+    return {
+        name: text
+        for name, text in environ.items()
+        if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() in names
+    }
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -40,7 +50,9 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def unknown(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the `CKPTD_*` variables that mean nothing, each with the variable that is spelled most like it, or ""."""
+    """Return the `CKPTD_*` variables that mean nothing, each with the variable that is
+    spelled most like it, or "".
+    """
     known = SETTINGS | NOT_OF_THE_DAEMON
     found = {}
     for variable in sorted(environ):

@@ -1,6 +1,8 @@
-"""Names the directory on the local disk that a daemon keeps for one root: its journal, and the log of a private daemon.
+"""Names the directory on the local disk that a daemon keeps for one root: its journal,
+and the log of a private daemon.
 
-It is local to the node, because a journal is written for each step of a save, and because a root may lie on storage that has no files.
+It is local to the node, because a journal is written for each step of a save, and
+because a root may lie on storage that has no files.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ from ckptd.shared.owners import own_directory
 
 
 def default_state_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the directory for the state of all roots that is used where none is configured.
+    """Return the directory for the state of all roots that is used where none is
+    configured.
 
-    This is $STATE_DIRECTORY, which systemd sets. Without it, it is /var/lib/ckptd for the user root, and `ckptd` in $XDG_STATE_HOME or
-    ~/.local/state for other users. If that cannot be made, as in a container without a home, it is a directory of this user in /var/tmp.
+    This is $STATE_DIRECTORY, which systemd sets. Without it, it is /var/lib/ckptd for
+    the user root, and `ckptd` in $XDG_STATE_HOME or ~/.local/state for other users. If
+    that cannot be made, as in a container without a home, it is a directory of this
+    user in /var/tmp.
     """
     environ = os.environ if environ is None else environ
     if systemd := environ.get("STATE_DIRECTORY", "").split(":")[0]:
@@ -35,7 +40,11 @@ def default_state_dir(environ: Mapping[str, str] | None = None) -> Path:
 
 def configured_state_dir() -> Path:
     """Return CKPTD_STATE_DIR, or the default if it is not set."""
-    return Path(os.path.abspath(os.environ["CKPTD_STATE_DIR"])) if os.environ.get("CKPTD_STATE_DIR") else default_state_dir()
+    return (
+        Path(os.path.abspath(os.environ["CKPTD_STATE_DIR"]))
+        if os.environ.get("CKPTD_STATE_DIR")
+        else default_state_dir()
+    )
 
 
 def _can_be_made(path: Path) -> bool:
@@ -44,10 +53,19 @@ def _can_be_made(path: Path) -> bool:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return the path itself, or the nearest of its parents that exists and that this user can see."""
+    """Return the path itself, or the nearest of its parents that exists and that this
+    user can see.
+    """
     return next(found for found in (path, *path.parents) if os.path.exists(found))
 
 
 def state_directory(state_dir: Path, root: Location) -> Path:
-    """Return the directory for one root. The host is part of its path, because a home directory may be shared by nodes."""
-    return state_dir / names.host() / names.root_digest(Path(os.path.realpath(root)) if isinstance(root, Path) else root)
+    """Return the directory for one root.
+
+    The host is part of its path, because a home directory may be shared by nodes.
+    """
+    return (
+        state_dir
+        / names.host()
+        / names.root_digest(Path(os.path.realpath(root)) if isinstance(root, Path) else root)
+    )

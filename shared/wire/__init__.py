@@ -1,1 +1,3 @@
-"""The protocol between agent and daemon (PROTOCOL.md): frames, messages and the session of a connection."""
+"""The protocol between agent and daemon (PROTOCOL.md): frames, messages and the session
+of a connection.
+"""

@@ -1,8 +1,11 @@
-"""The board of an attempt of several nodes: which steps each node holds, and the answer that rank 0's node gives to all of them.
+"""The board of an attempt of several nodes: which steps each node holds, and the answer
+that rank 0's node gives to all of them.
 
-The agents carry these values through the job's store, because the daemons open no ports to each other. Nothing on the board is needed for
-correctness: a node that hears nothing saves all it holds, and storage decides. The board keeps nodes from writing steps that cannot be
-complete, and frees snapshots that are kept in memory only. This module does no I/O.
+The agents carry these values through the job's store, because the daemons open no ports
+to each other. Nothing on the board is needed for correctness: a node that hears nothing
+saves all it holds, and storage decides. The board keeps nodes from writing steps that
+cannot be complete, and frees snapshots that are kept in memory only. This module does
+no I/O.
 """
 
 from __future__ import annotations
@@ -16,28 +19,34 @@ from ckptd.shared.formats.membership import MOST_RANKS
 from ckptd.shared.formats.replicas import MOST_BRIEFS, Brief, apart
 
 MOST_STEPS = 64
-"""The most steps that one value on the board lists. A node has at most 8 slots for each rank, so it holds fewer at any time."""
+"""The most steps that one value on the board lists. A node has at most 8 slots for each
+rank, so it holds fewer at any time.
+"""
 MOST_TEXT = 400
 """The most characters of a reason on the board."""
 
 Step = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
 Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
-Ranks = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]], msgspec.Meta(max_length=MOST_RANKS)]
+Ranks = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]], msgspec.Meta(max_length=MOST_RANKS)
+]
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The steps of one attempt that one node holds.
 
-    held: the steps that all ranks of the node have sealed, and whose memory is not free yet.
-    done: the node will seal no step up to this one that it does not hold; -1 if it has taken no step.
+    held: the steps that all ranks of the node have sealed, and whose memory is not free
+        yet.
+    done: the node will seal no step up to this one that it does not hold; -1 if it has
+        taken no step.
     durable: the newest step that the node knows to be durable, or -1.
     failed: the code and the reason of the last steps that the node could not take.
     ranks: the ranks of the node; an older daemon leaves them out.
-    begun: for each step that the node has begun a while ago and does not hold yet, the ranks of the
-        node that have not come to it.
+    begun: for each step that the node has begun a while ago and does not hold yet, the
+        ranks of the node that have not come to it.
     overdue: the steps for which a rank of the node may wait too long already.
-    replicas: for the steps in `held`, digests of the tensors that ranks of the node share with
-        others.
+    replicas: for the steps in `held`, digests of the tensors that ranks of the node
+        share with others.
     """
 
     held: Annotated[list[Step], msgspec.Meta(max_length=MOST_STEPS)] = []
@@ -47,17 +56,21 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ranks: Ranks = []
     begun: Annotated[dict[Step, Ranks], msgspec.Meta(max_length=MOST_STEPS)] = {}
     overdue: Annotated[list[Step], msgspec.Meta(max_length=MOST_STEPS)] = []
-    replicas: Annotated[dict[Step, Annotated[list[Brief], msgspec.Meta(max_length=MOST_BRIEFS)]], msgspec.Meta(max_length=MOST_STEPS)] = {}
+    replicas: Annotated[
+        dict[Step, Annotated[list[Brief], msgspec.Meta(max_length=MOST_BRIEFS)]],
+        msgspec.Meta(max_length=MOST_STEPS),
+    ] = {}
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The answer of rank 0's node to all nodes.
 
-    common: the last steps that all nodes hold or have held, ascending. A node may save them, and may free older ones that are not to be
-        saved.
-    dead: the steps that a node holds and another node will never seal, each with code and reason. They can never be complete.
-    missing: for the first step that is overdue on a node, the ranks of all nodes that have not come
-        to it. Empty if there are none.
+    common: the last steps that all nodes hold or have held, ascending. A node may save
+        them, and may free older ones that are not to be saved.
+    dead: the steps that a node holds and another node will never seal, each with code
+        and reason. They can never be complete.
+    missing: for the first step that is overdue on a node, the ranks of all nodes that
+        have not come to it. Empty if there are none.
     """
 
     common: Annotated[list[Step], msgspec.Meta(max_length=MOST_STEPS)] = []
@@ -68,26 +81,38 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def answer(nodes: Mapping[str, Holding], before: Answer) -> Answer:
     """Return the answer to the holdings of all nodes, by the name of the node.
 
-    `before` is the last answer. A step is common once every node lists it, unless ranks of
-    different nodes hold different copies of a tensor that they share: the step is then dead. A step
-    is also dead once one node lists it and another node, which does not list it, is done with it,
-    because no rank of that node will seal it any more. A step that is common or dead stays so.
+    `before` is the last answer. A step is common once every node lists it, unless ranks
+    of different nodes hold different copies of a tensor that they share: the step is
+    then dead. A step is also dead once one node lists it and another node, which does
+    not list it, is done with it, because no rank of that node will seal it any more. A
+    step that is common or dead stays so.
 
-    A step that is durable, or older than a durable step, is never dead. Otherwise a node that has
-    freed the step could be taken for a node that has never held it.
+    A step that is durable, or older than a durable step, is never dead. Otherwise a
+    node that has freed the step could be taken for a node that has never held it.
     """
     listed = [set(node.held) for node in nodes.values()]
-    everywhere = set.intersection(*listed) - before.dead.keys() - set(before.common) if listed else set()
-    differ = {step: why for step in everywhere if (why := apart(node.replicas.get(step, ()) for node in nodes.values()))}
+    everywhere = (
+        set.intersection(*listed) - before.dead.keys() - set(before.common) if listed else set()
+    )
+    differ = {
+        step: why
+        for step in everywhere
+        if (why := apart(node.replicas.get(step, ()) for node in nodes.values()))
+    }
     common = set(before.common).union(everywhere - differ.keys())
     durable = max((node.durable for node in nodes.values()), default=-1)
-    dead = before.dead | {step: ("snapshot-failed", f"step {step} failed: {why}"[:MOST_TEXT]) for step, why in differ.items()}
+    dead = before.dead | {
+        step: ("snapshot-failed", f"step {step} failed: {why}"[:MOST_TEXT])
+        for step, why in differ.items()
+    }
     for step in set().union(*listed) - common - dead.keys():
         if step <= durable:
             continue
         for name, node in nodes.items():
             if step not in node.held and node.done >= step:
-                code, reason = node.failed.get(step, ("snapshot-failed", f"step {step} was not taken on {name}"))
+                code, reason = node.failed.get(
+                    step, ("snapshot-failed", f"step {step} was not taken on {name}")
+                )
                 dead[step] = (code, reason)
                 break
     return Answer(
@@ -97,10 +122,15 @@ def answer(nodes: Mapping[str, Holding], before: Answer) -> Answer:
     )
 
 
-def _missing(nodes: Collection[Holding], settled: Collection[int], durable: int) -> dict[int, list[int]]:
-    """Return the first overdue step that misses ranks, with these ranks. Return {} if there is none.
+def _missing(
+    nodes: Collection[Holding], settled: Collection[int], durable: int
+) -> dict[int, list[int]]:
+    """Return the first overdue step that misses ranks, with these ranks.
 
-    settled: the steps that are common or dead. durable: the newest step that is durable on a node.
+    Return {} if there is none.
+
+    settled: the steps that are common or dead. durable: the newest step that is durable
+    on a node.
     """
     overdue = {step for node in nodes for step in node.overdue if step > durable}
     for step in sorted(overdue.difference(settled)):
@@ -117,11 +147,17 @@ def _not_come(node: Holding, step: int) -> list[int]:
 
 
 def is_news(holding: Holding, written: Holding | None, heard: Answer) -> bool:
-    """Return True if another node may wait for what has changed in a node's holding since it was last written. None: never written.
+    """Return True if another node may wait for what has changed in a node's holding
+    since it was last written. None: never written.
 
-    A step that is settled, as far as this node has `heard`, is no news: that it has become durable, or is freed, can be told later.
+    A step that is settled, as far as this node has `heard`, is no news: that it has
+    become durable, or is freed, can be told later.
     """
-    if written is None or holding.done != written.done or holding.failed.keys() - written.failed.keys():
+    if (
+        written is None
+        or holding.done != written.done
+        or holding.failed.keys() - written.failed.keys()
+    ):
         return True
     if any(ranks != written.begun.get(step) for step, ranks in holding.begun.items()):
         return True
@@ -131,16 +167,23 @@ def is_news(holding: Holding, written: Holding | None, heard: Answer) -> bool:
 
 
 def is_open(step: int, holding: Holding, heard: Answer) -> bool:
-    """Return True if a step is neither durable nor common nor dead, as far as a node knows that holds this and has `heard` that."""
+    """Return True if a step is neither durable nor common nor dead, as far as a node
+    knows that holds this and has `heard` that.
+    """
     return step > holding.durable and step not in heard.common and step not in heard.dead
 
 
 def is_quiet(nodes: Mapping[str, Holding], given: Answer) -> bool:
-    """Return True if no node waits for another one. `given`: the answer that all nodes have got.
+    """Return True if no node waits for another one.
 
-    All nodes are then done with the same steps, and every step that one of them holds is durable, common or dead.
+    `given`: the answer that all nodes have got.
+
+    All nodes are then done with the same steps, and every step that one of them holds
+    is durable, common or dead.
     """
     durable = max((node.durable for node in nodes.values()), default=-1)
     return len({node.done for node in nodes.values()}) == 1 and not any(
-        step > durable and is_open(step, node, given) for node in nodes.values() for step in node.held
+        step > durable and is_open(step, node, given)
+        for node in nodes.values()
+        for step in node.held
     )

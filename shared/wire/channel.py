@@ -1,9 +1,11 @@
-"""A blocking connection to the daemon that carries messages and descriptors; the agent and the command line use it.
+"""A blocking connection to the daemon that carries messages and descriptors; the agent
+and the command line use it.
 
-Nothing is sent until the daemon is known to belong to this user or to root. Otherwise a process of another user that listens at the
-expected path would get the tensors.
+Nothing is sent until the daemon is known to belong to this user or to root. Otherwise a
+process of another user that listens at the expected path would get the tensors.
 
-One thread may call `send` while another calls `receive`. Both raise DaemonUnreachable once the connection is lost.
+One thread may call `send` while another calls `receive`. Both raise DaemonUnreachable
+once the connection is lost.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from ckptd.shared.wire import messages as m
 from ckptd.shared.wire import session as s
 
 MAX_DESCRIPTORS = 253
-"""The most descriptors that the kernel passes with one message (SCM_MAX_FD of unix(7)). A Fetched reply has one for each local rank."""
+"""The most descriptors that the kernel passes with one message (SCM_MAX_FD of unix(7)).
+A Fetched reply has one for each local rank.
+"""
 _RECEIVE = 1 << 16
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05  # seconds between two tries to connect
 _FD = array("i")
@@ -35,36 +39,55 @@ _Received = tuple[bytes, list[tuple[int, int, bytes]], int, object]
 
 def no_daemon(path: Path) -> DaemonUnreachable:
     """Return the error for a socket on which no daemon of this node listens."""
-    return DaemonUnreachable(f"no daemon listens at {path} on {names.host()}: start one with `ckptd run --root DIR --socket {path}`")
+    return DaemonUnreachable(
+        f"no daemon listens at {path} on {names.host()}: start one with `ckptd run --root DIR "
+        f"--socket {path}`"
+    )
 
 
 class Channel:
-    """A connection on which the daemon has answered the greeting. `welcome` is its answer, with the settings of the daemon."""
+    """A connection on which the daemon has answered the greeting.
+
+    `welcome` is its answer, with the settings of the daemon.
+    """
 
     def __init__(self, path: Path, timeout: float, *, later: float | None = None) -> None:
         """Connect to the daemon's socket at `path`, and exchange the greeting.
 
-        timeout: seconds to wait for the connection, and again for each send or receive of the greeting. later: the seconds for each send
-        or receive after the greeting; None waits for ever.
+        timeout: seconds to wait for the connection, and again for each send or receive
+        of the greeting. later: the seconds for each send or receive after the greeting;
+        None waits for ever.
 
-        Raises Forbidden, before anything is sent, if the daemon belongs to a user other than this one and root. Raises DaemonUnreachable
-        if no daemon listens or answers, and ProtocolError if the answer breaks the protocol. If the daemon answers with an Error, raises
-        the exception for it.
+        Raises Forbidden, before anything is sent, if the daemon belongs to a user other
+        than this one and root. Raises DaemonUnreachable if no daemon listens or
+        answers, and ProtocolError if the answer breaks the protocol. If the daemon
+        answers with an Error, raises the exception for it.
         """
         check_socket(path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._session = s.Session(s.Role.AGENT)
         self._descriptors: deque[Descriptor] = deque()
-        self._received: deque[_Received] = deque()  # at most one result of recvmsg, until each of its descriptors has an owner
+        # At most one result of recvmsg, until each of its descriptors has an owner.
+        self._received: deque[_Received] = deque()
         self._sending = threading.Lock()
         self._next_id = 0
         self._socket.settimeout(timeout)
         try:
             self._connect(path, timeout)
             check_peer(self._socket, path)
-            with suppress(DaemonUnreachable):  # a daemon that has no room sends an Error and closes, maybe before it can get a Hello
+            # A daemon that has no room sends an Error and closes, maybe before it can
+            # get a Hello.
+            with suppress(DaemonUnreachable):
                 client, known = f"ckptd {__version__}", [s.STAGE, s.WAITING]
-                self.send(m.Hello(id=self.new_id(), min_version=s.MIN_VERSION, max_version=s.MAX_VERSION, features=known, client=client))
+                self.send(
+                    m.Hello(
+                        id=self.new_id(),
+                        min_version=s.MIN_VERSION,
+                        max_version=s.MAX_VERSION,
+                        features=known,
+                        client=client,
+                    )
+                )
             reply = self.receive()[0]
             if isinstance(reply, m.Error):
                 raise from_wire(reply.code, reply.message)
@@ -75,34 +98,50 @@ class Channel:
             raise no_daemon(path) from None
         except TimeoutError:
             self.close()
-            raise DaemonUnreachable(f"the daemon at {path} does not answer within {timeout:.0f} s") from None
+            raise DaemonUnreachable(
+                f"the daemon at {path} does not answer within {timeout:.0f} s"
+            ) from None
         except OSError as error:
             self.close()
-            raise DaemonUnreachable(f"cannot talk to the daemon at {path}: {error.strerror or error}") from None
+            raise DaemonUnreachable(
+                f"cannot talk to the daemon at {path}: {error.strerror or error}"
+            ) from None
         except BaseException:
             self.close()
             raise
         self._socket.settimeout(later)
 
     def _connect(self, path: Path, timeout: float) -> None:
-        """Connect. Retry for `timeout` seconds while the daemon's queue of new connections is full. Raises OSError."""
+        """Connect.
+
+        Retry for `timeout` seconds while the daemon's queue of new connections is full.
+        Raises OSError.
+        """
         deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
         while True:
             try:
                 return self._socket.connect(str(path))
-            except BlockingIOError:  # a socket with a timeout does not wait for room in the queue (connect(2), EAGAIN)
+            except (
+                BlockingIOError
+            ):  # a socket with a timeout does not wait for room in the queue (connect(2), EAGAIN)
                 if time.monotonic() > deadline:
                     raise TimeoutError from None
             time.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE)
 
     def new_id(self) -> int:
-        """Return the next request id: higher than every id before it on this connection."""
+        """Return the next request id: higher than every id before it on this
+        connection.
+        """
         self._next_id += 1
         return self._next_id
 
     def send(self, message: m.Request) -> None:
-        """Send a request. Raises DaemonUnreachable if the connection is lost, ProtocolError if the session does not allow it now."""
+        """Send a request.
+
+        Raises DaemonUnreachable if the connection is lost, ProtocolError if the session
+        does not allow it now.
+        """
         with self._sending:
             frame = self._session.send(message)
             try:
@@ -111,7 +150,10 @@ class Channel:
                 raise DaemonUnreachable(f"the daemon is gone: {error.strerror or error}") from None
 
     def wait(self) -> None:
-        """Wait, without a timeout, until data arrives or the connection ends. Raises DaemonUnreachable if this end is closed."""
+        """Wait, without a timeout, until data arrives or the connection ends.
+
+        Raises DaemonUnreachable if this end is closed.
+        """
         waiting = select.poll()
         try:
             waiting.register(self._socket, select.POLLIN)
@@ -120,19 +162,26 @@ class Channel:
         waiting.poll()
 
     def receive(self, *, wait: bool = True) -> list[m.Message]:
-        """Return the messages that have arrived, at least one. With `wait` false, return an empty list if none is complete.
+        """Return the messages that have arrived, at least one.
 
-        Descriptors that came with the messages are kept for `take`. Raises DaemonUnreachable if the connection is lost or the daemon does
-        not answer in time. Raises ProtocolError if a message breaks the protocol, or if this process could not receive all descriptors.
+        With `wait` false, return an empty list if none is complete.
+
+        Descriptors that came with the messages are kept for `take`. Raises
+        DaemonUnreachable if the connection is lost or the daemon does not answer in
+        time. Raises ProtocolError if a message breaks the protocol, or if this process
+        could not receive all descriptors.
         """
         while True:
             space, wanted = (
                 socket.CMSG_SPACE(MAX_DESCRIPTORS * _FD.itemsize),
                 socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT),
             )
-            try:  # one call in C, because Ctrl-C between receiving and storing descriptors would leak them
+            # One call in C, because Ctrl-C between receiving and storing descriptors
+            # would leak them.
+            try:
                 self._received.extend(map(self._socket.recvmsg, (_RECEIVE,), (space,), (wanted,)))
-                # socket.recv_fds is not used, because it ignores its flags (cpython#107898)
+                # socket.recv_fds is not used, because it ignores its flags
+                # (cpython#107898)
             except BlockingIOError:
                 return []
             except TimeoutError:
@@ -150,15 +199,25 @@ class Channel:
                 return messages
 
     def take(self, count: int) -> list[Descriptor]:
-        """Return the oldest `count` descriptors that were received. The caller must close them. Raises ProtocolError if there are fewer."""
+        """Return the oldest `count` descriptors that were received.
+
+        The caller must close them. Raises ProtocolError if there are fewer.
+        """
         if len(self._descriptors) < count:
-            raise ProtocolError(f"the daemon announced {count} descriptors, and {len(self._descriptors)} have arrived")
+            raise ProtocolError(
+                f"the daemon announced {count} descriptors, and {len(self._descriptors)} have "
+                f"arrived"
+            )
         return [self._descriptors.popleft() for _ in range(count)]
 
     def end(self) -> None:
-        """End the connection. Any thread may call this; the receiving thread notices the end and must then call `close`.
+        """End the connection.
 
-        No other thread may close the socket: the receiving thread could then wait for another file that has been given its number.
+        Any thread may call this; the receiving thread notices the end and must then
+        call `close`.
+
+        No other thread may close the socket: the receiving thread could then wait for
+        another file that has been given its number.
         """
         self._session.close()
         try:
@@ -167,17 +226,21 @@ class Channel:
             pass
 
     def close(self) -> None:
-        """End the connection, and close the socket and all descriptors that were not taken. Only the receiving thread may call this."""
+        """End the connection, and close the socket and all descriptors that were not
+        taken. Only the receiving thread may call this.
+        """
         self.end()
         self.abandon()
 
     def abandon(self) -> None:
-        """Close the socket and all descriptors that were not taken, without ending the connection.
+        """Close the socket and all descriptors that were not taken, without ending the
+        connection.
 
         A forked child calls this: its parent keeps using the connection.
         """
         owned = {descriptor.fileno() for descriptor in self._descriptors}
-        for _, control, _, _ in list(self._received):  # received, but Ctrl-C came before all descriptors had an owner
+        # Received, but Ctrl-C came before all descriptors had an owner.
+        for _, control, _, _ in list(self._received):
             for number in _numbers(control):
                 if number not in owned:
                     os.close(number)

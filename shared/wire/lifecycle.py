@@ -1,7 +1,9 @@
-"""The life cycle of a snapshot as one table of transitions, which daemon and agent both follow.
+"""The life cycle of a snapshot as one table of transitions, which daemon and agent both
+follow.
 
-A transition that is not in the table raises IllegalStep and changes nothing. The daemon's snapshot begins as FILLING, when a slot is
-granted, and goes on to RELEASED. The agent's `Pending` begins as NEW and goes no further than DURABLE.
+A transition that is not in the table raises IllegalStep and changes nothing. The
+daemon's snapshot begins as FILLING, when a slot is granted, and goes on to RELEASED.
+The agent's `Pending` begins as NEW and goes no further than DURABLE.
 `docs/reference/life-cycles.md` is drawn from this table.
 """
 
@@ -46,15 +48,18 @@ TRANSITIONS: dict[tuple[SnapshotState, Event], SnapshotState] = {
     (_S.STAGED, _E.SEAL): _S.SEALED,
     (_S.STAGED, _E.FAIL): _S.FAILED,
     (_S.SEALED, _E.WRITE): _S.WRITING,
-    (_S.SEALED, _E.COMMIT): _S.DURABLE,  # by the agent, which does not see the save; by the daemon, after a restart
+    # By the agent, which does not see the save; by the daemon, after a restart.
+    (_S.SEALED, _E.COMMIT): _S.DURABLE,
     (_S.SEALED, _E.FAIL): _S.FAILED,
-    (_S.SEALED, _E.RELEASE): _S.RELEASED,  # a snapshot kept in memory only, once a newer one is sealed
+    # A snapshot kept in memory only, once a newer one is sealed.
+    (_S.SEALED, _E.RELEASE): _S.RELEASED,
     (_S.WRITING, _E.WROTE): _S.WRITTEN,
     (_S.WRITING, _E.FAIL): _S.FAILED,
     (_S.WRITTEN, _E.COMMIT): _S.DURABLE,
     (_S.WRITTEN, _E.FAIL): _S.FAILED,
     (_S.DURABLE, _E.RELEASE): _S.RELEASED,
-    (_S.FAILED, _E.WRITE): _S.WRITING,  # the copy in memory is kept, and is saved again if no newer one follows
+    # The copy in memory is kept, and is saved again if no newer one follows.
+    (_S.FAILED, _E.WRITE): _S.WRITING,
     (_S.FAILED, _E.COMMIT): _S.DURABLE,
     (_S.FAILED, _E.RELEASE): _S.RELEASED,
 }
@@ -65,8 +70,13 @@ class IllegalStep(Exception):
 
 
 def step(state: SnapshotState, event: Event) -> SnapshotState:
-    """Return the state of a snapshot after `event`. Raises IllegalStep if the table has no transition for `state` and `event`."""
+    """Return the state of a snapshot after `event`.
+
+    Raises IllegalStep if the table has no transition for `state` and `event`.
+    """
     try:
         return TRANSITIONS[state, event]
     except KeyError:
-        raise IllegalStep(f"not allowed for a snapshot that is {state.value}: {event.value}") from None
+        raise IllegalStep(
+            f"not allowed for a snapshot that is {state.value}: {event.value}"
+        ) from None

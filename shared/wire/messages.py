@@ -1,4 +1,5 @@
-"""The messages between agent and daemon as frozen structs, with encoder and decoder (PROTOCOL.md, section 3).
+"""The messages between agent and daemon as frozen structs, with encoder and decoder
+(PROTOCOL.md, section 3).
 
 The bounds of the fields are checked while a message is decoded.
 """
@@ -23,13 +24,19 @@ Step = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
-    """A message from a client. `id` is higher than every id before it on the connection."""
+    """A message from a client.
+
+    `id` is higher than every id before it on the connection.
+    """
 
     id: Id
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
-    """A message from the daemon. `re` is the id of the request that it answers, or 0 if it comes unasked."""
+    """A message from the daemon.
+
+    `re` is the id of the request that it answers, or 0 if it comes unasked.
+    """
 
     re: Id
 
@@ -42,10 +49,14 @@ class Hello(Request, frozen=True, kw_only=True, tag="hello"):
 
 
 class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
-    """The reply to Hello. `settings` has the `CKPTD_*` variables of a private daemon, except its place; None if not told.
+    """The reply to Hello.
 
-    `identity` is that of the root, which tells two roots at the same path of two nodes apart. `stage` is the directory in which checkpoints
-    are committed before they are uploaded to the root, or "".
+    `settings` has the `CKPTD_*` variables of a private daemon, except its place; None
+    if not told.
+
+    `identity` is that of the root, which tells two roots at the same path of two nodes
+    apart. `stage` is the directory in which checkpoints are committed before they are
+    uploaded to the root, or "".
     """
 
     version: int
@@ -71,13 +82,15 @@ class StatusReport(Reply, frozen=True, kw_only=True, tag="status-report"):
 
 
 class Begin(Request, frozen=True, kw_only=True, tag="begin"):
-    """A request that begins an attempt, or joins or resumes one. `run` identifies the launch to which this process belongs, or is "".
+    """A request that begins an attempt, or joins or resumes one.
 
-    `wait`: seconds to wait for the end of another run of the job before the request is refused, or
-    None to end that run's saving at once. `node`: the share of this node in an attempt of several
-    nodes, or None if all ranks are on one node. `foreign_memory`: the treatment of snapshots of the
-    job in memory that were saved for another root: "refuse", "adopt" or "drop", or "" for the
-    setting of the daemon.
+    `run` identifies the launch to which this process belongs, or is "".
+
+    `wait`: seconds to wait for the end of another run of the job before the request is
+    refused, or None to end that run's saving at once. `node`: the share of this node in
+    an attempt of several nodes, or None if all ranks are on one node. `foreign_memory`:
+    the treatment of snapshots of the job in memory that were saved for another root:
+    "refuse", "adopt" or "drop", or "" for the setting of the daemon.
     """
 
     job: Name
@@ -109,7 +122,10 @@ class Allocate(Request, frozen=True, kw_only=True, tag="allocate"):
 
 
 class Segments(Reply, frozen=True, kw_only=True, tag="segments"):
-    """The reply to Allocate. Two descriptors come with each segment, in this order: one to map, and one to hold the trainer's flock on.
+    """The reply to Allocate.
+
+    Two descriptors come with each segment, in this order: one to map, and one to hold
+    the trainer's flock on.
 
     `remark` is a sentence that the agent logs, or "".
     """
@@ -119,7 +135,10 @@ class Segments(Reply, frozen=True, kw_only=True, tag="segments"):
 
 
 class Replan(Request, frozen=True, kw_only=True, tag="plan"):
-    """A request that announces that this rank plans the step again, and `why`. It comes before the rank exchanges plans with the others."""
+    """A request that announces that this rank plans the step again, and `why`.
+
+    It comes before the rank exchanges plans with the others.
+    """
 
     step: Step
     why: Annotated[str, msgspec.Meta(max_length=65536)] = ""
@@ -143,7 +162,8 @@ class Refused(Reply, frozen=True, kw_only=True, tag="refused"):
 class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
     """The cost of an earlier snapshot for the training of a rank.
 
-    `seconds`: the time by which the training is behind, the call of `snapshot` included. `usual`: seconds that an undisturbed step takes.
+    `seconds`: the time by which the training is behind, the call of `snapshot`
+    included. `usual`: seconds that an undisturbed step takes.
     """
 
     step: Step
@@ -152,7 +172,9 @@ class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seal(Request, frozen=True, kw_only=True, tag="seal"):
-    """A request that reports a sealed slot. `held`: seconds for which the snapshot held the training, or 0.0 if not known.
+    """A request that reports a sealed slot.
+
+    `held`: seconds for which the snapshot held the training, or 0.0 if not known.
 
     `cost`: that of the last snapshot whose cost is known, or None.
     """
@@ -171,11 +193,14 @@ class Sealed(Reply, frozen=True, kw_only=True, tag="sealed"):
 
 
 class Abandon(Request, frozen=True, kw_only=True, tag="abandon"):
-    """A request that gives back a granted slot, or reports that this rank cannot take a step.
+    """A request that gives back a granted slot, or reports that this rank cannot take a
+    step.
 
-    With `segment`, that slot will not be sealed, and the step fails on all ranks unless this rank has another slot for it. If `step` is
-    given and the slot is no longer granted for it, nothing happens. Without `segment`, the rank cannot take `step`, which then fails on all
-    ranks unless this rank has sealed it. With neither, a snapshot whose step was wrong is only counted. `reason` and `code` describe the
+    With `segment`, that slot will not be sealed, and the step fails on all ranks unless
+    this rank has another slot for it. If `step` is given and the slot is no longer
+    granted for it, nothing happens. Without `segment`, the rank cannot take `step`,
+    which then fails on all ranks unless this rank has sealed it. With neither, a
+    snapshot whose step was wrong is only counted. `reason` and `code` describe the
     error that the ranks get.
     """
 
@@ -190,18 +215,26 @@ class Persist(Request, frozen=True, kw_only=True, tag="persist"):
 
 
 class Heard(Request, frozen=True, kw_only=True, tag="heard"):
-    """A request of the lowest rank of a node, which passes on the answer that it has found on the board of an attempt."""
+    """A request of the lowest rank of a node, which passes on the answer that it has
+    found on the board of an attempt.
+    """
 
     attempt: AttemptNumber
     answer: Answer
 
 
 class Deliver(Request, frozen=True, kw_only=True, tag="deliver"):
-    """A request to save all that is in memory of the job. The reply comes once that is done. Only for jobs of several nodes."""
+    """A request to save all that is in memory of the job.
+
+    The reply comes once that is done. Only for jobs of several nodes.
+    """
 
 
 class Delivered(Reply, frozen=True, kw_only=True, tag="delivered"):
-    """The reply to Deliver. `attempt` is the attempt before this one in which this daemon had `ranks`, or 0 if it knows of none.
+    """The reply to Deliver.
+
+    `attempt` is the attempt before this one in which this daemon had `ranks`, or 0 if
+    it knows of none.
 
     `world_size`: the ranks of that attempt.
     """
@@ -212,16 +245,22 @@ class Delivered(Reply, frozen=True, kw_only=True, tag="delivered"):
 
 
 class Find(Request, frozen=True, kw_only=True, tag="find"):
-    """A request for the candidates of a recovery. `delivered`: an attempt whose nodes have all delivered what they hold, or 0."""
+    """A request for the candidates of a recovery.
+
+    `delivered`: an attempt whose nodes have all delivered what they hold, or 0.
+    """
 
     step: Step | None = None
     delivered: AttemptNumber = 0
 
 
 class RecoveryCandidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot or checkpoint that may be recovered. `source` is "memory", "stage" or "storage".
+    """A snapshot or checkpoint that may be recovered.
 
-    `tag` is the name of the checkpoint's directory. For a snapshot in memory it is the name that the directory has or would have.
+    `source` is "memory", "stage" or "storage".
+
+    `tag` is the name of the checkpoint's directory. For a snapshot in memory it is the
+    name that the directory has or would have.
     """
 
     attempt: AttemptNumber
@@ -231,7 +270,10 @@ class RecoveryCandidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(Reply, frozen=True, kw_only=True, tag="found"):
-    """The reply to Find. `incomplete` has a text for each abandoned try of a step after the best candidate."""
+    """The reply to Find.
+
+    `incomplete` has a text for each abandoned try of a step after the best candidate.
+    """
 
     candidates: list[RecoveryCandidate]
     damaged: list[str] = []
@@ -239,7 +281,9 @@ class Found(Reply, frozen=True, kw_only=True, tag="found"):
 
 
 class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):
-    """`check`: False if the slots need not be checked before the reply, because the agent compares them with a checkpoint."""
+    """`check`: False if the slots need not be checked before the reply, because the
+    agent compares them with a checkpoint.
+    """
 
     attempt: AttemptNumber
     step: Step
@@ -247,20 +291,32 @@ class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):
 
 
 class Fetched(Reply, frozen=True, kw_only=True, tag="fetched"):
-    """The reply to Fetch. One read-only descriptor comes with it for each rank of `ranks`, in the same order."""
+    """The reply to Fetch.
+
+    One read-only descriptor comes with it for each rank of `ranks`, in the same order.
+    """
 
     ranks: list[Rank]
 
 
 class Forget(Request, frozen=True, kw_only=True, tag="forget"):
-    """A request to delete checkpoints of a job. `tags` are the names of their directories."""
+    """A request to delete checkpoints of a job.
+
+    `tags` are the names of their directories.
+    """
 
     job: Name
-    tags: Annotated[list[Annotated[str, msgspec.Meta(max_length=160)]], msgspec.Meta(max_length=1000)]
+    tags: Annotated[
+        list[Annotated[str, msgspec.Meta(max_length=160)]], msgspec.Meta(max_length=1000)
+    ]
 
 
 class Forgotten(Reply, frozen=True, kw_only=True, tag="forgotten"):
-    """The reply to Forget. `refused` maps the tag of each checkpoint that is still there to the reason. All others are deleted."""
+    """The reply to Forget.
+
+    `refused` maps the tag of each checkpoint that is still there to the reason. All
+    others are deleted.
+    """
 
     refused: dict[str, str] = {}
 
@@ -274,7 +330,10 @@ class Done(Reply, frozen=True, kw_only=True, tag="done"):
 
 
 class Progress(Reply, frozen=True, kw_only=True, tag="progress"):
-    """News of a snapshot, which comes unasked. `state` is "durable" or "failed"; `reason` and `code` say why the snapshot failed."""
+    """News of a snapshot, which comes unasked.
+
+    `state` is "durable" or "failed"; `reason` and `code` say why the snapshot failed.
+    """
 
     attempt: AttemptNumber
     step: Step
@@ -284,7 +343,8 @@ class Progress(Reply, frozen=True, kw_only=True, tag="progress"):
 
 
 class Waiting(Reply, frozen=True, kw_only=True, tag="waiting"):
-    """The ranks that have not come to a step that others wait for, which comes unasked to every rank.
+    """The ranks that have not come to a step that others wait for, which comes unasked
+    to every rank.
 
     Nothing has failed. Only a client with the feature `waiting` gets this message.
     """
@@ -295,16 +355,20 @@ class Waiting(Reply, frozen=True, kw_only=True, tag="waiting"):
 
 
 class Holds(Reply, frozen=True, kw_only=True, tag="holds"):
-    """The steps that this node holds, which comes unasked to the lowest rank of the node, for the board."""
+    """The steps that this node holds, which comes unasked to the lowest rank of the
+    node, for the board.
+    """
 
     attempt: AttemptNumber
     holding: Holding
 
 
 class Uploads(Reply, frozen=True, kw_only=True, tag="uploads"):
-    """The steps of an attempt that are in the root, and those that wait on the stage, which comes unasked if the daemon has a stage.
+    """The steps of an attempt that are in the root, and those that wait on the stage,
+    which comes unasked if the daemon has a stage.
 
-    A step that was durable before this message and is in neither list will not be uploaded, or is no longer in the root.
+    A step that was durable before this message and is in neither list will not be
+    uploaded, or is no longer in the root.
     """
 
     attempt: AttemptNumber
@@ -319,9 +383,10 @@ class Error(Reply, frozen=True, kw_only=True, tag="error"):
 
 
 Message = (
-    Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Segments | Replan | Acquire | Granted | Refused | Seal | Sealed
-    | Abandon | Persist | Heard | Deliver | Delivered | Find | Found | Fetch | Fetched | Forget | Forgotten | Detach | Done | Progress
-    | Holds | Uploads | Waiting | Error
+    Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Segments | Replan
+    | Acquire | Granted | Refused | Seal | Sealed | Abandon | Persist | Heard | Deliver
+    | Delivered | Find | Found | Fetch | Fetched | Forget | Forgotten | Detach | Done
+    | Progress | Holds | Uploads | Waiting | Error
 )  # fmt: skip
 News = Progress | Holds | Uploads | Waiting
 """The messages that a rank gets without a request."""
@@ -335,7 +400,11 @@ def encode(message: Request | Reply) -> bytes:
 
 
 def decode(payload: bytes) -> Message:
-    """Return the message of a payload. Raises ProtocolError if it is not a valid message; the error names the field at fault."""
+    """Return the message of a payload.
+
+    Raises ProtocolError if it is not a valid message; the error names the field at
+    fault.
+    """
     try:
         return _DECODER.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

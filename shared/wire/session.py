@@ -1,12 +1,16 @@
-"""The protocol session of one connection, without I/O: one table says which message is allowed in which state.
+"""The protocol session of one connection, without I/O: one table says which message is
+allowed in which state.
 
-A session is NEW until the daemon has welcomed the client. It is then GREETED until a rank of a job begins, and ATTACHED until that rank
-detaches. While Hello, Begin or Detach is under way, the session is in a state in between (GREETING, BEGINNING, LEAVING) and accepts no
-request. Otherwise requests may overlap, and each reply names its request.
+A session is NEW until the daemon has welcomed the client. It is then GREETED until a
+rank of a job begins, and ATTACHED until that rank detaches. While Hello, Begin or
+Detach is under way, the session is in a state in between (GREETING, BEGINNING, LEAVING)
+and accepts no request. Otherwise requests may overlap, and each reply names its
+request.
 
-Agent and daemon use the same table, and both check each message: one before it sends the message, the other when it has received it. A
-message that is not in the table raises ProtocolError and changes nothing. After a ProtocolError, or an Error with `re` = 0, the connection
-must be closed.
+Agent and daemon use the same table, and both check each message: one before it sends
+the message, the other when it has received it. A message that is not in the table
+raises ProtocolError and changes nothing. After a ProtocolError, or an Error with `re` =
+0, the connection must be closed.
 
 `docs/reference/life-cycles.md` is drawn from `REQUESTS` and `ANSWERED`.
 """
@@ -23,9 +27,13 @@ MIN_VERSION = MAX_VERSION = 1
 NODES = "nodes"
 """The feature of a daemon that serves jobs of several nodes."""
 STAGE = "stage"
-"""The feature of a client that reads checkpoints from a stage, and of a daemon that has one."""
+"""The feature of a client that reads checkpoints from a stage, and of a daemon that has
+one.
+"""
 REPLICAS = "replicas"
-"""The feature of a daemon that compares tensors of several ranks (FORMAT.md, section 3)."""
+"""The feature of a daemon that compares tensors of several ranks (FORMAT.md, section
+3).
+"""
 WAITING = "waiting"
 """The feature of a client that takes the message Waiting."""
 MAX_UNDER_WAY = 64
@@ -52,16 +60,20 @@ REQUESTS: dict[tuple[SessionState, type[m.Request]], SessionState] = {
     (SessionState.GREETED, m.Status): SessionState.GREETED,
     (SessionState.GREETED, m.Forget): SessionState.GREETED,
     (SessionState.GREETED, m.Begin): SessionState.BEGINNING,
-    (SessionState.ATTACHED, m.Begin): SessionState.BEGINNING,  # a rank that has recovered an earlier step begins the next attempt
+    # A rank that has recovered an earlier step begins the next attempt.
+    (SessionState.ATTACHED, m.Begin): SessionState.BEGINNING,
     **{
         (_A, request): _A
         for request in (
-            m.Status, m.Allocate, m.Replan, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Heard, m.Deliver, m.Find, m.Fetch, m.Forget,
+            m.Status, m.Allocate, m.Replan, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Heard,
+            m.Deliver, m.Find, m.Fetch, m.Forget,
         )
     },
     (_A, m.Detach): SessionState.LEAVING,
 }  # fmt: skip
-"""The state after a request, by the state before it and the type of the request. A pair that is missing is not allowed."""
+"""The state after a request, by the state before it and the type of the request. A pair
+that is missing is not allowed.
+"""
 
 REPLIES: dict[type[m.Request], type[m.Reply] | tuple[type[m.Reply], ...]] = {
     m.Hello: m.Welcome,
@@ -90,13 +102,19 @@ ANSWERED: dict[tuple[SessionState, bool], SessionState] = {
     (SessionState.LEAVING, True): SessionState.GREETED,
     (SessionState.LEAVING, False): SessionState.ATTACHED,
 }
-"""The state after the answer to Hello, Begin or Detach, by the state before it. The key holds False if the answer is an Error."""
+"""The state after the answer to Hello, Begin or Detach, by the state before it. The key
+holds False if the answer is an Error.
+"""
 
 
 class Session:
-    """The state of one connection. Call `send` for each message to be sent, and `receive` for all bytes that have arrived.
+    """The state of one connection.
 
-    `state` is the state that the session is in. `under_way` maps the id of each request without an answer to the request.
+    Call `send` for each message to be sent, and `receive` for all bytes that have
+    arrived.
+
+    `state` is the state that the session is in. `under_way` maps the id of each request
+    without an answer to the request.
     """
 
     def __init__(self, role: Role) -> None:
@@ -110,13 +128,19 @@ class Session:
         return f"<Session {self.role.value} {self.state.value} under_way={len(self.under_way)}>"
 
     def send(self, message: m.Request | m.Reply) -> bytes:
-        """Return the frame for `message`, and apply the message to the session. Raises ProtocolError if it may not be sent now."""
+        """Return the frame for `message`, and apply the message to the session.
+
+        Raises ProtocolError if it may not be sent now.
+        """
         frame = frames.encode(m.encode(message))
         self._apply(message, ours=True)
         return frame
 
     def receive(self, data: bytes) -> list[m.Message]:
-        """Add received bytes, and return the messages that are complete now. Raises ProtocolError if one is broken or not allowed."""
+        """Add received bytes, and return the messages that are complete now.
+
+        Raises ProtocolError if one is broken or not allowed.
+        """
         received = []
         for payload in self._decoder.feed(data):
             message = m.decode(payload)
@@ -132,7 +156,8 @@ class Session:
     def _apply(self, message: m.Request | m.Reply, *, ours: bool) -> None:
         if isinstance(message, m.Request) != (ours == (self.role is Role.AGENT)):
             raise ProtocolError(
-                f"{_name(message)} does not go from {'daemon to agent' if isinstance(message, m.Request) else 'agent to daemon'}"
+                f"{_name(message)} does not go from "
+                f"{'daemon to agent' if isinstance(message, m.Request) else 'agent to daemon'}"
             )
         if isinstance(message, m.Request):
             self._request(message)
@@ -142,9 +167,13 @@ class Session:
     def _request(self, request: m.Request) -> None:
         after = REQUESTS.get((self.state, type(request)))
         if after is None:
-            raise ProtocolError(f"{_name(request)} is not allowed while the session is {self.state.value}")
+            raise ProtocolError(
+                f"{_name(request)} is not allowed while the session is {self.state.value}"
+            )
         if request.id <= self._last_id:
-            raise ProtocolError(f"{_name(request)} has the id {request.id}; it must be higher than {self._last_id}")
+            raise ProtocolError(
+                f"{_name(request)} has the id {request.id}; it must be higher than {self._last_id}"
+            )
         if len(self.under_way) >= MAX_UNDER_WAY:
             raise ProtocolError(f"more than {MAX_UNDER_WAY} requests under way")
         self._last_id = request.id
@@ -154,14 +183,18 @@ class Session:
     def _reply(self, reply: m.Reply) -> None:
         if isinstance(reply, m.News):
             if reply.re != 0 or self.state not in (SessionState.ATTACHED, SessionState.LEAVING):
-                raise ProtocolError(f"{_name(reply)} is not allowed while the session is {self.state.value}")
+                raise ProtocolError(
+                    f"{_name(reply)} is not allowed while the session is {self.state.value}"
+                )
             return
         if isinstance(reply, m.Error) and reply.re == 0:
             self.close()
             return
         request = self.under_way.get(reply.re)
         if request is None:
-            raise ProtocolError(f"{_name(reply)} answers request {reply.re}, which is not under way")
+            raise ProtocolError(
+                f"{_name(reply)} answers request {reply.re}, which is not under way"
+            )
         if not isinstance(reply, (m.Error, REPLIES[type(request)])):
             raise ProtocolError(f"{_name(reply)} does not answer {_name(request)}")
         del self.under_way[reply.re]

@@ -1,7 +1,9 @@
-"""Tests snapshots of tensors on an accelerator: each holds the values of its call, whatever the training enqueues next.
+"""Tests snapshots of tensors on an accelerator: each holds the values of its call,
+whatever the training enqueues next.
 
-They need an accelerator; `test_fences.py` tests the ordering without one. Between the call and its copy each test keeps the device busy. A
-copy that is not ordered before later writes would then come too late, and have wrong values.
+They need an accelerator; `test_fences.py` tests the ordering without one. Between the
+call and its copy each test keeps the device busy. A copy that is not ordered before
+later writes would then come too late, and have wrong values.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Training:
     def __init__(self, make: Callable[[Any], torch.optim.Optimizer]) -> None:
         torch.manual_seed(0)
         self.device = torch.accelerator.current_accelerator()
-        self.model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(self.device)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(
+            self.device
+        )
         self.optimizer = make(self.model.parameters())
         self.ema = [parameter.detach().clone() for parameter in self.model.parameters()]
         self.data = torch.randn(64, WIDTH, device=self.device)
@@ -47,25 +51,36 @@ class Training:
         self.model(self.data).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        torch._foreach_lerp_(self.ema, [parameter.detach() for parameter in self.model.parameters()], 0.5)
+        torch._foreach_lerp_(
+            self.ema, [parameter.detach() for parameter in self.model.parameters()], 0.5
+        )
 
     def values(self) -> dict[str, torch.Tensor]:
         found = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        names: dict[Any, str] = {parameter: name for name, parameter in self.model.named_parameters()}
+        names: dict[Any, str] = {
+            parameter: name for name, parameter in self.model.named_parameters()
+        }
         for parameter, state in self.optimizer.state.items():
-            found |= {f"optimizer.state.{names[parameter]}.{key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            found |= {
+                f"optimizer.state.{names[parameter]}.{key}": value
+                for key, value in state.items()
+                if isinstance(value, torch.Tensor)
+            }
         found |= {f"ema.{number}": value for number, value in enumerate(self.ema)}
         return {name: value.detach().cpu().clone() for name, value in found.items()}
 
 
-def check(agent: Agent, daemon: Daemon, training: Training, step: Callable[[], None], steps: int = 4) -> None:
+def check(
+    agent: Agent, daemon: Daemon, training: Training, step: Callable[[], None], steps: int = 4
+) -> None:
     """Take a snapshot at each step. Each must hold the values of its call."""
     agent.prepare(training.state)
     expected = []
     for number in range(steps):
         step()
         expected.append(training.values())
-        torch.cuda._sleep(20_000_000) if torch.cuda.is_available() else None  # the device is busy when the copy is enqueued
+        # The device is busy when the copy is enqueued.
+        torch.cuda._sleep(20_000_000) if torch.cuda.is_available() else None
         pending = agent.snapshot(training.state, step=number)
         step()
         step()
@@ -76,8 +91,14 @@ def check(agent: Agent, daemon: Daemon, training: Training, step: Callable[[], N
                 assert torch.equal(checkpoint.tensor(name), value), f"{name} at step {number}"
 
 
-@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=["foreach", "single", "fused"])
-def test_each_kind_of_optimizer_step_comes_after_the_copy(agent: Agent, daemon: Daemon, options: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"foreach": True}, {"foreach": False}, {"fused": True}],
+    ids=["foreach", "single", "fused"],
+)
+def test_each_kind_of_optimizer_step_comes_after_the_copy(
+    agent: Agent, daemon: Daemon, options: dict[str, bool]
+) -> None:
     training = Training(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, **options))  # type: ignore[arg-type]
     check(agent, daemon, training, training.step)
 
@@ -111,7 +132,10 @@ def test_compiled_steps_come_after_the_copy(agent: Agent, daemon: Daemon) -> Non
 
 def test_optimizers_in_backward_come_after_the_copy(agent: Agent, daemon: Daemon) -> None:
     training = Training(lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9))
-    own = {parameter: torch.optim.SGD([parameter], lr=1e-2, momentum=0.9) for parameter in training.model.parameters()}
+    own = {
+        parameter: torch.optim.SGD([parameter], lr=1e-2, momentum=0.9)
+        for parameter in training.model.parameters()
+    }
 
     def apply(parameter: torch.Tensor) -> None:
         own[parameter].step()  # type: ignore[index]
@@ -159,7 +183,9 @@ def test_slots_are_page_locked(agent: Agent, daemon: Daemon) -> None:
 
 
 @cuda
-def test_snapshots_are_right_without_page_locking(agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_are_right_without_page_locking(
+    agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ckptd.agent.copy.mapped_slot.lock_pages", lambda address, length: False)
     training = Training(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     check(agent, daemon, training, training.step)

@@ -14,29 +14,42 @@ STATE = {"w": torch.ones(3)}
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [record.getMessage() for record in caplog.records if record.name == "ckptd.agent" and record.levelname == "WARNING"]
+    found = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "ckptd.agent" and record.levelname == "WARNING"
+    ]
     caplog.clear()
     return found
 
 
-def test_a_loop_that_repeats_steps_after_a_recovery_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_repeats_steps_after_a_recovery_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     advice = Advice()
     advice.recovered(9)
     advice.before_snapshot(STATE, 4, 2)
-    assert warned(caplog) == ["step 4 does not come after step 9, which was recovered: begin the loop at recovered.step + 1"]
+    assert warned(caplog) == [
+        "step 4 does not come after step 9, which was recovered: begin the loop at recovered.step "
+        "+ 1"
+    ]
     advice.before_snapshot(STATE, 9, 2)
     advice.recovered(9)
     advice.before_snapshot(STATE, 10, 3)
     assert warned(caplog) == []
 
 
-def test_a_job_that_ran_before_and_is_not_recovered_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_that_ran_before_and_is_not_recovered_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     advice = Advice()
     advice.before_snapshot(STATE, 0, 1)
     assert warned(caplog) == []
     advice = Advice()
     advice.before_snapshot(STATE, 0, 2)
-    assert warned(caplog)[0].startswith("this is attempt 2 of the job, and recover() was not called: the run does not continue")
+    assert warned(caplog)[0].startswith(
+        "this is attempt 2 of the job, and recover() was not called: the run does not continue"
+    )
     advice = Advice()
     advice.recovered(None)
     advice.before_snapshot(STATE, 0, 2)
@@ -50,8 +63,18 @@ def test_the_state_dict_of_an_optimizer_is_told_once(caplog: pytest.LogCaptureFi
         advice.recovered(None)
         advice.before_snapshot({"train": {"optim": optimizer.state_dict()}}, 0, attempt)
     (told,) = warned(caplog)
-    assert told.startswith("train.optim is the state_dict() of an optimizer: pass the optimizer itself")
-    advice.before_snapshot({"optim": optimizer, "named": {"state": {}, "param_groups": [{"params": ["weight"]}]}, "x": [1]}, 1, 3)
+    assert told.startswith(
+        "train.optim is the state_dict() of an optimizer: pass the optimizer itself"
+    )
+    advice.before_snapshot(
+        {
+            "optim": optimizer,
+            "named": {"state": {}, "param_groups": [{"params": ["weight"]}]},
+            "x": [1],
+        },
+        1,
+        3,
+    )
     assert warned(caplog) == []
 
 
@@ -79,10 +102,16 @@ OLDER = "go back to an older one: recover(state, step=69)"
 
 
 def again(place: str, attempts: str, remedy: str) -> str:
-    return f"{place} is recovered again: attempts {attempts} have left no newer snapshot. If this snapshot makes each run fail, {remedy}"
+    return (
+        f"{place} is recovered again: attempts {attempts} have left no newer snapshot. If "
+        f"this "
+        f"snapshot makes each run fail, {remedy}"
+    )
 
 
-def test_the_third_run_from_one_snapshot_is_told_of_an_older_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_third_run_from_one_snapshot_is_told_of_an_older_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def told(attempt: int, restart: Restart, *, before: bool = False) -> list[str]:
         advice = Advice()
         if before:
@@ -98,10 +127,13 @@ def test_the_third_run_from_one_snapshot_is_told_of_an_older_step(caplog: pytest
     assert told(9, Restart("checkpoint best.a0001", 6, "")) == [
         again("checkpoint best.a0001", "7 and 8", "no older step is left to go back to")
     ]
-    assert told(8, Restart("step 79 of attempt 1", 6, "recover(state, step=69)")) == []  # attempt 6 has left a snapshot, which is damaged
+    # Attempt 6 has left a snapshot, which is damaged.
+    assert told(8, Restart("step 79 of attempt 1", 6, "recover(state, step=69)")) == []
 
 
-def test_a_snapshot_from_which_no_run_gets_on_is_told(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_snapshot_from_which_no_run_gets_on_is_told(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
     def run(*steps: int, asked: int | None = None) -> list[str]:
         agent = Agent("gpt", socket=daemon.home.socket)
         agent.recover(STATE, step=asked)
@@ -118,7 +150,9 @@ def test_a_snapshot_from_which_no_run_gets_on_is_told(daemon: Daemon, caplog: py
     assert run(75) == run(76) == run(77) == run(78) == []  # each run gets on
 
 
-def test_recoveries_within_a_process_are_no_runs(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+def test_recoveries_within_a_process_are_no_runs(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
     agent = Agent("gpt", socket=daemon.home.socket)
     agent.snapshot(STATE, step=69).wait("durable", timeout=60)
     for step in range(70, 75):

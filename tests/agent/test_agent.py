@@ -1,4 +1,6 @@
-"""Tests the agent against a real daemon: lost daemons, dead trainers, busy slots, bad input. Training always continues."""
+"""Tests the agent against a real daemon: lost daemons, dead trainers, busy slots, bad
+input. Training always continues.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_steps_increase_within_an_attempt_and_each_agent_begins_one(daemon: Daem
     assert first.attempt == 1
     first.snapshot({"x": torch.ones(1)}, step=5).wait("durable", timeout=60)
     again = first.snapshot({"x": torch.ones(1)}, step=5)
-    with pytest.raises(errors.InvalidRequest, match="step 5 does not follow step 5, the last of attempt 1"):
+    with pytest.raises(
+        errors.InvalidRequest, match="step 5 does not follow step 5, the last of attempt 1"
+    ):
         again.wait()
     assert first.snapshot({"x": torch.ones(1)}, step=6).wait("durable", timeout=60).attempt == 1
     first.recover({"x": torch.zeros(1)}, step=5)
@@ -53,7 +57,10 @@ def test_steps_increase_within_an_attempt_and_each_agent_begins_one(daemon: Daem
     second = Agent("job", socket=daemon.home.socket)
     assert second.attempt == 3
     second.close()
-    until(lambda: (daemon.home.root / "job" / "newest").read_text() == "step-00000006.a0002\n", "newest, which follows the answer")
+    until(
+        lambda: (daemon.home.root / "job" / "newest").read_text() == "step-00000006.a0002\n",
+        "newest, which follows the answer",
+    )
     assert sorted(path.name for path in (daemon.home.root / "job").iterdir()) == [
         "newest", "step-00000005.a0001", "step-00000006.a0001", "step-00000006.a0002",
     ]  # fmt: skip
@@ -88,7 +95,9 @@ def test_a_newer_attempt_fences_the_older(daemon: Daemon) -> None:
     zombie.snapshot({"x": torch.ones(1)}, step=1).wait("durable", timeout=60)
     heir = Agent("job", socket=daemon.home.socket)
     pending = zombie.snapshot({"x": torch.zeros(1)}, step=2)
-    with pytest.raises(errors.Fenced, match="attempt 1 of job 'job' has ended, because attempt 2 has begun"):
+    with pytest.raises(
+        errors.Fenced, match="attempt 1 of job 'job' has ended, because attempt 2 has begun"
+    ):
         pending.wait("sealed")
     state = {"x": torch.zeros(1)}
     recovered = heir.recover(state)
@@ -102,12 +111,16 @@ def test_a_newer_attempt_fences_the_older(daemon: Daemon) -> None:
 
 
 def test_the_last_seal_of_a_dead_trainer_is_recorded_after_its_death(place: Home) -> None:
-    """The seal makes another slot superfluous, which is released while the slots of the dead trainer are examined."""
+    """The seal makes another slot superfluous, which is released while the slots of the
+    dead trainer are examined.
+    """
     with running(place, failpoints="seal.received=sleep(0.5)@3") as daemon:
         test_a_dead_trainers_newest_snapshot_is_saved_unasked_and_comes_back_from_memory(daemon)
 
 
-def test_a_dead_trainers_newest_snapshot_is_saved_unasked_and_comes_back_from_memory(daemon: Daemon) -> None:
+def test_a_dead_trainers_newest_snapshot_is_saved_unasked_and_comes_back_from_memory(
+    daemon: Daemon,
+) -> None:
     diary = trainers.Diary(daemon.home.path / "diary")
     script = (
         "import sys, time; from ckptd.agent import Agent; from tests.support import trainers\n"
@@ -117,12 +130,17 @@ def test_a_dead_trainers_newest_snapshot_is_saved_unasked_and_comes_back_from_me
         f"agent.snapshot(trainers.expected(3, {SIZE}), step=3, persist=False).wait('sealed')\n"
         "print('sealed', flush=True); time.sleep(600)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as trainer:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    ) as trainer:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == b"sealed\n"
         assert not (daemon.home.root / "job" / "step-00000003.a0001").exists()
         trainer.kill()
-    until(lambda: (daemon.home.root / "job" / "step-00000003.a0001" / "manifest.json").exists(), "unasked save")
+    until(
+        lambda: (daemon.home.root / "job" / "step-00000003.a0001" / "manifest.json").exists(),
+        "unasked save",
+    )
     assert not (daemon.home.root / "job" / "step-00000002.a0001").exists()
     agent = Agent("job", socket=daemon.home.socket)
     state = trainers.blank(SIZE)
@@ -150,7 +168,10 @@ def test_sigterm_saves_what_is_only_in_memory(place: Home) -> None:
     assert place.segment_files() == []
 
 
-@pytest.mark.parametrize("point", ["persist.writing", "commit.synced", "commit.renamed", "journal.synced", "seal.received"])
+@pytest.mark.parametrize(
+    "point",
+    ["persist.writing", "commit.synced", "commit.renamed", "journal.synced", "seal.received"],
+)
 def test_the_trainer_outlives_its_daemon_and_loses_nothing_sealed(place: Home, point: str) -> None:
     nth = {"journal.synced": "@6"}.get(point, "@2")
     first = Daemon(place, failpoints=f"{point}=kill{nth}").wait_ready()
@@ -189,7 +210,10 @@ def test_training_continues_without_a_daemon_and_snapshots_resume(place: Home) -
     with pytest.raises(errors.DaemonUnreachable, match="^the daemon is gone"):
         pending.wait()
     with running(place):
-        until(lambda: agent.snapshot(trainers.expected(9, SIZE), step=9).state == "sealed", "snapshot after the daemon is back")
+        until(
+            lambda: agent.snapshot(trainers.expected(9, SIZE), step=9).state == "sealed",
+            "snapshot after the daemon is back",
+        )
         agent.close()
     with Checkpoint.open(place.root / "job") as checkpoint:
         assert checkpoint.step == 9
@@ -200,12 +224,18 @@ def test_a_hung_daemon_costs_its_budget_once(place: Home) -> None:
         agent = prepared(place)
         agent.snapshot(trainers.expected(1, SIZE), step=1).wait("durable", timeout=60)
         daemon.process.send_signal(signal.SIGSTOP)
-        first, second = agent.snapshot(trainers.expected(2, SIZE), step=2), agent.snapshot(trainers.expected(3, SIZE), step=3)
+        first, second = (
+            agent.snapshot(trainers.expected(2, SIZE), step=2),
+            agent.snapshot(trainers.expected(3, SIZE), step=3),
+        )
         assert (first.state, second.state) == ("failed", "failed")
         assert second.stall < first.stall
         daemon.process.send_signal(signal.SIGCONT)
         until(
-            lambda: agent.snapshot(trainers.expected(4, SIZE), step=4 + next(steps)).state == "sealed", "snapshot after the daemon goes on"
+            lambda: (
+                agent.snapshot(trainers.expected(4, SIZE), step=4 + next(steps)).state == "sealed"
+            ),
+            "snapshot after the daemon goes on",
         )
         agent.close()
         assert daemon.status()["shared_memory"]["segments"] == 0
@@ -215,12 +245,16 @@ steps = iter(range(10_000))
 
 
 def test_busy_slots_are_skipped_or_waited_for(place: Home) -> None:
-    with running(place, failpoints="persist.created=sleep(1.5)", environment={"CKPTD_STALL_BUDGET": "60"}) as daemon:
+    with running(
+        place, failpoints="persist.created=sleep(1.5)", environment={"CKPTD_STALL_BUDGET": "60"}
+    ) as daemon:
         agent = Agent("job", socket=place.socket)
         one, two = (agent.snapshot(trainers.expected(step, SIZE), step=step) for step in (1, 2))
         skipped = agent.snapshot(trainers.expected(3, SIZE), step=3, on_busy="skip")
         assert skipped.state == "skipped"
-        with pytest.raises(errors.SnapshotFailed, match="step 3 was skipped: every slot is still being saved"):
+        with pytest.raises(
+            errors.SnapshotFailed, match="step 3 was skipped: every slot is still being saved"
+        ):
             skipped.wait("sealed")
         waited = agent.snapshot(trainers.expected(4, SIZE), step=4)
         assert waited.state == "sealed"
@@ -250,7 +284,9 @@ def test_plain_values_may_grow_beyond_the_slot(agent: Agent, daemon: Daemon) -> 
     history: list[int] = []
     for step in range(1, 5):
         history += range(step * 30_000)
-        agent.snapshot({"w": torch.ones(3), "history": history}, step=step).wait("durable", timeout=60)
+        agent.snapshot({"w": torch.ones(3), "history": history}, step=step).wait(
+            "durable", timeout=60
+        )
     with Checkpoint.open(daemon.home.root / "job") as checkpoint:
         assert checkpoint.load()["history"] == history
 
@@ -280,27 +316,54 @@ def test_a_lack_of_descriptors_does_not_bring_an_older_state_back(agent: Agent, 
         ({"tag": "../x"}, errors.InvalidName, "tag '../x' cannot be a name"),
         ({"tag": "a\0b"}, errors.InvalidName, "cannot be a name"),
         ({"tag": "x" * 300}, errors.InvalidName, "cannot be a name"),
-        ({"tag": "step-00000001"}, errors.InvalidName, "names beginning with 'step-' are made by ckptd"),
-        ({"step": -1}, errors.InvalidRequest, "step is -1; expected an integer from 0 to 10**18 - 1"),
+        (
+            {"tag": "step-00000001"},
+            errors.InvalidName,
+            "names beginning with 'step-' are made by ckptd",
+        ),
+        (
+            {"step": -1},
+            errors.InvalidRequest,
+            "step is -1; expected an integer from 0 to 10**18 - 1",
+        ),
         ({"step": True}, errors.InvalidRequest, "step is True"),
-        ({"on_busy": "maybe"}, errors.InvalidRequest, "on_busy is 'maybe'; expected 'wait' or 'skip'"),
-        ({"metrics": {"loss": "low"}}, errors.InvalidRequest, "metric 'loss' is 'low'; expected a number"),
-        ({"user_content": object()}, errors.InvalidRequest, "user_content cannot be written as JSON"),
+        (
+            {"on_busy": "maybe"},
+            errors.InvalidRequest,
+            "on_busy is 'maybe'; expected 'wait' or 'skip'",
+        ),
+        (
+            {"metrics": {"loss": "low"}},
+            errors.InvalidRequest,
+            "metric 'loss' is 'low'; expected a number",
+        ),
+        (
+            {"user_content": object()},
+            errors.InvalidRequest,
+            "user_content cannot be written as JSON",
+        ),
         ({"user_content": "x" * 600_000}, errors.InvalidRequest, "exceed 524288 bytes"),
     ],
 )
-def test_each_bad_argument_is_named(agent: Agent, options: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_each_bad_argument_is_named(
+    agent: Agent, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
     pending = agent.snapshot({"x": torch.ones(1)}, **{"step": 1, **options}, on_error="log")
     assert pending.state == "failed"
     with pytest.raises(error, match=re.escape(words)):
         pending.wait()
-    assert agent.snapshot({"x": torch.ones(1)}, step=2).wait("durable", timeout=60).state == "durable"
+    assert (
+        agent.snapshot({"x": torch.ones(1)}, step=2).wait("durable", timeout=60).state == "durable"
+    )
 
 
 def test_a_tag_that_is_taken_fails_the_snapshot(agent: Agent, daemon: Daemon) -> None:
     agent.snapshot({"x": torch.ones(1)}, step=1, tag="best").wait("durable", timeout=60)
     pending = agent.snapshot({"x": torch.zeros(1)}, step=2, tag="best")
-    with pytest.raises(errors.AlreadyExists, match="tag 'best' is taken in attempt 1 of job 'job'; choose another tag"):
+    with pytest.raises(
+        errors.AlreadyExists,
+        match="tag 'best' is taken in attempt 1 of job 'job'; choose another tag",
+    ):
         pending.wait()
     agent.snapshot({"x": torch.zeros(1)}, step=3, tag="better").wait("durable", timeout=60)
     with Checkpoint.open(daemon.home.root / "job", "best") as checkpoint:
@@ -312,11 +375,16 @@ def test_a_state_larger_than_the_quota_fails_with_both_sizes(place: Home) -> Non
         agent = Agent("job", socket=place.socket)
         pending = agent.snapshot({"x": torch.ones(5_000_000)}, step=1)
         with pytest.raises(
-            errors.QuotaExceeded, match=r"a slot of 20\.\d MB does not fit: 0 B of the quota of 8\.0 MB are taken; raise shm_quota"
+            errors.QuotaExceeded,
+            match=r"a slot of 20\.\d MB does not fit: 0 B of the quota of 8\.0 MB are taken; raise "
+            r"shm_quota",
         ):
             pending.wait()
         assert place.segment_files() == []
-        assert agent.snapshot({"x": torch.ones(10)}, step=2).wait("durable", timeout=60).state == "durable"
+        assert (
+            agent.snapshot({"x": torch.ones(10)}, step=2).wait("durable", timeout=60).state
+            == "durable"
+        )
         agent.close()
 
 
@@ -324,7 +392,10 @@ def test_a_slot_requested_before_the_state_grew_is_replaced_by_a_larger_one(plac
     with running(place, "--shm-quota", "11M"):
         agent = Agent("job", socket=place.socket)
         for step, size in ((1, 500_000), (2, 1_000_000)):  # two slots of 2 MB, then of 4 MB
-            assert agent.snapshot({"x": torch.ones(size)}, step=step).wait("durable", timeout=60).state == "durable"
+            assert (
+                agent.snapshot({"x": torch.ones(size)}, step=step).wait("durable", timeout=60).state
+                == "durable"
+            )
         agent.close()
 
 
@@ -332,21 +403,34 @@ def test_a_slot_requested_before_the_state_grew_is_replaced_by_a_larger_one(plac
 def small_tmpfs(tmp_path: Path) -> Any:
     where = tmp_path / "small"
     where.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(where)], check=False, capture_output=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(where)],
+        check=False,
+        capture_output=True,
+    )
     if made.returncode:
-        # Only root may mount. test_a_save_that_fails_is_reported_and_leaves_nothing tries the same paths with failpoints.
+        # Only root may mount. test_a_save_that_fails_is_reported_and_leaves_nothing
+        # tries the same paths with failpoints.
         pytest.skip("mounting a small tmpfs needs root")
     yield where
     subprocess.run(["umount", "-l", str(where)], check=True)
 
 
-def test_full_shared_memory_fails_the_snapshot_and_leaves_nothing(place: Home, small_tmpfs: Path) -> None:
+def test_full_shared_memory_fails_the_snapshot_and_leaves_nothing(
+    place: Home, small_tmpfs: Path
+) -> None:
     with running(place, "--shm-dir", str(small_tmpfs), "--shm-quota", "1G", "--no-overflow"):
         agent = Agent("job", socket=place.socket)
         pending = agent.snapshot({"x": torch.ones(4_000_000)}, step=1)
-        with pytest.raises(errors.SharedMemoryFull, match=r"no room for a slot of 16\.\d MB in .*small: .* are free; make it larger"):
+        with pytest.raises(
+            errors.SharedMemoryFull,
+            match=r"no room for a slot of 16\.\d MB in .*small: .* are free; make it larger",
+        ):
             pending.wait()
-        assert agent.snapshot({"x": torch.ones(10)}, step=2).wait("durable", timeout=60).state == "durable"
+        assert (
+            agent.snapshot({"x": torch.ones(10)}, step=2).wait("durable", timeout=60).state
+            == "durable"
+        )
         agent.close()
 
 
@@ -359,15 +443,26 @@ def test_slots_that_do_not_fit_into_shared_memory_go_to_the_disk_and_outlive_the
         agent = Agent("job", socket=place.socket)
         agent.snapshot({"x": torch.ones(100)}, step=1).wait("sealed", timeout=60)
         assert caplog.text == ""
-        agent.snapshot({"x": torch.ones(4_000_000)}, step=2, persist=False).wait("sealed", timeout=60)
-        assert caplog.text.count(f"the slots do not fit into {small_tmpfs}, and are files in {place.state}") == 1
+        agent.snapshot({"x": torch.ones(4_000_000)}, step=2, persist=False).wait(
+            "sealed", timeout=60
+        )
+        assert (
+            caplog.text.count(
+                f"the slots do not fit into {small_tmpfs}, and are files in {place.state}"
+            )
+            == 1
+        )
         assert daemon.status()["shared_memory"]["on_disk_bytes"] > 16_000_000
         daemon.kill()
     with running(place, *options) as daemon:
         state = {"x": torch.zeros(4_000_000)}
         recovered = agent.recover(state)
         assert recovered is not None
-        assert (recovered.step, recovered.source, state["x"].sum().item()) == (2, "memory", 4_000_000)
+        assert (recovered.step, recovered.source, state["x"].sum().item()) == (
+            2,
+            "memory",
+            4_000_000,
+        )
         agent.close()
         until(lambda: daemon.status()["shared_memory"]["segments"] == 0, "end of the slots")
     assert not list(place.state.rglob("*.seg"))
@@ -376,10 +471,16 @@ def test_slots_that_do_not_fit_into_shared_memory_go_to_the_disk_and_outlive_the
 def test_saves_resume_once_a_full_disk_has_been_freed(place: Home, small_tmpfs: Path) -> None:
     place.root.symlink_to(small_tmpfs)
     with running(place, "--codec", "raw") as daemon:
-        (small_tmpfs / "ballast").write_bytes(bytes(12 << 20)[: small_free(small_tmpfs) - (100 << 10)])
+        (small_tmpfs / "ballast").write_bytes(
+            bytes(12 << 20)[: small_free(small_tmpfs) - (100 << 10)]
+        )
         agent = Agent("job", socket=place.socket)
         pending = agent.snapshot(trainers.expected(1), step=1)
-        with pytest.raises(errors.StorageError, match=r"cannot save job/step-00000001\.a0001: No space left on device \(free some space"):
+        with pytest.raises(
+            errors.StorageError,
+            match=r"cannot save job/step-00000001\.a0001: No space left on device \(free some "
+            r"space",
+        ):
             pending.wait(timeout=60)
         assert not list((small_tmpfs / "job").glob("*/*")), "nothing half written is left"
         state = trainers.blank()
@@ -402,9 +503,15 @@ def test_a_full_disk_deletes_old_checkpoints_early_only_if_it_may(
     with running(place, "--codec", "raw", *(["--make-room"] if make_room else [])) as daemon:
         agent = Agent("job", socket=place.socket)
         agent.snapshot({"x": torch.ones(700_000)}, step=1, tag="best").wait("durable", timeout=60)
-        then = "the oldest ones are then deleted early" if make_room else "delete some (`ckptd forget`), keep fewer"
+        then = (
+            "the oldest ones are then deleted early"
+            if make_room
+            else "delete some (`ckptd forget`), keep fewer"
+        )
         assert re.search(
-            rf"job job: the root has room for {fit} more of its checkpoints \(\d+\.\d MB free\): {re.escape(then)}", caplog.text
+            rf"job job: the root has room for {fit} more of its checkpoints \(\d+\.\d MB free\): "
+            rf"{re.escape(then)}",
+            caplog.text,
         )
         pendings = []
         for step in range(2, fit + 4):
@@ -415,7 +522,10 @@ def test_a_full_disk_deletes_old_checkpoints_early_only_if_it_may(
         (shown,) = daemon.status()["jobs"]
         if make_room:
             assert [pending.state for pending in pendings] == ["durable"] * len(pendings)
-            assert "job job: step-00000002.a0001 was deleted early, to make room on the full disk" in place.log_text()
+            assert (
+                "job job: step-00000002.a0001 was deleted early, to make room on the full disk"
+                in place.log_text()
+            )
         else:
             assert [pending.state for pending in pendings[-2:]] == ["failed", "failed"]
             assert shown["last_error"]["reason"].startswith("cannot save job/step-")
@@ -434,9 +544,14 @@ def small_free(path: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-@pytest.mark.parametrize("point", ["persist.created", "persist.writing", "persist.syncing", "commit.synced", "commit.written"])
+@pytest.mark.parametrize(
+    "point",
+    ["persist.created", "persist.writing", "persist.syncing", "commit.synced", "commit.written"],
+)
 @pytest.mark.parametrize("action", ["error(ENOSPC)", "error(EIO)", "short_write"])
-def test_a_save_that_fails_is_reported_and_leaves_nothing(place: Home, point: str, action: str) -> None:
+def test_a_save_that_fails_is_reported_and_leaves_nothing(
+    place: Home, point: str, action: str
+) -> None:
     if action == "short_write" and point not in ("persist.writing", "commit.written"):
         return
     with running(place, failpoints=f"{point}={action}@1") as daemon:
@@ -465,9 +580,13 @@ def test_a_failed_snapshot_is_still_saved_when_it_is_the_last(place: Home) -> No
         trainers.assert_equal(checkpoint.load(), 1, SIZE)
 
 
-def test_a_job_must_be_named_with_a_daemon_for_all(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_must_be_named_with_a_daemon_for_all(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CKPTD_JOB", raising=False)
-    with pytest.raises(errors.InvalidRequest, match="name this job with CKPTD_JOB or Agent\\(job=...\\)"):
+    with pytest.raises(
+        errors.InvalidRequest, match="name this job with CKPTD_JOB or Agent\\(job=...\\)"
+    ):
         Agent(socket=daemon.home.socket)
     monkeypatch.setenv("CKPTD_JOB", "../up")
     with pytest.raises(errors.InvalidName):
@@ -475,7 +594,10 @@ def test_a_job_must_be_named_with_a_daemon_for_all(daemon: Daemon, monkeypatch: 
 
 
 def test_a_named_socket_that_is_missing_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(errors.DaemonUnreachable, match="no daemon listens at .*/nobody on .*: start one with `ckptd run"):
+    with pytest.raises(
+        errors.DaemonUnreachable,
+        match="no daemon listens at .*/nobody on .*: start one with `ckptd run",
+    ):
         Agent("job", socket=tmp_path / "nobody")
 
 
@@ -484,9 +606,14 @@ def test_a_daemon_of_another_root_is_refused(daemon: Daemon, tmp_path: Path) -> 
         Agent("job", socket=daemon.home.socket, root=tmp_path)
 
 
-def test_several_ranks_need_a_process_group(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_need_a_process_group(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(errors.InvalidRequest, match=r"this job has 4 ranks: call torch.distributed.init_process_group\(\) before ckptd"):
+    with pytest.raises(
+        errors.InvalidRequest,
+        match=r"this job has 4 ranks: call torch.distributed.init_process_group\(\) before ckptd",
+    ):
         Agent("job", socket=daemon.home.socket)
 
 
@@ -497,7 +624,9 @@ def test_a_forked_child_cannot_use_or_hold_the_parents_agent(agent: Agent, daemo
         state = agent.snapshot({"x": torch.ones(1)}, step=2).state
         os._exit(0 if state == "failed" and agent.closed else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert agent.snapshot({"x": torch.ones(1)}, step=2).wait("durable", timeout=60).state == "durable"
+    assert (
+        agent.snapshot({"x": torch.ones(1)}, step=2).wait("durable", timeout=60).state == "durable"
+    )
 
 
 def test_close_frees_everything(agent: Agent, daemon: Daemon) -> None:
@@ -516,14 +645,22 @@ def test_threads_of_the_agent_do_not_keep_a_process_alive(daemon: Daemon) -> Non
     assert threading.active_count() >= 1
 
 
-def test_a_daemon_whose_root_was_deleted_says_so_and_ends_and_the_next_one_does_not_fill_a_new_root_from_memory(place: Home) -> None:
+def test_a_daemon_whose_root_was_deleted_ends_and_the_next_one_does_not_fill_a_new_root(
+    place: Home,
+) -> None:
     with running(place) as daemon:
         agent = Agent("job", socket=place.socket)
         for step in (1, 2):
-            agent.snapshot({"x": torch.full((3,), float(step))}, step=step).wait("durable", timeout=60)
-        place.root.rename(place.path / "gone")  # a deletion file by file could meet a file that the daemon is making
+            agent.snapshot({"x": torch.full((3,), float(step))}, step=step).wait(
+                "durable", timeout=60
+            )
+        # A deletion file by file could meet a file that the daemon is making.
+        place.root.rename(place.path / "gone")
         assert daemon.died() == 1
-        assert f"the root {place.root} has been deleted, moved or replaced; the snapshots in memory stay there" in place.log_text()
+        assert (
+            f"the root {place.root} has been deleted, moved or replaced; the snapshots in memory "
+            f"stay there" in place.log_text()
+        )
     with running(place):
         state = {"x": torch.zeros(3)}
         with pytest.raises(errors.ForeignMemory, match="holds step 2 of attempt 1 of job 'job'"):

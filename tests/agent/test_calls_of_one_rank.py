@@ -1,4 +1,5 @@
-"""Tests what a script is told that makes a call on one rank only: one warning soon, and an error that says the same.
+"""Tests what a script is told that makes a call on one rank only: one warning soon, and
+an error that says the same.
 
 The first functions run on ranks.
 """
@@ -36,7 +37,11 @@ class Kept(logging.Handler):
 
 def told(call: Callable[[], object]) -> tuple[str, list[str]]:
     """Make the call. Return its error, and the warnings that came before it."""
-    vars(rounds)["WARN_SECONDS"], vars(attempt)["BEGIN_SECONDS"], vars(recovery)["RANKS_SECONDS"] = 0.3, 2.0, 2.0
+    (
+        vars(rounds)["WARN_SECONDS"],
+        vars(attempt)["BEGIN_SECONDS"],
+        vars(recovery)["RANKS_SECONDS"],
+    ) = 0.3, 2.0, 2.0
     kept = Kept()
     logging.getLogger("ckptd.agent").addHandler(kept)
     try:
@@ -91,7 +96,10 @@ def end_step() -> list[str]:
 
 
 def closed() -> str:
-    """Close the agent. Return what it says, which begins differently on a rank that has tried a snapshot."""
+    """Close the agent.
+
+    Return what it says, which begins differently on a rank that has tried a snapshot.
+    """
     try:
         HERE["agent"].close()
     except CkptdError as error:
@@ -123,20 +131,32 @@ def said(found: list[tuple[str, list[str]]]) -> tuple[str, str]:
 def test_an_agent_on_one_rank_only(ranks: Ranks, daemon: Daemon, alone: int) -> None:
     error, warning = said(ranks.call(make, daemon.home.socket, only=[alone]))
     call = "Agent(), snapshot() or recover()"
-    assert warning.startswith(f"rank {1 - alone} has not called {call} yet, and rank {alone} has waited for 0.3 s: every rank must call it")
+    assert warning.startswith(
+        f"rank {1 - alone} has not called {call} yet, and rank {alone} has waited for 0.3 s: "
+        f"every rank must call it"
+    )
     assert ("Is it called on rank 0 only?" in warning) == (alone == 0)
     assert f"every rank must call {call}, not only some of them" in error
 
 
 def test_a_snapshot_and_a_recovery_on_rank_0_only(ranks: Ranks, hasty: Daemon) -> None:
-    """The ranks plan, so that rank 0 notices by itself. What its daemon says adds no second warning."""
+    """The ranks plan, so that rank 0 notices by itself.
+
+    What its daemon says adds no second warning.
+    """
     assert ranks.call(make, hasty.home.socket) == [("", [])] * 2
     error, warning = said(ranks.call(restore, only=[0]))
-    assert warning.startswith("rank 1 has not called recover() yet, and rank 0 has waited for 0.3 s: every rank must call it")
+    assert warning.startswith(
+        "rank 1 has not called recover() yet, and rank 0 has waited for 0.3 s: every rank must "
+        "call it"
+    )
     assert "rank 1 sent nothing within 2 s" in error
     assert "recover()" in error
     error, warning = said(ranks.call(take, 5, only=[0]))
-    assert warning.startswith("rank 1 has not called snapshot(step=5) yet, and rank 0 has waited for 0.3 s: every rank must call it")
+    assert warning.startswith(
+        "rank 1 has not called snapshot(step=5) yet, and rank 0 has waited for 0.3 s: every rank "
+        "must call it"
+    )
     assert "snapshot(step=5)" in error
     of_rank_0, of_rank_1 = ranks.call(closed)
     assert of_rank_0.startswith("nothing of this run was saved: its only snapshot failed")
@@ -144,14 +164,20 @@ def test_a_snapshot_and_a_recovery_on_rank_0_only(ranks: Ranks, hasty: Daemon) -
 
 
 @pytest.mark.parametrize("alone", [0, 1])
-def test_a_snapshot_on_one_rank_only_while_the_ranks_keep_their_plan(ranks: Ranks, hasty: Daemon, alone: int) -> None:
-    """The ranks exchange nothing, and only their daemon knows that one of them has not called."""
+def test_a_snapshot_on_one_rank_only_while_the_ranks_keep_their_plan(
+    ranks: Ranks, hasty: Daemon, alone: int
+) -> None:
+    """The ranks exchange nothing, and only their daemon knows that one of them has not
+    called.
+    """
     ranks.call(make, hasty.home.socket)
     assert [error for error, _ in ranks.call(take, 1)] == ["", ""]
     assert ranks.call(begin_step, 2, only=[alone]) == ["sealed"]
     ((state, texts),) = ranks.call(wait_for_warning, only=[alone])
     start, _, rest = texts[0].partition(" s: ")
-    assert start.startswith(f"rank {1 - alone} has not called snapshot(step=2) yet, and rank {alone} has waited for ")
+    assert start.startswith(
+        f"rank {1 - alone} has not called snapshot(step=2) yet, and rank {alone} has waited for "
+    )
     assert rest == (
         "every rank must call it, because each saves its part and waits for the others."
         + (" Is it called on rank 0 only?" if alone == 0 else "")

@@ -1,4 +1,7 @@
-"""The agent of the process: made at the first call, once, and again after it is closed. A fake replaces `Agent`."""
+"""The agent of the process: made at the first call, once, and again after it is closed.
+
+A fake replaces `Agent`.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +62,18 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> list[FakeAgent]:
 
 def test_every_option_reaches_the_agent(agents: list[FakeAgent]) -> None:
     options: dict[str, Any] = {
-        "step": 3, "tag": "best", "persist": False, "on_busy": "skip", "metrics": {"x": 1}, "user_content": [1], "rng": False,
-        "on_error": "log", "on_failure": None, "unsavable": "skip",
+        "step": 3, "tag": "best", "persist": False, "on_busy": "skip", "metrics": {"x": 1},
+        "user_content": [1], "rng": False, "on_error": "log", "on_failure": None,
+        "unsavable": "skip",
     }  # fmt: skip
     default.snapshot("state", **options)
-    wanted: dict[str, Any] = {"step": 3, "strict": False, "keep": ["lr"], "on_reshape": print, "same_partition": True}
+    wanted: dict[str, Any] = {
+        "step": 3,
+        "strict": False,
+        "keep": ["lr"],
+        "on_reshape": print,
+        "same_partition": True,
+    }
     default.recover("state", **wanted)
     default.close(5.0)
     (agent,) = agents
@@ -97,7 +107,9 @@ def test_close_without_an_agent_makes_none(agents: list[FakeAgent]) -> None:
 
 
 @pytest.mark.parametrize("error", [None, SnapshotFailed("not durable")])
-def test_after_close_the_next_call_makes_another_agent(agents: list[FakeAgent], error: Exception | None) -> None:
+def test_after_close_the_next_call_makes_another_agent(
+    agents: list[FakeAgent], error: Exception | None
+) -> None:
     default.snapshot({}, step=1)
     agents[0].close_error = error
     if error is None:
@@ -117,10 +129,15 @@ def test_after_ctrl_c_in_close_the_next_close_finds_the_agent(agents: list[FakeA
         default.close()
     agents[0].close_error = None
     default.close()
-    assert ([call for call, _ in agents[0].calls], len(agents)) == (["snapshot", "close", "close"], 1)
+    assert ([call for call, _ in agents[0].calls], len(agents)) == (
+        ["snapshot", "close", "close"],
+        1,
+    )
 
 
-def test_a_call_from_inside_the_making_of_the_agent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_from_inside_the_making_of_the_agent_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As from a signal handler."""
     found: list[Pending] = []
 

@@ -1,4 +1,6 @@
-"""Tests that a fresh process can load what a snapshot accepts: values of every kind, and what it lacks is named in its place."""
+"""Tests that a fresh process can load what a snapshot accepts: values of every kind,
+and what it lacks is named in its place.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def run(*arguments: str | Path, check: bool = True) -> subprocess.CompletedProce
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_values_of_every_kind_are_loaded_by_another_process_bit_for_bit_and_type_for_type(daemon: Daemon, seed: int) -> None:
+def test_values_of_every_kind_are_loaded_by_another_process_bit_for_bit_and_type_for_type(
+    daemon: Daemon, seed: int
+) -> None:
     state = kinds.state(seed, 1000)
     with closing(Agent("job", socket=daemon.home.socket)) as agent:
         agent.snapshot(state, step=1).wait("durable", timeout=60)
@@ -83,11 +87,13 @@ if __name__ == "__main__":
         process = multiprocessing.get_context("spawn").Process(target=call, args=sys.argv[3:])
         process.start(); process.join(); sys.exit(process.exitcode)
     call(*sys.argv[3:])
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(("saver", "loader"), [("spawned", "main"), ("main", "spawned")])
-def test_classes_of_the_main_script_are_found_by_its_next_run(daemon: Daemon, tmp_path: Path, saver: str, loader: str) -> None:
+def test_classes_of_the_main_script_are_found_by_its_next_run(
+    daemon: Daemon, tmp_path: Path, saver: str, loader: str
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     run(script, saver, "save", daemon.home.socket)
@@ -116,8 +122,17 @@ def test_what_a_process_lacks_is_named_and_everything_else_comes_with_it(
     monkeypatch.syspath_prepend(tmp_path)
     import palette  # type: ignore[import-not-found]
 
-    colours = {"now": palette.Colour.RED, "mode": palette.Mode.A | palette.Mode.B, "net": palette.Net}
-    state = {"w": torch.arange(3.0), "epoch": 7, "colours": [colours], "by colour": {palette.Colour.RED: 0.5}}
+    colours = {
+        "now": palette.Colour.RED,
+        "mode": palette.Mode.A | palette.Mode.B,
+        "net": palette.Net,
+    }
+    state = {
+        "w": torch.arange(3.0),
+        "epoch": 7,
+        "colours": [colours],
+        "by colour": {palette.Colour.RED: 0.5},
+    }
     with closing(Agent("job", socket=daemon.home.socket)) as agent:
         agent.snapshot(state, step=1).wait("durable", timeout=60)
         monkeypatch.delitem(sys.modules, "palette")
@@ -126,17 +141,43 @@ def test_what_a_process_lacks_is_named_and_everything_else_comes_with_it(
         assert found["w"].tolist() == [0, 1, 2]
         assert found["epoch"] == 7
         [reds] = found["colours"]
-        assert repr(reds["now"]) == "<not available: the checkpoint holds Colour.RED of module palette: import that module before loading>"
-        assert repr(reds["mode"]) == "<not available: the checkpoint holds Mode.A|B of module palette: import that module before loading>"
-        assert repr(reds["net"]) == "<not available: the checkpoint holds class Net of module palette: import that module before loading>"
+        assert (
+            repr(reds["now"])
+            == "<not available: the checkpoint holds Colour.RED of module palette: import that "
+            "module before loading>"
+        )
+        assert (
+            repr(reds["mode"])
+            == "<not available: the checkpoint holds Mode.A|B of module palette: import that "
+            "module before loading>"
+        )
+        assert (
+            repr(reds["net"])
+            == "<not available: the checkpoint holds class Net of module palette: import that "
+            "module before loading>"
+        )
         assert list(found["by colour"]) == [reds["now"]]
-        mine: dict[str, Any] = {"w": torch.zeros(3), "epoch": 0, "colours": [{"now": 1, "mode": 2, "net": 3}], "by colour": {}}
+        mine: dict[str, Any] = {
+            "w": torch.zeros(3),
+            "epoch": 0,
+            "colours": [{"now": 1, "mode": 2, "net": 3}],
+            "by colour": {},
+        }
         with pytest.raises(StructureMismatch) as caught:
             agent.recover(mine)
         said = str(caught.value)
-        for key, what in (("colours.0.now", "Colour.RED"), ("colours.0.mode", "Mode.A|B"), ("by colour.0", "Colour.RED")):
-            assert f"{key}: the checkpoint holds {what} of module palette: import that module before loading; " in said
-        call = "recover(state, keep=['colours.0.now', 'colours.0.mode', 'colours.0.net', 'by colour'])"
+        for key, what in (
+            ("colours.0.now", "Colour.RED"),
+            ("colours.0.mode", "Mode.A|B"),
+            ("by colour.0", "Colour.RED"),
+        ):
+            assert (
+                f"{key}: the checkpoint holds {what} of module palette: import that module before "
+                f"loading; " in said
+            )
+        call = (
+            "recover(state, keep=['colours.0.now', 'colours.0.mode', 'colours.0.net', 'by colour'])"
+        )
         assert said.endswith(f"; nothing was written. To recover the rest, call {call}")
         assert mine["w"].tolist() == [0, 0, 0]
         assert (mine["epoch"], mine["colours"][0]["now"], mine["by colour"]) == (0, 1, {})
@@ -149,7 +190,9 @@ def test_what_a_process_lacks_is_named_and_everything_else_comes_with_it(
 
     with Checkpoint.open(daemon.home.root / "job") as checkpoint:
         found = checkpoint.load()
-    assert found["colours"] == [{"now": palette.Colour.RED, "mode": palette.Mode(3), "net": palette.Net}]
+    assert found["colours"] == [
+        {"now": palette.Colour.RED, "mode": palette.Mode(3), "net": palette.Net}
+    ]
     assert found["by colour"] == {palette.Colour.RED: 0.5}
 
 
@@ -166,9 +209,20 @@ def test_long_histories_come_back_bit_for_bit_and_type_for_type(daemon: Daemon) 
     }
     with closing(Agent("job", socket=daemon.home.socket)) as agent:
         agent.snapshot(state, step=1).wait("durable", timeout=60)
-        found: dict[str, Any] = {"losses": [0.0], "steps": [], "flags": [1], "mixed": [], "by name": {}, "by number": {}, "pair": ()}
+        found: dict[str, Any] = {
+            "losses": [0.0],
+            "steps": [],
+            "flags": [1],
+            "mixed": [],
+            "by name": {},
+            "by number": {},
+            "pair": (),
+        }
         agent.recover(found)
-    with Checkpoint.open(daemon.home.root / "job") as checkpoint, ArrayCheckpoint.open(daemon.home.root / "job") as arrays:
+    with (
+        Checkpoint.open(daemon.home.root / "job") as checkpoint,
+        ArrayCheckpoint.open(daemon.home.root / "job") as arrays,
+    ):
         for loaded in (found, checkpoint.load(), arrays.load()):
             for key, values in state.items():
                 assert kinds.described(loaded[key]) == kinds.described(values), key

@@ -1,4 +1,6 @@
-"""A program that is wrapped otherwise, or has other objects in its state, recovers as torch's own round trip would, and trains on so."""
+"""A program that is wrapped otherwise, or has other objects in its state, recovers as
+torch's own round trip would, and trains on so.
+"""
 
 from __future__ import annotations
 
@@ -49,16 +51,25 @@ def plain(module: nn.Module) -> nn.Module:
     return module
 
 
-def program(around: Callable[[nn.Module], nn.Module] = plain, inside: Callable[[nn.Module], nn.Module] = plain, seed: int = 7) -> State:
+def program(
+    around: Callable[[nn.Module], nn.Module] = plain,
+    inside: Callable[[nn.Module], nn.Module] = plain,
+    seed: int = 7,
+) -> State:
     torch.manual_seed(seed)
     model = around(layers(inside))
     return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=0.1)}
 
 
 def reloaded(state: State) -> State:
-    """Return a plain program with this state, as it comes through torch.save and load_state_dict of the same objects."""
+    """Return a plain program with this state, as it comes through torch.save and
+    load_state_dict of the same objects.
+    """
     file = io.BytesIO()
-    torch.save({key: value.state_dict() for key, value in state.items() if hasattr(value, "state_dict")}, file)
+    torch.save(
+        {key: value.state_dict() for key, value in state.items() if hasattr(value, "state_dict")},
+        file,
+    )
     file.seek(0)
     loaded, other = torch.load(file, weights_only=True), program(seed=1)
     for key in ("model", "optim"):
@@ -67,15 +78,24 @@ def reloaded(state: State) -> State:
 
 
 def bits(state: State) -> list[Any]:
-    """Return the parameters and the moments, in the order of the parameters, and the settings."""
+    """Return the parameters and the moments, in the order of the parameters, and the
+    settings.
+    """
     optimizer: torch.optim.Optimizer = state["optim"]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert set(map(id, state["model"].parameters())) <= set(map(id, parameters))
     found: list[Any] = [parameter.detach().clone() for parameter in parameters]
-    found += [(key, value.clone()) for parameter in parameters for key, value in sorted(optimizer.state[parameter].items())]
+    found += [
+        (key, value.clone())
+        for parameter in parameters
+        for key, value in sorted(optimizer.state[parameter].items())
+    ]
     return [
         *found,
-        [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in optimizer.param_groups],
+        [
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for group in optimizer.param_groups
+        ],
     ]
 
 
@@ -88,12 +108,25 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, tuple):
         return one[0] == other[0] and _equal(one[1], other[1])
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.view(torch.int32), other.view(torch.int32))
+        return (
+            one.dtype == other.dtype
+            and one.shape == other.shape
+            and torch.equal(one.view(torch.int32), other.view(torch.int32))
+        )
     return bool(one == other)
 
 
-def resumes(agent: Agent, saved: State, into: State, step: int, expected: State | None = None, **options: Any) -> None:
-    """Save one program, recover another from it, and compare it with torch's own round trip, now and after three more steps."""
+def resumes(
+    agent: Agent,
+    saved: State,
+    into: State,
+    step: int,
+    expected: State | None = None,
+    **options: Any,
+) -> None:
+    """Save one program, recover another from it, and compare it with torch's own round
+    trip, now and after three more steps.
+    """
     expected = reloaded(saved) if expected is None else expected
     agent.snapshot(saved, step=step).wait("durable", timeout=60)
     assert agent.recover(into, **options) is not None
@@ -135,9 +168,15 @@ def expected_after(rounds: int) -> State:
     return state
 
 
-def test_a_distributed_module_recovers_without_its_wrapper_and_back(agent: Agent, group: Any) -> None:
+def test_a_distributed_module_recovers_without_its_wrapper_and_back(
+    agent: Agent, group: Any
+) -> None:
     for number, (around, inside) in enumerate(
-        [(DistributedDataParallel, plain), (plain, DistributedDataParallel), (lambda m: compiled(DistributedDataParallel(m)), plain)]
+        [
+            (DistributedDataParallel, plain),
+            (plain, DistributedDataParallel),
+            (lambda m: compiled(DistributedDataParallel(m)), plain),
+        ]
     ):
         wrapped = program(around, inside)
         train(wrapped)
@@ -159,7 +198,9 @@ def test_an_average_beside_the_model_changes_no_name(agent: Agent) -> None:
     resumes(agent, alone, into, 2, strict=False)
 
 
-def test_the_average_of_a_wrapped_model_recovers_as_that_of_the_model(agent: Agent, daemon: Daemon) -> None:
+def test_the_average_of_a_wrapped_model_recovers_as_that_of_the_model(
+    agent: Agent, daemon: Daemon
+) -> None:
     model = layers()
     saved = {"ema": AveragedModel(nn.DataParallel(model))}
     for _ in range(2):
@@ -183,37 +224,60 @@ def test_an_attribute_of_the_users_own_is_no_wrapper(agent: Agent) -> None:
     agent.snapshot({"model": Mine(nn.Linear(2, 2))}, step=1).wait("durable", timeout=60)
     into = nn.Linear(2, 2)
     before = {name: value.clone() for name, value in into.state_dict().items()}
-    with pytest.raises(errors.StructureMismatch, match=r"model\.weight, model\.bias\) are in the state and not in the checkpoint"):
+    with pytest.raises(
+        errors.StructureMismatch,
+        match=r"model\.weight, model\.bias\) are in the state and not in the checkpoint",
+    ):
         agent.recover({"model": into})
     assert all(torch.equal(before[name], value) for name, value in into.state_dict().items())
 
 
 def test_names_of_parameters_in_a_group_are_those_of_the_callers_program(agent: Agent) -> None:
     saved, into = program(), program(seed=1)
-    saved["optim"] = torch.optim.AdamW([{"params": [p], "lr": 0.1} for p in saved["model"].named_parameters()])
-    into["optim"] = torch.optim.AdamW([(f"mine.{name}", p) for name, p in into["model"].named_parameters()], lr=0.1)
+    saved["optim"] = torch.optim.AdamW(
+        [{"params": [p], "lr": 0.1} for p in saved["model"].named_parameters()]
+    )
+    into["optim"] = torch.optim.AdamW(
+        [(f"mine.{name}", p) for name, p in into["model"].named_parameters()], lr=0.1
+    )
     train(saved)
     plain_one = expected_after(1)
     resumes(agent, saved, into, 1, plain_one)
-    assert [group["param_names"] for group in into["optim"].param_groups] == [[f"mine.{name}" for name in layers().state_dict()]]
+    assert [group["param_names"] for group in into["optim"].param_groups] == [
+        [f"mine.{name}" for name in layers().state_dict()]
+    ]
     unnamed = program(seed=1)
     resumes(agent, into, unnamed, 2, expected_after(2))
     assert "param_names" not in unnamed["optim"].param_groups[0]
 
 
 def scaled(seed: int = 7, *, key: str = "scale", first: bool = True) -> State:
-    """A program with a parameter that is in no module. It is in the state under `key`, or in nothing but the optimizer."""
+    """A program with a parameter that is in no module.
+
+    It is in the state under `key`, or in nothing but the optimizer.
+    """
     torch.manual_seed(seed)
     model, scale = layers(), nn.Parameter(torch.full((2,), float(seed)))
     model.forward = lambda x, forward=model.forward: forward(x) * scale
     parameters = [scale, *model.parameters()] if first else [*model.parameters(), scale]
-    return {"model": model, **({key: scale} if key else {}), "optim": torch.optim.AdamW(parameters, lr=0.1)}
+    return {
+        "model": model,
+        **({key: scale} if key else {}),
+        "optim": torch.optim.AdamW(parameters, lr=0.1),
+    }
 
 
 def in_order(state: State) -> list[Any]:
-    """Return the parameters and the moments in the order of the model, and then those of the other parameters."""
+    """Return the parameters and the moments in the order of the model, and then those
+    of the other parameters.
+    """
     own = list(state["model"].parameters())
-    others = [p for group in state["optim"].param_groups for p in group["params"] if all(p is not mine for mine in own)]
+    others = [
+        p
+        for group in state["optim"].param_groups
+        for p in group["params"]
+        if all(p is not mine for mine in own)
+    ]
     return [
         value.detach().clone()
         for p in (*own, *others)
@@ -243,11 +307,14 @@ def test_a_parameter_without_a_name_leaves_the_others_theirs(agent: Agent, daemo
     agent.recover(into)
     mine, theirs = in_order(into), in_order(saved)
     assert all(map(torch.equal, mine[:-4] + mine[-3:], theirs[:-4] + theirs[-3:]))
-    assert mine[-4].tolist() == [1.0, 1.0]  # a parameter that is nowhere in the state is not saved, and its moments are
+    # A parameter that is nowhere in the state is not saved, and its moments are.
+    assert mine[-4].tolist() == [1.0, 1.0]
 
 
 class Counting(torch.optim.SGD):
-    """An optimizer with state that belongs to no parameter, as torch's own load_state_dict keeps it."""
+    """An optimizer with state that belongs to no parameter, as torch's own
+    load_state_dict keeps it.
+    """
 
     def step(self, closure: Any = None) -> Any:
         whole = self.state["global"]  # type: ignore[index]
@@ -260,7 +327,10 @@ class Counting(torch.optim.SGD):
 
 def counting(seed: int = 7) -> State:
     state = program(seed=seed)
-    groups: list[State] = [{"params": list(state["model"].parameters())}, {"params": [], "lr": 0.5, "momentum": 0.25}]
+    groups: list[State] = [
+        {"params": list(state["model"].parameters())},
+        {"params": [], "lr": 0.5, "momentum": 0.25},
+    ]
     state["optim"] = Counting(groups, lr=0.1, momentum=0.9)
     return state
 
@@ -291,23 +361,35 @@ def test_state_of_no_parameter_under_the_name_of_a_parameter_is_refused(agent: A
     for key, text in (("1.weight", "'1.weight'"), (2, "2")):
         state["optim"].state[key] = {"a": 1}
         with pytest.raises(
-            errors.UnsavableValue, match=rf"an entry of no parameter under the key {text}, .* keep the entry under another key"
+            errors.UnsavableValue,
+            match=rf"an entry of no parameter under the key {text}, .* keep the entry under "
+            rf"another "
+            rf"key",
         ):
             agent.snapshot(state, step=1)
         del state["optim"].state[key]
     agent.snapshot(state, step=2).wait("durable", timeout=60)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # FSDP1 warns about its own deprecation
+# FSDP1 warns about its own deprecation
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("warm", [False, True])
-def test_flattened_parameters_keep_groups_without_parameters_and_state_of_none(agent: Agent, group: Any, steps: int, warm: bool) -> None:
+def test_flattened_parameters_keep_groups_without_parameters_and_state_of_none(
+    agent: Agent, group: Any, steps: int, warm: bool
+) -> None:
     def flattened(seed: int) -> State:
         torch.manual_seed(seed)
         model = FullyShardedDataParallel(
-            layers(), device_id=torch.device("cpu"), use_orig_params=False, sharding_strategy=ShardingStrategy.NO_SHARD
+            layers(),
+            device_id=torch.device("cpu"),
+            use_orig_params=False,
+            sharding_strategy=ShardingStrategy.NO_SHARD,
         )
-        groups: list[State] = [{"params": [], "lr": seed, "weight_decay": 0.5}, {"params": list(model.parameters())}]
+        groups: list[State] = [
+            {"params": [], "lr": seed, "weight_decay": 0.5},
+            {"params": list(model.parameters())},
+        ]
         groups.append({"params": [], "lr": -seed})
         optimizer = torch.optim.Adam(groups, lr=0.1, foreach=False)
         state: dict[Any, Any] = optimizer.state
@@ -396,7 +478,9 @@ def test_wrapped_optimizers_and_schedulers_recover_as_bare_ones(agent: Agent, wr
             train(state)
             state["scheduler"].step()
     for other in (True, False):
-        with pytest.raises(errors.StructureMismatch, match=r"has the scheduler StepLR .*, the state ExponentialLR"):
+        with pytest.raises(
+            errors.StructureMismatch, match=r"has the scheduler StepLR .*, the state ExponentialLR"
+        ):
             agent.recover(scheduled(other, kind=torch.optim.lr_scheduler.ExponentialLR))
 
 
@@ -406,7 +490,10 @@ def test_wrapped_optimizers_and_schedulers_recover_as_bare_ones(agent: Agent, wr
 def test_a_lazy_module_is_refused_by_key_until_its_first_forward_pass(agent: Agent) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
     state = {"net": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
-    with pytest.raises(errors.UnsavableValue, match=r"^net\.1\.weight: an uninitialized parameter .* run one forward pass before"):
+    with pytest.raises(
+        errors.UnsavableValue,
+        match=r"^net\.1\.weight: an uninitialized parameter .* run one forward pass before",
+    ):
         agent.snapshot(state, step=1)
     model(torch.ones(4, 3))
     agent.snapshot(state, step=2).wait("durable", timeout=60)
@@ -417,7 +504,9 @@ def test_fake_tensors_are_refused_by_key(agent: Agent) -> None:
 
     with FakeTensorMode():
         model = nn.Linear(2, 2)
-    with pytest.raises(errors.UnsavableValue, match=r"^net\.weight: a fake tensor, which has no values"):
+    with pytest.raises(
+        errors.UnsavableValue, match=r"^net\.weight: a fake tensor, which has no values"
+    ):
         agent.snapshot({"net": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}, step=1)
     agent.snapshot({"x": torch.ones(1)}, step=2).wait("durable", timeout=60)
 
@@ -428,12 +517,18 @@ def test_fake_tensors_are_refused_by_key(agent: Agent) -> None:
 def old(daemon: Daemon, name: str) -> Agent:
     """Return an agent of a job that commit d0e5760 saved."""
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(daemon.home.root, members=[entry for entry in archive if entry.name.split("/")[0] == name], filter="data")
+        archive.extractall(
+            daemon.home.root,
+            members=[entry for entry in archive if entry.name.split("/")[0] == name],
+            filter="data",
+        )
     return Agent(name, socket=daemon.home.socket)
 
 
 @pytest.mark.parametrize("name", make_names.PROGRAMS)
-def test_a_checkpoint_of_an_earlier_version_is_recovered_by_the_program_that_saved_it(daemon: Daemon, name: str) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_recovered_by_the_program_that_saved_it(
+    daemon: Daemon, name: str
+) -> None:
     into, expected = made(name, seed=1), made(name)
     train(expected)
     agent = old(daemon, name)
@@ -445,7 +540,10 @@ def test_a_checkpoint_of_an_earlier_version_is_recovered_by_the_program_that_sav
         train(into)
         train(expected)
     if "ema" in into:
-        assert all(torch.equal(a, b) for a, b in zip(into["ema"].parameters(), expected["ema"].parameters(), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(into["ema"].parameters(), expected["ema"].parameters(), strict=True)
+        )
     agent.close()
 
 

@@ -1,4 +1,6 @@
-"""Tests calls from a signal handler or from the state that is being saved, and Ctrl-C: none hangs or loses a slot."""
+"""Tests calls from a signal handler or from the state that is being saved, and Ctrl-C:
+none hangs or loses a slot.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,13 @@ from ckptd.shared.formats.segment import SlotState
 from ckptd.shared.wire import messages as m
 from tests.support.daemons import Daemon, until
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore::FutureWarning"
+)
 WORDS = (
-    r"was called while .* of the same thread is still running.*: set a flag in the handler, and call .* once the running call has returned"
+    r"was called while .* of the same thread is still running.*: set a flag in the handler, "
+    r"and "
+    r"call .* once the running call has returned"
 )
 
 
@@ -39,7 +45,9 @@ def agent(daemon: Daemon) -> Iterator[Agent]:
 
 
 class Calls:
-    """A part of a state whose state_dict() does something, as a signal handler would at that point."""
+    """A part of a state whose state_dict() does something, as a signal handler would at
+    that point.
+    """
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.work, self.outcome = work, "not called"
@@ -66,7 +74,10 @@ def all_slots_work(agent: Agent, first: int) -> None:
 
 @contextmanager
 def alarm(work: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Install a handler of SIGALRM. Return a function that makes it run in the main thread at once."""
+    """Install a handler of SIGALRM.
+
+    Return a function that makes it run in the main thread at once.
+    """
     before = signal.signal(signal.SIGALRM, lambda *_: work())
     try:
         yield lambda: signal.raise_signal(signal.SIGALRM)
@@ -86,7 +97,9 @@ def test_a_nested_call_is_refused(agent: Agent, name: str) -> None:
     }
     evil = Calls(work[name])
     outer = agent.snapshot({"w": torch.full((10,), 5.0), "evil": evil}, step=2)
-    assert evil.outcome.startswith(f"Busy: {name}() was called while snapshot() of the same thread is still running")
+    assert evil.outcome.startswith(
+        f"Busy: {name}() was called while snapshot() of the same thread is still running"
+    )
     outer.wait("durable", timeout=60)
     all_slots_work(agent, 10)
 
@@ -101,7 +114,9 @@ def test_a_nested_snapshot_fails_and_the_outer_one_does_not(agent: Agent) -> Non
     all_slots_work(agent, 2)
 
 
-def test_a_snapshot_from_a_handler_while_a_request_is_sent_is_refused(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_from_a_handler_while_a_request_is_sent_is_refused(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The handler interrupts where the lock of the client is held."""
     nested: list[Any] = []
     make = m.Acquire
@@ -120,7 +135,9 @@ def test_a_snapshot_from_a_handler_while_a_request_is_sent_is_refused(agent: Age
     all_slots_work(agent, 2)
 
 
-def test_a_snapshot_from_a_handler_while_the_agent_is_made_is_refused(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_from_a_handler_while_the_agent_is_made_is_refused(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CKPTD_SOCKET", str(daemon.home.socket))
     monkeypatch.setenv("CKPTD_JOB", "job")
     nested: list[Any] = []
@@ -149,10 +166,17 @@ def test_a_schedule_called_inside_a_call_loses_no_due_step(agent: Agent) -> None
 
 
 @pytest.mark.parametrize("tag", ["inner", "step-5"])
-def test_a_save_through_dcp_inside_a_snapshot_is_refused(agent: Agent, daemon: Daemon, tag: str) -> None:
+def test_a_save_through_dcp_inside_a_snapshot_is_refused(
+    agent: Agent, daemon: Daemon, tag: str
+) -> None:
     def save() -> None:
         try:
-            dcp.save({"x": torch.ones(1)}, storage_writer=StorageWriter(daemon.home.root / "job" / tag, socket=daemon.home.socket))
+            dcp.save(
+                {"x": torch.ones(1)},
+                storage_writer=StorageWriter(
+                    daemon.home.root / "job" / tag, socket=daemon.home.socket
+                ),
+            )
         except CheckpointException as error:
             refusals.append(str(error))
 
@@ -164,9 +188,14 @@ def test_a_save_through_dcp_inside_a_snapshot_is_refused(agent: Agent, daemon: D
     all_slots_work(agent, 10)
 
 
-def test_a_save_through_dcp_inside_another_one_is_refused(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_through_dcp_inside_another_one_is_refused(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def save(tag: str) -> None:
-        dcp.save({"x": torch.ones(1)}, storage_writer=StorageWriter(daemon.home.root / "job" / tag, socket=daemon.home.socket))
+        dcp.save(
+            {"x": torch.ones(1)},
+            storage_writer=StorageWriter(daemon.home.root / "job" / tag, socket=daemon.home.socket),
+        )
 
     def handler() -> None:
         try:
@@ -193,8 +222,12 @@ def test_a_save_through_dcp_inside_another_one_is_refused(daemon: Daemon, monkey
 
 def test_a_call_of_another_thread_waits(agent: Agent) -> None:
     outcome: list[Any] = []
-    thread = threading.Thread(target=lambda: outcome.append(agent.snapshot({"w": torch.ones(10)}, step=2)))
-    agent.snapshot({"w": torch.zeros(10), "starts": Calls(thread.start)}, step=1).wait("durable", timeout=60)
+    thread = threading.Thread(
+        target=lambda: outcome.append(agent.snapshot({"w": torch.ones(10)}, step=2))
+    )
+    agent.snapshot({"w": torch.zeros(10), "starts": Calls(thread.start)}, step=1).wait(
+        "durable", timeout=60
+    )
     thread.join(60)
     outcome[0].wait("durable", timeout=60)
 
@@ -203,7 +236,9 @@ def test_a_call_of_another_thread_waits(agent: Agent) -> None:
 
 
 @pytest.mark.parametrize("where", ["begin", "copy", "seal"])
-def test_ctrl_c_in_a_snapshot_gives_the_slot_back(agent: Agent, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_ctrl_c_in_a_snapshot_gives_the_slot_back(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
@@ -216,7 +251,9 @@ def test_ctrl_c_in_a_snapshot_gives_the_slot_back(agent: Agent, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("where", ["take", "answer", "drop"])
-def test_ctrl_c_during_a_slot_request_gives_the_slot_back(agent: Agent, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_ctrl_c_during_a_slot_request_gives_the_slot_back(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     original = getattr(SlotRequest, where)
     for step in (1, 2, 3):
         seen: list[int] = []
@@ -235,7 +272,9 @@ def test_ctrl_c_during_a_slot_request_gives_the_slot_back(agent: Agent, monkeypa
     all_slots_work(agent, 4)
 
 
-def test_ctrl_c_after_the_seal_hands_it_over(agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_after_the_seal_hands_it_over(
+    agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = MappedSlot.seal
 
     def seal(slot: MappedSlot, *arguments: Any) -> None:
@@ -247,12 +286,17 @@ def test_ctrl_c_after_the_seal_hands_it_over(agent: Agent, daemon: Daemon, monke
         patch.setattr(MappedSlot, "seal", seal)
         with pytest.raises(KeyboardInterrupt):
             agent.snapshot({"w": torch.full((10,), 7.0)}, step=7)
-    until(lambda: (daemon.home.root / "job" / "step-00000007.a0001" / "manifest.json").exists(), "save of what was sealed")
+    until(
+        lambda: (daemon.home.root / "job" / "step-00000007.a0001" / "manifest.json").exists(),
+        "save of what was sealed",
+    )
     assert agent.last_step == 7
     all_slots_work(agent, 8)
 
 
-def test_ctrl_c_while_a_reply_is_received_loses_no_slot(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_a_reply_is_received_loses_no_slot(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The answer is lost with the connection, and the daemon has granted a slot."""
     original = Client._got
     for step in (1, 2, 3):
@@ -275,7 +319,9 @@ def test_ctrl_c_while_a_reply_is_received_loses_no_slot(agent: Agent, monkeypatc
     all_slots_work(agent, 4)
 
 
-def test_ctrl_c_in_recover_begins_the_attempt_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_recover_begins_the_attempt_again(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     agent.snapshot({"w": torch.ones(10)}, step=1).wait("durable", timeout=60)
 
     def interrupt(*_: Any) -> None:
@@ -288,7 +334,9 @@ def test_ctrl_c_in_recover_begins_the_attempt_again(agent: Agent, monkeypatch: p
     all_slots_work(agent, 1)
 
 
-def test_close_can_be_called_again_after_ctrl_c(agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_can_be_called_again_after_ctrl_c(
+    agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 

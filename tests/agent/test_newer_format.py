@@ -1,4 +1,6 @@
-"""Tests checkpoints that a newer ckptd wrote: they are not called damaged, and no older checkpoint is used silently."""
+"""Tests checkpoints that a newer ckptd wrote: they are not called damaged, and no older
+checkpoint is used silently.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,26 @@ NEWER: dict[str, dict[str, Any]] = {
     "value": {"extension": 99},
     "codec": {"codec": 7},
 }
-MANIFEST: dict[str, dict[str, Any]] = {"manifest": {"version": 3}, "feature": {"features": ["holograms"]}}
+MANIFEST: dict[str, dict[str, Any]] = {
+    "manifest": {"version": 3},
+    "feature": {"features": ["holograms"]},
+}
 
 
 @pytest.mark.parametrize("kind", NEWER)
 def test_recover_does_not_fall_back_behind_a_newer_format(place: Home, kind: str) -> None:
     forge(place.root, (8,), WHOLE, step=1)
     forge(place.root, (8,), WHOLE, step=2, **NEWER[kind])
-    with running(place, forked=True) as daemon, closing(Agent(job="gpt", socket=daemon.home.socket)) as agent:
+    with (
+        running(place, forked=True) as daemon,
+        closing(Agent(job="gpt", socket=daemon.home.socket)) as agent,
+    ):
         state = {"w": torch.full((8,), 5.0)}
-        with pytest.raises(NewerFormat, match=r"^gpt/step-00000002\.a0001.*: upgrade this ckptd, or name an older checkpoint with step=$"):
+        with pytest.raises(
+            NewerFormat,
+            match=r"^gpt/step-00000002\.a0001.*: upgrade this ckptd, or name an older checkpoint "
+            r"with step=$",
+        ):
             agent.recover(state)
         assert torch.equal(state["w"], torch.full((8,), 5.0))
         found = agent.recover(state, step=1)
@@ -52,14 +64,22 @@ OF_A_NEWER_TORCH = (
 def test_recover_does_not_go_back_because_of_a_dtype(place: Home) -> None:
     forge(place.root, (8,), WHOLE, step=1)
     forge(place.root, (8,), WHOLE, step=2, dtype="novel32/4")
-    with running(place, forked=True) as daemon, closing(Agent(job="gpt", socket=daemon.home.socket)) as agent:
+    with (
+        running(place, forked=True) as daemon,
+        closing(Agent(job="gpt", socket=daemon.home.socket)) as agent,
+    ):
         state: dict[str, Any] = {"w": torch.full((8,), 5.0), "of the caller": 1}
-        with pytest.raises(NotFound, match=OF_A_NEWER_TORCH), mock.patch.object(loading, "load", side_effect=AssertionError):
+        with (
+            pytest.raises(NotFound, match=OF_A_NEWER_TORCH),
+            mock.patch.object(loading, "load", side_effect=AssertionError),
+        ):
             agent.recover(state, strict=False)
         assert torch.equal(state["w"], torch.full((8,), 5.0))
         with pytest.raises(NotFound, match=OF_A_NEWER_TORCH):
             agent.recover({"w": None})
-        found = agent.recover({"another": torch.zeros(8), "w": torch.zeros(8)}, strict=False, keep=["w"])
+        found = agent.recover(
+            {"another": torch.zeros(8), "w": torch.zeros(8)}, strict=False, keep=["w"]
+        )
         assert found is not None
         assert found.step == 2
 
@@ -70,8 +90,9 @@ def test_a_tensor_whose_dtype_torch_does_not_have_is_named(tmp_path: Path) -> No
         assert checkpoint.keys() == ["w"]
         assert checkpoint.verify() > 32
         for read in (
-            lambda: checkpoint.metadata("w"), lambda: checkpoint.tensor("w"), lambda: checkpoint.tensor("w", dtype=torch.int32),
-            lambda: checkpoint.tensor("w", slices=(0,)), checkpoint.load,
+            lambda: checkpoint.metadata("w"), lambda: checkpoint.tensor("w"),
+            lambda: checkpoint.tensor("w", dtype=torch.int32), lambda: checkpoint.tensor("w",
+            slices=(0,)), checkpoint.load,
         ):  # fmt: skip
             with pytest.raises(NotFound, match=OF_A_NEWER_TORCH):
                 read()
@@ -80,10 +101,16 @@ def test_a_tensor_whose_dtype_torch_does_not_have_is_named(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", [*MANIFEST, "plan", "codec"])
-def test_opening_the_newest_does_not_fall_back_behind_a_newer_format(tmp_path: Path, kind: str) -> None:
+def test_opening_the_newest_does_not_fall_back_behind_a_newer_format(
+    tmp_path: Path, kind: str
+) -> None:
     older = forge(tmp_path, (8,), WHOLE, step=1)
     newer = forge(tmp_path, (8,), WHOLE, step=2, **({**NEWER, **MANIFEST}[kind]))
-    sentence = r"^gpt/step-00000002\.a0001.*: upgrade this ckptd, or name an older checkpoint with Checkpoint\.open\(path, step or tag\)$"
+    sentence = (
+        r"^gpt/step-00000002\.a0001.*: upgrade this ckptd, or name an older checkpoint "
+        r"with "
+        r"Checkpoint\.open\(path, step or tag\)$"
+    )
     with pytest.raises(NewerFormat, match=sentence):
         Checkpoint.open(tmp_path / "gpt")
     with pytest.raises(NewerFormat):
@@ -126,10 +153,15 @@ def test_a_value_of_unknown_type_counts_as_a_newer_format() -> None:
 
 
 def recover_with_one_newer(socket: Path, rank: int) -> tuple[str, str, list[float]]:
-    """Recover where only this rank finds a newer format. Return the error that `recover` raises here, and the state after it."""
+    """Recover where only this rank finds a newer format.
+
+    Return the error that `recover` raises here, and the state after it.
+    """
     agent = Agent(job="gpt", socket=socket)
     state = {"w": torch.full((8,), 5.0)}
-    refusing = mock.patch.object(loading, "open_checkpoint", side_effect=NewerFormat("part was written by a newer ckptd"))
+    refusing = mock.patch.object(
+        loading, "open_checkpoint", side_effect=NewerFormat("part was written by a newer ckptd")
+    )
     try:
         with refusing if agent.rank == rank else nullcontext():
             agent.recover(state)

@@ -1,4 +1,6 @@
-"""Tests that a run which saves nothing says so: at the first mistake of the caller, in `close`, and when the process ends."""
+"""Tests that a run which saves nothing says so: at the first mistake of the caller, in
+`close`, and when the process ends.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from ckptd.agent import Agent, default, snapshot
 from ckptd.agent.outcomes import Outcomes
 from ckptd.agent.pending import Pending
 from ckptd.daemon.commands.report import status_text
-from ckptd.shared.errors import CallerError, InvalidName, InvalidRequest, RecoveryFailed, SnapshotFailed, UnsavableValue
+from ckptd.shared.errors import (
+    CallerError,
+    InvalidName,
+    InvalidRequest,
+    RecoveryFailed,
+    SnapshotFailed,
+    UnsavableValue,
+)
 from ckptd.shared.wire.lifecycle import Event
 from tests.support.daemons import Daemon, Home, until
 
@@ -52,8 +61,18 @@ def job(daemon: Daemon) -> Run:
         (GOOD, {"step": -1}, InvalidRequest, "^step is -1; expected an integer from 0 to "),
         (GOOD, {"step": 1.5}, InvalidRequest, "^step is 1.5; expected an integer"),
         (GOOD, {"step": 1, "tag": "a/b"}, InvalidName, "a/b"),
-        (GOOD, {"step": 1, "on_busy": "later"}, InvalidRequest, "^on_busy is 'later'; expected 'wait' or 'skip'"),
-        (GOOD, {"step": 1, "on_error": "no"}, InvalidRequest, "^on_error is 'no'; expected 'raise', 'log' or None"),
+        (
+            GOOD,
+            {"step": 1, "on_busy": "later"},
+            InvalidRequest,
+            "^on_busy is 'later'; expected 'wait' or 'skip'",
+        ),
+        (
+            GOOD,
+            {"step": 1, "on_error": "no"},
+            InvalidRequest,
+            "^on_error is 'no'; expected 'raise', 'log' or None",
+        ),
     ],
 )
 def test_a_mistake_of_the_caller_is_raised_until_a_snapshot_is_sealed(
@@ -87,20 +106,27 @@ def test_a_new_attempt_begins_with_raising_again(job: Run) -> None:
 def test_close_raises_if_snapshots_were_asked_for_and_none_was_sealed(job: Run) -> None:
     for step in (1, 2):
         assert isinstance(job.take(BAD, step, on_error="log").error, UnsavableValue)
-    with pytest.raises(SnapshotFailed, match=r"^nothing of this run was saved: none of its 2 snapshots .* step 2: odd: "):
+    with pytest.raises(
+        SnapshotFailed,
+        match=r"^nothing of this run was saved: none of its 2 snapshots .* step 2: odd: ",
+    ):
         job.agent.close()
     assert job.agent.closed
     job.agent.close()
 
 
-def test_close_says_nothing_if_no_snapshot_was_asked_for_or_one_was_sealed(daemon: Daemon, job: Run) -> None:
+def test_close_says_nothing_if_no_snapshot_was_asked_for_or_one_was_sealed(
+    daemon: Daemon, job: Run
+) -> None:
     Agent("other", socket=daemon.home.socket).close()
     job.take(BAD, 1, on_error="log")
     job.take(GOOD, 2, persist=False)
     job.agent.close()
 
 
-def test_status_counts_the_failures_of_an_agent_that_is_alone_and_shows_the_last(daemon: Daemon, job: Run) -> None:
+def test_status_counts_the_failures_of_an_agent_that_is_alone_and_shows_the_last(
+    daemon: Daemon, job: Run
+) -> None:
     job.take(BAD, 3, on_error="log")
     status = daemon.status()
     (shown,) = status["jobs"]
@@ -129,7 +155,9 @@ def test_status_counts_the_steps_that_are_refused(daemon: Daemon, job: Run) -> N
     job.agent.close()
 
 
-def test_an_error_in_on_failure_is_logged_and_changes_nothing(job: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_on_failure_is_logged_and_changes_nothing(
+    job: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     def fails(pending: Pending) -> None:
         raise RuntimeError("no")
 
@@ -181,25 +209,43 @@ for step, word in enumerate(sys.argv[2:]):
 """
 
 
-@pytest.mark.parametrize(("words", "told"), [(["bad", "bad"], True), (["bad", "good"], False), (["good", "bad"], False), ([], False)])
-def test_a_process_that_ends_without_close_and_has_saved_nothing_leaves_a_line(daemon: Daemon, words: list[str], told: bool) -> None:
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(["bad", "bad"], True), (["bad", "good"], False), (["good", "bad"], False), ([], False)],
+)
+def test_a_process_that_ends_without_close_and_has_saved_nothing_leaves_a_line(
+    daemon: Daemon, words: list[str], told: bool
+) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(daemon.home.socket), *words], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", SCRIPT, str(daemon.home.socket), *words],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
-    assert ("ckptd: nothing of this run was saved: none of its 2 snapshots could be saved" in ended.stderr) == told
+    assert (
+        "ckptd: nothing of this run was saved: none of its 2 snapshots could be saved"
+        in ended.stderr
+    ) == told
 
 
-def test_a_missing_setting_is_raised_by_the_first_snapshot(place: Home, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_setting_is_raised_by_the_first_snapshot(
+    place: Home, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in [name for name in os.environ if name.startswith("CKPTD_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("CKPTD_ROOT", str(place.root))
     monkeypatch.setenv("CKPTD_JOB", "not/a name")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(default, "_without_agent", Outcomes())  # or else this process would end with a line about it
+    # Or else this process would end with a line about it.
+    monkeypatch.setattr(default, "_without_agent", Outcomes())
     with pytest.raises(InvalidName):
         snapshot(GOOD, step=1)
     assert isinstance(snapshot(GOOD, step=1, on_error="log").error, InvalidName)
-    with pytest.raises(SnapshotFailed, match=r"^nothing of this run was saved: .*; the last error, of step 1: .*'not/a name'"):
+    with pytest.raises(
+        SnapshotFailed,
+        match=r"^nothing of this run was saved: .*; the last error, of step 1: .*'not/a name'",
+    ):
         default.close()
 
 
@@ -218,10 +264,16 @@ def test_the_sentence_about_failures_names_their_number_and_the_last_reason() ->
     outcomes = Outcomes()
     assert outcomes.complaint() == ""
     ended(outcomes, 7, error="no room")
-    assert outcomes.complaint() == "nothing of this run was saved: its only snapshot failed; the last error, of step 7: no room"
+    assert (
+        outcomes.complaint()
+        == "nothing of this run was saved: its only snapshot failed; the last error, of step 7: "
+        "no room"
+    )
     ended(outcomes, 8, error="no disk")
     assert (
-        outcomes.complaint() == "nothing of this run was saved: none of its 2 snapshots could be saved; the last error, of step 8: no disk"
+        outcomes.complaint()
+        == "nothing of this run was saved: none of its 2 snapshots could be saved; the last "
+        "error, of step 8: no disk"
     )
     ended(outcomes, 9, Event.GRANT, Event.STAGE, Event.SEAL)
     assert outcomes.sealed_in == 3
@@ -249,10 +301,16 @@ class Loader:
 def test_an_object_whose_state_dict_raises_is_named_by_its_key(job: Run) -> None:
     loader = Loader()
     loader.broken = "saving"
-    sentence = r"^data\.loader: the state_dict\(\) of .*Loader raised RuntimeError\('it was never iterated'\): call it when it works"
+    sentence = (
+        r"^data\.loader: the state_dict\(\) of .*Loader raised RuntimeError\('it was "
+        r"never "
+        r"iterated'\): call it when it works"
+    )
     with pytest.raises(UnsavableValue, match=sentence):
         job.take({"data": {"loader": loader}}, 1)
-    assert set(job.take({"data": {"loader": loader}}, 1, unsavable="skip").unsaved or {}) == {"data.loader"}
+    assert set(job.take({"data": {"loader": loader}}, 1, unsavable="skip").unsaved or {}) == {
+        "data.loader"
+    }
     job.agent.close()
 
 
@@ -261,7 +319,11 @@ def test_an_object_whose_load_state_dict_raises_is_named_with_a_remedy(job: Run)
     loader = Loader()
     loader.broken = "loading"
     state = {"x": torch.zeros(3), "loader": loader}
-    sentence = r"^loader: load_state_dict\(\) of .*Loader raised KeyError\('position'\); .*keep=\['loader'\]"
+    sentence = (
+        r"^loader: load_state_dict\(\) of .*Loader raised "
+        r"KeyError\('position'\); "
+        r".*keep=\['loader'\]"
+    )
     with pytest.raises(RecoveryFailed, match=sentence) as caught:
         job.agent.recover(state)
     assert caught.value.overwritten

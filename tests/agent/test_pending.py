@@ -42,7 +42,9 @@ def waits(pending: Pending, state: str) -> str:
         (4, "durable", True, 3),
     ],
 )
-def test_a_wait_ends_at_its_state_or_a_later_one(events: int, state: str, granted: bool, reached: int) -> None:
+def test_a_wait_ends_at_its_state_or_a_later_one(
+    events: int, state: str, granted: bool, reached: int
+) -> None:
     pending = moved(*TO_DURABLE[:events])
     assert (pending.state, pending.done, pending.granted) == (state, state == "durable", granted)
     for number, wanted in enumerate(("staged", "sealed", "durable")):
@@ -52,7 +54,10 @@ def test_a_wait_ends_at_its_state_or_a_later_one(events: int, state: str, grante
 
 def test_waiting_threads_wake_at_each_move() -> None:
     pending, woken = Pending(5), list[str]()
-    threads = [threading.Thread(target=lambda s=state: woken.append(pending.wait(s, 60).state)) for state in ("durable", "staged")]
+    threads = [
+        threading.Thread(target=lambda s=state: woken.append(pending.wait(s, 60).state))
+        for state in ("durable", "staged")
+    ]
     for thread in threads:
         thread.start()
     for event in TO_DURABLE:
@@ -77,16 +82,24 @@ def end(how: str, pending: Pending) -> None:
     ("how", "before", "state", "error"),
     [
         ("fail", TO_DURABLE[:3], "failed", "StorageError: disk full"),
-        ("skip", (), "skipped", "SnapshotFailed: step 5 was skipped: every slot is still being saved"),
+        (
+            "skip",
+            (),
+            "skipped",
+            "SnapshotFailed: step 5 was skipped: every slot is still being saved",
+        ),
         (
             "supersede",
             TO_DURABLE[:3],
             "sealed",
-            "SnapshotFailed: step 5 was kept in memory only, and a newer snapshot has replaced it there",
+            "SnapshotFailed: step 5 was kept in memory only, and a newer snapshot has replaced it "
+            "there",
         ),
     ],
 )
-def test_a_wait_raises_the_reason_once_its_state_cannot_come(how: str, before: tuple[Event, ...], state: str, error: str) -> None:
+def test_a_wait_raises_the_reason_once_its_state_cannot_come(
+    how: str, before: tuple[Event, ...], state: str, error: str
+) -> None:
     pending = moved(*before, persist=how != "supersede")
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(waits_long(pending)))
@@ -108,7 +121,10 @@ def waits_long(pending: Pending) -> str:
 def test_a_snapshot_that_was_sealed_and_failed_later_has_been_sealed() -> None:
     pending = moved(*TO_DURABLE[:3])
     pending.fail(StorageError("disk full"))
-    assert (waits(pending, "sealed"), waits(pending, "staged")) == ("failed", "StorageError: disk full")
+    assert (waits(pending, "sealed"), waits(pending, "staged")) == (
+        "failed",
+        "StorageError: disk full",
+    )
 
 
 def test_the_first_error_counts_and_none_comes_after_the_end() -> None:
@@ -149,7 +165,10 @@ def test_why_has_a_reason_in_any_case() -> None:
 
 def test_an_unknown_state_is_refused() -> None:
     for state in ("failed", "skipped", "done", ""):
-        with pytest.raises(ValueError, match=f"^state is '{state}'; expected 'staged', 'sealed', 'durable' or 'uploaded'$"):
+        with pytest.raises(
+            ValueError,
+            match=f"^state is '{state}'; expected 'staged', 'sealed', 'durable' or 'uploaded'$",
+        ):
             moved(*TO_DURABLE).wait(state)
 
 
@@ -161,7 +180,9 @@ def inside(lock: CallLock, what: Callable[[], object]) -> None:
 def test_a_wait_inside_a_call_of_the_same_thread_is_refused_unless_it_is_over() -> None:
     """The call that moves the snapshot is the one that is interrupted."""
     lock = CallLock()
-    with pytest.raises(Busy, match=r"^wait\(\) was called while snapshot\(\) of the same thread is still running"):
+    with pytest.raises(
+        Busy, match=r"^wait\(\) was called while snapshot\(\) of the same thread is still running"
+    ):
         inside(lock, lambda: moved(Event.GRANT).wait("sealed", 60))
     inside(lock, lambda: moved(Event.GRANT).wait("staged"))
     failed = moved(Event.GRANT)
@@ -171,7 +192,9 @@ def test_a_wait_inside_a_call_of_the_same_thread_is_refused_unless_it_is_over() 
 
 
 def test_a_refusal_that_comes_after_a_failure_changes_nothing() -> None:
-    """Another rank cannot take the step, and the daemon says so before it refuses the slot."""
+    """Another rank cannot take the step, and the daemon says so before it refuses the
+    slot.
+    """
     noted: list[Pending] = []
     pending = Pending(5, note=noted.append)
     pending.fail(StorageError("rank 1 failed"))
@@ -183,4 +206,7 @@ def test_a_snapshot_that_gets_no_larger_slot_has_failed() -> None:
     """The snapshot was granted a smaller slot before, so it was not skipped."""
     pending = moved(Event.GRANT)
     pending.skip("every slot is still being saved")
-    assert (pending.state, str(pending.error)) == ("failed", "step 5 failed: every slot is still being saved")
+    assert (pending.state, str(pending.error)) == (
+        "failed",
+        "step 5 failed: every slot is still being saved",
+    )

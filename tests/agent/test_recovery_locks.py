@@ -20,7 +20,9 @@ NEWEST = "step-00000002.a0001"
 
 @pytest.fixture
 def saved(place: Home) -> Path:
-    """Return the directory of a job with two steps on storage and none in memory, which every user may read."""
+    """Return the directory of a job with two steps on storage and none in memory, which
+    every user may read.
+    """
     place.path.chmod(0o755)
     with running(place, forked=True):
         agent = Agent("gpt", socket=place.socket)
@@ -32,7 +34,9 @@ def saved(place: Home) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lock_of_another_user_on_the_newest_manifest_brings_back_no_older_step(place: Home, saved: Path, kind: str) -> None:
+def test_a_lock_of_another_user_on_the_newest_manifest_brings_back_no_older_step(
+    place: Home, saved: Path, kind: str
+) -> None:
     with holding(kind, saved / NEWEST / "manifest.json"), running(place, forked=True):
         agent = Agent("gpt", socket=place.socket)
         state = blank()
@@ -43,7 +47,9 @@ def test_a_lock_of_another_user_on_the_newest_manifest_brings_back_no_older_step
     assert_equal(state, 2)
 
 
-def test_a_deleters_lock_on_the_newest_manifest_is_busy(place: Home, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deleters_lock_on_the_newest_manifest_is_busy(
+    place: Home, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(locks, "SECONDS", 0.1)
     with running(place, forked=True):
         agent = Agent("gpt", socket=place.socket)

@@ -1,4 +1,5 @@
-"""Tests that ranks which hold the same tensors are compared at every snapshot, and that a step in which they differ never comes back.
+"""Tests that ranks which hold the same tensors are compared at every snapshot, and that
+a step in which they differ never comes back.
 
 The first functions run on ranks.
 """
@@ -28,7 +29,9 @@ def make(socket: Path, job: str, build: Callable[[], State], every: int | None =
     HERE["state"] = build()
 
 
-def snap(step: int, change: Callable[[State, int], object] | None = None, persist: bool = True) -> str:
+def snap(
+    step: int, change: Callable[[State, int], object] | None = None, persist: bool = True
+) -> str:
     """Change the state of this rank, snapshot it, and return why that failed, or ""."""
     state = HERE["state"]
     if change is not None:
@@ -58,7 +61,9 @@ def shut() -> None:
 def experts() -> State:
     """Experts that each rank trains on its own, under equal names."""
     torch.manual_seed(7)
-    return {f"experts.{number}.weight": torch.randn(40, 30) for number in range(3)} | {"router": torch.randn(30)}
+    return {f"experts.{number}.weight": torch.randn(40, 30) for number in range(3)} | {
+        "router": torch.randn(30)
+    }
 
 
 def train_experts(state: State, rank: int) -> None:
@@ -75,7 +80,9 @@ def train_alike(state: State, rank: int) -> None:
 def adapter() -> State:
     """A layer with an adapter whose second matrix starts at zero, with an optimizer."""
     torch.manual_seed(7)
-    model = nn.ParameterDict({"base": nn.Parameter(torch.randn(50, 50)), "lora_B": nn.Parameter(torch.zeros(50, 4))})
+    model = nn.ParameterDict(
+        {"base": nn.Parameter(torch.randn(50, 50)), "lora_B": nn.Parameter(torch.zeros(50, 4))}
+    )
     return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=0.1)}
 
 
@@ -102,7 +109,12 @@ def run_batch_of_dict(state: State, rank: int) -> None:
 
 def large() -> State:
     torch.manual_seed(7)
-    return {"a": torch.randn(100_000), "b": torch.randn(300, 200).t(), "c": torch.arange(5), "d": torch.randn(8, 3, 5, 5)}
+    return {
+        "a": torch.randn(100_000),
+        "b": torch.randn(300, 200).t(),
+        "c": torch.arange(5),
+        "d": torch.randn(8, 3, 5, 5),
+    }
 
 
 class Flip:
@@ -123,7 +135,9 @@ def replicated() -> State:
     mesh = init_device_mesh("cpu", (2,))
     return {
         "whole": DTensor.from_local(torch.randn(64, 3), mesh, [Replicate()], run_check=False),
-        "shard": DTensor.from_local(torch.randn(64, 3) + dist.get_rank(), mesh, [Shard(0)], run_check=False),
+        "shard": DTensor.from_local(
+            torch.randn(64, 3) + dist.get_rank(), mesh, [Shard(0)], run_check=False
+        ),
     }
 
 
@@ -136,7 +150,10 @@ def hybrid() -> State:
     torch.manual_seed(7)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     local = torch.full((6, 3), float(mesh.get_local_rank("shard")))
-    return {"w": DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False), "same": torch.ones(20)}
+    return {
+        "w": DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False),
+        "same": torch.ones(20),
+    }
 
 
 def change_of_rank_three(state: State, rank: int) -> None:
@@ -155,17 +172,25 @@ def train_own(state: State, rank: int) -> None:
 def conjugates() -> State:
     torch.manual_seed(7)
     values = torch.complex(torch.arange(40.0), torch.ones(40))
-    return {"conj": values.conj(), "imag": values.clone().conj().imag, "channels": torch.randn(2, 3, 4, 4)}
+    return {
+        "conj": values.conj(),
+        "imag": values.clone().conj().imag,
+        "channels": torch.randn(2, 3, 4, 4),
+    }
 
 
 def other_layout(state: State, rank: int) -> None:
-    """Replace a tensor by one with the same values in another order of memory on one rank."""
+    """Replace a tensor by one with the same values in another order of memory on one
+    rank.
+    """
     if rank:
         state["channels"] = state["channels"].contiguous(memory_format=torch.channels_last)
 
 
 def different_experts() -> State:
-    """Experts that are another one on each rank from the start, beside a layer that all ranks have."""
+    """Experts that are another one on each rank from the start, beside a layer that all
+    ranks have.
+    """
     torch.manual_seed(dist.get_rank())
     module = nn.Linear(4, 3)
     state = {"experts": module, "optim": torch.optim.Adam(module.parameters(), lr=0.1)}
@@ -222,7 +247,9 @@ def ranks() -> Any:
 
 
 def fails(ranks: Ranks, step: int, change: Callable[[State, int], object] | None) -> str:
-    """Snapshot on all ranks, and return the sentence with which the step has failed on all of them."""
+    """Snapshot on all ranks, and return the sentence with which the step has failed on
+    all of them.
+    """
     first, *others = ranks.call(snap, step, change)
     assert others == [first] * len(others)
     assert first.startswith(f"SnapshotFailed: step {step} failed: "), first
@@ -237,16 +264,22 @@ def test_experts_under_equal_names_fail_the_step_by_name(ranks: Ranks, daemon: D
     assert "router" not in said
     assert "per_rank(...)" in said
     assert "experts.0.weight" in fails(ranks, 3, None)
-    assert "step 3 failed: experts.0.weight, experts.2.weight are not the same on ranks 0 and 1" in daemon.home.log_text()
+    assert (
+        "step 3 failed: experts.0.weight, experts.2.weight are not the same on ranks 0 and 1"
+        in daemon.home.log_text()
+    )
     ranks.call(shut)
 
 
-def test_experts_that_differ_from_the_start_are_refused_at_the_first_snapshot(ranks: Ranks, daemon: Daemon) -> None:
+def test_experts_that_differ_from_the_start_are_refused_at_the_first_snapshot(
+    ranks: Ranks, daemon: Daemon
+) -> None:
     ranks.call(make, daemon.home.socket, "apart", without_marks)
     for step in (1, 2):
         for said in ranks.call(first_snapshot, step):
             assert said.removeprefix("UnsavableValue: ").removeprefix("rank 0: ") == (
-                "experts.weight differs between ranks 0 and 1, and is not split between them: make it a DTensor over all ranks, give "
+                "experts.weight differs between ranks 0 and 1, and is not split between them: "
+                "make it a DTensor over all ranks, give "
                 "different tensors different keys, or mark it as each rank's own with per_rank(...)"
             )
     assert ranks.call(nothing_to_recover, daemon.home.socket, "apart") == [True, True]
@@ -287,7 +320,9 @@ def test_buffers_in_a_plain_dict_are_told_apart_with_a_remedy(ranks: Ranks, daem
 
 
 @pytest.mark.parametrize(("key", "at"), [("a", 123_457), ("b", 99_999), ("c", 3), ("d", 600)])
-def test_a_flipped_bit_is_found_within_a_full_comparison(ranks: Ranks, daemon: Daemon, key: str, at: int) -> None:
+def test_a_flipped_bit_is_found_within_a_full_comparison(
+    ranks: Ranks, daemon: Daemon, key: str, at: int
+) -> None:
     every = 5
     ranks.call(make, daemon.home.socket, f"flip-{key}", large, every)
     assert ranks.call(snap, 10) == ["", ""]
@@ -343,7 +378,9 @@ def test_nothing_is_compared_with_zero(ranks: Ranks, daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("persist", [True, False])
 def test_a_step_that_failed_so_never_comes_back(daemon: Daemon, persist: bool) -> None:
-    """Everything is killed right after the seals, so that only the slots know of the step."""
+    """Everything is killed right after the seals, so that only the slots know of the
+    step.
+    """
     with Ranks(2) as ranks:
         ranks.call(make, daemon.home.socket, "killed", experts)
         assert ranks.call(snap, 1, train_alike, persist) == ["", ""]
@@ -355,7 +392,10 @@ def test_a_step_that_failed_so_never_comes_back(daemon: Daemon, persist: bool) -
     restarted = Daemon(daemon.home).wait_ready()
     try:
         with Ranks(2) as ranks:
-            assert ranks.call(back, restarted.home.socket, "killed", blank) == [(1, "memory", wanted[0])] * 2
+            assert (
+                ranks.call(back, restarted.home.socket, "killed", blank)
+                == [(1, "memory", wanted[0])] * 2
+            )
     finally:
         restarted.stop()
     assert "step 2 failed: experts.0.weight" in daemon.home.log_text()

@@ -1,8 +1,11 @@
-"""Tests values of each rank and shared values, recovered on the same and on another number of ranks.
+"""Tests values of each rank and shared values, recovered on the same and on another
+number of ranks.
 
-`per_rank` values and random generators come back to the rank that had them, or are refused, reshaped or left alone. Shared tensors are
-written once, in equal shares. Where ranks differ, the snapshot fails on all of them and names the place, and the next snapshot is sound
-again. `test_sharding.py` tests how tensors are split and put together. The first functions run on ranks.
+`per_rank` values and random generators come back to the rank that had them, or are
+refused, reshaped or left alone. Shared tensors are written once, in equal shares. Where
+ranks differ, the snapshot fails on all of them and names the place, and the next
+snapshot is sound again. `test_sharding.py` tests how tensors are split and put
+together. The first functions run on ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ from tests.support.sharded import Plain, agent, build, parts, plain, saved
 
 
 class Loader:
-    """A data loader's position, which differs between ranks, as does the length of what is left to read."""
+    """A data loader's position, which differs between ranks, as does the length of what
+    is left to read.
+    """
 
     def __init__(self, position: int) -> None:
         self.position, self.left = position, torch.arange(position)
@@ -51,10 +56,15 @@ class Cursor:
 
 
 def own_state(position: int) -> dict[str, Any]:
-    """Return a state with values of this rank in a dict and in an object. `shared` is the same on all ranks."""
+    """Return a state with values of this rank in a dict and in an object.
+
+    `shared` is the same on all ranks.
+    """
     rank = dist.get_rank()
     return {
-        "own": per_rank({"rank": position + rank, "data": torch.full((2 + rank,), float(position + rank))}),
+        "own": per_rank(
+            {"rank": position + rank, "data": torch.full((2 + rank,), float(position + rank))}
+        ),
         "loader": per_rank(Loader(position + rank)),
         "shared": position,
     }
@@ -65,12 +75,16 @@ def save_own(socket: Path) -> None:
 
 
 def recover_own(socket: Path, reshape: bool) -> tuple[str, list[tuple[str, Any]], Any]:
-    """Return the error, if any, the arguments of `on_reshape`, and the state after the recovery."""
+    """Return the error, if any, the arguments of `on_reshape`, and the state after the
+    recovery.
+    """
     state, calls, refusal = own_state(0), [], ""
     loader = state["loader"].value
 
     def on_reshape(key: str, values: list[Any]) -> Any:
-        calls.append((key, [{name: plain(value) for name, value in of_rank.items()} for of_rank in values]))
+        calls.append(
+            (key, [{name: plain(value) for name, value in of_rank.items()} for of_rank in values])
+        )
         return values[-1 - dist.get_rank() % len(values)]
 
     try:
@@ -80,15 +94,28 @@ def recover_own(socket: Path, reshape: bool) -> tuple[str, list[tuple[str, Any]]
     own = state["own"].value  # the per_rank mark stays
     if not refusal:
         assert state["loader"].value is loader
-    return refusal, calls, ({name: plain(value) for name, value in own.items()}, loader.position, plain(loader.left), state["shared"])
+    return (
+        refusal,
+        calls,
+        (
+            {name: plain(value) for name, value in own.items()},
+            loader.position,
+            plain(loader.left),
+            state["shared"],
+        ),
+    )
 
 
 def save_nested(socket: Path) -> None:
-    agent(socket).snapshot({"readers": per_rank({"train": Cursor(10 + dist.get_rank())})}, step=1).wait("durable", timeout=60)
+    agent(socket).snapshot(
+        {"readers": per_rank({"train": Cursor(10 + dist.get_rank())})}, step=1
+    ).wait("durable", timeout=60)
 
 
 def recover_nested(socket: Path) -> list[str]:
-    """Return as text what `on_reshape` was given for an object inside a `per_rank` value."""
+    """Return as text what `on_reshape` was given for an object inside a `per_rank`
+    value.
+    """
     given: list[Any] = []
 
     def on_reshape(key: str, values: list[Any]) -> Any:
@@ -133,7 +160,9 @@ def recover_random(socket: Path) -> list[str]:
 
 
 def attempt(socket: Path, step: int, case: str) -> tuple[str, str]:
-    """Return the kind and the message of the error with which a snapshot ends, or "" if it is durable."""
+    """Return the kind and the message of the error with which a snapshot ends, or "" if
+    it is durable.
+    """
     rank, optimizer = dist.get_rank(), HERE["optimizer"]
     if case == "setting":
         optimizer.param_groups[0]["lr"] = 0.5 if rank == 1 else 0.1
@@ -170,25 +199,39 @@ def loader(rank: int) -> Plain:
 
 def blank(rank: int) -> tuple[Plain, int, object, int]:
     """Return the state with which `recover_own` begins."""
-    return {"rank": rank, "data": plain(torch.full((2 + rank,), float(rank)))}, rank, plain(torch.arange(rank)), 0
+    return (
+        {"rank": rank, "data": plain(torch.full((2 + rank,), float(rank)))},
+        rank,
+        plain(torch.arange(rank)),
+        0,
+    )
 
 
 def test_per_rank_values_come_back_to_their_ranks_or_are_reshaped(daemon: Daemon) -> None:
     with Ranks(4) as ranks:
         ranks.call(save_own, daemon.home.socket)
     with Ranks(4) as ranks:
-        for rank, (refusal, calls, state) in enumerate(ranks.call(recover_own, daemon.home.socket, True)):
+        for rank, (refusal, calls, state) in enumerate(
+            ranks.call(recover_own, daemon.home.socket, True)
+        ):
             assert (refusal, calls) == ("", [])
             assert state == (own(rank), loader(rank)["position"], loader(rank)["left"], 10)
     for world_size in (2, 5):
         with Ranks(world_size) as ranks:
-            for rank, (refusal, calls, state) in enumerate(ranks.call(recover_own, daemon.home.socket, False)):
+            for rank, (refusal, calls, state) in enumerate(
+                ranks.call(recover_own, daemon.home.socket, False)
+            ):
                 assert "own is each rank's own, was saved on 4 ranks" in refusal
                 assert "nothing was written" in refusal
                 assert (calls, state) == ([], blank(rank))
-            for rank, (refusal, calls, state) in enumerate(ranks.call(recover_own, daemon.home.socket, True)):
+            for rank, (refusal, calls, state) in enumerate(
+                ranks.call(recover_own, daemon.home.socket, True)
+            ):
                 assert refusal == ""
-                assert calls == [("own", [own(n) for n in range(4)]), ("loader", [loader(n) for n in range(4)])]
+                assert calls == [
+                    ("own", [own(n) for n in range(4)]),
+                    ("loader", [loader(n) for n in range(4)]),
+                ]
                 taken = 3 - rank % 4
                 assert state == (own(taken), loader(taken)["position"], loader(taken)["left"], 10)
 
@@ -197,10 +240,14 @@ def test_on_reshape_gets_objects_as_their_state_dicts(daemon: Daemon) -> None:
     with Ranks(2) as ranks:
         ranks.call(save_nested, daemon.home.socket)
     with Ranks(1) as ranks:
-        assert ranks.call(recover_nested, daemon.home.socket) == [["{'train': {'position': 10}}", "{'train': {'position': 11}}"]]
+        assert ranks.call(recover_nested, daemon.home.socket) == [
+            ["{'train': {'position': 10}}", "{'train': {'position': 11}}"]
+        ]
 
 
-def test_random_generators_come_back_on_as_many_ranks_and_are_left_alone_otherwise(daemon: Daemon) -> None:
+def test_random_generators_come_back_on_as_many_ranks_and_are_left_alone_otherwise(
+    daemon: Daemon,
+) -> None:
     with Ranks(4) as ranks:
         ranks.call(seed, 100)
         ranks.call(draw)
@@ -217,9 +264,20 @@ def test_random_generators_come_back_on_as_many_ranks_and_are_left_alone_otherwi
             untouched = ranks.call(draw)
             ranks.call(seed, 300)
             heard = ranks.call(recover_random, daemon.home.socket)
-            warning = f"random generators are left as they are: they were saved on 4 ranks, and this job has {world_size}"
+            warning = (
+                f"random generators are left as they are: they were saved on 4 ranks, and "
+                f"this "
+                f"job has {world_size}"
+            )
             if world_size == 5:  # the third run that begins at this step, which rank 0 says
-                assert heard[0].pop().startswith("step 1 of attempt 1 is recovered again: attempts 2 and 3 have left no newer snapshot. ")
+                assert (
+                    heard[0]
+                    .pop()
+                    .startswith(
+                        "step 1 of attempt 1 is recovered again: attempts 2 and 3 have left no "
+                        "newer snapshot. "
+                    )
+                )
             assert heard == [[warning]] * world_size
             assert ranks.call(draw) == untouched
 
@@ -231,10 +289,16 @@ def test_replicated_tensors_are_written_once_in_equal_shares(kind: str) -> None:
     assert len(plans) == 4
     shards = [(item.fqn, item.offsets) for plan in plans for item in plan.items]
     assert len(set(shards)) == len(shards)
-    whole = sum(len(value[2]) for value in kept.wanted.values() if isinstance(value, tuple) and isinstance(value[-1], bytes))
+    whole = sum(
+        len(value[2])
+        for value in kept.wanted.values()
+        if isinstance(value, tuple) and isinstance(value[-1], bytes)
+    )
     lengths = [[item.length for item in plan.items] for plan in plans]
     assert sum(map(sum, lengths)) == whole
-    if kind == "ddp":  # in other cases torch has split the parameters, unequally where 4 does not divide them
+    # In other cases torch has split the parameters, unequally where 4 does not divide
+    # them.
+    if kind == "ddp":
         assert max(map(sum, lengths)) <= whole / 4 + max(map(max, lengths))
 
 
@@ -249,10 +313,12 @@ def test_where_ranks_differ_the_snapshot_fails_on_all_of_them(daemon: Daemon) ->
             ("dtype", "mask is float32 [3] on rank 0 and float64 [3] on rank 2"),
             ("shape", "mask is float32 [3] on rank 0 and float32 [4] on rank 1"),
             ("setting", "optimizer.param_groups.up.weight differs between ranks 0 and 1"),
-            ("numbered", "optimizer: each rank numbers the parameters of this optimizer state by itself"),
+            ("numbered", "optimizer: each rank numbers the parameters of this optimizer state by "
+                "itself"),
         ]):  # fmt: skip
             for kind, said in ranks.call(attempt, socket, 2 * step, case):
-                assert kind in ("UnsavableValue", "SnapshotFailed")  # the second if the daemon's report of rank 0's error comes first
+                # The second if the daemon's report of rank 0's error comes first.
+                assert kind in ("UnsavableValue", "SnapshotFailed")
                 assert message in said
             assert ranks.call(attempt, socket, 2 * step + 1, "sound") == [("", "")] * 3
     assert not list((daemon.home.root / "job").glob("step-*[02468].a*"))

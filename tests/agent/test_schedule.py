@@ -1,4 +1,6 @@
-"""Tests when to snapshot: seconds converted to steps, the best interval, and ranks that always agree."""
+"""Tests when to snapshot: seconds converted to steps, the best interval, and ranks that
+always agree.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,12 @@ from tests.support.ranks import HERE, Ranks
 # -- seconds converted to steps
 
 
-def walk(pace: Pace, seconds_of: Any, interval: Any, steps: int) -> tuple[list[tuple[int, bool]], int]:
-    """Return the due steps, whether each went to storage, and how often the ranks had to agree."""
+def walk(
+    pace: Pace, seconds_of: Any, interval: Any, steps: int
+) -> tuple[list[tuple[int, bool]], int]:
+    """Return the due steps, whether each went to storage, and how often the ranks had
+    to agree.
+    """
     now, again, asked, due = 1000.0, 0, 0, []
     for step in range(steps):
         now += seconds_of(step)
@@ -51,11 +57,23 @@ def test_every_hundred_seconds_with_steps_of_one_second() -> None:
 
 
 def test_steps_that_are_longer_than_the_interval() -> None:
-    assert [step for step, _ in walk(Pace(1), lambda step: 7.0, 5.0, 10)[0]] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert [step for step, _ in walk(Pace(1), lambda step: 7.0, 5.0, 10)[0]] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+        9,
+    ]
 
 
 def test_steps_that_become_slower_or_faster() -> None:
-    due, _ = walk(Pace(1), lambda step: 1.0 if step < 500 else 4.0 if step < 800 else 0.5, 100.0, 3000)
+    due, _ = walk(
+        Pace(1), lambda step: 1.0 if step < 500 else 4.0 if step < 800 else 0.5, 100.0, 3000
+    )
     found = gaps(due)
     assert found[:4] == [100] * 4
     assert found.count(25) > 8
@@ -79,7 +97,9 @@ def test_nothing_is_due_while_the_last_snapshot_is_being_saved() -> None:
 
 @steady
 @given(st.lists(st.floats(0.01, 50.0), min_size=5, max_size=200), st.floats(0.05, 500.0))
-def test_no_two_snapshots_are_much_closer_than_the_interval(seconds: list[float], interval: float) -> None:
+def test_no_two_snapshots_are_much_closer_than_the_interval(
+    seconds: list[float], interval: float
+) -> None:
     now, again, last = 0.0, 0, 0.0
     pace = Pace(1)
     for step, took in enumerate(seconds):
@@ -105,11 +125,15 @@ def test_a_few_quick_steps_do_not_delay_the_next_decision_much() -> None:
 
 
 def lost(interval: float, cost: float, mtbf: float) -> float:
-    """Return the time that a second of work takes, with restarts that cost nothing: Daly's complete model (his equation 20)."""
+    """Return the time that a second of work takes, with restarts that cost nothing:
+    Daly's complete model (his equation 20).
+    """
     return mtbf * math.expm1((interval + cost) / mtbf) / interval
 
 
-@pytest.mark.parametrize(("cost", "mtbf"), [(0.01, 3600), (1, 3600), (60, 3600), (5, 86400), (600, 3600), (2000, 3600)])
+@pytest.mark.parametrize(
+    ("cost", "mtbf"), [(0.01, 3600), (1, 3600), (60, 3600), (5, 86400), (600, 3600), (2000, 3600)]
+)
 def test_no_other_interval_loses_less(cost: float, mtbf: float) -> None:
     best = min(lost(second * 0.5, cost, mtbf) for second in range(1, 20_000))
     assert lost(best_interval(cost, mtbf), cost, mtbf) <= best * 1.001
@@ -130,7 +154,12 @@ def test_the_interval_is_youngs_for_small_costs_and_at_most_the_mtbf() -> None:
         ((), {"every_steps": 5, "every_seconds": 5}, "give exactly one of them"),
         (("auto",), {"every_steps": 5, "mtbf": 5}, "give exactly one of them"),
         (("always",), {}, "the mode is 'always'"),
-        (("auto",), {}, 'mtbf=, the mean seconds between two failures of the job, and "auto" must be given together'),
+        (
+            ("auto",),
+            {},
+            'mtbf=, the mean seconds between two failures of the job, and "auto" must be given '
+            "together",
+        ),
         ((), {"every_steps": 5, "mtbf": 5}, '"auto" must be given together'),
         ((), {"every_steps": 0}, "every_steps is 0; expected a number from 1 up"),
         ((), {"every_steps": 2.0}, "every_steps is 2.0"),
@@ -158,7 +187,10 @@ def test_every_steps_is_followed(daemon: Daemon) -> None:
     assert taken == [(3, False), (6, True), (9, False), (12, True)]
     assert when.interval is None
     agent.close()
-    assert sorted(path.name for path in (daemon.home.root / "job").glob("step*")) == ["step-00000006.a0001", "step-00000012.a0001"]
+    assert sorted(path.name for path in (daemon.home.root / "job").glob("step*")) == [
+        "step-00000006.a0001",
+        "step-00000012.a0001",
+    ]
 
 
 class Clock:
@@ -208,7 +240,9 @@ def test_a_new_attempt_restarts_the_schedule(daemon: Daemon, clock: Clock) -> No
     agent.close()
 
 
-def test_auto_snapshots_as_often_as_is_worth_the_cost(daemon: Daemon, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_snapshots_as_often_as_is_worth_the_cost(
+    daemon: Daemon, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     agent = Agent("job", socket=daemon.home.socket)
     when = Schedule("auto", mtbf=200.0, agent=agent)
     assert when.interval is None
@@ -232,7 +266,9 @@ def test_auto_snapshots_as_often_as_is_worth_the_cost(daemon: Daemon, clock: Clo
     agent.close()
 
 
-def test_a_store_that_does_not_answer_is_retried_later(daemon: Daemon, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_is_retried_later(
+    daemon: Daemon, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     agent = Agent("job", socket=daemon.home.socket)
     when = Schedule(every_seconds=1, agent=agent)
     asked = []
@@ -274,7 +310,9 @@ def begin(socket: Any) -> None:
 
 
 def run(rank: int, steps: range, skew: float, late: int | None) -> list[tuple[int, bool]]:
-    """Return the steps that were due on this rank, which has a clock and a pace of its own."""
+    """Return the steps that were due on this rank, which has a clock and a pace of its
+    own.
+    """
     agent, when, taken = HERE["agent"], HERE["when"], []
     for step in steps:
         time.sleep(0.002 + skew * rank)
@@ -300,7 +338,9 @@ def test_all_ranks_take_the_same_snapshots(daemon: Daemon) -> None:
         ranks.call(end)
     assert taken[0] == taken[1] == taken[2]
     assert len(taken[0]) >= 2
-    assert [persist for _, persist in taken[0]] == [number % 2 == 1 for number in range(len(taken[0]))]
+    assert [persist for _, persist in taken[0]] == [
+        number % 2 == 1 for number in range(len(taken[0]))
+    ]
 
 
 class Told:
@@ -318,15 +358,22 @@ class Told:
         return self.said.get(topic)
 
 
-@pytest.mark.parametrize(("of_a_step", "interval"), [(30.0, 60.0), (30.0, 100.0), (30.0, 20.0), (1.0, 20.0), (1.0, 600.0)])
-def test_a_rank_that_was_late_once_follows_the_others_again(clock: Clock, of_a_step: float, interval: float) -> None:
+@pytest.mark.parametrize(
+    ("of_a_step", "interval"),
+    [(30.0, 60.0), (30.0, 100.0), (30.0, 20.0), (1.0, 20.0), (1.0, 600.0)],
+)
+def test_a_rank_that_was_late_once_follows_the_others_again(
+    clock: Clock, of_a_step: float, interval: float
+) -> None:
     said: dict[str, bytes] = {}
     agents = [Told(said, rank) for rank in range(2)]
     first, second = (Schedule(every_seconds=interval, agent=agent) for agent in agents)  # type: ignore[arg-type]
     apart = []
     for step in range(200 if interval < 100 else 2000):
         clock.now += of_a_step
-        if step == 40:  # the second call comes before the first rank has decided, and does not wait any longer
+        # The second call comes before the first rank has decided, and does not wait any
+        # longer.
+        if step == 40:
             due = second.due(step)
             apart += [step] if first.due(step) != due else []
         elif first.due(step) != second.due(step):
@@ -346,7 +393,9 @@ def test_ranks_that_ask_about_some_steps_only_agree(clock: Clock) -> None:
     assert sum(due) > 8
 
 
-def test_a_new_agent_of_the_process_restarts_the_schedule(place: Home, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_agent_of_the_process_restarts_the_schedule(
+    place: Home, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CKPTD_JOB", "job")
     with running(place):
         monkeypatch.setenv("CKPTD_SOCKET", str(place.socket))
@@ -372,7 +421,9 @@ def test_a_closed_agent_fails_the_snapshot_with_an_error(daemon: Daemon) -> None
     assert "this agent is closed" in str(pending.error)
 
 
-def test_a_state_that_cannot_be_saved_is_not_tried_at_every_step(daemon: Daemon, clock: Clock) -> None:
+def test_a_state_that_cannot_be_saved_is_not_tried_at_every_step(
+    daemon: Daemon, clock: Clock
+) -> None:
     agent = Agent("job", socket=daemon.home.socket)
     when = Schedule("auto", mtbf=100.0, agent=agent)
     due = []
@@ -383,5 +434,8 @@ def test_a_state_that_cannot_be_saved_is_not_tried_at_every_step(daemon: Daemon,
             assert pending.state == "failed"
             due.append(step)
     assert due == [0, 30, 60, 90]
-    with pytest.raises(SnapshotFailed, match="nothing of this run was saved: none of its 4 snapshots could be saved"):
+    with pytest.raises(
+        SnapshotFailed,
+        match="nothing of this run was saved: none of its 4 snapshots could be saved",
+    ):
         agent.close()

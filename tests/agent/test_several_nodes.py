@@ -82,7 +82,8 @@ def take(step: int, **options: Any) -> str:
 
 def take_unlike(step: int, odd: int) -> str:
     """Take a step in which the rank `odd` has a value that cannot be saved."""
-    state = state_of(step) | {"own": per_rank((dist.get_rank(), step) if dist.get_rank() != odd else open(__file__))}  # noqa: SIM115
+    own = (dist.get_rank(), step) if dist.get_rank() != odd else open(__file__)  # noqa: SIM115
+    state = state_of(step) | {"own": per_rank(own)}
     pending = HERE["agent"].snapshot(state, step=step, on_error="log")
     try:
         pending.wait("durable", timeout=60)
@@ -98,7 +99,10 @@ def take_some(first: int, last: int, **options: Any) -> list[str]:
         pending.append(HERE["agent"].snapshot(state_of(step), step=step, **options))
         time.sleep(0.02)
     deadline = time.monotonic() + 60
-    while any(each.state in ("sealed", "filling", "staged") and each.persist for each in pending) and time.monotonic() < deadline:
+    while (
+        any(each.state in ("sealed", "filling", "staged") and each.persist for each in pending)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     return [each.state for each in pending]
 
@@ -125,7 +129,9 @@ def test_a_checkpoint_of_two_nodes_is_a_checkpoint_like_any_other(two: Nodes) ->
 
 
 @pytest.mark.parametrize("where", [(0, 1, 0, 1), (0, 1, 1), (1, 0), (0, 0), (1,)])
-def test_it_is_recovered_on_other_nodes_and_other_numbers_of_ranks(two: Nodes, where: tuple[int, ...]) -> None:
+def test_it_is_recovered_on_other_nodes_and_other_numbers_of_ranks(
+    two: Nodes, where: tuple[int, ...]
+) -> None:
     with Ranks(4) as ranks:
         ranks.call(begin, sockets(two, 0, 0, 1, 1))
         assert ranks.call(take, 5) == [""] * 4
@@ -200,7 +206,10 @@ def begin_step(step: int) -> None:
 
 
 def wait_for_warning() -> tuple[str, str]:
-    """Wait for the warning. Return the state of the snapshot, and the warning up to the time waited."""
+    """Wait for the warning.
+
+    Return the state of the snapshot, and the warning up to the time waited.
+    """
     assert HERE["kept"].warned.wait(60)
     (text,) = HERE["kept"].texts
     return HERE["pending"].state, text.partition(" waited for ")[0]
@@ -213,24 +222,37 @@ def end_step() -> str:
 
 
 def warn_later() -> None:
-    """Make the daemon of this process name the missing ranks once all others surely have come."""
+    """Make the daemon of this process name the missing ranks once all others surely
+    have come.
+    """
     steps.WAIT_SECONDS, steps.BEGUN_SECONDS = 4.0, 0.1
 
 
-@pytest.mark.parametrize(("callers", "patience"), [((0,), warn_soon), ((3,), warn_soon), ((1, 2, 3), warn_later)])
-def test_the_ranks_that_have_called_learn_which_ranks_of_all_nodes_have_not(callers: tuple[int, ...], patience: Callable[[], None]) -> None:
-    """The ranks keep their plan, and exchange nothing. Only the board shows who is missing.
+@pytest.mark.parametrize(
+    ("callers", "patience"), [((0,), warn_soon), ((3,), warn_soon), ((1, 2, 3), warn_later)]
+)
+def test_the_ranks_that_have_called_learn_which_ranks_of_all_nodes_have_not(
+    callers: tuple[int, ...], patience: Callable[[], None]
+) -> None:
+    """The ranks keep their plan, and exchange nothing.
+
+    Only the board shows who is missing.
 
     Rank 0, which writes the answer on the board, may itself be missing.
     """
     missing = [rank for rank in range(4) if rank not in callers]
-    named = f"ranks {', '.join(map(str, missing))} have" if len(missing) > 1 else f"rank {missing[0]} has"
+    named = (
+        f"ranks {', '.join(map(str, missing))} have"
+        if len(missing) > 1
+        else f"rank {missing[0]} has"
+    )
     with nodes(2, first=patience) as two, Ranks(4) as ranks:
         ranks.call(begin, sockets(two, 0, 0, 1, 1))
         assert ranks.call(take, 1) == [""] * 4
         ranks.call(begin_step, 2, only=callers)
         assert ranks.call(wait_for_warning, only=callers) == [
-            ("sealed", f"{named} not called snapshot(step=2) yet, and rank {rank} has") for rank in callers
+            ("sealed", f"{named} not called snapshot(step=2) yet, and rank {rank} has")
+            for rank in callers
         ]
         ranks.call(begin_step, 2, only=missing)  # they were only slow
         assert ranks.call(end_step) == ["durable"] * 4
@@ -257,12 +279,16 @@ def test_a_node_whose_disk_is_full_is_named_and_later_steps_are_saved(two: Nodes
         ranks.call(begin, sockets(two, 0, 1))
         assert ranks.call(take, 1) == [""] * 2
         first, second = ranks.call(take, 2)
-        assert "rank 1 on node1: cannot save gpt/step-00000002.a0001: No space left on device" in first
+        assert (
+            "rank 1 on node1: cannot save gpt/step-00000002.a0001: No space left on device" in first
+        )
         assert "No space left on device" in second
         assert ranks.call(take, 3) == [""] * 2
 
 
-def test_a_step_in_memory_only_comes_back_although_a_node_cannot_save_it_at_first(two: Nodes) -> None:
+def test_a_step_in_memory_only_comes_back_although_a_node_cannot_save_it_at_first(
+    two: Nodes,
+) -> None:
     two[1].kill()
     two[1].start(failpoints="persist.synced=error(ENOSPC)@2")
     with Ranks(2) as ranks:
@@ -293,7 +319,10 @@ def _take_fast(first: int, last: int) -> list[str]:
 
 
 def experts(step: int, persist: bool) -> str:
-    """Take a step with experts that the ranks train on their own from step 2 on. Return why it failed, or ""."""
+    """Take a step with experts that the ranks train on their own from step 2 on.
+
+    Return why it failed, or "".
+    """
     own = dist.get_rank() if step > 1 else 0
     state = {"router": torch.ones(40), "expert": torch.full((60,), 5.0 + own)}
     pending = HERE["agent"].snapshot(state, step=step, persist=persist)
@@ -312,7 +341,9 @@ def recover_experts(where: Sockets) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("persist", [True, False])
-def test_a_step_in_which_ranks_of_two_nodes_differ_is_no_checkpoint(two: Nodes, persist: bool) -> None:
+def test_a_step_in_which_ranks_of_two_nodes_differ_is_no_checkpoint(
+    two: Nodes, persist: bool
+) -> None:
     with Ranks(2) as ranks:
         ranks.call(begin, sockets(two, 0, 1))
         assert ranks.call(experts, 1, persist) == [""] * 2
@@ -333,7 +364,10 @@ def test_snapshots_in_memory_only_come_back_after_all_trainers_have_died(two: No
         for step in range(1, 8):
             assert ranks.call(_take_in_memory, step) == [""] * 4
     with Ranks(4) as ranks:
-        assert ranks.call(recover, sockets(two, 0, 0, 1, 1)) == [(7, names.tag_directory(7, None, 1))] * 4
+        assert (
+            ranks.call(recover, sockets(two, 0, 0, 1, 1))
+            == [(7, names.tag_directory(7, None, 1))] * 4
+        )
 
 
 def _take_in_memory(step: int) -> str:
@@ -357,7 +391,10 @@ def test_a_node_that_is_lost_and_replaced_by_an_empty_one(two: Nodes) -> None:
         two[1].lose()  # before the trainers end: at their end it would save step 6
     two[1].start()
     with Ranks(4) as ranks:
-        assert ranks.call(recover, sockets(two, 0, 0, 1, 1)) == [(5, names.tag_directory(5, None, 1))] * 4
+        assert (
+            ranks.call(recover, sockets(two, 0, 0, 1, 1))
+            == [(5, names.tag_directory(5, None, 1))] * 4
+        )
         assert ranks.call(take, 6) == [""] * 4
 
 
@@ -376,7 +413,9 @@ def _decided(where: Sockets, choice: str) -> tuple[int, str] | None:
 
 @pytest.mark.parametrize("choice", ["adopt", "drop"])
 @pytest.mark.parametrize("lost", [None, 0], ids=["both nodes", "not the node of rank 0"])
-def test_memory_of_a_root_that_is_gone_stops_the_run_on_all_nodes(two: Nodes, lost: int | None, choice: str) -> None:
+def test_memory_of_a_root_that_is_gone_stops_the_run_on_all_nodes(
+    two: Nodes, lost: int | None, choice: str
+) -> None:
     with Ranks(2) as ranks:
         ranks.call(begin, sockets(two, 0, 1))
         assert ranks.call(take, 5) == [""] * 2
@@ -412,7 +451,10 @@ def test_clocks_that_are_a_year_apart_change_nothing(two: Nodes) -> None:
             assert ranks.call(take, step) == [""] * 2
     kept = [names.tag_directory(8, None, 2), names.tag_directory(9, None, 2)]
     repository = open_root(two.root)
-    until(lambda: [tag for tag in repository.tags(JOB) if repository.is_committed(JOB, tag)] == kept, "retention")
+    until(
+        lambda: [tag for tag in repository.tags(JOB) if repository.is_committed(JOB, tag)] == kept,
+        "retention",
+    )
 
 
 def _a_year_ahead() -> None:
@@ -424,7 +466,15 @@ def test_a_job_moves_from_one_node_to_two_and_back(two: Nodes) -> None:
     for attempt, where in enumerate([(0, 0), (0, 1), (1, 1)], 1):
         with Ranks(2) as ranks:
             back = ranks.call(recover, sockets(two, *where))
-            assert back == [None if attempt == 1 else (attempt - 1, names.tag_directory(attempt - 1, None, attempt - 1))] * 2
+            assert (
+                back
+                == [
+                    None
+                    if attempt == 1
+                    else (attempt - 1, names.tag_directory(attempt - 1, None, attempt - 1))
+                ]
+                * 2
+            )
             assert ranks.call(_take_in_memory, attempt) == [""] * 2
 
 
@@ -467,14 +517,20 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stores.Servers
 
 
 @contextmanager
-def in_store(server: stores.Server, monkeypatch: pytest.MonkeyPatch, count: int = 2) -> Iterator[Nodes]:
+def in_store(
+    server: stores.Server, monkeypatch: pytest.MonkeyPatch, count: int = 2
+) -> Iterator[Nodes]:
     for name, value in server.environ.items():
         monkeypatch.setenv(name, value)
-    with nodes(count, root=Url("s3", "bucket", (names.new_nonce().hex(),)), environ=server.environ) as made:
+    with nodes(
+        count, root=Url("s3", "bucket", (names.new_nonce().hex(),)), environ=server.environ
+    ) as made:
         yield made
 
 
-def test_the_root_may_be_an_object_store(servers: stores.Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_root_may_be_an_object_store(
+    servers: stores.Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = servers.get("seaweed")
     with in_store(server, monkeypatch) as place:
         with Ranks(2) as ranks:
@@ -491,7 +547,9 @@ def test_the_root_may_be_an_object_store(servers: stores.Servers, monkeypatch: p
         assert [part.rank for part in open_root(place.root).read_manifest(JOB, tag).parts] == [0, 1]
 
 
-def test_a_store_that_creates_an_object_for_several_callers_is_refused(servers: stores.Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_creates_an_object_for_several_callers_is_refused(
+    servers: stores.Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = servers.get("rclone")
     with in_store(server, monkeypatch) as place, Ranks(2) as ranks:
         ranks.call(_set, server.environ)
@@ -508,18 +566,24 @@ def _set(environ: dict[str, str]) -> None:
 # -- a second run
 
 
-def test_a_run_of_several_nodes_is_refused_on_a_node_of_none_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_several_nodes_is_refused_on_a_node_of_none_of_its_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with nodes(3) as place:
         _a_run_is_refused_while_another_one_is_alive(place, {}, monkeypatch)
 
 
-def test_a_run_is_refused_by_its_heartbeat_in_an_object_store(servers: stores.Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_refused_by_its_heartbeat_in_an_object_store(
+    servers: stores.Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = servers.get("seaweed")
     with in_store(server, monkeypatch, 3) as place:
         _a_run_is_refused_while_another_one_is_alive(place, server.environ, monkeypatch)
 
 
-def _a_run_is_refused_while_another_one_is_alive(place: Nodes, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def _a_run_is_refused_while_another_one_is_alive(
+    place: Nodes, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(link_attempt, "WAIT_SECONDS", 0.1)
     for node in place:
         node.kill()
@@ -535,7 +599,10 @@ def _a_run_is_refused_while_another_one_is_alive(place: Nodes, environ: dict[str
             others.call(_set, environ)
             others.call(_be_impatient)
             refused = others.call(_refused, sockets(place, 2, 1))
-            assert all(reason.startswith("JobRunning: job 'gpt' is running already, in process") for reason in refused), refused
+            assert all(
+                reason.startswith("JobRunning: job 'gpt' is running already, in process")
+                for reason in refused
+            ), refused
         assert ranks.call(take, 5) == [""] * 2
     until(lambda: beats.attempts(JOB) == [], "the end of the heartbeat")
     with closing(Agent(JOB, socket=place[2].home.socket)) as agent:
@@ -561,7 +628,8 @@ def test_two_roots_at_the_same_path_are_refused(tmp_path: Path) -> None:
             found = ranks.call(_refused, sockets(place, 0, 1))
     assert len(set(found)) == 1
     assert found[0].startswith(
-        f"InvalidRequest: rank 1 on {names.host()} uses root {tmp_path}/b, rank 0 on {names.host()} uses {tmp_path}/a"
+        f"InvalidRequest: rank 1 on {names.host()} uses root {tmp_path}/b, rank 0 on "
+        f"{names.host()} uses {tmp_path}/a"
     )
 
 
@@ -580,7 +648,11 @@ def test_the_status_of_each_node_names_its_steps(two: Nodes) -> None:
         for node in two:
             (job,) = node.daemon.status()["jobs"]  # type: ignore[union-attr]
             assert (job["last_durable"]["step"], job["ranks_connected"]) == (5, 1), json.dumps(job)
-            assert (job["host"], job["ranks_here"], job["delivered"]) == (node.name, [int(node.name[-1])], [])
+            assert (job["host"], job["ranks_here"], job["delivered"]) == (
+                node.name,
+                [int(node.name[-1])],
+                [],
+            )
             assert status_text(node.daemon.status()).endswith(f"1 of 1 on {node.name}")  # type: ignore[union-attr]
 
 

@@ -1,8 +1,9 @@
-"""Tests states that several ranks hold together, split in every way that torch has: saved on four ranks, recovered on as many, fewer and
-more.
+"""Tests states that several ranks hold together, split in every way that torch has:
+saved on four ranks, recovered on as many, fewer and more.
 
-Everything is compared as bytes, gathered from its shards, with what the ranks had when they saved. It is recovered from the memory of
-killed ranks, or from storage by a new daemon. `test_resharding.py` tests values of each rank, and what cannot be saved.
+Everything is compared as bytes, gathered from its shards, with what the ranks had when
+they saved. It is recovered from the memory of killed ranks, or from storage by a new
+daemon. `test_resharding.py` tests values of each rank, and what cannot be saved.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ from tests.support.sharded import (
 )
 
 
-@pytest.fixture(scope="module", params=[(kind, source) for kind in KINDS for source in ("memory", "storage")], ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[(kind, source) for kind in KINDS for source in ("memory", "storage")],
+    ids="-".join,
+)
 def kept(request: pytest.FixtureRequest) -> Iterator[Saved]:
     kind, source = request.param
     with saved(kind, 4 if source == "memory" or kind in ("hsdp", "2d") else 2, source) as made:
@@ -48,7 +53,9 @@ def kept(request: pytest.FixtureRequest) -> Iterator[Saved]:
 def test_on_as_many_ranks_training_continues_bit_for_bit(kept: Saved) -> None:
     with Ranks(kept.world_size) as ranks:
         assert_recovered(ranks, kept, kept.kind)
-        ranks.call(train, 2)  # the optimizer then has a state to be overwritten, and DDP has its final buckets, hence the same rounding
+        # The optimizer then has a state to be overwritten, and DDP has its final
+        # buckets, hence the same rounding.
+        ranks.call(train, 2)
         assert differing(together(ranks.call(whole)), kept.wanted) != []
         assert set(ranks.call(recover, kept.place.socket)) == {(kept.source, 2)}
         assert differing(together(ranks.call(whole)), kept.wanted) == []
@@ -63,8 +70,8 @@ def test_a_state_is_recovered_on_fewer_and_on_more_ranks(kept: Saved, part: floa
 
 
 OTHERS = {
-    "ddp": ("2d", 4), "fsdp2": ("tp", 2), "hsdp": ("ddp", 3), "tp": ("hsdp", 4), "2d": ("fsdp2", 3), "fsdp1": ("fsdp2", 3),
-    "fsdp1-flat": ("fsdp1", 3), "pipeline": ("pipeline", 1),
+    "ddp": ("2d", 4), "fsdp2": ("tp", 2), "hsdp": ("ddp", 3), "tp": ("hsdp", 4), "2d": ("fsdp2", 3),
+    "fsdp1": ("fsdp2", 3), "fsdp1-flat": ("fsdp1", 3), "pipeline": ("pipeline", 1),
 }  # fmt: skip
 
 
@@ -80,8 +87,12 @@ def test_fsdp2_is_recovered_from_memory_on_another_mesh(kind: str, world_size: i
         assert_recovered(ranks, kept, kind)
 
 
-def assert_recovered(ranks: Ranks, kept: Saved, kind: str, optimizer: str = "adamw", model: type[nn.Module] = Net) -> None:
-    """Check that every rank gets the whole state back, into a model of other random numbers. Stages of a pipeline are taken together."""
+def assert_recovered(
+    ranks: Ranks, kept: Saved, kind: str, optimizer: str = "adamw", model: type[nn.Module] = Net
+) -> None:
+    """Check that every rank gets the whole state back, into a model of other random
+    numbers. Stages of a pipeline are taken together.
+    """
     ranks.call(build, kind, 2, optimizer, model)
     assert ranks.call(recover, kept.place.socket) == [(kept.source, 2)] * ranks.world_size
     found = ranks.call(whole)
@@ -111,7 +122,12 @@ def test_tied_weights_are_recovered_tied(kind: str) -> None:
 
 def test_tied_weights_are_written_once() -> None:
     with saved("ddp", 2, "memory", model=Tied) as kept:
-        items = [item for plan in parts(kept.place, 2) for item in plan.items if item.fqn.startswith("model.") and "weight" in item.fqn]
+        items = [
+            item
+            for plan in parts(kept.place, 2)
+            for item in plan.items
+            if item.fqn.startswith("model.") and "weight" in item.fqn
+        ]
         assert sum(item.length for item in items) == len(kept.wanted["model.embedding.weight"][2])
 
 
@@ -122,14 +138,19 @@ def test_optimizers_with_momentum_and_with_groups_are_recovered(kind: str, optim
         if optimizer == "sgd":
             assert any(name.endswith(".momentum_buffer") for name in kept.wanted)
         else:
-            rates = {kept.wanted[f"group.{name}.lr"] for name in ("up.weight", "up.bias", "down.weight", "norm.bias")}
+            rates = {
+                kept.wanted[f"group.{name}.lr"]
+                for name in ("up.weight", "up.bias", "down.weight", "norm.bias")
+            }
             assert rates == {0.3 * 0.75 * 0.75, 0.05 * 0.75 * 0.75}
         assert_recovered(ranks, kept, kind, optimizer)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1", "fsdp1-flat"])
-def test_an_optimizer_without_state_is_captured_and_recovered_as_empty(daemon: Daemon, kind: str, world_size: int) -> None:
+def test_an_optimizer_without_state_is_captured_and_recovered_as_empty(
+    daemon: Daemon, kind: str, world_size: int
+) -> None:
     with Ranks(2) as ranks:
         ranks.call(build, kind, 1)
         ranks.call(set_rate, 0.02)
@@ -144,7 +165,9 @@ def test_an_optimizer_without_state_is_captured_and_recovered_as_empty(daemon: D
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp1-flat"])
-def test_an_optimizer_without_state_is_recovered_by_a_model_that_is_not_flat(daemon: Daemon, kind: str) -> None:
+def test_an_optimizer_without_state_is_recovered_by_a_model_that_is_not_flat(
+    daemon: Daemon, kind: str
+) -> None:
     """FSDP1 then names no parameter of the optimizer, on one rank either."""
     with Ranks(1) as ranks:
         ranks.call(build, kind, 1)
@@ -154,12 +177,19 @@ def test_an_optimizer_without_state_is_recovered_by_a_model_that_is_not_flat(dae
         ranks.call(build, "fsdp2", 2)
         ranks.call(recover, daemon.home.socket)
         assert ranks.call(optimizer_entries) == [0]
-        rates = {value for name, value in ranks.call(whole)[0].items() if name.startswith("group.") and name.endswith(".lr")}
+        rates = {
+            value
+            for name, value in ranks.call(whole)[0].items()
+            if name.startswith("group.") and name.endswith(".lr")
+        }
         assert rates == {0.02}
 
 
 def test_the_steps_of_parameters_that_were_flat_are_counted_apart() -> None:
-    """DCP gives all parameters of a flat one the same tensor `step`. In a model that is not flat, each parameter would raise it."""
+    """DCP gives all parameters of a flat one the same tensor `step`.
+
+    In a model that is not flat, each parameter would raise it.
+    """
     with saved("fsdp1-flat", 2, "memory") as kept, Ranks(2) as ranks:
         assert_recovered(ranks, kept, "ddp")
         ranks.call(train, 2)
@@ -185,14 +215,19 @@ def test_a_refused_recovery_leaves_the_optimizer_without_state(kind: str) -> Non
     with saved(kind, 2, "memory") as kept, Ranks(2) as ranks:
         ranks.call(build, kind, 2)
         for refusal in ranks.call(recover_another, kept.place.socket):
-            assert refusal.startswith("key more is in the state and not in the checkpoint; nothing was written. ")
+            assert refusal.startswith(
+                "key more is in the state and not in the checkpoint; nothing was written. "
+            )
         assert ranks.call(optimizer_entries) == [0] * 2
 
 
 @pytest.mark.parametrize("point", ["agent.recover.loading", "agent.recover.opened"])
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp1-flat"])
 def test_no_rank_waits_for_one_that_cannot_read(daemon: Daemon, kind: str, point: str) -> None:
-    """FSDP1 makes its ranks wait for each other when they load. The rank that cannot load does not take part."""
+    """FSDP1 makes its ranks wait for each other when they load.
+
+    The rank that cannot load does not take part.
+    """
     with Ranks(2) as ranks:
         ranks.call(build, kind, 1)
         ranks.call(train, 2)

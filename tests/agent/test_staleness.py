@@ -1,7 +1,8 @@
-"""Tests that a snapshot is neither stale nor torn: it holds the values of its call, whatever is done to their tensors before or after.
+"""Tests that a snapshot is neither stale nor torn: it holds the values of its call,
+whatever is done to their tensors before or after.
 
-Each case takes a snapshot, does something to the state, takes another, does the same at once again, and compares both snapshots with the
-values at their calls.
+Each case takes a snapshot, does something to the state, takes another, does the same at
+once again, and compares both snapshots with the values at their calls.
 """
 
 from __future__ import annotations
@@ -18,19 +19,30 @@ from tests.support.daemons import Daemon
 
 
 class Everything:
-    """A small model with buffers, its optimizer after a step, an EMA copy, and a separate tensor."""
+    """A small model with buffers, its optimizer after a step, an EMA copy, and a
+    separate tensor.
+    """
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model: Any = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+        self.model: Any = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.ema = torch.optim.swa_utils.AveragedModel(self.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+        self.ema = torch.optim.swa_utils.AveragedModel(
+            self.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        )
         self.tensor = torch.arange(6.0)
         self.train()
 
     @property
     def state(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "ema": self.ema, "tensor": self.tensor}
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "ema": self.ema,
+            "tensor": self.tensor,
+        }
 
     def train(self) -> None:
         self.model(torch.randn(5, 4)).square().mean().backward()
@@ -43,9 +55,16 @@ class Everything:
         found = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         for parameter, state in self.optimizer.state.items():
-            found |= {f"optimizer.state.{names[parameter]}.{key}": value for key, value in state.items()}
-        found |= {f"ema.{name.removeprefix('module.')}": value for name, value in self.ema.state_dict().items()}
-        return {name: value.detach().clone() for name, value in {**found, "tensor": self.tensor}.items()}
+            found |= {
+                f"optimizer.state.{names[parameter]}.{key}": value for key, value in state.items()
+            }
+        found |= {
+            f"ema.{name.removeprefix('module.')}": value
+            for name, value in self.ema.state_dict().items()
+        }
+        return {
+            name: value.detach().clone() for name, value in {**found, "tensor": self.tensor}.items()
+        }
 
 
 def _train(it: Everything) -> None:
@@ -80,7 +99,9 @@ def _change_dtype(it: Everything) -> None:
 
 def _change_strides(it: Everything) -> None:
     weight = it.model[0].weight
-    weight.data = weight.data.t().contiguous().t() if weight.is_contiguous() else weight.data.contiguous()
+    weight.data = (
+        weight.data.t().contiguous().t() if weight.is_contiguous() else weight.data.contiguous()
+    )
     weight.data.add_(1)
 
 
@@ -114,7 +135,11 @@ def _freeze(it: Everything) -> None:
         parameter.requires_grad_(not parameter.requires_grad)
 
 
-DOINGS = [value for name, value in list(globals().items()) if name.startswith("_") and getattr(value, "__module__", "") == __name__]
+DOINGS = [
+    value
+    for name, value in list(globals().items())
+    if name.startswith("_") and getattr(value, "__module__", "") == __name__
+]
 
 
 @pytest.fixture
@@ -126,7 +151,9 @@ def agent(daemon: Daemon) -> Iterator[Agent]:
 
 
 @pytest.mark.parametrize("doing", DOINGS, ids=lambda doing: doing.__name__[1:])
-def test_each_snapshot_holds_the_values_of_its_call(agent: Agent, daemon: Daemon, doing: Callable[[Everything], None]) -> None:
+def test_each_snapshot_holds_the_values_of_its_call(
+    agent: Agent, daemon: Daemon, doing: Callable[[Everything], None]
+) -> None:
     it, expected = Everything(), []
     for step in range(4):
         expected.append(it.values())
@@ -149,5 +176,8 @@ def test_every_case_but_freezing_changes_a_value() -> None:
         before = it.values()
         doing(it)
         after = it.values()
-        changed = any(before[name].dtype != after[name].dtype or not torch.equal(before[name], after[name]) for name in before)
+        changed = any(
+            before[name].dtype != after[name].dtype or not torch.equal(before[name], after[name])
+            for name in before
+        )
         assert changed or doing is _freeze, doing.__name__

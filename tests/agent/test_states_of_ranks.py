@@ -1,7 +1,8 @@
-"""Tests states that two ranks may give, saved and recovered: what belongs together, what is tied, and what each rank marks as its own.
+"""Tests states that two ranks may give, saved and recovered: what belongs together,
+what is tied, and what each rank marks as its own.
 
-Each of the `CASES` is made with its values, and blank. After the recovery the blank one must equal the other. The first functions run on
-ranks.
+Each of the `CASES` is made with its values, and blank. After the recovery the blank one
+must equal the other. The first functions run on ranks.
 """
 
 from __future__ import annotations
@@ -62,12 +63,22 @@ def parts_of_one_storage(blank: bool, rank: int) -> Any:
 
 @case
 def marks_in_a_list(blank: bool, rank: int) -> Any:
-    return {"places": [per_rank(0 if blank else 10 + rank), per_rank(arange(2, blank, rank))], "pair": (per_rank(0 if blank else rank), 5)}
+    return {
+        "places": [per_rank(0 if blank else 10 + rank), per_rank(arange(2, blank, rank))],
+        "pair": (per_rank(0 if blank else rank), 5),
+    }
 
 
 @case
 def marks_where_nothing_is_yet(blank: bool, rank: int) -> Any:
-    return {"readers": {} if blank else {"train": per_rank(10 + rank), "deep": [{"w": per_rank(torch.full((2,), float(rank)))}]}}
+    return {
+        "readers": {}
+        if blank
+        else {
+            "train": per_rank(10 + rank),
+            "deep": [{"w": per_rank(torch.full((2,), float(rank)))}],
+        }
+    }
 
 
 class Reader:
@@ -91,7 +102,11 @@ def an_object_that_marks_its_own(blank: bool, rank: int) -> Any:
 @case
 def containers(blank: bool, rank: int) -> Any:
     history, numbers = deque([arange(2, blank), arange(2, blank, 5.0)], maxlen=4), deque([1, (2,)])
-    return {"history": deque(maxlen=4) if blank else history, "w": OrderedDict(w=arange(3, blank)), "n": deque() if blank else numbers}
+    return {
+        "history": deque(maxlen=4) if blank else history,
+        "w": OrderedDict(w=arange(3, blank)),
+        "n": deque() if blank else numbers,
+    }
 
 
 class AppState:
@@ -105,7 +120,12 @@ class AppState:
         return {"model": model, "optim": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
 
 
 @case
@@ -121,7 +141,10 @@ def a_stateful_of_sharded_tensors(blank: bool, rank: int) -> Any:
 
 @case
 def a_stateful_of_each_stage(blank: bool, rank: int) -> Any:
-    """The stages of a pipeline. Each rank's object must get its own layers and groups, and no others."""
+    """The stages of a pipeline.
+
+    Each rank's object must get its own layers and groups, and no others.
+    """
     torch.manual_seed(99 if blank else rank)
     model = nn.Sequential(OrderedDict({f"layer{rank}": nn.Linear(6, 6)}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 / (1 + rank), foreach=False)
@@ -132,22 +155,38 @@ def a_stateful_of_each_stage(blank: bool, rank: int) -> Any:
 
 @case
 def conjugates_and_negatives(blank: bool, rank: int) -> Any:
-    values = torch.zeros(4, dtype=torch.complex64) if blank else torch.tensor([1 + 2j, 3 - 1j, 5j, 7])
-    sharded = DTensor.from_local(values[:2].conj() if rank == 0 else values[2:].conj(), init_device_mesh("cpu", (2,)), [Shard(0)])
-    return {"plain": values.clone().conj(), "imaginary": values.clone().conj().imag, "sharded": sharded, "replicated": values.conj()}
+    values = (
+        torch.zeros(4, dtype=torch.complex64) if blank else torch.tensor([1 + 2j, 3 - 1j, 5j, 7])
+    )
+    sharded = DTensor.from_local(
+        values[:2].conj() if rank == 0 else values[2:].conj(),
+        init_device_mesh("cpu", (2,)),
+        [Shard(0)],
+    )
+    return {
+        "plain": values.clone().conj(),
+        "imaginary": values.clone().conj().imag,
+        "sharded": sharded,
+        "replicated": values.conj(),
+    }
 
 
 @case
 def small_and_odd(blank: bool, rank: int) -> Any:
     return {
-        "scalar": torch.tensor(0.0 if blank else 3.0), "empty": torch.empty(0, 5), "own": per_rank(torch.tensor(0 if blank else rank)),
-        1: arange(2, blank), "1": arange(2, blank, 5.0), (1, 2): 0 if blank else 5, "x": per_rank(arange(3, blank, rank)),
-        "channels": arange(96, blank).view(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+        "scalar": torch.tensor(0.0 if blank else 3.0), "empty": torch.empty(0, 5),
+        "own": per_rank(torch.tensor(0 if blank else rank)), 1: arange(2, blank), "1": arange(2,
+        blank, 5.0), (1, 2): 0 if blank else 5, "x": per_rank(arange(3, blank, rank)),
+        "channels": arange(96, blank).view(2, 3, 4,
+        4).contiguous(memory_format=torch.channels_last),
     }  # fmt: skip
 
 
 def flat(tree: Any, path: str = "") -> dict[str, Any]:
-    """Return everything in it as plain values, by path. Of sharded tensors, return this rank's part."""
+    """Return everything in it as plain values, by path.
+
+    Of sharded tensors, return this rank's part.
+    """
     if isinstance(tree, PerRank):
         return {f"{path}*": None, **flat(tree.value, path)}
     if isinstance(tree, Reader):
@@ -183,7 +222,8 @@ def recover(socket: Path, name: str) -> dict[str, Any]:
     state = CASES[name](True, dist.get_rank())
     assert agent.recover(state) is not None
     found = flat(state)
-    agent.snapshot(state, step=2).wait("sealed", timeout=60)  # a recovered state can be saved as it is
+    # A recovered state can be saved as it is.
+    agent.snapshot(state, step=2).wait("sealed", timeout=60)
     return found
 
 
@@ -230,11 +270,19 @@ class Log:
 
 
 def drift(socket: Path) -> tuple[Any, ...]:
-    """Values that are the same on all ranks when they plan, and differ later. Each rank gets its own back nevertheless."""
+    """Values that are the same on all ranks when they plan, and differ later.
+
+    Each rank gets its own back nevertheless.
+    """
     rank = dist.get_rank()
     agent = Agent("drift", socket=socket)
     for step, own in ((1, {}), (2, {f"only {rank}": rank})):
-        state = {"counts": Counter(own), "plain": dict(own), "log": Log(dict(own)), "w": torch.ones(2)}
+        state = {
+            "counts": Counter(own),
+            "plain": dict(own),
+            "log": Log(dict(own)),
+            "w": torch.ones(2),
+        }
         agent.snapshot(state, step=step).wait("durable", timeout=60)
     state = {"counts": Counter(), "plain": {}, "log": Log({}), "w": torch.ones(2)}
     agent.recover(state)
@@ -247,7 +295,9 @@ def recover_alone(seconds: float) -> str:
 
 
 def stages(socket: Path) -> str:
-    """Two stages of a pipeline, each sharded over two ranks, with the same names for different layers."""
+    """Two stages of a pipeline, each sharded over two ranks, with the same names for
+    different layers.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
     torch.manual_seed(dist.get_rank() // 2)
     model = nn.Linear(8, 8)
@@ -258,7 +308,9 @@ def stages(socket: Path) -> str:
 def retain(socket: Path, bad: int) -> str:
     """Make an agent, with a retention that is invalid on one rank."""
     try:
-        Agent("retention", socket=socket, retention=[] if dist.get_rank() == bad else LatestN(1)).close()
+        Agent(
+            "retention", socket=socket, retention=[] if dist.get_rank() == bad else LatestN(1)
+        ).close()
     except (CkptdError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -276,7 +328,9 @@ def test_each_case_comes_back(ranks: Ranks, daemon: Daemon, name: str) -> None:
     assert [why for why, _ in saved] == ["", ""]
     with Checkpoint.open(daemon.home.root / name) as checkpoint:
         checkpoint.load()  # every key that the metadata has
-    for (_, wanted), found in zip(saved, ranks.call(recover, daemon.home.socket, name), strict=True):
+    for (_, wanted), found in zip(
+        saved, ranks.call(recover, daemon.home.socket, name), strict=True
+    ):
         assert found == wanted
 
 
@@ -284,12 +338,16 @@ def test_the_same_name_on_other_meshes_is_refused(daemon: Daemon) -> None:
     with Ranks(4) as ranks:
         for why in ranks.call(stages, daemon.home.socket):
             assert "UnsavableValue: " in why
-            assert "model.weight differs between ranks 0 and 2, and is not split between them" in why
+            assert (
+                "model.weight differs between ranks 0 and 2, and is not split between them" in why
+            )
 
 
 def test_parts_of_one_storage_that_differ_are_refused(ranks: Ranks, daemon: Daemon) -> None:
     bases = [torch.arange(15.0) + 100 * rank for rank in range(2)]
-    for why in ranks.call(refused, daemon.home.socket, "parts", [{"a": base[:10], "b": base[5:]} for base in bases]):
+    for why in ranks.call(
+        refused, daemon.home.socket, "parts", [{"a": base[:10], "b": base[5:]} for base in bases]
+    ):
         assert "a differs between ranks 0 and 1" in why
 
 
@@ -302,7 +360,8 @@ def test_a_key_that_is_too_long_is_refused_by_name(ranks: Ranks, daemon: Daemon)
 def test_ranks_with_different_persist_fail_the_step(ranks: Ranks, daemon: Daemon) -> None:
     for why in ranks.call(save_as, daemon.home.socket, "persist", [True, False]):
         said = (
-            r"step 1 has persist=(True on rank 0, but persist=False on rank 1|False on rank 1, but persist=True on rank 0): "
+            r"step 1 has persist=(True on rank 0, but persist=False on rank 1|False on rank 1, "
+            r"but persist=True on rank 0): "
             "pass the same on all ranks"
         )
         assert re.fullmatch(said, why)
@@ -310,7 +369,9 @@ def test_ranks_with_different_persist_fail_the_step(ranks: Ranks, daemon: Daemon
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_an_invalid_retention_of_one_rank_is_an_error_on_all(ranks: Ranks, daemon: Daemon, bad: int) -> None:
+def test_an_invalid_retention_of_one_rank_is_an_error_on_all(
+    ranks: Ranks, daemon: Daemon, bad: int
+) -> None:
     for why in ranks.call(retain, daemon.home.socket, bad):
         assert "InvalidRequest: " in why
         assert "retention has 0 policies" in why
@@ -319,7 +380,11 @@ def test_an_invalid_retention_of_one_rank_is_an_error_on_all(ranks: Ranks, daemo
 def test_ranks_that_want_different_steps_back_fail(ranks: Ranks, daemon: Daemon) -> None:
     assert ranks.call(save_as, daemon.home.socket, "steps", [True, True]) == ["", ""]
     for steps, said in (([None, 1], "1 and None"), ([99, 1], "1 and 99")):
-        wanted = f"InvalidRequest: the ranks want to recover step {said}: pass the same step on all ranks"
+        wanted = (
+            f"InvalidRequest: the ranks want to recover step {said}: pass the same step on "
+            f"all "
+            f"ranks"
+        )
         assert ranks.call(recover_step, "steps", steps) == [wanted] * 2
     assert ranks.call(recover_step, "steps", [1, 1]) == ["", ""]
 
@@ -329,13 +394,18 @@ def test_each_rank_gets_its_own_plain_values_back(ranks: Ranks, daemon: Daemon) 
         assert found == ({f"only {rank}": rank},) * 3
 
 
-def test_a_failed_recovery_on_one_rank_does_not_disturb_a_later_one(ranks: Ranks, daemon: Daemon) -> None:
+def test_a_failed_recovery_on_one_rank_does_not_disturb_a_later_one(
+    ranks: Ranks, daemon: Daemon
+) -> None:
     assert ranks.call(save_as, daemon.home.socket, "alone", [True, True]) == ["", ""]
     first, second = ranks.call(recover_step, "alone", [None, True])
     assert first == "InvalidRequest: rank 1: step is True; expected an integer from 0 to 10**18 - 1"
     assert second == "InvalidRequest: step is True; expected an integer from 0 to 10**18 - 1"
     assert ranks.call(recover_step, "alone", [None, None]) == ["", ""]
-    for alone, said in ((1, "rank 0 has not answered within 1 s"), (0, "rank 1 sent nothing within 1 s")):
+    for alone, said in (
+        (1, "rank 0 has not answered within 1 s"),
+        (0, "rank 1 sent nothing within 1 s"),
+    ):
         said += ": every rank must call recover(), not only some of them"
         assert ranks.call(recover_alone, 1.0, only=[alone]) == [f"SnapshotFailed: {said}"]
         assert ranks.call(recover_alone, 60.0) == ["", ""]

@@ -90,11 +90,15 @@ def test_a_snapshot_in_memory_only_costs_until_it_is_sealed(training: Training) 
     pending.seal()
     training.times.begin(pending)
     training.steps(1.0, 5.0)
-    assert pending.lost_seconds == pytest.approx(0.0), "the first step took as long as usual, with the call"
+    assert pending.lost_seconds == pytest.approx(0.0), (
+        "the first step took as long as usual, with the call"
+    )
 
 
 def test_a_snapshot_that_has_failed_at_once_is_not_counted(training: Training) -> None:
-    """Snapshots with an invalid step must not reach the daemon, because no message can hold such a step."""
+    """Snapshots with an invalid step must not reach the daemon, because no message can
+    hold such a step.
+    """
     training.steps(7.0, 1.0, 1.0, 1.0)
     pending = Pending(-1)
     pending.fail(SnapshotFailed("x"))
@@ -117,7 +121,9 @@ def test_a_wrong_step_does_not_disturb_later_snapshots(place: Home) -> None:
         agent.close()
 
 
-def test_a_signal_handler_may_snapshot_while_a_step_is_counted(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_handler_may_snapshot_while_a_step_is_counted(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training.steps(7.0, 1.0, 1.0, 1.0)
     pending = training.snapshot()
     second: list[Pending] = []
@@ -141,7 +147,10 @@ def test_snapshots_without_steps_are_not_kept(training: Training) -> None:
 
 def test_an_optimizer_that_no_longer_steps_is_replaced(training: Training) -> None:
     training.steps(7.0, 1.0, 1.0, 1.0)
-    first, training.optimizer = training.optimizer, torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    first, training.optimizer = (
+        training.optimizer,
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)]),
+    )
     training.steps(*[3.0] * 100)
     assert training.times.usual == 3.0
     assert first is not training.optimizer
@@ -187,7 +196,10 @@ def test_an_agent_measures_real_steps(place: Home) -> None:
         assert (cost["step"], cost["seconds"]) == (1, pytest.approx(lost))
         assert cost["usual"] > 0
         assert status["jobs"][0]["writers"] >= 1
-        assert f"COST           job: step 1 has cost the training {lost:.3f} s (" in report.status_text(status)
+        assert (
+            f"COST           job: step 1 has cost the training {lost:.3f} s ("
+            in report.status_text(status)
+        )
         agent.close()
 
 

@@ -1,5 +1,6 @@
-"""Tests former bugs of `StorageWriter` and `StorageReader`: concurrent commits, deaths and forks in between, other attempts, planners that
-reuse their memory, unusual tensors, hostile files.
+"""Tests former bugs of `StorageWriter` and `StorageReader`: concurrent commits, deaths
+and forks in between, other attempts, planners that reuse their memory, unusual tensors,
+hostile files.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from tests.support.daemons import Daemon
 from tests.support.storage import source
 from tests.support.strangers import KINDS, holding, open_place
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore::FutureWarning"
+)
 __all__ = ["spot"]
 
 
@@ -57,7 +60,9 @@ def gpt(daemon: Daemon) -> Iterator[Path]:
 def test_of_concurrent_saves_to_one_directory_one_is_whole(tmp_path: Path, overwrite: bool) -> None:
     for number in range(40):
         where = tmp_path / ("same" if overwrite else str(number))
-        threads = [threading.Thread(target=try_save, args=(where, seed, overwrite)) for seed in (1, 2)]
+        threads = [
+            threading.Thread(target=try_save, args=(where, seed, overwrite)) for seed in (1, 2)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -69,13 +74,20 @@ def test_of_concurrent_saves_to_one_directory_one_is_whole(tmp_path: Path, overw
 
 def try_save(where: Path, seed: int, overwrite: bool) -> None:
     try:
-        dcp.save({"a": torch.full((100,), float(seed))}, storage_writer=StorageWriter(where, overwrite=overwrite))
+        dcp.save(
+            {"a": torch.full((100,), float(seed))},
+            storage_writer=StorageWriter(where, overwrite=overwrite),
+        )
     except dcp.CheckpointException:
         assert not overwrite
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(5, "the directory could not be synced")])
-def test_an_interruption_after_the_commit_does_not_undo_it(tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), OSError(5, "the directory could not be synced")]
+)
+def test_an_interruption_after_the_commit_does_not_undo_it(
+    tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit = StandaloneDirectory.commit
 
     def interrupted(self: StandaloneDirectory, data: bytes, *, overwrite: bool, nonce: str) -> None:
@@ -92,7 +104,11 @@ def test_an_interruption_after_the_commit_does_not_undo_it(tmp_path: Path, error
 def planned() -> Resolved:
     planner = DefaultSavePlanner()
     planner.set_up_planner({"a": torch.zeros(4)}, None, True)
-    return Resolved.of(planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0][0]), planner, weights_only=True)
+    return Resolved.of(
+        planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0][0]),
+        planner,
+        weights_only=True,
+    )
 
 
 AT_THE_END = """
@@ -103,15 +119,28 @@ dcp.async_save({"a": torch.arange(5_000_000)}, storage_writer=StorageWriter(sys.
 
 
 def test_an_async_save_that_is_the_last_statement_is_finished(spot: Place) -> None:
-    variables = {**os.environ, **({"CKPTD_SOCKET": str(spot.daemon.home.socket)} if spot.daemon else {})}
-    subprocess.run([sys.executable, "-c", AT_THE_END, str(spot.path("last"))], env=variables, check=True, timeout=100, capture_output=True)
+    variables = {
+        **os.environ,
+        **({"CKPTD_SOCKET": str(spot.daemon.home.socket)} if spot.daemon else {}),
+    }
+    subprocess.run(
+        [sys.executable, "-c", AT_THE_END, str(spot.path("last"))],
+        env=variables,
+        check=True,
+        timeout=100,
+        capture_output=True,
+    )
     with Checkpoint.open(spot.path("last")) as checkpoint:
         assert torch.equal(checkpoint.tensor("a"), torch.arange(5_000_000))
 
 
-def test_a_checkpoint_deleted_or_overwritten_while_it_is_opened_is_not_called_damaged(tmp_path: Path) -> None:
+def test_a_checkpoint_deleted_or_overwritten_while_it_is_opened_is_not_called_damaged(
+    tmp_path: Path,
+) -> None:
     for number in (1, 2, 3):
-        dcp.save({"a": torch.full((2,), number)}, storage_writer=StorageWriter(tmp_path / str(number)))
+        dcp.save(
+            {"a": torch.full((2,), number)}, storage_writer=StorageWriter(tmp_path / str(number))
+        )
     before = StandaloneDirectory(tmp_path / "1").read_manifest()
     for part in (tmp_path / "1").glob("rank-*"):
         part.unlink()
@@ -119,7 +148,9 @@ def test_a_checkpoint_deleted_or_overwritten_while_it_is_opened_is_not_called_da
     with pytest.raises(NotFound):
         Checkpoint(StandaloneDirectory(tmp_path / "1"), "standalone", before)
     before = StandaloneDirectory(tmp_path / "2").read_manifest()
-    dcp.save({"a": torch.full((2,), 22)}, storage_writer=StorageWriter(tmp_path / "2", overwrite=True))
+    dcp.save(
+        {"a": torch.full((2,), 22)}, storage_writer=StorageWriter(tmp_path / "2", overwrite=True)
+    )
     with Checkpoint(StandaloneDirectory(tmp_path / "2"), "standalone", before) as checkpoint:
         assert checkpoint.tensor("a")[0].item() == 22
         assert checkpoint.manifest.parts != before.parts
@@ -134,7 +165,10 @@ def test_a_checkpoint_deleted_or_overwritten_while_it_is_opened_is_not_called_da
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_locks_of_another_user_delay_only_the_sweep(kind: str) -> None:
-    """The locks are on directory, manifest and part. An exclusive flock on the directory once blocked loads and saves for ever."""
+    """The locks are on directory, manifest and part.
+
+    An exclusive flock on the directory once blocked loads and saves for ever.
+    """
     with open_place() as place:
         where = place / "latest"
         dcp.save(state(1), storage_writer=StorageWriter(where))
@@ -154,7 +188,9 @@ def test_locks_of_another_user_delay_only_the_sweep(kind: str) -> None:
 
 
 def test_a_reader_without_the_lock_on_the_directory_keeps_its_parts() -> None:
-    """The other process has ended when the checkpoint is overwritten, so that only the lock on the part is left."""
+    """The other process has ended when the checkpoint is overwritten, so that only the
+    lock on the part is left.
+    """
     with open_place() as place:
         where = place / "latest"
         dcp.save(state(1), storage_writer=StorageWriter(where, files_per_rank=3))
@@ -188,8 +224,12 @@ def test_a_save_without_the_lock_on_the_directory_is_not_swept() -> None:
         assert len(list(where.iterdir())) == 3
 
 
-def test_a_part_that_is_swept_before_it_is_locked_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The flock on the directory is missing, because another user may keep this process from taking it."""
+def test_a_part_that_is_swept_before_it_is_locked_is_created_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flock on the directory is missing, because another user may keep this process
+    from taking it.
+    """
     hold = StandaloneDirectory.hold
     swept: list[str] = []
 
@@ -203,7 +243,9 @@ def test_a_part_that_is_swept_before_it_is_locked_is_created_again(tmp_path: Pat
 
     dcp.save(state(8), storage_writer=StorageWriter(tmp_path))
     monkeypatch.setattr(StandaloneDirectory, "hold", late)
-    monkeypatch.setattr(StandaloneDirectory, "share", lambda self: source(os.open(self.path, os.O_RDONLY)))
+    monkeypatch.setattr(
+        StandaloneDirectory, "share", lambda self: source(os.open(self.path, os.O_RDONLY))
+    )
     dcp.save(state(9), storage_writer=StorageWriter(tmp_path, overwrite=True))
     assert len(swept) == 2
     assert same(Checkpoint.open(tmp_path).load(), state(9))
@@ -217,7 +259,9 @@ def begin_another(socket: Path) -> None:
     Agent("gpt", socket=socket, takeover=True).close()
 
 
-def test_saves_continue_after_another_process_has_saved_to_the_job(daemon: Daemon, gpt: Path) -> None:
+def test_saves_continue_after_another_process_has_saved_to_the_job(
+    daemon: Daemon, gpt: Path
+) -> None:
     dcp.save(state(1), storage_writer=StorageWriter(gpt / "one", socket=daemon.home.socket))
     process = forks.context().Process(target=begin_another, args=(daemon.home.socket,))
     process.start()
@@ -232,7 +276,9 @@ def test_saves_continue_after_another_process_has_saved_to_the_job(daemon: Daemo
     ]
 
 
-def save_own_paths(ready: Any, socket: Path, job: Path, number: int, said: Any, options: dict[str, Any]) -> None:
+def save_own_paths(
+    ready: Any, socket: Path, job: Path, number: int, said: Any, options: dict[str, Any]
+) -> None:
     try:
         ready.wait(60)
         for save in range(3):
@@ -244,10 +290,14 @@ def save_own_paths(ready: Any, socket: Path, job: Path, number: int, said: Any, 
 
 
 @pytest.mark.parametrize("options", [{}, {"no_dist": True}])
-def test_processes_that_save_paths_of_their_own_do_not_fence_one_another(daemon: Daemon, gpt: Path, options: dict[str, Any]) -> None:
+def test_processes_that_save_paths_of_their_own_do_not_fence_one_another(
+    daemon: Daemon, gpt: Path, options: dict[str, Any]
+) -> None:
     context, savers = forks.context(), 4
     ready, said = context.Barrier(savers), context.Queue()
-    arguments = [(ready, daemon.home.socket, gpt, number, said, options) for number in range(savers)]
+    arguments = [
+        (ready, daemon.home.socket, gpt, number, said, options) for number in range(savers)
+    ]
     processes = [context.Process(target=save_own_paths, args=each) for each in arguments]
     for process in processes:
         process.start()
@@ -256,7 +306,10 @@ def test_processes_that_save_paths_of_their_own_do_not_fence_one_another(daemon:
         process.join(60)
     for number in range(savers):
         for save in range(3):
-            assert torch.equal(Checkpoint.open(gpt / f"of-{number}-{save}").load()["a"], torch.full((300_000,), number))
+            assert torch.equal(
+                Checkpoint.open(gpt / f"of-{number}-{save}").load()["a"],
+                torch.full((300_000,), number),
+            )
 
 
 def test_an_agent_that_is_made_later_is_used_too(daemon: Daemon, gpt: Path) -> None:
@@ -265,14 +318,21 @@ def test_an_agent_that_is_made_later_is_used_too(daemon: Daemon, gpt: Path) -> N
     dcp.save(state(2), storage_writer=StorageWriter(gpt / "two", socket=daemon.home.socket))
     agent.snapshot(state(3), step=5).wait("durable", timeout=60)
     agent.close()
-    assert sorted(path.parent.name for path in gpt.glob("*/manifest.json")) == ["one.a0001", "step-00000005.a0002", "two.a0002"]
+    assert sorted(path.parent.name for path in gpt.glob("*/manifest.json")) == [
+        "one.a0001",
+        "step-00000005.a0002",
+        "two.a0002",
+    ]
 
 
 def test_overwriting_waits_for_a_running_save(daemon: Daemon, gpt: Path) -> None:
     writer = StorageWriter(socket=daemon.home.socket, overwrite=True)
     dcp.save(state(0), checkpoint_id=gpt / "latest", storage_writer=writer)
     names_ = ["precious", "latest", "latest", "more"]
-    futures = [dcp.async_save(state(n), checkpoint_id=gpt / name, storage_writer=writer) for n, name in enumerate(names_, 1)]
+    futures = [
+        dcp.async_save(state(n), checkpoint_id=gpt / name, storage_writer=writer)
+        for n, name in enumerate(names_, 1)
+    ]
     for future in futures:
         future.result()  # type: ignore[union-attr]
     assert same(Checkpoint.open(gpt / "precious").load(), state(1))
@@ -283,16 +343,25 @@ def test_a_larger_save_leaves_a_smaller_one_its_slot(daemon: Daemon, gpt: Path) 
     writer = StorageWriter(socket=daemon.home.socket)
     small = {f"key-{n}": torch.tensor(n) for n in range(3000)}
     large = {"a": torch.arange(3_000_000)}
-    futures = [dcp.async_save(small if n % 2 == 0 else large, checkpoint_id=gpt / f"save-{n}", storage_writer=writer) for n in range(4)]
+    futures = [
+        dcp.async_save(
+            small if n % 2 == 0 else large, checkpoint_id=gpt / f"save-{n}", storage_writer=writer
+        )
+        for n in range(4)
+    ]
     for n, future in enumerate(futures):
         future.result()  # type: ignore[union-attr]
         assert same(Checkpoint.open(gpt / f"save-{n}").load(), small if n % 2 == 0 else large)
 
 
-def test_a_stopped_daemon_does_not_delay_a_snapshot_beside_a_save(daemon: Daemon, gpt: Path) -> None:
+def test_a_stopped_daemon_does_not_delay_a_snapshot_beside_a_save(
+    daemon: Daemon, gpt: Path
+) -> None:
     agent = Agent("gpt", socket=daemon.home.socket)
     agent.snapshot(state(1), step=1).wait("durable", timeout=60)
-    agent._link.client.welcome = msgspec.structs.replace(agent._link.client.welcome, stall_budget=0.2)
+    agent._link.client.welcome = msgspec.structs.replace(
+        agent._link.client.welcome, stall_budget=0.2
+    )
     daemon.process.send_signal(signal.SIGSTOP)
     try:
         holding = agent._link.calls
@@ -308,18 +377,25 @@ def test_a_stopped_daemon_does_not_delay_a_snapshot_beside_a_save(daemon: Daemon
         thread.start()
         held.wait()
         pending = agent.snapshot(state(2), step=2, on_busy="skip")
-        assert (pending.state, str(pending.error)) == ("failed", "another save of this process is waiting for a slot")
+        assert (pending.state, str(pending.error)) == (
+            "failed",
+            "another save of this process is waiting for a slot",
+        )
         release.set()
         thread.join()
     finally:
         daemon.process.send_signal(signal.SIGCONT)
 
 
-def test_a_bare_checkpoint_beside_those_of_a_daemon_is_refused_by_name(daemon: Daemon, gpt: Path) -> None:
+def test_a_bare_checkpoint_beside_those_of_a_daemon_is_refused_by_name(
+    daemon: Daemon, gpt: Path
+) -> None:
     dcp.save(state(1), storage_writer=StorageWriter(gpt / "latest", socket=daemon.home.socket))
     assert "only its daemon may save another one of this name" in refused(alone, gpt / "latest")
     alone(gpt / "other")
-    assert "move it away" in refused(dcp.save, state(2), storage_writer=StorageWriter(gpt / "other", socket=daemon.home.socket))
+    assert "move it away" in refused(
+        dcp.save, state(2), storage_writer=StorageWriter(gpt / "other", socket=daemon.home.socket)
+    )
     (gpt / "latest").mkdir()
     (gpt / "latest" / "manifest.json").write_bytes((gpt / "other" / "manifest.json").read_bytes())
     with pytest.raises(NotFound, match="are checkpoints: name the one that you mean"):
@@ -380,7 +456,9 @@ class Shrinking(DefaultSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         (item,) = new_plan.items
         assert item.tensor_data is not None
-        data = replace(item.tensor_data, chunk=replace(item.tensor_data.chunk, sizes=torch.Size([2])))
+        data = replace(
+            item.tensor_data, chunk=replace(item.tensor_data.chunk, sizes=torch.Size([2]))
+        )
         return replace(new_plan, items=[replace(item, tensor_data=data)])
 
     def resolve_data(self, write_item: WriteItem) -> Any:
@@ -390,18 +468,31 @@ class Shrinking(DefaultSavePlanner):
 class TensorData(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
-        return plans, replace(metadata, planner_data={**metadata.planner_data, "mean": torch.zeros(1)})
+        return plans, replace(
+            metadata, planner_data={**metadata.planner_data, "mean": torch.zeros(1)}
+        )
 
 
 @pytest.mark.parametrize(
     ("planner", "reason"),
     [
-        (Shrinking, "InvalidRequest: the planner writes in another size than its metadata says: a; nothing was saved"),
-        (TensorData, "UnsavableValue: the metadata's planner_data.mean: planner data cannot hold tensors; "),
+        (
+            Shrinking,
+            "InvalidRequest: the planner writes in another size than its metadata says: a; "
+            "nothing was saved",
+        ),
+        (
+            TensorData,
+            "UnsavableValue: the metadata's planner_data.mean: planner data cannot hold tensors; ",
+        ),
     ],
 )
-def test_a_planner_that_is_wrong(spot: Place, planner: type[DefaultSavePlanner], reason: str) -> None:
-    assert refused(dcp.save, {"a": torch.zeros(40)}, storage_writer=spot.writer("wrong"), planner=planner()).startswith(reason)
+def test_a_planner_that_is_wrong(
+    spot: Place, planner: type[DefaultSavePlanner], reason: str
+) -> None:
+    assert refused(
+        dcp.save, {"a": torch.zeros(40)}, storage_writer=spot.writer("wrong"), planner=planner()
+    ).startswith(reason)
     assert spot.files() == {}
 
 
@@ -411,7 +502,11 @@ class ToBytes(DefaultSavePlanner):
 
 
 def test_a_parameter_that_is_cast_to_integers_can_be_read(spot: Place) -> None:
-    dcp.save({"a": torch.nn.Parameter(torch.ones(4))}, storage_writer=spot.writer("cast"), planner=ToBytes())
+    dcp.save(
+        {"a": torch.nn.Parameter(torch.ones(4))},
+        storage_writer=spot.writer("cast"),
+        planner=ToBytes(),
+    )
     assert same(Checkpoint.open(spot.path("cast")).load(), {"a": torch.ones(4, dtype=torch.int8)})
 
 
@@ -446,20 +541,31 @@ class Logging(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-def test_a_planner_that_overrides_load_bytes_runs_no_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planner_that_overrides_load_bytes_runs_no_pickle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(f"{__name__}.MARK", tmp_path / "ran")
-    writer = StorageWriter(tmp_path / "it", weights_only=False)  # makes the hostile file that is refused below
+    # Makes the hostile file that is refused below.
+    writer = StorageWriter(tmp_path / "it", weights_only=False)
     dcp.save({"b": Hostile()}, storage_writer=writer)
-    reason = refused(dcp.load, {"b": None}, storage_reader=StorageReader(tmp_path / "it"), planner=Logging())
+    reason = refused(
+        dcp.load, {"b": None}, storage_reader=StorageReader(tmp_path / "it"), planner=Logging()
+    )
     assert reason.startswith("UnsavableValue: b: it can only be loaded by running pickled code")
     assert not MARK.exists()
 
 
 @pytest.mark.parametrize("base", [Item("b", BLOB, (64,), (0,), (64,), None, 0), None])
 def test_an_alias_of_a_blob_or_of_several_shards_is_refused(base: Item | None) -> None:
-    items = [base] if base else [Item("b", "uint8", (96,), (32 * n,), (32,), None, 32 * n) for n in range(2)]
+    items = (
+        [base]
+        if base
+        else [Item("b", "uint8", (96,), (32 * n,), (32,), None, 32 * n) for n in range(2)]
+    )
     alias = Alias("y", "b", 40, "uint8", (8,), (1,))
-    document = Plan(regions=[Region(0, 64, 1)], items=items, aliases=[alias], metadata=None, writer=WRITER).encode()
+    document = Plan(
+        regions=[Region(0, 64, 1)], items=items, aliases=[alias], metadata=None, writer=WRITER
+    ).encode()
     with pytest.raises(IntegrityError, match="alias 'y' has an impossible base"):
         Plan.decode(document)
 
@@ -487,4 +593,14 @@ def test_shards_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path) -> None
 
 
 def replace_item(item: Item, sizes: tuple[int, ...]) -> Item:
-    return Item(item.fqn, item.dtype, item.size, item.offsets, sizes, item.stride, item.offset, item.device, item.requires_grad)
+    return Item(
+        item.fqn,
+        item.dtype,
+        item.size,
+        item.offsets,
+        sizes,
+        item.stride,
+        item.offset,
+        item.device,
+        item.requires_grad,
+    )

@@ -1,5 +1,5 @@
-"""Tests `dcp.save` and `load` of several ranks through ckptd: sharded in every way, resharded, asynchronous, without collectives, and
-failing.
+"""Tests `dcp.save` and `load` of several ranks through ckptd: sharded in every way,
+resharded, asynchronous, without collectives, and failing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,11 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> Base:
 
 def states() -> dict[str, Any]:
     model, optimizer = HERE["model"], HERE["optimizer"]
-    return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer), "count": HERE["count"]}
+    return {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer),
+        "count": HERE["count"],
+    }
 
 
 def save(base: Base, name: str, how: str = "save", planner: Any = None, **options: Any) -> None:
@@ -94,7 +98,9 @@ def leave() -> None:
 
 
 def changed(found: Any, wanted: Any) -> list[str]:
-    """Return what differs, except buffers: each rank has its own, and DCP saves one of them."""
+    """Return what differs, except buffers: each rank has its own, and DCP saves one of
+    them.
+    """
     return [name for name in differing(found, wanted) if not name.startswith("model.norm.running")]
 
 
@@ -145,12 +151,18 @@ def test_ranks_that_overwrite_leave_nothing_of_the_older_checkpoint(base: Base) 
         ranks.call(load, base, "latest")
         assert changed(together(ranks.call(whole)), wanted) == []
         ranks.call(leave)
-    assert len(list(base[0].glob("latest*/*"))) == (4 if base[1] is None else 3)  # the fourth is the marker
+    # The fourth is the marker.
+    assert len(list(base[0].glob("latest*/*"))) == (4 if base[1] is None else 3)
 
 
-@pytest.mark.skipif("use_collectives" not in inspect.signature(dcp.save).parameters, reason="DCP of torch 2.8 has no use_collectives")
+@pytest.mark.skipif(
+    "use_collectives" not in inspect.signature(dcp.save).parameters,
+    reason="DCP of torch 2.8 has no use_collectives",
+)
 def test_each_rank_saves_and_loads_without_collectives(base: Base) -> None:
-    """With `use_collectives=False` each rank has a checkpoint of its own, and reads that one."""
+    """With `use_collectives=False` each rank has a checkpoint of its own, and reads
+    that one.
+    """
     with Ranks(2) as ranks:
         ranks.call(build, "ddp", 1)
         ranks.call(train, 1)
@@ -211,14 +223,19 @@ class DoublesEverything(DefaultSavePlanner):
         ("ddp", DoublesEverything, "0: InvalidRequest('the planner writes more than once "),
     ],
 )
-def test_a_failure_on_one_rank_fails_the_save(base: Base, kind: str, planner: type, reason: str) -> None:
-    """pytorch#191391: a writer failed on one rank, and the checkpoint lacked its tensors."""
+def test_a_failure_on_one_rank_fails_the_save(
+    base: Base, kind: str, planner: type, reason: str
+) -> None:
+    """pytorch#191391: a writer failed on one rank, and the checkpoint lacked its
+    tensors.
+    """
     with Ranks(2) as ranks:
         ranks.call(build, kind, 1)
         ranks.call(train, 1)
         heard = ranks.call(refused_save, base, "wrong", planner)
         assert heard[0] == heard[1]
-        assert any(failure.startswith(reason) for failure in heard[0]), heard[0]  # rank 0 may have heard of rank 1's failure, too
+        # Rank 0 may have heard of rank 1's failure, too.
+        assert any(failure.startswith(reason) for failure in heard[0]), heard[0]
         ranks.call(save, base, "right")
         wanted = together(ranks.call(whole))
         ranks.call(train, 1)

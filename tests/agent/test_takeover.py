@@ -1,4 +1,6 @@
-"""Tests that a second run of a job is refused while the first one is alive, waits for one that ends, and may take over."""
+"""Tests that a second run of a job is refused while the first one is alive, waits for
+one that ends, and may take over.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ for line in sys.stdin:
         print("saved", flush=True)
     except Exception as error:
         print(type(error).__name__, flush=True)
-"""
+"""  # noqa: E501
 
 
 class Trainer:
@@ -83,9 +85,16 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_second_run_is_refused_and_the_first_one_still_saves(
     daemon: Daemon, trainer: Trainer, impatient: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(JobRunning, match=rf"^job 'job' is running already, in process {trainer.process.pid} since 20.* UTC: stop that run"):
+    with pytest.raises(
+        JobRunning,
+        match=rf"^job 'job' is running already, in process {trainer.process.pid} since 20.* UTC: "
+        rf"stop that run",
+    ):
         Agent("job", socket=daemon.home.socket)
-    assert caplog.text.count("waiting 0.1 s for the end of another run: job 'job' is running already") == 1
+    assert (
+        caplog.text.count("waiting 0.1 s for the end of another run: job 'job' is running already")
+        == 1
+    )
     assert trainer.tell("save") == "saved"
 
 
@@ -105,7 +114,9 @@ def test_a_second_run_that_takes_over_ends_the_saving_of_the_first(
     again.end()
 
 
-def test_a_run_that_was_taken_over_does_not_take_the_job_back(daemon: Daemon, trainer: Trainer, impatient: None) -> None:
+def test_a_run_that_was_taken_over_does_not_take_the_job_back(
+    daemon: Daemon, trainer: Trainer, impatient: None
+) -> None:
     with closing(Agent("job", socket=daemon.home.socket, takeover=True)) as agent:
         agent.snapshot({"x": torch.zeros(3)}, step=9).wait("durable", timeout=60)
         assert trainer.tell("recover") == "Fenced"
@@ -121,7 +132,9 @@ def test_a_second_run_waits_for_the_end_of_a_killed_one(daemon: Daemon, trainer:
         assert (agent.attempt, recovered.step, state["x"].tolist()) == (2, 7, [7.0] * 3)
 
 
-def test_an_agent_that_was_closed_runs_no_longer_although_its_process_lives(daemon: Daemon, trainer: Trainer, impatient: None) -> None:
+def test_an_agent_that_was_closed_runs_no_longer_although_its_process_lives(
+    daemon: Daemon, trainer: Trainer, impatient: None
+) -> None:
     assert trainer.tell("close") == "InvalidRequest"
     Agent("job", socket=daemon.home.socket).close()
 
@@ -172,9 +185,13 @@ def watched(node: Node) -> bool:
     return "watching the heartbeat of another run" in node.home.log_text()
 
 
-def test_a_second_run_on_another_node_is_refused_and_the_first_one_still_saves(two: Nodes, distant: Trainer, impatient: None) -> None:
+def test_a_second_run_on_another_node_is_refused_and_the_first_one_still_saves(
+    two: Nodes, distant: Trainer, impatient: None
+) -> None:
     refusal = (
-        rf"^job 'job' is running already, in process {distant.process.pid} on node0 since 20.* UTC: stop that run, or .* takeover=True"
+        rf"^job 'job' is running already, in process {distant.process.pid} on node0 since "
+        rf"20.* "
+        rf"UTC: stop that run, or .* takeover=True"
     )
     with pytest.raises(JobRunning, match=refusal):
         Agent("job", socket=two[1].home.socket)
@@ -188,13 +205,18 @@ def test_a_run_on_another_node_may_take_over_and_both_save(two: Nodes, distant: 
         agent.snapshot({"x": torch.zeros(3)}, step=9).wait("durable", timeout=60)
         assert distant.tell("save") == "saved"
         until(lambda: beating(two) == [2], "the end of the heartbeat that is no longer the newest")
-        assert "attempt 2 has begun on another node, while attempt 1 is running here" in two[0].home.log_text()
+        assert (
+            "attempt 2 has begun on another node, while attempt 1 is running here"
+            in two[0].home.log_text()
+        )
     assert not watched(two[1])
     until(lambda: beating(two) == [], "the end of the heartbeat")
 
 
 @pytest.mark.parametrize("how", ["close", "death"])
-def test_a_run_that_has_ended_on_another_node_is_not_waited_for(two: Nodes, distant: Trainer, how: str) -> None:
+def test_a_run_that_has_ended_on_another_node_is_not_waited_for(
+    two: Nodes, distant: Trainer, how: str
+) -> None:
     if how == "close":
         assert distant.tell("close") == "InvalidRequest"
     else:
@@ -205,7 +227,9 @@ def test_a_run_that_has_ended_on_another_node_is_not_waited_for(two: Nodes, dist
     assert not watched(two[1])
 
 
-def test_a_run_on_a_node_that_is_lost_is_watched_until_its_heartbeat_is_dead(two: Nodes, distant: Trainer) -> None:
+def test_a_run_on_a_node_that_is_lost_is_watched_until_its_heartbeat_is_dead(
+    two: Nodes, distant: Trainer
+) -> None:
     two[0].lose()
     distant.end()
     with closing(Agent("job", socket=two[1].home.socket)) as agent:
@@ -234,8 +258,11 @@ def test_the_workers_of_one_torchrun_are_one_run_on_all_nodes(
     assert not watched(two[1])
 
 
-def test_a_run_is_known_while_and_after_its_daemon_is_started_again(two: Nodes, distant: Trainer, impatient: None) -> None:
-    distant.process.send_signal(signal.SIGSTOP)  # so that it does not reconnect yet, and only its lock shows that it lives
+def test_a_run_is_known_while_and_after_its_daemon_is_started_again(
+    two: Nodes, distant: Trainer, impatient: None
+) -> None:
+    # So that it does not reconnect yet, and only its lock shows that it lives.
+    distant.process.send_signal(signal.SIGSTOP)
     two[0].kill()
     two[0].start(first=beat_fast)
     with pytest.raises(JobRunning, match=rf"in process {distant.process.pid} on node0 since"):
@@ -254,7 +281,12 @@ def test_heartbeats_that_cannot_be_kept_or_read_hold_nobody_up(two: Nodes, impat
         assert first.tell("save") == "saved"
         with closing(Agent("job", socket=two[1].home.socket)) as agent:
             agent.snapshot({"x": torch.zeros(3)}, step=9).wait("durable", timeout=60)
-        until(lambda: "the heartbeat of attempt 1 cannot be kept" in two[0].home.log_text(), "a line in the log")
-        assert "begins without knowing whether it is running on another node" in two[1].home.log_text()
+        until(
+            lambda: "the heartbeat of attempt 1 cannot be kept" in two[0].home.log_text(),
+            "a line in the log",
+        )
+        assert (
+            "begins without knowing whether it is running on another node" in two[1].home.log_text()
+        )
     finally:
         first.end()

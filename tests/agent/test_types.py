@@ -1,4 +1,6 @@
-"""Tests that states with the types that real programs save come back, on one rank and on two, from memory and from storage."""
+"""Tests that states with the types that real programs save come back, on one rank and
+on two, from memory and from storage.
+"""
 
 from __future__ import annotations
 
@@ -73,11 +75,24 @@ def make_state(value: int) -> dict[str, Any]:
     return {
         "training": Training(model, optimizer, settings, metric, dt.datetime(2026, 1, value)),
         "position": Position(value, tensor.clone()),
-        "arguments": argparse.Namespace(lr=value, names=["a"] * value, nested=SimpleNamespace(tensor=tensor.clone())),
+        "arguments": argparse.Namespace(
+            lr=value, names=["a"] * value, nested=SimpleNamespace(tensor=tensor.clone())
+        ),
         "history": [Metric(f"epoch {value}", tensor * 2), Metric("last", tensor * 3)],
         "plain": {
-            "when": [dt.date(2026, 1, value), dt.time(value), dt.timedelta(value), dt.timezone(dt.timedelta(hours=value))],
-            "numbers": [Decimal(value) / 8, Fraction(value, 7), complex(value, 1), range(value), slice(value, None, 2)],
+            "when": [
+                dt.date(2026, 1, value),
+                dt.time(value),
+                dt.timedelta(value),
+                dt.timezone(dt.timedelta(hours=value)),
+            ],
+            "numbers": [
+                Decimal(value) / 8,
+                Fraction(value, 7),
+                complex(value, 1),
+                range(value),
+                slice(value, None, 2),
+            ],
             "id": uuid.UUID(int=value),
         },
         "default": default,
@@ -106,14 +121,22 @@ def described(state: Any) -> Any:
     if isinstance(state, (torch.nn.Module, torch.optim.Optimizer)):
         return described(state.state_dict())
     if dataclasses.is_dataclass(state):
-        return [type(state).__name__, described({field.name: getattr(state, field.name) for field in dataclasses.fields(state)})]
+        return [
+            type(state).__name__,
+            described(
+                {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+            ),
+        ]
     if isinstance(state, (argparse.Namespace, SimpleNamespace)):
         return [type(state).__name__, described(vars(state))]
     if isinstance(state, (dict, ChainMap)):
         return {key: described(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
         return [type(state).__name__, *map(described, state)]
-    draw = {torch.Generator: lambda: torch.rand(2, generator=state).tolist(), np.random.Generator: lambda: state.random(2).tolist()}
+    draw = {
+        torch.Generator: lambda: torch.rand(2, generator=state).tolist(),
+        np.random.Generator: lambda: state.random(2).tolist(),
+    }
     if type(state) in draw:
         return draw[type(state)]()
     if isinstance(state, (np.random.RandomState, random.Random)):
@@ -124,7 +147,15 @@ def described(state: Any) -> Any:
 def parts(state: dict[str, Any]) -> list[Any]:
     """Return objects that must stay the same ones."""
     training = state["training"]
-    return [training, training.model, training.optimizer, training.metric, training.metric.total, state["arguments"], state["quantized"]]
+    return [
+        training,
+        training.model,
+        training.optimizer,
+        training.metric,
+        training.metric.total,
+        state["arguments"],
+        state["quantized"],
+    ]
 
 
 @pytest.mark.parametrize("source", ["memory", "storage"])
@@ -164,9 +195,13 @@ def test_checkpoint_load_gives_the_fields(daemon: Daemon) -> None:
     assert (type(found["chain"]), found["chain"].maps) == (ChainMap, [{"a": 2}, {"b": [2]}])
 
 
-def test_records_without_a_place_come_back_as_dicts_and_that_is_logged(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+def test_records_without_a_place_come_back_as_dicts_and_that_is_logged(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
     with closing(Agent("job", socket=daemon.home.socket)) as agent:
-        agent.snapshot({"history": [Metric("loss", torch.ones(1))]}, step=1).wait("durable", timeout=60)
+        agent.snapshot({"history": [Metric("loss", torch.ones(1))]}, step=1).wait(
+            "durable", timeout=60
+        )
         state: dict[str, Any] = {"history": []}
         agent.recover(state)
     assert state["history"] == [{"name": "loss", "total": torch.ones(1)}]
@@ -180,8 +215,19 @@ def test_fields_that_differ_are_named(daemon: Daemon) -> None:
         count: int
 
     with closing(Agent("job", socket=daemon.home.socket)) as agent:
-        agent.snapshot({"m": Metric("loss", torch.ones(1)), "g": np.random.RandomState(1), "s": torch.eye(2).to_sparse()}, step=1)
-        state: dict[str, Any] = {"m": Other("x", 1), "g": np.random.default_rng(1), "s": torch.eye(3).to_sparse()}
+        agent.snapshot(
+            {
+                "m": Metric("loss", torch.ones(1)),
+                "g": np.random.RandomState(1),
+                "s": torch.eye(2).to_sparse(),
+            },
+            step=1,
+        )
+        state: dict[str, Any] = {
+            "m": Other("x", 1),
+            "g": np.random.default_rng(1),
+            "s": torch.eye(3).to_sparse(),
+        }
         with pytest.raises(StructureMismatch) as caught:
             agent.recover(state)
         for part in (
@@ -193,10 +239,18 @@ def test_fields_that_differ_are_named(daemon: Daemon) -> None:
         assert (state["m"], state["s"].shape) == (Other("x", 1), (3, 3))
 
 
-def test_what_cannot_be_saved_can_be_left_out(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_saved_can_be_left_out(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
     def hook() -> None: ...
 
-    state = {"x": torch.ones(2), "hook": hook, "deep": {"odd": [1, hook]}, "meta": torch.ones(1, device="meta"), "m": Metric("a", hook)}  # type: ignore[arg-type]
+    state = {
+        "x": torch.ones(2),
+        "hook": hook,
+        "deep": {"odd": [1, hook]},
+        "meta": torch.ones(1, device="meta"),
+        "m": Metric("a", hook),  # type: ignore[arg-type]
+    }
     with closing(Agent("job", socket=daemon.home.socket)) as agent:
         with pytest.raises(UnsavableValue, match=r"^hook: "):
             agent.snapshot(state, step=1)
@@ -212,9 +266,16 @@ def test_what_cannot_be_saved_can_be_left_out(daemon: Daemon, caplog: pytest.Log
             "m": Metric("b", torch.zeros(1)),
         }
         agent.recover(later)
-        assert (later["x"].tolist(), later["hook"], later["deep"]) == ([1.0, 1.0], print, {"odd": [1, len]})
+        assert (later["x"].tolist(), later["hook"], later["deep"]) == (
+            [1.0, 1.0],
+            print,
+            {"odd": [1, len]},
+        )
         assert later["m"].name == "a"
-        assert "not in the checkpoint, since they could not be saved, and left as they are: hook, deep.odd.1, meta, m.total" in caplog.text
+        assert (
+            "not in the checkpoint, since they could not be saved, and left as they are: hook, "
+            "deep.odd.1, meta, m.total" in caplog.text
+        )
     with Checkpoint.open(daemon.home.root / "job") as checkpoint:
         assert checkpoint.load()["hook"] == Unsaved("builtins.function")
 

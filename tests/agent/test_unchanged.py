@@ -1,4 +1,6 @@
-"""Tests snapshots in which some tensors do not change: these are written once, and every checkpoint brings them back."""
+"""Tests snapshots in which some tensors do not change: these are written once, and
+every checkpoint brings them back.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ State = dict[str, torch.Tensor]
 def state_of(step: int) -> State:
     """Return a state as in a fine-tuning with LoRA: much is frozen, and little changes."""
     frozen = torch.randn(100_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return {"frozen": frozen, "adapter": torch.full((1000,), float(step)), "step": torch.tensor(step, dtype=torch.int32)}
+    return {
+        "frozen": frozen,
+        "adapter": torch.full((1000,), float(step)),
+        "step": torch.tensor(step, dtype=torch.int32),
+    }
 
 
 def blank() -> State:
@@ -38,7 +44,10 @@ def save(agent: Agent, *steps: int) -> None:
 
 def manifests(root: Path) -> dict[int, Manifest]:
     """Return the manifests of the job by their steps."""
-    found = [Manifest.decode(path.read_bytes()) for path in sorted((root / "job").glob("*/manifest.json"))]
+    found = [
+        Manifest.decode(path.read_bytes())
+        for path in sorted((root / "job").glob("*/manifest.json"))
+    ]
     return {manifest.step: manifest for manifest in found if manifest.step is not None}
 
 
@@ -48,7 +57,10 @@ def written(root: Path, step: int) -> tuple[int, int]:
     return part.new_bytes, part.linked_bytes
 
 
-@pytest.mark.parametrize(("codec", "checked_by"), [("raw", "trainer"), ("raw", "daemon"), ("planes", "trainer"), ("auto", "daemon")])
+@pytest.mark.parametrize(
+    ("codec", "checked_by"),
+    [("raw", "trainer"), ("raw", "daemon"), ("planes", "trainer"), ("auto", "daemon")],
+)
 def test_what_is_frozen_is_written_once_and_every_checkpoint_stands_alone(
     place: Home, monkeypatch: pytest.MonkeyPatch, codec: str, checked_by: str
 ) -> None:
@@ -65,7 +77,9 @@ def test_what_is_frozen_is_written_once_and_every_checkpoint_stands_alone(
         assert "files that have not changed" in place.log_text()
         agent.close()
         assert daemon.stop() == 0
-    assert sorted(manifests(place.root)) == [4, 5], "the checkpoint that wrote the frozen tensor is gone"
+    assert sorted(manifests(place.root)) == [4, 5], (
+        "the checkpoint that wrote the frozen tensor is gone"
+    )
     for step in (4, 5):
         with Checkpoint.open(place.root / "job", f"step-{step:08d}.a0001") as checkpoint:
             checkpoint.verify()
@@ -89,7 +103,10 @@ def test_a_state_that_changes_everywhere_has_no_links(place: Home) -> None:
             state = {name: tensor + step for name, tensor in state_of(step).items()}
             agent.snapshot(state, step=step).wait("durable", timeout=60)
         agent.close()
-    assert [(written(place.root, step)[1], len(manifests(place.root)[step].features)) for step in range(1, 5)] == [(0, 0)] * 4
+    assert [
+        (written(place.root, step)[1], len(manifests(place.root)[step].features))
+        for step in range(1, 5)
+    ] == [(0, 0)] * 4
 
 
 def test_a_tensor_that_is_frozen_later_is_linked_later(place: Home) -> None:
@@ -142,12 +159,18 @@ def test_links_can_be_turned_off(place: Home) -> None:
 
 
 def save_as_rank(socket: Path, *steps: int) -> None:
-    """Save on one rank of two, whose own adapter differs from that of the other. Runs on ranks."""
+    """Save on one rank of two, whose own adapter differs from that of the other.
+
+    Runs on ranks.
+    """
     if "agent" not in HERE:
         HERE["agent"] = Agent("job", socket=socket)
     rank = HERE["agent"].rank
     for step in steps:
-        state = {**state_of(step), "own": per_rank(torch.full((50_000,), float(rank), dtype=torch.float64))}
+        state = {
+            **state_of(step),
+            "own": per_rank(torch.full((50_000,), float(rank), dtype=torch.float64)),
+        }
         HERE["agent"].snapshot(state, step=step).wait("durable", timeout=60)
 
 

@@ -1,4 +1,6 @@
-"""Tests the golden values document: every extension type of version 1 is read as it was written, and encoded again."""
+"""Tests the golden values document: every extension type of version 1 is read as it was
+written, and encoded again.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,8 @@ def test_names_of_tensors_are_resolved() -> None:
 
 def test_every_value_is_encoded_to_the_same_bytes() -> None:
     again, golden = _codes(make.values_document()), _codes(DOCUMENT)
-    assert len(again.pop(28)) == len(golden.pop(18)) == 1  # a layout now has a form of its own, and torch.save is not needed
+    # A layout now has a form of its own, and torch.save is not needed.
+    assert len(again.pop(28)) == len(golden.pop(18)) == 1
     assert len(again.pop(22)) == len(golden.pop(20)) == 1  # an object is now written with its class
     assert again == golden
     assert make.values_with_classes() == (make.PLACE / "values-with-classes.msgpack").read_bytes()
@@ -81,7 +84,9 @@ def test_every_value_is_encoded_to_the_same_bytes() -> None:
 
 def test_an_object_comes_back_with_its_class() -> None:
     document = (make.PLACE / "values-with-classes.msgpack").read_bytes()
-    assert decode(document)["state"]["object"] == ObjectNode("stateful", {"epoch": 3}, "tests.golden.make.Stateful")
+    assert decode(document)["state"]["object"] == ObjectNode(
+        "stateful", {"epoch": 3}, "tests.golden.make.Stateful"
+    )
     assert decode(document, objects=False)["state"]["object"] == {"epoch": 3}
 
 
@@ -104,11 +109,15 @@ def test_records_come_back_as_their_fields_and_what_was_left_out_is_named() -> N
     document = (make.PLACE / "values-with-records.msgpack").read_bytes()
     assert make.values_with_records() == document
     found = decode(document)["state"]
-    assert found.pop("point") == ObjectNode("namedtuple", {"x": 1, "y": 2}, "tests.golden.make.Point")
+    assert found.pop("point") == ObjectNode(
+        "namedtuple", {"x": 1, "y": 2}, "tests.golden.make.Point"
+    )
     assert repr(found.pop("function")) == "<not saved: a builtins.function>"
     assert found["default"].default_factory is int
     assert found == {
-        "when": datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.timezone(datetime.timedelta(hours=1))),
+        "when": datetime.datetime(
+            2026, 1, 2, 3, 4, 5, 6, datetime.timezone(datetime.timedelta(hours=1))
+        ),
         "decimal": decimal.Decimal("1.50"),
         "range": range(0, 2**70, 3),
         "default": {"a": 1},

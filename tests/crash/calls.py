@@ -1,8 +1,11 @@
-"""Makes the daemon's n-th system call of one kind kill it or fail: promises are kept, and the next daemon continues.
+"""Makes the daemon's n-th system call of one kind kill it or fail: promises are kept,
+and the next daemon continues.
 
-`python -m tests.crash.calls --runs 60 [--seed N]`. It needs strace, which injects the faults (`-e inject`). So a fault hits what the kernel
-is asked for, wherever in the program the call is made. The daemons follow one another on one root and one shared memory. Each trainer
-compares every bit of what it recovers, which must be as new as what was sealed or durable before.
+`python -m tests.crash.calls --runs 60 [--seed N]`. It needs strace, which injects the
+faults (`-e inject`). So a fault hits what the kernel is asked for, wherever in the
+program the call is made. The daemons follow one another on one root and one shared
+memory. Each trainer compares every bit of what it recovers, which must be as new as
+what was sealed or durable before.
 """
 
 from __future__ import annotations
@@ -24,7 +27,17 @@ from tests.crash.lives import SIZE, STEPS
 from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home, home
 
-DURABLE = ("pwrite64", "fsync", "fdatasync", "renameat", "renameat2", "unlinkat", "fallocate", "ftruncate", "mkdirat")
+DURABLE = (
+    "pwrite64",
+    "fsync",
+    "fdatasync",
+    "renameat",
+    "renameat2",
+    "unlinkat",
+    "fallocate",
+    "ftruncate",
+    "mkdirat",
+)
 """The system calls that durability depends on."""
 ALL = (*DURABLE, "openat", "sendmsg")
 FAULTS = ("signal=SIGKILL", "error=EIO", "error=ENOSPC")
@@ -36,7 +49,10 @@ class Unavailable(Exception):
 
 
 def train(socket: Path, diary: trainers.Diary) -> None:
-    """Recover and compare, then save step after step. A failed step is written into the diary, and the next one is tried."""
+    """Recover and compare, then save step after step.
+
+    A failed step is written into the diary, and the next one is tried.
+    """
     torch.set_num_threads(1)
     logging.disable()
     try:
@@ -61,16 +77,41 @@ def train(socket: Path, diary: trainers.Diary) -> None:
 
 
 def live(place: Home, diary: trainers.Diary, fault: str) -> str:
-    """Run one daemon with this fault. Return "died", "failed" (a snapshot failed) or "went on"."""
-    under = ("strace", "-D", "-f", "-qq", "--seccomp-bpf", "-o", "/dev/null", "-e", f"inject={fault}")
-    daemon = Daemon(place, "--keep-last", "2", "--threads", "1", environment={"CKPTD_STALL_BUDGET": "1"}, under=under)
+    """Run one daemon with this fault.
+
+    Return "died", "failed" (a snapshot failed) or "went on".
+    """
+    under = (
+        "strace",
+        "-D",
+        "-f",
+        "-qq",
+        "--seccomp-bpf",
+        "-o",
+        "/dev/null",
+        "-e",
+        f"inject={fault}",
+    )
+    daemon = Daemon(
+        place,
+        "--keep-last",
+        "2",
+        "--threads",
+        "1",
+        environment={"CKPTD_STALL_BUDGET": "1"},
+        under=under,
+    )
     finished, failed = diary.count("finished"), diary.count("failed")
     trainer = None
     try:
         if daemon.reached_ready():
             trainer = forks.context().Process(target=train, args=(place.socket, diary), daemon=True)
             trainer.start()
-            while daemon.process.poll() is None and trainer.is_alive() and diary.count("finished") == finished:
+            while (
+                daemon.process.poll() is None
+                and trainer.is_alive()
+                and diary.count("finished") == finished
+            ):
                 time.sleep(0.001)
         if daemon.process.poll() is not None:
             return "died"
@@ -83,7 +124,9 @@ def live(place: Home, diary: trainers.Diary, fault: str) -> str:
 
 
 def older(diary: trainers.Diary) -> list[str]:
-    """Return a problem for each recovery that was older than what was promised before it."""
+    """Return a problem for each recovery that was older than what was promised before
+    it.
+    """
     promised, problems = (0, -1), []
     for word, key in diary.read():
         if word == "wrong":
@@ -91,14 +134,21 @@ def older(diary: trainers.Diary) -> list[str]:
         elif word == "recovered":
             if key < promised:
                 problems.append(f"{key} was recovered, and {promised} was promised")
-            promised = key  # not the maximum: the newest promised snapshots may have been damaged and skipped
+            # Not the maximum: the newest promised snapshots may have been damaged and
+            # skipped.
+            promised = key
         elif word in ("sealed", "durable"):
             promised = max(promised, key)
     return problems
 
 
-def run(runs: int, seed: int, seconds: float = float("inf"), kinds: tuple[str, ...] = ALL) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """Return how often the daemons ended in which way, by fault, and what was lost. Raises Unavailable."""
+def run(
+    runs: int, seed: int, seconds: float = float("inf"), kinds: tuple[str, ...] = ALL
+) -> tuple[Counter[tuple[str, str]], list[str]]:
+    """Return how often the daemons ended in which way, by fault, and what was lost.
+
+    Raises Unavailable.
+    """
     if shutil.which("strace") is None:
         raise Unavailable("strace is not installed")
     chance, ends, problems = Random(seed), Counter[tuple[str, str]](), list[str]()
@@ -114,10 +164,14 @@ def run(runs: int, seed: int, seconds: float = float("inf"), kinds: tuple[str, .
             ends[f"{call} {fault}", how] += 1
             problems += [f"{call}:{fault}:when={nth}: {problem}" for problem in older(diary)]
         if not problems:
-            live(place, diary, "quotactl:error=EIO")  # without a fault: everything comes back, and steps are saved again
+            # Without a fault: everything comes back, and steps are saved again.
+            live(place, diary, "quotactl:error=EIO")
             last = list(diary.read())[-2:]
             if [word for word, _ in last] != ["durable", "finished"]:
-                problems.append(f"without a fault the last trainer ended with {last}: {place.log_text()[-2000:]}")
+                problems.append(
+                    f"without a fault the last trainer ended with {last}: "
+                    f"{place.log_text()[-2000:]}"
+                )
             problems += older(diary)
     return ends, problems
 

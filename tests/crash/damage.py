@@ -1,8 +1,11 @@
-"""Damages files exhaustively: every bit and every length of a journal and a manifest, and random bits of parts.
+"""Damages files exhaustively: every bit and every length of a journal and a manifest,
+and random bits of parts.
 
-`python -m tests.crash.damage [--journal BYTES] [--parts N] [--seed N]`. A damaged journal must be read as it was, or be reported as
-corrupt, or be read as a shorter journal, which may lack no record that a later record calls durable. A damaged manifest must be refused. A
-checkpoint with a damaged part must be refused or load bit for bit: the gaps between the chunks hold no data.
+`python -m tests.crash.damage [--journal BYTES] [--parts N] [--seed N]`. A damaged
+journal must be read as it was, or be reported as corrupt, or be read as a shorter
+journal, which may lack no record that a later record calls durable. A damaged manifest
+must be refused. A checkpoint with a damaged part must be refused or load bit for bit:
+the gaps between the chunks hold no data.
 """
 
 from __future__ import annotations
@@ -37,7 +40,11 @@ Found = tuple[int, list[str]]
 
 def journal_of(size: int) -> tuple[bytes, list[jf.RawRecord]]:
     """Return the bytes of a full journal file of `size` bytes, and its records."""
-    with tempfile.TemporaryDirectory() as place, mock.patch.object(jf, "FILE_SIZE", size), ThreadPoolExecutor(1) as pool:
+    with (
+        tempfile.TemporaryDirectory() as place,
+        mock.patch.object(jf, "FILE_SIZE", size),
+        ThreadPoolExecutor(1) as pool,
+    ):
         directory = os.open(place, os.O_RDONLY)
         journal = Journal.open(PosixFileSystem(), directory, pool)
         journal.start()
@@ -46,8 +53,16 @@ def journal_of(size: int) -> tuple[bytes, list[jf.RawRecord]]:
             step = 0
             while journal._end + 400 < size:
                 step += 1
-                common = {"job": "gpt", "attempt": 1, "step": step, "rank": 0, "tag": f"step-{step:08d}.a0001"}
-                await journal.append(r.Staging(**common, file=f"rank-00000.{secrets.token_hex(16)}.ckpt"))  # type: ignore[arg-type]
+                common = {
+                    "job": "gpt",
+                    "attempt": 1,
+                    "step": step,
+                    "rank": 0,
+                    "tag": f"step-{step:08d}.a0001",
+                }
+                await journal.append(
+                    r.Staging(**common, file=f"rank-00000.{secrets.token_hex(16)}.ckpt")  # type: ignore[arg-type]
+                )
             await journal.close()
 
         asyncio.run(fill())
@@ -57,7 +72,9 @@ def journal_of(size: int) -> tuple[bytes, list[jf.RawRecord]]:
 
 
 def misread(damaged: bytes, records: list[jf.RawRecord]) -> str:
-    """Return what is wrong with the way in which a damaged journal is read, or "" if nothing is."""
+    """Return what is wrong with the way in which a damaged journal is read, or "" if
+    nothing is.
+    """
     try:
         found = jf.scan(damaged, 1)
     except IntegrityError:
@@ -70,22 +87,35 @@ def misread(damaged: bytes, records: list[jf.RawRecord]) -> str:
     if found.ending is jf.Ending.CLEAN:
         return f"{len(lost)} records are gone, and nobody says so"
     proof = [record for record in lost[1:] if record.durable >= lost[0].sequence]
-    return f"record {lost[0].sequence} is called torn, and record {proof[0].sequence} says it was durable" if proof else ""
+    return (
+        f"record {lost[0].sequence} is called torn, and record {proof[0].sequence} says it was "
+        f"durable"
+        if proof
+        else ""
+    )
 
 
 def journal_bits(size: int) -> Found:
     data, records = journal_of(size)
-    problems = [f"bit {bit}: {why}" for bit in range(8 * size) if (why := misread(flip(data, bit), records))]
+    problems = [
+        f"bit {bit}: {why}" for bit in range(8 * size) if (why := misread(flip(data, bit), records))
+    ]
     return 8 * size, problems
 
 
 def journal_lengths(size: int) -> Found:
-    """Cut the journal file to every length. Each cut must be reported as corrupt, because a journal file has its full length before it gets
-    its name.
+    """Cut the journal file to every length.
+
+    Each cut must be reported as corrupt, because a journal file has its full length
+    before it gets its name.
     """
     data, _ = journal_of(size)
     problems = []
-    with tempfile.TemporaryDirectory() as place, mock.patch.object(jf, "FILE_SIZE", size), ThreadPoolExecutor(1) as pool:
+    with (
+        tempfile.TemporaryDirectory() as place,
+        mock.patch.object(jf, "FILE_SIZE", size),
+        ThreadPoolExecutor(1) as pool,
+    ):
         directory = os.open(place, os.O_RDONLY)
         for length in range(size + 1):
             for name in os.listdir(place):
@@ -94,7 +124,10 @@ def journal_lengths(size: int) -> Found:
             with _quiet():
                 journal = Journal.open(PosixFileSystem(), directory, pool)
             if (journal.corrupt, journal.torn) != (int(length < size), 0):
-                problems.append(f"cut to {length} of {size} bytes: {journal.corrupt} corrupt, {journal.torn} torn")
+                problems.append(
+                    f"cut to {length} of {size} bytes: {journal.corrupt} corrupt, {journal.torn} "
+                    f"torn"
+                )
         os.close(directory)
     return size + 1, problems
 
@@ -107,7 +140,10 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def checkpoint() -> Iterator[Path]:
-    """Context manager. Yields the directory of a checkpoint that holds a small state in two files."""
+    """Context manager.
+
+    Yields the directory of a checkpoint that holds a small state in two files.
+    """
     with home() as place:
         with running(place, "--codec", "zstd:1", "--files-per-rank", "2"):
             agent = Agent(JOB, socket=place.socket)
@@ -135,12 +171,23 @@ def part_bits(tag: Path, count: int, seed: int) -> Found:
     chance, problems = Random(seed), list[str]()
     files = {path: path.read_bytes() for path in sorted(tag.glob("rank-*"))}
     assert len(files) == 2
-    bytes_used = {path: [at for at in range(len(data)) if data[at]] + list(range(128)) for path, data in files.items()}
+    bytes_used = {
+        path: [at for at in range(len(data)) if data[at]] + list(range(128))
+        for path, data in files.items()
+    }
     for number in range(count):
         kind, part = number % 4, chance.choice(list(files))
         data, used = files[part], bytes_used[part]
-        bit = 8 * chance.choice(used) + chance.randrange(8) if kind else 8 * chance.randrange(len(data))
-        what, changed = (f"bit {bit}", flip(data, bit)) if kind < 3 else (f"cut at {bit // 8}", data[: bit // 8])
+        bit = (
+            8 * chance.choice(used) + chance.randrange(8)
+            if kind
+            else 8 * chance.randrange(len(data))
+        )
+        what, changed = (
+            (f"bit {bit}", flip(data, bit))
+            if kind < 3
+            else (f"cut at {bit // 8}", data[: bit // 8])
+        )
         part.write_bytes(changed)
         try:
             with Checkpoint.open(tag.parent, tag.name) as opened:
@@ -163,7 +210,10 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     options = parser.parse_args()
-    kinds = {"journal, every bit": journal_bits(options.journal), "journal, every length": journal_lengths(options.journal)}
+    kinds = {
+        "journal, every bit": journal_bits(options.journal),
+        "journal, every length": journal_lengths(options.journal),
+    }
     with checkpoint() as tag:
         kinds["manifest, every bit and length"] = manifest_bits(tag)
         kinds["part"] = part_bits(tag, options.parts, options.seed)

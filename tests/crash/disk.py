@@ -1,15 +1,20 @@
-"""Models what a power cut may leave of a sequence of file operations: everything that POSIX allows, and nothing else.
+"""Models what a power cut may leave of a sequence of file operations: everything that
+POSIX allows, and nothing else.
 
-`Recorder` does the operations on the real file system and lists them. `Disk` follows the list, and keeps synced data apart from data that
-is only in the page cache. `Disk.after_cut` returns the tree that is found after a power cut, for one legal fate of each pending change:
+`Recorder` does the operations on the real file system and lists them. `Disk` follows
+the list, and keeps synced data apart from data that is only in the page cache.
+`Disk.after_cut` returns the tree that is found after a power cut, for one legal fate of
+each pending change:
 
-* a write is lost, whole or torn: of a torn write, any of its 512-byte sectors are written, and the others keep the old data, or zeros
-  beyond the old end;
+* a write is lost, whole or torn: of a torn write, any of its 512-byte sectors are
+  written, and the others keep the old data, or zeros beyond the old end;
 * a file may have its new length with or without its new data;
-* any combination of the pending changes of a directory may be lost: a sync of a file says nothing about its name.
+* any combination of the pending changes of a directory may be lost: a sync of a file
+  says nothing about its name.
 
-A change is durable once an fsync or fdatasync of its file, or an fsync of its directory, has returned. The page cache survives the death of
-a process: `Disk.cached` is the tree that the next process sees, with the same changes still pending.
+A change is durable once an fsync or fdatasync of its file, or an fsync of its
+directory, has returned. The page cache survives the death of a process: `Disk.cached`
+is the tree that the next process sees, with the same changes still pending.
 """
 
 from __future__ import annotations
@@ -27,14 +32,17 @@ from ckptd.shared.system.fs import Buffer, PosixFileSystem
 
 SECTOR = 512
 TOP = 0
-"""The node of the directory in which the root is made. It is durable, but its entries need not be."""
+"""The node of the directory in which the root is made. It is durable, but its entries
+need not be.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One operation.
 
-    node: the file or directory that it changes. name: the entry in that directory. other: the new node or the new name.
+    node: the file or directory that it changes. name: the entry in that directory.
+    other: the new node or the new name.
     """
 
     kind: str
@@ -45,7 +53,9 @@ class Step:
     data: bytes = b""
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.name or self.node}" + (f" [{self.offset}:{self.offset + len(self.data)}]" if self.data else "")
+        return f"{self.kind} {self.name or self.node}" + (
+            f" [{self.offset}:{self.offset + len(self.data)}]" if self.data else ""
+        )
 
 
 Note = tuple[str, Any]
@@ -55,9 +65,14 @@ Tree = dict[str, "tuple[int, bytes | Tree]"]
 
 
 class Recorder(PosixFileSystem):
-    """A file system that lists the operations below `top`. `before` is called with each step before it is done, and may raise OSError."""
+    """A file system that lists the operations below `top`.
 
-    def __init__(self, top: Path, disk: Disk, before: Callable[[Step], None] = lambda step: None) -> None:
+    `before` is called with each step before it is done, and may raise OSError.
+    """
+
+    def __init__(
+        self, top: Path, disk: Disk, before: Callable[[Step], None] = lambda step: None
+    ) -> None:
         """Fill the empty directory `top` with the tree that the next process would see."""
         self.steps: list[Step] = []
         self.notes: list[tuple[int, Note]] = []
@@ -112,15 +127,24 @@ class Recorder(PosixFileSystem):
         return fd
 
     def allocate(self, fd: int, length: int) -> None:
-        self._step(Step("allocate", self._node(fd), offset=length), lambda: super(Recorder, self).allocate(fd, length))
+        self._step(
+            Step("allocate", self._node(fd), offset=length),
+            lambda: super(Recorder, self).allocate(fd, length),
+        )
 
     def write(self, fd: int, data: Buffer, offset: int) -> None:
         node = self._node(fd)
         held = bytes(memoryview(data)) if node >= 0 else b""
-        self._step(Step("write", node, offset=offset, data=held), lambda: super(Recorder, self).write(fd, data, offset))
+        self._step(
+            Step("write", node, offset=offset, data=held),
+            lambda: super(Recorder, self).write(fd, data, offset),
+        )
 
     def truncate(self, fd: int, length: int) -> None:
-        self._step(Step("truncate", self._node(fd), offset=length), lambda: super(Recorder, self).truncate(fd, length))
+        self._step(
+            Step("truncate", self._node(fd), offset=length),
+            lambda: super(Recorder, self).truncate(fd, length),
+        )
 
     def sync(self, fd: int) -> None:
         self._step(Step("sync", self._node(fd)), lambda: super(Recorder, self).sync(fd))
@@ -129,15 +153,18 @@ class Recorder(PosixFileSystem):
         self._step(Step("sync", self._node(fd)), lambda: super(Recorder, self).sync_data(fd))
 
     def sync_directory(self, directory: int) -> None:
-        self._step(Step("sync directory", self._node(directory)), lambda: super(Recorder, self).sync_directory(directory))
+        self._step(
+            Step("sync directory", self._node(directory)),
+            lambda: super(Recorder, self).sync_directory(directory),
+        )
 
     def rename(self, old: str, new: str, directory: int, *, replace: bool) -> None:
         step = Step("rename", self._node(directory), old, new)
         self._step(step, lambda: super(Recorder, self).rename(old, new, directory, replace=replace))
 
     def link(self, old: str, old_directory: int, new: str, directory: int) -> None:
-        """Record a link to a file that was made without this seam, such as the daemon's lock. Such a file is empty, so the link counts as a
-        new empty file.
+        """Record a link to a file that was made without this seam, such as the daemon's
+        lock. Such a file is empty, so the link counts as a new empty file.
         """
         found = os.stat(old, dir_fd=old_directory, follow_symlinks=False)
         with self._lock:
@@ -153,10 +180,16 @@ class Recorder(PosixFileSystem):
                 self._nodes[found.st_ino] = node
 
     def unlink(self, name: str, directory: int) -> None:
-        self._step(Step("unlink", self._node(directory), name), lambda: super(Recorder, self).unlink(name, directory))
+        self._step(
+            Step("unlink", self._node(directory), name),
+            lambda: super(Recorder, self).unlink(name, directory),
+        )
 
     def remove_directory(self, name: str, directory: int) -> None:
-        self._step(Step("rmdir", self._node(directory), name), lambda: super(Recorder, self).remove_directory(name, directory))
+        self._step(
+            Step("rmdir", self._node(directory), name),
+            lambda: super(Recorder, self).remove_directory(name, directory),
+        )
 
 
 @dataclass(slots=True)
@@ -174,7 +207,9 @@ class _Directory:
 LOST, WHOLE, TORN, EMPTY = range(4)
 FATES = ("lost", "whole", "torn", "empty")
 Fate = Callable[[Step], "tuple[int, int]"]
-"""Maps a pending change to its fate, and to a seed that selects the sectors of a torn write. With EMPTY only the length changes."""
+"""Maps a pending change to its fate, and to a seed that selects the sectors of a torn
+write. With EMPTY only the length changes.
+"""
 
 
 class Disk:
@@ -189,8 +224,13 @@ class Disk:
 
     def copy(self) -> Disk:
         made = Disk()
-        made._files = {node: _File(file.synced, list(file.pending)) for node, file in self._files.items()}
-        made._directories = {node: _Directory(dict(found.synced), list(found.pending)) for node, found in self._directories.items()}
+        made._files = {
+            node: _File(file.synced, list(file.pending)) for node, file in self._files.items()
+        }
+        made._directories = {
+            node: _Directory(dict(found.synced), list(found.pending))
+            for node, found in self._directories.items()
+        }
         return made
 
     def do(self, step: Step) -> None:
@@ -210,7 +250,9 @@ class Disk:
                 self._directories[_number(step.other)] = _Directory()
 
     def pending(self) -> list[Step]:
-        """Return the changes that a power cut may lose, in files and directories that can still be reached."""
+        """Return the changes that a power cut may lose, in files and directories that
+        can still be reached.
+        """
         reached: list[Step] = []
         seen = {TOP}
         waiting = [TOP]
@@ -221,7 +263,11 @@ class Disk:
                 continue
             directory = self._directories[node]
             reached += directory.pending
-            named = {_number(step.other) for step in directory.pending if step.kind in ("create", "mkdir", "link")}
+            named = {
+                _number(step.other)
+                for step in directory.pending
+                if step.kind in ("create", "mkdir", "link")
+            }
             new = (set(directory.synced.values()) | named) - seen
             seen |= new
             waiting += sorted(new)
@@ -235,7 +281,12 @@ class Disk:
 
     def _tree(self, node: int, fate: Fate) -> Tree:
         return {
-            name: (inner, _written(self._files[inner], fate) if inner in self._files else self._tree(inner, fate))
+            name: (
+                inner,
+                _written(self._files[inner], fate)
+                if inner in self._files
+                else self._tree(inner, fate),
+            )
             for name, inner in sorted(_entries(self._directories[node], fate).items())
         }
 
@@ -268,7 +319,11 @@ def _written(file: _File, fate: Fate) -> bytes:
 
 
 def _entries(directory: _Directory, fate: Fate) -> dict[str, int]:
-    """Return the entries of a directory. A change that survives keeps its node, even if earlier changes of that node are lost."""
+    """Return the entries of a directory.
+
+    A change that survives keeps its node, even if earlier changes of that node are
+    lost.
+    """
     found, cached = dict(directory.synced), dict(directory.synced)
     for step in directory.pending:
         kept = fate(step)[0] != LOST
@@ -306,7 +361,10 @@ def lay(tree: Tree, where: Path) -> dict[int, int]:
 
 
 def every_fate(pending: list[Step]) -> Iterator[Fate]:
-    """Yield all combinations of lost and whole changes. Then yield each write torn or empty, with all others lost or all others whole."""
+    """Yield all combinations of lost and whole changes.
+
+    Then yield each write torn or empty, with all others lost or all others whole.
+    """
     numbers = {id(step): number for number, step in enumerate(pending)}
 
     def of(fates: list[tuple[int, int]]) -> Fate:

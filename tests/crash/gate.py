@@ -1,9 +1,11 @@
-"""Tests the fsync-gate on a real ext4: a disk accepts writes, loses them, reports this at the next fsync, and then reports success.
+"""Tests the fsync-gate on a real ext4: a disk accepts writes, loses them, reports this
+at the next fsync, and then reports success.
 
-`python -m tests.crash.gate --rounds 20 [--seed N]`; needs root. Everything that a daemon has acknowledged must be there, bit for bit, after
-the page cache has been dropped. A program that syncs the same file a second time gets a false success
-(https://wiki.postgresql.org/wiki/Fsync_Errors). While the disk starves, a snapshot may only fail, or the daemon may end. After the disk has
-been fed, work continues.
+`python -m tests.crash.gate --rounds 20 [--seed N]`; needs root. Everything that a
+daemon has acknowledged must be there, bit for bit, after the page cache has been
+dropped. A program that syncs the same file a second time gets a false success
+(https://wiki.postgresql.org/wiki/Fsync_Errors). While the disk starves, a snapshot may
+only fail, or the daemon may end. After the disk has been fed, work continues.
 """
 
 from __future__ import annotations
@@ -29,13 +31,20 @@ BUDGET = {"CKPTD_STALL_BUDGET": "5"}
 
 
 def buffered() -> None:
-    """Disable O_DIRECT, as on a file system without it, so that parts go through the page cache."""
+    """Disable O_DIRECT, as on a file system without it, so that parts go through the
+    page cache.
+    """
     create = PosixFileSystem.create
-    PosixFileSystem.create = lambda *arguments, direct=False, **options: create(*arguments, **options)  # type: ignore[method-assign]
+    PosixFileSystem.create = lambda *arguments, direct=False, **options: create(  # type: ignore[method-assign]
+        *arguments, **options
+    )
 
 
 class Gate:
-    """Runs daemons whose disk starves now and then. `ends` counts how the snapshots ended."""
+    """Runs daemons whose disk starves now and then.
+
+    `ends` counts how the snapshots ended.
+    """
 
     def __init__(self, place: Home, disk: ThinImage, seed: int) -> None:
         self.problems: list[str] = []
@@ -64,7 +73,10 @@ class Gate:
         return Daemon(self._place, *OPTIONS, environment=BUDGET, forked=buffered).wait_ready()
 
     def _save(self, agent: Agent, daemon: Daemon, step: int) -> Daemon:
-        """Save one snapshot on a disk that may starve before or during the save. Return the daemon that runs afterwards."""
+        """Save one snapshot on a disk that may starve before or during the save.
+
+        Return the daemon that runs afterwards.
+        """
         starved = self._chance.random() < 0.6
         if starved and self._chance.random() < 0.5:
             self._disk.starve()
@@ -72,18 +84,24 @@ class Gate:
         if starved:
             time.sleep(self._chance.uniform(0, 0.02))
             self._disk.starve()
-        while pending.state not in ("durable", "failed", "skipped") and daemon.process.poll() is None:
+        while (
+            pending.state not in ("durable", "failed", "skipped") and daemon.process.poll() is None
+        ):
             time.sleep(0.001)
         if daemon.process.poll() is None:
             self.ends[pending.state] += 1
             if pending.state == "durable":
                 self._durable = (pending.attempt, step)
             elif not starved:
-                self.problems.append(f"step {step} is {pending.state}, and the disk is well: {self._why(pending)}")
+                self.problems.append(
+                    f"step {step} is {pending.state}, and the disk is well: {self._why(pending)}"
+                )
         else:
             self.ends["the daemon ended"] += 1
             if not starved:
-                self.problems.append(f"the daemon ended, and the disk is well: {self._place.log_text()[-2000:]}")
+                self.problems.append(
+                    f"the daemon ended, and the disk is well: {self._place.log_text()[-2000:]}"
+                )
         time.sleep(0.05)  # writes after the acknowledgement may hit the starved disk as well
         ended = daemon.process.poll() is not None
         self._disk.feed()
@@ -103,7 +121,9 @@ class Gate:
         return ""
 
     def _look(self) -> None:
-        """Check that everything acknowledged is there, now that nothing comes from the page cache."""
+        """Check that everything acknowledged is there, now that nothing comes from the
+        page cache.
+        """
         found, problems = examine(self._place.root, SIZE)
         self.problems += problems
         if found < self._durable:
@@ -111,7 +131,10 @@ class Gate:
 
 
 def run(rounds: int, seed: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
-    """Return how the snapshots ended, four in each round, and what was lost. Raises Unavailable."""
+    """Return how the snapshots ended, four in each round, and what was lost.
+
+    Raises Unavailable.
+    """
     end = time.monotonic() + seconds
     with home() as place, closing(ThinImage()) as disk:
         gate = Gate(place, disk, seed)

@@ -1,11 +1,13 @@
-"""Calls the whole public API with hostile files: every error must be a CkptdError of one line.
+"""Calls the whole public API with hostile files: every error must be a CkptdError of
+one line.
 
-`python -m tests.crash.hostile --tries 500 [--seed N]`. A try makes one of three things: a checkpoint
-whose documents are nonsense and whose checksums are right (the grammar is that of `nonsense.py`), a
-sound checkpoint in which files were damaged, or a checkpoint of another tool in which files were
-damaged. Then it calls everything that reads it: `Checkpoint`, `ArrayCheckpoint`, `StorageReader`,
-`recover`, `load_model`, `export`, `import_checkpoint`, `ckptd.agent.smp` and the commands. What
-succeeds is not judged here.
+`python -m tests.crash.hostile --tries 500 [--seed N]`. A try makes one of three things:
+a checkpoint whose documents are nonsense and whose checksums are right (the grammar is
+that of `nonsense.py`), a sound checkpoint in which files were damaged, or a checkpoint
+of another tool in which files were damaged. Then it calls everything that reads it:
+`Checkpoint`, `ArrayCheckpoint`, `StorageReader`, `recover`, `load_model`, `export`,
+`import_checkpoint`, `ckptd.agent.smp` and the commands. What succeeds is not judged
+here.
 """
 
 from __future__ import annotations
@@ -57,42 +59,73 @@ COMMANDS = ("show", "show --keys", "show --json", "ls", "verify", "verify --json
 
 
 def forge(case: nonsense.Case, root: Path, step: int) -> bool:
-    """Write a case as a committed checkpoint whose checksums are right. Return False if it cannot be written as one."""
+    """Write a case as a committed checkpoint whose checksums are right.
+
+    Return False if it cannot be written as one.
+    """
     tag = tag_directory(step, None, 1)
     place = root / JOB / tag
     place.mkdir(parents=True, exist_ok=True)
     entries = []
     for rank, part in enumerate(case.parts):
         plan, values = nonsense.plan_bytes_of(part), nonsense.values_bytes_of(part)
-        regions = [Region(*region) for region in part.regions if region[2] in (1, 2, 4, 8, 16) and region[0] + region[1] < 1 << 22]
-        start = align_region(max([len(part.data), *(region.offset + region.length for region in regions)]))
+        regions = [
+            Region(*region)
+            for region in part.regions
+            if region[2] in (1, 2, 4, 8, 16) and region[0] + region[1] < 1 << 22
+        ]
+        start = align_region(
+            max([len(part.data), *(region.offset + region.length for region in regions)])
+        )
         slot = part.data.ljust(start, b"\0") + values
         body, chunks, nonce = bytearray(ALIGN), list[Chunk](), new_nonce()
         for found in chunk_ranges(with_values(regions, (start, len(values))), MIN_CHUNK):
             raw = slot[found.offset : found.offset + found.length]
-            chunks.append(Chunk(found.offset, found.length, len(body), len(raw), 0, found.element_size, crc32c(raw), crc32c(raw)))
+            chunks.append(
+                Chunk(
+                    found.offset,
+                    found.length,
+                    len(body),
+                    len(raw),
+                    0,
+                    found.element_size,
+                    crc32c(raw),
+                    crc32c(raw),
+                )
+            )
             body += raw.ljust(align(len(raw)), b"\0")
         index = PartIndex(
-            job=JOB, attempt=1, step=step, rank=rank, world_size=len(case.parts), tag=tag, signature=hashlib.sha256(plan).digest(),
-            plan=plan, request=nonsense.request_bytes_of(part), values=(start, len(values)), chunk_size=MIN_CHUNK, chunks=chunks,
+            job=JOB, attempt=1, step=step, rank=rank, world_size=len(case.parts), tag=tag,
+            signature=hashlib.sha256(plan).digest(), plan=plan,
+            request=nonsense.request_bytes_of(part), values=(start, len(values)),
+            chunk_size=MIN_CHUNK, chunks=chunks,
         )  # fmt: skip
         body[:ALIGN] = encode_header(index, nonce)
         data = bytes(body) + encode_end(len(body), index.encode())
         (place / part_file(rank, nonce)).write_bytes(data)
         entries.append(
             PartEntry(
-                rank=rank, file=part_file(rank, nonce), bytes=len(data), raw_bytes=sum(c.raw_length for c in chunks),
-                items=len(part.items), index_sha256=hashlib.sha256(index.encode()).hexdigest(),
+                rank=rank, file=part_file(rank, nonce), bytes=len(data),
+                raw_bytes=sum(c.raw_length for c in chunks), items=len(part.items),
+                index_sha256=hashlib.sha256(index.encode()).hexdigest(),
             )
         )  # fmt: skip
     metadata: Any = {"state_dict_metadata": case.parts[0].metadata, "planner_data": None}
     manifest = Manifest(
-        job=JOB, attempt=1, step=step, tag=tag, seq=step, world_size=len(case.parts), created="2026-01-02T03:04:05+00:00", parts=entries,
-        metadata=metadata, metrics={}, user_content=None, writer={**WRITER, "codec": "raw"},
+        job=JOB, attempt=1, step=step, tag=tag, seq=step, world_size=len(case.parts),
+        created="2026-01-02T03:04:05+00:00", parts=entries, metadata=metadata, metrics={},
+        user_content=None, writer={**WRITER, "codec": "raw"},
     )  # fmt: skip
     try:
         data, objects = manifest.split()
-    except (IntegrityError, TypeError, KeyError, AttributeError, ValueError, msgspec.MsgspecError):  # no manifest can hold such metadata
+    except (
+        IntegrityError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        ValueError,
+        msgspec.MsgspecError,
+    ):  # no manifest can hold such metadata
         return False
     for name, stored in objects.items():
         (place / name).write_bytes(stored)
@@ -104,16 +137,27 @@ def forge(case: nonsense.Case, root: Path, step: int) -> bool:
 
 
 def damage(place: Path, chance: Random) -> str:
-    """Damage one or two files below a directory, or the file itself. Return what was done."""
-    files = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
+    """Damage one or two files below a directory, or the file itself.
+
+    Return what was done.
+    """
+    files = (
+        sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
+    )
     done = []
     for path in chance.sample(files, min(len(files), chance.randrange(1, 3))):
         data = bytearray(path.read_bytes())
-        how = chance.choice(["flip", "cut", "empty", "noise", "text", "gone", "directory", "sealed"])
+        how = chance.choice(
+            ["flip", "cut", "empty", "noise", "text", "gone", "directory", "sealed"]
+        )
         if how == "flip":
             for _ in range(chance.randrange(1, 30)):
                 if data:
-                    data[chance.choice([chance.randrange(len(data)), chance.randrange(min(len(data), 300))])] = chance.randrange(256)
+                    data[
+                        chance.choice(
+                            [chance.randrange(len(data)), chance.randrange(min(len(data), 300))]
+                        )
+                    ] = chance.randrange(256)
         elif how == "cut":
             del data[chance.randrange(len(data) + 1) :]
         elif how == "empty":
@@ -121,7 +165,17 @@ def damage(place: Path, chance: Random) -> str:
         elif how == "noise":
             data[:] = chance.randbytes(chance.randrange(3000))
         elif how == "text":
-            data[:] = chance.choice([b"{}", b"[" * 5000, b'{"a": ' * 3000, b"null", b"\xff\xfe", b"0" * 5000, b'{"__metadata__": 7}'])
+            data[:] = chance.choice(
+                [
+                    b"{}",
+                    b"[" * 5000,
+                    b'{"a": ' * 3000,
+                    b"null",
+                    b"\xff\xfe",
+                    b"0" * 5000,
+                    b'{"__metadata__": 7}',
+                ]
+            )
         elif how == "sealed" and path.name == "manifest.json":
             data[:] = _resealed(bytes(data), chance)
         if how in ("gone", "directory"):
@@ -135,13 +189,24 @@ def damage(place: Path, chance: Random) -> str:
 
 
 def _resealed(data: bytes, chance: Random) -> bytes:
-    """Return a manifest in which one member has another value, with a digest that is right."""
+    """Return a manifest in which one member has another value, with a digest that is
+    right.
+    """
     members = json.loads(data)
     del members["sha256"]
     name = chance.choice(sorted(members))
-    members[name] = chance.choice([None, 0, -1, 1 << 70, "x", "", [], {}, [{}], {"a": {}}, 1.5, True, ["x"], members[name]])
-    if chance.random() < 0.3 and isinstance(members.get("parts"), list) and members["parts"] and isinstance(members["parts"][0], dict):
-        members["parts"][0][chance.choice(sorted(members["parts"][0]))] = chance.choice([0, -1, "../../etc/passwd", "", None, 1 << 62])
+    members[name] = chance.choice(
+        [None, 0, -1, 1 << 70, "x", "", [], {}, [{}], {"a": {}}, 1.5, True, ["x"], members[name]]
+    )
+    if (
+        chance.random() < 0.3
+        and isinstance(members.get("parts"), list)
+        and members["parts"]
+        and isinstance(members["parts"][0], dict)
+    ):
+        members["parts"][0][chance.choice(sorted(members["parts"][0]))] = chance.choice(
+            [0, -1, "../../etc/passwd", "", None, 1 << 62]
+        )
     lines = ",\n".join(f"{json.dumps(key)}:{json.dumps(value)}" for key, value in members.items())
     body = ("{\n" + lines + ",\n").encode()
     return body + b'"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
@@ -163,7 +228,12 @@ def _everything(opened: Any) -> None:
         calls: list[Callable[[str], Any]] = (
             [opened.array, opened.shape, opened.dtype]
             if isinstance(opened, ArrayCheckpoint)
-            else [opened.metadata, opened.tensor, partial(opened.tensor, slices=(0,)), partial(opened.tensor, dtype=torch.float64)]
+            else [
+                opened.metadata,
+                opened.tensor,
+                partial(opened.tensor, slices=(0,)),
+                partial(opened.tensor, dtype=torch.float64),
+            ]
         )
         for call in calls:
             try:
@@ -173,7 +243,9 @@ def _everything(opened: Any) -> None:
 
 
 def _opened(kind: Any, path: Path, how: str) -> None:
-    """Open a checkpoint and call its method `how`, or each method that takes the name of a tensor if `how` is ""."""
+    """Open a checkpoint and call its method `how`, or each method that takes the name
+    of a tensor if `how` is "".
+    """
     with kind.open(path) as checkpoint:
         if how:
             getattr(checkpoint, how)()
@@ -206,18 +278,25 @@ def calls_on_any(path: Path, out: Path) -> Iterator[tuple[str, Callable[[], Any]
 
 
 def _dcp_load(path: Path) -> None:
-    """Call DCP's `load` through the reader. DCP puts the errors of all ranks into an exception of its own."""
+    """Call DCP's `load` through the reader.
+
+    DCP puts the errors of all ranks into an exception of its own.
+    """
     state = {"model": {"layer0.w": torch.zeros(3, 2)}}
     try:
         dcp.load(state, storage_reader=StorageReader(path), no_dist=True)
     except dcp.CheckpointException as error:
         for failure, _ in error.failures.values():
-            if not isinstance(failure, (CkptdError, AssertionError)) and not _OF_DCP.search(str(failure)):
+            if not isinstance(failure, (CkptdError, AssertionError)) and not _OF_DCP.search(
+                str(failure)
+            ):
                 raise failure from None
 
 
 _OF_DCP = re.compile("Missing key|[Ss]ize mismatch")
-"""Matches the errors of DCP's planner for a checkpoint that does not have the caller's state."""
+"""Matches the errors of DCP's planner for a checkpoint that does not have the caller's
+state.
+"""
 
 
 def _command(arguments: list[str]) -> None:
@@ -241,7 +320,13 @@ class Hostile:
         """Make one sound checkpoint in each format."""
         agent = Agent(OTHER, socket=self.place.socket)
         model = _Model()
-        state = {"model": model, "step": 3, "w": torch.ones(4), "tuple": (1, [2.5, "x"]), "layer0.w": torch.ones(3, 2)}
+        state = {
+            "model": model,
+            "step": 3,
+            "w": torch.ones(4),
+            "tuple": (1, [2.5, "x"]),
+            "layer0.w": torch.ones(3, 2),
+        }
         agent.snapshot(state, step=1).wait("durable", timeout=60)
         agent.close()
         (path,) = (self.place.root / OTHER).glob("step-*")
@@ -312,12 +397,18 @@ class Hostile:
                 call()
         except CkptdError as error:
             if "\n" in str(error):
-                self.problems.setdefault(f"{name}: an error of several lines", f"{label}: {error}"[:800])
+                self.problems.setdefault(
+                    f"{name}: an error of several lines", f"{label}: {error}"[:800]
+                )
         except Exception as error:
             trace, last = error.__traceback__, None
             while trace is not None:
                 last, trace = trace, trace.tb_next
-            where = f"{Path(last.tb_frame.f_code.co_filename).name}:{last.tb_lineno}" if last is not None else ""
+            where = (
+                f"{Path(last.tb_frame.f_code.co_filename).name}:{last.tb_lineno}"
+                if last is not None
+                else ""
+            )
             kind = f"{name.partition(' to ')[0]}: {type(error).__name__} in {where}"
             self.problems.setdefault(kind, f"{label}: {error}"[:500])
 
@@ -333,7 +424,9 @@ def hostile() -> Iterator[Hostile]:
 
 
 def run(count: int, seed: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
-    """Return how many tries of each kind were made, and which calls raised another error."""
+    """Return how many tries of each kind were made, and which calls raised another
+    error.
+    """
     end = time.monotonic() + seconds
     with hostile() as made:
         for number in range(count):
@@ -351,7 +444,10 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     tried, problems = run(options.tries, options.seed)
     print(*(f"{name:24} {count}" for name, count in sorted(tried.items())), *problems, sep="\n")
-    print(f"{sum(n for name, n in tried.items() if not name.startswith(' '))} tries, seed {options.seed}, {len(problems)} problems")
+    print(
+        f"{sum(n for name, n in tried.items() if not name.startswith(' '))} tries, seed "
+        f"{options.seed}, {len(problems)} problems"
+    )
     sys.exit(bool(problems))
 
 

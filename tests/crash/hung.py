@@ -1,9 +1,13 @@
-"""Tests a disk that hangs: jobs that live in memory continue to seal, and recover from the daemon whose disk hangs.
+"""Tests a disk that hangs: jobs that live in memory continue to seal, and recover from
+the daemon whose disk hangs.
 
-`python -m tests.crash.hung --rounds 20 [--seed N]`. Either the disk is frozen (FIFREEZE of a real ext4, where available), or some of the
-daemon's calls under its root wait: open, create, fsync, rename, listing. One job saves to the disk, so that a save is running when the disk
-hangs. Another job lives in memory. While the disk hangs, this job seals, dies, restarts, recovers its newest step bit for bit, and seals
-again, and the daemon answers every request. Once the disk answers again, every snapshot that was asked to be durable becomes durable.
+`python -m tests.crash.hung --rounds 20 [--seed N]`. Either the disk is frozen (FIFREEZE
+of a real ext4, where available), or some of the daemon's calls under its root wait:
+open, create, fsync, rename, listing. One job saves to the disk, so that a save is
+running when the disk hangs. Another job lives in memory. While the disk hangs, this job
+seals, dies, restarts, recovers its newest step bit for bit, and seals again, and the
+daemon answers every request. Once the disk answers again, every snapshot that was asked
+to be durable becomes durable.
 """
 
 from __future__ import annotations
@@ -32,7 +36,18 @@ SIZE = 20_000
 SECONDS = 60.0
 """Timeout in seconds for anything that must happen. It measures nothing."""
 FIFREEZE, FITHAW = 0xC0045877, 0xC0045878  # linux/fs.h
-CALLS = ("open", "fsync", "fdatasync", "rename", "link", "mkdir", "unlink", "listdir", "posix_fallocate", "pwrite")
+CALLS = (
+    "open",
+    "fsync",
+    "fdatasync",
+    "rename",
+    "link",
+    "mkdir",
+    "unlink",
+    "listdir",
+    "posix_fallocate",
+    "pwrite",
+)
 OPTIONS = ("--keep-last", "2", "--codec", "raw", "--threads", "1")
 ENVIRONMENT = {"CKPTD_STORAGE_TIMEOUT": "1", "CKPTD_STALL_BUDGET": "2"}
 
@@ -56,7 +71,9 @@ def obey(pipe: Any, socket: Path, job: str) -> None:
             elif command == "snapshot":
                 step, persist = arguments
                 assert agent is not None
-                pendings[step] = agent.snapshot(trainers.expected(step, SIZE), step=step, persist=persist)
+                pendings[step] = agent.snapshot(
+                    trainers.expected(step, SIZE), step=step, persist=persist
+                )
                 answer = pendings[step].state
             else:
                 pendings[arguments[0]].wait(command, timeout=SECONDS)
@@ -72,12 +89,17 @@ class Trainer:
 
     def __init__(self, socket: Path, job: str) -> None:
         self._pipe, theirs = forks.context().Pipe()
-        self._process: Any = forks.context().Process(target=obey, args=(theirs, socket, job), daemon=True)
+        self._process: Any = forks.context().Process(
+            target=obey, args=(theirs, socket, job), daemon=True
+        )
         self._process.start()
         theirs.close()
 
     def ask(self, *command: Any) -> Any:
-        """Send a command, and return the answer. Raises AssertionError if the trainer finds something wrong, or hangs."""
+        """Send a command, and return the answer.
+
+        Raises AssertionError if the trainer finds something wrong, or hangs.
+        """
         self._pipe.send(command)
         assert self._pipe.poll(2 * SECONDS), f"{command} hangs"
         answer = self._pipe.recv()
@@ -91,14 +113,22 @@ class Trainer:
         self._pipe.close()
 
 
-def make_calls_wait(flag: Path, root: Path, names: tuple[str, ...], at: Callable[[], bool] = lambda: True) -> None:
-    """Make these calls of this process wait while `flag` exists, if they touch a file under `root` and `at()` is true."""
+def make_calls_wait(
+    flag: Path, root: Path, names: tuple[str, ...], at: Callable[[], bool] = lambda: True
+) -> None:
+    """Make these calls of this process wait while `flag` exists, if they touch a file
+    under `root` and `at()` is true.
+    """
 
     def touches(argument: Any) -> bool:
         if isinstance(argument, bool) or not isinstance(argument, (int, str, os.PathLike)):
             return False
         with suppress(OSError):
-            place = os.readlink(f"/proc/self/fd/{argument}") if isinstance(argument, int) else os.fspath(argument)
+            place = (
+                os.readlink(f"/proc/self/fd/{argument}")
+                if isinstance(argument, int)
+                else os.fspath(argument)
+            )
             return str(place).startswith(str(root))
         return False
 
@@ -131,7 +161,11 @@ class Round:
 
     def _live(self) -> None:
         disk = self._disk()
-        names = tuple(self._chance.sample(CALLS, self._chance.randint(1, len(CALLS)))) if disk is None else ()
+        names = (
+            tuple(self._chance.sample(CALLS, self._chance.randint(1, len(CALLS))))
+            if disk is None
+            else ()
+        )
         first = partial(make_calls_wait, self._flag, self._place.root, names)
         daemon = Daemon(self._place, *OPTIONS, environment=ENVIRONMENT, forked=first).wait_ready()
         self._left.callback(daemon.close)
@@ -149,17 +183,23 @@ class Round:
             saving.ask("snapshot", 5, True)
             time.sleep(self._chance.uniform(0, 0.2))
             for step in range(4, 4 + self._chance.randint(1, 6)):
-                assert living.ask("snapshot", step, False) == "sealed", f"step {step} is not sealed while the disk is {what}"
+                assert living.ask("snapshot", step, False) == "sealed", (
+                    f"step {step} is not sealed while the disk is {what}"
+                )
                 self._sealed(daemon, "memory", step)
             living.kill()
             living = self._trainer("memory")
             recovered = living.ask("begin")
-            assert recovered == (1, step, "memory"), f"{recovered} came back, not step {step}, while the disk is {what} {names}"
+            assert recovered == (1, step, "memory"), (
+                f"{recovered} came back, not step {step}, while the disk is {what} {names}"
+            )
             assert living.ask("snapshot", step + 1, False) == "sealed"
             self._sealed(daemon, "memory", step + 1)
             assert daemon.status()["pid"] > 0
         assert living.ask("snapshot", step + 2, True) in ("sealed", "durable")
-        assert living.ask("durable", step + 2) is None, "the job that lived in memory cannot be saved"
+        assert living.ask("durable", step + 2) is None, (
+            "the job that lived in memory cannot be saved"
+        )
         later = 6
         while saving.ask("snapshot", later, True) not in ("sealed", "durable"):
             later += 1
@@ -176,7 +216,9 @@ class Round:
         return made
 
     def _disk(self) -> Image | None:
-        """Return an ext4 that can be frozen, in half of the rounds and if this machine can mount one."""
+        """Return an ext4 that can be frozen, in half of the rounds and if this machine
+        can mount one.
+        """
         if self._chance.random() < 0.5:
             return None
         try:
@@ -209,16 +251,25 @@ class Round:
         """Wait until the daemon reports that it knows of the seal."""
         end = time.monotonic() + SECONDS
         while True:
-            known = next(found["last_sealed"] for found in daemon.status()["jobs"] if found["job"] == job)
+            known = next(
+                found["last_sealed"] for found in daemon.status()["jobs"] if found["job"] == job
+            )
             if known is not None and known["step"] >= step:
                 return
-            assert time.monotonic() < end, f"the daemon does not take note of step {step}: it knows {known}"
+            assert time.monotonic() < end, (
+                f"the daemon does not take note of step {step}: it knows {known}"
+            )
             time.sleep(0.01)
 
 
 def run(rounds: int, number: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
-    """Return how often the disk hung, by kind of hang, and what went wrong. `number` is the random seed."""
-    return run_rounds(lambda place, chance, done: Round(place, chance, done).live(), rounds, number, seconds)
+    """Return how often the disk hung, by kind of hang, and what went wrong.
+
+    `number` is the random seed.
+    """
+    return run_rounds(
+        lambda place, chance, done: Round(place, chance, done).live(), rounds, number, seconds
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""File systems in memory for tests: an ext4 that can lose its power, and one whose disk can lose writes."""
+"""File systems in memory for tests: an ext4 that can lose its power, and one whose disk
+can lose writes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from pathlib import Path
 PAGE = os.sysconf("SC_PAGESIZE")
 EXT4_IOC_SHUTDOWN = 0x8004587D  # linux/fs/ext4/ext4.h
 FLUSHED, NOT_FLUSHED = 1, 2
-"""Whether the journal of the file system itself is written to the disk before the cut. Data that was not synced is lost in both cases."""
+"""Whether the journal of the file system itself is written to the disk before the cut.
+Data that was not synced is lost in both cases.
+"""
 
 
 class Unavailable(Exception):
@@ -54,7 +58,9 @@ class Image:
             os.close(fd)
 
     def again(self) -> None:
-        """Unmount and mount again, which drops everything that is only in the page cache."""
+        """Unmount and mount again, which drops everything that is only in the page
+        cache.
+        """
         unmount(self.where)
         self.mount()
 
@@ -78,7 +84,10 @@ class FewInodes(Image):
 
 
 class ThinImage(Image):
-    """An ext4 on a disk that has promised more room than it has. A starved disk accepts writes into the page cache, and loses them."""
+    """An ext4 on a disk that has promised more room than it has.
+
+    A starved disk accepts writes into the page cache, and loses them.
+    """
 
     def make(self, megabytes: int) -> None:
         self.thin = self.place / "thin"
@@ -88,19 +97,27 @@ class ThinImage(Image):
         with sparse.open("wb") as file:
             file.truncate(megabytes << 20)
         call("mkfs.ext4", "-q", "-F", "-b", str(PAGE), "-E", "nodiscard", str(sparse))
-        call("cp", "--sparse=never", str(sparse), str(self.file))  # keeps room for journal and tables
+        # Keeps room for journal and tables.
+        call("cp", "--sparse=never", str(sparse), str(self.file))
         sparse.unlink()
         self.mount()
         call("fstrim", str(self.where))
         unmount(self.where)
 
     def mount(self) -> None:
-        """Mount with requests of one page each. If only half of a larger request had room, the loop device would report success.
+        """Mount with requests of one page each.
 
-        Blocks are as large as pages, too: a request of two smaller blocks may lie across the edge of a page.
+        If only half of a larger request had room, the loop device would report success.
+
+        Blocks are as large as pages, too: a request of two smaller blocks may lie
+        across the edge of a page.
         """
         super().mount()
-        device = next(line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if line.split()[1] == str(self.where))
+        device = next(
+            line.split()[0]
+            for line in Path("/proc/mounts").read_text().splitlines()
+            if line.split()[1] == str(self.where)
+        )
         Path("/sys/block", Path(device).name, "queue/max_sectors_kb").write_text(str(PAGE >> 10))
 
     def starve(self) -> None:

@@ -1,9 +1,13 @@
-"""Interrupts the agent with Ctrl-C, signal handlers that call it, nested calls, forks and threads, at any line of any public call.
+"""Interrupts the agent with Ctrl-C, signal handlers that call it, nested calls, forks
+and threads, at any line of any public call.
 
-`python -m tests.crash.interrupts --count 500 [--seed N] [--minutes M]`. It runs a real daemon and a real trainer. A trace function counts
-the lines that the main thread runs in ckptd. At the n-th line it raises KeyboardInterrupt, makes a nested call, or forks. Timers do the
-same between any two instructions, in Python and in C. After every try, snapshots must again be sealed and durable within a few calls, which
-needs every slot, and `recover` must return the newest of them, bit for bit. A watchdog reports a hang with the stacks of all threads.
+`python -m tests.crash.interrupts --count 500 [--seed N] [--minutes M]`. It runs a real
+daemon and a real trainer. A trace function counts the lines that the main thread runs
+in ckptd. At the n-th line it raises KeyboardInterrupt, makes a nested call, or forks.
+Timers do the same between any two instructions, in Python and in C. After every try,
+snapshots must again be sealed and durable within a few calls, which needs every slot,
+and `recover` must return the newest of them, bit for bit. A watchdog reports a hang
+with the stacks of all threads.
 """
 
 from __future__ import annotations
@@ -48,12 +52,17 @@ HOLDS = 3
 """Exit code of a forked child that still has its parent's segments."""
 FURTHER = 8
 """Number of snapshots after a try, of which one must be sealed."""
-PLACES = tuple(str(Path(path).resolve()) for package in (ckptd.agent, ckptd.shared) for path in package.__path__)
+PLACES = tuple(
+    str(Path(path).resolve())
+    for package in (ckptd.agent, ckptd.shared)
+    for path in package.__path__
+)
 CALLS = ("snapshot", "recover", "go back", "prepare", "close")
 NESTED = ("snapshot", "close", "recover")
 CHILDREN = ("a child that ends", "a child with an agent")
 KINDS = (
-    *8 * ["Ctrl-C at a line of snapshot", "Ctrl-C from a timer in snapshot"],  # most used, and with most state to leave behind
+    # Most used, and with most state to leave behind.
+    *8 * ["Ctrl-C at a line of snapshot", "Ctrl-C from a timer in snapshot"],
     *(f"Ctrl-C at a line of {call}" for call in CALLS),
     *(f"Ctrl-C from a timer in {call}" for call in CALLS),
     *(f"{inner} at a line of {call}" for call in CALLS for inner in NESTED),
@@ -69,23 +78,31 @@ class Wrong(Exception):
 
 @cache
 def _unsignalled(code: CodeType) -> frozenset[int]:
-    """Return the offsets at which lines of this code begin, and at which Python handles no signal. A trace function could raise there.
+    """Return the offsets at which lines of this code begin, and at which Python handles
+    no signal. A trace function could raise there.
 
-    These are the calls of `__exit__` at the normal end of `with` statements, and the instructions NOP of `try:` lines, which the compiler
-    may leave out of the block of a `with` around them.
+    These are the calls of `__exit__` at the normal end of `with` statements, and the
+    instructions NOP of `try:` lines, which the compiler may leave out of the block of a
+    `with` around them.
     """
     found, last = set(), list[dis.Instruction]()
     for instruction in dis.get_instructions(code):
         if instruction.opname == "NOP":
             found.add(instruction.offset)
         last = [*last[-3:], instruction]
-        if len(last) == 4 and all(one.opname == "LOAD_CONST" and one.argval is None for one in last[:3]) and "CALL" in last[3].opname:
+        if (
+            len(last) == 4
+            and all(one.opname == "LOAD_CONST" and one.argval is None for one in last[:3])
+            and "CALL" in last[3].opname
+        ):
             found.add(last[0].offset)
     return frozenset(found)
 
 
 class Lines:
-    """Counts the lines of ckptd that this thread runs and that a signal could interrupt, and calls `act` at the n-th of them."""
+    """Counts the lines of ckptd that this thread runs and that a signal could
+    interrupt, and calls `act` at the n-th of them.
+    """
 
     def __init__(self, at: int, act: Callable[[], None]) -> None:
         self.seen = 0
@@ -160,13 +177,22 @@ class Trainer:
                 agent.close()
 
     def attempt(self, kind: str) -> None:
-        """Try one kind of interruption, then check that every promise holds. Raises Wrong."""
+        """Try one kind of interruption, then check that every promise holds.
+
+        Raises Wrong.
+        """
         if kind == "threads":
             self._threads()
         else:
             what, _, call = kind.rpartition(" of " if " of " in kind else " in ")
             inner, _, where = what.rpartition(" at a " if " at a " in what else " from a ")
-            act = self._fork(inner) if inner in CHILDREN else self._interrupt if inner == "Ctrl-C" else self._nested(inner)
+            act = (
+                self._fork(inner)
+                if inner in CHILDREN
+                else self._interrupt
+                if inner == "Ctrl-C"
+                else self._nested(inner)
+            )
             try:
                 with self._at_line(call, act) if where == "line" else self._at_time(call, act):
                     self._call(call)
@@ -233,7 +259,8 @@ class Trainer:
                 if how == "a child with an agent":
                     own = Agent(f"child-{os.getpid()}", socket=self._socket)
                     pending = own.snapshot(trainers.expected(1, SIZE), step=1)
-                    if pending.state == "skipped":  # a machine that stood still has not made the slots in time
+                    # A machine that stood still has not made the slots in time.
+                    if pending.state == "skipped":
                         pending = own.snapshot(trainers.expected(2, SIZE), step=2)
                     pending.wait("durable", timeout=30)
                     own.close()
@@ -246,11 +273,16 @@ class Trainer:
         return act
 
     def _holds_segments(self) -> bool:
-        """Return True if this process has mapped or opened a segment. Segments that a recovery was reading during the fork do not count."""
+        """Return True if this process has mapped or opened a segment.
+
+        Segments that a recovery was reading during the fork do not count.
+        """
         if self._reading:
             return False
         opened = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
-        return any(str(self._segments) in one for one in [Path("/proc/self/maps").read_text(), *opened])
+        return any(
+            str(self._segments) in one for one in [Path("/proc/self/maps").read_text(), *opened]
+        )
 
     def _threads(self) -> None:
         def work() -> None:
@@ -269,7 +301,9 @@ class Trainer:
     # -- what must hold
 
     def check(self) -> None:
-        """Check that snapshots are sealed and durable again, in every slot, and that the newest comes back. Raises Wrong."""
+        """Check that snapshots are sealed and durable again, in every slot, and that
+        the newest comes back. Raises Wrong.
+        """
         if self.agent.closed:
             with suppress(CkptdError):
                 self.agent.close()
@@ -298,7 +332,9 @@ class Trainer:
 
 
 def serve(pipe: Connection, socket: Path, segments: Path, seed: int, stacks: Path) -> None:
-    """Try each kind that comes over the pipe, and answer with what is wrong, or "" if nothing is."""
+    """Try each kind that comes over the pipe, and answer with what is wrong, or "" if
+    nothing is.
+    """
     torch.set_num_threads(1)
     logging.disable()
     sys.unraisablehook = lambda _: None  # for Ctrl-C in a destructor
@@ -320,7 +356,9 @@ class Watched:
     def __init__(self, place: Home, seed: int) -> None:
         self._stacks = place.path / "stacks"
         self._pipe, theirs = forks.context().Pipe()
-        self._process = forks.context().Process(target=serve, args=(theirs, place.socket, place.segments, seed, self._stacks))
+        self._process = forks.context().Process(
+            target=serve, args=(theirs, place.socket, place.segments, seed, self._stacks)
+        )
         self._process.start()
         theirs.close()
 
@@ -347,14 +385,20 @@ class Watched:
         self._pipe.close()
 
 
-def run(count: int, number: int, seconds: float = float("inf"), where: Where = home) -> tuple[Counter[str], list[str]]:
-    """Try `count` interruptions, or as many as fit into `seconds`, from the seed `number`. Return what was tried, and what is wrong."""
+def run(
+    count: int, number: int, seconds: float = float("inf"), where: Where = home
+) -> tuple[Counter[str], list[str]]:
+    """Try `count` interruptions, or as many as fit into `seconds`, from the seed
+    `number`. Return what was tried, and what is wrong.
+    """
     chance, tried, problems = Random(number), Counter[str](), list[str]()
     end = time.monotonic() + seconds
     with where() as place, running(place, *OPTIONS, environment=BUDGET, forked=True):
         trainer: Watched | None = None
         try:
-            while tried.total() < count and time.monotonic() < end and len(problems) < MOST_PROBLEMS:
+            while (
+                tried.total() < count and time.monotonic() < end and len(problems) < MOST_PROBLEMS
+            ):
                 if trainer is None:
                     trainer = Watched(place, chance.getrandbits(32))
                     if wrong := trainer.answer():
@@ -380,11 +424,16 @@ def main() -> None:
     places.add_option(parser)
     options = parser.parse_args()
     begun = time.monotonic()
-    tried, problems = run(options.count, options.seed, 60 * options.minutes, places.where(options.store))
+    tried, problems = run(
+        options.count, options.seed, 60 * options.minutes, places.where(options.store)
+    )
     for kind, times in sorted(tried.items()):
         print(f"{kind:50} {times}")
     print(*problems, sep="\n")
-    print(f"{tried.total()} interruptions in {time.monotonic() - begun:.0f} s, seed {options.seed}, {len(problems)} wrong")
+    print(
+        f"{tried.total()} interruptions in {time.monotonic() - begun:.0f} s, seed {options.seed}, "
+        f"{len(problems)} wrong"
+    )
     sys.exit(bool(problems))
 
 

@@ -1,8 +1,11 @@
-"""Kills a running job with SIGKILL at random microseconds, and prints a table of what the kills hit.
+"""Kills a running job with SIGKILL at random microseconds, and prints a table of what
+the kills hit.
 
-`python -m tests.crash.kills --kills 50 --megabytes 256` (or `make kills KILLS=50`). The trainer, the daemon or both are killed. A survivor
-continues, and the killed processes are started again. Every recovery must be equal, bit for bit, to what was captured at the step that it
-reports, and never older than what was acknowledged. The phase of a kill is read from the segment headers and the files that remain.
+`python -m tests.crash.kills --kills 50 --megabytes 256` (or `make kills KILLS=50`). The
+trainer, the daemon or both are killed. A survivor continues, and the killed processes
+are started again. Every recovery must be equal, bit for bit, to what was captured at
+the step that it reports, and never older than what was acknowledged. The phase of a
+kill is read from the segment headers and the files that remain.
 """
 
 from __future__ import annotations
@@ -30,7 +33,14 @@ from tests.support.storage import source
 
 PHASES = ("filling", "sealed", "writing", "before manifest", "after")
 VICTIMS = ("trainer", "daemon", "both")
-_LONGEST_WAIT = {"filling": 0.05, "sealed": 0.02, "writing": 0.3, "before manifest": 0.002, "after": 0.05}  # in seconds
+# In seconds.
+_LONGEST_WAIT = {
+    "filling": 0.05,
+    "sealed": 0.02,
+    "writing": 0.3,
+    "before manifest": 0.002,
+    "after": 0.05,
+}
 
 
 def base(megabytes: int) -> torch.Tensor:
@@ -38,7 +48,9 @@ def base(megabytes: int) -> torch.Tensor:
 
 
 def job(socket: Path, diary: trainers.Diary, megabytes: int) -> None:
-    """Recover and check, then snapshot step after step for ever, and write each promise into the diary."""
+    """Recover and check, then snapshot step after step for ever, and write each promise
+    into the diary.
+    """
     torch.set_num_threads(1)
     start = base(megabytes)
     weight = torch.zeros_like(start)
@@ -50,7 +62,9 @@ def job(socket: Path, diary: trainers.Diary, megabytes: int) -> None:
         assert recovered.step is not None
         assert state["step"] == recovered.step
         assert not recovered.passed_over, recovered
-        assert torch.equal(weight, start + recovered.step), f"step {recovered.step} is not what was captured"
+        assert torch.equal(weight, start + recovered.step), (
+            f"step {recovered.step} is not what was captured"
+        )
         diary.note("recovered", recovered.attempt, recovered.step)
         step = recovered.step + 1
     open_pendings = []
@@ -71,7 +85,9 @@ def job(socket: Path, diary: trainers.Diary, megabytes: int) -> None:
 
 
 def _start(place: Home, diary: trainers.Diary, megabytes: int) -> Any:
-    process = forks.context().Process(target=job, args=(place.socket, diary, megabytes), daemon=True)
+    process = forks.context().Process(
+        target=job, args=(place.socket, diary, megabytes), daemon=True
+    )
     process.start()
     return process
 
@@ -88,10 +104,19 @@ def _headers(place: Home) -> list[SegmentHeader]:
 
 
 def phase(place: Home) -> str | None:
-    """Return the phase of the uncommitted save that has come furthest, judged by headers and files. None before the first snapshot."""
+    """Return the phase of the uncommitted save that has come furthest, judged by
+    headers and files. None before the first snapshot.
+    """
     headers = [header for header in _headers(place) if header.step is not None]
     found = {_phase(place, header) for header in headers}
-    return next((name for name in ("before manifest", "writing", "filling", "sealed", "after") if name in found), None)
+    return next(
+        (
+            name
+            for name in ("before manifest", "writing", "filling", "sealed", "after")
+            if name in found
+        ),
+        None,
+    )
 
 
 def _phase(place: Home, header: SegmentHeader) -> str:
@@ -129,7 +154,10 @@ def run(kills: int, megabytes: int, seed: int, *, most: int = 0) -> Tally:
                 victim = VICTIMS[result.kills // len(PHASES) % len(VICTIMS)]
                 attempt = diary.newest("sealed")[0]
                 known = diary.newest("sealed")
-                wait_for(lambda k=known, t=trainer: diary.newest("sealed") > k or not t.is_alive(), "snapshot")  # type: ignore[misc]
+                wait_for(
+                    lambda k=known, t=trainer: diary.newest("sealed") > k or not t.is_alive(),  # type: ignore[misc]
+                    "snapshot",
+                )
                 assert trainer.is_alive(), f"the trainer ended by itself in attempt {attempt}"
                 wait_for(lambda w=wanted: phase(place) == w, f"phase {wanted!r}")  # type: ignore[misc]
                 time.sleep(chance.uniform(0, _LONGEST_WAIT[wanted]))
@@ -145,8 +173,14 @@ def run(kills: int, megabytes: int, seed: int, *, most: int = 0) -> Tally:
 
 
 def _kill(daemon: Daemon, trainer: Any, victim: str) -> None:
-    """SIGKILL the victim and SIGSTOP the other process in the same instant, so that the phase can be read."""
-    pids = {"trainer": [trainer.pid], "daemon": [daemon.process.pid], "both": [trainer.pid, daemon.process.pid]}[victim]
+    """SIGKILL the victim and SIGSTOP the other process in the same instant, so that the
+    phase can be read.
+    """
+    pids = {
+        "trainer": [trainer.pid],
+        "daemon": [daemon.process.pid],
+        "both": [trainer.pid, daemon.process.pid],
+    }[victim]
     others = [pid for pid in (trainer.pid, daemon.process.pid) if pid not in pids]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -159,9 +193,17 @@ def _kill(daemon: Daemon, trainer: Any, victim: str) -> None:
 
 
 def _revive(
-    place: Home, diary: trainers.Diary, daemon: Daemon, trainer: Any, victim: str, megabytes: int, result: Tally
+    place: Home,
+    diary: trainers.Diary,
+    daemon: Daemon,
+    trainer: Any,
+    victim: str,
+    megabytes: int,
+    result: Tally,
 ) -> tuple[Daemon, Any]:
-    """Start the killed processes again, let the survivor continue, and check that nothing acknowledged is lost."""
+    """Start the killed processes again, let the survivor continue, and check that
+    nothing acknowledged is lost.
+    """
     promised = diary.newest("sealed", "durable")
     if victim != "trainer":
         daemon.close()
@@ -170,7 +212,10 @@ def _revive(
         os.kill(daemon.process.pid, signal.SIGCONT)
     if victim == "daemon":
         os.kill(trainer.pid, signal.SIGCONT)
-        wait_for(lambda: diary.newest("durable") >= promised or not trainer.is_alive(), "durable snapshot after the daemon's restart")
+        wait_for(
+            lambda: diary.newest("durable") >= promised or not trainer.is_alive(),
+            "durable snapshot after the daemon's restart",
+        )
         if not trainer.is_alive():
             result.lost.append(f"the trainer died with its daemon after {promised}")
         trainer.kill()
@@ -178,7 +223,12 @@ def _revive(
         promised = diary.newest("sealed", "durable")
     before = sum(word == "recovered" for word, _ in diary.read())
     trainer = _start(place, diary, megabytes)
-    wait_for(lambda: sum(word == "recovered" for word, _ in diary.read()) > before or not trainer.is_alive(), "recovery")
+    wait_for(
+        lambda: (
+            sum(word == "recovered" for word, _ in diary.read()) > before or not trainer.is_alive()
+        ),
+        "recovery",
+    )
     if sum(word == "recovered" for word, _ in diary.read()) == before:
         result.lost.append(f"no recovery after {promised}")
         trainer = _start(place, diary, megabytes)
@@ -196,7 +246,10 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     options = parser.parse_args()
-    print(f"{options.kills} kills of a job with {options.megabytes} MB of state, seed {options.seed}", flush=True)
+    print(
+        f"{options.kills} kills of a job with {options.megabytes} MB of state, seed {options.seed}",
+        flush=True,
+    )
     return run(options.kills, options.megabytes, options.seed).report()
 
 

@@ -1,10 +1,14 @@
-"""Makes descriptors, memory, disk space or inodes run out and come back: the daemon must serve again and lose nothing.
+"""Makes descriptors, memory, disk space or inodes run out and come back: the daemon
+must serve again and lose nothing.
 
-`python -m tests.crash.limits --tries 100 [--seed N]`. In each try a real daemon lacks one resource: open files (from the start, or by
-prlimit while it works), memory (a cgroup), space or inodes of its disk at the start, or places in the backlog of its socket. Meanwhile jobs
-save and are killed, and more clients come than fit. Then the shortage ends. The daemon must answer, or must have ended with a reason and an
-exit code; in that case a fresh daemon must serve. Every job gets back, bit for bit, at least what was acknowledged. No checkpoint is
-deleted, and the number of the daemon's descriptors returns to that of the start.
+`python -m tests.crash.limits --tries 100 [--seed N]`. In each try a real daemon lacks
+one resource: open files (from the start, or by prlimit while it works), memory (a
+cgroup), space or inodes of its disk at the start, or places in the backlog of its
+socket. Meanwhile jobs save and are killed, and more clients come than fit. Then the
+shortage ends. The daemon must answer, or must have ended with a reason and an exit
+code; in that case a fresh daemon must serve. Every job gets back, bit for bit, at least
+what was acknowledged. No checkpoint is deleted, and the number of the daemon's
+descriptors returns to that of the start.
 """
 
 from __future__ import annotations
@@ -40,17 +44,22 @@ SIZE = 4000
 STEPS = 3
 JOBS = 3
 MOST = 140
-"""Number of descriptors that the jobs of a try need, including those for clients that come and go, with some to spare."""
+"""Number of descriptors that the jobs of a try need, including those for clients that
+come and go, with some to spare.
+"""
 STORM = 300
 PLENTY = 4096
 SECONDS = 30.0
 """Timeout in seconds for an answer after the shortage has ended. It measures nothing."""
 OPTIONS = ("--keep-last", "0", "--codec", "zstd:1", "--threads", "2")
-ENVIRONMENT = {"CKPTD_STALL_BUDGET": "1", "CKPTD_MEMORY_TTL": "1"}  # segments of dead jobs take descriptors until then
+# Segments of dead jobs take descriptors until then.
+ENVIRONMENT = {"CKPTD_STALL_BUDGET": "1", "CKPTD_MEMORY_TTL": "1"}
 
 
 def work(socket: Path, diary: trainers.Diary, job: str) -> None:
-    """Run as a trainer: make an agent, retrying while that fails, then save step after step, and note each outcome in the diary."""
+    """Run as a trainer: make an agent, retrying while that fails, then save step after
+    step, and note each outcome in the diary.
+    """
     torch.set_num_threads(1)
     logging.disable()
     while True:
@@ -60,7 +69,9 @@ def work(socket: Path, diary: trainers.Diary, job: str) -> None:
         diary.note("refused", 0, 0)
         time.sleep(0.05)
     for step in range(1, STEPS + 1):
-        pending = agent.snapshot(trainers.expected(100 * agent.attempt + step, SIZE), step=100 * agent.attempt + step)
+        pending = agent.snapshot(
+            trainers.expected(100 * agent.attempt + step, SIZE), step=100 * agent.attempt + step
+        )
         if pending.state in ("sealed", "durable"):
             diary.note("sealed", pending.attempt, pending.step)
         try:
@@ -82,13 +93,19 @@ def descriptors(daemon: Daemon) -> list[str]:
 
 
 class Try:
-    """One shortage, with a root and shared memory of its own. `problems` lists what was lost, and who was not served."""
+    """One shortage, with a root and shared memory of its own.
+
+    `problems` lists what was lost, and who was not served.
+    """
 
     def __init__(self, place: Home, chance: Random, what: str) -> None:
         self.place, self.chance, self.what = place, chance, what
         self.problems: list[str] = []
         self.counts = Counter[str]()
-        self.diaries = {f"job-{number}": trainers.Diary(place.path / f"diary-{number}") for number in range(JOBS)}
+        self.diaries = {
+            f"job-{number}": trainers.Diary(place.path / f"diary-{number}")
+            for number in range(JOBS)
+        }
         self._trainers: list[Any] = []
         self._clients: list[socket.socket] = []
 
@@ -99,12 +116,17 @@ class Try:
 
     def start(self, *jobs: str) -> None:
         for job in jobs:
-            trainer = forks.context().Process(target=work, args=(self.place.socket, self.diaries[job], job), daemon=True)
+            trainer = forks.context().Process(
+                target=work, args=(self.place.socket, self.diaries[job], job), daemon=True
+            )
             trainer.start()
             self._trainers.append(trainer)
 
     def clients(self, count: int) -> None:
-        """Connect this many clients, some of which stay silent. Clients that do not fit into the backlog are closed again."""
+        """Connect this many clients, some of which stay silent.
+
+        Clients that do not fit into the backlog are closed again.
+        """
         for _ in range(count):
             client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             try:
@@ -129,10 +151,16 @@ class Try:
         self._trainers.clear()
 
     def under_way(self, daemon: Daemon) -> None:
-        """Let the jobs work while clients come and go, and kill them at a random moment. The time begins once a job has heard from the
-        daemon.
+        """Let the jobs work while clients come and go, and kill them at a random
+        moment. The time begins once a job has heard from the daemon.
         """
-        holds(lambda: any(diary.read() for diary in self.diaries.values()) or daemon.process.poll() is not None, SECONDS)
+        holds(
+            lambda: (
+                any(diary.read() for diary in self.diaries.values())
+                or daemon.process.poll() is not None
+            ),
+            SECONDS,
+        )
         until = time.monotonic() + self.chance.uniform(0.2, 0.8)
         while time.monotonic() < until and daemon.process.poll() is None:
             self.clients(self.chance.randrange(20))
@@ -160,7 +188,9 @@ class Try:
         return Daemon(self.place, *OPTIONS, environment=ENVIRONMENT)
 
     def answers(self, daemon: Daemon) -> bool:
-        """Return True once the daemon answers, or False if it ends or does not answer in time."""
+        """Return True once the daemon answers, or False if it ends or does not answer
+        in time.
+        """
 
         def asked() -> bool:
             try:
@@ -171,7 +201,10 @@ class Try:
         return holds(asked, SECONDS) and daemon.process.poll() is None
 
     def attach(self, job: str) -> Agent:
-        """Return an agent of this job. While the daemon answers Busy, this retries. Raises CkptdError."""
+        """Return an agent of this job.
+
+        While the daemon answers Busy, this retries. Raises CkptdError.
+        """
         until = time.monotonic() + SECONDS
         while True:
             try:
@@ -182,7 +215,9 @@ class Try:
                 time.sleep(0.05)
 
     def serves(self, daemon: Daemon, own: int | None) -> None:
-        """Check that every job gets back what was acknowledged and can save again, and that no descriptor has leaked."""
+        """Check that every job gets back what was acknowledged and can save again, and
+        that no descriptor has leaked.
+        """
         for job, diary in self.diaries.items():
             promised = max((diary.newest("sealed", "durable"), (0, -1)))
             try:
@@ -196,18 +231,30 @@ class Try:
                     trainers.assert_equal(state, recovered.step, SIZE)
                     self.counts["recovered"] += 1
                 step = 100 * agent.attempt
-                agent.snapshot(trainers.expected(step, SIZE), step=step).wait("durable", timeout=SECONDS)
+                agent.snapshot(trainers.expected(step, SIZE), step=step).wait(
+                    "durable", timeout=SECONDS
+                )
                 agent.close()
             except (CkptdError, AssertionError) as error:
                 self.problem(f"{job} is not served: {error!r}")
             for attempt, step in {key for word, key in diary.read() if word == "durable"}:
-                if not (self.place.root / job / f"step-{step:08d}.a{attempt:04d}" / "manifest.json").exists():
-                    self.problem(f"{job}: {attempt, step} was durable, and has no manifest any more")
+                if not (
+                    self.place.root / job / f"step-{step:08d}.a{attempt:04d}" / "manifest.json"
+                ).exists():
+                    self.problem(
+                        f"{job}: {attempt, step} was durable, and has no manifest any more"
+                    )
         if own is not None and not holds(lambda: len(descriptors(daemon)) <= own, SECONDS):
-            self.problem(f"{own} descriptors were open at the start, now there are more: {', '.join(descriptors(daemon))}")
+            self.problem(
+                f"{own} descriptors were open at the start, now there are more: "
+                f"{', '.join(descriptors(daemon))}"
+            )
 
     def finish(self, daemon: Daemon, own: int | None, *, by_kernel: bool = False) -> Daemon:
-        """Check the daemon after the shortage has ended. If it has ended, start another one. Return the daemon that runs."""
+        """Check the daemon after the shortage has ended.
+
+        If it has ended, start another one. Return the daemon that runs.
+        """
         if self.ended(daemon, by_kernel=by_kernel):
             daemon, own = self.fresh(daemon), None
             if not daemon.reached_ready():
@@ -227,11 +274,16 @@ class Try:
 
 
 def _limited(case: Try, soft: int, hard: int) -> Daemon:
-    return Daemon(case.place, *OPTIONS, environment=ENVIRONMENT, under=("prlimit", f"--nofile={soft}:{hard}"))
+    return Daemon(
+        case.place, *OPTIONS, environment=ENVIRONMENT, under=("prlimit", f"--nofile={soft}:{hard}")
+    )
 
 
 def few_from_the_start(case: Try, limit: int) -> Daemon:
-    """Run a daemon with a hard limit of `limit` open files. At the end, prlimit raises the limit."""
+    """Run a daemon with a hard limit of `limit` open files.
+
+    At the end, prlimit raises the limit.
+    """
     daemon = _limited(case, limit, limit)
     own = None
     if daemon.reached_ready():
@@ -247,7 +299,10 @@ def few_from_the_start(case: Try, limit: int) -> Daemon:
 
 
 def fewer_meanwhile(case: Try, limit: int) -> Daemon:
-    """Lower the soft limit to `limit` while the daemon works, so that clients wait. Then raise it again."""
+    """Lower the soft limit to `limit` while the daemon works, so that clients wait.
+
+    Then raise it again.
+    """
     daemon = _limited(case, PLENTY, PLENTY).wait_ready()
     own, pid = len(descriptors(daemon)), daemon.process.pid
     case.start(*case.diaries)
@@ -264,7 +319,10 @@ def fewer_meanwhile(case: Try, limit: int) -> Daemon:
 
 
 def storm(case: Try, limit: int) -> Daemon:
-    """Connect `STORM` clients at once, more than fit and more than the backlog holds. Each must be served or be told to retry later."""
+    """Connect `STORM` clients at once, more than fit and more than the backlog holds.
+
+    Each must be served or be told to retry later.
+    """
     daemon = _limited(case, MOST, MOST).wait_ready()
     own = len(descriptors(daemon))
     case.start("job-0")
@@ -279,7 +337,9 @@ def storm(case: Try, limit: int) -> Daemon:
                 word = "served"
             except errors.Busy:
                 word = "told to come later"
-            except errors.DaemonUnreachable as error:  # the backlog is full, or the daemon has closed the connection
+            except (
+                errors.DaemonUnreachable
+            ) as error:  # the backlog is full, or the daemon has closed the connection
                 if "does not answer" in str(error):
                     break
                 time.sleep(0.01)
@@ -300,7 +360,10 @@ def storm(case: Try, limit: int) -> Daemon:
 
 
 def raise_hard(daemon: Daemon) -> None:
-    """Raise the daemon's limit of descriptors, if this process may. Otherwise the shortage ends when the clients leave."""
+    """Raise the daemon's limit of descriptors, if this process may.
+
+    Otherwise the shortage ends when the clients leave.
+    """
     with suppress(ProcessLookupError, PermissionError):
         resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (PLENTY, PLENTY))
 
@@ -322,8 +385,10 @@ def little_memory(case: Try, megabytes: int) -> Daemon:
 
 @contextmanager
 def cgroup(megabytes: int) -> Iterator[Path]:
-    """Context manager. Yields a cgroup with a memory limit: of version 2 if it has the memory controller, else of version 1. Raises
-    Unavailable.
+    """Context manager.
+
+    Yields a cgroup with a memory limit: of version 2 if it has the memory controller,
+    else of version 1. Raises Unavailable.
     """
     top = Path("/sys/fs/cgroup")
     two = top / "cgroup.controllers"
@@ -351,7 +416,10 @@ def cgroup(megabytes: int) -> Iterator[Path]:
 
 
 def full_at_the_start(case: Try, inodes: bool) -> Daemon:
-    """Start the daemon again on a disk without space, or without inodes. Raises Unavailable."""
+    """Start the daemon again on a disk without space, or without inodes.
+
+    Raises Unavailable.
+    """
     with ExitStack() as held:
         image = images.Image(16)
         held.callback(image.close)
@@ -410,7 +478,9 @@ def kinds(chance: Random) -> Iterator[tuple[str, Callable[[Try], Daemon]]]:
 
 
 def run(count: int, number: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
-    """Return how many tries of each kind were made, with their outcomes, and what was lost. `number` is the random seed."""
+    """Return how many tries of each kind were made, with their outcomes, and what was
+    lost. `number` is the random seed.
+    """
     chance, done, problems = Random(number), Counter[str](), list[str]()
     end = time.monotonic() + seconds
     for tried, (kind, act) in enumerate(kinds(chance)):

@@ -1,11 +1,15 @@
-"""Kills at every pair of failpoints: the second death comes while the remains of the first are recovered, or after that.
+"""Kills at every pair of failpoints: the second death comes while the remains of the
+first are recovered, or after that.
 
-`python -m tests.crash.lives --deaths 3026 [--seed N]`, or `--pairs 1/2`, which tries one half of all pairs until each has happened. The
-root is a directory or, with `--store`, in an object store: SeaweedFS, or rclone with its objects in a directory or in memory.
+`python -m tests.crash.lives --deaths 3026 [--seed N]`, or `--pairs 1/2`, which tries
+one half of all pairs until each has happened. The root is a directory or, with
+`--store`, in an object store: SeaweedFS, or rclone with its objects in a directory or
+in memory.
 
-Daemons and trainers follow one another on one root and one shared memory, in an order in which each point comes once after each other
-point. Often the trainer outlives its daemon and continues with the next one. Each recovery is compared bit for bit, and must be as new as
-what was promised before it. Every manifest that is found must be sound.
+Daemons and trainers follow one another on one root and one shared memory, in an order
+in which each point comes once after each other point. Often the trainer outlives its
+daemon and continues with the next one. Each recovery is compared bit for bit, and must
+be as new as what was promised before it. Every manifest that is found must be sound.
 """
 
 from __future__ import annotations
@@ -48,7 +52,13 @@ SECONDS = 60.0
 GAVE_UP = 3
 
 
-def train(socket: Path, diary: trainers.Diary, armed: str, linger: bool = True, environ: Mapping[str, str] | None = None) -> None:
+def train(
+    socket: Path,
+    diary: trainers.Diary,
+    armed: str,
+    linger: bool = True,
+    environ: Mapping[str, str] | None = None,
+) -> None:
     os.environ.update(environ or {})
     torch.set_num_threads(1)
     logging.disable()
@@ -63,11 +73,15 @@ def train(socket: Path, diary: trainers.Diary, armed: str, linger: bool = True, 
 
 
 class Lives:
-    """Runs daemons and trainers that die. `hit` counts deaths by point, `pairs` has the points that were hit one after the other, and
-    `problems` lists what was lost.
+    """Runs daemons and trainers that die.
+
+    `hit` counts deaths by point, `pairs` has the points that were hit one after the
+    other, and `problems` lists what was lost.
     """
 
-    def __init__(self, place: Home, seed: int, promises: tuple[str, ...] = ("sealed", "durable")) -> None:
+    def __init__(
+        self, place: Home, seed: int, promises: tuple[str, ...] = ("sealed", "durable")
+    ) -> None:
         """promises: the words in the diary whose steps the next recovery must not lose."""
         self.problems: list[str] = []
         self.hit: Counter[str] = Counter()
@@ -80,9 +94,18 @@ class Lives:
         self._before = ""
 
     def live(self, point: str, nth: int = 1) -> None:
-        """Recover, save, and die at this point when it is reached for the n-th time. If it is never reached, die at a random moment."""
+        """Recover, save, and die at this point when it is reached for the n-th time.
+
+        If it is never reached, die at a random moment.
+        """
         deadly = f"{point}=kill@{nth}"
-        daemon = Daemon(self._place, *OPTIONS, failpoints=deadly if point in failpoints.DAEMON else "", environment=BUDGET, forked=True)
+        daemon = Daemon(
+            self._place,
+            *OPTIONS,
+            failpoints=deadly if point in failpoints.DAEMON else "",
+            environment=BUDGET,
+            forked=True,
+        )
         try:
             if daemon.reached_ready():
                 self._work(daemon, point, deadly if point in failpoints.AGENT else "")
@@ -90,7 +113,9 @@ class Lives:
                 daemon.died()
             code = daemon.process.poll()
             if code is not None and (code != -signal.SIGKILL or point not in failpoints.DAEMON):
-                self.problems.append(f"at {point}: the daemon ended with {code}: {self._place.log_text()[-2000:]}")
+                self.problems.append(
+                    f"at {point}: the daemon ended with {code}: {self._place.log_text()[-2000:]}"
+                )
             reached = code is not None if point in failpoints.DAEMON else self._killed()
             wrong = self._place.path / "wrong"
             if wrong.exists():
@@ -108,7 +133,8 @@ class Lives:
         self._look(point)
 
     def _work(self, daemon: Daemon, point: str, armed: str) -> None:
-        if self._trainer is not None and (armed or self._finished()):  # its last steps may have been skipped between two daemons
+        # Its last steps may have been skipped between two daemons.
+        if self._trainer is not None and (armed or self._finished()):
             self.end_trainer()
         if self._trainer is None:
             self._trainer = self._begin(armed)
@@ -116,13 +142,22 @@ class Lives:
         while daemon.process.poll() is None and self._trainer.is_alive() and not self._finished():
             if time.monotonic() > until:
                 if point != ANY:
-                    self.problems.append(f"at {point}: neither the end nor a death within {SECONDS:.0f} s")
+                    self.problems.append(
+                        f"at {point}: neither the end nor a death within {SECONDS:.0f} s"
+                    )
                 break
             time.sleep(0.001)
         if not self._trainer.is_alive() and not (armed and self._killed()) and not _ends(daemon):
             gave_up = self._place.path / "gave up"
-            why = gave_up.read_text() if self._trainer.exitcode == GAVE_UP and gave_up.exists() else ""
-            self.problems.append(f"at {point}: the trainer ended with {self._trainer.exitcode}, and its daemon lives; {why}")
+            why = (
+                gave_up.read_text()
+                if self._trainer.exitcode == GAVE_UP and gave_up.exists()
+                else ""
+            )
+            self.problems.append(
+                f"at {point}: the trainer ended with {self._trainer.exitcode}, and its daemon "
+                f"lives; {why}"
+            )
 
     def _begin(self, armed: str, linger: bool = True) -> Any:
         """Start a trainer."""
@@ -140,7 +175,9 @@ class Lives:
         return any(word == "finished" for word, _ in self._diary.read()[self._begun :])
 
     def rest(self) -> None:
-        """Run one trainer without deaths: every step is saved, and nothing is left in memory."""
+        """Run one trainer without deaths: every step is saved, and nothing is left in
+        memory.
+        """
         if self._trainer is not None:
             self.end_trainer()
         if self.problems:
@@ -149,7 +186,10 @@ class Lives:
             self._begin("", linger=False).join()
             words = Counter(word for word, _ in self._diary.read()[self._begun :])
             if words["durable"] < STEPS or self._place.segment_files():
-                self.problems.append(f"without faults: {words}, {self._place.segment_files()}: {self._place.log_text()[-2000:]}")
+                self.problems.append(
+                    f"without faults: {words}, {self._place.segment_files()}: "
+                    f"{self._place.log_text()[-2000:]}"
+                )
             if daemon.stop():
                 self.problems.append("without faults: the daemon did not end well")
         self._look("the end")
@@ -176,21 +216,30 @@ class Lives:
     # -- what must hold
 
     def _look(self, point: str) -> None:
-        """Check that each recovery was as new as what had been promised before it, and that every manifest is sound."""
+        """Check that each recovery was as new as what had been promised before it, and
+        that every manifest is sound.
+        """
         promised, durable = (0, -1), self._diary.newest("durable")
         for word, key in self._diary.read():
             if word == "recovered" and key < promised:
-                self.problems.append(f"at {point}: {key} was recovered, and {promised} was promised")
+                self.problems.append(
+                    f"at {point}: {key} was recovered, and {promised} was promised"
+                )
             promised = max(promised, key) if word in self._promises else promised
-        with mock.patch.object(object_leases, "SECONDS", 0.5):  # no daemon runs that could renew a mark of its deletion
+        # No daemon runs that could renew a mark of its deletion.
+        with mock.patch.object(object_leases, "SECONDS", 0.5):
             found, problems = examine(self._place.root, SIZE)
         self.problems += [f"at {point}: {problem}" for problem in problems]
         if found < durable:
-            self.problems.append(f"at {point}: {durable} was durable, and the newest there is {found}")
+            self.problems.append(
+                f"at {point}: {durable} was durable, and the newest there is {found}"
+            )
 
 
 def examine(root: Location, size: int) -> tuple[tuple[int, int], list[str]]:
-    """Return (attempt, step) of the newest checkpoint, or (0, -1) if there is none, and a problem for each unsound one."""
+    """Return (attempt, step) of the newest checkpoint, or (0, -1) if there is none, and
+    a problem for each unsound one.
+    """
     newest, problems = (0, -1), []
     repository = open_root(root)
     for tag in sorted(tags_of(repository, trainers.JOB)):
@@ -207,7 +256,10 @@ def examine(root: Location, size: int) -> tuple[tuple[int, int], list[str]]:
 
 
 def _ends(daemon: Daemon) -> bool:
-    """Return True if the daemon has ended, or ends within 5 s. The trainer may be seen to end first."""
+    """Return True if the daemon has ended, or ends within 5 s.
+
+    The trainer may be seen to end first.
+    """
     try:
         daemon.died(5)
     except subprocess.TimeoutExpired:
@@ -216,7 +268,9 @@ def _ends(daemon: Daemon) -> bool:
 
 
 def each_after_each(points: Sequence[str]) -> Iterator[str]:
-    """Yield a shortest cycle in which every point follows every point, including itself: a de Bruijn sequence of order 2."""
+    """Yield a shortest cycle in which every point follows every point, including
+    itself: a de Bruijn sequence of order 2.
+    """
     for number, one in enumerate(points):
         yield one
         for other in points[number + 1 :]:
@@ -226,7 +280,10 @@ def each_after_each(points: Sequence[str]) -> Iterator[str]:
 
 
 def rounds(points: Sequence[str], chance: Random) -> Iterator[tuple[str, int]]:
-    """Yield points, and the pass at which each kills. In the first round this is the first pass, later also the second or third."""
+    """Yield points, and the pass at which each kills.
+
+    In the first round this is the first pass, later also the second or third.
+    """
     for point in each_after_each(chance.sample(points, len(points))):
         yield point, 1
     while True:
@@ -238,7 +295,9 @@ def run(deaths: int, seed: int, seconds: float = float("inf"), where: Where = ho
     end = time.monotonic() + seconds
     with where() as place:
         lives = Lives(place, seed)
-        for point, nth in islice(rounds((*failpoints.AGENT, *failpoints.DAEMON), lives.chance), deaths):
+        for point, nth in islice(
+            rounds((*failpoints.AGENT, *failpoints.DAEMON), lives.chance), deaths
+        ):
             if time.monotonic() > end or lives.problems:
                 break
             lives.live(point, nth)
@@ -247,14 +306,21 @@ def run(deaths: int, seed: int, seconds: float = float("inf"), where: Where = ho
 
 
 class Deaths(Lives):
-    """Like `Lives`, but no trainer continues with another daemon, so that each point is reached each time."""
+    """Like `Lives`, but no trainer continues with another daemon, so that each point is
+    reached each time.
+    """
 
     def outlives(self) -> bool:
         return False
 
 
-def run_pairs(seed: int, part: int, parts: int, where: Where = home) -> tuple[Lives, set[tuple[str, str]]]:
-    """Hit every point after every point, or one part of these pairs. Return the pairs that did not happen even after retries."""
+def run_pairs(
+    seed: int, part: int, parts: int, where: Where = home
+) -> tuple[Lives, set[tuple[str, str]]]:
+    """Hit every point after every point, or one part of these pairs.
+
+    Return the pairs that did not happen even after retries.
+    """
     with where() as place:
         lives = Deaths(place, seed)
         order = list(each_after_each((*failpoints.AGENT, *failpoints.DAEMON)))
@@ -283,16 +349,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deaths", type=int, default=200)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
-    parser.add_argument("--pairs", metavar="K/N", help="every point after every point: the K-th of N parts")
+    parser.add_argument(
+        "--pairs", metavar="K/N", help="every point after every point: the K-th of N parts"
+    )
     places.add_option(parser)
     options = parser.parse_args()
     if options.pairs:
         part, _, parts = options.pairs.partition("/")
-        lives, missing = run_pairs(options.seed, int(part), int(parts or 1), places.where(options.store))
+        lives, missing = run_pairs(
+            options.seed, int(part), int(parts or 1), places.where(options.store)
+        )
         if not lives.problems:
-            print(*(f"never came about: {one}, then {other}" for one, other in sorted(missing)), sep="\n")
+            print(
+                *(f"never came about: {one}, then {other}" for one, other in sorted(missing)),
+                sep="\n",
+            )
         sys.exit(report(lives, "deaths", options.seed) or bool(missing))
-    sys.exit(report(run(options.deaths, options.seed, where=places.where(options.store)), "deaths", options.seed))
+    sys.exit(
+        report(
+            run(options.deaths, options.seed, where=places.where(options.store)),
+            "deaths",
+            options.seed,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""Puts a job through any order of events, drawn by Hypothesis: start, snapshot, kill, power cut, full disk, recovery, forget, pin.
+"""Puts a job through any order of events, drawn by Hypothesis: start, snapshot, kill,
+power cut, full disk, recovery, forget, pin.
 
-`python -m tests.crash.machine --steps 2000 [--seed N]`. It uses real daemons, real trainers, SIGKILL, and the ext4 image of `power.py`
-where one can be mounted. With `--store`, the root is in an object store, and there is no power cut and no full disk. After every step: what
-is recovered must be, bit for bit, what was captured, and as new as what was promised, and a running daemon must answer. At the end of each
-example the job must save again, every checkpoint must verify, and shared memory must be empty.
+`python -m tests.crash.machine --steps 2000 [--seed N]`. It uses real daemons, real
+trainers, SIGKILL, and the ext4 image of `power.py` where one can be mounted. With
+`--store`, the root is in an object store, and there is no power cut and no full disk.
+After every step: what is recovered must be, bit for bit, what was captured, and as new
+as what was promised, and a running daemon must answer. At the end of each example the
+job must save again, every checkpoint must verify, and shared memory must be empty.
 """
 
 from __future__ import annotations
@@ -24,7 +27,13 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from ckptd.agent import Agent, Checkpoint, CkptdError
 from ckptd.daemon.commands import forgetting
@@ -64,7 +73,9 @@ def serve(pipe: Connection, socket: Any, environ: Mapping[str, str]) -> None:
             elif command == "snapshot":
                 step, persist = arguments
                 assert agent is not None
-                pendings[step] = agent.snapshot(trainers.expected(step, SIZE), step=step, persist=persist)
+                pendings[step] = agent.snapshot(
+                    trainers.expected(step, SIZE), step=step, persist=persist
+                )
                 answer = pendings[step].state
             elif command == "wait":
                 pending = pendings[arguments[0]]
@@ -82,8 +93,10 @@ def serve(pipe: Connection, socket: Any, environ: Mapping[str, str]) -> None:
 
 
 def when(holds: Callable[[Any], bool]) -> Callable[[F], F]:
-    """Skip the step unless `holds`. Hypothesis's `precondition` does not fit: what is drawn must not depend on when a daemon finds its disk
-    full.
+    """Skip the step unless `holds`.
+
+    Hypothesis's `precondition` does not fit: what is drawn must not depend on when a
+    daemon finds its disk full.
     """
 
     def wrap(function: F) -> F:
@@ -98,7 +111,10 @@ def when(holds: Callable[[Any], bool]) -> Callable[[F], F]:
 
 
 def _key(tag: str) -> Key:
-    """Return (attempt, step) of a checkpoint's directory. This rig uses no tags of its own."""
+    """Return (attempt, step) of a checkpoint's directory.
+
+    This rig uses no tags of its own.
+    """
     parsed = names.parse_tag_directory(tag)
     assert parsed is not None
     assert parsed[1] is not None
@@ -106,9 +122,12 @@ def _key(tag: str) -> Key:
 
 
 class Job(RuleBasedStateMachine):
-    """A daemon, a trainer and a disk, and the rules for what may happen to them. `pinned` holds the tags that were pinned by hand.
+    """A daemon, a trainer and a disk, and the rules for what may happen to them.
 
-    store: the kind of the object store with the root, or None if the root is a directory on the disk.
+    `pinned` holds the tags that were pinned by hand.
+
+    store: the kind of the object store with the root, or None if the root is a
+    directory on the disk.
     """
 
     store: ClassVar[str | None] = None
@@ -148,11 +167,15 @@ class Job(RuleBasedStateMachine):
     @when(lambda self: self.daemon is None)
     def start_daemon(self) -> None:
         done["start daemon"] += 1
-        daemon = Daemon(self.place, *self.options, environment={"CKPTD_STALL_BUDGET": "0.5"}, forked=True)
+        daemon = Daemon(
+            self.place, *self.options, environment={"CKPTD_STALL_BUDGET": "0.5"}, forked=True
+        )
         if daemon.reached_ready():
             self.daemon = daemon
         else:
-            assert self.full, f"the daemon ended with {daemon.died()}:\n{self.place.log_text()[-3000:]}"
+            assert self.full, (
+                f"the daemon ended with {daemon.died()}:\n{self.place.log_text()[-3000:]}"
+            )
             daemon.close()
 
     @rule()
@@ -174,7 +197,10 @@ class Job(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4), persist=st.sampled_from([True, True, False]), wait=st.booleans())
     def train(self, count: int, persist: bool, wait: bool) -> None:
-        """Take steps with the trainer, which is started if there is none. The daemon may be gone meanwhile."""
+        """Take steps with the trainer, which is started if there is none.
+
+        The daemon may be gone meanwhile.
+        """
         if self.trainer is None:
             if self.daemon is None:
                 self.start_daemon()
@@ -188,7 +214,9 @@ class Job(RuleBasedStateMachine):
     def start_trainer(self) -> bool:
         done["start trainer"] += 1
         self.pipe, theirs = forks.context().Pipe()
-        self.trainer = forks.context().Process(target=serve, args=(theirs, self.place.socket, self.place.environ), daemon=True)
+        self.trainer = forks.context().Process(
+            target=serve, args=(theirs, self.place.socket, self.place.environ), daemon=True
+        )
         self.trainer.start()
         theirs.close()
         answer = self._ask("begin")
@@ -200,7 +228,9 @@ class Job(RuleBasedStateMachine):
         assert attempt > self.attempt, "an attempt was given out twice"
         owed = self.oracle.owed
         assert (recovered or NOTHING) >= owed, f"{recovered} was recovered, and {owed} was promised"
-        assert recovered not in self.oracle.forgotten, f"{recovered} was recovered, and was forgotten"
+        assert recovered not in self.oracle.forgotten, (
+            f"{recovered} was recovered, and was forgotten"
+        )
         self.attempt, self.step, self.persisted = attempt, 0, None
         return True
 
@@ -248,8 +278,11 @@ class Job(RuleBasedStateMachine):
                 (row,) = deletion.rows
             except NotFound:
                 return  # the daemon has retired the checkpoint since it was listed
-            excused = ("there is no checkpoint", "in the memory of a running trainer")  # the first: retention has deleted it meanwhile
-            assert row["deleted"] == (tag not in self.pinned) or any(words in row["error"] for words in excused), row
+            # The first: retention has deleted it meanwhile.
+            excused = ("there is no checkpoint", "in the memory of a running trainer")
+            assert row["deleted"] == (tag not in self.pinned) or any(
+                words in row["error"] for words in excused
+            ), row
             if row["deleted"]:
                 self.oracle.forget(_key(tag), [_key(left) for left in self._tags()])
 
@@ -268,7 +301,11 @@ class Job(RuleBasedStateMachine):
     def _tags(self) -> list[str]:
         """Return the tags of all committed checkpoints, the highest steps first."""
         storage = open_root(self.place.root)
-        return [tag for tag in reversed(storage.tags(trainers.JOB)) if storage.has_manifest(trainers.JOB, tag)]
+        return [
+            tag
+            for tag in reversed(storage.tags(trainers.JOB))
+            if storage.has_manifest(trainers.JOB, tag)
+        ]
 
     @rule(flushed=st.sampled_from([1, 2]))
     @when(lambda self: self.disk is not None)
@@ -312,7 +349,9 @@ class Job(RuleBasedStateMachine):
         if daemon is None:
             return
         if daemon.process.poll() is not None:
-            assert self.full, f"the daemon has ended with {daemon.died()}:\n{self.place.log_text()[-3000:]}"
+            assert self.full, (
+                f"the daemon has ended with {daemon.died()}:\n{self.place.log_text()[-3000:]}"
+            )
             daemon.close()
             self.daemon = None
             return
@@ -334,7 +373,9 @@ class Job(RuleBasedStateMachine):
                 self.disk.close()
 
     def _end(self) -> None:
-        """Check that everything that was promised is there, and that the job can save again."""
+        """Check that everything that was promised is there, and that the job can save
+        again.
+        """
         if self.full:
             self.free_disk()
         if self.trainer is not None:
@@ -350,7 +391,9 @@ class Job(RuleBasedStateMachine):
         assert self._ask("close") == "closed"
         self._end_trainer()
         assert self.place.segment_files() == []
-        assert self.pinned <= set(self._tags()), f"{self.pinned} were pinned, and {self._tags()} are there"
+        assert self.pinned <= set(self._tags()), (
+            f"{self.pinned} were pinned, and {self._tags()} are there"
+        )
         for tag in self._tags():
             try:
                 opened = Checkpoint.open(str(self.place.root / trainers.JOB), tag)
@@ -362,11 +405,14 @@ class Job(RuleBasedStateMachine):
 
 
 def run(steps: int, number: int, of_a_life: int = 100) -> tuple[Counter[str], str]:
-    """Return the number of steps taken, by name, and the first example that broke a promise, as Hypothesis prints it, or ""."""
+    """Return the number of steps taken, by name, and the first example that broke a
+    promise, as Hypothesis prints it, or "".
+    """
     done.clear()
     chosen = settings(
-        max_examples=max(1, steps // of_a_life), stateful_step_count=of_a_life, deadline=None, database=None, print_blob=False,
-        suppress_health_check=list(HealthCheck), phases=[Phase.generate],
+        max_examples=max(1, steps // of_a_life), stateful_step_count=of_a_life, deadline=None,
+        database=None, print_blob=False, suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
     )  # fmt: skip
     try:
         run_state_machine_as_test(seed(number)(Job), settings=chosen)
@@ -374,7 +420,12 @@ def run(steps: int, number: int, of_a_life: int = 100) -> tuple[Counter[str], st
         if isinstance(error, KeyboardInterrupt):
             raise
         causes = (error, *getattr(error, "exceptions", ()))
-        return done, "\n".join([*(f"{type(cause).__name__}: {cause}" for cause in causes), *getattr(error, "__notes__", [])])
+        return done, "\n".join(
+            [
+                *(f"{type(cause).__name__}: {cause}" for cause in causes),
+                *getattr(error, "__notes__", []),
+            ]
+        )
     return done, ""
 
 

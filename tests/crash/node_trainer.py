@@ -1,4 +1,6 @@
-"""Trains on ranks of several nodes for the rig in `nodes.py`, and writes every promise into the diary of its rank."""
+"""Trains on ranks of several nodes for the rig in `nodes.py`, and writes every promise
+into the diary of its rank.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,23 @@ ROWS, COLUMNS = 24, 50
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """Return the state of this rank after `step`: a sharded tensor, a replicated one, one that seldom changes, and values of its own."""
+    """Return the state of this rank after `step`: a sharded tensor, a replicated one,
+    one that seldom changes, and values of its own.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
     whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS) + step
     here = list(whole.chunk(world_size))
     mine = here[rank] if rank < len(here) else whole[:0]
     return {
-        "sharded": DTensor.from_local(mine.clone(), mesh, [Shard(0)], shape=whole.shape, stride=whole.stride(), run_check=False),
+        "sharded": DTensor.from_local(
+            mine.clone(),
+            mesh,
+            [Shard(0)],
+            shape=whole.shape,
+            stride=whole.stride(),
+            run_check=False,
+        ),
         "replicated": torch.full((5000,), float(step)),
         "seldom": torch.full((40_000,), float(step // 5)),
         "step": step,
@@ -36,9 +47,13 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def check(state: dict[str, Any], step: int) -> None:
-    """Assert that a state that came back is, bit for bit, the one of this step, on whatever number of ranks it was saved."""
+    """Assert that a state that came back is, bit for bit, the one of this step, on
+    whatever number of ranks it was saved.
+    """
     wanted = state_of(step)
-    assert torch.equal(state["sharded"].to_local(), wanted["sharded"].to_local()), f"sharded differs at step {step}"
+    assert torch.equal(state["sharded"].to_local(), wanted["sharded"].to_local()), (
+        f"sharded differs at step {step}"
+    )
     for key in ("replicated", "seldom"):
         assert torch.equal(state[key], wanted[key]), f"{key} differs at step {step}"
     assert state["step"] == step, (state["step"], step)
@@ -58,7 +73,9 @@ def recover(socket: Path, diary: Diary) -> tuple[Agent, int]:
     return agent, found.step
 
 
-def train(socket: Path, diary: Diary, steps: int, armed: str, persist: bool, wait_every: int, pause: float) -> str:
+def train(
+    socket: Path, diary: Diary, steps: int, armed: str, persist: bool, wait_every: int, pause: float
+) -> str:
     """Recover, then take so many steps. Return "" or the error that ended the training."""
     failpoints.arm(armed)
     agent, last = recover(socket, diary)
@@ -76,6 +93,10 @@ def train(socket: Path, diary: Diary, steps: int, armed: str, persist: bool, wai
                 pending.remove(done)
             dist.all_reduce(torch.ones(1))
             time.sleep(pause)
-    except (CkptdError, RuntimeError, TimeoutError) as error:  # another rank or a daemon has died: a real training would end here
+    except (
+        CkptdError,
+        RuntimeError,
+        TimeoutError,
+    ) as error:  # another rank or a daemon has died: a real training would end here
         return repr(error)
     return ""

@@ -1,10 +1,14 @@
-"""Kills ranks, daemons and whole nodes of a job on three nodes, cuts nodes off their storage, and checks that nothing promised is lost.
+"""Kills ranks, daemons and whole nodes of a job on three nodes, cuts nodes off their
+storage, and checks that nothing promised is lost.
 
-`python -m tests.crash.nodes --kills 500 --seed 1 [--store]`. The nodes share a directory or, with `--store`, a bucket of SeaweedFS. The
-daemons of some nodes have a stage, as the seed says. Each life of the job recovers, and trains until the fault comes, which may be during
-the recovery. Then the whole job dies, as torchrun would end it, and dead daemons start again. All ranks of the next life must get the same
-step, bit for bit, and nothing older than what was promised: a step that any rank knows to be durable, or, unless a node is lost or left
-out, the newest one that all ranks have sealed.
+`python -m tests.crash.nodes --kills 500 --seed 1 [--store]`. The nodes share a
+directory or, with `--store`, a bucket of SeaweedFS. The daemons of some nodes have a
+stage, as the seed says. Each life of the job recovers, and trains until the fault
+comes, which may be during the recovery. Then the whole job dies, as torchrun would end
+it, and dead daemons start again. All ranks of the next life must get the same step, bit
+for bit, and nothing older than what was promised: a step that any rank knows to be
+durable, or, unless a node is lost or left out, the newest one that all ranks have
+sealed.
 """
 
 from __future__ import annotations
@@ -38,8 +42,26 @@ from tests.support.trainers import JOB, Diary
 
 log = logging.getLogger("ckptd.rig")
 
-FAULTS = ("trainers of a node", "all trainers", "a daemon", "a node", "a node with its memory", "a node's storage")
-STORAGE_CALLS = ("open", "write", "pwrite", "pwritev", "fsync", "link", "rename", "scandir", "listdir", "preadv")
+FAULTS = (
+    "trainers of a node",
+    "all trainers",
+    "a daemon",
+    "a node",
+    "a node with its memory",
+    "a node's storage",
+)
+STORAGE_CALLS = (
+    "open",
+    "write",
+    "pwrite",
+    "pwritev",
+    "fsync",
+    "link",
+    "rename",
+    "scandir",
+    "listdir",
+    "preadv",
+)
 _CUT_SECONDS = (1.0, 5.0)
 POINTS = failpoints.AGENT + failpoints.DAEMON + failpoints.NODES
 _STEPS = 40
@@ -50,14 +72,20 @@ Where = Callable[[], AbstractContextManager[tuple[Nodes, dict[str, str]]]]
 
 @dataclass
 class Result:
-    """The outcome of the lives. `hits` counts the faults. `lost` has a sentence for each promise that was broken."""
+    """The outcome of the lives.
+
+    `hits` counts the faults. `lost` has a sentence for each promise that was broken.
+    """
 
     hits: Counter[str] = field(default_factory=Counter)
     lost: list[str] = field(default_factory=list)
 
 
 class Job:
-    """A job on several nodes, which lives one life after another. `environ`: variables that its ranks need to find the storage."""
+    """A job on several nodes, which lives one life after another.
+
+    `environ`: variables that its ranks need to find the storage.
+    """
 
     def __init__(self, place: Nodes, per_node: int, environ: Mapping[str, str]) -> None:
         self.place, self.per_node, self.environ = place, per_node, dict(environ)
@@ -78,7 +106,9 @@ class Job:
         return made
 
     def lose_memory(self) -> None:
-        """Record that what was only in memory is lost with a node, or out of reach on it."""
+        """Record that what was only in memory is lost with a node, or out of reach on
+        it.
+        """
         self._intact = [False] * len(self._intact)
 
     def promised(self) -> Key:
@@ -86,8 +116,16 @@ class Job:
         found: Key = (0, -1)
         for life, intact in zip(self._known, self._intact, strict=True):
             notes = [diary.read() for diary in life]
-            durable = {key for said in notes for word, key in said if word in ("durable", "recovered")}
-            sealed = set.intersection(*({key for word, key in said if word == "sealed"} for said in notes)) if intact and notes else set()
+            durable = {
+                key for said in notes for word, key in said if word in ("durable", "recovered")
+            }
+            sealed = (
+                set.intersection(
+                    *({key for word, key in said if word == "sealed"} for said in notes)
+                )
+                if intact and notes
+                else set()
+            )
             found = max([found, *durable, *sealed])
         return found
 
@@ -105,12 +143,30 @@ def set_up(environ: dict[str, str]) -> None:
     os.environ.update(environ)
 
 
-def begin(job: Job, ranks: Ranks, armed: dict[int, str], *, persist: bool, wait_every: int, steps: int = _STEPS) -> None:
+def begin(
+    job: Job,
+    ranks: Ranks,
+    armed: dict[int, str],
+    *,
+    persist: bool,
+    wait_every: int,
+    steps: int = _STEPS,
+) -> None:
     diaries = job.diaries(ranks.world_size)
     ranks.call(set_up, job.environ)
     for rank in range(ranks.world_size):
         socket = socket_of(job.place, rank, job.per_node)
-        ranks.begin(node_trainer.train, socket, diaries[rank], steps, armed.get(rank, ""), persist, wait_every, 0.02, only=[rank])
+        ranks.begin(
+            node_trainer.train,
+            socket,
+            diaries[rank],
+            steps,
+            armed.get(rank, ""),
+            persist,
+            wait_every,
+            0.02,
+            only=[rank],
+        )
 
 
 def check_manifests(place: Nodes) -> list[str]:
@@ -120,16 +176,23 @@ def check_manifests(place: Nodes) -> list[str]:
         if repository.has_manifest(JOB, tag):
             try:
                 manifest = repository.read_manifest(JOB, tag)
-            except Exception as error:  # an abandonment, or a manifest that retention has just deleted
+            except (
+                Exception
+            ) as error:  # an abandonment, or a manifest that retention has just deleted
                 if "no checkpoint" not in str(error):
                     return [f"{tag}: {error}"]
                 continue
             seen[manifest.attempt, manifest.step or 0] += 1
-    return [f"step {step} of attempt {attempt} has {count} checkpoints" for (attempt, step), count in seen.items() if count > 1]
+    return [
+        f"step {step} of attempt {attempt} has {count} checkpoints"
+        for (attempt, step), count in seen.items()
+        if count > 1
+    ]
 
 
 def life(job: Job, chance: random.Random, result: Result, fault: str, point: str = "") -> None:
-    """Live one life of the job: recover and compare, train, let the fault happen, end the job, and start again what is dead.
+    """Live one life of the job: recover and compare, train, let the fault happen, end
+    the job, and start again what is dead.
 
     point: the failpoint at which the victim dies, or "" for a random moment.
     """
@@ -140,7 +203,11 @@ def life(job: Job, chance: random.Random, result: Result, fault: str, point: str
     victim, promised = chance.choice(here), job.promised()
     first = here.index(victim) * job.per_node
     theirs = list(range(first, first + job.per_node))
-    armed = {rank: f"{point}=kill@{chance.randint(1, 3)}" for rank in theirs} if point in failpoints.AGENT else {}
+    armed = (
+        {rank: f"{point}=kill@{chance.randint(1, 3)}" for rank in theirs}
+        if point in failpoints.AGENT
+        else {}
+    )
     if point and not armed:
         victim.kill()
         _start(victim, job.place, f"{point}=kill@{chance.randint(1, 4)}", wait=False)
@@ -148,11 +215,31 @@ def life(job: Job, chance: random.Random, result: Result, fault: str, point: str
     persist, wait_every = chance.random() < 0.7, chance.choice((0, 1, 3))
     with Ranks(len(here) * job.per_node) as ranks:
         begin(job, ranks, armed, persist=persist, wait_every=wait_every)
-        compare(job, ranks, result, promised, f"{fault}, {point or 'at a random moment'}, before it", sure=not point)
+        compare(
+            job,
+            ranks,
+            result,
+            promised,
+            f"{fault}, {point or 'at a random moment'}, before it",
+            sure=not point,
+        )
         wanted = chance.randint(1, 8)
-        holds(lambda: min(diary.count("sealed") for diary in job.last) >= wanted or _has_died(victim) or not ranks.all_live, 20.0)
+        holds(
+            lambda: (
+                min(diary.count("sealed") for diary in job.last) >= wanted
+                or _has_died(victim)
+                or not ranks.all_live
+            ),
+            20.0,
+        )
         time.sleep(chance.uniform(0, 0.1))
-        log.debug("%s: %s sealed, persist=%s, waits every %s", fault, [d.count("sealed") for d in job.last], persist, wait_every)
+        log.debug(
+            "%s: %s sealed, persist=%s, waits every %s",
+            fault,
+            [d.count("sealed") for d in job.last],
+            persist,
+            wait_every,
+        )
         match fault:
             case "trainers of a node":
                 for rank in theirs:
@@ -178,14 +265,21 @@ def life(job: Job, chance: random.Random, result: Result, fault: str, point: str
         victim.lose()
         job.lose_memory()
     for node in job.place:
-        if _has_died(node) or (node is victim and point):  # a failpoint that was not reached must not kill the next life
+        # A failpoint that was not reached must not kill the next life.
+        if _has_died(node) or (node is victim and point):
             node.kill()
             _start(node, job.place)
 
 
-def compare(job: Job, ranks: Ranks, result: Result, promised: Key, what: str, *, sure: bool) -> None:
-    """Wait until the ranks have recovered, and compare what came back with what was promised. `sure`: nothing is to die meanwhile."""
-    done = holds(lambda: all(diary.count("recovered") for diary in job.last) or ranks.any_answer, 180.0)
+def compare(
+    job: Job, ranks: Ranks, result: Result, promised: Key, what: str, *, sure: bool
+) -> None:
+    """Wait until the ranks have recovered, and compare what came back with what was
+    promised. `sure`: nothing is to die meanwhile.
+    """
+    done = holds(
+        lambda: all(diary.count("recovered") for diary in job.last) or ranks.any_answer, 180.0
+    )
     back = job.came_back()
     log.debug("%s: promised %s, came back %s", what, promised, back)
     if sure and not (done and all(diary.count("recovered") for diary in job.last)):
@@ -205,12 +299,18 @@ def cut_flag(node: Node) -> Path:
 
 
 def _start(node: Node, place: Nodes, failpoints: str = "", *, wait: bool = True) -> None:
-    cut = None if isinstance(place.root, Url) else partial(make_calls_wait, cut_flag(node), Path(str(place.root)), STORAGE_CALLS)
+    cut = (
+        None
+        if isinstance(place.root, Url)
+        else partial(make_calls_wait, cut_flag(node), Path(str(place.root)), STORAGE_CALLS)
+    )
     node.start("--keep-last", "3", failpoints=failpoints, first=partial(_wait_less, cut), wait=wait)
 
 
 def _wait_less(first: Callable[[], None] | None) -> None:
-    """Make this daemon wait a second for the receipts of nodes that have left the job, because every fifth life leaves one out."""
+    """Make this daemon wait a second for the receipts of nodes that have left the job,
+    because every fifth life leaves one out.
+    """
     joint.LATE_SECONDS = 1.0
     if first is not None:
         first()
@@ -218,7 +318,9 @@ def _wait_less(first: Callable[[], None] | None) -> None:
 
 @contextmanager
 def in_directory() -> Iterator[tuple[Nodes, dict[str, str]]]:
-    """Yield three nodes that share a directory, and the variables by which their ranks find it, which are none."""
+    """Yield three nodes that share a directory, and the variables by which their ranks
+    find it, which are none.
+    """
     place = Nodes(3)
     try:
         yield place, {}
@@ -228,7 +330,9 @@ def in_directory() -> Iterator[tuple[Nodes, dict[str, str]]]:
 
 @contextmanager
 def in_store() -> Iterator[tuple[Nodes, dict[str, str]]]:
-    """Yield three nodes that share a bucket of SeaweedFS, each through a proxy of its own. Raises Unavailable if it is not installed."""
+    """Yield three nodes that share a bucket of SeaweedFS, each through a proxy of its
+    own. Raises Unavailable if it is not installed.
+    """
     if stores.program("weed") is None:
         raise Unavailable("SeaweedFS is not installed")
     with ExitStack() as held, tempfile.TemporaryDirectory() as there:
@@ -239,7 +343,9 @@ def in_store() -> Iterator[tuple[Nodes, dict[str, str]]]:
         for node in place:
             proxy = held.enter_context(proxied(server.port))
             proxy.begin(partial(_wait_while, cut_flag(node)))
-            node.home.environ = server.environ | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
+            node.home.environ = server.environ | {
+                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"
+            }
         yield place, server.environ
 
 
@@ -251,17 +357,28 @@ def _wait_while(flag: Path, *_: object) -> str:
 
 
 def pair(turn: int, points: Sequence[str]) -> tuple[str, str]:
-    """Return the fault and the failpoint of a turn. As many turns as there are pairs have each pair once, whatever the numbers are."""
+    """Return the fault and the failpoint of a turn.
+
+    As many turns as there are pairs have each pair once, whatever the numbers are.
+    """
     lap, place = divmod(turn, len(points))
     return FAULTS[(place + lap) % len(FAULTS)], points[place]
 
 
 def run(
-    lives: int, seed: int, seconds: float = float("inf"), *, points: Sequence[str] = POINTS, where: Where = in_directory
+    lives: int,
+    seed: int,
+    seconds: float = float("inf"),
+    *,
+    points: Sequence[str] = POINTS,
+    where: Where = in_directory,
 ) -> tuple[Counter[str], list[str]]:
-    """Live so many lives, or as many as fit into `seconds`. Return how often each fault came, and what was lost.
+    """Live so many lives, or as many as fit into `seconds`.
 
-    Every second life has its victim die at a failpoint. The seed says with which `pair` this begins; the next such life has the next one.
+    Return how often each fault came, and what was lost.
+
+    Every second life has its victim die at a failpoint. The seed says with which `pair`
+    this begins; the next such life has the next one.
     """
     chance, result, until = random.Random(seed), Result(), time.monotonic() + seconds
     turn = chance.randrange(len(points) * len(FAULTS))
@@ -288,7 +405,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    parser.add_argument("--store", action="store_true", help="share a bucket of SeaweedFS, not a directory")
+    parser.add_argument(
+        "--store", action="store_true", help="share a bucket of SeaweedFS, not a directory"
+    )
     parser.add_argument("--verbose", action="store_true", help="print what each life had promised")
     options = parser.parse_args()
     if options.verbose:

@@ -1,10 +1,14 @@
-"""Seals every kind of nonsense, and lets `verify` and `load` judge what the daemon accepts.
+"""Seals every kind of nonsense, and lets `verify` and `load` judge what the daemon
+accepts.
 
-`python -m tests.crash.nonsense --tries 2000 [--seed N]`. Each try makes a sound slot for one rank or two, and changes its plan, metadata,
-values or request at random. What the daemon acknowledges must become durable, verify and load. What `verify` calls sound must load, with
-torch and without it. Every error must be a CkptdError of one line, and an error that refuses a seal must name what was changed.
+`python -m tests.crash.nonsense --tries 2000 [--seed N]`. Each try makes a sound slot
+for one rank or two, and changes its plan, metadata, values or request at random. What
+the daemon acknowledges must become durable, verify and load. What `verify` calls sound
+must load, with torch and without it. Every error must be a CkptdError of one line, and
+an error that refuses a seal must name what was changed.
 
-Some values can only be judged with torch, such as bytes of `torch.save`. The daemon may accept them, and then `verify` must find them.
+Some values can only be judged with torch, such as bytes of `torch.save`. The daemon may
+accept them, and then `verify` must find them.
 """
 
 from __future__ import annotations
@@ -49,7 +53,9 @@ SECONDS = 60.0
 """Timeout in seconds for an outcome. It measures nothing."""
 DTYPES = ("float32", "bfloat16", "int64", "bool", "complex128", "float16", "uint8")
 LONG = 9000
-"""The length of the names in a case whose manifest is so large that its metadata get an object of their own."""
+"""The length of the names in a case whose manifest is so large that its metadata get an
+object of their own.
+"""
 
 
 # -- sound cases
@@ -57,7 +63,10 @@ LONG = 9000
 
 @dataclass
 class Part:
-    """The share of one rank, as plain values that a mutation may change. `plan` and `values` take the place of the encoded documents."""
+    """The share of one rank, as plain values that a mutation may change.
+
+    `plan` and `values` take the place of the encoded documents.
+    """
 
     items: list[list[Any]]
     aliases: list[list[Any]]
@@ -77,7 +86,8 @@ class Part:
 class Case:
     """Holds what all ranks of one step seal.
 
-    what: the names of the mutations. named: a refusal must contain one of these words, if there are any.
+    what: the names of the mutations. named: a refusal must contain one of these words,
+    if there are any.
     """
 
     parts: list[Part]
@@ -95,8 +105,8 @@ def _blob() -> bytes:
 
 def _plain(chance: Random, depth: int = 0) -> Any:
     kinds: list[Callable[[], Any]] = [
-        lambda: None, lambda: chance.random() < 0.5, lambda: chance.randrange(-(1 << 40), 1 << 40), lambda: chance.uniform(-1, 1),
-        lambda: "text", lambda: b"bytes",
+        lambda: None, lambda: chance.random() < 0.5, lambda: chance.randrange(-(1 << 40), 1 << 40),
+        lambda: chance.uniform(-1, 1), lambda: "text", lambda: b"bytes",
     ]  # fmt: skip
     if depth < 3:
         kinds += [
@@ -133,15 +143,19 @@ def _extension(chance: Random, depth: int) -> Ext:
     """Return a sound value of an extension type."""
     plain = [_plain(chance, depth) for _ in range(2)]
     sound: dict[int, Any] = {
-        2: plain, 3: [1, 2, "x"], 4: [1], 5: [[1, plain[0]], [Ext(2, _pack([1, 2])), 3]], 6: b"-123456789012345678901234567890",
-        7: [1.5, -2.0], 8: _array(), 9: _scalar(), 10: ["no.module", "Color", "RED"], 11: ["PurePosixPath", "/tmp/x"], 12: b"float32",
-        13: b"cpu", 14: [2, 3], 15: [["a", plain[0]]], 16: [["a", 2]], 17: [plain, chance.choice([None, 5])], 18: _blob(), 19: b"raw",
-        20: ["module", {"w": 1}], 21: _pack(plain[0]),
-        22: ["optimizer", {"state": {}, "param_groups": [{"params": ["w"], "lr": 0.1}]}, "a.B"],
-        23: chance.choice([["date", 2026, 1, 2], ["Decimal", "1.5"], ["timedelta", 1, 2, 3], ["UUID", bytes(16)], ["range", "0", "5", "1"],
-                           ["datetime", 2026, 1, 2, 3, 4, 5, 6, 0, "Europe/Zurich"], ["timezone", 0, 3600, 0, "x"]]),
-        24: ["dataclass", "a.B", {"x": plain[0]}], 25: ["list", [["a", []]]], 26: b"some.Class", 27: ["no.module", "Flags", ["A"], 4],
-        28: ["layout", "strided"], 29: ["no.module", "Class"], 30: chance.choice([["BytesIO", b"abc", 1], ["StringIO", "abc", 1, None]]),
+        2: plain, 3: [1, 2, "x"], 4: [1], 5: [[1, plain[0]], [Ext(2, _pack([1, 2])), 3]],
+        6: b"-123456789012345678901234567890", 7: [1.5, -2.0], 8: _array(), 9: _scalar(),
+        10: ["no.module", "Color", "RED"], 11: ["PurePosixPath", "/tmp/x"], 12: b"float32",
+        13: b"cpu", 14: [2, 3], 15: [["a", plain[0]]], 16: [["a", 2]], 17: [plain,
+        chance.choice([None, 5])], 18: _blob(), 19: b"raw", 20: ["module", {"w": 1}],
+        21: _pack(plain[0]), 22: ["optimizer", {"state": {}, "param_groups": [{"params": ["w"],
+        "lr": 0.1}]}, "a.B"], 23: chance.choice([["date", 2026, 1, 2], ["Decimal", "1.5"],
+        ["timedelta", 1, 2, 3], ["UUID", bytes(16)], ["range", "0", "5", "1"],
+                           ["datetime", 2026, 1, 2, 3, 4, 5, 6, 0, "Europe/Zurich"], ["timezone", 0,
+                           3600, 0, "x"]]),
+        24: ["dataclass", "a.B", {"x": plain[0]}], 25: ["list", [["a", []]]], 26: b"some.Class",
+        27: ["no.module", "Flags", ["A"], 4], 28: ["layout", "strided"], 29: ["no.module", "Class"],
+        30: chance.choice([["BytesIO", b"abc", 1], ["StringIO", "abc", 1, None]]),
     }  # fmt: skip
     code = chance.choice(list(sound))
     payload = sound[code]
@@ -157,7 +171,11 @@ def sound_case(chance: Random, ranks: int, *, large: bool) -> Case:
     if large:
         names += [f"{'long' * (LONG // 4)}.{number}" for number in range(130)]
     for name in names:
-        dtype, rows, columns = chance.choice(DTYPES), chance.randrange(1, 9), chance.choice([0, 1, 3])
+        dtype, rows, columns = (
+            chance.choice(DTYPES),
+            chance.randrange(1, 9),
+            chance.choice([0, 1, 3]),
+        )
         if name.startswith("long"):
             dtype, rows, columns = "uint8", 1, 1
         size = [rows, columns]
@@ -183,11 +201,16 @@ def sound_case(chance: Random, ranks: int, *, large: bool) -> Case:
         tree[name] = Ext(1, name.encode())
     if chance.random() < 0.3:
         rank = chance.randrange(ranks)
-        parts[rank].items.append(["blob", "bytes", [len(_blob())], [0], [len(_blob())], None, 0, "cpu", False])
+        parts[rank].items.append(
+            ["blob", "bytes", [len(_blob())], [0], [len(_blob())], None, 0, "cpu", False]
+        )
         metadata["blob"] = {"dtype": "bytes"} | ({"ranks": [rank]} if rank else {})
         tree["blob"] = Ext(1, b"blob")
     for part in parts:
-        part.values["state"] = {"model": dict(tree), "more": {f"v{n}": _plain(chance) for n in range(3)}}
+        part.values["state"] = {
+            "model": dict(tree),
+            "more": {f"v{n}": _plain(chance) for n in range(3)},
+        }
         part.request = msgspec.to_builtins(SnapshotRequest(), builtin_types=(bytes,))
     parts[0].metadata = metadata
     for part in parts:
@@ -217,14 +240,26 @@ def lay_out(part: Part) -> None:
 
 
 def simple_case(*items: tuple[str, str, list[int]], ranks: int = 1) -> Case:
-    """Return a sound case in which rank 0 stores these tensors, given by name, dtype and size.
+    """Return a sound case in which rank 0 stores these tensors, given by name, dtype
+    and size.
 
     The values of each rank name all of them.
     """
-    metadata = {name: {"dtype": dtype, "size": size, "chunks": [[[0] * len(size), size]]} for name, dtype, size in items}
+    metadata = {
+        name: {"dtype": dtype, "size": size, "chunks": [[[0] * len(size), size]]}
+        for name, dtype, size in items
+    }
     tree = {name: Ext(1, name.encode()) for name, _, _ in items}
-    rows = [[name, dtype, size, [0] * len(size), size, None, 0, "cpu", False] for name, dtype, size in items]
-    parts = [Part([] if rank else rows, [], None if rank else metadata, {"state": dict(tree), "rng": None}) for rank in range(ranks)]
+    rows = [
+        [name, dtype, size, [0] * len(size), size, None, 0, "cpu", False]
+        for name, dtype, size in items
+    ]
+    parts = [
+        Part(
+            [] if rank else rows, [], None if rank else metadata, {"state": dict(tree), "rng": None}
+        )
+        for rank in range(ranks)
+    ]
     for part in parts:
         part.request = msgspec.to_builtins(SnapshotRequest(), builtin_types=(bytes,))
         lay_out(part)
@@ -234,7 +269,9 @@ def simple_case(*items: tuple[str, str, list[int]], ranks: int = 1) -> Case:
 # -- mutations
 
 Mutation = Callable[[Random, Case], tuple[str, ...] | None]
-"""Change a case. Return words, one of which the refusal must contain, or () if there is none to name, or None if it does not apply."""
+"""Change a case. Return words, one of which the refusal must contain, or () if there is
+none to name, or None if it does not apply.
+"""
 
 
 def _part(chance: Random, case: Case) -> Part:
@@ -278,7 +315,9 @@ def item_field(chance: Random, case: Case) -> tuple[str, ...] | None:
     if which == 1:
         item[1] = chance.choice([*DTYPES, "bytes", "unknown", "foo/4", ""])
     elif which in (2, 3, 4):
-        item[which] = [max(0, n + chance.choice([-1, 0, 1, 2])) for n in item[which]] + ([1] if chance.random() < 0.1 else [])
+        item[which] = [max(0, n + chance.choice([-1, 0, 1, 2])) for n in item[which]] + (
+            [1] if chance.random() < 0.1 else []
+        )
     elif which == 5:
         item[5] = [chance.randrange(9) for _ in item[4]]
     elif which == 6:
@@ -301,7 +340,9 @@ def regions(chance: Random, case: Case) -> tuple[str, ...]:
         region = chance.choice(part.regions)
         region[chance.randrange(3)] = chance.choice([0, 1, 3, 64, 100, 1 << 30])
     else:
-        part.regions.append([chance.randrange(10) * 64, chance.randrange(100), chance.choice([1, 2, 4])])
+        part.regions.append(
+            [chance.randrange(10) * 64, chance.randrange(100), chance.choice([1, 2, 4])]
+        )
     return ()
 
 
@@ -329,9 +370,10 @@ def entry_new(chance: Random, case: Case) -> tuple[str, ...] | None:
         return None
     size = [chance.randrange(4)]
     case.parts[0].metadata["nobody"] = chance.choice([
-        {"dtype": "float32", "size": size, "chunks": [[[0], size]]}, {"dtype": "bytes"}, {}, {"dtype": "float32"},
-        {"dtype": "float32", "size": size, "chunks": []}, {"size": size}, {"dtype": "float32", "size": [4], "rule": [0, [[0, 0]], 0]},
-        {"dtype": "bytes", "ranks": []}, {"dtype": "float32", "size": size, "chunks": [[[0], size]], "ranks": []},
+        {"dtype": "float32", "size": size, "chunks": [[[0], size]]}, {"dtype": "bytes"}, {},
+        {"dtype": "float32"}, {"dtype": "float32", "size": size, "chunks": []}, {"size": size},
+        {"dtype": "float32", "size": [4], "rule": [0, [[0, 0]], 0]}, {"dtype": "bytes",
+        "ranks": []}, {"dtype": "float32", "size": size, "chunks": [[[0], size]], "ranks": []},
     ])  # fmt: skip
     return ("nobody",)
 
@@ -347,20 +389,32 @@ def entry_field(chance: Random, case: Case) -> tuple[str, ...] | None:
         entry["size"] = chance.choice([[], [3], [9, 9], [1, 1, 1], [1 << 61, 4]])
     elif which == "chunks":
         entry["chunks"] = chance.choice(
-            [[], [[[0, 0], [1, 1]]], [[[0], [1]]], [[[0, 0], [1, 1]], [[0, 0], [1, 1]]], [[[1 << 40, 0], [1, 1]]]]
+            [
+                [],
+                [[[0, 0], [1, 1]]],
+                [[[0], [1]]],
+                [[[0, 0], [1, 1]], [[0, 0], [1, 1]]],
+                [[[1 << 40, 0], [1, 1]]],
+            ]
         )
     elif which == "ranks":
         entry["ranks"] = chance.choice([[], [5], [1], [0, 0, 0, 0], [1, 0], [1 << 31]])
     elif which == "rule":
         entry["rule"] = chance.choice([[0, [], 0], [0, [[0, 0]], 0], [3, [[9, 9]], 7]])
-        case.parts[0].more["meshes"] = chance.choice([[], [[[1], 0, [1], []]], [[[2], 0, [1], []]], [[[2], 5, [0], []]]])
+        case.parts[0].more["meshes"] = chance.choice(
+            [[], [[[1], 0, [1], []]], [[[2], 0, [1], []]], [[[2], 5, [0], []]]]
+        )
     else:
         entry.pop(chance.choice(sorted(entry)), None)
     return (*_shown(name), "mesh")
 
 
 def meshes(chance: Random, case: Case) -> tuple[str, ...]:
-    case.parts[0].more["meshes"] = [chance.choice([[[2, 2], 0, [2, 1], []], [[1], 7, [1], []], [[2], 0, [0], []], [[2], 0, [], [0, 0]]])]
+    case.parts[0].more["meshes"] = [
+        chance.choice(
+            [[[2, 2], 0, [2, 1], []], [[1], 7, [1], []], [[2], 0, [0], []], [[2], 0, [], [0, 0]]]
+        )
+    ]
     return ("mesh",)
 
 
@@ -397,8 +451,12 @@ def global_plan(chance: Random, case: Case) -> tuple[str, ...]:
 
 
 def plan_member(chance: Random, case: Case) -> tuple[str, ...]:
-    which = chance.choice(["version", "writer", "items", "regions", "aliases", "metadata", "meshes", "global_plan"])
-    _part(chance, case).more[which] = chance.choice([None, 0, 1, 2, -1, "x", [], {}, {"a": 1}, [[]], b"y", 1 << 63])
+    which = chance.choice(
+        ["version", "writer", "items", "regions", "aliases", "metadata", "meshes", "global_plan"]
+    )
+    _part(chance, case).more[which] = chance.choice(
+        [None, 0, 1, 2, -1, "x", [], {}, {"a": 1}, [[]], b"y", 1 << 63]
+    )
     return ()
 
 
@@ -406,7 +464,9 @@ def plan_bytes(chance: Random, case: Case) -> tuple[str, ...]:
     part = _part(chance, case)
     encoded = bytearray(plan_bytes_of(part))
     if chance.random() < 0.3:
-        part.raw_plan = chance.choice([b"", b"\xc1", chance.randbytes(40), bytes(encoded[: chance.randrange(len(encoded))])])
+        part.raw_plan = chance.choice(
+            [b"", b"\xc1", chance.randbytes(40), bytes(encoded[: chance.randrange(len(encoded))])]
+        )
     else:
         for _ in range(chance.randrange(1, 4)):
             encoded[chance.randrange(len(encoded))] = chance.randrange(256)
@@ -421,7 +481,15 @@ def values_bytes(chance: Random, case: Case) -> tuple[str, ...]:
     case.needs_torch = True
     if chance.random() < 0.4:
         case.needs_torch = False
-        part.raw_values = chance.choice([b"", b"\xc1", b"\xc0", chance.randbytes(60), bytes(encoded[: chance.randrange(len(encoded))])])
+        part.raw_values = chance.choice(
+            [
+                b"",
+                b"\xc1",
+                b"\xc0",
+                chance.randbytes(60),
+                bytes(encoded[: chance.randrange(len(encoded))]),
+            ]
+        )
     else:
         for _ in range(chance.randrange(1, 4)):
             encoded[chance.randrange(len(encoded))] = chance.randrange(256)
@@ -432,11 +500,13 @@ def values_bytes(chance: Random, case: Case) -> tuple[str, ...]:
 def values_top(chance: Random, case: Case) -> tuple[str, ...]:
     part = _part(chance, case)
     part.values = chance.choice([
-        None, [], {}, 1, "state", {"state": None}, {"rng": None}, {"state": [1, 2]}, {"state": {}, "rng": 3}, {"State": {}},
-        {"state": Ext(5, _pack([[1, 2]]))}, Ext(2, _pack([1])), {1: 2}, {"state": Ext(21, _pack(1))}, {"state": 7, "versions": 7},
-        {"state": Ext(15, _pack([["a", 1]])), "versions": {"": 3}}, {"state": {"a": Ext(15, _pack([]))}, "versions": {"a": {"": 1}}},
-        {"state": {}, "versions": {"x": None}}, {"state": {}, "parameters": 4}, {"state": {}, "planner_data": 9, "save_id": []},
-        {"state": {}, "versions": {1: {}}},
+        None, [], {}, 1, "state", {"state": None}, {"rng": None}, {"state": [1, 2]}, {"state": {},
+        "rng": 3}, {"State": {}}, {"state": Ext(5, _pack([[1, 2]]))}, Ext(2, _pack([1])), {1: 2},
+        {"state": Ext(21, _pack(1))}, {"state": 7, "versions": 7}, {"state": Ext(15, _pack([["a",
+        1]])), "versions": {"": 3}}, {"state": {"a": Ext(15, _pack([]))},
+        "versions": {"a": {"": 1}}}, {"state": {}, "versions": {"x": None}}, {"state": {},
+        "parameters": 4}, {"state": {}, "planner_data": 9, "save_id": []}, {"state": {},
+        "versions": {1: {}}},
     ])  # fmt: skip
     return ()
 
@@ -448,7 +518,11 @@ def unknown_tensor(chance: Random, case: Case) -> tuple[str, ...]:
 
 
 def odd_reference(chance: Random, case: Case) -> tuple[str, ...]:
-    _put(chance, case, Ext(1, chance.choice([b"\xff\xfe", b"", b"\xed\xa0\x80", chance.randbytes(5)])))
+    _put(
+        chance,
+        case,
+        Ext(1, chance.choice([b"\xff\xfe", b"", b"\xed\xa0\x80", chance.randbytes(5)])),
+    )
     return ()
 
 
@@ -478,7 +552,17 @@ def nearly_sound_value(chance: Random, case: Case) -> tuple[str, ...]:
         except (msgspec.DecodeError, UnicodeDecodeError):
             payload = payload[: chance.randrange(len(payload) + 1)]
     case.needs_torch |= value.code in (18, 24)
-    case.needs_torch |= bytes([18]) in bytes(payload) and value.code in (2, 5, 15, 17, 20, 21, 22, 25)  # a value inside of torch's own
+    # A value inside of torch's own.
+    case.needs_torch |= bytes([18]) in bytes(payload) and value.code in (
+        2,
+        5,
+        15,
+        17,
+        20,
+        21,
+        22,
+        25,
+    )
     _put(chance, case, Ext(value.code, bytes(payload)))
     return ()
 
@@ -500,7 +584,16 @@ def garbage_blob(chance: Random, case: Case) -> tuple[str, ...] | None:
 
 def odd_key(chance: Random, case: Case) -> tuple[str, ...]:
     key = chance.choice(
-        [[1], {"a": 1}, Ext(3, _pack([1])), Ext(8, _array()), Ext(20, _pack(["module", {}])), Ext(1, b"layer0.w"), 1.5, None]
+        [
+            [1],
+            {"a": 1},
+            Ext(3, _pack([1])),
+            Ext(8, _array()),
+            Ext(20, _pack(["module", {}])),
+            Ext(1, b"layer0.w"),
+            1.5,
+            None,
+        ]
     )
     code = chance.choice([5, 15, 16, 25, 3, 4])
     parts: Any = [key] if code in (3, 4) else [[key, 1]]
@@ -510,11 +603,17 @@ def odd_key(chance: Random, case: Case) -> tuple[str, ...]:
 
 def odd_optimizer(chance: Random, case: Case) -> tuple[str, ...]:
     groups = chance.choice([
-        [{"params": [[1]]}], [{"params": [Ext(3, _pack([1]))]}], [{"params": [{}]}], [{"params": 3}], [{}], [1], 7, [],
-        [{"params": [None, 1.5]}],
+        [{"params": [[1]]}], [{"params": [Ext(3, _pack([1]))]}], [{"params": [{}]}],
+        [{"params": 3}], [{}], [1], 7, [], [{"params": [None, 1.5]}],
     ])  # fmt: skip
     tree: Any = {"state": chance.choice([{}, 3, None, {"w": 1}]), "param_groups": groups}
-    _put(chance, case, chance.choice([tree, Ext(22, _pack(["optimizer", tree, "a.B"])), Ext(20, _pack(["optimizer", tree]))]))
+    _put(
+        chance,
+        case,
+        chance.choice(
+            [tree, Ext(22, _pack(["optimizer", tree, "a.B"])), Ext(20, _pack(["optimizer", tree]))]
+        ),
+    )
     return ()
 
 
@@ -537,10 +636,13 @@ def odd_versions(chance: Random, case: Case) -> tuple[str, ...] | None:
     if not isinstance(part.values, dict):
         return None
     part.values["versions"] = chance.choice([
-        7, [], {"model": 7}, {"model": {"": 7}}, {"model": {"": {"version": 1}}}, {"model.layer0": {}}, {7: {}}, {"": []}, {"more": None},
+        7, [], {"model": 7}, {"model": {"": 7}}, {"model": {"": {"version": 1}}},
+        {"model.layer0": {}}, {7: {}}, {"": []}, {"more": None},
     ])  # fmt: skip
     if isinstance(part.values.get("state"), dict):
-        part.values["state"]["model"] = Ext(20, _pack(["module", part.values["state"].get("model", {})]))
+        part.values["state"]["model"] = Ext(
+            20, _pack(["module", part.values["state"].get("model", {})])
+        )
     return ()
 
 
@@ -562,11 +664,12 @@ def request(chance: Random, case: Case) -> tuple[str, ...]:
         part.raw_request = chance.choice([b"", b"\xc1", chance.randbytes(20)])
         return ()
     which, value = chance.choice([
-        ("tag", "../x"), ("tag", "step-1"), ("tag", "x" * 300), ("metrics", {"a": float("nan")}), ("metrics", {"a": "b"}), ("metrics", 7),
-        ("user_content", "{"), ("user_content", "[" * 400 + "]" * 400), ("user_content", "\ud800"), ("created", -1.0), ("created", 1e300),
-        ("created", float("nan")), ("retention", ["?"]), ("retention", 7), ("persist", "yes"), ("node", 7),
-        ("replicas", [[b"", b"", 0, b""]]),
-        ("retention", ["LatestN(n=0)"]), ("metrics", {"x" * 70_000: 1.0}), ("user_content", '"\\ud800"'),
+        ("tag", "../x"), ("tag", "step-1"), ("tag", "x" * 300), ("metrics", {"a": float("nan")}),
+        ("metrics", {"a": "b"}), ("metrics", 7), ("user_content", "{"), ("user_content",
+        "[" * 400 + "]" * 400), ("user_content", "\ud800"), ("created", -1.0), ("created", 1e300),
+        ("created", float("nan")), ("retention", ["?"]), ("retention", 7), ("persist", "yes"),
+        ("node", 7), ("replicas", [[b"", b"", 0, b""]]), ("retention", ["LatestN(n=0)"]),
+        ("metrics", {"x" * 70_000: 1.0}), ("user_content", '"\\ud800"'),
     ])  # fmt: skip
     part.request[which] = value
     return ()
@@ -581,7 +684,26 @@ def header(chance: Random, case: Case) -> tuple[str, ...]:
 
 def _any(chance: Random) -> Any:
     return chance.choice(
-        [None, True, 0, -1, 1 << 63, 1.5, float("nan"), "", "x", b"", b"\xff", [], [1], [[1]], [[1, 2]], {}, {"a": 1}, ["a", "b"]]
+        [
+            None,
+            True,
+            0,
+            -1,
+            1 << 63,
+            1.5,
+            float("nan"),
+            "",
+            "x",
+            b"",
+            b"\xff",
+            [],
+            [1],
+            [[1]],
+            [[1, 2]],
+            {},
+            {"a": 1},
+            ["a", "b"],
+        ]
     )
 
 
@@ -603,9 +725,9 @@ def _put(chance: Random, case: Case, value: Any) -> None:
 MUTATIONS: dict[str, Mutation] = {
     function.__name__: function
     for function in (
-        hole, item_field, item_twice, regions, no_metadata, metadata_elsewhere, entry_gone, entry_new,
-        entry_field, meshes, aliases, same_alias, global_plan, plan_member, plan_bytes, values_bytes,
-        values_top, unknown_tensor, odd_reference, nonsense_value, nearly_sound_value,
+        hole, item_field, item_twice, regions, no_metadata, metadata_elsewhere, entry_gone,
+        entry_new, entry_field, meshes, aliases, same_alias, global_plan, plan_member, plan_bytes,
+        values_bytes, values_top, unknown_tensor, odd_reference, nonsense_value, nearly_sound_value,
         garbage_for_torch, garbage_blob, odd_key, odd_optimizer, deep, odd_versions, ranks_differ,
         request, header,
     )
@@ -631,18 +753,26 @@ def plan_bytes_of(part: Part) -> bytes:
     if part.raw_plan is not None:
         return part.raw_plan
     plan = {
-        "regions": part.regions, "items": part.items, "aliases": part.aliases, "metadata": part.metadata, "writer": WRITER,
-        "global_plan": bytes(32), "version": 1, **part.more,
+        "regions": part.regions, "items": part.items, "aliases": part.aliases,
+        "metadata": part.metadata, "writer": WRITER, "global_plan": bytes(32), "version": 1,
+        **part.more,
     }  # fmt: skip
     return _pack(plan)
 
 
 class Client:
-    """Plays one rank of a job, with one slot. `seal` fills the slot and reports the seal."""
+    """Plays one rank of a job, with one slot.
+
+    `seal` fills the slot and reports the seal.
+    """
 
     def __init__(self, place: Home, job: str, rank: int, world_size: int, attempt: int = 0) -> None:
         self.channel = Channel(place.socket, SECONDS, later=SECONDS)
-        began = self._ask(m.Begin(id=self.channel.new_id(), job=job, rank=rank, world_size=world_size, attempt=attempt))
+        began = self._ask(
+            m.Begin(
+                id=self.channel.new_id(), job=job, rank=rank, world_size=world_size, attempt=attempt
+            )
+        )
         assert isinstance(began, m.Began), began
         self.attempt = began.attempt
         segments = self._ask(m.Allocate(id=self.channel.new_id(), capacity=CAPACITY, count=2))
@@ -676,7 +806,15 @@ class Client:
         head = read_header(fd)
         plan = plan_bytes_of(part)
         values, asked = values_bytes_of(part), request_bytes_of(part)
-        at = align_region(max(len(part.data), max((sum(region[:2]) for region in part.regions if sum(region[:2]) < 1 << 20), default=0)))
+        at = align_region(
+            max(
+                len(part.data),
+                max(
+                    (sum(region[:2]) for region in part.regions if sum(region[:2]) < 1 << 20),
+                    default=0,
+                ),
+            )
+        )
         extents = {}
         os.pwrite(fd, part.data, head.data_offset)
         for name, document in (("values", values), ("plan", plan), ("request", asked)):
@@ -732,7 +870,10 @@ def request_bytes_of(part: Part) -> bytes:
 
 
 class Nonsense:
-    """A daemon's root with two jobs, one of one rank and one of two. `problems`: what was wrong, by its kind, with its first try."""
+    """A daemon's root with two jobs, one of one rank and one of two.
+
+    `problems`: what was wrong, by its kind, with its first try.
+    """
 
     def __init__(self, place: Home) -> None:
         self.place = place
@@ -750,7 +891,10 @@ class Nonsense:
     def _clients(self, world_size: int) -> list[Client]:
         if world_size not in self._jobs:
             first = Client(self.place, f"job{world_size}", 0, world_size)
-            others = [Client(self.place, f"job{world_size}", rank, world_size, first.attempt) for rank in range(1, world_size)]
+            others = [
+                Client(self.place, f"job{world_size}", rank, world_size, first.attempt)
+                for rank in range(1, world_size)
+            ]
             self._jobs[world_size] = [first, *others]
         return self._jobs[world_size]
 
@@ -766,8 +910,13 @@ class Nonsense:
         step = self._step
         try:
             granted = [client.acquire(step) for client in clients]
-            numbers = [client.seal(step, each.segment, part) for client, each, part in zip(clients, granted, case.parts, strict=True)]
-            answers = [client.outcome(number) for client, number in zip(clients, numbers, strict=True)]
+            numbers = [
+                client.seal(step, each.segment, part)
+                for client, each, part in zip(clients, granted, case.parts, strict=True)
+            ]
+            answers = [
+                client.outcome(number) for client, number in zip(clients, numbers, strict=True)
+            ]
         except (CkptdError, AssertionError) as error:
             problem("the daemon does not answer", f"{error!r} {self.place.log_text()[-2000:]}")
             self.close()
@@ -780,7 +929,11 @@ class Nonsense:
                 problem("refused with an internal error or more than a sentence", text)
             if not case.what:
                 problem("refused", text)
-            if len(case.what) == 1 and case.named[0] and not any(word in text for word in case.named[0]):
+            if (
+                len(case.what) == 1
+                and case.named[0]
+                and not any(word in text for word in case.named[0])
+            ):
                 problem("refused without naming it", f"{text}; expected one of {case.named[0][:3]}")
             return
         self.counts[" sealed"] += 1
@@ -797,11 +950,21 @@ class Nonsense:
 
     def _judge(self, directory: Any, case: Case, problem: Callable[..., None]) -> None:
         unchecked: list[str] = []
-        verified = _called(lambda: _with_torch(directory, lambda checkpoint: checkpoint.verify(unchecked)))
+        verified = _called(
+            lambda: _with_torch(directory, lambda checkpoint: checkpoint.verify(unchecked))
+        )
         loaded = _called(lambda: _with_torch(directory, Checkpoint.load))
-        plain_verified, plain_loaded = _called(lambda: _without(directory, "verify")), _called(lambda: _without(directory, "load"))
+        plain_verified, plain_loaded = (
+            _called(lambda: _without(directory, "verify")),
+            _called(lambda: _without(directory, "load")),
+        )
         (row,) = verification(directory)
-        for name, error in (("verify", verified), ("load", loaded), ("array verify", plain_verified), ("array load", plain_loaded)):
+        for name, error in (
+            ("verify", verified),
+            ("load", loaded),
+            ("array verify", plain_verified),
+            ("array load", plain_loaded),
+        ):
             if error is not None and not isinstance(error, CkptdError):
                 problem(f"{name} raises {type(error).__name__}", error)
         if verified is None and loaded is not None and not unchecked:
@@ -871,7 +1034,10 @@ def main() -> None:
     tried, problems = run(options.tries, options.seed)
     alone = {name: count for name, count in tried.items() if "+" not in name}
     print(*(f"{name:24} {count}" for name, count in sorted(alone.items())), *problems, sep="\n")
-    print(f"{sum(n for name, n in tried.items() if not name.startswith(' '))} tries, seed {options.seed}, {len(problems)} problems")
+    print(
+        f"{sum(n for name, n in tried.items() if not name.startswith(' '))} tries, seed "
+        f"{options.seed}, {len(problems)} problems"
+    )
     sys.exit(bool(problems))
 
 

@@ -1,4 +1,6 @@
-"""Says where the root of a rig lies: in a directory or, with `--store`, in an object store."""
+"""Says where the root of a rig lies: in a directory or, with `--store`, in an object
+store.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ Where = Callable[[], AbstractContextManager[Home]]
 
 @contextmanager
 def in_store(kind: str) -> Iterator[Home]:
-    """Context manager. Yields a home whose root is in an object store. Raises Unavailable if the store's server is not installed.
+    """Context manager.
+
+    Yields a home whose root is in an object store. Raises Unavailable if the store's
+    server is not installed.
 
     kind: one of `stores.KINDS`.
     """
@@ -32,7 +37,11 @@ def in_store(kind: str) -> Iterator[Home]:
 
 
 def add_option(parser: ArgumentParser) -> None:
-    parser.add_argument("--store", choices=list(stores.KINDS), help="the object store with the root; default: a directory")
+    parser.add_argument(
+        "--store",
+        choices=list(stores.KINDS),
+        help="the object store with the root; default: a directory",
+    )
 
 
 def where(kind: str | None) -> Where:

@@ -1,9 +1,11 @@
-"""Cuts the power of a real ext4 at every failpoint of the daemon, and at random moments.
+"""Cuts the power of a real ext4 at every failpoint of the daemon, and at random
+moments.
 
-`python -m tests.crash.power --cuts 60 [--seed N]`; needs root, for the loop mount. The file system is stopped as by a power cut
-(EXT4_IOC_SHUTDOWN, linux/fs/ext4/ext4.h; with and without a flush of its journal), shared memory is emptied, every process is killed, and
-the image is mounted again. The next daemon recovers, and the next trainer compares every bit of what it gets, which must not be older than
-what was durable.
+`python -m tests.crash.power --cuts 60 [--seed N]`; needs root, for the loop mount. The
+file system is stopped as by a power cut (EXT4_IOC_SHUTDOWN, linux/fs/ext4/ext4.h; with
+and without a flush of its journal), shared memory is emptied, every process is killed,
+and the image is mounted again. The next daemon recovers, and the next trainer compares
+every bit of what it gets, which must not be older than what was durable.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from tests.support.daemons import Home, home
 
 
 class Machine(Lives):
-    """Runs daemons and trainers on a disk that loses its power at each death. What was in memory is then gone."""
+    """Runs daemons and trainers on a disk that loses its power at each death.
+
+    What was in memory is then gone.
+    """
 
     def __init__(self, place: Home, disk: Image, seed: int) -> None:
         super().__init__(place, seed, promises=("durable",))
@@ -49,7 +54,10 @@ def run(cuts: int, seed: int, seconds: float = float("inf")) -> Machine:
         for number, point in enumerate(islice(cycle([*failpoints.DAEMON, ANY]), cuts)):
             if time.monotonic() > end or machine.problems:
                 break
-            machine.live(point, 1 if number <= len(failpoints.DAEMON) else machine.chance.choice([1, 1, 2, 3]))
+            machine.live(
+                point,
+                1 if number <= len(failpoints.DAEMON) else machine.chance.choice([1, 1, 2, 3]),
+            )
         machine.rest()
         return machine
 

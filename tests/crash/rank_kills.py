@@ -1,9 +1,12 @@
-"""Kills a whole torchrun with SIGKILL at random microseconds of its snapshots, and prints a table of what the kills hit.
+"""Kills a whole torchrun with SIGKILL at random microseconds of its snapshots, and
+prints a table of what the kills hit.
 
-`python -m tests.crash.rank_kills --kills 20 --megabytes 256`. Four ranks train a model sharded by FSDP2. They die together, with or without
-the daemon. A new torchrun must get back on every rank, bit for bit, what was captured at the step that it reports, and nothing older than
-what all ranks had sealed. At the end, the snapshot in memory is recovered on a mesh of two times two ranks, and the checkpoint on storage
-on one, two and three ranks.
+`python -m tests.crash.rank_kills --kills 20 --megabytes 256`. Four ranks train a model
+sharded by FSDP2. They die together, with or without the daemon. A new torchrun must get
+back on every rank, bit for bit, what was captured at the step that it reports, and
+nothing older than what all ranks had sealed. At the end, the snapshot in memory is
+recovered on a mesh of two times two ranks, and the checkpoint on storage on one, two
+and three ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ PHASES = ("some ranks filling", "all sealed", "writing", "before manifest", "aft
 VICTIMS = ("ranks", "daemon too")
 RANKS = 4
 KEEP = ("--keep-last", "2")
-_LONGEST_WAIT = dict(zip(PHASES, (0.05, 0.02, 0.3, 0.002, 0.05), strict=True))  # longest wait in a phase, in seconds
+# Longest wait in a phase, in seconds.
+_LONGEST_WAIT = dict(zip(PHASES, (0.05, 0.02, 0.3, 0.002, 0.05), strict=True))
 _ROOT = Path(__file__).parent.parent.parent
 _SECONDS = 300.0  # timeout for any event; it measures nothing
 _wait_for = partial(wait_for, seconds=_SECONDS)
@@ -56,8 +60,23 @@ class Job:
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0", "--nproc-per-node", str(RANKS)]
-        arguments = ["-m", "tests.crash.rank_trainer", str(self._place.socket), str(self._place.path / "diary"), str(self._megabytes)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--max-restarts",
+            "0",
+            "--nproc-per-node",
+            str(RANKS),
+        ]
+        arguments = [
+            "-m",
+            "tests.crash.rank_trainer",
+            str(self._place.socket),
+            str(self._place.path / "diary"),
+            str(self._megabytes),
+        ]
         with self._log.open("ab") as log:
             self._torchrun = subprocess.Popen(
                 [*command, *arguments],
@@ -81,14 +100,21 @@ class Job:
         return {[key for said, key in diary.read() if said == word][-1] for diary in self.diaries}
 
     def promised(self) -> Key:
-        """Return the newest key that all ranks have sealed, or that one rank knows to be durable, or (0, -1) if there is none."""
+        """Return the newest key that all ranks have sealed, or that one rank knows to
+        be durable, or (0, -1) if there is none.
+        """
         noted = [list(diary.read()) for diary in self.diaries]
-        sealed = set.intersection(*({key for word, key in words if word == "sealed"} for words in noted))
+        sealed = set.intersection(
+            *({key for word, key in words if word == "sealed"} for words in noted)
+        )
         durable = {key for words in noted for word, key in words if word == "durable"}
         return max(sealed | durable, default=(0, -1))
 
     def look(self) -> None:
-        """List the processes to kill. This is done ahead of the kill, because it takes long."""
+        """List the processes to kill.
+
+        This is done ahead of the kill, because it takes long.
+        """
         this = psutil.Process(self._torchrun.pid)
         self._processes = [this, *this.children(recursive=True)]
 
@@ -100,11 +126,16 @@ class Job:
             if _lives(process):
                 process.kill()
         self._torchrun.wait()
-        _wait_for(lambda: not any(_lives(process) for process in self._processes), "end of all ranks")
+        _wait_for(
+            lambda: not any(_lives(process) for process in self._processes), "end of all ranks"
+        )
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Return True if the process runs. A zombie does not count: its parent may be dead as well, so that nobody reaps it."""
+    """Return True if the process runs.
+
+    A zombie does not count: its parent may be dead as well, so that nobody reaps it.
+    """
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -112,7 +143,9 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def phase(place: Home) -> str | None:
-    """Return the phase of the uncommitted save that has come furthest, judged by headers and files. None before the first snapshot."""
+    """Return the phase of the uncommitted save that has come furthest, judged by
+    headers and files. None before the first snapshot.
+    """
     sealed: dict[Key, set[int]] = defaultdict(set)
     begun: set[Key] = set()
     for path in place.segment_files():
@@ -129,7 +162,14 @@ def phase(place: Home) -> str | None:
     found = {_saved(place, key) for key in complete}
     if begun and max(begun) > max(complete, default=(0, -1)):
         found.add(PHASES[0])
-    return next((name for name in ("before manifest", "writing", PHASES[0], "all sealed", "after") if name in found), None)
+    return next(
+        (
+            name
+            for name in ("before manifest", "writing", PHASES[0], "all sealed", "after")
+            if name in found
+        ),
+        None,
+    )
 
 
 def _saved(place: Home, key: Key) -> str:
@@ -151,10 +191,17 @@ def _saved(place: Home, key: Key) -> str:
 
 
 def run(
-    kills: int, megabytes: int, seed: int, *, most: int = 0, meshes: Sequence[str] = ("hsdp", "tp"), worlds: Sequence[int] = (1, 2, 3)
+    kills: int,
+    megabytes: int,
+    seed: int,
+    *,
+    most: int = 0,
+    meshes: Sequence[str] = ("hsdp", "tp"),
+    worlds: Sequence[int] = (1, 2, 3),
 ) -> Tally:
-    """Kill at least `kills` times, and more (up to `most`) until each phase was hit. Then recover on `meshes` from memory and on `worlds`
-    from storage.
+    """Kill at least `kills` times, and more (up to `most`) until each phase was hit.
+
+    Then recover on `meshes` from memory and on `worlds` from storage.
     """
     chance = random.Random(seed)
     result = Tally(PHASES, VICTIMS)
@@ -171,7 +218,9 @@ def run(
                 job.look()
                 _wait_for(lambda w=wanted: phase(place) == w, f"phase {wanted!r}")  # type: ignore[misc]
                 time.sleep(chance.uniform(0, _LONGEST_WAIT[wanted]))
-                daemon.process.send_signal(signal.SIGKILL if victim == "daemon too" else signal.SIGSTOP)
+                daemon.process.send_signal(
+                    signal.SIGKILL if victim == "daemon too" else signal.SIGSTOP
+                )
                 job.kill()
                 result.hits[phase(place) or PHASES[0], victim] += 1
                 if victim == "daemon too":
@@ -209,9 +258,18 @@ def _revive(job: Job, result: Tally) -> None:
 
 
 def _check_at_the_end(
-    place: Home, daemon: Daemon, job: Job, megabytes: int, result: Tally, meshes: Sequence[str], worlds: Sequence[int]
+    place: Home,
+    daemon: Daemon,
+    job: Job,
+    megabytes: int,
+    result: Tally,
+    meshes: Sequence[str],
+    worlds: Sequence[int],
 ) -> Daemon:
-    """Recover from memory on other meshes. Then, once the checkpoint is on storage only, recover on other numbers of ranks."""
+    """Recover from memory on other meshes.
+
+    Then, once the checkpoint is on storage only, recover on other numbers of ranks.
+    """
     _wait_for(lambda: daemon.status()["jobs"][0]["ranks_connected"] == 0, "end of the ranks")
     sealed = daemon.status()["jobs"][0]["last_sealed"]
     if (sealed["attempt"], sealed["step"]) < job.promised():
@@ -227,11 +285,21 @@ def _check_at_the_end(
     return daemon
 
 
-def _check(place: Home, world_size: int, megabytes: int, how: str, step: int, source: str, result: Tally) -> None:
+def _check(
+    place: Home, world_size: int, megabytes: int, how: str, step: int, source: str, result: Tally
+) -> None:
     what = f"step {step} from {source} on {world_size} ranks, {how}"
     try:
         with Ranks(world_size) as ranks:
-            ranks.call(rank_trainer.recover_whole, place.socket, megabytes, how, step, source, timeout=_SECONDS)
+            ranks.call(
+                rank_trainer.recover_whole,
+                place.socket,
+                megabytes,
+                how,
+                step,
+                source,
+                timeout=_SECONDS,
+            )
         result.checked.append(f"{what}: equal")
     except RankFailed as error:
         result.lost.append(f"{what}: {error}")
@@ -243,7 +311,11 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     options = parser.parse_args()
-    print(f"{options.kills} kills of {RANKS} ranks with {options.megabytes} MB of state each, seed {options.seed}", flush=True)
+    print(
+        f"{options.kills} kills of {RANKS} ranks with {options.megabytes} MB of state each, seed "
+        f"{options.seed}",
+        flush=True,
+    )
     return run(options.kills, options.megabytes, options.seed, most=3 * options.kills).report()
 
 

@@ -1,8 +1,12 @@
-"""The code of the ranks in crash tests. They save a state that follows from the step's number alone, small or sharded by FSDP2.
+"""The code of the ranks in crash tests.
 
-In the small state one tensor is sharded over the ranks, two are the same on all ranks, and some values are each rank's own. `extra` changes
-its shape at every hundredth step, so that all ranks plan again there. The functions before "under torchrun" are for `tests.support.ranks`:
-a rank keeps its agent and its pendings in `HERE`. Run as a module, this is the training script of `rank_kills.py`.
+They save a state that follows from the step's number alone, small or sharded by FSDP2.
+
+In the small state one tensor is sharded over the ranks, two are the same on all ranks,
+and some values are each rank's own. `extra` changes its shape at every hundredth step,
+so that all ranks plan again there. The functions before "under torchrun" are for
+`tests.support.ranks`: a rank keeps its agent and its pendings in `HERE`. Run as a
+module, this is the training script of `rank_kills.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +24,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from ckptd.agent import Agent, CkptdError, per_rank
 from ckptd.shared.system import failpoints
@@ -31,7 +40,8 @@ from tests.support.trainers import JOB, Diary
 SIZE = 40_002  # not divisible by 4: the shards differ in size
 LAYERS, COLUMNS, BLOCK = 4, 512, 128
 
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch's store resolves each peer's name: 5 s without a DNS server
+# Torch's store resolves each peer's name: 5 s without a DNS server.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 Outcome = tuple[str, str, str]
 """How a snapshot ended: its state, the kind of its error, and the message."""
@@ -55,7 +65,12 @@ def own(step: int, rank: int) -> dict[str, Any]:
 def state_of(step: int) -> dict[str, Any]:
     """Return the whole state as this rank saves it."""
     made = whole(step)
-    return {**made, "weight": _shard(made["weight"]), "step": step, "own": per_rank(own(step, dist.get_rank()))}
+    return {
+        **made,
+        "weight": _shard(made["weight"]),
+        "step": step,
+        "own": per_rank(own(step, dist.get_rank())),
+    }
 
 
 def blank(step: int) -> dict[str, Any]:
@@ -70,7 +85,9 @@ def _shard(tensor: torch.Tensor) -> DTensor:
         HERE["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
     mesh: DeviceMesh = HERE["mesh"]
     local = tensor.chunk(dist.get_world_size())[dist.get_rank()].clone()
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def differences(state: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
@@ -79,7 +96,8 @@ def differences(state: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    one, other = (getattr(value, "value", value) for value in (one, other))  # for the contents of per_rank
+    # For the contents of per_rank.
+    one, other = (getattr(value, "value", value) for value in (one, other))
     if isinstance(one, DTensor):
         return torch.equal(one.to_local(), other.to_local())
     if isinstance(one, torch.Tensor):
@@ -94,10 +112,12 @@ def _same(one: Any, other: Any) -> bool:
 
 def begin(socket: Path, job: str) -> int:
     """Make the agent for the following commands. Return its attempt."""
-    agent = HERE["agent"] = Agent(job, socket=socket, takeover=True)  # some tests leave the ranks of the attempt before alive
+    # Some tests leave the ranks of the attempt before alive.
+    agent = HERE["agent"] = Agent(job, socket=socket, takeover=True)
     HERE["pendings"] = {}
     agent.prepare(state_of(1))
-    agent._link.handovers.wait_for_threads()  # so that no later snapshot spends its stall budget on new slots
+    # So that no later snapshot spends its stall budget on new slots.
+    agent._link.handovers.wait_for_threads()
     return agent.attempt
 
 
@@ -117,10 +137,15 @@ def stop_at(point: str) -> None:
     failpoints._armed[point] = failpoints._Point(stop, 0)
 
 
-def take(steps: Sequence[int], pause: float = 0.0, tag: str | None = None, change: str = "") -> list[str]:
-    """Take one snapshot after another without waiting. Return their states right after each call.
+def take(
+    steps: Sequence[int], pause: float = 0.0, tag: str | None = None, change: str = ""
+) -> list[str]:
+    """Take one snapshot after another without waiting.
 
-    pause: seconds before the first snapshot. change: adds a "tensor" or a "lambda" to the state.
+    Return their states right after each call.
+
+    pause: seconds before the first snapshot. change: adds a "tensor" or a "lambda" to
+    the state.
     """
     time.sleep(pause)
     found = []
@@ -128,7 +153,9 @@ def take(steps: Sequence[int], pause: float = 0.0, tag: str | None = None, chang
         state = state_of(step)
         if change:
             state["more"] = torch.ones(5) if change == "tensor" else lambda: None
-        pending = HERE["pendings"][step] = HERE["agent"].snapshot(state, step=step, tag=tag, on_error="log")
+        pending = HERE["pendings"][step] = HERE["agent"].snapshot(
+            state, step=step, tag=tag, on_error="log"
+        )
         state["weight"].to_local().zero_()  # changes after the call must not reach the snapshot
         state["bias"].zero_()
         found.append(pending.state)
@@ -136,7 +163,10 @@ def take(steps: Sequence[int], pause: float = 0.0, tag: str | None = None, chang
 
 
 def ends(steps: Sequence[int], seconds: float = 60.0) -> list[Outcome]:
-    """Wait until each snapshot is durable or has failed, and return the outcomes. A timeout is an outcome as well."""
+    """Wait until each snapshot is durable or has failed, and return the outcomes.
+
+    A timeout is an outcome as well.
+    """
     found = []
     for step in steps:
         pending = HERE["pendings"][step]
@@ -152,9 +182,10 @@ def ends(steps: Sequence[int], seconds: float = 60.0) -> list[Outcome]:
 def recover(like: int, wrong: bool = False) -> tuple[int, str, list[str], list[str]]:
     """Recover into a blank state that fits step `like`.
 
-    Return the recovered step, its source, the candidates that were passed over, and the keys that differ from what was captured. With
-    `wrong`, the state fits no checkpoint. In that case return -1, the kind of the error, its message, and the keys that were overwritten
-    nevertheless.
+    Return the recovered step, its source, the candidates that were passed over, and the
+    keys that differ from what was captured. With `wrong`, the state fits no checkpoint.
+    In that case return -1, the kind of the error, its message, and the keys that were
+    overwritten nevertheless.
     """
     state = blank(like)
     if wrong:
@@ -169,10 +200,17 @@ def recover(like: int, wrong: bool = False) -> tuple[int, str, list[str], list[s
 
 
 def hand_over(step: int) -> str:
-    """Report a seal to the daemon, whatever has become of the snapshot. Return the kind of the error, or ""."""
+    """Report a seal to the daemon, whatever has become of the snapshot.
+
+    Return the kind of the error, or "".
+    """
     agent, pending = HERE["agent"], HERE["pendings"][step]
     try:
-        agent._link.client.call(lambda n: m.Seal(id=n, segment=pending.segment, attempt=pending.attempt, step=step), m.Sealed, 60)
+        agent._link.client.call(
+            lambda n: m.Seal(id=n, segment=pending.segment, attempt=pending.attempt, step=step),
+            m.Sealed,
+            60,
+        )
     except CkptdError as error:
         return type(error).__name__
     return ""
@@ -191,29 +229,44 @@ def close() -> str:
 
 
 def base(number: int, first: int, last: int) -> torch.Tensor:
-    """Return rows `first` to `last` of a tensor at step 0. They are made in blocks, so that a rank makes little more than its own rows."""
+    """Return rows `first` to `last` of a tensor at step 0.
+
+    They are made in blocks, so that a rank makes little more than its own rows.
+    """
     blocks = range(first // BLOCK, -(-last // BLOCK))
-    made = [torch.randn(BLOCK, COLUMNS, generator=torch.Generator().manual_seed((number << 32) + block)) for block in blocks]
-    return torch.cat([torch.empty(0, COLUMNS), *made])[first - blocks.start * BLOCK :][: last - first].clone()
+    made = [
+        torch.randn(BLOCK, COLUMNS, generator=torch.Generator().manual_seed((number << 32) + block))
+        for block in blocks
+    ]
+    return torch.cat([torch.empty(0, COLUMNS), *made])[first - blocks.start * BLOCK :][
+        : last - first
+    ].clone()
 
 
 class Training:
-    """FSDP2 parameters and Adam's moments, of at least `megabytes` on each of four ranks.
+    """FSDP2 parameters and Adam's moments, of at least `megabytes` on each of four
+    ranks.
 
-    At step n, every element is its value at step 0 plus n. `how` is "fsdp" on any number of ranks, or "hsdp" or "tp" (with FSDP2) on two
-    times two ranks.
+    At step n, every element is its value at step 0 plus n. `how` is "fsdp" on any
+    number of ranks, or "hsdp" or "tp" (with FSDP2) on two times two ranks.
     """
 
     def __init__(self, megabytes: int, how: str = "fsdp") -> None:
-        rows = megabytes * 1_000_000 // (3 * COLUMNS * LAYERS) + 1  # 4 bytes an element, 4 ranks, a parameter and two moments
+        # 4 bytes an element, 4 ranks, a parameter and two moments
+        rows = megabytes * 1_000_000 // (3 * COLUMNS * LAYERS) + 1
         with torch.device("meta"):
-            layers = [torch.nn.Linear(COLUMNS, rows + number, bias=False) for number in range(LAYERS)]
+            layers = [
+                torch.nn.Linear(COLUMNS, rows + number, bias=False) for number in range(LAYERS)
+            ]
         self.model = torch.nn.Sequential(*layers)
         world_size = dist.get_world_size()
         shape = (world_size,) if how == "fsdp" else (2, 2)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[: len(shape)])
         if how == "tp":
-            ways: dict[str, ParallelStyle] = {str(number): (ColwiseParallel, RowwiseParallel)[number % 2]() for number in range(LAYERS)}
+            ways: dict[str, ParallelStyle] = {
+                str(number): (ColwiseParallel, RowwiseParallel)[number % 2]()
+                for number in range(LAYERS)
+            }
             parallelize_module(self.model, mesh["inner"], ways)
             mesh = mesh["outer"]
         for layer in layers:
@@ -222,25 +275,39 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.5)
 
     def state(self, step: int) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "step": step, "own": per_rank((dist.get_rank(), step))}
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "step": step,
+            "own": per_rank((dist.get_rank(), step)),
+        }
 
     def tensors(self) -> list[DTensor]:
         weights: list[Any] = list(self.model.parameters())
-        return weights + [self.optimizer.state[weight][name] for name in ("exp_avg", "exp_avg_sq") for weight in weights]
+        return weights + [
+            self.optimizer.state[weight][name]
+            for name in ("exp_avg", "exp_avg_sq")
+            for weight in weights
+        ]
 
     def bases(self) -> list[torch.Tensor]:
         """Return this rank's rows of each tensor at step 0."""
         found = []
         for number, tensor in enumerate(self.tensors()):
             share = -(-tensor.shape[0] // dist.get_world_size())
-            first, last = (min(rank * share, tensor.shape[0]) for rank in (dist.get_rank(), dist.get_rank() + 1))
+            first, last = (
+                min(rank * share, tensor.shape[0])
+                for rank in (dist.get_rank(), dist.get_rank() + 1)
+            )
             found.append(base(number, first, last))
         return found
 
     def begin(self) -> None:
         """Make the optimizer's state, as its first step would."""
         for weight in self.model.parameters():
-            moments = {name: torch.zeros_like(weight.detach()) for name in ("exp_avg", "exp_avg_sq")}
+            moments = {
+                name: torch.zeros_like(weight.detach()) for name in ("exp_avg", "exp_avg_sq")
+            }
             self.optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
 
     def go_to(self, step: int, bases: list[torch.Tensor]) -> None:
@@ -250,7 +317,9 @@ class Training:
 
 
 def train(socket: Path, diary: Diary, megabytes: int) -> None:
-    """Recover, check, then snapshot step after step for ever, mostly without waiting, and write each promise into the diary."""
+    """Recover, check, then snapshot step after step for ever, mostly without waiting,
+    and write each promise into the diary.
+    """
     training = Training(megabytes)
     agent = Agent(JOB, socket=socket)
     state = training.state(-1)
@@ -262,9 +331,13 @@ def train(socket: Path, diary: Diary, megabytes: int) -> None:
         step = recovered.step
         assert not recovered.passed_over, recovered
         wanted = {"step": step, "own": (dist.get_rank(), step)}
-        assert differences(state, wanted) == [], f"{state['step']}, {state['own']} came back as step {step}"
+        assert differences(state, wanted) == [], (
+            f"{state['step']}, {state['own']} came back as step {step}"
+        )
         for number, (tensor, start) in enumerate(zip(training.tensors(), bases, strict=True)):
-            assert torch.equal(tensor.to_local(), start + step), f"tensor {number} is not what was captured at step {step}"
+            assert torch.equal(tensor.to_local(), start + step), (
+                f"tensor {number} is not what was captured at step {step}"
+            )
         diary.note("recovered", recovered.attempt, step)
         step += 1
     pendings = []
@@ -274,7 +347,9 @@ def train(socket: Path, diary: Diary, megabytes: int) -> None:
         if pending.state in ("sealed", "durable"):
             diary.note("sealed", pending.attempt, step)
             pendings.append(pending)
-            if step % 3 == 0:  # now and then a long step, so that the daemon is done before the next snapshot begins
+            # Now and then a long step, so that the daemon is done before the next
+            # snapshot begins.
+            if step % 3 == 0:
                 pending.wait("durable")
         for done in [pending for pending in pendings if pending.state == "durable"]:
             diary.note("durable", done.attempt, done.step)
@@ -285,18 +360,27 @@ def train(socket: Path, diary: Diary, megabytes: int) -> None:
 
 
 def recover_whole(socket: Path, megabytes: int, how: str, step: int, source: str) -> None:
-    """Recover into this mesh. Each tensor, gathered, must equal what four ranks held at that step."""
+    """Recover into this mesh.
+
+    Each tensor, gathered, must equal what four ranks held at that step.
+    """
     training = Training(megabytes, how)
     agent = Agent(JOB, socket=socket)
     state = training.state(-1)
     recovered = agent.recover(state, on_reshape=lambda key, found: (key, *found))
     assert recovered is not None
     assert (recovered.step, recovered.source, recovered.passed_over) == (step, source, [])
-    own = (dist.get_rank(), step) if dist.get_world_size() == 4 else ("own", *((rank, step) for rank in range(4)))
+    own = (
+        (dist.get_rank(), step)
+        if dist.get_world_size() == 4
+        else ("own", *((rank, step) for rank in range(4)))
+    )
     assert differences(state, {"step": step, "own": own}) == []
     for number, tensor in enumerate(training.tensors()):
         wanted = base(number, 0, tensor.shape[0]) + step
-        assert torch.equal(tensor.full_tensor(), wanted), f"tensor {number} is not what was captured at step {step}"
+        assert torch.equal(tensor.full_tensor(), wanted), (
+            f"tensor {number} is not what was captured at step {step}"
+        )
     agent.close()
 
 

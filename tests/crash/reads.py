@@ -1,8 +1,11 @@
-"""Makes the daemon's reads of segments fail: what is sealed is still there for the daemon that can read again.
+"""Makes the daemon's reads of segments fail: what is sealed is still there for the
+daemon that can read again.
 
-`python -m tests.crash.reads --rounds 20 [--seed N]`. A step is sealed in memory only, and the daemon and the trainer are killed.
-The next daemon meets errors when it opens or reads segments, from one call to another. A trainer recovers from it, and may get
-an error, but no wrong value. The daemon after that one has no faults, and must give back the sealed step, bit for bit.
+`python -m tests.crash.reads --rounds 20 [--seed N]`. A step is sealed in memory only,
+and the daemon and the trainer are killed. The next daemon meets errors when it opens or
+reads segments, from one call to another. A trainer recovers from it, and may get an
+error, but no wrong value. The daemon after that one has no faults, and must give back
+the sealed step, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,11 +30,15 @@ CALLS = ("open", "pread", "preadv")
 ERRORS = (errno.EIO, errno.ENOMEM, errno.EMFILE)
 OPTIONS = ("--keep-last", "2", "--codec", "raw", "--threads", "1")
 MOST = 40
-"""The highest number of the first call that fails. A start with two segments makes about half as many."""
+"""The highest number of the first call that fails. A start with two segments makes
+about half as many.
+"""
 
 
 def make_reads_fail(directory: Path, first: int, last: int, error: int) -> None:
-    """Make the calls number `first` to `last` of this process fail that open or read a file in the directory."""
+    """Make the calls number `first` to `last` of this process fail that open or read a
+    file in the directory.
+    """
     numbers = itertools.count(1)
 
     def touches(argument: Any, descriptor: Any) -> bool:
@@ -78,17 +85,26 @@ class Round:
         error = self._chance.choice(ERRORS)
         faults = f"{errno.errorcode[error]} at calls {first} to {last}"
         answer = self._faulty(partial(make_reads_fail, self._place.segments, first, last, error))
-        assert answer is not None, f"the recovery found nothing, with {faults}, although step 1 is durable"
+        assert answer is not None, (
+            f"the recovery found nothing, with {faults}, although step 1 is durable"
+        )
         outcome = f"error {answer.code} {answer}" if isinstance(answer, CkptdError) else str(answer)
         found, daemon = self._recovered()
-        assert isinstance(found, tuple), f"{found!r} without faults, after {faults}, where the recovery gave {outcome}"
-        assert found[1] == 2, f"step {found[1]} came back from {found[2]}, after {faults}, where the recovery gave {outcome}"
+        assert isinstance(found, tuple), (
+            f"{found!r} without faults, after {faults}, where the recovery gave {outcome}"
+        )
+        assert found[1] == 2, (
+            f"step {found[1]} came back from {found[2]}, after {faults}, where the recovery gave "
+            f"{outcome}"
+        )
         assert daemon.stop() == 0
         self._done["reads that fail"] += 1
         self._done[f"  {outcome}"] += 1
 
     def _seal(self) -> None:
-        """Make step 1 durable and seal step 2 in memory, then kill the daemon and the trainer."""
+        """Make step 1 durable and seal step 2 in memory, then kill the daemon and the
+        trainer.
+        """
         daemon = self._daemon(True)
         trainer = self._trainer()
         assert trainer.ask("begin") is None
@@ -99,7 +115,9 @@ class Round:
         trainer.kill()
 
     def _faulty(self, patch: Any) -> Any:
-        """Return the answer of a recovery from a daemon that cannot read, or a sentence if the daemon does not start."""
+        """Return the answer of a recovery from a daemon that cannot read, or a sentence
+        if the daemon does not start.
+        """
         daemon = self._daemon(patch, wait=False)
         if not daemon.reached_ready():
             daemon.died()
@@ -134,8 +152,12 @@ class Round:
 
 
 def run(rounds: int, number: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
-    """Return how many daemons could not read, how recoveries from them ended, and what was lost. `number` is the random seed."""
-    return run_rounds(lambda place, chance, done: Round(place, chance, done).live(), rounds, number, seconds)
+    """Return how many daemons could not read, how recoveries from them ended, and what
+    was lost. `number` is the random seed.
+    """
+    return run_rounds(
+        lambda place, chance, done: Round(place, chance, done).live(), rounds, number, seconds
+    )
 
 
 if __name__ == "__main__":

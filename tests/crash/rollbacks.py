@@ -1,9 +1,11 @@
-"""Rolls trainers back again and again on the same connection, with slow and failing callbacks, and looks for what is left behind.
+"""Rolls trainers back again and again on the same connection, with slow and failing
+callbacks, and looks for what is left behind.
 
-`python -m tests.crash.rollbacks --rounds 20 [--seed N]`. A trainer saves, rolls back with `recover`, and begins with a new agent,
-in a random order. Some snapshots are skipped, and their callbacks sleep, wait for other snapshots, or raise. Every recovered
-value is compared bit for bit, no message may come twice, and no call may hang. The daemon may keep no rank, connection,
-descriptor or segment of a trainer that has closed.
+`python -m tests.crash.rollbacks --rounds 20 [--seed N]`. A trainer saves, rolls back
+with `recover`, and begins with a new agent, in a random order. Some snapshots are
+skipped, and their callbacks sleep, wait for other snapshots, or raise. Every recovered
+value is compared bit for bit, no message may come twice, and no call may hang. The
+daemon may keep no rank, connection, descriptor or segment of a trainer that has closed.
 """
 
 from __future__ import annotations
@@ -42,11 +44,17 @@ KEPT = ("Owner", "Connection", "Slot", "Snapshot")
 
 
 def count_on_signal(file: Path) -> None:
-    """Make this process write to `file`, on SIGUSR2, how many objects of each class in `KEPT` it has."""
+    """Make this process write to `file`, on SIGUSR2, how many objects of each class in
+    `KEPT` it has.
+    """
 
     def write(*_: Any) -> None:
         gc.collect()
-        found = Counter(type(one).__name__ for one in gc.get_objects() if str(type(one).__module__).startswith("ckptd.daemon"))
+        found = Counter(
+            type(one).__name__
+            for one in gc.get_objects()
+            if str(type(one).__module__).startswith("ckptd.daemon")
+        )
         whole = file.with_suffix(".new")
         whole.write_text(json.dumps({name: found[name] for name in KEPT}))
         whole.rename(file)
@@ -55,7 +63,9 @@ def count_on_signal(file: Path) -> None:
 
 
 def train(socket: Path, seed: int, report: Path) -> None:
-    """Do what a random trainer does, and write what it did, or what went wrong, to `report`."""
+    """Do what a random trainer does, and write what it did, or what went wrong, to
+    `report`.
+    """
     torch.set_num_threads(1)
     logging.disable()
     done, problems = Counter[str](), list[str]()
@@ -68,7 +78,10 @@ def train(socket: Path, seed: int, report: Path) -> None:
 
 
 def hear_twice(problems: list[str]) -> Counter[str]:
-    """Add to `problems` each message that comes to a client a second time. Return the number of messages, by type."""
+    """Add to `problems` each message that comes to a client a second time.
+
+    Return the number of messages, by type.
+    """
     real, seen, count = Client._got, set[tuple[int, bytes]](), Counter[str]()
 
     def got(self: Client, message: m.Message) -> None:
@@ -85,9 +98,15 @@ def hear_twice(problems: list[str]) -> Counter[str]:
 
 
 class Rolled:
-    """A trainer that rolls back. `_step` is the step of its state, and `_saved` has the steps that are sealed or durable."""
+    """A trainer that rolls back.
 
-    def __init__(self, socket: Path, chance: Random, done: Counter[str], problems: list[str]) -> None:
+    `_step` is the step of its state, and `_saved` has the steps that are sealed or
+    durable.
+    """
+
+    def __init__(
+        self, socket: Path, chance: Random, done: Counter[str], problems: list[str]
+    ) -> None:
         self._socket, self._chance, self._done, self._problems = socket, chance, done, problems
         self._agent = Agent("job", socket=socket)
         self._step = 0
@@ -97,21 +116,36 @@ class Rolled:
     def run(self) -> None:
         self._recover()
         for _ in range(self._chance.randint(5, 40)):
-            self._chance.choice((self._snapshot, self._snapshot, self._wait, self._recover, self._recover, self._begin_again))()
+            self._chance.choice(
+                (
+                    self._snapshot,
+                    self._snapshot,
+                    self._wait,
+                    self._recover,
+                    self._recover,
+                    self._begin_again,
+                )
+            )()
         for pending in self._pending:
             if pending.persist:
                 self._end(pending)
         self._close()
         failed = [one for one in self._pending if one.state in ("failed", "skipped")]
         if not holds(lambda: len(self._calls) == len(failed), SECONDS):
-            self._problems.append(f"{len(failed)} snapshots failed, and {len(self._calls)} callbacks were called")
+            self._problems.append(
+                f"{len(failed)} snapshots failed, and {len(self._calls)} callbacks were called"
+            )
 
     def _snapshot(self) -> None:
         self._step += 1
         how = self._chance.choice(("skip", "wait"))
         call = self._chance.choice((self._note, self._sleep, self._wait_for_another, self._raise))
         state, persist = trainers.expected(self._step, SIZE), self._chance.random() < 0.8
-        self._pending.append(self._agent.snapshot(state, step=self._step, persist=persist, on_busy=how, on_failure=call))
+        self._pending.append(
+            self._agent.snapshot(
+                state, step=self._step, persist=persist, on_busy=how, on_failure=call
+            )
+        )
         self._done["snapshots"] += 1
 
     def _wait(self) -> None:
@@ -120,8 +154,13 @@ class Rolled:
                 self._end(pending)
 
     def _recover(self) -> None:
-        """Recover the newest step, or an older one, with which the next attempt begins on the same connection."""
-        state, durable = trainers.blank(SIZE), sorted({one.step for one in self._pending if one.state == "durable"})
+        """Recover the newest step, or an older one, with which the next attempt begins
+        on the same connection.
+        """
+        state, durable = (
+            trainers.blank(SIZE),
+            sorted({one.step for one in self._pending if one.state == "durable"}),
+        )
         step = self._chance.choice([*durable[-2:-1], None])
         try:
             recovered = self._agent.recover(state, step=step)
@@ -181,13 +220,18 @@ def kept(daemon: Daemon, file: Path) -> dict[str, int]:
 
 
 def more(daemon: Daemon, file: Path, before: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """Return what the daemon has more of than before, as pairs of then and now. Give it some seconds to let go."""
+    """Return what the daemon has more of than before, as pairs of then and now.
+
+    Give it some seconds to let go.
+    """
     found: dict[str, tuple[int, int]] = {}
 
     def none() -> bool:
         now = kept(daemon, file)
         found.clear()
-        found.update({name: (count, now[name]) for name, count in before.items() if now[name] > count})
+        found.update(
+            {name: (count, now[name]) for name, count in before.items() if now[name] > count}
+        )
         return not found
 
     holds(none, 20)
@@ -199,7 +243,13 @@ def run(rounds: int, number: int, seconds: float = float("inf")) -> tuple[Counte
     chance, done, end = Random(number), Counter[str](), time.monotonic() + seconds
     with home() as place:
         file = place.path / "kept"
-        daemon = Daemon(place, *OPTIONS, failpoints=SLOWLY, environment=ENVIRONMENT, forked=partial(count_on_signal, file)).wait_ready()
+        daemon = Daemon(
+            place,
+            *OPTIONS,
+            failpoints=SLOWLY,
+            environment=ENVIRONMENT,
+            forked=partial(count_on_signal, file),
+        ).wait_ready()
         try:
             before: dict[str, int] = {}
             for _ in range(rounds):
@@ -211,7 +261,9 @@ def run(rounds: int, number: int, seconds: float = float("inf")) -> tuple[Counte
                 elif left := more(daemon, file, before):
                     problems.append(f"the daemon has more than after the first trainer: {left}")
                 if problems:
-                    return done, [f"{problem}\n{place.log_text()[-2000:]}" for problem in problems[:3]]
+                    return done, [
+                        f"{problem}\n{place.log_text()[-2000:]}" for problem in problems[:3]
+                    ]
         finally:
             daemon.close()
     return done, []

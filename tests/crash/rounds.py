@@ -1,4 +1,6 @@
-"""Runs a rig round after round, and prints what it did: the part that rigs of this kind have in common."""
+"""Runs a rig round after round, and prints what it did: the part that rigs of this kind
+have in common.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from tests.support.daemons import Home, home
 def run_rounds(
     live: Callable[[Home, Random, Counter[str]], None], rounds: int, number: int, seconds: float
 ) -> tuple[Counter[str], list[str]]:
-    """Call `live` up to `rounds` times, each time with a new home, until `seconds` have passed or a round goes wrong.
+    """Call `live` up to `rounds` times, each time with a new home, until `seconds` have
+    passed or a round goes wrong.
 
     `number` is the random seed. Return what `live` has counted, and what went wrong.
     """
@@ -34,8 +37,12 @@ def run_rounds(
     return done, []
 
 
-def main(description: str | None, run: Callable[[int, int], tuple[Counter[str], list[str]]]) -> None:
-    """Run a rig as its command line says, print what it counted and what went wrong, and exit with 1 if anything did."""
+def main(
+    description: str | None, run: Callable[[int, int], tuple[Counter[str], list[str]]]
+) -> None:
+    """Run a rig as its command line says, print what it counted and what went wrong,
+    and exit with 1 if anything did.
+    """
     logging.disable()
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=20)

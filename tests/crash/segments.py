@@ -1,8 +1,11 @@
-"""Cuts, removes, replaces or damages segments of shared memory at random moments, as another process of the same user could.
+"""Cuts, removes, replaces or damages segments of shared memory at random moments, as
+another process of the same user could.
 
-`python -m tests.crash.segments --damages 200 [--seed N]`. The daemon must survive all of it and answer. It maps no segment, because a
-mapping that is cut short would kill it with SIGBUS. A trainer whose own segment is cut may die of that. The next trainer gets back, bit for
-bit, at least what was durable. At the end the job saves again, and nothing is left over.
+`python -m tests.crash.segments --damages 200 [--seed N]`. The daemon must survive all
+of it and answer. It maps no segment, because a mapping that is cut short would kill it
+with SIGBUS. A trainer whose own segment is cut may die of that. The next trainer gets
+back, bit for bit, at least what was durable. At the end the job saves again, and
+nothing is left over.
 """
 
 from __future__ import annotations
@@ -28,13 +31,20 @@ SLOWLY = "seal.received=sleep(0.002),persist.created=sleep(0.002),slot.created=s
 
 
 def damage(path: Path, kind: str, chance: Random) -> None:
-    """Damage a segment. Raises OSError if it has disappeared, or is no longer a regular file: opening a FIFO would block this process."""
+    """Damage a segment.
+
+    Raises OSError if it has disappeared, or is no longer a regular file: opening a FIFO
+    would block this process.
+    """
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(f"{path} has been replaced already")
     size = found.st_size
     if kind == "cut":
-        os.truncate(path, chance.choice([0, 1, HEADER - 1, HEADER, chance.randrange(size + 1), max(0, size - 1)]))
+        os.truncate(
+            path,
+            chance.choice([0, 1, HEADER - 1, HEADER, chance.randrange(size + 1), max(0, size - 1)]),
+        )
     elif kind == "remove":
         path.unlink()
     elif kind == "replace":
@@ -43,7 +53,9 @@ def damage(path: Path, kind: str, chance: Random) -> None:
         path.write_bytes(data)
     elif kind == "another":
         path.unlink()
-        chance.choice([path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to("/etc/passwd")])()
+        chance.choice(
+            [path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to("/etc/passwd")]
+        )()
     else:
         with path.open("r+b") as file:
             at = chance.randrange(3 * HEADER)  # the two copies of the header, then the checksums
@@ -57,10 +69,17 @@ def descriptors(daemon: Daemon) -> int:
     return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
 
 
-def round_of(place: Home, daemon: Daemon, diary: trainers.Diary, kind: str, chance: Random) -> tuple[bool, str]:
-    """Run a trainer, and damage a segment at some moment. Return whether that was done, and what went wrong."""
+def round_of(
+    place: Home, daemon: Daemon, diary: trainers.Diary, kind: str, chance: Random
+) -> tuple[bool, str]:
+    """Run a trainer, and damage a segment at some moment.
+
+    Return whether that was done, and what went wrong.
+    """
     durable, begun = diary.newest("durable"), len(diary.read())
-    trainer = forks.context().Process(target=train, args=(place.socket, diary, "", True), daemon=True)
+    trainer = forks.context().Process(
+        target=train, args=(place.socket, diary, "", True), daemon=True
+    )
     trainer.start()
     done, at = False, chance.randrange(0, 2 * STEPS)
     until = time.monotonic() + SECONDS
@@ -90,7 +109,8 @@ def round_of(place: Home, daemon: Daemon, diary: trainers.Diary, kind: str, chan
     if trainer.exitcode not in (-signal.SIGKILL, -signal.SIGBUS) and not done:
         gave_up = place.path / "gave up"
         why = gave_up.read_text() if trainer.exitcode == GAVE_UP and gave_up.exists() else ""
-        if "was skipped" not in why:  # this also happens on a machine that is busy for longer than the stall budget
+        # This also happens on a machine that is busy for longer than the stall budget.
+        if "was skipped" not in why:
             return done, f"{kind}: the trainer ended with {trainer.exitcode}; {why}"
     return done, ""
 
@@ -110,18 +130,27 @@ def run(damages: int, seed: int, seconds: float = float("inf")) -> tuple[Counter
                 kinds[kind] += done
             problems = [problem] if problem else []
             begun = len(diary.read())
-            trainer = forks.context().Process(target=train, args=(place.socket, diary, "", False), daemon=True)
+            trainer = forks.context().Process(
+                target=train, args=(place.socket, diary, "", False), daemon=True
+            )
             trainer.start()
             trainer.join()
             words = Counter(word for word, _ in diary.read()[begun:])
             left = daemon.status()["shared_memory"]["segments"]
-            if words["durable"] < STEPS or left or not holds(lambda: descriptors(daemon) <= before, 10):
+            if (
+                words["durable"] < STEPS
+                or left
+                or not holds(lambda: descriptors(daemon) <= before, 10)
+            ):
                 problems.append(
-                    f"without faults: {words}, {left} segments, {descriptors(daemon) - before} descriptors: {place.log_text()[-2000:]}"
+                    f"without faults: {words}, {left} segments, {descriptors(daemon) - before} "
+                    f"descriptors: {place.log_text()[-2000:]}"
                 )
         newest, unsound = examine(place.root, SIZE)
         if newest < diary.newest("durable"):
-            problems.append(f"{diary.newest('durable')} was durable, and the newest there is {newest}")
+            problems.append(
+                f"{diary.newest('durable')} was durable, and the newest there is {newest}"
+            )
         return kinds, problems + unsound
 
 

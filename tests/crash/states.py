@@ -1,9 +1,12 @@
-"""Cuts power on a simulated disk: starts a daemon on every state that a power cut may leave of a job's operations.
+"""Cuts power on a simulated disk: starts a daemon on every state that a power cut may
+leave of a job's operations.
 
-`python -m tests.crash.states --states 20000 [--seed N]`. A daemon is killed at a random operation, and the next one recovers from the page
-cache and continues, while changes that are not synced stay pending. Each state is that of a random moment in the life of a random daemon.
-After a recovery from it, everything that was acknowledged before that moment must be there, bit for bit. `newest` must name the newest
-checkpoint, no file may be left over, and no attempt may be claimed twice.
+`python -m tests.crash.states --states 20000 [--seed N]`. A daemon is killed at a random
+operation, and the next one recovers from the page cache and continues, while changes
+that are not synced stay pending. Each state is that of a random moment in the life of a
+random daemon. After a recovery from it, everything that was acknowledged before that
+moment must be there, bit for bit. `newest` must name the newest checkpoint, no file may
+be left over, and no attempt may be claimed twice.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ from tests.support.daemons import recover_only
 from tests.support.trainers import JOB, assert_equal, blank, expected
 
 SIZE = 300
-"""Number of elements of the largest tensor. It is small, because the states are laid out thousands of times."""
+"""Number of elements of the largest tensor. It is small, because the states are laid
+out thousands of times.
+"""
 KEEP = 2
 JOURNAL = 16 << 10
 """Size of a journal file in bytes. It is small, so that there are several files."""
@@ -66,15 +71,22 @@ def directory() -> Iterator[Path]:
 
 @contextmanager
 def simulated() -> Iterator[None]:
-    """Make journal files small. Let every root count as the same path, as if the disk were mounted in one place in all lives."""
-    with mock.patch.object(journal_file, "FILE_SIZE", JOURNAL), mock.patch.object(names, "root_digest", return_value="0" * 16):
+    """Make journal files small.
+
+    Let every root count as the same path, as if the disk were mounted in one place in
+    all lives.
+    """
+    with (
+        mock.patch.object(journal_file, "FILE_SIZE", JOURNAL),
+        mock.patch.object(names, "root_digest", return_value="0" * 16),
+    ):
         yield
 
 
 @dataclass(slots=True)
 class Life:
-    """What a daemon did from its first operation to its last, and the disk on which it began. `notes` has the promises, each with the
-    number of the step before it.
+    """What a daemon did from its first operation to its last, and the disk on which it
+    began. `notes` has the promises, each with the number of the step before it.
     """
 
     before: Disk
@@ -87,7 +99,8 @@ class Life:
 class Promises:
     """The promises that hold at a moment.
 
-    durable: maps (attempt, step) of each acknowledged checkpoint to its tag. attempt: the highest attempt that was claimed.
+    durable: maps (attempt, step) of each acknowledged checkpoint to its tag. attempt:
+    the highest attempt that was claimed.
     """
 
     durable: dict[tuple[int, int], str | None] = field(default_factory=dict)
@@ -105,7 +118,9 @@ class Promises:
         return made
 
 
-def train(socket: Path, note: Callable[[str, Any], None], chance: Random, alive: Callable[[], bool]) -> None:
+def train(
+    socket: Path, note: Callable[[str, Any], None], chance: Random, alive: Callable[[], bool]
+) -> None:
     """Run a trainer until the daemon dies."""
     agent = None
     try:
@@ -141,7 +156,9 @@ async def live(place: Path, recorder: Recorder, chance: Random) -> None:
         while not app.ready and not daemon.done():
             await asyncio.sleep(0.001)
         if not daemon.done():
-            await asyncio.to_thread(train, place / "s", recorder.note, chance, lambda: not daemon.done())
+            await asyncio.to_thread(
+                train, place / "s", recorder.note, chance, lambda: not daemon.done()
+            )
             app._stop.set()
         try:
             await daemon
@@ -149,7 +166,12 @@ async def live(place: Path, recorder: Recorder, chance: Random) -> None:
             pass
 
 
-def a_life(before: Disk, promised: Promises, chance: Random, fault: Callable[[Step], None] = lambda step: None) -> Life:
+def a_life(
+    before: Disk,
+    promised: Promises,
+    chance: Random,
+    fault: Callable[[Step], None] = lambda step: None,
+) -> Life:
     with directory() as place, simulated():
         recorder = Recorder(place, before, fault)
         asyncio.run(live(place, recorder, chance))
@@ -157,7 +179,11 @@ def a_life(before: Disk, promised: Promises, chance: Random, fault: Callable[[St
 
 
 def lives(chance: Random, count: int) -> Iterator[Life]:
-    """Yield lives of daemons. Each begins where the one before was killed. Some meet a full disk, and some a call that fails."""
+    """Yield lives of daemons.
+
+    Each begins where the one before was killed. Some meet a full disk, and some a call
+    that fails.
+    """
     disk, promised = Disk(), Promises()
     for number in range(count):
         faults = (lambda step: None, full(chance), failing(chance))
@@ -170,9 +196,15 @@ def lives(chance: Random, count: int) -> Iterator[Life]:
 
 
 def a_moment(steps: list[Step], chance: Random) -> int:
-    """Return a random number of operations after which the daemon is killed, often just before a directory is synced."""
+    """Return a random number of operations after which the daemon is killed, often just
+    before a directory is synced.
+    """
     unsafe = [number for number, step in enumerate(steps) if step.kind == "sync directory"]
-    return chance.choice(unsafe) if unsafe and chance.random() < 0.5 else chance.randrange(len(steps) + 1)
+    return (
+        chance.choice(unsafe)
+        if unsafe and chance.random() < 0.5
+        else chance.randrange(len(steps) + 1)
+    )
 
 
 def full(chance: Random) -> Callable[[Step], None]:
@@ -191,7 +223,12 @@ def full(chance: Random) -> Callable[[Step], None]:
 
 def failing(chance: Random) -> Callable[[Step], None]:
     """Return a fault: the n-th call of one kind fails."""
-    kind, countdown = chance.choice(["write", "sync", "sync directory", "rename", "create", "allocate", "unlink"]), chance.randrange(12)
+    kind, countdown = (
+        chance.choice(
+            ["write", "sync", "sync directory", "rename", "create", "allocate", "unlink"]
+        ),
+        chance.randrange(12),
+    )
     number = chance.choice([errno.EIO, errno.ENOSPC])
 
     def fault(step: Step) -> None:
@@ -205,7 +242,9 @@ def failing(chance: Random) -> Callable[[Step], None]:
 
 
 class Examiner:
-    """Starts a daemon on what a power cut has left, and checks that every promise was kept."""
+    """Starts a daemon on what a power cut has left, and checks that every promise was
+    kept.
+    """
 
     def __init__(self) -> None:
         self._sound: set[bytes] = set()
@@ -228,24 +267,37 @@ class Examiner:
                 return f"{tag} is not committed and holds {files}"
             manifest = storage.read_manifest(JOB, tag)
             wanted = {part.file: part.files for part in manifest.parts}
-            if Counter(names.part_of(file) or file for file in files) != {names.MANIFEST: 1, **wanted}:
+            if Counter(names.part_of(file) or file for file in files) != {
+                names.MANIFEST: 1,
+                **wanted,
+            }:
                 return f"{tag} holds {files}"
             self._check_content(root, tag, files)
             found[manifest.attempt, manifest.step] = tag
         for key in promised.durable:
             newer = sum(other > key for other in found)
             if key not in found and (promised.durable[key] is not None or newer < KEEP):
-                return f"attempt {key[0]} step {key[1]} was durable and is gone; there are {sorted(found)}"
+                return (
+                    f"attempt {key[0]} step {key[1]} was durable and is gone; there "
+                    f"are "
+                    f"{sorted(found)}"
+                )
         newest = storage.read_newest(JOB)
         if found and newest != found[max(found)]:
             return f"newest says {newest}; there are {sorted(found.values())}"
         given = max(storage.newest_attempt(JOB), parts.catalog.job(JOB).attempt)
         if given < promised.attempt:
-            return f"attempt {promised.attempt} was given out and is not known any more; the highest is {given}"
+            return (
+                f"attempt {promised.attempt} was given out and is not known any more; the "
+                f"highest "
+                f"is {given}"
+            )
         return ""
 
     def _check_content(self, root: Path, tag: str, files: list[str]) -> None:
-        digest = hashlib.sha256(b"".join((root / JOB / tag / file).read_bytes() for file in files)).digest()
+        digest = hashlib.sha256(
+            b"".join((root / JOB / tag / file).read_bytes() for file in files)
+        ).digest()
         if digest not in self._sound:
             with Checkpoint.open(root / JOB, tag) as checkpoint:
                 checkpoint.verify()
@@ -258,8 +310,13 @@ OF_A_LIFE, LIVES = 40, 6
 """Number of states of each life, and number of lives on one disk."""
 
 
-def run(states: int, seed: int, seconds: float = float("inf"), most: int = 20) -> tuple[int, list[str]]:
-    """Return how many different states were examined, and what was wrong. Ends after `most` problems."""
+def run(
+    states: int, seed: int, seconds: float = float("inf"), most: int = 20
+) -> tuple[int, list[str]]:
+    """Return how many different states were examined, and what was wrong.
+
+    Ends after `most` problems.
+    """
     chance, examiner, seen, problems = Random(seed), Examiner(), set[bytes](), list[str]()
     end = time.monotonic() + seconds
     while True:
@@ -272,10 +329,17 @@ def run(states: int, seed: int, seconds: float = float("inf"), most: int = 20) -
                     key = digest(tree)
                     if key not in seen:
                         seen.add(key)
-                        problem = runner.run(examiner.examine(tree, life.promised.with_notes(life.notes, moment)))
+                        problem = runner.run(
+                            examiner.examine(tree, life.promised.with_notes(life.notes, moment))
+                        )
                         if problem:
-                            fates = ", ".join(f"{step} {FATES[fate(step)[0]]}" for step in disk.pending())
-                            problems.append(f"seed {seed}, after {moment} of {len(life.steps)} operations ({fates}): {problem}")
+                            fates = ", ".join(
+                                f"{step} {FATES[fate(step)[0]]}" for step in disk.pending()
+                            )
+                            problems.append(
+                                f"seed {seed}, after {moment} of {len(life.steps)} operations "
+                                f"({fates}): {problem}"
+                            )
                     if len(seen) >= states or len(problems) >= most or time.monotonic() > end:
                         return len(seen), problems
 

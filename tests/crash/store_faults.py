@@ -1,8 +1,10 @@
-"""Spoils requests of a save, a recovery and a deletion in an object store, and checks that nothing is lost and no failure is silent.
+"""Spoils requests of a save, a recovery and a deletion in an object store, and checks
+that nothing is lost and no failure is silent.
 
-`python -m tests.crash.store_faults --rounds 500 [--seed N]`. Each round spoils two requests, in ways that are drawn. `test_store_faults.py`
-spoils each request once in each way. The store is SeaweedFS, behind a proxy. A client repeats what it may repeat. Where it cannot, the
-operation fails, and the same operation succeeds after it.
+`python -m tests.crash.store_faults --rounds 500 [--seed N]`. Each round spoils two
+requests, in ways that are drawn. `test_store_faults.py` spoils each request once in
+each way. The store is SeaweedFS, behind a proxy. A client repeats what it may repeat.
+Where it cannot, the operation fails, and the same operation succeeds after it.
 """
 
 from __future__ import annotations
@@ -38,13 +40,29 @@ from tests.support.fault_proxy import FAULTS, Proxy, proxied
 
 @contextmanager
 def behind(proxy: Proxy, server: stores.Server) -> Iterator[ObjectStorage]:
-    """Yield a root in the store behind the proxy, with a client that does not wait long."""
+    """Yield a root in the store behind the proxy, with a client that does not wait
+    long.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (server.environ | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}).items():
+        for name, value in (
+            server.environ | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
+        ).items():
             patch.setenv(name, value)
-        quick: dict[str, Any] = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=5), "base": 2}
-        patch.setattr(buckets, "RETRIES", {"max_retries": 4, "retry_timeout": timedelta(seconds=20), "backoff": quick})
-        patch.setattr(buckets, "CLIENT", {"timeout": timedelta(seconds=0.4), "connect_timeout": timedelta(seconds=2)})
+        quick: dict[str, Any] = {
+            "init_backoff": timedelta(milliseconds=1),
+            "max_backoff": timedelta(milliseconds=5),
+            "base": 2,
+        }
+        patch.setattr(
+            buckets,
+            "RETRIES",
+            {"max_retries": 4, "retry_timeout": timedelta(seconds=20), "backoff": quick},
+        )
+        patch.setattr(
+            buckets,
+            "CLIENT",
+            {"timeout": timedelta(seconds=0.4), "connect_timeout": timedelta(seconds=2)},
+        )
         patch.setattr(object_leases, "RETRY_SECONDS", 0.01)
         patch.setattr(object_leases, "SECONDS", 0.3)
         proxy.timeout = 0.6
@@ -58,7 +76,10 @@ def behind(proxy: Proxy, server: stores.Server) -> Iterator[ObjectStorage]:
 
 
 def save(root: Repository) -> bytes:
-    """Claim an attempt and save a checkpoint of two ranks, as a daemon does. Return the manifest."""
+    """Claim an attempt and save a checkpoint of two ranks, as a daemon does.
+
+    Return the manifest.
+    """
     root.storage.serve("host").close()
     assert root.claim("gpt", 2)
     manifest = write_parts(root.part_files("gpt", TAG), world_size=2).encode()
@@ -88,7 +109,9 @@ def forget(root: Repository) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """The number of requests that a save, a recovery and a deletion take without faults."""
+    """The number of requests that a save, a recovery and a deletion take without
+    faults.
+    """
 
     saving: int
     reading: int
@@ -113,11 +136,15 @@ class Requests:
         return self.saving + self.reading + self.deleting
 
 
-def save_read_and_forget(root: Repository, proxy: Proxy, requests: Requests, faults: Mapping[int, str]) -> tuple[int, int]:
-    """Save a checkpoint, read it, and delete it, while the requests of these numbers are spoiled.
+def save_read_and_forget(
+    root: Repository, proxy: Proxy, requests: Requests, faults: Mapping[int, str]
+) -> tuple[int, int]:
+    """Save a checkpoint, read it, and delete it, while the requests of these numbers
+    are spoiled.
 
-    The requests are numbered through all three, as without faults. Return how many failures were told, and how many faults came: a fault
-    does not come if its request is not made. Raises AssertionError if something is lost, or fails without an error.
+    The requests are numbered through all three, as without faults. Return how many
+    failures were told, and how many faults came: a fault does not come if its request
+    is not made. Raises AssertionError if something is lost, or fails without an error.
     """
     told, left = 0, dict(faults)
 
@@ -130,7 +157,11 @@ def save_read_and_forget(root: Repository, proxy: Proxy, requests: Requests, fau
     except (OSError, StorageError, AssertionError):
         told += 1
         proxy.begin()
-        with pytest.raises((NotFound, IntegrityError)) if not root.has_manifest("gpt", TAG) else ExitStack():
+        with (
+            pytest.raises((NotFound, IntegrityError))
+            if not root.has_manifest("gpt", TAG)
+            else ExitStack()
+        ):
             root.read_manifest("gpt", TAG)
         root = Repository(root.storage)
         root.delete_unfinished("gpt", TAG, root.files("gpt", TAG))
@@ -165,11 +196,16 @@ def save_read_and_forget(root: Repository, proxy: Proxy, requests: Requests, fau
 
 
 _ONE = " only one of two faults came"
-"""The name by which such a round is counted. It begins with a space, so that `trust` does not count it."""
+"""The name by which such a round is counted. It begins with a space, so that `trust`
+does not count it.
+"""
 
 
 def run(rounds: int, seed: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
-    """Go so many rounds, or as many as fit into `seconds`. Return how often each fault came, and what was lost."""
+    """Go so many rounds, or as many as fit into `seconds`.
+
+    Return how often each fault came, and what was lost.
+    """
     if stores.program("weed") is None:
         raise Unavailable("SeaweedFS is not installed")
     chance, until = random.Random(seed), time.monotonic() + seconds
@@ -199,7 +235,10 @@ def main() -> int:
     begun = time.monotonic()
     tried, lost = run(options.rounds, options.seed)
     pairs = tried.total() - tried.pop(_ONE, 0)
-    print(f"{pairs} pairs of faults ({len(tried)} kinds), seed {options.seed}, {time.monotonic() - begun:.0f} s, {len(lost)} lost")
+    print(
+        f"{pairs} pairs of faults ({len(tried)} kinds), seed {options.seed}, "
+        f"{time.monotonic() - begun:.0f} s, {len(lost)} lost"
+    )
     for sentence in lost:
         print("LOST", sentence)
     return bool(lost)

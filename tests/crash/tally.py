@@ -1,4 +1,6 @@
-"""Counts what kills at random moments have hit, and their outcome, for `kills.py` and `rank_kills.py`."""
+"""Counts what kills at random moments have hit, and their outcome, for `kills.py` and
+`rank_kills.py`.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,40 @@ class Tally:
 
     def empty(self) -> list[str]:
         """Return the phases that no kill has hit."""
-        return [name for name in self.phases if not any(self.hits[name, victim] for victim in self.victims)]
+        return [
+            name
+            for name in self.phases
+            if not any(self.hits[name, victim] for victim in self.victims)
+        ]
 
     def wanted(self, kills: int) -> str:
-        """Return the phase to hit next: each in turn for `kills` kills, then those that no kill has hit."""
-        return self.phases[self.kills % len(self.phases)] if self.kills < kills else (self.empty() or self.phases)[0]
+        """Return the phase to hit next: each in turn for `kills` kills, then those that
+        no kill has hit.
+        """
+        return (
+            self.phases[self.kills % len(self.phases)]
+            if self.kills < kills
+            else (self.empty() or self.phases)[0]
+        )
 
     def table(self) -> str:
         first, width = max(map(len, self.phases)) + 2, max(map(len, [*self.victims, "total"])) + 2
-        rows = [f"{'phase':<{first}}" + "".join(f"{name:>{width}}" for name in (*self.victims, "total"))]
+        rows = [
+            f"{'phase':<{first}}" + "".join(f"{name:>{width}}" for name in (*self.victims, "total"))
+        ]
         for name in self.phases:
             counts = [self.hits[name, victim] for victim in self.victims]
-            rows.append(f"{name:<{first}}" + "".join(f"{count:>{width}}" for count in (*counts, sum(counts))))
-        return "\n".join([*rows, *self.checked, f"{self.kills} kills, {self.recovered} recoveries, {len(self.lost)} lost"])
+            rows.append(
+                f"{name:<{first}}"
+                + "".join(f"{count:>{width}}" for count in (*counts, sum(counts)))
+            )
+        return "\n".join(
+            [
+                *rows,
+                *self.checked,
+                f"{self.kills} kills, {self.recovered} recoveries, {len(self.lost)} lost",
+            ]
+        )
 
     def report(self) -> int:
         """Print the table. Return the exit code."""

@@ -1,4 +1,7 @@
-"""Runs the crowd for a few seconds, and tests the pure parts of its verdict. `python -m tests.crash.crowd` kills more."""
+"""Runs the crowd for a few seconds, and tests the pure parts of its verdict.
+
+`python -m tests.crash.crowd` kills more.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ def samples(**values: list[int]) -> list[Sample]:
     """Return samples in which only these values change."""
     constant = {"descriptors": 20, "segments": 0, "resident": 40_000_000, "journal": 4 << 20}
     length = len(next(iter(values.values())))
-    return [Sample(100 * n, **{**constant, **{name: series[n] for name, series in values.items()}}) for n in range(length)]
+    return [
+        Sample(100 * n, **{**constant, **{name: series[n] for name, series in values.items()}})
+        for n in range(length)
+    ]
 
 
 def test_growth_in_the_first_quarter_is_not_reported() -> None:
@@ -42,7 +48,13 @@ def test_fewer_than_four_samples_report_no_growth() -> None:
 
 def test_a_recovery_of_less_than_was_acknowledged_is_a_problem(tmp_path: Path) -> None:
     diary = Diary(tmp_path / "diary")
-    for word, attempt, step in (("recovered", 0, -1), ("sealed", 1, 1), ("durable", 1, 1), ("sealed", 1, 2), ("recovered", 1, 2)):
+    for word, attempt, step in (
+        ("recovered", 0, -1),
+        ("sealed", 1, 1),
+        ("durable", 1, 1),
+        ("sealed", 1, 2),
+        ("recovered", 1, 2),
+    ):
         diary.note(word, attempt, step)
     assert crowd.older(diary) == []
     diary.note("recovered", 1, 1)

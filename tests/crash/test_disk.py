@@ -1,4 +1,6 @@
-"""Tests the simulated disk: without a power cut it equals the real one, and every state that a cut may leave of a recipe is sound."""
+"""Tests the simulated disk: without a power cut it equals the real one, and every state
+that a cut may leave of a recipe is sound.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,17 @@ def recorder(tmp_path: Path) -> Recorder:
 
 
 def listed(where: Path) -> dict[str, object]:
-    return {path.name: listed(path) if path.is_dir() else path.read_bytes() for path in sorted(where.iterdir())}
+    return {
+        path.name: listed(path) if path.is_dir() else path.read_bytes()
+        for path in sorted(where.iterdir())
+    }
 
 
 def plain(tree: Tree) -> dict[str, object]:
-    return {name: content if isinstance(content, bytes) else plain(content) for name, (_, content) in tree.items()}
+    return {
+        name: content if isinstance(content, bytes) else plain(content)
+        for name, (_, content) in tree.items()
+    }
 
 
 def at(recorder: Recorder, moment: int | None = None) -> Disk:
@@ -38,7 +46,9 @@ def at(recorder: Recorder, moment: int | None = None) -> Disk:
 
 
 def cuts(recorder: Recorder, first: int = 0) -> Iterator[tuple[int, dict[str, object]]]:
-    """Yield every tree that may be left: after every operation from `first` on, for every fate of the pending changes."""
+    """Yield every tree that may be left: after every operation from `first` on, for
+    every fate of the pending changes.
+    """
     for moment in range(first, len(recorder.steps) + 1):
         disk = at(recorder, moment)
         for fate in every_fate(disk.pending()):
@@ -69,7 +79,9 @@ def at_random(recorder: Recorder, top: Path, chance: Random) -> None:
                     fd = recorder.create(name, directory)
                     try:
                         recorder.allocate(fd, chance.randrange(1, 3000))
-                        recorder.write(fd, chance.randbytes(chance.randrange(2000)), chance.randrange(2000))
+                        recorder.write(
+                            fd, chance.randbytes(chance.randrange(2000)), chance.randrange(2000)
+                        )
                         recorder.truncate(fd, chance.randrange(3000))
                         if chance.random() < 0.5:
                             recorder.sync(fd)
@@ -80,7 +92,9 @@ def at_random(recorder: Recorder, top: Path, chance: Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_simulated_page_cache_equals_the_real_file_system(recorder: Recorder, tmp_path: Path, seed: int) -> None:
+def test_the_simulated_page_cache_equals_the_real_file_system(
+    recorder: Recorder, tmp_path: Path, seed: int
+) -> None:
     chance, top = Random(seed), tmp_path / "disk"
     for _ in range(60):
         at_random(recorder, top, chance)
@@ -111,22 +125,35 @@ def test_a_write_is_lost_whole_torn_or_empty(recorder: Recorder, tmp_path: Path)
     assert left(EMPTY) == b"o" * 1024 + b"\0" * 512
     sectors = {b"o": b"o" * 512, b"n": b"n" * 512, b"\0": b"\0" * 512}
     torn = {left(TORN, seed) for seed in range(50)}
-    assert torn == {sectors[a] + sectors[b] + sectors[c] for a in (b"o", b"n") for b in (b"o", b"n") for c in (b"\0", b"n")}
+    assert torn == {
+        sectors[a] + sectors[b] + sectors[c]
+        for a in (b"o", b"n")
+        for b in (b"o", b"n")
+        for c in (b"\0", b"n")
+    }
 
 
-def test_a_synced_file_without_its_name_is_lost_and_a_name_may_be_without_its_file(recorder: Recorder, tmp_path: Path) -> None:
+def test_a_synced_file_without_its_name_is_lost_and_a_name_may_be_without_its_file(
+    recorder: Recorder, tmp_path: Path
+) -> None:
     with opened_directory(recorder, str(tmp_path / "disk")) as directory:
         fd = recorder.create("a", directory)
         recorder.write(fd, b"abc", 0)
         recorder.sync(fd)
         recorder.rename("a", "b", directory, replace=False)
         recorder.close(fd)
-        assert {frozenset(left) for _, left in cuts(recorder, 4)} == {frozenset(), frozenset("a"), frozenset("b")}
+        assert {frozenset(left) for _, left in cuts(recorder, 4)} == {
+            frozenset(),
+            frozenset("a"),
+            frozenset("b"),
+        }
         recorder.sync_directory(directory)
     assert [left for _, left in cuts(recorder, 5)] == [{"b": b"abc"}]
 
 
-def test_operations_outside_the_directory_are_not_listed(recorder: Recorder, tmp_path: Path) -> None:
+def test_operations_outside_the_directory_are_not_listed(
+    recorder: Recorder, tmp_path: Path
+) -> None:
     with opened_directory(recorder, str(tmp_path)) as directory:
         fd = recorder.create("a", directory)
         recorder.write(fd, b"abc", 0)
@@ -142,7 +169,10 @@ def test_a_step_may_be_made_to_fail(tmp_path: Path) -> None:
             raise OSError(28, "full")
 
     recorder = Recorder(tmp_path, Disk(), before)
-    with opened_directory(recorder, str(tmp_path)) as directory, pytest.raises(OSError, match="full"):
+    with (
+        opened_directory(recorder, str(tmp_path)) as directory,
+        pytest.raises(OSError, match="full"),
+    ):
         recorder.create("a", directory)
     assert (recorder.steps, listed(tmp_path)) == ([], {})
 
@@ -151,7 +181,9 @@ def test_a_step_may_be_made_to_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replace", [True, False])
-def test_a_published_file_is_whole_or_as_before_and_then_stays(recorder: Recorder, tmp_path: Path, replace: bool) -> None:
+def test_a_published_file_is_whole_or_as_before_and_then_stays(
+    recorder: Recorder, tmp_path: Path, replace: bool
+) -> None:
     old, new = b"old" * 400, b"new" * 500
     with opened_directory(recorder, str(tmp_path / "disk")) as directory:
         if replace:
@@ -169,11 +201,18 @@ def test_made_directories_survive_a_power_cut(recorder: Recorder, tmp_path: Path
     root = tmp_path / "disk" / "a" / "root"
     make_directories(recorder, root)
     PosixStorage(root, recorder).ensure("job/tag.a0001")
-    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{"a": {"root": {"job": {"tag.a0001": {}}}}}]
+    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [
+        {"a": {"root": {"job": {"tag.a0001": {}}}}}
+    ]
 
 
-def test_directories_made_by_a_dead_process_survive_a_power_cut(recorder: Recorder, tmp_path: Path) -> None:
-    """A process made the directories, and was killed before it had synced them. The next process cannot know whether they are synced."""
+def test_directories_made_by_a_dead_process_survive_a_power_cut(
+    recorder: Recorder, tmp_path: Path
+) -> None:
+    """A process made the directories, and was killed before it had synced them.
+
+    The next process cannot know whether they are synced.
+    """
     root = tmp_path / "disk" / "root"
     for path in (root, root / "job", root / "job" / "tag.a0001"):
         with opened_directory(recorder, str(path.parent)) as directory:
@@ -181,10 +220,14 @@ def test_directories_made_by_a_dead_process_survive_a_power_cut(recorder: Record
         if path == root:
             make_directories(recorder, root)
     PosixStorage(root, recorder).ensure("job/tag.a0001")
-    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{"root": {"job": {"tag.a0001": {}}}}]
+    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [
+        {"root": {"job": {"tag.a0001": {}}}}
+    ]
 
 
-def test_a_manifest_renamed_by_a_dead_process_stays_once_its_directory_is_swept(recorder: Recorder, tmp_path: Path) -> None:
+def test_a_manifest_renamed_by_a_dead_process_stays_once_its_directory_is_swept(
+    recorder: Recorder, tmp_path: Path
+) -> None:
     storage = PosixStorage(tmp_path / "disk", recorder)
     storage.ensure("job/tag.a0001")
     with storage.directory("job/tag.a0001") as directory:
@@ -195,7 +238,9 @@ def test_a_manifest_renamed_by_a_dead_process_stays_once_its_directory_is_swept(
         recorder.rename("manifest.json.tmp", "manifest.json", directory, replace=False)
     assert any("manifest.json" not in str(left) for _, left in cuts(recorder, len(recorder.steps)))
     open_root(tmp_path / "disk", recorder).delete_unfinished("job", "tag.a0001", [])
-    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{"job": {"tag.a0001": {"manifest.json": b"{}"}}}]
+    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [
+        {"job": {"tag.a0001": {"manifest.json": b"{}"}}}
+    ]
 
 
 def test_a_tag_removed_by_a_dead_process_stays_removed(recorder: Recorder, tmp_path: Path) -> None:
@@ -210,21 +255,31 @@ def test_a_tag_removed_by_a_dead_process_stays_removed(recorder: Recorder, tmp_p
 def test_a_pin_and_its_removal_survive_a_power_cut(recorder: Recorder, tmp_path: Path) -> None:
     storage = open_root(tmp_path / "disk", recorder)
     storage.pin("job", "tag.a0001")
-    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{".ckptd": {"pins": {"job": {"tag.a0001": b""}}}}]
+    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [
+        {".ckptd": {"pins": {"job": {"tag.a0001": b""}}}}
+    ]
     storage.unpin("job", "tag.a0001")
-    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{".ckptd": {"pins": {"job": {}}}}]
+    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [
+        {".ckptd": {"pins": {"job": {}}}}
+    ]
 
 
-def test_a_pin_made_by_a_dead_process_survives_a_power_cut(recorder: Recorder, tmp_path: Path) -> None:
+def test_a_pin_made_by_a_dead_process_survives_a_power_cut(
+    recorder: Recorder, tmp_path: Path
+) -> None:
     storage = PosixStorage(tmp_path / "disk", recorder)
     storage.ensure(".ckptd/pins/job")
     with storage.directory(".ckptd/pins/job") as directory:
         recorder.close(recorder.create("tag.a0001", directory))
     Repository(storage).pin("job", "tag.a0001")
-    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{".ckptd": {"pins": {"job": {"tag.a0001": b""}}}}]
+    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [
+        {".ckptd": {"pins": {"job": {"tag.a0001": b""}}}}
+    ]
 
 
-def test_newest_of_a_job_without_checkpoints_stays_removed(recorder: Recorder, tmp_path: Path) -> None:
+def test_newest_of_a_job_without_checkpoints_stays_removed(
+    recorder: Recorder, tmp_path: Path
+) -> None:
     storage = open_root(tmp_path / "disk", recorder)
     PosixStorage(tmp_path / "disk", recorder).ensure("job")
     storage.publish_newest("job", "tag.a0001")
@@ -245,12 +300,18 @@ def test_pending_changes_are_those_that_can_be_reached(recorder: Recorder, tmp_p
     assert recorder.steps[0].node == TOP
 
 
-def test_parents_that_a_dead_process_made_are_durable_once_they_are_synced(recorder: Recorder, tmp_path: Path) -> None:
-    """A daemon was killed after it had made the directories for its journal, and before it had synced them."""
+def test_parents_that_a_dead_process_made_are_durable_once_they_are_synced(
+    recorder: Recorder, tmp_path: Path
+) -> None:
+    """A daemon was killed after it had made the directories for its journal, and before
+    it had synced them.
+    """
     path = tmp_path / "disk" / "state" / "host" / "journal"
     for made in (path.parents[1], path.parent, path):
         with opened_directory(recorder, str(made.parent)) as directory:
             recorder.make_directory(made.name, directory)
     assert len({str(left) for _, left in cuts(recorder, len(recorder.steps))}) > 1
     sync_parents(recorder, path)
-    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{"state": {"host": {"journal": {}}}}]
+    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [
+        {"state": {"host": {"journal": {}}}}
+    ]

@@ -1,6 +1,8 @@
-"""Kills the trainer or the daemon at every failpoint: after a restart everything that was acknowledged is there, bit for bit.
+"""Kills the trainer or the daemon at every failpoint: after a restart everything that
+was acknowledged is there, bit for bit.
 
-Each point is tried alone, and again with a second death during the recovery from the first.
+Each point is tried alone, and again with a second death during the recovery from the
+first.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from tests.support.daemons import Daemon, Home, running
 FIRST = (0, 3)
 SECOND = (4, 8)
 KEEP = ("--keep-last", "2", "--codec", "zstd:1", "--files-per-rank", "2")
-SECOND_KILLS = [p for p in failpoints.DAEMON if p.startswith(("start.", "journal.", "seal.", "commit."))] + [
-    p for p in failpoints.AGENT if p.startswith("agent.recover.")
-]
+SECOND_KILLS = [
+    p for p in failpoints.DAEMON if p.startswith(("start.", "journal.", "seal.", "commit."))
+] + [p for p in failpoints.AGENT if p.startswith("agent.recover.")]
 
 
 def first_life(place: Home, diary: trainers.Diary) -> None:
@@ -40,7 +42,10 @@ def first_life(place: Home, diary: trainers.Diary) -> None:
 
 
 def finished(diary: trainers.Diary, lives: int, trainer: Any, daemon: Daemon) -> bool:
-    """Wait until `lives` trainers have taken all their steps. Return False if this trainer or its daemon has died before."""
+    """Wait until `lives` trainers have taken all their steps.
+
+    Return False if this trainer or its daemon has died before.
+    """
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if diary.count("finished") >= lives:
@@ -52,14 +57,25 @@ def finished(diary: trainers.Diary, lives: int, trainer: Any, daemon: Daemon) ->
 
 
 def second_life(place: Home, diary: trainers.Diary, point: str) -> None:
-    """Recover and continue, with `point` armed to kill the process that passes it. Afterwards everything is dead."""
+    """Recover and continue, with `point` armed to kill the process that passes it.
+
+    Afterwards everything is dead.
+    """
     deadly = f"{point}=kill"
-    daemon = Daemon(place, *KEEP, failpoints=deadly if point in failpoints.DAEMON else "", forked=True)
+    daemon = Daemon(
+        place, *KEEP, failpoints=deadly if point in failpoints.DAEMON else "", forked=True
+    )
     try:
         if not daemon.reached_ready():
             assert daemon.died() == -signal.SIGKILL, place.log_text()
             return
-        trainer = trainers.start(place.socket, diary, *SECOND, armed=deadly if point in failpoints.AGENT else "", environ=place.environ)
+        trainer = trainers.start(
+            place.socket,
+            diary,
+            *SECOND,
+            armed=deadly if point in failpoints.AGENT else "",
+            environ=place.environ,
+        )
         through = finished(diary, diary.count("finished") + 1, trainer, daemon)
         if point in failpoints.AGENT:
             assert not through, f"{point} was never reached"
@@ -74,7 +90,9 @@ def second_life(place: Home, diary: trainers.Diary, point: str) -> None:
 
 
 def check_all(place: Home, diary: trainers.Diary) -> None:
-    """Start once more, without deaths: nothing acknowledged is lost, all bytes are right, the job saves again, and nothing leaks."""
+    """Start once more, without deaths: nothing acknowledged is lost, all bytes are
+    right, the job saves again, and nothing leaks.
+    """
     sealed, durable = diary.newest("sealed", "durable"), diary.newest("durable")
     with running(place, *KEEP, forked=True) as daemon:
         agent = Agent(trainers.JOB, socket=place.socket)
@@ -83,7 +101,9 @@ def check_all(place: Home, diary: trainers.Diary) -> None:
         assert recovered is not None
         assert recovered.step is not None
         assert not recovered.passed_over
-        assert (recovered.attempt, recovered.step) >= max(sealed, durable), f"{recovered} is older than {sealed}"
+        assert (recovered.attempt, recovered.step) >= max(sealed, durable), (
+            f"{recovered} is older than {sealed}"
+        )
         trainers.assert_equal(state, recovered.step)
         agent.snapshot(trainers.expected(100), step=100).wait("durable", timeout=120)
         agent.close()
@@ -96,7 +116,9 @@ def check_all(place: Home, diary: trainers.Diary) -> None:
 
 
 def check_storage(root: Location) -> None:
-    """Check that every manifest verifies and has the tensors of its step, and that no other file is left."""
+    """Check that every manifest verifies and has the tensors of its step, and that no
+    other file is left.
+    """
     repository = open_root(root)
     newest = repository.read_newest(trainers.JOB)
     assert newest is not None
@@ -109,11 +131,15 @@ def check_storage(root: Location) -> None:
             checkpoint.verify()
             assert checkpoint.step is not None
             trainers.assert_equal(checkpoint.load(), checkpoint.step)
-            assert files == {"manifest.json": 1} | {part.file: part.files for part in checkpoint.manifest.parts}
+            assert files == {"manifest.json": 1} | {
+                part.file: part.files for part in checkpoint.manifest.parts
+            }
 
 
 def die_at(place: Home, *points: str) -> None:
-    """Live once, then die at each of the points in a life of its own, and check that nothing is lost."""
+    """Live once, then die at each of the points in a life of its own, and check that
+    nothing is lost.
+    """
     diary = trainers.Diary(place.path / "diary")
     first_life(place, diary)
     for point in points:
@@ -126,11 +152,16 @@ def test_death_at_every_point(place: Home, point: str) -> None:
     die_at(place, point)
 
 
-@pytest.mark.parametrize(("point", "second"), list(zip(failpoints.AGENT + failpoints.DAEMON, itertools.cycle(SECOND_KILLS), strict=False)))
+@pytest.mark.parametrize(
+    ("point", "second"),
+    list(zip(failpoints.AGENT + failpoints.DAEMON, itertools.cycle(SECOND_KILLS), strict=False)),
+)
 def test_second_death_during_recovery(place: Home, point: str, second: str) -> None:
     die_at(place, point, second)
 
 
 def test_there_are_at_least_25_distinct_failpoints() -> None:
     assert len(failpoints.AGENT + failpoints.DAEMON) >= 25
-    assert len(set(failpoints.AGENT + failpoints.DAEMON)) == len(failpoints.AGENT + failpoints.DAEMON)
+    assert len(set(failpoints.AGENT + failpoints.DAEMON)) == len(
+        failpoints.AGENT + failpoints.DAEMON
+    )

@@ -1,5 +1,5 @@
-"""Faults at the worst moment, each of which was a bug once: in the journal, at a restart, in a race. Nothing sealed is lost, and nothing
-hangs.
+"""Faults at the worst moment, each of which was a bug once: in the journal, at a
+restart, in a race. Nothing sealed is lost, and nothing hangs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,11 @@ def test_a_broken_journal_ends_the_daemon_and_the_next_one_continues(place: Home
     first.close()
     with running(place):  # with which a trainer whose first request has failed begins
         until(
-            lambda: (place.root / trainers.JOB).exists() and "step-00000003" in str(list((place.root / trainers.JOB).iterdir())), "step 3"
+            lambda: (
+                (place.root / trainers.JOB).exists()
+                and "step-00000003" in str(list((place.root / trainers.JOB).iterdir()))
+            ),
+            "step 3",
         )
         trainer.kill()
         trainer.join()
@@ -75,10 +79,16 @@ def test_no_room_for_the_journal_costs_the_records_and_not_the_snapshots(place: 
     small = {"CKPTD_FAILPOINTS": ""}
     with running(place, failpoints="journal.rotating=error(ENOSPC)@2", environment=small) as daemon:
         agent = Agent("job", socket=place.socket)
-        content = "x" * 500_000  # this record is not in the journal; the names below fill the journal
+        # This record is not in the journal; the names below fill the journal.
+        content = "x" * 500_000
         done = 0
         for step in range(1, 30):
-            done += agent.snapshot({"x": torch.ones(3)}, step=step, user_content=content).wait("durable", timeout=60).state == "durable"
+            done += (
+                agent.snapshot({"x": torch.ones(3)}, step=step, user_content=content)
+                .wait("durable", timeout=60)
+                .state
+                == "durable"
+            )
         assert done == 29
         agent.close()
         assert daemon.status()["shared_memory"]["segments"] == 0
@@ -92,7 +102,9 @@ def test_a_copy_that_fails_while_the_daemon_is_away_gives_its_slot_back(place: H
     import threading
 
     results: list[Any] = []
-    copy = threading.Thread(target=lambda: results.append(agent.snapshot(trainers.expected(2, SIZE), step=2)))
+    copy = threading.Thread(
+        target=lambda: results.append(agent.snapshot(trainers.expected(2, SIZE), step=2))
+    )
     copy.start()
     until(lambda: any(header_state(path) == 2 for path in place.segment_files()), "filling slot")
     first.kill()
@@ -132,9 +144,14 @@ def test_going_back_keeps_sealed_snapshots_and_ends_every_wait(place: Home) -> N
 
 
 def test_a_trainer_killed_while_its_slots_are_made_leaves_none(place: Home) -> None:
-    with running(place, failpoints="slot.creating=sleep(1)", environment={"CKPTD_MEMORY_TTL": "0"}) as daemon:
+    with running(
+        place, failpoints="slot.creating=sleep(1)", environment={"CKPTD_MEMORY_TTL": "0"}
+    ) as daemon:
         trainer = trainers.start(place.socket, trainers.Diary(place.path / "diary"), 1, 1)
-        until(lambda: daemon.status()["jobs"] and daemon.status()["jobs"][0]["ranks_connected"], "trainer")
+        until(
+            lambda: daemon.status()["jobs"] and daemon.status()["jobs"][0]["ranks_connected"],
+            "trainer",
+        )
         time.sleep(0.3)
         trainer.kill()
         trainer.join()
@@ -145,7 +162,9 @@ def test_a_trainer_killed_while_its_slots_are_made_leaves_none(place: Home) -> N
 
 def test_sigterm_ends_the_daemon_while_a_trainer_keeps_saving(place: Home) -> None:
     with running(place, failpoints="persist.created=sleep(0.3)") as daemon:
-        trainer = trainers.start(place.socket, trainers.Diary(place.path / "diary"), 1, 100_000, wait_every=10**9)
+        trainer = trainers.start(
+            place.socket, trainers.Diary(place.path / "diary"), 1, 100_000, wait_every=10**9
+        )
         until(lambda: (place.root / trainers.JOB).exists(), "save")
         assert daemon.stop() == 0
         trainer.kill()
@@ -158,7 +177,10 @@ def test_many_memory_only_snapshots_do_not_hinder_a_reconnection(place: Home) ->
     old = agent.snapshot({"x": torch.ones(3)}, step=0, persist=False)
     for step in range(1, 200):
         agent.snapshot({"x": torch.ones(3) * step}, step=step, persist=False).wait("sealed")
-    with pytest.raises(errors.SnapshotFailed, match="step 0 was kept in memory only, and a newer snapshot has replaced it there"):
+    with pytest.raises(
+        errors.SnapshotFailed,
+        match="step 0 was kept in memory only, and a newer snapshot has replaced it there",
+    ):
         old.wait("durable")
     assert old.state == "sealed"
     first.kill()
@@ -193,34 +215,53 @@ def test_after_a_growth_beyond_the_quota_the_old_size_still_fits(place: Home) ->
 def test_close_times_out_if_the_daemon_is_stopped(place: Home) -> None:
     with running(place, environment={"CKPTD_STALL_BUDGET": "0.1"}) as daemon:
         agent = Agent("job", socket=place.socket)
-        until(lambda: agent.snapshot({"x": torch.ones(3)}, step=next(numbers)).state == "sealed", "snapshot")
+        until(
+            lambda: agent.snapshot({"x": torch.ones(3)}, step=next(numbers)).state == "sealed",
+            "snapshot",
+        )
         daemon.process.send_signal(signal.SIGSTOP)
-        with pytest.raises(errors.DaemonUnreachable, match=r"the daemon has not answered within 0\.5 s"):
+        with pytest.raises(
+            errors.DaemonUnreachable, match=r"the daemon has not answered within 0\.5 s"
+        ):
             agent.close(timeout=0.5)
         assert agent.closed
         daemon.process.send_signal(signal.SIGCONT)
 
 
 def test_slots_that_take_long_to_make_hold_up_training_only_once(place: Home) -> None:
-    with running(place, failpoints="slot.creating=sleep(2)", environment={"CKPTD_STALL_BUDGET": "0.5"}):
+    with running(
+        place, failpoints="slot.creating=sleep(2)", environment={"CKPTD_STALL_BUDGET": "0.5"}
+    ):
         agent = Agent("job", socket=place.socket)
         skipped = [
-            agent.snapshot({"x": torch.ones(3)}, step=step, on_busy=how) for step, how in enumerate(["skip", "wait", "wait", "skip"])
+            agent.snapshot({"x": torch.ones(3)}, step=step, on_busy=how)
+            for step, how in enumerate(["skip", "wait", "wait", "skip"])
         ]
         assert [pending.state for pending in skipped] == ["skipped"] * 4
-        with pytest.raises(errors.SnapshotFailed, match="the slots in shared memory are still being made"):
+        with pytest.raises(
+            errors.SnapshotFailed, match="the slots in shared memory are still being made"
+        ):
             skipped[1].wait()
         assert skipped[2].stall < skipped[1].stall
-        until(lambda: agent.snapshot({"x": torch.ones(3)}, step=100 + next(numbers)).state == "sealed", "slots")
+        until(
+            lambda: (
+                agent.snapshot({"x": torch.ones(3)}, step=100 + next(numbers)).state == "sealed"
+            ),
+            "slots",
+        )
         agent.close()
 
 
 def test_a_stuck_disk_holds_up_only_the_snapshots_being_saved_to_it(place: Home) -> None:
     """Every worker thread hangs in a sync, as on an NFS mount whose server is gone."""
     hung = {"CKPTD_STALL_BUDGET": "0.2"}
-    with running(place, "--threads", "2", failpoints="persist.syncing=hang", environment=hung) as daemon:
+    with running(
+        place, "--threads", "2", failpoints="persist.syncing=hang", environment=hung
+    ) as daemon:
         agent = Agent("job", socket=place.socket)
-        pendings = [agent.snapshot(trainers.expected(step, SIZE), step=step) for step in range(1, 11)]
+        pendings = [
+            agent.snapshot(trainers.expected(step, SIZE), step=step) for step in range(1, 11)
+        ]
         assert [pending.state for pending in pendings] == ["sealed"] * 2 + ["skipped"] * 8
         status = daemon.status()
         assert status["shared_memory"]["segments"] == 2
@@ -234,7 +275,9 @@ def test_a_stuck_disk_holds_up_only_the_snapshots_being_saved_to_it(place: Home)
         trainers.assert_equal(state, 7, SIZE)
         daemon.process.terminate()
         with pytest.raises(subprocess.TimeoutExpired):
-            daemon.died(2)  # the daemon waits for the running saves; systemd would kill it after a timeout
+            # The daemon waits for the running saves; systemd would kill it after a
+            # timeout.
+            daemon.died(2)
         daemon.kill()
     with running(place):
         for pending in pendings[:2]:
@@ -249,7 +292,9 @@ def test_a_slow_disk_costs_snapshots_and_no_memory(place: Home) -> None:
         agent = Agent("job", socket=place.socket)
         pendings = []
         for step in range(1, 40):
-            pendings.append(agent.snapshot(trainers.expected(step, SIZE), step=step, on_busy="skip"))
+            pendings.append(
+                agent.snapshot(trainers.expected(step, SIZE), step=step, on_busy="skip")
+            )
             assert len(place.segment_files()) <= 2
             time.sleep(0.05)
         agent.close()
@@ -269,13 +314,26 @@ def test_a_slot_cut_short_while_it_is_made_costs_one_snapshot(place: Home) -> No
         os.truncate(place.segment_files()[1], 8192)
         with pytest.raises(errors.CkptdError):
             pending.wait("durable", timeout=60)
-        until(lambda: agent.snapshot({"x": torch.ones(3)}, step=next(numbers)).state in ("sealed", "durable"), "snapshot")
+        until(
+            lambda: (
+                agent.snapshot({"x": torch.ones(3)}, step=next(numbers)).state
+                in ("sealed", "durable")
+            ),
+            "snapshot",
+        )
         assert len(place.segment_files()) == 2
 
         def opened() -> list[str]:
-            return [link for link in map(link_of, os.listdir("/proc/self/fd")) if link.startswith(str(place.segments))]
+            return [
+                link
+                for link in map(link_of, os.listdir("/proc/self/fd"))
+                if link.startswith(str(place.segments))
+            ]
 
-        until(lambda: len(opened()) == 4, "a file and a lock of each slot; what was cut is let go by the thread that made it")
+        until(
+            lambda: len(opened()) == 4,
+            "a file and a lock of each slot; what was cut is let go by the thread that made it",
+        )
         agent.close()
         assert daemon.status()["shared_memory"]["segments"] == 0
 
@@ -291,7 +349,9 @@ numbers = iter(range(100, 100_000))
 
 
 def test_a_skipped_step_may_be_requested_again(place: Home) -> None:
-    with running(place, failpoints="persist.created=sleep(0.7)", environment={"CKPTD_STALL_BUDGET": "60"}):
+    with running(
+        place, failpoints="persist.created=sleep(0.7)", environment={"CKPTD_STALL_BUDGET": "60"}
+    ):
         agent = Agent("job", socket=place.socket)
         for step in (1, 2):
             agent.snapshot({"x": torch.ones(3)}, step=step)

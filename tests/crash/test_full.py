@@ -1,4 +1,5 @@
-"""Tests a root without a free block, or without a free inode: the daemon starts, memory is recovered, and deleting a checkpoint makes room.
+"""Tests a root without a free block, or without a free inode: the daemon starts, memory
+is recovered, and deleting a checkpoint makes room.
 
 It needs a real ext4 in memory, and is skipped where no image can be mounted.
 """
@@ -44,14 +45,19 @@ class Full:
         return self.place.journal
 
     def tags(self) -> list[str]:
-        return sorted(path.parent.name for path in (self.place.root / trainers.JOB).glob("*/manifest.json"))
+        return sorted(
+            path.parent.name for path in (self.place.root / trainers.JOB).glob("*/manifest.json")
+        )
 
 
 def no_blocks(where: Path) -> None:
     with (where / "hog").open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12):
             fill(file, size)
-    with pytest.raises(OSError, match="No space left"), (where / "one more").open("wb", buffering=0) as file:
+    with (
+        pytest.raises(OSError, match="No space left"),
+        (where / "one more").open("wb", buffering=0) as file,
+    ):
         file.write(bytes(4096))
     (where / "one more").unlink()
 
@@ -88,12 +94,18 @@ def let_go(agent: Agent) -> None:
 
 
 def life(full: Full, before: Callable[[], None] = lambda: None) -> None:
-    """Make steps 1 to 3 durable, and seal step 4 in memory only. Then kill daemon and trainer, and use up the disk."""
+    """Make steps 1 to 3 durable, and seal step 4 in memory only.
+
+    Then kill daemon and trainer, and use up the disk.
+    """
     with running(full.place, "--keep-last", "0") as daemon:
         agent = Agent(trainers.JOB, socket=full.place.socket)
         for step in (1, 2, 3):
             agent.snapshot(trainers.expected(step, SIZE), step=step).wait("durable", timeout=60)
-        assert agent.snapshot(trainers.expected(4, SIZE), step=4, persist=False).wait("sealed").state == "sealed"
+        assert (
+            agent.snapshot(trainers.expected(4, SIZE), step=4, persist=False).wait("sealed").state
+            == "sealed"
+        )
         daemon.kill()
     let_go(agent)
     before()
@@ -119,22 +131,34 @@ def forget(full: Full, tags: list[str], socket: Path | None) -> None:
 
 
 def goes_on(full: Full, which: slice) -> None:
-    """Check, on the full disk, that memory is recovered, checkpoints can be deleted, and the next save becomes durable."""
+    """Check, on the full disk, that memory is recovered, checkpoints can be deleted,
+    and the next save becomes durable.
+    """
     place = full.place
     with running(place, "--keep-last", "0"):
         agent, source, step = recover(full)
         assert (source, step) == ("memory", 4)
-        forget(full, full.tags()[which], place.socket)  # two checkpoints, because the blocks of one do not suffice for another
-        assert agent.snapshot(trainers.expected(5, SIZE), step=5).wait("durable", timeout=60).state == "durable"
+        # Two checkpoints, because the blocks of one do not suffice for another.
+        forget(full, full.tags()[which], place.socket)
+        assert (
+            agent.snapshot(trainers.expected(5, SIZE), step=5).wait("durable", timeout=60).state
+            == "durable"
+        )
         agent.close()
-        until(lambda: open_root(place.root).read_newest(trainers.JOB) == "step-00000005.a0002", "newest")
+        until(
+            lambda: open_root(place.root).read_newest(trainers.JOB) == "step-00000005.a0002",
+            "newest",
+        )
 
 
 @pytest.mark.parametrize("which", [slice(0, 2), slice(2, 0, -1)], ids=["the oldest", "the newest"])
 def test_a_daemon_starts_on_a_full_disk_and_room_can_be_made(full: Full, which: slice) -> None:
     life(full)
     goes_on(full, which)
-    assert sorted(path.name for path in full.journal.iterdir()) == ["0000000000000002.log", names.JOURNAL_SPARE]
+    assert sorted(path.name for path in full.journal.iterdir()) == [
+        "0000000000000002.log",
+        names.JOURNAL_SPARE,
+    ]
 
 
 def test_a_daemon_starts_on_a_full_disk_without_a_spare_journal_file(full: Full) -> None:
@@ -144,13 +168,17 @@ def test_a_daemon_starts_on_a_full_disk_without_a_spare_journal_file(full: Full)
     assert sorted(path.name for path in full.journal.iterdir()) == ["0000000000000001.log"]
     subprocess.run(["rm", "-r", str(full.disk.where / "hog")], check=True)
     with running(full.place):
-        assert sorted(path.name for path in full.journal.iterdir()) == ["0000000000000002.log", names.JOURNAL_SPARE]
+        assert sorted(path.name for path in full.journal.iterdir()) == [
+            "0000000000000002.log",
+            names.JOURNAL_SPARE,
+        ]
 
 
 def test_forget_makes_room_while_no_daemon_runs(full: Full) -> None:
     life(full)
     forget(full, full.tags()[:2], None)
-    assert full.tags() == ["step-00000003.a0001", "step-00000004.a0001"]  # after that there was also room to save the snapshot in memory
+    # After that there was also room to save the snapshot in memory.
+    assert full.tags() == ["step-00000003.a0001", "step-00000004.a0001"]
 
 
 def test_every_start_on_a_full_disk_succeeds(full: Full) -> None:
@@ -170,12 +198,18 @@ def test_a_read_only_root_is_reported_in_one_sentence(full: Full) -> None:
     assert daemon.died() == 1
     daemon.close()
     told = full.place.log_text().splitlines()[-1]
-    assert told == f"ckptd: cannot use {full.place.root} as the root for checkpoints: Read-only file system (mounted read-only)"
+    assert (
+        told == f"ckptd: cannot use {full.place.root} as the root for checkpoints: Read-only file "
+        f"system (mounted read-only)"
+    )
 
 
 @pytest.mark.parametrize("taken", ["the job", "the tag"])
 def test_failed_saves_leave_nothing_in_the_journal(place: Home, taken: str) -> None:
-    """A file has the name of a directory that each save needs, so every save fails. The journal forgets each failed save."""
+    """A file has the name of a directory that each save needs, so every save fails.
+
+    The journal forgets each failed save.
+    """
     job = place.root / trainers.JOB
     with running(place, environment={"CKPTD_STALL_BUDGET": "60"}):
         agent = Agent(trainers.JOB, socket=place.socket)

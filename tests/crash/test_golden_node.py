@@ -1,4 +1,6 @@
-"""Tests that this version recovers a node that commit 5811ec8 left when its processes were killed (see golden/make_node.py)."""
+"""Tests that this version recovers a node that commit 5811ec8 left when its processes
+were killed (see golden/make_node.py).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.support.ranks import Ranks
 
 ARCHIVE = Path(__file__).parents[1] / "golden" / "v1" / "node.tar.xz"
 KEEP_ALL = ("--keep-last", "0")
-"""Retention is off: anything that this daemon deletes, it deletes because the journal says so."""
+"""Retention is off: anything that this daemon deletes, it deletes because the journal
+says so.
+"""
 
 
 @pytest.fixture
@@ -30,8 +34,16 @@ def node(place: Home) -> Home:
 
 def files(place: Home) -> dict[str, bytes]:
     """Return the content of every file of the root, except those of this host's daemon."""
-    found = {str(path.relative_to(place.root)): path.read_bytes() for path in place.root.rglob("*") if path.is_file()}
-    return {name: data for name, data in found.items() if not name.startswith(f"{names.CONTROL}/{names.host()}/")}
+    found = {
+        str(path.relative_to(place.root)): path.read_bytes()
+        for path in place.root.rglob("*")
+        if path.is_file()
+    }
+    return {
+        name: data
+        for name, data in found.items()
+        if not name.startswith(f"{names.CONTROL}/{names.host()}/")
+    }
 
 
 def under(found: dict[str, bytes], job: str, tag: str) -> dict[str, bytes]:
@@ -51,10 +63,15 @@ def headers(place: Home) -> list[SegmentHeader]:
 def test_the_archive_holds_what_make_node_describes(node: Home) -> None:
     committed = list(make_node.committed(node))
     assert committed == sorted((job, tag) for job, left in JOBS.items() for tag in left.committed)
-    sealed = {(h.job, h.rank, (h.attempt, h.step)) for h in headers(node) if h.state is SlotState.SEALED}
+    sealed = {
+        (h.job, h.rank, (h.attempt, h.step)) for h in headers(node) if h.state is SlotState.SEALED
+    }
     assert {h.boot_id for h in headers(node)} == {this_boot()}
-    assert {(job, rank, left.newest) for job, left in JOBS.items() for rank in range(left.ranks)} <= sealed
-    (journal,) = (node.root / names.CONTROL / names.host() / names.JOURNAL).iterdir()  # where versions before 0.2 kept it
+    assert {
+        (job, rank, left.newest) for job, left in JOBS.items() for rank in range(left.ranks)
+    } <= sealed
+    # Where versions before 0.2 kept it.
+    (journal,) = (node.root / names.CONTROL / names.host() / names.JOURNAL).iterdir()
     number = names.parse_journal_file(journal.name)
     assert number is not None
     scan = jf.scan(journal.read_bytes(), number)
@@ -75,14 +92,17 @@ def test_every_job_is_recovered_and_every_begun_save_and_deletion_is_settled(nod
         for job, left in JOBS.items():
             with Ranks(left.ranks) as ranks:
                 found = ranks.call(make_node.begin, node.socket, job)
-                assert [(key, wrong) for _, key, _, wrong in found] == [(left.newest, [])] * left.ranks, job
+                assert [(key, wrong) for _, key, _, wrong in found] == [
+                    (left.newest, [])
+                ] * left.ranks, job
                 assert {attempt for attempt, *_ in found} == {left.newest[0] + 1}
                 recovered[job] = {source for _, _, source, _ in found}
                 ranks.call(make_node.snapshot, job, 100, True, "durable")
                 ranks.call(make_node.close)
         assert recovered == {job: {"memory"} for job in JOBS}
         counters = daemon.status()["counters"]
-        assert {name: counters[name] for name in ("journal_corrupt", "journal_torn_tails", "verify_failures", "failed")} == {
+        assert {name: counters[name] for name in ("journal_corrupt", "journal_torn_tails",
+        "verify_failures", "failed")} == {
             "journal_corrupt": 0, "journal_torn_tails": 0, "verify_failures": 0, "failed": 0,
         }  # fmt: skip
     after = files(node)
@@ -95,7 +115,9 @@ def test_every_job_is_recovered_and_every_begun_save_and_deletion_is_settled(nod
     assert len(staged) == 1
     assert not staged & set(after), "a part that was not durable was not swept"
     kept = {name: data for name, data in under(before, *WRITTEN).items() if name.endswith(".ckpt")}
-    assert set(under(after, *WRITTEN)) == {*kept, "/".join((*WRITTEN, names.MANIFEST))}, "the durable part was not committed"
+    assert set(under(after, *WRITTEN)) == {*kept, "/".join((*WRITTEN, names.MANIFEST))}, (
+        "the durable part was not committed"
+    )
     assert kept.items() <= after.items()
     pin = f"{names.CONTROL}/{names.PINS}/{'/'.join(PINNED)}"
     assert after[pin] == before[pin]
@@ -105,7 +127,10 @@ def test_every_checkpoint_verifies(node: Home) -> None:
     with running(node, *KEEP_ALL) as daemon:
         assert daemon.stop() == 0  # a stopping daemon saves the newest snapshots in memory
     committed = list(make_node.committed(node))
-    saved = [(job, names.tag_directory(left.newest[1], None, left.newest[0])) for job, left in JOBS.items()]
+    saved = [
+        (job, names.tag_directory(left.newest[1], None, left.newest[0]))
+        for job, left in JOBS.items()
+    ]
     kept = {(job, tag) for job, left in JOBS.items() for tag in left.committed} - {RETIRING}
     assert set(committed) == kept | {*saved, HALFWAY, WRITTEN}
     for job, tag in committed:

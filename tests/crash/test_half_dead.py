@@ -1,8 +1,13 @@
-"""Tests jobs of four ranks. One rank is killed, stopped or late in some phase of a snapshot, or makes a different call than the others.
+"""Tests jobs of four ranks.
 
-In each case the calls of the other ranks return, later steps are saved, and the errors name the rank that was waited for. Nothing
-incomplete is committed. The job, started again, gets the newest step that all ranks had sealed. Four jobs, each with another rank in
-trouble, share a daemon and run at once, because most of the time is spent waiting for deadlines.
+One rank is killed, stopped or late in some phase of a snapshot, or makes a different
+call than the others.
+
+In each case the calls of the other ranks return, later steps are saved, and the errors
+name the rank that was waited for. Nothing incomplete is committed. The job, started
+again, gets the newest step that all ranks had sealed. Four jobs, each with another rank
+in trouble, share a daemon and run at once, because most of the time is spent waiting
+for deadlines.
 """
 
 from __future__ import annotations
@@ -26,14 +31,26 @@ from tests.support import forks, trainers
 from tests.support.daemons import Home, running
 from tests.support.ranks import Ranks
 
-# Imported before any rank is forked, or else every rank would import it: DTensor needs torch._dynamo, and pytest is the main module here.
-forks.context().set_forkserver_preload(["tests.support.trainers", "tests.crash.rank_trainer", "torch._dynamo", "pytest"])
+# Imported before any rank is forked, or else every rank would import it: DTensor needs
+# torch._dynamo, and pytest is the main module here.
+forks.context().set_forkserver_preload(
+    ["tests.support.trainers", "tests.crash.rank_trainer", "torch._dynamo", "pytest"]
+)
 
 JOB = trainers.JOB
 WORLD = range(4)
-PHASES = ("before", "agent.planning", "agent.granted", "agent.copying", "agent.documents", "agent.sealed", "agent.handed_over")
+PHASES = (
+    "before",
+    "agent.planning",
+    "agent.granted",
+    "agent.copying",
+    "agent.documents",
+    "agent.sealed",
+    "agent.handed_over",
+)
 FAST = {"CKPTD_RANK_TIMEOUT": "2", "CKPTD_STALL_BUDGET": "1"}
-PLANNING = {"CKPTD_RANK_TIMEOUT": "4", "CKPTD_STALL_BUDGET": "1"}  # as by default, ranks stop planning before the daemon fails the step
+# As by default, ranks stop planning before the daemon fails the step.
+PLANNING = {"CKPTD_RANK_TIMEOUT": "4", "CKPTD_STALL_BUDGET": "1"}
 _starting = threading.Lock()
 
 
@@ -46,9 +63,15 @@ def wait_stopped(ranks: Ranks, *which: int) -> None:
 
 
 def blamed(message: str) -> set[int]:
-    """Return the ranks that a message names, except those that have passed the message on."""
+    """Return the ranks that a message names, except those that have passed the message
+    on.
+    """
     said = re.sub(r"^(rank \d+: )+", "", message)
-    return {int(number) for found in re.findall(r"\branks? (\d+(?:, \d+)*)", said) for number in found.split(", ")}
+    return {
+        int(number)
+        for found in re.findall(r"\branks? (\d+(?:, \d+)*)", said)
+        for number in found.split(", ")
+    }
 
 
 def start(place: Home, job: str = JOB) -> Ranks:
@@ -65,12 +88,18 @@ def at_once(ranks: Ranks, step: int) -> bool:
 
 
 def save(ranks: Ranks, step: int) -> int:
-    """Return the first step, from this one on, that all ranks save. On a busy machine any rank may be late."""
+    """Return the first step, from this one on, that all ranks save.
+
+    On a busy machine any rank may be late.
+    """
     return next(number for number in range(step, step + 5) if at_once(ranks, number))
 
 
 def check_storage(place: Home, job: str = JOB) -> set[int]:
-    """Check that every manifest verifies and holds one step of all ranks. Return the steps."""
+    """Check that every manifest verifies and holds one step of all ranks.
+
+    Return the steps.
+    """
     steps = set()
     for path in sorted((place.root / job).glob("*.a*")):
         with Checkpoint.open(place.root / job, path.name) as checkpoint:
@@ -78,10 +107,18 @@ def check_storage(place: Home, job: str = JOB) -> set[int]:
             step = checkpoint.step
             assert step is not None
             assert [part.rank for part in checkpoint.manifest.parts] == list(WORLD)
-            tensors = dict(zip(found := checkpoint.keys(), map(checkpoint.tensor, found), strict=True))
-            assert [name for name, wanted in trainer.whole(step).items() if not torch.equal(tensors[name], wanted)] == []
+            tensors = dict(
+                zip(found := checkpoint.keys(), map(checkpoint.tensor, found), strict=True)
+            )
+            assert [
+                name
+                for name, wanted in trainer.whole(step).items()
+                if not torch.equal(tensors[name], wanted)
+            ] == []
             for rank in WORLD:
-                state = values.decode(checkpoint.opened.values(rank), tensors.__getitem__, objects=False)["state"]
+                state = values.decode(
+                    checkpoint.opened.values(rank), tensors.__getitem__, objects=False
+                )["state"]
                 assert state["step"] == step
                 assert trainer.differences(state, {"own": trainer.own(step, rank)}) == []
             steps.add(step)
@@ -92,7 +129,9 @@ def check_storage(place: Home, job: str = JOB) -> set[int]:
 
 
 def hit(ranks: Ranks, victim: int, phase: str, fault: str, steps: list[int], late: float) -> None:
-    """Let the victim take these steps, and wait until the fault has hit it in the given phase of the first step."""
+    """Let the victim take these steps, and wait until the fault has hit it in the given
+    phase of the first step.
+    """
     only = [victim]
     if fault == "kill" and phase == "before":
         ranks.kill(victim)
@@ -104,8 +143,12 @@ def hit(ranks: Ranks, victim: int, phase: str, fault: str, steps: list[int], lat
         else:
             ranks.call(trainer.stop_at, phase, only=only)
     elif phase != "before":
-        ranks.call(trainer.arm, f"{phase}={'kill' if fault == 'kill' else f'sleep({late})@1'}", only=only)
-    ranks.begin(trainer.take, steps, late if (phase, fault) == ("before", "sleep") else 0.0, only=only)
+        ranks.call(
+            trainer.arm, f"{phase}={'kill' if fault == 'kill' else f'sleep({late})@1'}", only=only
+        )
+    ranks.begin(
+        trainer.take, steps, late if (phase, fault) == ("before", "sleep") else 0.0, only=only
+    )
     if fault == "stop":
         wait_stopped(ranks, victim)
 
@@ -113,7 +156,8 @@ def hit(ranks: Ranks, victim: int, phase: str, fault: str, steps: list[int], lat
 def suffer(place: Home, victim: int, phase: str, fault: str) -> None:
     """Run the whole life of a job.
 
-    Half of the stopped ranks continue later, and half are killed while they are stopped. Late ranks all continue.
+    Half of the stopped ranks continue later, and half are killed while they are
+    stopped. Late ranks all continue.
     """
     job, others = f"job{victim}", [rank for rank in WORLD if rank != victim]
     planning = phase == "agent.planning"
@@ -127,30 +171,48 @@ def suffer(place: Home, victim: int, phase: str, fault: str) -> None:
         outcomes = ranks.call(trainer.ends, steps, only=others)
         sealed = phase == "agent.handed_over" or (phase == "agent.sealed" and fault == "kill")
         for (state, _, why), *later in outcomes:
-            assert (state, blamed(why)) == (("durable", set()) if sealed else ("failed", {victim})), why
+            assert (state, blamed(why)) == (
+                ("durable", set()) if sealed else ("failed", {victim})
+            ), why
             for state, _, why in later:
-                assert state == "durable" or (victim in blamed(why) if state == "failed" else blamed(why) <= {victim}), why
+                assert state == "durable" or (
+                    victim in blamed(why) if state == "failed" else blamed(why) <= {victim}
+                ), why
         if again:
             if fault == "stop":
                 ranks.signal(victim, signal.SIGCONT)
             ranks.results(only=[victim])
             outcomes += ranks.call(trainer.ends, steps, only=[victim])
-        saved = [{number for number, (state, _, _) in zip(steps, found, strict=True) if state == "durable"} for found in outcomes]
+        saved = [
+            {
+                number
+                for number, (state, _, _) in zip(steps, found, strict=True)
+                if state == "durable"
+            }
+            for found in outcomes
+        ]
         assert saved == saved[:1] * len(outcomes)  # each step is saved by all ranks or by none
         durable = {first} | saved[0]
         if again:
             durable.add(save(ranks, steps[-1] + 1))
     with start(place, job) as ranks:
-        assert ranks.call(trainer.recover, max(durable)) == [(max(durable), "memory", [], [])] * len(WORLD)
+        assert ranks.call(trainer.recover, max(durable)) == [
+            (max(durable), "memory", [], [])
+        ] * len(WORLD)
         durable.add(save(ranks, 200))
     assert check_storage(place, job) == durable
 
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("fault", ["kill", "stop", "sleep"])
-def test_a_killed_stopped_or_late_rank_fails_no_more_than_the_step(place: Home, phase: str, fault: str) -> None:
+def test_a_killed_stopped_or_late_rank_fails_no_more_than_the_step(
+    place: Home, phase: str, fault: str
+) -> None:
     environment = PLANNING if phase == "agent.planning" else FAST
-    with running(place, "--keep-last", "0", environment=environment), ThreadPoolExecutor(len(WORLD)) as pool:
+    with (
+        running(place, "--keep-last", "0", environment=environment),
+        ThreadPoolExecutor(len(WORLD)) as pool,
+    ):
         for job in [pool.submit(suffer, place, victim, phase, fault) for victim in WORLD]:
             job.result()
 
@@ -158,10 +220,15 @@ def test_a_killed_stopped_or_late_rank_fails_no_more_than_the_step(place: Home, 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_plan_that_outlasts_rank_timeout_names_the_rank(place: Home, victim: int) -> None:
     others = [rank for rank in WORLD if rank != victim]
-    with running(place, environment={"CKPTD_RANK_TIMEOUT": "2", "CKPTD_STALL_BUDGET": "3"}), start(place) as ranks:
+    with (
+        running(place, environment={"CKPTD_RANK_TIMEOUT": "2", "CKPTD_STALL_BUDGET": "3"}),
+        start(place) as ranks,
+    ):
         hit(ranks, victim, "agent.planning", "stop", [1], 0.0)
         ranks.call(trainer.take, [1], only=others)
-        assert [blamed(why) for [(_, _, why)] in ranks.call(trainer.ends, [1], only=others)] == [{victim}] * 3
+        assert [blamed(why) for [(_, _, why)] in ranks.call(trainer.ends, [1], only=others)] == [
+            {victim}
+        ] * 3
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -183,11 +250,15 @@ def test_a_skipped_step_names_the_rank_that_has_not_sealed(place: Home) -> None:
         assert at_once(ranks, 1)
         hit(ranks, 2, "agent.sealed", "stop", [2], 0.0)
         ranks.call(trainer.take, [2, 3], only=others)
-        assert [(state, blamed(why)) for [(state, _, why)] in ranks.call(trainer.ends, [3], only=others)] == [("skipped", {2})] * 3
+        assert [
+            (state, blamed(why)) for [(state, _, why)] in ranks.call(trainer.ends, [3], only=others)
+        ] == [("skipped", {2})] * 3
 
 
 def test_a_rank_that_seals_late_completes_the_step(place: Home) -> None:
-    """The rank comes after the stall budget, so that the others have skipped a step meanwhile, but before rank_timeout."""
+    """The rank comes after the stall budget, so that the others have skipped a step
+    meanwhile, but before rank_timeout.
+    """
     others = [0, 1, 3]
     with running(place, environment={"CKPTD_STALL_BUDGET": "1"}), start(place) as ranks:
         assert at_once(ranks, 1)
@@ -202,7 +273,10 @@ def test_a_step_that_others_have_skipped_is_skipped_by_a_late_rank(place: Home) 
     with running(place, environment={"CKPTD_STALL_BUDGET": "1"}), start(place) as ranks:
         assert at_once(ranks, 1)
         hit(ranks, 2, "agent.copying", "stop", [2], 0.0)
-        assert ranks.call(trainer.take, [2, 3, 4], only=others) == [["sealed", "skipped", "skipped"]] * 3
+        assert (
+            ranks.call(trainer.take, [2, 3, 4], only=others)
+            == [["sealed", "skipped", "skipped"]] * 3
+        )
         ranks.signal(2, signal.SIGCONT)
         ranks.results(only=[2])
         assert ranks.call(trainer.ends, [2]) == [[("durable", "", "")]] * 4
@@ -247,7 +321,8 @@ def test_ranks_save_again_after_one_has_given_up_planning_before_the_others(plac
 
 def test_slots_requested_before_the_state_grew_are_replaced_by_larger_ones(place: Home) -> None:
     with running(place) as daemon, start(place) as ranks:
-        steps = [98, 99, 20_000_000, 20_000_001, 60_000_000]  # `extra` has a hundredth as many elements
+        # `extra` has a hundredth as many elements
+        steps = [98, 99, 20_000_000, 20_000_001, 60_000_000]
         assert [step for step in steps if at_once(ranks, step)] == steps
         assert check_storage(place) == set(steps)
         assert daemon.status()["counters"]["failed"] == 0
@@ -263,7 +338,8 @@ def test_a_structure_that_changes_on_all_ranks_fails_no_step(place: Home) -> Non
 
 def test_ranks_can_plan_without_a_stall_budget(place: Home) -> None:
     with running(place, environment={"CKPTD_STALL_BUDGET": "0"}), start(place) as ranks:
-        first = next(step for step in range(1, 90) if at_once(ranks, step))  # skipped while slots are being made
+        # Skipped while slots are being made.
+        first = next(step for step in range(1, 90) if at_once(ranks, step))
         ranks.begin(trainer.take, [100], 0.4, only=[2])
         ranks.begin(trainer.take, [100], only=[0, 1, 3])
         ranks.results()
@@ -288,7 +364,9 @@ def test_a_step_with_different_tags_on_two_ranks_fails(place: Home) -> None:
 
 
 def test_a_state_that_cannot_be_saved_fails_on_all_ranks(place: Home) -> None:
-    """The value comes with the first snapshot, whose plan the others wait for, and again later, after the others have sealed."""
+    """The value comes with the first snapshot, whose plan the others wait for, and
+    again later, after the others have sealed.
+    """
     with running(place), start(place) as ranks:
         for step in (1, 3):
             ranks.begin(trainer.take, [step], 0.0, None, "lambda", only=[1])
@@ -297,7 +375,11 @@ def test_a_state_that_cannot_be_saved_fails_on_all_ranks(place: Home) -> None:
             for rank, [(state, kind, why)] in enumerate(ranks.call(trainer.ends, [step])):
                 assert state == "failed"
                 assert "more" in why
-                assert (kind, why.startswith("rank 1: more"), why.count("rank")) == ("UnsavableValue", rank != 1, int(rank != 1)), why
+                assert (kind, why.startswith("rank 1: more"), why.count("rank")) == (
+                    "UnsavableValue",
+                    rank != 1,
+                    int(rank != 1),
+                ), why
             assert at_once(ranks, step + 1)
         assert check_storage(place) == {2, 4}
 
@@ -341,7 +423,9 @@ def test_all_ranks_pass_over_a_checkpoint_with_one_damaged_part(place: Home, dam
 
 
 def evidence(place: Home, attempt: int) -> dict[str, bytes]:
-    """Return the content of everything that belongs to an attempt, its slots and checkpoints, and of the journal."""
+    """Return the content of everything that belongs to an attempt, its slots and
+    checkpoints, and of the journal.
+    """
     found = {}
     for path in place.segment_files():
         with path.open("rb") as file:
@@ -356,7 +440,9 @@ def test_ranks_of_an_older_attempt_change_nothing_of_the_newer_one(place: Home) 
     with running(place) as daemon, start(place) as old:
         assert at_once(old, 1)
         for rank in WORLD:
-            old.call(trainer.stop_at, "agent.documents" if rank < 2 else "agent.sealed", only=[rank])
+            old.call(
+                trainer.stop_at, "agent.documents" if rank < 2 else "agent.sealed", only=[rank]
+            )
         old.begin(trainer.take, [2])
         wait_stopped(old, *WORLD)
         with start(place) as new:
@@ -395,10 +481,17 @@ def test_ranks_of_an_older_attempt_are_fenced(place: Home) -> None:
 
 
 @pytest.mark.parametrize("fate", ["all go on", "one dies", "all die"])
-def test_a_daemon_killed_between_the_seals_of_ranks_loses_no_complete_step(place: Home, fate: str) -> None:
-    """All ranks have sealed step 1, which is not saved yet, and half of the ranks have sealed step 2."""
+def test_a_daemon_killed_between_the_seals_of_ranks_loses_no_complete_step(
+    place: Home, fate: str
+) -> None:
+    """All ranks have sealed step 1, which is not saved yet, and half of the ranks have
+    sealed step 2.
+    """
     budget = {"CKPTD_STALL_BUDGET": "20"}
-    with running(place, failpoints="persist.created=hang", environment=budget) as first, start(place) as ranks:
+    with (
+        running(place, failpoints="persist.created=hang", environment=budget) as first,
+        start(place) as ranks,
+    ):
         assert ranks.call(trainer.take, [1]) == [["sealed"]] * 4
         ranks.call(trainer.stop_at, "agent.documents", only=[2])
         ranks.begin(trainer.take, [2], only=[2])
@@ -420,7 +513,9 @@ def test_a_daemon_killed_between_the_seals_of_ranks_loses_no_complete_step(place
             if fate != "all die":
                 for (state, _, _), (after, _, why) in ranks.call(trainer.ends, [1, 2], only=left):
                     assert state == "durable"
-                    assert (after, blamed(why)) == (("durable", set()) if newest == 2 else ("failed", {2}))
+                    assert (after, blamed(why)) == (
+                        ("durable", set()) if newest == 2 else ("failed", {2})
+                    )
                 for rank in WORLD:
                     ranks.kill(rank)
             with start(place) as again:

@@ -1,4 +1,6 @@
-"""Tests that the public API raises nothing but CkptdErrors, whatever is in the files that it reads."""
+"""Tests that the public API raises nothing but CkptdErrors, whatever is in the files
+that it reads.
+"""
 
 from __future__ import annotations
 

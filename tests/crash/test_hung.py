@@ -24,9 +24,13 @@ def test_memory_does_not_wait_for_the_disk() -> None:
 
 
 def test_a_daemon_ends_while_a_disk_call_hangs(place: Home) -> None:
-    """Otherwise Python would wait for the thread at exit, and no new daemon could start."""
+    """Otherwise Python would wait for the thread at exit, and no new daemon could
+    start.
+    """
     flag = place.path / "hangs"
-    daemon = Daemon(place, forked=partial(hung.make_calls_wait, flag, place.root, ("statvfs",))).wait_ready()
+    daemon = Daemon(
+        place, forked=partial(hung.make_calls_wait, flag, place.root, ("statvfs",))
+    ).wait_ready()
     flag.touch()
     time.sleep(2.5)  # the daemon measures the free space of the root each second
     assert daemon.stop() == 0
@@ -34,7 +38,9 @@ def test_a_daemon_ends_while_a_disk_call_hangs(place: Home) -> None:
 
 
 def hang_from(number: int, root: Path, hangs: Path) -> None:
-    """Make this process's call of this number under the root wait for ever, and each later one, and create the file `hangs` then."""
+    """Make this process's call of this number under the root wait for ever, and each
+    later one, and create the file `hangs` then.
+    """
     flag, left = root.parent / "never", itertools.count(1)
     flag.touch()
 
@@ -50,7 +56,14 @@ def hang_from(number: int, root: Path, hangs: Path) -> None:
 def left_over(place: Home) -> None:
     """Leave a deletion, a save and a snapshot in memory to the next daemon."""
     hasty = {"CKPTD_STALL_BUDGET": "0.5"}
-    daemon = Daemon(place, "--keep-last", "1", failpoints="retire.uncommitted=kill@1", environment=hasty, forked=True).wait_ready()
+    daemon = Daemon(
+        place,
+        "--keep-last",
+        "1",
+        failpoints="retire.uncommitted=kill@1",
+        environment=hasty,
+        forked=True,
+    ).wait_ready()
     agent = Agent("gpt", socket=place.socket)
     for step in (1, 2):
         with suppress(CkptdError):

@@ -1,4 +1,6 @@
-"""Kills a process that saves through DCP outside every root at each point around the marker of the checkpoint."""
+"""Kills a process that saves through DCP outside every root at each point around the
+marker of the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,17 @@ import torch, torch.distributed.checkpoint as dcp
 from ckptd.agent import StorageWriter
 where, value, overwrite = sys.argv[1:]
 dcp.save({"a": torch.full((3,), int(value))}, storage_writer=StorageWriter(where, overwrite=overwrite == "True"))
-"""
+"""  # noqa: E501
 
 
-def save(where: Path, value: int, *, overwrite: bool = False, armed: str = "") -> subprocess.CompletedProcess[str]:
+def save(
+    where: Path, value: int, *, overwrite: bool = False, armed: str = ""
+) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "CKPTD_FAILPOINTS": armed, "XDG_RUNTIME_DIR": str(where.parent)}
     command = [sys.executable, "-c", SCRIPT, str(where), str(value), str(overwrite)]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.mark.parametrize("point", failpoints.MARKER)
@@ -43,4 +49,8 @@ def test_a_death_at_the_marker_costs_nothing_and_is_repaired(tmp_path: Path, poi
     assert (where / ".metadata").read_bytes() == MARKER  # there is a manifest all the time
     assert save(where, 4, overwrite=True).returncode == 0
     assert Checkpoint.open(where).load()["a"].tolist() == [4] * 3
-    assert sorted(path.name.partition(".ckpt")[1] or path.name for path in where.iterdir()) == [".ckpt", ".metadata", "manifest.json"]
+    assert sorted(path.name.partition(".ckpt")[1] or path.name for path in where.iterdir()) == [
+        ".ckpt",
+        ".metadata",
+        "manifest.json",
+    ]

@@ -1,4 +1,7 @@
-"""Users' mistakes: every command with one word misspelt. Nothing is deleted, and nothing is reported as done that is not."""
+"""Users' mistakes: every command with one word misspelt.
+
+Nothing is deleted, and nothing is reported as done that is not.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,17 @@ COMMANDS = (
 NEW = ("{root}-copy", "{root}-export", "{root}-import", "{root}/tuned")
 """Words that name what does not exist yet: any other name is as good."""
 OTHERS = ("doctor", "stop")
-"""Commands that have nothing to misspell but a root, which `doctor` may make and `stop` looks for."""
+"""Commands that have nothing to misspell but a root, which `doctor` may make and `stop`
+looks for.
+"""
 
 
 def misspelt(word: str) -> Iterator[str]:
-    """Yield the word without a character at three places, with two exchanged, in another case, twice its last character, and empty."""
-    start = word.rfind("/") + 1  # the directory of a path stays, so that no other test's files are named
+    """Yield the word without a character at three places, with two exchanged, in
+    another case, twice its last character, and empty.
+    """
+    # The directory of a path stays, so that no other test's files are named.
+    start = word.rfind("/") + 1
     for at in sorted({start, (start + len(word)) // 2, len(word) - 1}):
         yield word[:at] + word[at + 1 :]
     for at in range(start, len(word) - 1):
@@ -75,19 +83,29 @@ def root() -> Iterator[Path]:
         with running(place, forked=True):
             agent = Agent("gpt", socket=place.socket)
             for step in (5, 70, 900):
-                agent.snapshot({"w": torch.arange(9.0) * step}, step=step, metrics={"val_loss": 1 / step}).wait("durable", timeout=60)
+                agent.snapshot(
+                    {"w": torch.arange(9.0) * step}, step=step, metrics={"val_loss": 1 / step}
+                ).wait("durable", timeout=60)
             agent.close()
         torch.save({"w": torch.ones(3)}, f"{place.root}.pt")
         yield place.root
 
 
 def content(place: Path) -> dict[str, str]:
-    """Return the files below the directory of the root, pins and copies included, with a digest of each."""
-    found = (path for path in place.parent.rglob("*") if path.is_file() and place.parent / "state" not in path.parents)
+    """Return the files below the directory of the root, pins and copies included, with
+    a digest of each.
+    """
+    found = (
+        path
+        for path in place.parent.rglob("*")
+        if path.is_file() and place.parent / "state" not in path.parents
+    )
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
 
 
-def test_no_misspelt_command_deletes_or_claims_anything(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_misspelt_command_deletes_or_claims_anything(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for variable in ("CKPTD_ROOT", "CKPTD_SOCKET"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(root.parent))
@@ -97,8 +115,12 @@ def test_no_misspelt_command_deletes_or_claims_anything(root: Path, monkeypatch:
         told = CliRunner().invoke(main, typed)
         tried += 1
         line = " ".join(word or "''" for word in typed)
-        if told.exit_code == 0 or (told.exception is not None and not isinstance(told.exception, SystemExit)):
-            wrong.append(f"{line}: exit code {told.exit_code}: {told.output[:200]} {told.exception!r}")
+        if told.exit_code == 0 or (
+            told.exception is not None and not isinstance(told.exception, SystemExit)
+        ):
+            wrong.append(
+                f"{line}: exit code {told.exit_code}: {told.output[:200]} {told.exception!r}"
+            )
         if (after := content(root)) != before:
             wrong.append(f"{line}: changed {sorted(after.items() ^ before.items())[:4]}")
             break

@@ -1,4 +1,6 @@
-"""The short version of `python -m tests.crash.nodes`: a job on three nodes loses nothing, whatever dies. Each day has another seed."""
+"""The short version of `python -m tests.crash.nodes`: a job on three nodes loses
+nothing, whatever dies. Each day has another seed.
+"""
 
 from __future__ import annotations
 

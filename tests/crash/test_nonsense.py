@@ -1,4 +1,6 @@
-"""Tests that nothing which a nonsense client gets acknowledged fails to verify or to load."""
+"""Tests that nothing which a nonsense client gets acknowledged fails to verify or to
+load.
+"""
 
 from __future__ import annotations
 
@@ -16,5 +18,10 @@ def test_what_is_acknowledged_can_be_verified_and_loaded() -> None:
 
 def test_each_mutation_changes_some_case() -> None:
     for name, mutation in nonsense.MUTATIONS.items():
-        cases = [nonsense.sound_case(Random(f"{name}/{number}"), 1 + number % 2, large=False) for number in range(20)]
-        assert any(mutation(Random(number), case) is not None for number, case in enumerate(cases)), name
+        cases = [
+            nonsense.sound_case(Random(f"{name}/{number}"), 1 + number % 2, large=False)
+            for number in range(20)
+        ]
+        assert any(
+            mutation(Random(number), case) is not None for number, case in enumerate(cases)
+        ), name

@@ -1,4 +1,6 @@
-"""Tests what the state machine's oracle expects after seals, commits, deletions by hand, pins and power cuts."""
+"""Tests what the state machine's oracle expects after seals, commits, deletions by
+hand, pins and power cuts.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ from tests.crash.oracle import NOTHING, Oracle
 
 
 def committed(*keys: tuple[int, int]) -> Oracle:
-    """Return an oracle that keeps the two newest, after these keys were acknowledged as sealed and durable."""
+    """Return an oracle that keeps the two newest, after these keys were acknowledged as
+    sealed and durable.
+    """
     made = Oracle(keep=2)
     for key in keys:
         made.sealed(key)
@@ -23,7 +27,9 @@ def test_the_newest_is_owed() -> None:
 
 
 def test_two_attempts_of_one_step_forgotten_by_hand() -> None:
-    """Found with seed 1987100287: after step 3 of attempts 1 and 2 were forgotten, the machine still expected step 3 of attempt 1."""
+    """Found with seed 1987100287: after step 3 of attempts 1 and 2 were forgotten, the
+    machine still expected step 3 of attempt 1.
+    """
     oracle = committed((1, 1), (1, 2), (1, 3))
     oracle.sealed((2, 3))  # saved without a request, so it was never acknowledged as durable
     oracle.forget((1, 3), left=[(2, 3)])

@@ -1,4 +1,6 @@
-"""Tests a trainer whose pid another process has got after its death: pidfd and lock still show that its snapshot is orphaned."""
+"""Tests a trainer whose pid another process has got after its death: pidfd and lock
+still show that its snapshot is orphaned.
+"""
 
 from __future__ import annotations
 
@@ -49,19 +51,29 @@ def test_a_snapshot_is_saved_although_its_trainers_pid_is_reused() -> None:
 def main() -> None:
     """Run in a pid namespace, in which no other process takes a pid."""
     with home() as place, running(place) as daemon:
-        trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(place.socket)], stdout=subprocess.PIPE, text=True)
+        trainer = subprocess.Popen(
+            [sys.executable, "-c", TRAINER, str(place.socket)], stdout=subprocess.PIPE, text=True
+        )
         assert trainer.stdout is not None
         print(trainer.stdout.readline().strip())
-        daemon.process.send_signal(signal.SIGSTOP)  # so that the daemon cannot notice the death before the pid is reused
+        # So that the daemon cannot notice the death before the pid is reused.
+        daemon.process.send_signal(signal.SIGSTOP)
         trainer.kill()
         trainer.wait()
         other = heir(trainer.pid)
         daemon.process.send_signal(signal.SIGCONT)
         until = time.monotonic() + 60
-        while not list(place.root.glob(f"{trainers.JOB}/*/manifest.json")) and time.monotonic() < until:
+        while (
+            not list(place.root.glob(f"{trainers.JOB}/*/manifest.json"))
+            and time.monotonic() < until
+        ):
             time.sleep(0.05)
         print("same" if other.poll() is None else "ended")
-        print("saved" if list(place.root.glob(f"{trainers.JOB}/*/manifest.json")) else place.log_text())
+        print(
+            "saved"
+            if list(place.root.glob(f"{trainers.JOB}/*/manifest.json"))
+            else place.log_text()
+        )
         other.kill()
 
 

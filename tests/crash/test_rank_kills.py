@@ -1,4 +1,6 @@
-"""The short version of `python -m tests.crash.rank_kills`: a whole torchrun is killed and started again, and nothing is lost."""
+"""The short version of `python -m tests.crash.rank_kills`: a whole torchrun is killed
+and started again, and nothing is lost.
+"""
 
 from __future__ import annotations
 

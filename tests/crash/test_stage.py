@@ -1,4 +1,6 @@
-"""Kills a daemon with a stage at every failpoint: nothing that was durable is lost, and everything that waited is uploaded afterwards."""
+"""Kills a daemon with a stage at every failpoint: nothing that was durable is lost, and
+everything that waited is uploaded afterwards.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stores.Servers
 
 
 @pytest.fixture(params=["directory", "seaweed"])
-def place(request: pytest.FixtureRequest, servers: stores.Servers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
+def place(
+    request: pytest.FixtureRequest, servers: stores.Servers, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Home]:
     with home() as made:
         if request.param != "directory":
             server = servers.get(request.param)
@@ -43,7 +47,9 @@ def place(request: pytest.FixtureRequest, servers: stores.Servers, monkeypatch: 
 
 
 def check_root(root: Location, steps: list[int]) -> None:
-    """Check that the root has exactly these steps, bit for bit, and no other file of a checkpoint."""
+    """Check that the root has exactly these steps, bit for bit, and no other file of a
+    checkpoint.
+    """
     repository, found = open_root(root), []
     for tag in repository.tags("job"):
         files = Counter(names.part_of(name) or name for name in repository.files("job", tag))
@@ -53,18 +59,29 @@ def check_root(root: Location, steps: list[int]) -> None:
             checkpoint.verify()
             assert checkpoint.step is not None
             trainers.assert_equal(checkpoint.load(), checkpoint.step)
-            assert files == {"manifest.json": 1} | {part.file: part.files for part in checkpoint.manifest.parts}
+            assert files == {"manifest.json": 1} | {
+                part.file: part.files for part in checkpoint.manifest.parts
+            }
             found.append(checkpoint.step)
     assert sorted(found) == steps
 
 
 def marked(place: Home, tag: str) -> list[Path]:
-    """Return the files of a checkpoint in the root that `mark` has marked, if the root is a directory."""
-    return [file for file in (place.root / "job" / tag).iterdir() if file.stat().st_mtime == 1] if isinstance(place.root, Path) else []
+    """Return the files of a checkpoint in the root that `mark` has marked, if the root
+    is a directory.
+    """
+    return (
+        [file for file in (place.root / "job" / tag).iterdir() if file.stat().st_mtime == 1]
+        if isinstance(place.root, Path)
+        else []
+    )
 
 
 def mark(place: Home, tag: str) -> None:
-    """Mark the files of a checkpoint in the root, if the root is a directory. Those that other checkpoints have, too, are left out."""
+    """Mark the files of a checkpoint in the root, if the root is a directory.
+
+    Those that other checkpoints have, too, are left out.
+    """
     if isinstance(place.root, Path):
         files = [file for file in (place.root / "job" / tag).iterdir() if file.stat().st_nlink == 1]
         assert files
@@ -88,7 +105,9 @@ def test_an_upload_that_is_killed_is_finished_by_the_next_daemon(place: Home, po
         agent.close()
         assert daemon.stop() == 0
     check_root(place.root, [1, 2, 3])
-    assert marked(place, "step-00000002.a0001") == [], "a file of a directory may look whole, and be lost in a power cut"
+    assert marked(place, "step-00000002.a0001") == [], (
+        "a file of a directory may look whole, and be lost in a power cut"
+    )
     shutil.rmtree(place.path / "stage")
     with running(place, *ARGUMENTS, forked=True):
         agent = Agent("job", socket=place.socket)
@@ -113,14 +132,17 @@ def test_files_of_an_upload_that_nobody_finishes_are_deleted(place: Home, point:
     shutil.rmtree(place.path / "stage")
     shutil.rmtree(place.segments)
     with running(place, *ARGUMENTS, forked=True) as daemon:
-        until(lambda: not open_root(place.root).files("job", "step-00000002.a0001"), "end of the unfinished upload")
+        until(
+            lambda: not open_root(place.root).files("job", "step-00000002.a0001"),
+            "end of the unfinished upload",
+        )
         assert daemon.stop() == 0
     check_root(place.root, [1])
 
 
 def check_storage(root: Location) -> None:
-    """Have a daemon upload what waits, and the next one finish the deletions that its end has interrupted. Then check the root as
-    without a stage.
+    """Have a daemon upload what waits, and the next one finish the deletions that its
+    end has interrupted. Then check the root as without a stage.
     """
     place, repository = _places[root], open_root(root)
 
@@ -145,7 +167,9 @@ _places: dict[Location, Home] = {}
 
 
 @pytest.mark.parametrize("point", failpoints.AGENT + failpoints.DAEMON + failpoints.STAGE)
-def test_death_at_every_point_with_a_stage(place: Home, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_death_at_every_point_with_a_stage(
+    place: Home, point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(without_stage, "check_storage", check_storage)
     monkeypatch.setattr(failpoints, "DAEMON", failpoints.DAEMON + failpoints.STAGE)
     monkeypatch.setitem(_places, place.root, place)

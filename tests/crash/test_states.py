@@ -1,4 +1,6 @@
-"""Tests moments that the rig would rarely hit, and that the rig reports a broken promise."""
+"""Tests moments that the rig would rarely hit, and that the rig reports a broken
+promise.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,17 @@ from random import Random
 import pytest
 
 from tests.crash.disk import LOST, Disk, Recorder, Step
-from tests.crash.states import Examiner, Life, Promises, a_life, after, config, directory, run, simulated
+from tests.crash.states import (
+    Examiner,
+    Life,
+    Promises,
+    a_life,
+    after,
+    config,
+    directory,
+    run,
+    simulated,
+)
 from tests.support.daemons import recover_only
 
 
@@ -34,7 +46,11 @@ def recovered(disk: Disk) -> None:
 
 def before(life: Life, kind: str, name: str, number: int = -1) -> int:
     """Return the number of operations before that one."""
-    found = [at for at, step in enumerate(life.steps) if step.kind == kind and name in (step.name, step.other)]
+    found = [
+        at
+        for at, step in enumerate(life.steps)
+        if step.kind == kind and name in (step.name, step.other)
+    ]
     return found[number]
 
 
@@ -53,12 +69,20 @@ def test_every_acknowledged_checkpoint_is_durable(life: Life) -> None:
 
 
 def test_an_attempt_that_is_given_out_twice_is_reported(life: Life) -> None:
-    assert "attempt 9 was given out and is not known any more" in examine(after(life, len(life.steps)), Promises(attempt=9))
+    assert "attempt 9 was given out and is not known any more" in examine(
+        after(life, len(life.steps)), Promises(attempt=9)
+    )
 
 
 def test_a_sync_that_does_nothing_is_reported(life: Life) -> None:
     lost = [step for step in life.steps if step.kind != "sync"]
-    assert examine(after(Life(Disk(), lost, [], Promises()), len(lost)), life.promised.with_notes(life.notes, len(life.steps))) != ""
+    assert (
+        examine(
+            after(Life(Disk(), lost, [], Promises()), len(lost)),
+            life.promised.with_notes(life.notes, len(life.steps)),
+        )
+        != ""
+    )
 
 
 def test_a_failed_sync_of_a_directory_breaks_no_promise(life: Life) -> None:
@@ -69,9 +93,19 @@ def test_a_failed_sync_of_a_directory_breaks_no_promise(life: Life) -> None:
             failed.append(step)
             raise OSError(5, "Input/output error")
 
-    again = a_life(after(life, len(life.steps)), life.promised.with_notes(life.notes, len(life.steps)), Random(2), fault)
+    again = a_life(
+        after(life, len(life.steps)),
+        life.promised.with_notes(life.notes, len(life.steps)),
+        Random(2),
+        fault,
+    )
     assert failed
-    assert examine(after(again, len(again.steps)), again.promised.with_notes(again.notes, len(again.steps))) == ""
+    assert (
+        examine(
+            after(again, len(again.steps)), again.promised.with_notes(again.notes, len(again.steps))
+        )
+        == ""
+    )
 
 
 def test_a_sample_of_states_breaks_no_promise() -> None:

@@ -1,4 +1,6 @@
-"""The short version of `python -m tests.crash.store_faults`: each request is spoiled once in each way, and some pairs."""
+"""The short version of `python -m tests.crash.store_faults`: each request is spoiled
+once in each way, and some pairs.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stores.Server]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_at_any_request_loses_nothing_and_is_survived_or_told(server: stores.Server, fault: str) -> None:
+def test_a_fault_at_any_request_loses_nothing_and_is_survived_or_told(
+    server: stores.Server, fault: str
+) -> None:
     told = 0
     with proxied(server.port) as proxy:
         requests = Requests.count(proxy, server)
         assert min(requests.saving, requests.reading, requests.deleting) > 4
         for number in range(requests.all):
             with behind(proxy, server) as storage:
-                told += save_read_and_forget(Repository(storage), proxy, requests, {number: fault})[0]
+                told += save_read_and_forget(Repository(storage), proxy, requests, {number: fault})[
+                    0
+                ]
     assert told <= requests.all // (1 if fault in ("409", "412", "truncated") else 4)
 
 

@@ -1,4 +1,6 @@
-"""Kills the trainer or the daemon at every failpoint while the root lies in an object store, as `test_failpoints.py` does on a disk."""
+"""Kills the trainer or the daemon at every failpoint while the root lies in an object
+store, as `test_failpoints.py` does on a disk.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ def test_every_rig_has_its_share_of_any_number_of_minutes(minutes: float) -> Non
 
 
 def test_rigs_that_are_chosen_share_all_of_the_time() -> None:
-    assert [(name, seconds) for name, _, seconds, _ in trust.tasks(3, seed=1, only=["lives", "power"])] == [
+    assert [(name, seconds) for name, _, seconds, _ in trust.tasks(3, seed=1, only=["lives",
+    "power"])] == [
         ("lives", 180.0), ("power", 180.0),
     ]  # fmt: skip
 
@@ -35,11 +36,15 @@ def test_without_minutes_every_rig_has_its_counts_and_no_limit() -> None:
 
 @pytest.mark.parametrize("minutes", [None, 5])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_each_task_has_a_seed_of_its_own_and_the_guards_both_halves(minutes: float | None, seed: int) -> None:
+def test_each_task_has_a_seed_of_its_own_and_the_guards_both_halves(
+    minutes: float | None, seed: int
+) -> None:
     tasks = trust.tasks(minutes, seed=seed)
     seeds = [seed for *_, seed in tasks]
     assert len(set(seeds)) == len(seeds)
-    assert {seed % trust.LANES for name, _, _, seed in tasks if name == "guards"} == set(range(trust.LANES))
+    assert {seed % trust.LANES for name, _, _, seed in tasks if name == "guards"} == set(
+        range(trust.LANES)
+    )
 
 
 def row(tried: int = 1, lost: int = 0, absent: str = "") -> Row:
@@ -47,7 +52,10 @@ def row(tried: int = 1, lost: int = 0, absent: str = "") -> Row:
 
 
 def test_a_run_without_losses_succeeds() -> None:
-    assert trust.verdict({"lives": row(3), "power": row(4)}, ["lives", "power"]) == (["7 tried, 0 lost"], 0)
+    assert trust.verdict({"lives": row(3), "power": row(4)}, ["lives", "power"]) == (
+        ["7 tried, 0 lost"],
+        0,
+    )
 
 
 def test_a_rig_that_tried_nothing_makes_the_run_fail() -> None:
@@ -58,7 +66,12 @@ def test_a_rig_that_tried_nothing_makes_the_run_fail() -> None:
 
 
 def test_a_rig_that_this_machine_cannot_run_does_not_make_the_run_fail() -> None:
-    assert trust.verdict({"lives": row(3), "power": row(0, absent="no loop mounts")}, ["lives", "power"])[1] == 0
+    assert (
+        trust.verdict(
+            {"lives": row(3), "power": row(0, absent="no loop mounts")}, ["lives", "power"]
+        )[1]
+        == 0
+    )
 
 
 def test_a_loss_makes_the_run_fail() -> None:
@@ -67,7 +80,9 @@ def test_a_loss_makes_the_run_fail() -> None:
 
 def test_outcomes_of_tries_are_not_counted_as_tries() -> None:
     counted = Counter({"memory": 2, "  durable": 40, "not tried: inodes: no loop mounts": 1})
-    made = trust.Alike("shortages", "tries", lambda count, number, seconds: (counted, ["lost"]))(3, 1.0, 7)
+    made = trust.Alike("shortages", "tries", lambda count, number, seconds: (counted, ["lost"]))(
+        3, 1.0, 7
+    )
     assert (made.kind, made.unit, made.tried, made.problems) == ("shortages", "tries", 2, ["lost"])
 
 

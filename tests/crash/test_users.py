@@ -1,4 +1,6 @@
-"""Tests that another user of the node gets nothing and stops nobody: one try of each kind that the rig draws by the hundred."""
+"""Tests that another user of the node gets nothing and stops nobody: one try of each
+kind that the rig draws by the hundred.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def python() -> Iterator[str]:
         ("locks", "-", 0o700),
     ],
 )
-def test_another_user_gets_nothing_and_stops_nobody(python: str, kind: str, shape: str, mode: int) -> None:
+def test_another_user_gets_nothing_and_stops_nobody(
+    python: str, kind: str, shape: str, mode: int
+) -> None:
     case = users.Case(kind, shape, mode, 23_456, python)
     try:
         assert users.attempt(case) == ""

@@ -1,9 +1,12 @@
-"""Runs every rig that looks for lost checkpoints, and prints one table: `python -m tests.crash.trust --minutes 20 [--seed N]`.
+"""Runs every rig that looks for lost checkpoints, and prints one table: `python -m
+tests.crash.trust --minutes 20 [--seed N]`.
 
-`make trust MINUTES=20` does the same. With `--minutes`, every rig gets its share of the time, however short that is. `--long` is the amount
-by which a release is measured (hours). Each task that ends prints a line: how much was tried, how
-much was lost, and its seed. Then comes the table by kind, and a last line with the sums. The exit code is 1 if something was lost, and also
-if a rig tried nothing although this machine has what it needs. When interrupted, it prints the table of the tasks that have ended.
+`make trust MINUTES=20` does the same. With `--minutes`, every rig gets its share of the
+time, however short that is. `--long` is the amount by which a release is measured
+(hours). Each task that ends prints a line: how much was tried, how much was lost, and
+its seed. Then comes the table by kind, and a last line with the sums. The exit code is
+1 if something was lost, and also if a rig tried nothing although this machine has what
+it needs. When interrupted, it prints the table of the tasks that have ended.
 """
 
 from __future__ import annotations
@@ -64,8 +67,8 @@ ROUND = len((*failpoints.AGENT, *failpoints.DAEMON)) ** 2 + 1
 class Row:
     """What a rig has tried.
 
-    hit: the names of the different things that were hit. kills: the number of SIGKILLs among the tries. absent: the reason why the rig
-    could not run.
+    hit: the names of the different things that were hit. kills: the number of SIGKILLs
+    among the tries. absent: the reason why the rig could not run.
     """
 
     kind: str
@@ -85,7 +88,10 @@ class Row:
             problems=self.problems + other.problems,
             seeds=self.seeds + other.seeds,
             seconds=self.seconds + other.seconds,
-            hit={name: self.hit.get(name, frozenset()) | other.hit.get(name, frozenset()) for name in {**self.hit, **other.hit}},
+            hit={
+                name: self.hit.get(name, frozenset()) | other.hit.get(name, frozenset())
+                for name in {**self.hit, **other.hit}
+            },
             kills=self.kills + other.kills,
             absent=self.absent and other.absent,
             unit=self.unit or other.unit,
@@ -94,10 +100,22 @@ class Row:
     def __str__(self) -> str:
         if self.absent:
             return f"{self.kind:30}{'-':>11}{'-':>6}{'-':>9}{'-':>12}  not tried: {self.absent}"
-        seeds = "-" if not self.seeds else str(self.seeds[0]) if len(self.seeds) == 1 else f"{min(self.seeds)}-{max(self.seeds)}"
-        what = ", ".join([self.unit, *(f"{len(things)} {name}" for name, things in self.hit.items())])
+        seeds = (
+            "-"
+            if not self.seeds
+            else str(self.seeds[0])
+            if len(self.seeds) == 1
+            else f"{min(self.seeds)}-{max(self.seeds)}"
+        )
+        what = ", ".join(
+            [self.unit, *(f"{len(things)} {name}" for name, things in self.hit.items())]
+        )
         what += f", {self.kills:,d} SIGKILLs" if self.kills else ""
-        return f"{self.kind:30}{self.tried:11,d}{len(self.problems):6}{self.seconds:9.0f}{seeds:>12}  {what}"
+        return (
+            f"{self.kind:30}{self.tried:11,d}{len(self.problems):6}{self.seconds:9.0f}{seeds:>12} "
+            f" "
+            f"{what}"
+        )
 
 
 HEAD = f"{'kind':30}{'tried':>11}{'lost':>6}{'seconds':>9}{'seeds':>12}  what"
@@ -116,18 +134,31 @@ def _lives(count: int, seconds: float, seed: int, store: str | None = None) -> R
 
 def _power(count: int, seconds: float, seed: int) -> Row:
     done = power.run(count, seed, seconds)
-    return Row("power cuts of ext4", "cuts", done.hit.total(), done.problems, hit={"points": frozenset(done.hit) - {lives.ANY}})
+    return Row(
+        "power cuts of ext4",
+        "cuts",
+        done.hit.total(),
+        done.problems,
+        hit={"points": frozenset(done.hit) - {lives.ANY}},
+    )
 
 
 def _calls(count: int, seconds: float, seed: int) -> Row:
     ends, problems = calls.run(count, seed, seconds, calls.ALL if count > 66 else calls.DURABLE)
-    kills = sum(number for (fault, how), number in ends.items() if "SIGKILL" in fault and how == "died")
+    kills = sum(
+        number for (fault, how), number in ends.items() if "SIGKILL" in fault and how == "died"
+    )
     return Row("n-th system call", "faults", ends.total(), problems, kills=kills)
 
 
 def _gate(count: int, seconds: float, seed: int) -> Row:
     ends, problems = gate.run(count, seed, seconds)
-    return Row("disk that loses pages", f"snapshots, {ends.total() - ends['durable']} of them failed", ends.total(), problems)
+    return Row(
+        "disk that loses pages",
+        f"snapshots, {ends.total() - ends['durable']} of them failed",
+        ends.total(),
+        problems,
+    )
 
 
 def _segments(count: int, seconds: float, seed: int) -> Row:
@@ -139,14 +170,29 @@ def _machine(count: int, seconds: float, seed: int) -> Row:
     end, taken, problem, chance = time.monotonic() + seconds, Counter[str](), "", Random(seed)
     while taken.total() < count and (left := end - time.monotonic()) > 0 and not problem:
         lives_of_100 = 400 if left > 60 else 200
-        more, problem = machine.run(min(lives_of_100, count - taken.total()), chance.getrandbits(32))
+        more, problem = machine.run(
+            min(lives_of_100, count - taken.total()), chance.getrandbits(32)
+        )
         taken += more
-    return Row("state machine", "steps", taken.total(), [problem] if problem else [], kills=taken["kill daemon"] + taken["kill trainer"])
+    return Row(
+        "state machine",
+        "steps",
+        taken.total(),
+        [problem] if problem else [],
+        kills=taken["kill daemon"] + taken["kill trainer"],
+    )
 
 
 def _journal(count: int, seconds: float, seed: int) -> Row:
-    """Try a journal of `count` bytes or, within `seconds`, larger and larger ones. A journal of twice the size takes four times as long."""
-    found, size, end = list[damage.Found](), count if count < FOREVER else 256, time.monotonic() + seconds
+    """Try a journal of `count` bytes or, within `seconds`, larger and larger ones.
+
+    A journal of twice the size takes four times as long.
+    """
+    found, size, end = (
+        list[damage.Found](),
+        count if count < FOREVER else 256,
+        time.monotonic() + seconds,
+    )
     while True:
         begun = time.monotonic()
         found += [damage.journal_bits(size), damage.journal_lengths(size)]
@@ -167,23 +213,34 @@ def _checkpoint(count: int, seconds: float, seed: int) -> Row:
 
 
 def _sum(found: list[damage.Found]) -> damage.Found:
-    return sum(count for count, _ in found), [problem for _, problems in found for problem in problems]
+    return sum(count for count, _ in found), [
+        problem for _, problems in found for problem in problems
+    ]
 
 
 def _guards(count: int, seconds: float, seed: int) -> Row:
-    return Row("guards taken out", "mutants", *guards.run(jobs=1, part=(seed % LANES, LANES), seconds=seconds, seed=seed))
+    return Row(
+        "guards taken out",
+        "mutants",
+        *guards.run(jobs=1, part=(seed % LANES, LANES), seconds=seconds, seed=seed),
+    )
 
 
 Counted = Callable[[int, int, float], tuple[Counter[str], list[str]]]
-"""`run(count, number, seconds)` of a rig's module. It returns what was tried, by name, and what was lost. `number` is the seed.
+"""`run(count, number, seconds)` of a rig's module. It returns what was tried, by name,
+and what was lost. `number` is the seed.
 
-Names that begin with a space count the outcomes of tries. Names that begin with "not tried" tell what this machine lacks.
+Names that begin with a space count the outcomes of tries. Names that begin with "not
+tried" tell what this machine lacks.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """A rig whose module has a `run` with the signature of `Counted`. It needs no function of its own here."""
+    """A rig whose module has a `run` with the signature of `Counted`.
+
+    It needs no function of its own here.
+    """
 
     kind: str
     unit: str
@@ -191,14 +248,21 @@ class Alike:
 
     def __call__(self, count: int, seconds: float, seed: int) -> Row:
         tried, problems = self.run(count, seed, seconds)
-        return Row(self.kind, self.unit, sum(n for name, n in tried.items() if not name.startswith((" ", "not tried"))), problems)
+        return Row(
+            self.kind,
+            self.unit,
+            sum(n for name, n in tried.items() if not name.startswith((" ", "not tried"))),
+            problems,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """`run` tries a given number of things, or as many as fit into a given time, whichever ends first.
+    """`run` tries a given number of things, or as many as fit into a given time,
+    whichever ends first.
 
-    `long` has a count for each task; 0 stands for a rig that ends by itself. `shares` is the number of tasks when minutes are given.
+    `long` has a count for each task; 0 stands for a rig that ends by itself. `shares`
+    is the number of tasks when minutes are given.
     """
 
     run: Callable[[int, float, int], Row]
@@ -221,46 +285,85 @@ RIGS: dict[str, Rig] = {
     "checkpoint": Rig(_checkpoint, (100_000,)),
     # A new rig with the same signature needs only a line here and the import above.
     "crowd": Rig(Alike("trainers killed in a crowd", "SIGKILLs of trainers", crowd.run), (2000,)),
-    "interrupts": Rig(Alike("interruptions of the agent", "interruptions", interrupts.run), (2000,)),
+    "interrupts": Rig(
+        Alike("interruptions of the agent", "interruptions", interrupts.run), (2000,)
+    ),
     "users": Rig(Alike("another user of the node", "tries", users.run), (500,)),
     "limits": Rig(Alike("shortages", "tries", limits.run), (300,)),
     "nodes": Rig(
-        Alike("nodes, daemons and ranks killed", "lives of a job on 3 nodes", nodes.run), (1000, 1000, 1000, 1000, 1000), shares=10
+        Alike("nodes, daemons and ranks killed", "lives of a job on 3 nodes", nodes.run),
+        (1000, 1000, 1000, 1000, 1000),
+        shares=10,
     ),
-    "store": Rig(Alike("nodes that share an object store", "lives of a job on 3 nodes", partial(nodes.run, where=nodes.in_store)), (200,)),
+    "store": Rig(
+        Alike(
+            "nodes that share an object store",
+            "lives of a job on 3 nodes",
+            partial(nodes.run, where=nodes.in_store),
+        ),
+        (200,),
+    ),
     "faults": Rig(Alike("faults of an object store", "pairs", store_faults.run), (2000,)),
     "reads": Rig(Alike("memory that cannot be read", "daemons", reads.run), (500,)),
     "rollbacks": Rig(Alike("rollbacks and callbacks", "calls", rollbacks.run), (1000,)),
     "nonsense": Rig(Alike("seals of nonsense", "seals", nonsense.run), (20_000,)),
     "hostile": Rig(Alike("hostile files", "checkpoints", hostile.run), (5000,)),
     "hung": Rig(Alike("disk that hangs", "hangs", hung.run), (100,)),
-    "oracle": Rig(Alike("recoveries against torch's own", "pairs of programs", oracle.run), (25_000, 25_000), shares=8),
-    "oracle-ranks": Rig(Alike("recoveries on two ranks", "pairs of programs", oracle.run_spread), (2000,)),
+    "oracle": Rig(
+        Alike("recoveries against torch's own", "pairs of programs", oracle.run),
+        (25_000, 25_000),
+        shares=8,
+    ),
+    "oracle-ranks": Rig(
+        Alike("recoveries on two ranks", "pairs of programs", oracle.run_spread), (2000,)
+    ),
 }
-"""The rigs, by the name that `--only` takes. The two tasks of `guards` come first: they take halves by the parity of their seeds."""
+"""The rigs, by the name that `--only` takes. The two tasks of `guards` come first: they
+take halves by the parity of their seeds.
+"""
 
 Task = tuple[str, int, float, int]
 """The name of a rig, how many to try, for how many seconds, and the seed."""
 
 
 def tasks(minutes: float | None, seed: int, only: Collection[str] = ()) -> list[Task]:
-    """Return the tasks of all rigs, or of those in `only`. The time of all lanes is divided evenly. Without minutes, each rig has
-    its long counts, and no limit.
+    """Return the tasks of all rigs, or of those in `only`.
+
+    The time of all lanes is divided evenly. Without minutes, each rig has its long
+    counts, and no limit.
     """
     chosen = {name: rig for name, rig in RIGS.items() if not only or name in only}
-    counts = {name: rig.long if minutes is None else rig.shares * (FOREVER,) for name, rig in chosen.items()}
-    seconds = float("inf") if minutes is None else 60 * minutes * LANES / sum(map(len, counts.values()))
+    counts = {
+        name: rig.long if minutes is None else rig.shares * (FOREVER,)
+        for name, rig in chosen.items()
+    }
+    seconds = (
+        float("inf") if minutes is None else 60 * minutes * LANES / sum(map(len, counts.values()))
+    )
     flat = [(name, count) for name, of_rig in counts.items() for count in of_rig]
     return [(name, count, seconds, seed + number) for number, (name, count) in enumerate(flat)]
 
 
 def verdict(rows: Mapping[str, Row], expected: Collection[str]) -> tuple[list[str], int]:
-    """Return the last lines and the exit code. `rows` has the sum of each rig that has ended; `expected` names all rigs that should have
-    ended.
+    """Return the last lines and the exit code.
+
+    `rows` has the sum of each rig that has ended; `expected` names all rigs that should
+    have ended.
     """
     lost = sum(len(row.problems) for row in rows.values())
-    idle = [name for name in expected if name not in rows or (not rows[name].tried and not rows[name].absent)]
-    lines = [f"tried nothing: {', '.join(idle)}; nothing is known of what they look for: give them more time"] if idle else []
+    idle = [
+        name
+        for name in expected
+        if name not in rows or (not rows[name].tried and not rows[name].absent)
+    ]
+    lines = (
+        [
+            f"tried nothing: {', '.join(idle)}; nothing is known of what they look for: give them "
+            f"more time"
+        ]
+        if idle
+        else []
+    )
     lines.append(f"{sum(row.tried for row in rows.values()):,d} tried, {lost} lost")
     return lines, int(bool(lost or idle))
 
@@ -275,7 +378,9 @@ def _try(name: str, count: int, seconds: float, seed: int) -> Row:
         row = Row(name, "", 0, [], absent=str(error))
     except Exception:
         row = Row(name, "ended by an error", 0, [traceback.format_exc()])
-    return replace(row, seconds=time.monotonic() - begun, seeds=() if name == "journal" else (seed,))
+    return replace(
+        row, seconds=time.monotonic() - begun, seeds=() if name == "journal" else (seed,)
+    )
 
 
 def _print(row: Row) -> None:

@@ -1,10 +1,14 @@
-"""Plays another user of the node, who tries everything that an ordinary account may do to a victim's daemon, memory and checkpoints.
+"""Plays another user of the node, who tries everything that an ordinary account may do
+to a victim's daemon, memory and checkpoints.
 
-`python -m tests.crash.users --tries 60 [--seed N]`, as root. A thief (uid 65534) takes names before the victim needs them, listens where
-the victim expects its daemon, locks, opens, cuts and deletes files, signals processes, and connects to sockets. The victim (a random uid
-without other processes) trains. In each try its snapshots must become durable, and a second run must recover the newest one bit for bit.
-The thief must read nothing that the victim has in memory, nothing of the thief's may be used or changed, and no call may hang. Where the
-thief owns the root or the socket that the victim names, the victim must be refused with an error, and can use its own instead.
+`python -m tests.crash.users --tries 60 [--seed N]`, as root. A thief (uid 65534) takes
+names before the victim needs them, listens where the victim expects its daemon, locks,
+opens, cuts and deletes files, signals processes, and connects to sockets. The victim (a
+random uid without other processes) trains. In each try its snapshots must become
+durable, and a second run must recover the newest one bit for bit. The thief must read
+nothing that the victim has in memory, nothing of the thief's may be used or changed,
+and no call may hang. Where the thief owns the root or the socket that the victim names,
+the victim must be refused with an error, and can use its own instead.
 """
 
 from __future__ import annotations
@@ -48,22 +52,39 @@ THIEF = 65534
 SIZE = 5_000
 STEPS = 3
 SECONDS = 60.0
-SHAPES = ("directory", "closed directory", "file", "FIFO", "link", "dangling link", "second name", "daemon")
+SHAPES = (
+    "directory",
+    "closed directory",
+    "file",
+    "FIFO",
+    "link",
+    "dangling link",
+    "second name",
+    "daemon",
+)
 MODES = (0o755, 0o700)
 GROUPS = (
-    "daemon in the socket directory", "locks", "socket directory", "segment directory", "own file at the socket", "socket", "at work",
+    "daemon in the socket "
+    "directory", "locks", "socket "
+        "directory", "segment directory", "own file at the socket", "socket", "at work",
     "runtime directory", "root",
 )  # fmt: skip
 
 
 class Case:
-    """One try: the paths of the victim `uid`, below a directory in which everybody may make files, as in /tmp."""
+    """One try: the paths of the victim `uid`, below a directory in which everybody may
+    make files, as in /tmp.
+    """
 
     def __init__(self, kind: str, shape: str, mode: int, uid: int, python: str) -> None:
         self.kind, self.shape, self.mode, self.uid, self.python = kind, shape, mode, uid, python
         self.place = Path(tempfile.mkdtemp(prefix="ckptd-users-"))
         os.chmod(self.place, 0o1777)
-        self.root, self.socket, self.runtime = self.place / "root", self.place / "s", self.place / "runtime"
+        self.root, self.socket, self.runtime = (
+            self.place / "root",
+            self.place / "s",
+            self.place / "runtime",
+        )
         self.thiefs = self.place / "thief"
         self.plain = Path(f"/tmp/ckptd-{uid}")
         self.segments = Path(f"/dev/shm/ckptd-{uid}-{names.root_digest(self.root)}")
@@ -82,13 +103,17 @@ class Case:
     def taken(self) -> Path | None:
         """The name that the thief takes before the victim needs it."""
         where = self.kind.removeprefix("daemon in the ").replace(" ", "_")
-        places = {"socket_directory": self.plain, "segment_directory": self.segments, "socket": self.socket,
+        places = {"socket_directory": self.plain, "segment_directory": self.segments,
+            "socket": self.socket,
                   "runtime_directory": self.runtime, "root": self.root}  # fmt: skip
         return places.get(where)
 
     def memory(self) -> list[Path]:
         """Return every directory of this victim in the tmpfs and in /tmp."""
-        return [*Path("/dev/shm").glob(f"ckptd-{self.uid}-*"), *Path("/tmp").glob(f"ckptd-{self.uid}*")]
+        return [
+            *Path("/dev/shm").glob(f"ckptd-{self.uid}-*"),
+            *Path("/tmp").glob(f"ckptd-{self.uid}*"),
+        ]
 
     def processes(self) -> list[psutil.Process]:
         found = []
@@ -110,10 +135,12 @@ class Case:
 
 
 def python(place: Path) -> str:
-    """Return a Python that other users can run, with the packages of this one. Raises Unavailable if there is none.
+    """Return a Python that other users can run, with the packages of this one.
 
-    This Python may lie in root's home. Then another of the same version in /usr/bin is used, in a virtual environment that is made at
-    `place`.
+    Raises Unavailable if there is none.
+
+    This Python may lie in root's home. Then another of the same version in /usr/bin is
+    used, in a virtual environment that is made at `place`.
     """
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     (place / "bin").mkdir(parents=True)
@@ -125,7 +152,11 @@ def python(place: Path) -> str:
         with suppress(OSError):
             if (
                 subprocess.run(
-                    [found, "-c", "import ckptd.daemon.process.app"], user=THIEF, group=THIEF, extra_groups=[], stderr=subprocess.DEVNULL
+                    [found, "-c", "import ckptd.daemon.process.app"],
+                    user=THIEF,
+                    group=THIEF,
+                    extra_groups=[],
+                    stderr=subprocess.DEVNULL,
                 ).returncode
                 == 0
             ):
@@ -145,7 +176,10 @@ def become(uid: int) -> None:
 
 
 def victim(case: Case, life: int, answer: Connection) -> None:
-    """Train in a forked process. Answer with the steps saved and recovered, or with the error."""
+    """Train in a forked process.
+
+    Answer with the steps saved and recovered, or with the error.
+    """
     become(case.uid)
     torch.set_num_threads(1)
     for key in [key for key in os.environ if key.startswith(("CKPTD_", "XDG_", "STATE_"))]:
@@ -165,7 +199,11 @@ def _train(case: Case, life: int) -> str:
     if life == 1 and case.taken in (case.socket, case.root):
         named = case.taken == case.socket
         try:
-            Agent(trainers.JOB, socket=case.socket if named else None, root=None if named else case.root)
+            Agent(
+                trainers.JOB,
+                socket=case.socket if named else None,
+                root=None if named else case.root,
+            )
             return "a socket or root of the thief was used"
         except (errors.Forbidden, errors.DaemonUnreachable) as error:
             if case.shape == "daemon" and "uid 65534" not in str(error):
@@ -196,7 +234,10 @@ def _train(case: Case, life: int) -> str:
 
 
 def run_victim(case: Case, life: int) -> str:
-    """Run one victim to its end. It exits without closing its agent, as after SIGKILL. Return what went wrong, or ""."""
+    """Run one victim to its end.
+
+    It exits without closing its agent, as after SIGKILL. Return what went wrong, or "".
+    """
     mine, its = Pipe()
     process = forks.context().Process(target=victim, args=(case, life, its), daemon=True)
     process.start()
@@ -211,7 +252,10 @@ def run_victim(case: Case, life: int) -> str:
 
 
 def run_daemon(case: Case) -> str:
-    """Run `ckptd run` as the victim, with a socket name that the thief has taken. It must refuse, and leave the name alone."""
+    """Run `ckptd run` as the victim, with a socket name that the thief has taken.
+
+    It must refuse, and leave the name alone.
+    """
     before = _status(case.socket)
     command = [
         case.python,
@@ -226,12 +270,25 @@ def run_daemon(case: Case) -> str:
         str(case.home / "state"),
     ]
     try:
-        done = subprocess.run(command, user=case.uid, group=case.uid, extra_groups=[], capture_output=True, text=True, timeout=10, env={})
+        done = subprocess.run(
+            command,
+            user=case.uid,
+            group=case.uid,
+            extra_groups=[],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            env={},
+        )
     except subprocess.TimeoutExpired:
         return "a daemon runs at a socket that is not its own"
     if done.returncode == 0 or "Traceback" in done.stderr:
         return f"ckptd run ended with {done.returncode}: {done.stderr[-500:]}"
-    return "" if _status(case.socket) == before else "ckptd run has removed or replaced a file that was not its socket"
+    return (
+        ""
+        if _status(case.socket) == before
+        else "ckptd run has removed or replaced a file that was not its socket"
+    )
 
 
 def _status(path: Path) -> tuple[int, int, int] | None:
@@ -246,7 +303,10 @@ def _status(path: Path) -> tuple[int, int, int] | None:
 
 
 class FakeDaemon:
-    """A daemon of the thief that speaks enough of the protocol for a trainer to save. Its memory would then hold the victim's tensors."""
+    """A daemon of the thief that speaks enough of the protocol for a trainer to save.
+
+    Its memory would then hold the victim's tensors.
+    """
 
     def __init__(self, path: Path, root: Path) -> None:
         self._root, self.heard = root, list[str]()
@@ -277,13 +337,17 @@ class FakeDaemon:
         number = message.id
         match message:
             case m.Hello():
-                return m.Welcome(re=number, version=1, root=str(self._root), private=True, chunk_size=MIN_CHUNK), []
+                return m.Welcome(
+                    re=number, version=1, root=str(self._root), private=True, chunk_size=MIN_CHUNK
+                ), []
             case m.Begin():
                 return m.Began(re=number, attempt=1), []
             case m.Allocate():
                 made = [self._segment(message.capacity, slot) for slot in range(message.count)]
                 segments.update((held.segment, fd) for held, fd in made)
-                return m.Segments(re=number, segments=[held for held, _ in made]), [fd for _, fd in made for _ in range(2)]
+                return m.Segments(re=number, segments=[held for held, _ in made]), [
+                    fd for _, fd in made for _ in range(2)
+                ]
             case m.Acquire():
                 return m.Granted(re=number, segment=next(iter(segments)), step=message.step), []
             case m.Seal():
@@ -299,15 +363,31 @@ class FakeDaemon:
         return m.Done(re=number), []
 
     def _segment(self, capacity: int, slot: int) -> tuple[m.HeldSegment, int]:
-        header = SegmentHeader(job=trainers.JOB, attempt=1, rank=0, world_size=1, slot=slot, capacity=capacity, chunk_size=MIN_CHUNK)
+        header = SegmentHeader(
+            job=trainers.JOB,
+            attempt=1,
+            rank=0,
+            world_size=1,
+            slot=slot,
+            capacity=capacity,
+            chunk_size=MIN_CHUNK,
+        )
         fd = os.memfd_create("loot")
         os.ftruncate(fd, header.file_length)
         write_header(fd, header)
-        return m.HeldSegment(segment=names.new_segment_file(), slot=slot, capacity=capacity, generation=header.generation), fd
+        return m.HeldSegment(
+            segment=names.new_segment_file(),
+            slot=slot,
+            capacity=capacity,
+            generation=header.generation,
+        ), fd
 
 
 class Thief:
-    """What the thief has taken and holds. `loot` lists everything that the thief should not have got."""
+    """What the thief has taken and holds.
+
+    `loot` lists everything that the thief should not have got.
+    """
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -361,7 +441,9 @@ class Thief:
             self.daemons.append(FakeDaemon(path / name, self.case.root))
 
     def lock(self) -> None:
-        """Lock every file and directory that can be opened, manifests exclusively and the others alternately, and keep the locks."""
+        """Lock every file and directory that can be opened, manifests exclusively and
+        the others alternately, and keep the locks.
+        """
         for number, path in enumerate(self._paths()):
             kind = fcntl.LOCK_EX if path.name == names.MANIFEST or number % 2 else fcntl.LOCK_SH
             try:
@@ -374,8 +456,13 @@ class Thief:
                 if key in self._held or status.st_uid == THIEF:
                     raise FileExistsError
                 fcntl.flock(fd, kind | fcntl.LOCK_NB)
-                if stat.S_ISREG(status.st_mode):  # an OFD lock for reading: one for writing needs a writable descriptor
-                    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+                # An OFD lock for reading: one for writing needs a writable descriptor.
+                if stat.S_ISREG(status.st_mode):
+                    fcntl.fcntl(
+                        fd,
+                        fcntl.F_OFD_SETLK,
+                        struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0),
+                    )
             except OSError:
                 os.close(fd)  # the victim holds a lock; the next round tries again
             else:
@@ -387,7 +474,10 @@ class Thief:
             self._try_file(path)
         for process in self.case.processes():
             for number in (0, signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL):
-                self._try(f"signal {number} to pid {process.pid}", lambda p=process, n=number: os.kill(p.pid, n))  # type: ignore[misc]
+                self._try(
+                    f"signal {number} to pid {process.pid}",
+                    lambda p=process, n=number: os.kill(p.pid, n),  # type: ignore[misc]
+                )
         for path in [path for path in self._paths() if self._is_socket(path)]:
             for _ in range(20):
                 client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -402,16 +492,27 @@ class Thief:
             return
         if status.st_uid == THIEF:
             return
-        private = path.is_relative_to("/dev/shm") or (path.is_relative_to(self.case.root) and self.case.mode == 0o700)
+        private = path.is_relative_to("/dev/shm") or (
+            path.is_relative_to(self.case.root) and self.case.mode == 0o700
+        )
         if private and stat.S_ISREG(status.st_mode):
-            self._try(f"read {path}", lambda: os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)))
+            self._try(
+                f"read {path}",
+                lambda: os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)),
+            )
         if stat.S_ISDIR(status.st_mode):
             self._try(f"make a file in {path}", lambda: (path / "thief").write_text(""))
         else:
-            self._try(f"write {path}", lambda: os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)))
+            self._try(
+                f"write {path}",
+                lambda: os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)),
+            )
             self._try(f"cut {path}", lambda: os.truncate(path, 0))
             self._try(f"unlink {path}", path.unlink)
-            self._try(f"link {path}", lambda: os.link(path, self.case.place / "second", follow_symlinks=False))
+            self._try(
+                f"link {path}",
+                lambda: os.link(path, self.case.place / "second", follow_symlinks=False),
+            )
         self._try(f"rename {path}", lambda: os.rename(path, path.with_name("thief")))
         self._try(f"chmod {path}", lambda: path.chmod(0o777))
 
@@ -419,8 +520,10 @@ class Thief:
         try:
             action()
         except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ESRCH, errno.ENOTDIR, errno.ECONNREFUSED, errno.ENXIO,
-                                   errno.EROFS, errno.EINVAL, errno.ELOOP, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR):  # fmt: skip
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ESRCH,
+                errno.ENOTDIR, errno.ECONNREFUSED, errno.ENXIO,
+                                   errno.EROFS, errno.EINVAL, errno.ELOOP, errno.EEXIST,
+                                   errno.ENOTEMPTY, errno.EISDIR):  # fmt: skip
                 self.loot.add(f"{what}: {error}")
         else:
             self.loot.add(what)
@@ -442,7 +545,10 @@ class Thief:
 
 
 def thief(case: Case, orders: Connection) -> None:
-    """Execute orders: take a name, or lock, or work until the next order. At the end, answer with the loot."""
+    """Execute orders: take a name, or lock, or work until the next order.
+
+    At the end, answer with the loot.
+    """
     become(THIEF)
     it = Thief(case)
     while True:
@@ -490,7 +596,9 @@ def attempt(case: Case) -> str:
             if not any(problems):
                 problems.append(run_victim(case, life))
                 if case.kind == "locks" and life == 1:
-                    orders.send("lock")  # the newest checkpoint can be locked as well: the victim has ended, so nobody else holds a lock
+                    # The newest checkpoint can be locked as well: the victim has ended,
+                    # so nobody else holds a lock.
+                    orders.send("lock")
                     orders.recv()
         if case.taken is not None and before is not None and _status(case.taken) != before:
             problems.append(f"{case.taken} was replaced")
@@ -504,8 +612,10 @@ def attempt(case: Case) -> str:
 
 
 def _is_thiefs(path: Path) -> bool:
-    """Return True if the directory belongs to the thief. False also if the thief could not take the name, because the file system has no
-    hard links across it.
+    """Return True if the directory belongs to the thief.
+
+    False also if the thief could not take the name, because the file system has no hard
+    links across it.
     """
     return path.is_dir() and not path.is_symlink() and path.lstat().st_uid == THIEF
 
@@ -513,8 +623,12 @@ def _is_thiefs(path: Path) -> bool:
 def _used(case: Case) -> list[str]:
     """Return everything of the thief's that somebody has changed."""
     found = []
-    for top in (path for path in (case.thiefs, case.taken) if path is not None and _is_thiefs(path)):
-        found += [f"{path} was made there" for path in top.rglob("*") if path.lstat().st_uid != THIEF]
+    for top in (
+        path for path in (case.thiefs, case.taken) if path is not None and _is_thiefs(path)
+    ):
+        found += [
+            f"{path} was made there" for path in top.rglob("*") if path.lstat().st_uid != THIEF
+        ]
     if case.thiefs.exists() and (case.thiefs / "file").read_text() != "the thief's":
         found.append("the thief's file was written")
     return found
@@ -536,7 +650,9 @@ def cases(chance: Random, python: str) -> Iterator[Case]:
 
 
 def run(count: int, number: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
-    """Do `count` tries, or as many as fit into `seconds`, with seed `number`. Return how many of each kind were done, and what went wrong.
+    """Do `count` tries, or as many as fit into `seconds`, with seed `number`.
+
+    Return how many of each kind were done, and what went wrong.
 
     Raises Unavailable if this process cannot become another user.
     """
@@ -566,7 +682,10 @@ def main() -> None:
     begun = time.monotonic()
     kinds, problems = run(options.tries, options.seed)
     print(*(f"{kind:32} {count}" for kind, count in kinds.most_common()), *problems, sep="\n")
-    print(f"{kinds.total()} tries, seed {options.seed}, {len(problems)} lost, {time.monotonic() - begun:.0f} s")
+    print(
+        f"{kinds.total()} tries, seed {options.seed}, {len(problems)} lost, "
+        f"{time.monotonic() - begun:.0f} s"
+    )
     sys.exit(bool(problems))
 
 

@@ -38,13 +38,15 @@ def file(tmp_path: Path) -> Path:
 def test_defaults() -> None:
     config = load(ROOT, {}, None)
     assert dataclasses.asdict(config) | {"threads": 0} == {
-        "root": Path("/ckpts"), "stage": None, "socket": Path("/run/ckptd/s"), "state_dir": default_state_dir(),
-        "codec": "auto", "slots": 2, "shm_dir": Path("/dev/shm"), "shm_quota": 0, "overflow": True,
-        "memory_ttl": 900.0, "keep_last": 10, "make_room": False,
-            "keep": (), "stall_budget": 10.0, "storage_timeout": 30.0, "rank_timeout": 60.0, "node_timeout": 600.0,
+        "root": Path("/ckpts"), "stage": None, "socket": Path("/run/ckptd/s"),
+        "state_dir": default_state_dir(), "codec": "auto", "slots": 2, "shm_dir": Path("/dev/shm"),
+        "shm_quota": 0, "overflow": True, "memory_ttl": 900.0, "keep_last": 10, "make_room": False,
+            "keep": (), "stall_budget": 10.0, "storage_timeout": 30.0, "rank_timeout": 60.0,
+            "node_timeout": 600.0,
         "threads": 0, "cpus": "", "memory_budget": 128 << 20, "chunk_size": 8 << 20,
-        "files_per_rank": 1, "bytes_per_file": 0, "link_unchanged": True, "foreign_memory": "refuse",
-        "max_connections": 256, "strict_journal": False, "private": False, "idle_timeout": 10.0, "log_file": None, "log_level": "info",
+        "files_per_rank": 1, "bytes_per_file": 0, "link_unchanged": True,
+        "foreign_memory": "refuse", "max_connections": 256, "strict_journal": False,
+        "private": False, "idle_timeout": 10.0, "log_file": None, "log_level": "info",
     }  # fmt: skip
 
 
@@ -54,7 +56,9 @@ def test_threads_follow_the_cpus_unless_given(monkeypatch: pytest.MonkeyPatch) -
         assert make().threads == threads
     assert make(threads=20).threads == 20
     assert make(cpus="1,3-5").threads == 4
-    with pytest.raises(InvalidConfig, match=r"^cpus is '64'; expected some of the CPUs 0-63, written like 0-3,8$"):
+    with pytest.raises(
+        InvalidConfig, match=r"^cpus is '64'; expected some of the CPUs 0-63, written like 0-3,8$"
+    ):
         make(cpus="64")
 
 
@@ -82,7 +86,11 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "overflow": ("false", "0", False),
     "memory_ttl": ("2.5", "2.5", 2.5),
     "keep_last": ("7", "7", 7),
-    "keep": ('["EveryNSteps(100)", "BestN(\'loss\', 3)"]', "EveryNSteps(100); BestN('loss', 3)", (EveryNSteps(100), BestN("loss", 3))),
+    "keep": (
+        '["EveryNSteps(100)", "BestN(\'loss\', 3)"]',
+        "EveryNSteps(100); BestN('loss', 3)",
+        (EveryNSteps(100), BestN("loss", 3)),
+    ),
     "stall_budget": ("3", "3", 3.0),
     "storage_timeout": ("7", "7", 7.0),
     "rank_timeout": ("7", "7", 7.0),
@@ -121,34 +129,51 @@ def test_every_setting_may_stand_in_the_file_and_in_the_environment(name: str, f
     [
         ("/ckpts", "/ckpts", "neither lies in the root /ckpts nor holds it"),
         ("/ckpts", "/ckpts/stage", "neither lies in the root /ckpts nor holds it"),
-        ("/nvme/stage/root", "/nvme/stage", "neither lies in the root /nvme/stage/root nor holds it"),
-        ("/ckpts", "s3://bucket/stage", "stage is the URL 's3:/bucket/stage'; expected a path on this machine"),
+        (
+            "/nvme/stage/root",
+            "/nvme/stage",
+            "neither lies in the root /nvme/stage/root nor holds it",
+        ),
+        (
+            "/ckpts",
+            "s3://bucket/stage",
+            "stage is the URL 's3:/bucket/stage'; expected a path on this machine",
+        ),
     ],
 )
 def test_a_stage_is_a_directory_apart_from_the_root(root: str, stage: str, words: str) -> None:
     for given in ({"stage": stage}, {}):
         with pytest.raises(InvalidConfig, match=re.escape(words)):
             load({**ROOT, "root": root, **given}, {} if given else {"CKPTD_STAGE": stage}, None)
-    assert load({**ROOT, "root": "s3://bucket/runs", "stage": "/nvme/stage"}, {}, None).stage == Path("/nvme/stage")
+    assert load(
+        {**ROOT, "root": "s3://bucket/runs", "stage": "/nvme/stage"}, {}, None
+    ).stage == Path("/nvme/stage")
     assert load({**ROOT, "root": "/ckpts", "stage": "/ckpts2"}, {}, None).stage == Path("/ckpts2")
 
 
 def test_relative_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/ada")
-    config = load({"root": "sub/../ckpts", "socket": "s", "state_dir": "state", "log_file": "log"}, {}, None)
+    config = load(
+        {"root": "sub/../ckpts", "socket": "s", "state_dir": "state", "log_file": "log"}, {}, None
+    )
     assert (config.root, config.socket) == (tmp_path / "ckpts", tmp_path / "s")
     assert (config.state_dir, config.log_file) == (tmp_path / "state", tmp_path / "log")
     assert load({"root": "~/ckpts", "socket": "/s"}, {}, None).root == Path("/home/ada/ckpts")
 
 
-@pytest.mark.parametrize(("missing", "words"), [("root", "no root: .*--root DIR"), ("socket", "no socket: .*--socket PATH")])
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [("root", "no root: .*--root DIR"), ("socket", "no socket: .*--socket PATH")],
+)
 def test_root_and_socket_must_be_set(missing: str, words: str) -> None:
     with pytest.raises(InvalidConfig, match=words):
         load({key: value for key, value in ROOT.items() if key != missing}, {}, None)
 
 
-@pytest.mark.parametrize("variable", ["CKPTD_JOB", "CKPTD_FAILPOINTS", "CKPTD_PYTHON", "CKPTD_TAKEOVER", "CKPTD_CONFIG"])
+@pytest.mark.parametrize(
+    "variable", ["CKPTD_JOB", "CKPTD_FAILPOINTS", "CKPTD_PYTHON", "CKPTD_TAKEOVER", "CKPTD_CONFIG"]
+)
 def test_variables_of_the_agent_are_not_settings(variable: str) -> None:
     assert load(ROOT, {variable: "whatever"}, None) == load(ROOT, {}, None)
 
@@ -157,21 +182,34 @@ def test_variables_of_the_agent_are_not_settings(variable: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typo", "meant"), [("keep_lst", "keep_last"), ("slot", "slots"), ("shm_quotta", "shm_quota"), ("log-level", "log_level")]
+    ("typo", "meant"),
+    [
+        ("keep_lst", "keep_last"),
+        ("slot", "slots"),
+        ("shm_quotta", "shm_quota"),
+        ("log-level", "log_level"),
+    ],
 )
 def test_an_unknown_setting_names_the_nearest(typo: str, meant: str, file: Path) -> None:
     file.write_text(f'"{typo}" = 1\n')
-    with pytest.raises(InvalidConfig, match=rf"^{file}: there is no setting '{typo}'; did you mean '{meant}'\?$"):
+    with pytest.raises(
+        InvalidConfig, match=rf"^{file}: there is no setting '{typo}'; did you mean '{meant}'\?$"
+    ):
         load(ROOT, {}, file)
     with pytest.raises(InvalidConfig, match=rf"^CKPTD_{typo.upper()}: .*did you mean '{meant}'"):
         load(ROOT, {f"CKPTD_{typo.upper()}": "1"}, None)
-    with pytest.raises(InvalidConfig, match=rf"^--{typo.replace('_', '-')}: .*did you mean '{meant}'"):
+    with pytest.raises(
+        InvalidConfig, match=rf"^--{typo.replace('_', '-')}: .*did you mean '{meant}'"
+    ):
         load({**ROOT, typo: "1"}, {}, None)
 
 
 def test_an_unknown_setting_that_resembles_none_lists_all() -> None:
     with pytest.raises(
-        InvalidConfig, match=r"there is no setting 'zzzzzzzz'; the settings are bytes_per_file, chunk_size, codec, .*, threads$"
+        InvalidConfig,
+        match=r"there is no setting 'zzzzzzzz'; the settings are bytes_per_file, chunk_size, "
+        r"codec, "
+        r".*, threads$",
     ):
         load({**ROOT, "zzzzzzzz": 1}, {}, None)
 
@@ -196,7 +234,10 @@ def test_a_root_may_be_a_url(tmp_path: Path) -> None:
     file.write_text('root = "gs://bucket/runs"')
     socket = {"socket": "/s"}
     assert load({"root": "s3://bucket/x", **socket}, {}, None).root == Url("s3", "bucket", ("x",))
-    with pytest.raises(InvalidConfig, match=r"^CKPTD_ROOT: root: 'file:///ckpts' is a URL that ckptd cannot save to"):
+    with pytest.raises(
+        InvalidConfig,
+        match=r"^CKPTD_ROOT: root: 'file:///ckpts' is a URL that ckptd cannot save to",
+    ):
         load(socket, {"CKPTD_ROOT": "file:///ckpts"}, None)
     assert load(socket, {}, file).root == Url("gs", "bucket", ("runs",))
     assert load({"root": "./s3:/x", **socket}, {}, None).root.name == "x"
@@ -232,7 +273,10 @@ def test_values_of_the_wrong_kind_are_named(name: str, value: Any, words: str) -
         load({**ROOT, name: value}, {}, None)
 
 
-@pytest.mark.parametrize(("text", "value"), [("true", True), ("TRUE", True), ("1", True), ("false", False), ("False", False), ("0", False)])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("true", True), ("TRUE", True), ("1", True), ("false", False), ("False", False), ("0", False)],
+)
 def test_booleans_in_the_environment(text: str, value: bool) -> None:
     assert load(ROOT, {"CKPTD_STRICT_JOURNAL": text}, None).strict_journal is value
 
@@ -240,9 +284,10 @@ def test_booleans_in_the_environment(text: str, value: bool) -> None:
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("0", 0), ("24", 24), ("1k", 1000), ("1K", 1000), ("1Ki", 1024), ("1KiB", 1024), ("1kB", 1000), ("3M", 3 * 10**6), ("3Mi", 3 << 20),
-        ("24G", 24 * 10**9), ("24Gi", 24 << 30), ("2T", 2 * 10**12), ("2TiB", 2 << 40), ("1.5G", 1_500_000_000), ("0.5Ki", 512),
-        (" 8 Mi ", 8 << 20), ("7b", 7),
+        ("0", 0), ("24", 24), ("1k", 1000), ("1K", 1000), ("1Ki", 1024), ("1KiB", 1024), ("1kB",
+        1000), ("3M", 3 * 10**6), ("3Mi", 3 << 20), ("24G", 24 * 10**9), ("24Gi", 24 << 30), ("2T",
+        2 * 10**12), ("2TiB", 2 << 40), ("1.5G", 1_500_000_000), ("0.5Ki", 512), (" 8 Mi ",
+        8 << 20), ("7b", 7),
     ],
 )  # fmt: skip
 def test_sizes_are_parsed_with_their_units(text: str, size: int) -> None:
@@ -250,7 +295,27 @@ def test_sizes_are_parsed_with_their_units(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "k", "-1", "+1", "1 2", "1.", ".5", "1,5G", "1e3", "0x10", "1GG", "1Pi", "1i", "1ib", "one", "inf", "nan", "1\n2"]
+    "text",
+    [
+        "",
+        "k",
+        "-1",
+        "+1",
+        "1 2",
+        "1.",
+        ".5",
+        "1,5G",
+        "1e3",
+        "0x10",
+        "1GG",
+        "1Pi",
+        "1i",
+        "1ib",
+        "one",
+        "inf",
+        "nan",
+        "1\n2",
+    ],
 )
 def test_anything_but_a_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
@@ -264,7 +329,11 @@ def test_anything_but_a_size_is_refused(text: str) -> None:
     ("name", "good", "bad"),
     [
         ("root", [Path("/"), Path("/a")], [Path("a"), Path()]),
-        ("socket", [Path("/" + "x" * 106)], [Path("s"), Path("/" + "x" * 107), Path("/" + "é" * 54)]),
+        (
+            "socket",
+            [Path("/" + "x" * 106)],
+            [Path("s"), Path("/" + "x" * 107), Path("/" + "é" * 54)],
+        ),
         ("shm_dir", [Path("/mnt")], [Path("mnt")]),
         ("codec", ["raw", "zstd", "zstd:1", "zstd:19"], ["lz4", "zstd:0", "zstd:20", ""]),
         ("slots", [2, 8], [0, 1, 9, -1]),
@@ -272,7 +341,15 @@ def test_anything_but_a_size_is_refused(text: str) -> None:
         (
             "chunk_size",
             [64 << 10, 68 << 10, 16 << 20],
-            [0, (64 << 10) - 1, 60 << 10, (16 << 20) + 1, 20 << 20, (64 << 10) + 1, (64 << 10) + 2048],
+            [
+                0,
+                (64 << 10) - 1,
+                60 << 10,
+                (16 << 20) + 1,
+                20 << 20,
+                (64 << 10) + 1,
+                (64 << 10) + 2048,
+            ],
         ),
         ("memory_budget", [32 << 20, 1 << 40], [0, (32 << 20) - 1]),
         ("threads", [1, 256], [-1, 257]),
@@ -289,7 +366,9 @@ def test_anything_but_a_size_is_refused(text: str) -> None:
         ("idle_timeout", [0.0, 0.1], [-1.0, float("nan")]),
     ],
 )
-def test_values_out_of_bounds_are_refused_by_name(name: str, good: list[Any], bad: list[Any]) -> None:
+def test_values_out_of_bounds_are_refused_by_name(
+    name: str, good: list[Any], bad: list[Any]
+) -> None:
     for value in good:
         assert getattr(make(**{name: value}), name) == value
     for value in bad:
@@ -302,7 +381,9 @@ def test_values_out_of_bounds_are_refused_by_name(name: str, good: list[Any], ba
 
 def test_the_memory_budget_holds_four_chunks() -> None:
     assert make(chunk_size=64 << 10, memory_budget=256 << 10).memory_budget == 256 << 10
-    with pytest.raises(InvalidConfig, match="memory_budget is '262143'; expected at least four chunks"):
+    with pytest.raises(
+        InvalidConfig, match="memory_budget is '262143'; expected at least four chunks"
+    ):
         make(chunk_size=64 << 10, memory_budget=(256 << 10) - 1)
 
 

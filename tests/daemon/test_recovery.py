@@ -1,4 +1,6 @@
-"""Tests what a starting daemon does with the remains of another one: each is finished, undone, or left for the next start."""
+"""Tests what a starting daemon does with the remains of another one: each is finished,
+undone, or left for the next start.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,13 @@ class Root:
             return Journal.open(PosixFileSystem(), directory, pool).state
 
     async def start(self, fs: FileSystem | None = None) -> Parts:
-        config = Config(root=self.path, socket=self._place / "s", state_dir=self._state, shm_dir=self._place / "shm", threads=1)
+        config = Config(
+            root=self.path,
+            socket=self._place / "s",
+            state_dir=self._state,
+            shm_dir=self._place / "shm",
+            threads=1,
+        )
         return await recover_only(config, fs)
 
     def files(self) -> list[str]:
@@ -94,7 +102,14 @@ def root(tmp_path: Path) -> Root:
 def durable(manifest: Manifest, rank: int = 0) -> r.PartDurable:
     part = manifest.parts[rank]
     return r.PartDurable(
-        job="gpt", attempt=2, step=1000, rank=rank, tag=TAG, file=part.file, bytes=part.bytes, index_sha256=part.index_sha256
+        job="gpt",
+        attempt=2,
+        step=1000,
+        rank=rank,
+        tag=TAG,
+        file=part.file,
+        bytes=part.bytes,
+        index_sha256=part.index_sha256,
     )
 
 
@@ -103,10 +118,16 @@ def staging(file: str, rank: int = 0) -> r.Staging:
 
 
 async def uncommitted(root: Root, world_size: int = 1, files: int = 1) -> Manifest:
-    """Leave parts of all ranks, durable and in the journal. Return the manifest that was about to be published."""
+    """Leave parts of all ranks, durable and in the journal.
+
+    Return the manifest that was about to be published.
+    """
     manifest = write_checkpoint(root.path, world_size=world_size, files=files)
     (root.path / "gpt" / TAG / names.MANIFEST).unlink()
-    await root.journal(*(staging(part.file, part.rank) for part in manifest.parts), *(durable(manifest, n) for n in range(world_size)))
+    await root.journal(
+        *(staging(part.file, part.rank) for part in manifest.parts),
+        *(durable(manifest, n) for n in range(world_size)),
+    )
     return manifest
 
 
@@ -125,7 +146,9 @@ async def test_a_root_that_is_gone_cannot_be_scanned(root: Root, calls: StorageC
         await scan_job(root.storage, Job("gpt"), calls)
 
 
-async def test_a_scan_finds_sound_damaged_and_unfinished_checkpoints(root: Root, calls: StorageCalls) -> None:
+async def test_a_scan_finds_sound_damaged_and_unfinished_checkpoints(
+    root: Root, calls: StorageCalls
+) -> None:
     job = Job("gpt")
     for step in (1000, 2000, 3000, 4000, 5000, 6000):
         write_checkpoint(root.path, step=step)
@@ -138,7 +161,8 @@ async def test_a_scan_finds_sound_damaged_and_unfinished_checkpoints(root: Root,
     (place / "step-00004000.a0002" / names.MANIFEST).unlink()
     (place / "step-00004000.a0002" / names.MANIFEST).mkdir()
     (place / "step-00005000.a0002" / names.MANIFEST).unlink()
-    os.mkfifo(place / "step-00005000.a0002" / names.MANIFEST)  # opening a FIFO for reading would wait for a writer
+    # Opening a FIFO for reading would wait for a writer.
+    os.mkfifo(place / "step-00005000.a0002" / names.MANIFEST)
     (place / "step-00006000.a0002" / names.MANIFEST).rename(place / "manifest")
     (place / "step-00006000.a0002" / names.MANIFEST).symlink_to(place / "manifest")
     writer = os.open(place / "step-00005000.a0002" / names.MANIFEST, os.O_RDWR)
@@ -146,11 +170,20 @@ async def test_a_scan_finds_sound_damaged_and_unfinished_checkpoints(root: Root,
     os.close(writer)
     assert job.checkpoints == {}
     assert sorted(job.damaged) == [f"step-0000{n}000.a0002" for n in (3, 4, 5, 6)]
-    assert job.damaged["step-00004000.a0002"] == job.damaged["step-00005000.a0002"] == "manifest.json is not a regular file"
-    assert "cannot read the manifest of gpt/step-00006000.a0002: Too many levels of symbolic links" in job.damaged["step-00006000.a0002"]
+    assert (
+        job.damaged["step-00004000.a0002"]
+        == job.damaged["step-00005000.a0002"]
+        == "manifest.json is not a regular file"
+    )
+    assert (
+        "cannot read the manifest of gpt/step-00006000.a0002: Too many levels of symbolic links"
+        in job.damaged["step-00006000.a0002"]
+    )
 
 
-async def test_a_lack_of_descriptors_is_not_taken_for_damage(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lack_of_descriptors_is_not_taken_for_damage(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise an older checkpoint, or none, would be recovered."""
 
     def read(*_: Any) -> Manifest:
@@ -158,35 +191,55 @@ async def test_a_lack_of_descriptors_is_not_taken_for_damage(root: Root, monkeyp
 
     write_checkpoint(root.path)
     monkeypatch.setattr(Repository, "read_manifest", read)
-    with pytest.raises(StorageError, match=f"cannot read the manifest of gpt/{TAG}: Too many open files"):
+    with pytest.raises(
+        StorageError, match=f"cannot read the manifest of gpt/{TAG}: Too many open files"
+    ):
         await root.start()
 
 
-async def test_a_manifest_of_a_newer_ckptd_is_not_called_damaged(root: Root, calls: StorageCalls) -> None:
-    """No older checkpoint is recovered in its place: the recovery says that ckptd must be upgraded."""
+async def test_a_manifest_of_a_newer_ckptd_is_not_called_damaged(
+    root: Root, calls: StorageCalls
+) -> None:
+    """No older checkpoint is recovered in its place: the recovery says that ckptd must
+    be upgraded.
+    """
     write_checkpoint(root.path)
     newer = write_checkpoint(root.path, step=2000)
     path = root.path / "gpt" / "step-00002000.a0002" / names.MANIFEST
     path.write_bytes(msgspec.structs.replace(newer, version=3).encode())
     parts = await root.start()
     job = parts.catalog.job("gpt")
-    assert (list(job.checkpoints), job.damaged, list(job.newer)) == ([TAG], {}, ["step-00002000.a0002"])
-    served = ServedRoot(parts.repository, calls, RootMark(parts.identity, str(root.path)), lambda: None)
+    assert (list(job.checkpoints), job.damaged, list(job.newer)) == (
+        [TAG],
+        {},
+        ["step-00002000.a0002"],
+    )
+    served = ServedRoot(
+        parts.repository, calls, RootMark(parts.identity, str(root.path)), lambda: None
+    )
     service = Service(dataclasses.replace(parts, calls=calls, served=served))
-    with pytest.raises(NewerFormat, match="gpt/step-00002000.a0002 is newer than every checkpoint that this ckptd can read"):
+    with pytest.raises(
+        NewerFormat,
+        match="gpt/step-00002000.a0002 is newer than every checkpoint that this ckptd can read",
+    ):
         await service.find("gpt", None)
     assert [candidate.tag for candidate in (await service.find("gpt", 1000)).candidates] == [TAG]
 
 
 async def test_a_daemon_that_only_starts_deletes_no_checkpoint(root: Root) -> None:
-    """The checkpoints may have been trained under another `keep_last`. Only `newest` is repaired."""
+    """The checkpoints may have been trained under another `keep_last`.
+
+    Only `newest` is repaired.
+    """
     tags = [write_checkpoint(root.path, step=step).tag for step in range(1, 31)]
     await root.start()
     assert root.storage.tags("gpt") == tags
     assert root.storage.read_newest("gpt") == tags[-1]
 
 
-async def test_a_segment_that_cannot_be_opened_for_lack_of_a_resource_ends_the_start(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_segment_that_cannot_be_opened_for_lack_of_a_resource_ends_the_start(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = root._place / "shm" / names.segment_directory(root.path)
     place.mkdir(mode=0o700)
     segment = place / f"{'0' * 32}.seg"
@@ -199,12 +252,16 @@ async def test_a_segment_that_cannot_be_opened_for_lack_of_a_resource_ends_the_s
         return opened(path, *arguments, **options)
 
     monkeypatch.setattr(os, "open", full)
-    with pytest.raises(StorageError, match=f"cannot open the segment {segment.name}: Too many open files in system"):
+    with pytest.raises(
+        StorageError, match=f"cannot open the segment {segment.name}: Too many open files in system"
+    ):
         await root.start()
     assert segment.exists()
 
 
-async def test_a_root_that_cannot_be_read_ends_the_start(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_root_that_cannot_be_read_ends_the_start(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def jobs(self: Repository) -> list[str]:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -219,7 +276,9 @@ async def test_jobs_with_something_under_way_are_known_from_the_journal(root: Ro
     other = r.Staging(job="other", attempt=1, step=4, rank=0, tag="step-00000004.a0001", file=STRAY)
     await root.journal(begun, staging(STRAY), committed, other)
     parts = await root.start()
-    found = {name: (job.attempt, job.world_size, job.seq) for name, job in parts.catalog.jobs.items()}
+    found = {
+        name: (job.attempt, job.world_size, job.seq) for name, job in parts.catalog.jobs.items()
+    }
     assert found == {"gpt": (5, 3, 0), "other": (0, 1, 9)}
 
 
@@ -235,7 +294,9 @@ async def test_a_deletion_is_finished(root: Root) -> None:
 
 
 @pytest.mark.parametrize("how", ["pinned", "read"])
-async def test_a_deletion_is_cancelled_if_the_checkpoint_is_pinned_or_read_since(root: Root, how: str) -> None:
+async def test_a_deletion_is_cancelled_if_the_checkpoint_is_pinned_or_read_since(
+    root: Root, how: str
+) -> None:
     manifest = write_checkpoint(root.path)
     await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
     held = None
@@ -250,8 +311,13 @@ async def test_a_deletion_is_cancelled_if_the_checkpoint_is_pinned_or_read_since
         held.close()
 
 
-async def test_a_deletion_that_had_begun_is_finished_though_a_reader_has_come_too_late(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader has a lease, and finds that the manifest is gone. The parts would be left behind for ever."""
+async def test_a_deletion_that_had_begun_is_finished_though_a_reader_has_come_too_late(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader has a lease, and finds that the manifest is gone.
+
+    The parts would be left behind for ever.
+    """
     manifest = write_checkpoint(root.path)
     await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
     root.storage.delete_files("gpt", TAG, [names.MANIFEST])
@@ -265,15 +331,18 @@ async def test_a_deletion_that_had_begun_is_finished_though_a_reader_has_come_to
 
 
 @pytest.mark.parametrize("committed", [True, False])
-async def test_a_deletion_that_is_finished_leaves_an_abandonment_where_an_older_attempt_might_commit(root: Root, committed: bool) -> None:
+async def test_a_finished_deletion_leaves_an_abandonment_where_an_older_attempt_might_commit(
+    root: Root, committed: bool
+) -> None:
     manifest = write_checkpoint(root.path)
     await root.journal(
         r.Begun(job="gpt", attempt=3, world_size=2, node=Membership(claim="0" * 32, ranks=[0])),
         r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]),
     )
     receipt = Receipt(
-        job="gpt", attempt=2, step=1000, tag=TAG, node=Membership(claim="0" * 32, ranks=[0]), host="node0", world_size=2,
-        global_plan="0" * 64, parts=[], code="storage", reason="no room",
+        job="gpt", attempt=2, step=1000, tag=TAG, node=Membership(claim="0" * 32, ranks=[0]),
+        host="node0", world_size=2, global_plan="0" * 64, parts=[], code="storage",
+        reason="no room",
     )  # fmt: skip
     root.storage.publish_receipt(receipt)
     assert root.storage.claim("gpt", 3)
@@ -285,7 +354,9 @@ async def test_a_deletion_that_is_finished_leaves_an_abandonment_where_an_older_
     assert (parts.catalog.job("gpt").checkpoints, root.left().retiring) == ({}, {})
 
 
-async def test_a_recovery_lists_the_job_without_the_cache_of_a_network_file_system(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_recovery_lists_the_job_without_the_cache_of_a_network_file_system(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_checkpoint(root.path)
     calls, job, listed = StorageCalls(60.0), Catalog().job("gpt"), list[str]()
     problem = [errno.EIO, errno.EROFS, errno.EIO]
@@ -306,7 +377,9 @@ async def test_a_recovery_lists_the_job_without_the_cache_of_a_network_file_syst
     calls.close()
 
 
-async def test_a_deletion_is_finished_though_the_manifest_cannot_be_read(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_deletion_is_finished_though_the_manifest_cannot_be_read(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest = write_checkpoint(root.path)
     await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
 
@@ -337,7 +410,9 @@ async def test_a_deletion_takes_data_files_too(root: Root) -> None:
 
 
 async def test_a_deletion_of_several_nodes_takes_the_files_of_earlier_tries(root: Root) -> None:
-    """The manifest does not name them, and the receipts, which tell of several nodes, were deleted before the daemon died."""
+    """The manifest does not name them, and the receipts, which tell of several nodes,
+    were deleted before the daemon died.
+    """
     manifest = write_checkpoint(root.path)
     await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
     root.storage.delete_files("gpt", TAG, [names.MANIFEST])
@@ -358,7 +433,9 @@ async def test_a_deletion_that_fails_is_left_for_the_next_start(root: Root) -> N
 # -- what was being saved
 
 
-async def test_of_a_committed_checkpoint_only_files_staged_beside_it_are_deleted(root: Root) -> None:
+async def test_of_a_committed_checkpoint_only_files_staged_beside_it_are_deleted(
+    root: Root,
+) -> None:
     manifest = write_checkpoint(root.path)
     part = manifest.parts[0].file
     place = root.path / "gpt" / TAG
@@ -371,11 +448,18 @@ async def test_of_a_committed_checkpoint_only_files_staged_beside_it_are_deleted
 
 
 @pytest.mark.parametrize(("world_size", "files"), [(1, 1), (3, 1), (2, 3)])
-async def test_durable_parts_of_all_ranks_are_committed(root: Root, world_size: int, files: int) -> None:
+async def test_durable_parts_of_all_ranks_are_committed(
+    root: Root, world_size: int, files: int
+) -> None:
     manifest = await uncommitted(root, world_size, files)
     await root.start()
     found = root.storage.read_manifest("gpt", TAG)
-    assert (found.parts, found.attempt, found.step, found.world_size) == (manifest.parts, 2, 1000, world_size)
+    assert (found.parts, found.attempt, found.step, found.world_size) == (
+        manifest.parts,
+        2,
+        1000,
+        world_size,
+    )
     assert found.features == (["files"] if files > 1 else [])
     assert root.storage.read_newest("gpt") == TAG
     assert root.left().staged == {}
@@ -390,7 +474,9 @@ async def dropped(root: Root) -> None:
 async def test_durable_parts_of_only_some_ranks_are_not_committed(root: Root) -> None:
     manifest = write_checkpoint(root.path, world_size=2)
     (root.path / "gpt" / TAG / names.MANIFEST).unlink()
-    await root.journal(*(staging(part.file, part.rank) for part in manifest.parts), durable(manifest, 0))
+    await root.journal(
+        *(staging(part.file, part.rank) for part in manifest.parts), durable(manifest, 0)
+    )
     await dropped(root)
 
 
@@ -401,9 +487,15 @@ async def test_a_part_that_is_not_durable_is_not_committed(root: Root) -> None:
     await dropped(root)
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: bytes(len(data)), lambda data: None], ids=["cut", "zeros", "gone"])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: data[:-1], lambda data: bytes(len(data)), lambda data: None],
+    ids=["cut", "zeros", "gone"],
+)
 @pytest.mark.parametrize("file", [names.part_file(0, NONCE), names.part_file(0, NONCE, 1)])
-async def test_a_damaged_part_is_not_committed(root: Root, file: str, damage: Callable[[bytes], bytes | None]) -> None:
+async def test_a_damaged_part_is_not_committed(
+    root: Root, file: str, damage: Callable[[bytes], bytes | None]
+) -> None:
     await uncommitted(root, files=2)
     part = root.path / "gpt" / TAG / file
     changed = damage(part.read_bytes())
@@ -431,7 +523,9 @@ async def test_files_that_cannot_be_swept_are_left_for_the_next_start(root: Root
 
 
 @pytest.mark.parametrize("what", ["staged", "committed", "retiring"])
-async def test_a_journal_that_breaks_during_a_start_ends_it_and_the_next_start_continues(root: Root, what: str) -> None:
+async def test_a_journal_that_breaks_during_a_start_ends_it_and_the_next_start_continues(
+    root: Root, what: str
+) -> None:
     manifest = await uncommitted(root) if what == "staged" else write_checkpoint(root.path)
     if what == "committed":
         await root.journal(staging(manifest.parts[0].file))
@@ -444,7 +538,9 @@ async def test_a_journal_that_breaks_during_a_start_ends_it_and_the_next_start_c
     assert (root.left().staged, root.left().retiring) == ({}, {})
 
 
-async def test_a_daemon_whose_journal_breaks_does_not_start(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_daemon_whose_journal_breaks_does_not_start(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest = await uncommitted(root)
     assert manifest
 

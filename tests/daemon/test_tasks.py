@@ -1,4 +1,6 @@
-"""Tests that failed tasks are reported, and that the daemon ends with the error of one and a new start continues."""
+"""Tests that failed tasks are reported, and that the daemon ends with the error of one
+and a new start continues.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,20 @@ def test_all_of_waits_for_all_and_raises_the_first_error() -> None:
 
 
 def reported(error: BaseException | None, *, cancel: bool = False) -> list[BaseException]:
-    """Return what is reported of a watched task that ends in this way. A callback starts it, as for most tasks of the daemon."""
+    """Return what is reported of a watched task that ends in this way.
+
+    A callback starts it, as for most tasks of the daemon.
+    """
     found: list[BaseException] = []
 
     async def run() -> None:
         tasks.on_failure(found.append)
 
         def start() -> asyncio.Task[Any]:
-            return tasks.watched(asyncio.sleep(100 if cancel else 0) if error is None else fails(error), "counting sheep")
+            return tasks.watched(
+                asyncio.sleep(100 if cancel else 0) if error is None else fails(error),
+                "counting sheep",
+            )
 
         started: list[asyncio.Task[Any]] = []
         asyncio.get_running_loop().call_soon(lambda: started.append(start()))
@@ -87,7 +95,9 @@ def test_the_reporter_of_a_task_replaces_that_of_the_daemon() -> None:
 
 
 @pytest.mark.parametrize("name", ["watch", "serve", "run"])
-def test_a_failed_task_ends_the_daemon_and_the_next_one_continues(place: Home, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_failed_task_ends_the_daemon_and_the_next_one_continues(
+    place: Home, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """`serve` accepts clients, and `run` is the task of a connection."""
     with running(place):
         agent = Agent("job", socket=place.socket)
@@ -100,7 +110,11 @@ def test_a_failed_task_ends_the_daemon_and_the_next_one_continues(place: Home, m
             this._close()
         raise KeyError("no such key")
 
-    where = {"watch": "ckptd.daemon.process.vitals.Vitals", "serve": "ckptd.daemon.process.server.Server", "run": "ckptd.daemon.process.server.Connection"}[name]
+    where = {
+        "watch": "ckptd.daemon.process.vitals.Vitals",
+        "serve": "ckptd.daemon.process.server.Server",
+        "run": "ckptd.daemon.process.server.Connection",
+    }[name]
     monkeypatch.setattr(f"{where}.{name}", broken)
 
     async def live() -> None:

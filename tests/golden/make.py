@@ -1,7 +1,9 @@
-"""Writes the golden files of format version 1: `python -m tests.golden.make` in the root of the repository.
+"""Writes the golden files of format version 1: `python -m tests.golden.make` in the
+root of the repository.
 
-Run it once for each version of a format. It never overwrites a file, because files of that version are in use. All their content is fixed
-here, so that a test can compare every field.
+Run it once for each version of a format. It never overwrites a file, because files of
+that version are in use. All their content is fixed here, so that a test can compare
+every field.
 """
 
 from __future__ import annotations
@@ -26,8 +28,24 @@ from ckptd.daemon.journal import file as jf
 from ckptd.daemon.journal import records as r
 from ckptd.shared.formats.manifest import Manifest, PartEntry, plain_metrics
 from ckptd.shared.formats.part import PartIndex
-from ckptd.shared.formats.plan import MIN_CHUNK, Alias, Described, Item, Plan, Region, chunk_ranges, signature, with_values
-from ckptd.shared.formats.segment import CHECK_OFFSET, Extent, SegmentHeader, SlotState, encode_check
+from ckptd.shared.formats.plan import (
+    MIN_CHUNK,
+    Alias,
+    Described,
+    Item,
+    Plan,
+    Region,
+    chunk_ranges,
+    signature,
+    with_values,
+)
+from ckptd.shared.formats.segment import (
+    CHECK_OFFSET,
+    Extent,
+    SegmentHeader,
+    SlotState,
+    encode_check,
+)
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.names import part_file
 from ckptd.shared.wire import messages as m
@@ -44,10 +62,20 @@ PART_FILE = part_file(0, NONCE)
 
 METADATA: dict[str, Described] = {
     "model.phase": {"dtype": "complex128", "size": [1], "chunks": [[[0], [1]]]},
-    "model.weight": {"dtype": "float32", "size": [4, 3], "chunks": [[[0, 0], [2, 3]], [[2, 0], [2, 3]]]},
+    "model.weight": {
+        "dtype": "float32",
+        "size": [4, 3],
+        "chunks": [[[0, 0], [2, 3]], [[2, 0], [2, 3]]],
+    },
 }
 PLAN = Plan(
-    regions=[Region(0, 16, 16), Region(64, 16, 8), Region(128, 24, 4), Region(192, 10, 2), Region(256, 11, 1)],
+    regions=[
+        Region(0, 16, 16),
+        Region(64, 16, 8),
+        Region(128, 24, 4),
+        Region(192, 10, 2),
+        Region(256, 11, 1),
+    ],
     items=[
         Item("model.phase", "complex128", (1,), (0,), (1,), None, 0),
         Item("optim.state.weight.step", "int64", (2,), (0,), (2,), None, 64),
@@ -65,17 +93,29 @@ PLAN = Plan(
     global_plan=hashlib.sha256(msgspec.msgpack.encode(METADATA)).digest(),
     writer=WRITER,
 )
-"""One item of each element size, a shard with strides of its own, an empty tensor, and a hidden storage with two views."""
+"""One item of each element size, a shard with strides of its own, an empty tensor, and
+a hidden storage with two views.
+"""
 
 REQUEST = SnapshotRequest(
-    tag=None, persist=True, metrics={"loss": 0.25, "scale": float("inf")}, user_content='{"epoch":3}', created=1767323045.5
+    tag=None,
+    persist=True,
+    metrics={"loss": 0.25, "scale": float("inf")},
+    user_content='{"epoch":3}',
+    created=1767323045.5,
 )
-SMALL_VALUES = msgspec.msgpack.encode({"state": {"weight": msgspec.msgpack.Ext(1, b"model.weight"), "epoch": 3}, "rng": None})
+SMALL_VALUES = msgspec.msgpack.encode(
+    {"state": {"weight": msgspec.msgpack.Ext(1, b"model.weight"), "epoch": 3}, "rng": None}
+)
 VALUES = (320, len(SMALL_VALUES))
 
 
 def packed_slot() -> bytes:
-    """Return the packed slot. Tensor bytes count up from 0, the mask is true, false, true, and the values document comes last."""
+    """Return the packed slot.
+
+    Tensor bytes count up from 0, the mask is true, false, true, and the values document
+    comes last.
+    """
     slot, number = bytearray(VALUES[0] + VALUES[1]), 0
     for region in PLAN.regions:
         for at in range(region.offset, region.offset + region.length):
@@ -86,11 +126,14 @@ def packed_slot() -> bytes:
     return bytes(slot)
 
 
-CRCS = [crc32c(packed_slot()[c.offset : c.offset + c.length]) for c in chunk_ranges(with_values(PLAN.regions, VALUES), MIN_CHUNK)]
+CRCS = [
+    crc32c(packed_slot()[c.offset : c.offset + c.length])
+    for c in chunk_ranges(with_values(PLAN.regions, VALUES), MIN_CHUNK)
+]
 
 FILLING = SegmentHeader(
-    job=JOB, attempt=ATTEMPT, rank=0, world_size=2, slot=1, capacity=4000, chunk_size=MIN_CHUNK, generation=3, state=SlotState.FILLING,
-    step=STEP, boot_id=BOOT,
+    job=JOB, attempt=ATTEMPT, rank=0, world_size=2, slot=1, capacity=4000, chunk_size=MIN_CHUNK,
+    generation=3, state=SlotState.FILLING, step=STEP, boot_id=BOOT,
 )  # fmt: skip
 SEALED = FILLING.next(
     SlotState.SEALED,
@@ -102,49 +145,71 @@ SEALED = FILLING.next(
 
 
 def segment() -> bytes:
-    """Return a segment. Copy 0 of its header has generation 4, which is sealed and has checksums. Copy 1 has generation 3, which was
-    filling.
+    """Return a segment.
+
+    Copy 0 of its header has generation 4, which is sealed and has checksums. Copy 1 has
+    generation 3, which was filling.
     """
     data = bytearray(SEALED.file_length)
     data[:4096], data[4096:8192] = SEALED.encode(), FILLING.encode()
     check = encode_check(SEALED.generation, SEALED.chunk_size, CRCS)
     data[CHECK_OFFSET : CHECK_OFFSET + len(check)] = check
-    for offset, content in ((0, packed_slot()), (SEALED.plan.offset, PLAN.encode()), (SEALED.request.offset, REQUEST.encode())):
+    for offset, content in (
+        (0, packed_slot()),
+        (SEALED.plan.offset, PLAN.encode()),
+        (SEALED.request.offset, REQUEST.encode()),
+    ):
         data[SEALED.data_offset + offset : SEALED.data_offset + offset + len(content)] = content
     return bytes(data)
 
 
 def _part() -> tuple[bytes, PartIndex]:
     return encode_part(
-        packed_slot(), PLAN, VALUES, codec="raw", job=JOB, attempt=ATTEMPT, step=STEP, rank=0, world_size=2, tag=TAG, request=REQUEST,
-        nonce=NONCE,
+        packed_slot(), PLAN, VALUES, codec="raw", job=JOB, attempt=ATTEMPT, step=STEP, rank=0,
+        world_size=2, tag=TAG, request=REQUEST, nonce=NONCE,
     )  # fmt: skip
 
 
 ZSTD_PLAN = Plan(
-    regions=[Region(0, 2000, 4)], items=[Item("zeros", "float32", (500,), (0,), (500,), None, 0)], aliases=[], metadata=None, writer=WRITER
+    regions=[Region(0, 2000, 4)],
+    items=[Item("zeros", "float32", (500,), (0,), (500,), None, 0)],
+    aliases=[],
+    metadata=None,
+    writer=WRITER,
 )
 ZSTD_SLOT = bytes(2048) + b"\x80"
 
 
 def zstd_part() -> bytes:
-    """Return a part with a chunk that zstd shrinks, and one (the values) that it does not."""
-    data, _ = encode_part(ZSTD_SLOT, ZSTD_PLAN, (2048, 1), codec="zstd", step=None, tag="best.a0002", request=SnapshotRequest(tag="best"))
+    """Return a part with a chunk that zstd shrinks, and one (the values) that it does
+    not.
+    """
+    data, _ = encode_part(
+        ZSTD_SLOT,
+        ZSTD_PLAN,
+        (2048, 1),
+        codec="zstd",
+        step=None,
+        tag="best.a0002",
+        request=SnapshotRequest(tag="best"),
+    )
     return data
 
 
 RAW_PART, RAW_INDEX = _part()
 MANIFEST = Manifest(
-    job=JOB, attempt=ATTEMPT, step=STEP, tag=TAG, seq=7, world_size=2, created="2026-01-02T03:04:05+00:00",
-    parts=[
+    job=JOB, attempt=ATTEMPT, step=STEP, tag=TAG, seq=7, world_size=2,
+    created="2026-01-02T03:04:05+00:00", parts=[
         PartEntry(
-            rank=0, file=PART_FILE, bytes=len(RAW_PART), raw_bytes=77 + VALUES[1], items=len(PLAN.items),
-            index_sha256=hashlib.sha256(RAW_INDEX.encode()).hexdigest(),
+            rank=0, file=PART_FILE, bytes=len(RAW_PART), raw_bytes=77 + VALUES[1],
+            items=len(PLAN.items), index_sha256=hashlib.sha256(RAW_INDEX.encode()).hexdigest(),
         ),
-        PartEntry(rank=1, file=part_file(1, NONCE[::-1]), bytes=20480, raw_bytes=64, items=3, index_sha256="5a" * 32),
+        PartEntry(rank=1, file=part_file(1, NONCE[::-1]), bytes=20480, raw_bytes=64, items=3,
+        index_sha256="5a" * 32),
     ],
-    metadata={"state_dict_metadata": METADATA, "planner_data": None}, metrics=plain_metrics(REQUEST.metrics), user_content={"epoch": 3},
-    writer={**WRITER, "codec": "raw"},
+    metadata={"state_dict_metadata": METADATA, "planner_data": None},
+    metrics=plain_metrics(REQUEST.metrics), user_content={"epoch": 3}, writer={**WRITER,
+    "codec": "raw"},
 )  # fmt: skip
 
 STATE = r.JournalState(
@@ -152,16 +217,28 @@ STATE = r.JournalState(
     staged={"gpt/step-00000900.a0001": {PART_FILE: None}},
     retiring={"gpt/step-00000100.a0001": [PART_FILE]},
 )
-_PART: dict[str, Any] = {"job": JOB, "attempt": ATTEMPT, "step": STEP, "rank": 0, "tag": TAG, "file": PART_FILE}
+_PART: dict[str, Any] = {
+    "job": JOB,
+    "attempt": ATTEMPT,
+    "step": STEP,
+    "rank": 0,
+    "tag": TAG,
+    "file": PART_FILE,
+}
 RECORDS: tuple[r.Record, ...] = (
     r.Begun(job=JOB, attempt=ATTEMPT, world_size=2),
     r.RankSealed(
-        job=JOB, attempt=ATTEMPT, step=STEP, rank=0, world_size=2, tag=TAG, segment=SEGMENT_FILE, generation=4, persist=True
+        job=JOB, attempt=ATTEMPT, step=STEP, rank=0, world_size=2, tag=TAG, segment=SEGMENT_FILE,
+        generation=4, persist=True
     ),
     r.Staging(**_PART),
     r.PartDurable(**_PART, bytes=len(RAW_PART), index_sha256=MANIFEST.parts[0].index_sha256),
     r.Committed(job=JOB, attempt=ATTEMPT, step=STEP, tag=TAG, seq=7),
-    r.Dropped(job=JOB, attempt=1, step=900, tag="step-00000900.a0001", reason="the daemon ended before it was committed"),
+    r.Dropped(job=JOB, attempt=1, step=900, tag="step-00000900.a0001", reason="the daemon ended "
+        "before "
+        "it "
+        "was "
+        "committed"),
     r.Retiring(job=JOB, tag="step-00000200.a0001", files=[PART_FILE]),
     r.Retired(job=JOB, tag="step-00000200.a0001"),
 )  # fmt: skip
@@ -169,12 +246,17 @@ JOURNAL_HEADER = jf.FileHeader(number=1, salt=SALT, previous_crc=0x11223344)
 
 
 def journal() -> bytes:
-    """Return a journal: the state, then one record of every type in two batches. The file is not preallocated."""
+    """Return a journal: the state, then one record of every type in two batches.
+
+    The file is not preallocated.
+    """
     data, crc = bytearray(JOURNAL_HEADER.encode()), JOURNAL_HEADER.crc
     payloads = [(r.STATE, r.encode_state(STATE)), *map(r.encode, RECORDS)]
     for sequence, (kind, payload) in enumerate(payloads, start=1):
         durable = 0 if sequence == 1 else 1 if sequence <= 5 else 5
-        encoded, crc = jf.encode_record(SALT, crc, jf.RawRecord(kind, 0, sequence, durable, payload))
+        encoded, crc = jf.encode_record(
+            SALT, crc, jf.RawRecord(kind, 0, sequence, durable, payload)
+        )
         data += encoded
     return bytes(data) + bytes(64)
 
@@ -195,7 +277,10 @@ def files() -> dict[str, bytes]:
         "newest": f"{TAG}\n".encode(),
         "plan.msgpack": PLAN.encode(),
         "request.msgpack": REQUEST.encode(),
-        **{f"frames/{tag_of(message)}.frame": encode_frame(m.encode(message)) for message in MESSAGES},
+        **{
+            f"frames/{tag_of(message)}.frame": encode_frame(m.encode(message))
+            for message in MESSAGES
+        },
     }
 
 
@@ -239,19 +324,31 @@ def values() -> dict[str, Any]:
 def values_document() -> bytes:
     from ckptd.agent.state.values import Packer
 
-    packer = Packer(lambda value, path: ("stateful", {"epoch": 3, "seen": (1, 2)}) if isinstance(value, Stateful) else None)
+    packer = Packer(
+        lambda value, path: (
+            ("stateful", {"epoch": 3, "seen": (1, 2)}) if isinstance(value, Stateful) else None
+        )
+    )
     return packer.encode_map({"state": packer.pack(values(), ""), "rng": None})
 
 
 def values_with_classes() -> bytes:
-    """Return a values document with the code that came after those of `values_document`."""
+    """Return a values document with the code that came after those of
+    `values_document`.
+    """
     from ckptd.agent.state.values import Packer
 
-    packer = Packer(lambda value, path: ("stateful", {"epoch": 3}) if isinstance(value, Stateful) else None)
+    packer = Packer(
+        lambda value, path: ("stateful", {"epoch": 3}) if isinstance(value, Stateful) else None
+    )
     return packer.encode_map({"state": packer.pack({"object": Stateful()}, ""), "rng": None})
 
 
-LATER_VALUES = ("values-with-classes.msgpack", "values-with-records.msgpack", "values-with-names.msgpack")
+LATER_VALUES = (
+    "values-with-classes.msgpack",
+    "values-with-records.msgpack",
+    "values-with-names.msgpack",
+)
 """The golden documents of the codes that came after those of `values_document`."""
 
 
@@ -261,7 +358,9 @@ class Point(NamedTuple):
 
 
 def values_with_records() -> bytes:
-    """Return a values document with the codes that came after that of `values_with_classes`."""
+    """Return a values document with the codes that came after that of
+    `values_with_classes`.
+    """
     from ckptd.agent.state.values import LenientPacker
 
     zone = datetime.timezone(datetime.timedelta(hours=1))
@@ -284,7 +383,9 @@ class Mode(enum.Flag, boundary=enum.KEEP):
 
 
 def values_with_names() -> bytes:
-    """Return a values document with the codes that came after those of `values_with_records`."""
+    """Return a values document with the codes that came after those of
+    `values_with_records`.
+    """
     from ckptd.agent.state.values import Packer
 
     packer = Packer()

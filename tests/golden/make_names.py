@@ -1,12 +1,13 @@
-"""Writes golden checkpoints of the names that earlier versions gave to parameters: prefixes, numbers, and wrappers that stayed in them.
+"""Writes golden checkpoints of the names that earlier versions gave to parameters:
+prefixes, numbers, and wrappers that stayed in them.
 
 Run the script with the code of that version, from a checkout of its commit:
 
     cd CHECKOUT && PYTHONPATH=. .venv/bin/python THIS_REPOSITORY/tests/golden/make_names.py THIS_REPOSITORY/tests/golden/v1/names.tar.xz
 
-It never overwrites an archive. `v1/names.tar.xz` was written by commit d0e5760. The archive holds one directory for each program below,
-which is the job that it saved.
-"""
+It never overwrites an archive. `v1/names.tar.xz` was written by commit d0e5760. The
+archive holds one directory for each program below, which is the job that it saved.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ def layers(inner: Callable[[nn.Module], nn.Module] = lambda module: module) -> n
 def with_average() -> dict[str, Any]:
     """The names have the key of the module as prefix: `model.0.0.weight`."""
     model = layers()
-    return {"model": model, "ema": copy.deepcopy(model), "optim": torch.optim.AdamW(model.parameters(), lr=0.1)}
+    return {
+        "model": model,
+        "ema": copy.deepcopy(model),
+        "optim": torch.optim.AdamW(model.parameters(), lr=0.1),
+    }
 
 
 def with_numbers() -> dict[str, Any]:
@@ -43,7 +48,11 @@ def with_numbers() -> dict[str, Any]:
     model = layers()
     scale = nn.Parameter(torch.ones(2))
     model.forward = lambda x, plain=model.forward: plain(x) * scale
-    return {"model": model, "scale": scale, "optim": torch.optim.AdamW([scale, *model.parameters()], lr=0.1)}
+    return {
+        "model": model,
+        "scale": scale,
+        "optim": torch.optim.AdamW([scale, *model.parameters()], lr=0.1),
+    }
 
 
 def with_wrapper_inside() -> dict[str, Any]:
@@ -55,10 +64,19 @@ def with_wrapper_inside() -> dict[str, Any]:
 def with_wrappers_around() -> dict[str, Any]:
     """The outer of two wrappers is left out, and the inner stays: `module.0.0.weight`."""
     model: Any = torch.compile(nn.DataParallel(layers()), backend="eager")
-    return {"model": model, "ema": AveragedModel(nn.DataParallel(layers())), "optim": torch.optim.AdamW(model.parameters(), lr=0.1)}
+    return {
+        "model": model,
+        "ema": AveragedModel(nn.DataParallel(layers())),
+        "optim": torch.optim.AdamW(model.parameters(), lr=0.1),
+    }
 
 
-PROGRAMS = {"average": with_average, "numbers": with_numbers, "inside": with_wrapper_inside, "around": with_wrappers_around}
+PROGRAMS = {
+    "average": with_average,
+    "numbers": with_numbers,
+    "inside": with_wrapper_inside,
+    "around": with_wrappers_around,
+}
 
 
 def train(state: dict[str, Any], steps: int = STEP) -> None:

@@ -1,17 +1,21 @@
-"""Writes a golden node: a root, its journal and its sealed segments, as the daemon and agent of one version leave them when both are
-killed.
+"""Writes a golden node: a root, its journal and its sealed segments, as the daemon and
+agent of one version leave them when both are killed.
 
 Run the script with the code of that version, from a checkout of its commit:
 
     cd CHECKOUT && PYTHONPATH=. .venv/bin/python THIS_REPOSITORY/tests/golden/make_node.py THIS_REPOSITORY/tests/golden/v1/node.tar.xz
 
-It never overwrites an archive, because nodes of that version are in use. `v1/node.tar.xz` was written by commit 5811ec8. The archive holds
-`root/` and `segments/`. Only the host's name and the boot id in it belong to a machine: the host's directory is called HOST, and `unpack`
-gives the segments the boot id of the running kernel.
+It never overwrites an archive, because nodes of that version are in use.
+`v1/node.tar.xz` was written by commit 5811ec8. The archive holds `root/` and
+`segments/`. Only the host's name and the boot id in it belong to a machine: the host's
+directory is called HOST, and `unpack` gives the segments the boot id of the running
+kernel.
 
-Three daemons serve seven jobs one after the other, each under the same root. `JOBS` says how far each job came. The third daemon is killed
-by a failpoint while one part is not journaled yet, one manifest has its temporary name, and one checkpoint is about to be deleted.
-"""
+Three daemons serve seven jobs one after the other, each under the same root. `JOBS`
+says how far each job came. The third daemon is killed by a failpoint while one part is
+not journaled yet, one manifest has its temporary name, and one checkpoint is about to
+be deleted.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -57,8 +61,9 @@ FAILPOINTS = "persist.synced=hang@1,commit.synced=hang@1,retire.intended=kill@1"
 class Left:
     """How far a job came before its processes were killed.
 
-    `newest` is the (attempt, step) that must be recovered; it is in memory, and in storage too unless `memory_only`. `committed` are the
-    directories that hold a manifest.
+    `newest` is the (attempt, step) that must be recovered; it is in memory, and in
+    storage too unless `memory_only`. `committed` are the directories that hold a
+    manifest.
     """
 
     newest: tuple[int, int]
@@ -68,7 +73,9 @@ class Left:
 
 
 JOBS = {
-    "plain": Left((1, 4), ("best.a0001", "step-00000001.a0001", "step-00000003.a0001"), memory_only=True),
+    "plain": Left(
+        (1, 4), ("best.a0001", "step-00000001.a0001", "step-00000003.a0001"), memory_only=True
+    ),
     "wide": Left((1, 3), ("step-00000001.a0001", "step-00000002.a0001"), ranks=2, memory_only=True),
     "again": Left((2, 7), ("step-00000005.a0001", "step-00000006.a0002"), memory_only=True),
     "pinned": Left((1, 4), ("step-00000001.a0001", "step-00000003.a0001", "step-00000004.a0001")),
@@ -79,9 +86,13 @@ JOBS = {
 RETIRING = ("retiring", "step-00000001.a0001")
 """The journal holds the intent to delete this checkpoint; its manifest is still there."""
 HALFWAY = ("halfway", "step-00000002.a0001")
-"""The part is written, but not journaled as durable. It must be swept, and the step must be saved again from memory."""
+"""The part is written, but not journaled as durable. It must be swept, and the step
+must be saved again from memory.
+"""
 WRITTEN = ("written", "step-00000002.a0001")
-"""The part is journaled as durable, but the manifest still has its temporary name. The step must be committed from this part."""
+"""The part is journaled as durable, but the manifest still has its temporary name. The
+step must be committed from this part.
+"""
 PINNED = ("pinned", "step-00000001.a0001")
 TAG_OF = {("plain", 2): "best"}
 
@@ -103,7 +114,11 @@ def tensors(job: str, step: int) -> dict[str, torch.Tensor]:
 def state_of(job: str, step: int) -> dict[str, Any]:
     """Return this rank's state at one step; of several ranks, `weight` is sharded."""
     made, rank = tensors(job, step), dist.get_rank()
-    values: dict[str, Any] = {"step": step, "history": list(range(step)), "own": per_rank({"rank": rank, "seen": 10 * step + rank})}
+    values: dict[str, Any] = {
+        "step": step,
+        "history": list(range(step)),
+        "own": per_rank({"rank": rank, "seen": 10 * step + rank}),
+    }
     if dist.get_world_size() > 1:
         values["weight"] = _shard(made.pop("weight"))
     return {**made, **values}
@@ -122,16 +137,23 @@ def _shard(tensor: torch.Tensor) -> DTensor:
     if "mesh" not in HERE:
         HERE["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
     local = tensor.chunk(dist.get_world_size())[dist.get_rank()].clone()
-    return DTensor.from_local(local, HERE["mesh"], [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return DTensor.from_local(
+        local, HERE["mesh"], [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def differences(state: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """Return the keys whose values are not the same bit for bit."""
-    return [key for key in sorted({*state, *wanted}) if key not in state or key not in wanted or not _same(state[key], wanted[key])]
+    return [
+        key
+        for key in sorted({*state, *wanted})
+        if key not in state or key not in wanted or not _same(state[key], wanted[key])
+    ]
 
 
 def _same(one: Any, other: Any) -> bool:
-    one, other = (getattr(value, "value", value) for value in (one, other))  # the value that per_rank holds
+    # The value that per_rank holds.
+    one, other = (getattr(value, "value", value) for value in (one, other))
     if isinstance(one, DTensor):
         one, other = one.to_local(), other.to_local()
     if isinstance(one, torch.Tensor):
@@ -143,8 +165,14 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def begin(socket: Path, job: str) -> tuple[int, tuple[int, int] | None, str, list[str]]:
-    """Make an agent and recover. Return its attempt, the (attempt, step) that came back, its source, and the keys that differ."""
-    random.seed(0)  # the states of the generators are saved too: the same in every rank, so that the archive is small
+    """Make an agent and recover.
+
+    Return its attempt, the (attempt, step) that came back, its source, and the keys
+    that differ.
+    """
+    # The states of the generators are saved too: the same in every rank, so that the
+    # archive is small.
+    random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
     agent = HERE["agent"] = Agent(job, socket=socket)
@@ -154,12 +182,19 @@ def begin(socket: Path, job: str) -> tuple[int, tuple[int, int] | None, str, lis
     if found is None:
         return agent.attempt, None, "", []
     assert found.step is not None
-    return agent.attempt, (found.attempt, found.step), found.source, differences(state, state_of(job, found.step))
+    return (
+        agent.attempt,
+        (found.attempt, found.step),
+        found.source,
+        differences(state, state_of(job, found.step)),
+    )
 
 
 def snapshot(job: str, step: int, persist: bool, wait: str) -> str:
     """Save one step and wait until it is `wait`. Return the state it is in then."""
-    pending = HERE["agent"].snapshot(state_of(job, step), step=step, tag=TAG_OF.get((job, step)), persist=persist)
+    pending = HERE["agent"].snapshot(
+        state_of(job, step), step=step, tag=TAG_OF.get((job, step)), persist=persist
+    )
     pending.wait(wait, timeout=120)
     return str(pending.state)
 
@@ -181,7 +216,9 @@ def make(place: Home) -> None:
             for step in steps:
                 jobs[job].call(snapshot, job, step, persist, wait)
 
-        daemon = stack.enter_context(closing(Daemon(place, *FIRST, environment=ENVIRONMENT))).wait_ready()
+        daemon = stack.enter_context(
+            closing(Daemon(place, *FIRST, environment=ENVIRONMENT))
+        ).wait_ready()
         for job, ranks in jobs.items():
             ranks.call(begin, place.socket, job)
         for job in ("wide", "halfway", "written", "pinned"):
@@ -201,18 +238,26 @@ def make(place: Home) -> None:
         save("wide", 2)
         save("again", 6)
         save("pinned", 2, 3, 4)
-        until(lambda: not place.root.joinpath("pinned", "step-00000002.a0001").exists(), "retention")
+        until(
+            lambda: not place.root.joinpath("pinned", "step-00000002.a0001").exists(), "retention"
+        )
         daemon.kill()
 
         daemon = stack.enter_context(closing(_again(place, *THIRD, failpoints=FAILPOINTS)))
         save("halfway", 2, wait="sealed")
         until(lambda: _part_is_whole(place.root.joinpath(*HALFWAY)), "part of 'halfway'")
         save("written", 2, wait="sealed")
-        until(lambda: _is_written(place.root.joinpath(*WRITTEN) / "manifest.json.tmp"), "manifest of 'written' under its temporary name")
+        until(
+            lambda: _is_written(place.root.joinpath(*WRITTEN) / "manifest.json.tmp"),
+            "manifest of 'written' under its temporary name",
+        )
         for job, left in JOBS.items():
             if left.memory_only:
                 save(job, left.newest[1], persist=False, wait="sealed")
-                until(lambda job=job, left=left: _sealed(daemon, job) == left.newest, f"seal of {job!r}")  # type: ignore[misc]
+                until(
+                    lambda job=job, left=left: _sealed(daemon, job) == left.newest,  # type: ignore[misc]
+                    f"seal of {job!r}",
+                )
         jobs["retiring"].begin(snapshot, "retiring", 3, True, "durable")
         assert daemon.died() == -signal.SIGKILL
 
@@ -221,13 +266,18 @@ def _again(place: Home, *options: str, failpoints: str = "") -> Daemon:
     """Start the next daemon, and wait until every rank is connected to it."""
     daemon = Daemon(place, *options, failpoints=failpoints, environment=ENVIRONMENT).wait_ready()
     wanted = {job: left.ranks for job, left in JOBS.items()}
-    until(lambda: {row["job"]: row["ranks_connected"] for row in daemon.status()["jobs"]} == wanted, "rank at the new daemon")
+    until(
+        lambda: {row["job"]: row["ranks_connected"] for row in daemon.status()["jobs"]} == wanted,
+        "rank at the new daemon",
+    )
     return daemon
 
 
 def _sealed(daemon: Daemon, job: str) -> tuple[int, int] | None:
     row = next(row for row in daemon.status()["jobs"] if row["job"] == job)
-    return (row["last_sealed"]["attempt"], row["last_sealed"]["step"]) if row["last_sealed"] else None
+    return (
+        (row["last_sealed"]["attempt"], row["last_sealed"]["step"]) if row["last_sealed"] else None
+    )
 
 
 def _is_written(path: Path) -> bool:
@@ -249,13 +299,18 @@ def _part_is_whole(directory: Path) -> bool:
 
 
 def pack(place: Home) -> bytes:
-    """Return the root and the segments as a compressed archive. Zeros, most of the journal, take no room in it."""
+    """Return the root and the segments as a compressed archive.
+
+    Zeros, most of the journal, take no room in it.
+    """
     found = io.BytesIO()
     with tarfile.open(fileobj=found, mode="w:xz", preset=9) as archive:
         for top, directory in (("root", place.root), ("segments", place.segments)):
             for path in [directory, *sorted(directory.rglob("*"))]:
                 name = "/".join((top, *path.relative_to(directory).parts))
-                name = name.replace(f"root/{names.CONTROL}/{names.host()}", f"root/{names.CONTROL}/{HOST}")
+                name = name.replace(
+                    f"root/{names.CONTROL}/{names.host()}", f"root/{names.CONTROL}/{HOST}"
+                )
                 archive.add(path, name, recursive=False, filter=_without_owner)
     return found.getvalue()
 
@@ -267,7 +322,9 @@ def _without_owner(info: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def unpack(archive: Path, place: Home) -> None:
-    """Lay the node out as if its daemon and trainers had been killed on this host, since it was booted."""
+    """Lay the node out as if its daemon and trainers had been killed on this host,
+    since it was booted.
+    """
     with tarfile.open(archive) as opened:
         opened.extractall(place.path / "node", filter="data")
     node = place.path / "node"
@@ -275,14 +332,21 @@ def unpack(archive: Path, place: Home) -> None:
     (node / "root").rename(place.root)
     place.segments.mkdir(mode=0o700)
     for segment in sorted((node / "segments").iterdir()):
-        descriptor = os.open(place.segments / segment.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(
+            place.segments / segment.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600
+        )
         with open(descriptor, "wb") as file:
             file.write(of_this_boot(segment.read_bytes()))
 
 
 def of_this_boot(segment: bytes) -> bytes:
-    """Return a segment whose header copies carry the boot id of the kernel that runs now. A copy never written stays as it is."""
-    return b"".join(_header_of_this_boot(segment[at : at + ALIGN]) for at in (0, ALIGN)) + segment[2 * ALIGN :]
+    """Return a segment whose header copies carry the boot id of the kernel that runs
+    now. A copy never written stays as it is.
+    """
+    return (
+        b"".join(_header_of_this_boot(segment[at : at + ALIGN]) for at in (0, ALIGN))
+        + segment[2 * ALIGN :]
+    )
 
 
 def _header_of_this_boot(data: bytes) -> bytes:

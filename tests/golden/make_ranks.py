@@ -1,6 +1,8 @@
-"""Writes the golden checkpoint of two ranks, with two files a part: `python -m tests.golden.make_ranks` in the root of the repository.
+"""Writes the golden checkpoint of two ranks, with two files a part: `python -m
+tests.golden.make_ranks` in the root of the repository.
 
-It never overwrites a file, because files of that version are in use. All its content is fixed here.
+It never overwrites a file, because files of that version are in use. All its content is
+fixed here.
 """
 
 from __future__ import annotations
@@ -20,7 +22,17 @@ from ckptd.shared.codecs import codec
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.part import PartIndex
 from ckptd.shared.formats.part_writer import PartWriter, Spread
-from ckptd.shared.formats.plan import MIN_CHUNK, Alias, Described, Item, Plan, Region, chunk_ranges, signature, with_values
+from ckptd.shared.formats.plan import (
+    MIN_CHUNK,
+    Alias,
+    Described,
+    Item,
+    Plan,
+    Region,
+    chunk_ranges,
+    signature,
+    with_values,
+)
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from tests.golden import make
 from tests.support.storage import files_in
@@ -29,7 +41,11 @@ PLACE = make.PLACE / "two-ranks"
 NONCES = (bytes(range(16)), bytes(range(16, 32)))
 REQUEST = SnapshotRequest(metrics={"loss": 0.5}, user_content='{"epoch":3}', created=1767323045.0)
 METADATA: dict[str, Described] = {
-    "model.weight": {"dtype": "float32", "size": [4, 3], "chunks": [[[0, 0], [2, 3]], [[2, 0], [2, 3]]]},
+    "model.weight": {
+        "dtype": "float32",
+        "size": [4, 3],
+        "chunks": [[[0, 0], [2, 3]], [[2, 0], [2, 3]]],
+    },
     "model.steps": {"dtype": "int64", "size": [2], "chunks": [[[0], [2]]]},
     "model.last": {"dtype": "int64", "size": [1], "chunks": [[[0], [1]]]},
     "model.mask": {"dtype": "bool", "size": [3], "chunks": [[[0], [3]]]},
@@ -50,11 +66,23 @@ LOADED: dict[str, Any] = {
 
 
 def _plan(rank: int) -> Plan:
-    shard = Item("model.weight", "float32", (4, 3), (2 * rank, 0), (2, 3), None, 64 if rank == 0 else 0, "cpu", True)
+    shard = Item(
+        "model.weight",
+        "float32",
+        (4, 3),
+        (2 * rank, 0),
+        (2, 3),
+        None,
+        64 if rank == 0 else 0,
+        "cpu",
+        True,
+    )
     if rank == 0:
         items = [Item("model.steps", "int64", (2,), (0,), (2,), None, 0), shard]
         aliases = [Alias("model.last", "model.steps", 8, "int64", (1,), (1,), False, "cpu")]
-        return Plan([Region(0, 16, 8), Region(64, 24, 4)], items, aliases, METADATA, make.WRITER, bytes(32))
+        return Plan(
+            [Region(0, 16, 8), Region(64, 24, 4)], items, aliases, METADATA, make.WRITER, bytes(32)
+        )
     items = [shard, Item("model.mask", "bool", (3,), (0,), (3,), None, 64)]
     return Plan([Region(0, 24, 4), Region(64, 3, 1)], items, [], None, make.WRITER, bytes(32))
 
@@ -70,7 +98,11 @@ def _values(rank: int) -> bytes:
         "epoch": 3,
         "own": msgspec.msgpack.Ext(21, msgspec.msgpack.encode({"position": 10 + rank})),
     }
-    state |= {"first": "a"} if rank == 0 else {"second": msgspec.msgpack.Ext(2, msgspec.msgpack.encode([1, 2]))}
+    state |= (
+        {"first": "a"}
+        if rank == 0
+        else {"second": msgspec.msgpack.Ext(2, msgspec.msgpack.encode([1, 2]))}
+    )
     return msgspec.msgpack.encode({"state": state, "rng": None})
 
 
@@ -85,8 +117,9 @@ def _part(rank: int, place: Path) -> PartEntry:
     slot, values = _slot(rank, document), (128, len(document))
     ranges = chunk_ranges(with_values(plan.regions, values), MIN_CHUNK)
     index = PartIndex(
-        job=make.JOB, attempt=make.ATTEMPT, step=make.STEP, rank=rank, world_size=2, tag=make.TAG, signature=signature(plan.encode()),
-        plan=plan.encode(), request=REQUEST.encode(), values=values, chunk_size=MIN_CHUNK, chunks=[],
+        job=make.JOB, attempt=make.ATTEMPT, step=make.STEP, rank=rank, world_size=2, tag=make.TAG,
+        signature=signature(plan.encode()), plan=plan.encode(), request=REQUEST.encode(),
+        values=values, chunk_size=MIN_CHUNK, chunks=[],
     )  # fmt: skip
     writer = PartWriter(files_in(place), NONCES[rank], codec.encoder("raw"), Spread(2))
     writer.create(index, ranges, len(index.plan) + len(index.request))
@@ -105,7 +138,8 @@ def files() -> dict[str, bytes]:
         entries = [_part(rank, Path(scratch)) for rank in range(2)]
         found = {file.name: file.read_bytes() for file in sorted(Path(scratch).iterdir())}
     manifest = Manifest.of(
-        _plan(0), REQUEST, entries, job=make.JOB, attempt=make.ATTEMPT, step=make.STEP, tag=make.TAG, seq=7, codec="raw"
+        _plan(0), REQUEST, entries, job=make.JOB, attempt=make.ATTEMPT, step=make.STEP,
+        tag=make.TAG, seq=7, codec="raw"
     )  # fmt: skip
     return {"manifest.json": manifest.encode(), **found}
 
@@ -113,7 +147,10 @@ def files() -> dict[str, bytes]:
 def main() -> None:
     contents = files()
     make.write(PLACE, contents)
-    print(*(f"{hashlib.sha256(data).hexdigest()[:16]} {name}" for name, data in contents.items()), sep="\n")
+    print(
+        *(f"{hashlib.sha256(data).hexdigest()[:16]} {name}" for name, data in contents.items()),
+        sep="\n",
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Makes the objects of a program, and trains them.
 
-Gradients follow from the values, the name and the number of the step alone, so that any two runs with the same state train alike, whatever
-the model would compute. A parameter's name is that of its block: it does not depend on wrappers, or on the order of the state.
+Gradients follow from the values, the name and the number of the step alone, so that any
+two runs with the same state train alike, whatever the model would compute. A
+parameter's name is that of its block: it does not depend on wrappers, or on the order
+of the state.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from tests.oracle.extras import BARES, SCALERS, SCHEDULERS, Meter, bare, value
 from tests.oracle.optimizers import HOOKS, OPTIMIZERS, Holder, groups_of
 from tests.oracle.program import Model, Optimizer, Program
 
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|inner)\.")
+_WRAPPERS = re.compile(
+    r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|inner)\."
+)
 
 
 def canonical(name: str) -> str:
@@ -33,9 +37,13 @@ def canonical(name: str) -> str:
 
 @dataclass(slots=True)
 class Run:
-    """The objects of a program. `state` is what the program passes to `snapshot` and `recover`: all of `objects`, or some of them.
+    """The objects of a program.
 
-    optimizers: the optimizers themselves, by key, inside their holders. names: the name of each parameter, by id.
+    `state` is what the program passes to `snapshot` and `recover`: all of `objects`, or
+    some of them.
+
+    optimizers: the optimizers themselves, by key, inside their holders. names: the name
+    of each parameter, by id.
     """
 
     program: Program
@@ -72,7 +80,9 @@ class Run:
 
     def _step_of(self, plan: Optimizer) -> float:
         optimizer, kind = self.optimizers[plan.key], OPTIMIZERS[plan.kind]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
 
         def closure() -> float:
             total = 0.0
@@ -84,13 +94,21 @@ class Run:
                     total += float(grad.detach().abs().double().sum())
             return total
 
-        scaler = next((self.objects[extra.key] for extra in self.program.extras if extra.kind in SCALERS), None)
+        scaler = next(
+            (self.objects[extra.key] for extra in self.program.extras if extra.kind in SCALERS),
+            None,
+        )
         if kind.closure and not parameters:
             return 0.0
         if kind.closure:
             return float(optimizer.step(closure))
         loss = closure()
-        if scaler is not None and scaler.is_enabled() and plan is self.program.optimizers[0] and not kind.sparse:
+        if (
+            scaler is not None
+            and scaler.is_enabled()
+            and plan is self.program.optimizers[0]
+            and not kind.sparse
+        ):
             scaler.scale(torch.ones(()))
             scaler.update(8.0 + self.trained)
         if kind.fused or any(group.get("fused") for group in optimizer.param_groups):
@@ -100,11 +118,20 @@ class Run:
 
 
 def _check_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Raise RuntimeError if a moment has another shape than its parameter: a fused kernel would read memory that is not its own."""
+    """Raise RuntimeError if a moment has another shape than its parameter: a fused
+    kernel would read memory that is not its own.
+    """
     for parameter, entry in optimizer.state.items():
         for name, moment in entry.items():
-            if isinstance(moment, torch.Tensor) and moment.dim() and moment.shape != parameter.shape:
-                raise RuntimeError(f"{name} has shape {list(moment.shape)}, and its parameter {list(parameter.shape)}")
+            if (
+                isinstance(moment, torch.Tensor)
+                and moment.dim()
+                and moment.shape != parameter.shape
+            ):
+                raise RuntimeError(
+                    f"{name} has shape {list(moment.shape)}, and its parameter "
+                    f"{list(parameter.shape)}"
+                )
 
 
 @torch.no_grad()
@@ -121,7 +148,12 @@ def _swap(run: Run) -> None:
     """Exchange two parameters of one shape in a module. The optimizer keeps both."""
     for module in (part for whole in _modules(run) for part in whole.modules()):
         for (one, first), (other, second) in pairwise(module._parameters.items()):
-            if first is not None and second is not None and first.shape == second.shape and first.dtype == second.dtype:
+            if (
+                first is not None
+                and second is not None
+                and first.shape == second.shape
+                and first.dtype == second.dtype
+            ):
                 module._parameters[one], module._parameters[other] = second, first
                 return
 
@@ -149,7 +181,9 @@ BETWEEN: dict[str, Callable[[Run], None]] = {"swap": _swap, "move": _move, "exch
 
 
 def between(run: Run, name: str) -> None:
-    """Change the objects of a run as a training script may between two snapshots, and name its parameters anew."""
+    """Change the objects of a run as a training script may between two snapshots, and
+    name its parameters anew.
+    """
     if name:
         BETWEEN[name](run)
         run.names = {}
@@ -158,13 +192,22 @@ def between(run: Run, name: str) -> None:
 
 
 def gradient(parameter: torch.Tensor, name: str, number: int) -> torch.Tensor:
-    """Return a gradient that differs between parameters, elements and steps, and depends on the values."""
+    """Return a gradient that differs between parameters, elements and steps, and
+    depends on the values.
+    """
     plain = parameter.detach()
     shift = zlib.crc32(f"{name}/{number}".encode()) % 97 / 97 - 0.5
-    places = torch.arange(plain.numel(), dtype=torch.float64, device=plain.device).reshape(plain.shape) / 64
+    places = (
+        torch.arange(plain.numel(), dtype=torch.float64, device=plain.device).reshape(plain.shape)
+        / 64
+    )
     wide = plain.to(torch.complex128 if plain.is_complex() else torch.float64)
     if type(wide) is not torch.Tensor:
-        wide = wide + 0 if not isinstance(wide, torch.Tensor) else torch.add(wide, 0.0).as_subclass(torch.Tensor)
+        wide = (
+            wide + 0
+            if not isinstance(wide, torch.Tensor)
+            else torch.add(wide, 0.0).as_subclass(torch.Tensor)
+        )
     return (torch.tanh(wide) * 0.25 + places + shift).to(plain.dtype)
 
 
@@ -208,7 +251,9 @@ def _model(model: Model, run: Run) -> nn.Module:
         if model.deep:
             made: nn.Module = copy.deepcopy(source)
             return made.requires_grad_(False)
-        return torch.optim.swa_utils.AveragedModel(source, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+        return torch.optim.swa_utils.AveragedModel(
+            source, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
     blocks: dict[str, nn.Module] = {}
     for block in model.blocks:
         made = modules.MODULES[block.kind](block.size)
@@ -229,7 +274,12 @@ def _model(model: Model, run: Run) -> nn.Module:
 
 def _base(module: nn.Module) -> nn.Module:
     while inner := next(
-        (part for name, part in module.named_children() if f"{name}." in ("_orig_mod.", "module.", "_checkpoint_wrapped_module.")), None
+        (
+            part
+            for name, part in module.named_children()
+            if f"{name}." in ("_orig_mod.", "module.", "_checkpoint_wrapped_module.")
+        ),
+        None,
     ):
         module = inner
     return module
@@ -256,7 +306,14 @@ def _optimizer(plan: Optimizer, run: Run) -> None:
     ]
     if plan.reverse:
         named.reverse()
-    groups = groups_of(named, plan.grouping, with_names=plan.named, extra=plan.extra, empty=plan.empty_group, single=kind.single)
+    groups = groups_of(
+        named,
+        plan.grouping,
+        with_names=plan.named,
+        extra=plan.extra,
+        empty=plan.empty_group,
+        single=kind.single,
+    )
     if not groups:
         groups = [{"params": []}]
     lr: Any = torch.tensor(plan.lr) if plan.tensor_lr else plan.lr
@@ -268,7 +325,9 @@ def _optimizer(plan: Optimizer, run: Run) -> None:
 
 
 def damage(run: Run) -> None:
-    """Take the memory of the models that the program says have none: freed storages, and parameters on the meta device."""
+    """Take the memory of the models that the program says have none: freed storages,
+    and parameters on the meta device.
+    """
     for model in run.program.models:
         module = run.state[model.key]
         if model.transform == "freed":
@@ -279,7 +338,9 @@ def damage(run: Run) -> None:
 
 
 def context(name: str) -> Any:
-    """Return the context manager under which a recovery is called, by the name that `Call.context` gives."""
+    """Return the context manager under which a recovery is called, by the name that
+    `Call.context` gives.
+    """
     if name == "inference":
         return torch.inference_mode()
     if name.startswith("device:"):

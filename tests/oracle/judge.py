@@ -1,4 +1,6 @@
-"""Judges one pair: runs the saving program, torch's round trips and the recovery, and compares how they end."""
+"""Judges one pair: runs the saving program, torch's round trips and the recovery, and
+compares how they end.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,24 @@ from tests.oracle import rules
 from tests.oracle.build import Run, between, build, context, damage
 from tests.oracle.prints import Print, differences, print_of, text
 from tests.oracle.program import Call, Pair
-from tests.oracle.references import Facts, by_position, dump, facts_of, load_as_torch, load_by_name, names_by_group
+from tests.oracle.references import (
+    Facts,
+    by_position,
+    dump,
+    facts_of,
+    load_as_torch,
+    load_by_name,
+    names_by_group,
+)
 
 STEPS = 3
 """How many steps are trained after a recovery."""
 
 AGREED, REFUSED, BETTER, NOTHING = "agreed", "refused", "better", "torch cannot run it"
 Save = Callable[[dict[str, Any], int], None]
-"""Takes a snapshot of a state. Called as often as `Call.snapshots` says, with the number of the snapshot."""
+"""Takes a snapshot of a state. Called as often as `Call.snapshots` says, with the
+number of the snapshot.
+"""
 Restore = Callable[[dict[str, Any], Call], None]
 """Recovers into a state. Raises CkptdError if it refuses."""
 Elsewhere = Callable[[], "End"]
@@ -37,7 +49,8 @@ Elsewhere = Callable[[], "End"]
 class Verdict:
     """How a pair ended.
 
-    kind: "agreed", "refused", "better", "torch cannot run it", or the kind of fault. details: more about a fault, for a person to read.
+    kind: "agreed", "refused", "better", "torch cannot run it", or the kind of fault.
+    details: more about a fault, for a person to read.
     """
 
     kind: str
@@ -52,8 +65,9 @@ class Verdict:
 class Failure:
     """Describes an exception in a form that other processes can read.
 
-    ours: it is an error of ckptd. overwritten: it says that the state is partly overwritten. key: the key of the object that raised it, if
-    a reference has loaded the state.
+    ours: it is an error of ckptd. overwritten: it says that the state is partly
+    overwritten. key: the key of the object that raised it, if a reference has loaded
+    the state.
     """
 
     name: str
@@ -65,7 +79,13 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         ours = isinstance(error, CkptdError)
-        return cls(type(error).__name__, str(error), ours, ours and getattr(error, "overwritten", False), getattr(error, "key", ""))
+        return cls(
+            type(error).__name__,
+            str(error),
+            ours,
+            ours and getattr(error, "overwritten", False),
+            getattr(error, "key", ""),
+        )
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.text}"
@@ -75,8 +95,9 @@ class Failure:
 class End:
     """How a recovery and the steps after it ended.
 
-    loaded and trained: the prints after the recovery and after the steps, None if it did not come to that. error: what was raised, and
-    `at` says where: "load" or "step". changed: the state differs from before, although an error was raised.
+    loaded and trained: the prints after the recovery and after the steps, None if it
+    did not come to that. error: what was raised, and `at` says where: "load" or "step".
+    changed: the state differs from before, although an error was raised.
     """
 
     loaded: Print | None = None
@@ -87,28 +108,48 @@ class End:
     changed: bool = False
 
     def same(self, other: End) -> bool:
-        return (self.loaded, self.trained, self.losses) == (other.loaded, other.trained, other.losses) and self.at == other.at
+        return (self.loaded, self.trained, self.losses) == (
+            other.loaded,
+            other.trained,
+            other.losses,
+        ) and self.at == other.at
 
     def unlike(self, other: End) -> str:
         """Return a sentence about the first differences from another end."""
         if self.at != other.at:
-            return f"ended at {self.at or 'the end'} ({self.error!r}), not at {other.at or 'the end'} ({other.error!r})"
-        for what, mine, theirs in (("recovered", self.loaded, other.loaded), ("trained", self.trained, other.trained)):
+            return (
+                f"ended at {self.at or 'the end'} ({self.error!r}), not "
+                f"at "
+                f"{other.at or 'the end'} ({other.error!r})"
+            )
+        for what, mine, theirs in (
+            ("recovered", self.loaded, other.loaded),
+            ("trained", self.trained, other.trained),
+        ):
             if mine is not None and theirs is not None and (names := differences(mine, theirs)):
-                shown = "; ".join(f"{name}: ckptd {mine.get(name)} / expected {theirs.get(name)}" for name in names[:3])
+                shown = "; ".join(
+                    f"{name}: ckptd {mine.get(name)} / expected {theirs.get(name)}"
+                    for name in names[:3]
+                )
                 return f"{what}, {len(names)} differ: {shown}"
         return f"losses {self.losses} / {other.losses}"
 
 
 def judge(pair: Pair, save: Save, restore: Restore, elsewhere: Elsewhere | None = None) -> Verdict:
-    """Run a pair and return the verdict. `elsewhere` recovers in the place of `restore`, if it is given."""
+    """Run a pair and return the verdict.
+
+    `elsewhere` recovers in the place of `restore`, if it is given.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _judge(pair, save, restore, elsewhere)
 
 
 def recovered(pair: Pair, restore: Restore) -> End:
-    """Recover into the recovering program of a pair, and train it. Return how that ended."""
+    """Recover into the recovering program of a pair, and train it.
+
+    Return how that ended.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _end(_target(pair), lambda run: _restore(run, restore, pair.call))
@@ -116,7 +157,9 @@ def recovered(pair: Pair, restore: Restore) -> End:
 
 def _judge(pair: Pair, save: Save, restore: Restore, elsewhere: Elsewhere | None) -> Verdict:
     call = pair.call
-    if call.only and any(model.transform and model.key not in call.only for model in pair.after.models):
+    if call.only and any(
+        model.transform and model.key not in call.only for model in pair.after.models
+    ):
         return Verdict(NOTHING, "a model without memory is not recovered, and cannot train")
     try:
         run = build(pair.before)
@@ -129,9 +172,12 @@ def _judge(pair: Pair, save: Save, restore: Restore, elsewhere: Elsewhere | None
     for number in range(call.snapshots):
         for _ in range(pair.before.steps):
             run.step()
-        if number and not call.saved:  # an optimizer that is saved alone cannot know that names have moved
+        # An optimizer that is saved alone cannot know that names have moved.
+        if number and not call.saved:
             between(run, call.between)
-        saved = {key: value for key, value in run.state.items() if not call.saved or key in call.saved}
+        saved = {
+            key: value for key, value in run.state.items() if not call.saved or key in call.saved
+        }
         try:
             save(saved, number)
         except CkptdError as error:
@@ -143,7 +189,11 @@ def _judge(pair: Pair, save: Save, restore: Restore, elsewhere: Elsewhere | None
     facts = facts_of(run)
     must = rules.must_refuse(pair, run, target, facts)
     may = rules.may_refuse(pair, run, target)
-    ours = elsewhere() if elsewhere is not None else _end(target, lambda run: _restore(run, restore, call))
+    ours = (
+        elsewhere()
+        if elsewhere is not None
+        else _end(target, lambda run: _restore(run, restore, call))
+    )
     if ours.error is not None and ours.at == "load":
         return _refused(pair, target, ours, [*must, *may], data, facts)
     if must:
@@ -152,7 +202,9 @@ def _judge(pair: Pair, save: Save, restore: Restore, elsewhere: Elsewhere | None
 
 
 def _compared(pair: Pair, target: Run, ours: End, data: bytes, facts: Facts) -> Verdict:
-    """Judge a recovery that returned: it must end as the one by name, or as torch's own, if that does not mix up parameters."""
+    """Judge a recovery that returned: it must end as the one by name, or as torch's
+    own, if that does not mix up parameters.
+    """
     known = by_position(facts, target) if pair.call.saved else facts
     named = _end(_target(pair), lambda run: load_by_name(run, data, pair.call, known))
     plain = None
@@ -166,14 +218,20 @@ def _compared(pair: Pair, target: Run, ours: End, data: bytes, facts: Facts) -> 
         return Verdict("the next step raises", f"{ours.error!r}")
     wanted = named if named.at != "load" else plain
     if wanted is None or wanted.at == "load":
-        return Verdict("accepted what torch refuses", f"torch: {plain.error if plain else None!r}; by name: {named.error!r}")
+        return Verdict(
+            "accepted what torch refuses",
+            f"torch: {plain.error if plain else None!r}; by name: {named.error!r}",
+        )
     return Verdict(_kind(ours, wanted), ours.unlike(wanted))
 
 
 def _in_order(target: Run, facts: Facts) -> bool:
-    """Return True if each optimizer has the parameters that it was saved with, in the same order: torch goes by their numbers."""
+    """Return True if each optimizer has the parameters that it was saved with, in the
+    same order: torch goes by their numbers.
+    """
     return all(
-        list(chain.from_iterable(facts.groups.get(key, []))) == list(chain.from_iterable(names_by_group(target, optimizer)))
+        list(chain.from_iterable(facts.groups.get(key, [])))
+        == list(chain.from_iterable(names_by_group(target, optimizer)))
         for key, optimizer in target.optimizers.items()
     )
 
@@ -203,17 +261,29 @@ def _said(end: End) -> str:
 
 
 def _unsaved(pair: Pair, run: Run, error: CkptdError) -> Verdict:
-    """Judge a snapshot that was refused: torch must refuse as well, or the value must be one that is refused on purpose."""
+    """Judge a snapshot that was refused: torch must refuse as well, or the value must
+    be one that is refused on purpose.
+    """
     said = str(error)
     try:
         dump(run.state)
     except Exception:
-        return Verdict(REFUSED if any(rules.names(key, said) for key in run.state) else "the refusal names no key", said)
+        return Verdict(
+            REFUSED
+            if any(rules.names(key, said) for key in run.state)
+            else "the refusal names no key",
+            said,
+        )
     return Verdict(REFUSED if rules.may_not_save(pair).explains(said) else "snapshot refused", said)
 
 
-def _refused(pair: Pair, target: Run, ours: End, reasons: list[rules.Reason], data: bytes, facts: Facts) -> Verdict:
-    """Judge a recovery that was refused: cleanly, and for a reason. Without a reason of the contract, torch must refuse as well."""
+def _refused(
+    pair: Pair, target: Run, ours: End, reasons: list[rules.Reason], data: bytes, facts: Facts
+) -> Verdict:
+    """Judge a recovery that was refused: cleanly, and for a reason.
+
+    Without a reason of the contract, torch must refuse as well.
+    """
     error, call = ours.error, pair.call
     assert error is not None
     said, late = error.text, error.overwritten
@@ -231,7 +301,9 @@ def _refused(pair: Pair, target: Run, ours: End, reasons: list[rules.Reason], da
     known = by_position(facts, target) if call.saved else facts
     named = _end(_target(pair), lambda run: load_by_name(run, data, call, known))
     raised = {one.error.key for one in (plain, named) if one.error is not None and one.at == "load"}
-    if late and not any(rules.may_be_late(pair, target, key) for key in raised.intersection(named_keys)):
+    if late and not any(
+        rules.may_be_late(pair, target, key) for key in raised.intersection(named_keys)
+    ):
         return Verdict("refused after the state was partly overwritten", said)
     if named.at == "" and not any(rules.loads_by_itself(pair, key) for key in named_keys):
         return Verdict("refused what must come back", said)
@@ -241,7 +313,11 @@ def _refused(pair: Pair, target: Run, ours: End, reasons: list[rules.Reason], da
 
 
 def _keys(pair: Pair) -> set[str]:
-    things: list[Any] = [one for which in (pair.before, pair.after) for one in (*which.models, *which.optimizers, *which.extras)]
+    things: list[Any] = [
+        one
+        for which in (pair.before, pair.after)
+        for one in (*which.models, *which.optimizers, *which.extras)
+    ]
     return {one.key for one in things}
 
 
@@ -284,14 +360,18 @@ def _trained(run: Run, losses: list[Any]) -> Print:
 
 
 def fixed_print(run: Run) -> dict[str, Any]:
-    """Return the print of a state, of the objects that make it up, and of the random generators: what a refusal must not change."""
+    """Return the print of a state, of the objects that make it up, and of the random
+    generators: what a refusal must not change.
+    """
     found: dict[str, Any] = {**print_of(run)}
     for key, value in run.state.items():
         found[f"{key} is"] = id(value)
         if isinstance(value, nn.Module):
             found[f"{key} has"] = [id(one) for one in (*value.parameters(), *value.buffers())]
         elif key in run.optimizers:
-            found[f"{key} has"] = [id(one) for group in run.optimizers[key].param_groups for one in group["params"]]
+            found[f"{key} has"] = [
+                id(one) for group in run.optimizers[key].param_groups for one in group["params"]
+            ]
     found["torch"] = hashlib.sha1(torch.get_rng_state().numpy().tobytes()).hexdigest()
     found["python"] = hashlib.sha1(repr(random.getstate()).encode()).hexdigest()
     found["numpy"] = hashlib.sha1(np.random.get_state()[1].tobytes()).hexdigest()  # type: ignore[index]

@@ -1,4 +1,6 @@
-"""The kinds of modules that programs are made of: torch's own, and modules with hooks, buffers and methods of users' kinds."""
+"""The kinds of modules that programs are made of: torch's own, and modules with hooks,
+buffers and methods of users' kinds.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Buffers(nn.Module):
 
 
 class Resized(nn.Module):
-    """Has a buffer that grows while it trains, and that its own `_load_from_state_dict` makes as long as the saved one."""
+    """Has a buffer that grows while it trains, and that its own `_load_from_state_dict`
+    makes as long as the saved one.
+    """
 
     queue: torch.Tensor
 
@@ -48,7 +52,9 @@ class Resized(nn.Module):
 
 
 class PreHook(nn.Module):
-    """Saves its weight under another name than its own, and reads that name in a hook before loading."""
+    """Saves its weight under another name than its own, and reads that name in a hook
+    before loading.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -61,7 +67,9 @@ class PreHook(nn.Module):
         state_dict[f"{prefix}old_weight"] = state_dict.pop(f"{prefix}weight")
 
     @staticmethod
-    def _rename_back(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _rename_back(
+        module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:
         if f"{prefix}old_weight" in state_dict:
             state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}old_weight")
 
@@ -100,7 +108,9 @@ class PostHook(nn.Module):
 
 
 class OwnLoad(nn.Module):
-    """Has a `_load_from_state_dict` that stores the saved tensor in another place, as sequence-parallel and quantized layers do."""
+    """Has a `_load_from_state_dict` that stores the saved tensor in another place, as
+    sequence-parallel and quantized layers do.
+    """
 
     scale: torch.Tensor
 
@@ -109,11 +119,20 @@ class OwnLoad(nn.Module):
         self.weight = nn.Parameter(torch.randn(size))
         self.register_buffer("scale", torch.ones(()), persistent=False)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         destination[f"{prefix}packed"] = torch.cat([self.weight.detach(), self.scale.reshape(1)])
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], unexpected: list[str], errors: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: Any,
     ) -> None:
         if f"{prefix}packed" not in state_dict:
             missing.append(f"{prefix}packed")
@@ -147,7 +166,9 @@ class ExtraState(nn.Module):
 
 
 class Overridden(nn.Module):
-    """Overrides `state_dict` and `load_state_dict`: saves its parameters in a form of its own. Only as a whole model."""
+    """Overrides `state_dict` and `load_state_dict`: saves its parameters in a form of
+    its own. Only as a whole model.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -159,7 +180,9 @@ class Overridden(nn.Module):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         self.loads += 1
-        return self.inner.load_state_dict({name.removeprefix("own."): value for name, value in state_dict.items()}, strict, assign)
+        return self.inner.load_state_dict(
+            {name.removeprefix("own."): value for name, value in state_dict.items()}, strict, assign
+        )
 
 
 class Grouped(nn.Module):
@@ -167,7 +190,9 @@ class Grouped(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.items = nn.ModuleList([nn.Linear(size, size), nn.Sequential(nn.Linear(size, 2), nn.LayerNorm(2))])
+        self.items = nn.ModuleList(
+            [nn.Linear(size, size), nn.Sequential(nn.Linear(size, 2), nn.LayerNorm(2))]
+        )
         self.named = nn.ModuleDict({"a": nn.Linear(size, 1, bias=False)})
         self.free = nn.ParameterList([torch.randn(size), torch.randn(2, size)])
         self.by_name = nn.ParameterDict({"x": torch.randn(1)})
@@ -267,7 +292,9 @@ MODULES: dict[str, Callable[[int], nn.Module]] = {
     "batchnorm": lambda size: nn.BatchNorm1d(size),
     "embedding": lambda size: nn.Embedding(size, 3),
     "layernorm": lambda size: nn.LayerNorm(size),
-    "sequential": lambda size: nn.Sequential(nn.Linear(size, 2), nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 1))),
+    "sequential": lambda size: nn.Sequential(
+        nn.Linear(size, 2), nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 1))
+    ),
     "grouped": Grouped,
     "attention": lambda size: nn.MultiheadAttention(size, 1),
     "lstm": lambda size: nn.LSTM(size, 2),
@@ -298,18 +325,30 @@ MODULES: dict[str, Callable[[int], nn.Module]] = {
 
 COPYABLE = frozenset(
     {
-        "linear", "conv", "batchnorm", "embedding", "layernorm", "sequential", "grouped", "attention", "buffers", "extra", "posthook",
-        "weightnorm",
+        "linear", "conv", "batchnorm", "embedding", "layernorm", "sequential", "grouped",
+        "attention", "buffers", "extra", "posthook", "weightnorm",
     }
 )  # fmt: skip
 """Kinds of which `AveragedModel` can make a copy."""
-PLAIN = ("linear", "conv", "batchnorm", "embedding", "layernorm", "sequential", "grouped", "buffers", "attention", "lstm")
+PLAIN = (
+    "linear",
+    "conv",
+    "batchnorm",
+    "embedding",
+    "layernorm",
+    "sequential",
+    "grouped",
+    "buffers",
+    "attention",
+    "lstm",
+)
 TIEABLE = ("linear", "embedding", "buffers")
 """Kinds whose `weight` can be shared by two blocks of one kind and size."""
 
 
 def _compiled(module: nn.Module) -> nn.Module:
-    if hasattr(module, "_orig_mod"):  # torch.compile returns a function for what is compiled already
+    # torch.compile returns a function for what is compiled already
+    if hasattr(module, "_orig_mod"):
         return module
     made: Any = torch.compile(module, backend="eager")  # compiles nothing until it is called
     return made  # type: ignore[no-any-return]
@@ -370,7 +409,9 @@ CONTAINERS: dict[str, Callable[[dict[str, nn.Module]], nn.Module]] = {
 
 
 def advance(module: nn.Module, number: int) -> None:
-    """Change everything in a module that its parameters' optimizer does not: its buffers, and what it keeps by itself."""
+    """Change everything in a module that its parameters' optimizer does not: its
+    buffers, and what it keeps by itself.
+    """
     for part in module.modules():
         if callable(own := getattr(type(part), "advance", None)):
             own(part, number)

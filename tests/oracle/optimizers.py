@@ -1,4 +1,6 @@
-"""The kinds of optimizers that programs are made of: all of torch's, and a dozen of the kinds that users write."""
+"""The kinds of optimizers that programs are made of: all of torch's, and a dozen of the
+kinds that users write.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.oracle.tensors import BLOCK, Doubled, EightBit
 
 
 class Own(optim.Optimizer):
-    """The common part of the optimizers of users' kinds: a momentum, and a state that `keep` writes in its own form."""
+    """The common part of the optimizers of users' kinds: a momentum, and a state that
+    `keep` writes in its own form.
+    """
 
     def __init__(self, params: Any, lr: Any = 0.01, **settings: Any) -> None:
         super().__init__(params, {"lr": lr, **settings})
@@ -47,7 +51,9 @@ class Factored(Own):
 
 
 class Packed(Own):
-    """Keeps its momentum in bytes, two to a number, with a scale: a state of another shape and dtype than the parameter."""
+    """Keeps its momentum in bytes, two to a number, with a scale: a state of another
+    shape and dtype than the parameter.
+    """
 
     def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Any:
         state = self.state[parameter]
@@ -85,7 +91,9 @@ class Nested(Own):
 
 
 class Wide(Own):
-    """Keeps a master copy in double precision beside its parameter, as mixed precision does."""
+    """Keeps a master copy in double precision beside its parameter, as mixed precision
+    does.
+    """
 
     def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Any:
         state = self.state[parameter]
@@ -96,7 +104,9 @@ class Wide(Own):
 
 
 class Saved(Own):
-    """Overrides `state_dict` and `load_state_dict`, and has a number and a tensor beside its state."""
+    """Overrides `state_dict` and `load_state_dict`, and has a number and a tensor
+    beside its state.
+    """
 
     def __init__(self, params: Any, lr: Any = 0.01) -> None:
         super().__init__(params, lr)
@@ -119,7 +129,9 @@ class Saved(Own):
 
 
 class Exact(Own):
-    """Puts its own loaded state into place, because the base class would convert the moments to the parameter's dtype."""
+    """Puts its own loaded state into place, because the base class would convert the
+    moments to the parameter's dtype.
+    """
 
     def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Any:
         state = self.state[parameter]
@@ -168,7 +180,9 @@ class Anchored(Own):
 
 
 class Alone(Own):
-    """Keeps one tensor for all parameters of a group, in the state of the first of them, as flattening optimizers do."""
+    """Keeps one tensor for all parameters of a group, in the state of the first of
+    them, as flattening optimizers do.
+    """
 
     def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Any:
         first = group["params"][0]
@@ -179,7 +193,9 @@ class Alone(Own):
 
 
 class EightBitMomentum(Own):
-    """Keeps its momentum in 8 bits where the local tensor has whole blocks, inside DTensor for a parameter that is one, as torchao does."""
+    """Keeps its momentum in 8 bits where the local tensor has whole blocks, inside
+    DTensor for a parameter that is one, as torchao does.
+    """
 
     def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Any:
         state, (mine, local) = self.state[parameter], map(_local, (parameter, grad))
@@ -201,11 +217,15 @@ def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return local
     shape: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, **shape)
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, **shape
+    )
 
 
 class Holder:
-    """Holds an optimizer, and has its `state_dict` and `load_state_dict`, as accelerate's wrapper does."""
+    """Holds an optimizer, and has its `state_dict` and `load_state_dict`, as
+    accelerate's wrapper does.
+    """
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -221,9 +241,10 @@ class Holder:
 class Kind:
     """A kind of optimizer.
 
-    make: builds it from groups of parameters and a learning rate. accepts: the parameters that it can train. sparse: gradients are sparse.
-    closure: `step` takes a closure. single: it takes one group only. fused: its kernel does not compare the shapes of moments and
-    parameters, and reads beyond moments that are too small.
+    make: builds it from groups of parameters and a learning rate. accepts: the
+    parameters that it can train. sparse: gradients are sparse. closure: `step` takes a
+    closure. single: it takes one group only. fused: its kernel does not compare the
+    shapes of moments and parameters, and reads beyond moments that are too small.
     """
 
     make: Callable[[Any, Any], optim.Optimizer]
@@ -243,7 +264,10 @@ def _filled(parameter: torch.Tensor) -> bool:
 
 
 def _kernel(parameter: torch.Tensor) -> bool:
-    """Return True for a parameter that torch's fused kernels take. They know no subclasses, and round short floats by their addresses."""
+    """Return True for a parameter that torch's fused kernels take.
+
+    They know no subclasses, and round short floats by their addresses.
+    """
     return parameter.dtype in (torch.float32, torch.float64) and not isinstance(parameter, Doubled)
 
 
@@ -272,8 +296,17 @@ OPTIMIZERS: dict[str, Kind] = {
     "rprop": Kind(_of(optim.Rprop), _real),
     "adafactor": Kind(_of(optim.Adafactor), _filled),
     "muon": Kind(_of(optim.Muon), lambda parameter: parameter.dim() == 2 and _filled(parameter)),
-    "sparse-adam": Kind(_of(optim.SparseAdam), lambda parameter: parameter.dim() == 2 and _real(parameter), sparse=True),
-    "lbfgs": Kind(lambda groups, lr: optim.LBFGS(groups, lr=float(lr), max_iter=2), _real, closure=True, single=True),
+    "sparse-adam": Kind(
+        _of(optim.SparseAdam),
+        lambda parameter: parameter.dim() == 2 and _real(parameter),
+        sparse=True,
+    ),
+    "lbfgs": Kind(
+        lambda groups, lr: optim.LBFGS(groups, lr=float(lr), max_iter=2),
+        _real,
+        closure=True,
+        single=True,
+    ),
     "factored": Kind(_of(Factored), _filled),
     "packed": Kind(_of(Packed), _real),
     "shared": Kind(_of(Shared)),
@@ -286,7 +319,9 @@ OPTIMIZERS: dict[str, Kind] = {
     "alone": Kind(_of(Alone), _real),
 }
 ADAMS = ("adam", "adamw", "adam-foreach", "adam-fused", "radam")
-"""Kinds that keep the same state, and whose settings are alike enough that one loads the state of another in torch."""
+"""Kinds that keep the same state, and whose settings are alike enough that one loads
+the state of another in torch.
+"""
 
 
 def _decay(named: list[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.Tensor]]]:
@@ -301,7 +336,9 @@ def _each(named: list[tuple[str, torch.Tensor]]) -> list[list[tuple[str, torch.T
     return [[one] for one in named]
 
 
-GROUPINGS: dict[str, Callable[[list[tuple[str, torch.Tensor]]], list[list[tuple[str, torch.Tensor]]]]] = {
+GROUPINGS: dict[
+    str, Callable[[list[tuple[str, torch.Tensor]]], list[list[tuple[str, torch.Tensor]]]]
+] = {
     "one": lambda named: [named],
     "decay": _decay,
     "undecay": lambda named: _decay(named)[::-1],
@@ -326,12 +363,18 @@ def _stamp(optimizer: optim.Optimizer) -> None:
 
 
 def _doubled(optimizer: optim.Optimizer) -> None:
-    """Save every floating tensor of the state multiplied by two, and halve it before loading."""
+    """Save every floating tensor of the state multiplied by two, and halve it before
+    loading.
+    """
 
     def change(state_dict: dict[str, Any], factor: float) -> dict[str, Any]:
         state = {
             key: {
-                name: value * factor if isinstance(value, torch.Tensor) and value.dtype.is_floating_point and name != "step" else value
+                name: value * factor
+                if isinstance(value, torch.Tensor)
+                and value.dtype.is_floating_point
+                and name != "step"
+                else value
                 for name, value in entry.items()
             }
             for key, entry in state_dict["state"].items()
@@ -371,16 +414,32 @@ HOOKS: dict[str, Callable[[optim.Optimizer], None]] = {
 
 
 def _own_settings(number: int) -> dict[str, Any]:
-    return {"label": f"group {number}", "scales": np.arange(2.0 + number), "bounds": (np.float32(0.5), [1, 2])}
+    return {
+        "label": f"group {number}",
+        "scales": np.arange(2.0 + number),
+        "bounds": (np.float32(0.5), [1, 2]),
+    }
 
 
 def groups_of(
-    named: Iterable[tuple[str, torch.Tensor]], grouping: str, *, with_names: bool, extra: bool, empty: bool, single: bool
+    named: Iterable[tuple[str, torch.Tensor]],
+    grouping: str,
+    *,
+    with_names: bool,
+    extra: bool,
+    empty: bool,
+    single: bool,
 ) -> list[dict[str, Any]]:
-    """Return param groups for an optimizer. `with_names` passes the parameters with their names."""
+    """Return param groups for an optimizer.
+
+    `with_names` passes the parameters with their names.
+    """
     made = GROUPINGS["one" if single else grouping](list(named))
     groups: list[dict[str, Any]] = [
-        {"params": part if with_names else [parameter for _, parameter in part], **(_own_settings(number) if extra else {})}
+        {
+            "params": part if with_names else [parameter for _, parameter in part],
+            **(_own_settings(number) if extra else {}),
+        }
         for number, part in enumerate(made)
         if part or empty
     ]

@@ -1,4 +1,6 @@
-"""Takes the fingerprint of a state: every value in it by a readable name, exact to the bit, and which tensors share memory."""
+"""Takes the fingerprint of a state: every value in it by a readable name, exact to the
+bit, and which tensors share memory.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,13 @@ def differences(one: Print, other: Print) -> list[str]:
     return [name for name in dict.fromkeys((*one, *other)) if one.get(name) != other.get(name)]
 
 
-def _module(module: nn.Module, key: str, found: Print, tensors: list[tuple[str, torch.Tensor]]) -> None:
+def _module(
+    module: nn.Module, key: str, found: Print, tensors: list[tuple[str, torch.Tensor]]
+) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        found[f"{key}:{canonical(name)}"] = f"{text(parameter)} {'trained' if parameter.requires_grad else 'frozen'}"
+        found[f"{key}:{canonical(name)}"] = (
+            f"{text(parameter)} {'trained' if parameter.requires_grad else 'frozen'}"
+        )
         tensors.append((f"{key}:{canonical(name)}", parameter))
     for name, buffer in module.named_buffers(remove_duplicate=False):
         found[f"{key}:{canonical(name)} (buffer)"] = text(buffer)
@@ -62,7 +68,11 @@ def _module(module: nn.Module, key: str, found: Print, tensors: list[tuple[str, 
 
 def _optimizer(optimizer: torch.optim.Optimizer, key: str, run: Run, found: Print) -> None:
     for parameter, entry in optimizer.state.items():
-        name = run.names.get(id(parameter), "?") if isinstance(parameter, torch.Tensor) else repr(parameter)
+        name = (
+            run.names.get(id(parameter), "?")
+            if isinstance(parameter, torch.Tensor)
+            else repr(parameter)
+        )
         if isinstance(entry, dict):
             for part, value in entry.items():
                 found[f"{key} state of {name}: {part}"] = text(value)
@@ -72,10 +82,13 @@ def _optimizer(optimizer: torch.optim.Optimizer, key: str, run: Run, found: Prin
             found[f"{key} state of {name}"] = text(entry)
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            if name == "saves":  # written by a hook of the caller's whenever the saved form is asked for
+            # Written by a hook of the caller's whenever the saved form is asked for.
+            if name == "saves":
                 continue
             if name == "params":
-                found[f"{key} group {number}: params"] = ", ".join(run.names.get(id(one), "?") for one in value)
+                found[f"{key} group {number}: params"] = ", ".join(
+                    run.names.get(id(one), "?") for one in value
+                )
             else:
                 found[f"{key} group {number}: {name}"] = text(value)
     for name in ("rounds", "memory", "stamp"):
@@ -87,18 +100,28 @@ def _shared(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[list[str]]:
     """Yield the names of each set of tensors that begin at the same byte."""
     at: dict[int, list[str]] = {}
     for name, tensor in tensors:
-        plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided and not tensor.is_meta
+        plain = (
+            type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+            and tensor.layout is torch.strided
+            and not tensor.is_meta
+        )
         if plain and tensor.numel() and tensor.untyped_storage().size():
             at.setdefault(tensor.data_ptr(), []).append(name)
     yield from (names for names in at.values() if len(names) > 1)
 
 
 def text(value: Any) -> str:
-    """Return a text that tells a value from every other: its type, and all of its contents to the bit."""
+    """Return a text that tells a value from every other: its type, and all of its
+    contents to the bit.
+    """
     if isinstance(value, torch.Tensor):
         return _tensor(value)
     if isinstance(value, np.ndarray):
-        return f"ndarray {value.dtype} {value.shape} {value.tolist() if value.dtype.kind in 'US' else _digest(value.tobytes())}"
+        return (
+            f"ndarray {value.dtype} "
+            f"{value.shape} "
+            f"{value.tolist() if value.dtype.kind in 'US' else _digest(value.tobytes())}"
+        )
     if isinstance(value, np.generic):
         return f"{type(value).__name__} {value.tobytes().hex()}"
     if isinstance(value, type):
@@ -113,7 +136,10 @@ def text(value: Any) -> str:
     if isinstance(value, (dict, Counter, OrderedDict, defaultdict)):
         pairs = [f"{text(key)}: {text(item)}" for key, item in value.items()]
         factory = f" of {value.default_factory}" if isinstance(value, defaultdict) else ""
-        return f"{kind}{factory} {{{', '.join(pairs if isinstance(value, OrderedDict) else sorted(pairs))}}}"
+        return (
+            f"{kind}{factory} "
+            f"{{{', '.join(pairs if isinstance(value, OrderedDict) else sorted(pairs))}}}"
+        )
     if isinstance(value, ChainMap):
         return f"{kind} {text(value.maps)}"
     if isinstance(value, (list, tuple, deque)):
@@ -122,11 +148,18 @@ def text(value: Any) -> str:
     if isinstance(value, (set, frozenset)):
         return f"{kind} {sorted(map(text, value))}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return f"{kind} {text({one.name: getattr(value, one.name) for one in dataclasses.fields(value)})}"
+        return (
+            f"{kind} "
+            f"{text({one.name: getattr(value, one.name) for one in dataclasses.fields(value)})}"
+        )
     if isinstance(value, torch.Generator):
         return f"Generator {_digest(value.get_state().numpy().tobytes())}"
     if isinstance(value, (np.random.Generator, np.random.RandomState)):
-        state = value.bit_generator.state if isinstance(value, np.random.Generator) else value.get_state(legacy=False)
+        state = (
+            value.bit_generator.state
+            if isinstance(value, np.random.Generator)
+            else value.get_state(legacy=False)
+        )
         return f"{kind} {text(state)}"
     if isinstance(value, random.Random):
         return f"Random {_digest(repr(value.getstate()).encode())}"
@@ -148,21 +181,45 @@ def _tensor(tensor: torch.Tensor) -> str:
     tensor = tensor.detach()
     what = f"{kind} {tensor.dtype} {list(tensor.shape)}".replace("torch.", "")
     if isinstance(tensor, (Doubled, EightBit)):
-        return f"{what} ({', '.join(_tensor(getattr(tensor, part)) for part in tensor.__tensor_flatten__()[0])})"
+        return (
+            f"{what} "
+            f"({', '.join(_tensor(getattr(tensor, part)) for part in tensor.__tensor_flatten__()[0])})"  # noqa: E501
+        )
     if tensor.is_meta:
         return f"{what} on meta"
     if tensor.layout is not torch.strided:
-        parts = ("_indices", "_values") if tensor.layout is torch.sparse_coo else ("crow_indices", "col_indices", "values")
-        return f"{what} {tensor.layout} ({', '.join(_tensor(getattr(tensor, part)()) for part in parts)})"
-    needed = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1 + tensor.storage_offset()
+        parts = (
+            ("_indices", "_values")
+            if tensor.layout is torch.sparse_coo
+            else ("crow_indices", "col_indices", "values")
+        )
+        return (
+            f"{what} "
+            f"{tensor.layout} "
+            f"({', '.join(_tensor(getattr(tensor, part)()) for part in parts)})"
+        )
+    needed = (
+        sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        + 1
+        + tensor.storage_offset()
+    )
     if tensor.numel() and tensor.untyped_storage().size() < needed * tensor.element_size():
         return f"{what} freed"
-    plain = tensor.as_subclass(torch.Tensor).resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    plain = (
+        tensor.as_subclass(torch.Tensor)
+        .resolve_conj()
+        .resolve_neg()
+        .clone(memory_format=torch.contiguous_format)
+    )
     if plain.numel() <= 4:
         shown = str(plain.double().tolist() if not plain.is_complex() else plain.tolist())
     else:
         shown = "..."
-    return f"{what} {shown} {_digest(bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes()) if plain.numel() else b'')}"
+    return (
+        f"{what} "
+        f"{shown} "
+        f"{_digest(bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes()) if plain.numel() else b'')}"  # noqa: E501
+    )
 
 
 def _digest(data: bytes) -> str:

@@ -1,6 +1,8 @@
-"""Programs as plain data: what a training script holds, how it changes before the recovery, and how the recovery is called.
+"""Programs as plain data: what a training script holds, how it changes before the
+recovery, and how the recovery is called.
 
-Everything here can be written as JSON, compared and made smaller. `build.py` makes objects of it.
+Everything here can be written as JSON, compared and made smaller. `build.py` makes
+objects of it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A submodule of a model. `kind` is a key of `modules.MODULES`. `wrapper` is a key of `modules.WRAPPERS`, or "" for none."""
+    """A submodule of a model.
+
+    `kind` is a key of `modules.MODULES`. `wrapper` is a key of `modules.WRAPPERS`, or
+    "" for none.
+    """
 
     name: str
     kind: str
@@ -21,16 +27,20 @@ class Block:
     wrapper: str = ""
     frozen: bool = False
     tied_to: str = ""
-    """The name of another block of the same model whose `weight` this block shares, or ""."""
+    """The name of another block of the same model whose `weight` this block shares, or
+    "".
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     """A module in the state.
 
-    container: a key of `modules.CONTAINERS`, which says what holds the blocks. wrappers: keys of `modules.WRAPPERS`, the outermost first.
-    dtype: the name of a dtype that the parameters are converted to, or "". copy_of: the key of the model of which this one is an averaged
-    copy, or "". deep: the copy is a plain deep copy, not an `AveragedModel`. transform: what happens to the memory of the parameters before
+    container: a key of `modules.CONTAINERS`, which says what holds the blocks.
+    wrappers: keys of `modules.WRAPPERS`, the outermost first. dtype: the name of a
+    dtype that the parameters are converted to, or "". copy_of: the key of the model of
+    which this one is an averaged copy, or "". deep: the copy is a plain deep copy, not
+    an `AveragedModel`. transform: what happens to the memory of the parameters before
     the recovery: "", "freed" or "meta".
     """
 
@@ -49,10 +59,13 @@ class Model:
 class Optimizer:
     """An optimizer in the state.
 
-    kind: a key of `optimizers.OPTIMIZERS`. models and bares: the keys of the models and bare parameters that it trains. grouping: a key of
-    `optimizers.GROUPINGS`. named: the parameters are passed with their names. tensor_lr: the learning rate is a tensor. extra: the groups
-    have settings of the caller's own. hooks: keys of `optimizers.HOOKS`. wrapped: the optimizer lies in an object with a
-    `state_dict` of its own. skip: the names of blocks whose parameters the optimizer does not train. lr: the learning rate.
+    kind: a key of `optimizers.OPTIMIZERS`. models and bares: the keys of the models and
+    bare parameters that it trains. grouping: a key of `optimizers.GROUPINGS`. named:
+    the parameters are passed with their names. tensor_lr: the learning rate is a
+    tensor. extra: the groups have settings of the caller's own. hooks: keys of
+    `optimizers.HOOKS`. wrapped: the optimizer lies in an object with a `state_dict` of
+    its own. skip: the names of blocks whose parameters the optimizer does not train.
+    lr: the learning rate.
     """
 
     key: str
@@ -73,10 +86,13 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """Anything else in the state: kind is a key of `extras.EXTRAS`. `of` is the key of the optimizer that a scheduler follows.
+    """Anything else in the state: kind is a key of `extras.EXTRAS`.
 
-    variant: 0 for the program that saves; another number makes an object of the same kind with other contents. setting: a setting of the
-    object that the program passes to its constructor.
+    `of` is the key of the optimizer that a scheduler follows.
+
+    variant: 0 for the program that saves; another number makes an object of the same
+    kind with other contents. setting: a setting of the object that the program passes
+    to its constructor.
     """
 
     key: str
@@ -88,9 +104,11 @@ class Extra:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A training script: the entries of its state in order, and the number of steps that it trains.
+    """A training script: the entries of its state in order, and the number of steps
+    that it trains.
 
-    dtype: the default dtype while the program runs, "" for float32. seed: chooses the initial values.
+    dtype: the default dtype while the program runs, "" for float32. seed: chooses the
+    initial values.
     """
 
     models: tuple[Model, ...] = ()
@@ -105,10 +123,13 @@ class Program:
 class Call:
     """The call of the recovery.
 
-    only: the keys of the state that are recovered; all if empty. keep and strict: the arguments of `recover`. context: what
-    `build.context` takes, under which `recover` is called. snapshots: how many snapshots the saving program takes with one agent. between:
-    what the saving program does between them, a key of `build.BETWEEN`. saved: the keys of the state that are saved; all if empty.
-    source: where the snapshot comes from, "memory" or "storage". fresh: a process recovers that has never seen the saving program.
+    only: the keys of the state that are recovered; all if empty. keep and strict: the
+    arguments of `recover`. context: what `build.context` takes, under which `recover`
+    is called. snapshots: how many snapshots the saving program takes with one agent.
+    between: what the saving program does between them, a key of `build.BETWEEN`. saved:
+    the keys of the state that are saved; all if empty. source: where the snapshot comes
+    from, "memory" or "storage". fresh: a process recovers that has never seen the
+    saving program.
     """
 
     strict: bool = True
@@ -124,7 +145,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A program that saves, the program that recovers, and the call. `changes` names what was changed between the two."""
+    """A program that saves, the program that recovers, and the call.
+
+    `changes` names what was changed between the two.
+    """
 
     before: Program
     after: Program
@@ -141,7 +165,9 @@ def to_json(pair: Pair) -> str:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         fields = {one.name: (getattr(value, one.name), one) for one in dataclasses.fields(value)}
-        return {name: _plain(found) for name, (found, one) in fields.items() if found != one.default}
+        return {
+            name: _plain(found) for name, (found, one) in fields.items() if found != one.default
+        }
     if isinstance(value, (tuple, list)):
         return [_plain(one) for one in value]
     return value
@@ -161,13 +187,26 @@ def from_json(text: str) -> Pair:
 
 def _program(made: dict[str, Any]) -> Program:
     models = tuple(
-        Model(**{**_tuples(one), "blocks": tuple(Block(**_tuples(block)) for block in one.get("blocks", ()))})
+        Model(
+            **{
+                **_tuples(one),
+                "blocks": tuple(Block(**_tuples(block)) for block in one.get("blocks", ())),
+            }
+        )
         for one in made.get("models", ())
     )
     optimizers = tuple(Optimizer(**_tuples(one)) for one in made.get("optimizers", ()))
     extras = tuple(Extra(**_tuples(one)) for one in made.get("extras", ()))
-    return Program(models, extras, optimizers, **{key: made[key] for key in ("steps", "seed", "dtype") if key in made})
+    return Program(
+        models,
+        extras,
+        optimizers,
+        **{key: made[key] for key in ("steps", "seed", "dtype") if key in made},
+    )
 
 
 def _tuples(made: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) and key != "blocks" else value for key, value in made.items()}
+    return {
+        key: tuple(value) if isinstance(value, list) and key != "blocks" else value
+        for key, value in made.items()
+    }

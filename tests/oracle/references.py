@@ -1,18 +1,28 @@
-"""What a recovery must end as: torch's own round trip, and, where ckptd is better on purpose, the same with the values by name.
+"""What a recovery must end as: torch's own round trip, and, where ckptd is better on
+purpose, the same with the values by name.
 
-`dump` and `load_as_torch` are `torch.save({key: object.state_dict()})`, `torch.load` and `load_state_dict` on the same kinds of objects.
-`load_by_name` does the same, with these improvements, which are the closed list of cases in which ckptd may differ from torch:
+`dump` and `load_as_torch` are `torch.save({key: object.state_dict()})`, `torch.load`
+and `load_state_dict` on the same kinds of objects. `load_by_name` does the same, with
+these improvements, which are the closed list of cases in which ckptd may differ from
+torch:
 
-1. `names`: parameters are found by the names that they have in their module, whatever wraps it, and in whatever order they are.
-2. `context`: a recovery under `torch.inference_mode()` or another default device or dtype ends as one without.
-3. `moments`: a tensor of an optimizer's state keeps its dtype if its parameter's dtype has not changed, and always if it holds no
-   floating numbers; torch converts it. Texts come back as they were; torch takes them for sequences. An optimizer with hooks or methods
-   of its own is given its state through these, and ends as torch's.
-4. `settings`: groups that were saved with the same settings may be merged. The names in a param group stay those of the recovering
-   program, and so do settings that the checkpoint lacks. A group without parameters that the checkpoint lacks stays as it is.
-5. `strict=False`: an optimizer takes the state of the parameters that it still has. Keys of a dict that only one side has are left.
+1. `names`: parameters are found by the names that they have in their module, whatever
+   wraps it, and in whatever order they are.
+2. `context`: a recovery under `torch.inference_mode()` or another default device or
+   dtype ends as one without.
+3. `moments`: a tensor of an optimizer's state keeps its dtype if its parameter's dtype
+   has not changed, and always if it holds no floating numbers; torch converts it. Texts
+   come back as they were; torch takes them for sequences. An optimizer with hooks or
+   methods of its own is given its state through these, and ends as torch's.
+4. `settings`: groups that were saved with the same settings may be merged. The names in
+   a param group stay those of the recovering program, and so do settings that the
+   checkpoint lacks. A group without parameters that the checkpoint lacks stays as it
+   is.
+5. `strict=False`: an optimizer takes the state of the parameters that it still has.
+   Keys of a dict that only one side has are left.
 6. `keep`: the values that the caller keeps are those of the recovering program.
-7. A dict of another type than the saved one, such as a Counter, stays, and takes the saved values. An OrderedDict takes their order, too.
+7. A dict of another type than the saved one, such as a Counter, stays, and takes the
+   saved values. An OrderedDict takes their order, too.
 """
 
 from __future__ import annotations
@@ -45,7 +55,8 @@ def _reduced(value: torch.memory_format) -> tuple[Callable[[str], torch.memory_f
     return _memory_format, (str(value).removeprefix("torch."),)
 
 
-copyreg.pickle(torch.memory_format, _reduced)  # which torch.save cannot write, although it has a plain form
+# Which torch.save cannot write, although it has a plain form.
+copyreg.pickle(torch.memory_format, _reduced)
 
 
 class Unfit(Exception):
@@ -54,9 +65,11 @@ class Unfit(Exception):
 
 @dataclass(slots=True)
 class Facts:
-    """What the saving program knows of its optimizers, and torch.save has not: the names of the parameters, in each group.
+    """What the saving program knows of its optimizers, and torch.save has not: the
+    names of the parameters, in each group.
 
-    shapes and dtypes: those of each parameter, by name. held: the keys of the optimizers that lie in an object of the caller's.
+    shapes and dtypes: those of each parameter, by name. held: the keys of the
+    optimizers that lie in an object of the caller's.
     """
 
     groups: dict[str, list[list[str]]] = field(default_factory=dict)
@@ -78,11 +91,17 @@ def facts_of(run: Run) -> Facts:
 
 
 def by_position(facts: Facts, target: Run) -> Facts:
-    """Return the facts of optimizers that were saved without their modules, which have no names: a parameter goes by its position."""
+    """Return the facts of optimizers that were saved without their modules, which have
+    no names: a parameter goes by its position.
+    """
     found = Facts(shapes=dict(facts.shapes), dtypes=dict(facts.dtypes), held=facts.held)
     for key, groups in facts.groups.items():
         theirs = list(chain.from_iterable(groups))
-        ours = list(chain.from_iterable(names_by_group(target, target.optimizers[key]))) if key in target.optimizers else []
+        ours = (
+            list(chain.from_iterable(names_by_group(target, target.optimizers[key])))
+            if key in target.optimizers
+            else []
+        )
         if len(ours) != len(theirs):
             found.groups[key] = groups
             continue
@@ -94,38 +113,59 @@ def by_position(facts: Facts, target: Run) -> Facts:
 
 
 def names_by_group(run: Run, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    return [[run.names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    return [
+        [run.names[id(parameter)] for parameter in group["params"]]
+        for group in optimizer.param_groups
+    ]
 
 
 def dump(state: dict[str, Any]) -> bytes:
-    """Return what torch.save makes of a state: each object with a `state_dict` as that, and everything else as it is."""
+    """Return what torch.save makes of a state: each object with a `state_dict` as that,
+    and everything else as it is.
+    """
     buffer = io.BytesIO()
     torch.save(_plain(state), buffer)
     return buffer.getvalue()
 
 
 def _plain(value: Any) -> Any:
-    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type):
+    if (
+        callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+        and not isinstance(value, type)
+    ):
         return value.state_dict()
     if type(value) in (dict, list, tuple):
-        return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else type(value)(map(_plain, value))
+        return (
+            {key: _plain(item) for key, item in value.items()}
+            if isinstance(value, dict)
+            else type(value)(map(_plain, value))
+        )
     return value
 
 
 def read(data: bytes) -> dict[str, Any]:
-    """Return what torch.load makes of it. The classes in it are the rig's own, so pickled code may run."""
+    """Return what torch.load makes of it.
+
+    The classes in it are the rig's own, so pickled code may run.
+    """
     made: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=False)
     return made
 
 
 def load_as_torch(run: Run, data: bytes, call: Call) -> None:
-    """Load a state as torch does: each object by its own method, parameters of optimizers by their numbers."""
+    """Load a state as torch does: each object by its own method, parameters of
+    optimizers by their numbers.
+    """
     with context(call.context):
         _load(run, read(data), call, lambda key, place, saved: place.load_state_dict(saved))
 
 
 def load_by_name(run: Run, data: bytes, call: Call, facts: Facts) -> None:
-    """Load a state as ckptd promises to. Raises Unfit if the two programs do not fit, and whatever an object raises."""
+    """Load a state as ckptd promises to.
+
+    Raises Unfit if the two programs do not fit, and whatever an object raises.
+    """
     kept = _Kept(run, call)
 
     def load(key: str, place: Any, saved: Any) -> None:
@@ -134,7 +174,12 @@ def load_by_name(run: Run, data: bytes, call: Call, facts: Facts) -> None:
         elif key in run.optimizers and not isinstance(place, Holder):
             _optimizer(run, key, place, saved, facts, call)
         elif isinstance(place, Holder) and key not in facts.held:
-            place.load_state_dict({**saved, "param_groups": [_without_names(group) for group in saved["param_groups"]]})
+            place.load_state_dict(
+                {
+                    **saved,
+                    "param_groups": [_without_names(group) for group in saved["param_groups"]],
+                }
+            )
         else:
             place.load_state_dict(saved)
 
@@ -142,9 +187,13 @@ def load_by_name(run: Run, data: bytes, call: Call, facts: Facts) -> None:
     kept.put_back()
 
 
-def _load(run: Run, saved: dict[str, Any], call: Call, load: Callable[[str, Any, Any], None]) -> None:
+def _load(
+    run: Run, saved: dict[str, Any], call: Call, load: Callable[[str, Any, Any], None]
+) -> None:
     for key in list(run.state):
-        if (call.only and key not in call.only) or any(fnmatchcase(key, pattern) for pattern in call.keep):
+        if (call.only and key not in call.only) or any(
+            fnmatchcase(key, pattern) for pattern in call.keep
+        ):
             continue
         if key not in saved:
             if call.strict:
@@ -161,8 +210,12 @@ def _load(run: Run, saved: dict[str, Any], call: Call, load: Callable[[str, Any,
             raise
 
 
-def _into(place: Any, saved: Any, key: str, load: Callable[[str, Any, Any], None], call: Call) -> Any:
-    """Return what is in this place afterwards: the same object if it can take the saved value."""
+def _into(
+    place: Any, saved: Any, key: str, load: Callable[[str, Any, Any], None], call: Call
+) -> Any:
+    """Return what is in this place afterwards: the same object if it can take the saved
+    value.
+    """
     if callable(getattr(place, "load_state_dict", None)) and not isinstance(place, type):
         load(key, place, saved)
         return place
@@ -173,10 +226,19 @@ def _into(place: Any, saved: Any, key: str, load: Callable[[str, Any, Any], None
             with torch.no_grad():
                 place.copy_(saved)
             return place
-        return saved if isinstance(place, type(saved)) and place.dtype == saved.dtype else place.copy_(saved)
+        return (
+            saved
+            if isinstance(place, type(saved)) and place.dtype == saved.dtype
+            else place.copy_(saved)
+        )
     if isinstance(place, torch.Tensor) and not isinstance(saved, torch.Tensor):
         raise Unfit(f"{key} is {type(saved).__name__}, not {type(place).__name__}")
-    if isinstance(place, dict) and isinstance(saved, dict) and place and (type(place) is dict or type(place) is not type(saved)):
+    if (
+        isinstance(place, dict)
+        and isinstance(saved, dict)
+        and place
+        and (type(place) is dict or type(place) is not type(saved))
+    ):
         if call.strict and place.keys() != saved.keys():
             raise Unfit(f"{key} has other keys")
         for name in (name for name in saved if name in place):
@@ -184,10 +246,13 @@ def _into(place: Any, saved: Any, key: str, load: Callable[[str, Any, Any], None
             if isinstance(place, OrderedDict):
                 place.move_to_end(name)
         return place
-    if type(place) is dict and not place and isinstance(saved, dict):  # the caller's dict keeps its class, whatever class was saved
+    # The caller's dict keeps its class, whatever class was saved.
+    if type(place) is dict and not place and isinstance(saved, dict):
         return dict(saved)
     if type(place) in (list, tuple) and isinstance(saved, type(place)) and len(place) == len(saved):
-        return type(place)(_into(one, item, key, load, call) for one, item in zip(place, saved, strict=True))
+        return type(place)(
+            _into(one, item, key, load, call) for one, item in zip(place, saved, strict=True)
+        )
     return saved
 
 
@@ -200,18 +265,24 @@ def _module(key: str, module: nn.Module, saved: dict[str, Any], call: Call) -> N
     named = {own.get(name, name): value for name, value in by_name.items()}
     mine = module.state_dict() if call.keep else {}
     for name in own if call.keep else ():  # a value that is kept need not have its saved shape
-        if own[name] in named and any(fnmatchcase(f"{key}.{name}", pattern) for pattern in call.keep):
+        if own[name] in named and any(
+            fnmatchcase(f"{key}.{name}", pattern) for pattern in call.keep
+        ):
             named[own[name]] = mine[own[name]]
     metadata = getattr(saved, "_metadata", None)
     if metadata is not None:
         renamed = type(saved)(named)
         parts = {canonical(f"{name}."): name for name, _ in module.named_modules()}
-        renamed._metadata = {parts.get(canonical(f"{name}."), name): version for name, version in metadata.items()}  # type: ignore[attr-defined]
+        renamed._metadata = {  # type: ignore[attr-defined]
+            parts.get(canonical(f"{name}."), name): version for name, version in metadata.items()
+        }
         named = renamed
     module.load_state_dict(named, strict=call.strict)
 
 
-def _optimizer(run: Run, key: str, place: Any, saved: dict[str, Any], facts: Facts, call: Call) -> None:
+def _optimizer(
+    run: Run, key: str, place: Any, saved: dict[str, Any], facts: Facts, call: Call
+) -> None:
     optimizer = run.optimizers[key]
     theirs, ours = facts.groups.get(key), names_by_group(run, optimizer)
     if theirs is None:
@@ -226,7 +297,9 @@ def _optimizer(run: Run, key: str, place: Any, saved: dict[str, Any], facts: Fac
         raise Unfit(f"{key} has other parameters")
     if not set(wanted) & set(numbers) and wanted and numbers:
         raise Unfit(f"{key} has no parameter of the checkpoint")
-    state = {name: value for name, value in saved["state"].items() if name not in set(numbers.values())}
+    state = {
+        name: value for name, value in saved["state"].items() if name not in set(numbers.values())
+    }
     own_state: dict[int, Any] = {}  # of parameters that the checkpoint does not have
     groups, number = [], 0
     for position, (names, own) in enumerate(zip(ours, optimizer.param_groups, strict=True)):
@@ -261,10 +334,20 @@ def _without_names(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_ways_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer is given its state through its own method, which then decides about dtypes."""
+    """Return True if an optimizer is given its state through its own method, which then
+    decides about dtypes.
+    """
     cls, plain = type(optimizer), torch.optim.Optimizer
-    hooked = any(value for name, value in vars(optimizer).items() if "state_dict_" in name and name.endswith("hooks"))
-    return hooked or cls.state_dict is not plain.state_dict or cls.load_state_dict is not plain.load_state_dict
+    hooked = any(
+        value
+        for name, value in vars(optimizer).items()
+        if "state_dict_" in name and name.endswith("hooks")
+    )
+    return (
+        hooked
+        or cls.state_dict is not plain.state_dict
+        or cls.load_state_dict is not plain.load_state_dict
+    )
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -277,11 +360,19 @@ def _entry(optimizer: torch.optim.Optimizer, number: int) -> Any:
 
 
 def _settings(
-    names: list[str], position: int, count: int, theirs: list[list[str]], groups: list[dict[str, Any]], call: Call
+    names: list[str],
+    position: int,
+    count: int,
+    theirs: list[list[str]],
+    groups: list[dict[str, Any]],
+    call: Call,
 ) -> dict[str, Any] | None:
-    """Return the saved settings of a group: those of the saved group that had its parameters."""
+    """Return the saved settings of a group: those of the saved group that had its
+    parameters.
+    """
     from_groups = {number for number, saved in enumerate(theirs) if set(saved) & set(names)}
-    if len({text(_of_group(groups[number])) for number in from_groups}) == 1:  # groups with the same settings may be merged
+    # Groups with the same settings may be merged.
+    if len({text(_of_group(groups[number])) for number in from_groups}) == 1:
         return groups[from_groups.pop()]
     if not names and count == len(theirs) and not theirs[position]:
         return groups[position]
@@ -295,7 +386,9 @@ def _of_group(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _widen(run: Run, optimizer: torch.optim.Optimizer, state: dict[Any, Any], facts: Facts) -> None:
-    """Give each tensor of the state its saved dtype again, if the parameter still has the dtype that it was saved with."""
+    """Give each tensor of the state its saved dtype again, if the parameter still has
+    the dtype that it was saved with.
+    """
     for number, parameter in enumerate(_parameters(optimizer)):
         saved, loaded = state.get(number), optimizer.state.get(parameter)
         if isinstance(saved, dict) and isinstance(loaded, dict):
@@ -305,22 +398,37 @@ def _widen(run: Run, optimizer: torch.optim.Optimizer, state: dict[Any, Any], fa
 
 
 def _wide(loaded: Any, saved: Any, same: bool) -> Any:
-    """Return a loaded value as it was saved. If the dtype of its parameter is not the `same`, floating tensors stay as torch made them."""
-    if isinstance(saved, (str, bytes)):  # which torch takes for a sequence, and makes the text of a generator of it
+    """Return a loaded value as it was saved.
+
+    If the dtype of its parameter is not the `same`, floating tensors stay as torch made
+    them.
+    """
+    # Which torch takes for a sequence, and makes the text of a generator of it.
+    if isinstance(saved, (str, bytes)):
         return saved
     if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
         narrowed = loaded.dtype != saved.dtype and loaded.shape == saved.shape
         follows = saved.dtype.is_floating_point or saved.dtype.is_complex
         return saved.clone() if narrowed and (same or not follows) else loaded
     if isinstance(loaded, dict) and isinstance(saved, dict):
-        return type(loaded)({name: _wide(value, saved.get(name), same) for name, value in loaded.items()})
-    if type(loaded) in (list, tuple) and isinstance(saved, type(loaded)) and len(saved) == len(loaded):
-        return type(loaded)(_wide(one, other, same) for one, other in zip(loaded, saved, strict=True))
+        return type(loaded)(
+            {name: _wide(value, saved.get(name), same) for name, value in loaded.items()}
+        )
+    if (
+        type(loaded) in (list, tuple)
+        and isinstance(saved, type(loaded))
+        and len(saved) == len(loaded)
+    ):
+        return type(loaded)(
+            _wide(one, other, same) for one, other in zip(loaded, saved, strict=True)
+        )
     return loaded
 
 
 class _Kept:
-    """The values of the recovering program that `keep` names, taken before the recovery."""
+    """The values of the recovering program that `keep` names, taken before the
+    recovery.
+    """
 
     def __init__(self, run: Run, call: Call) -> None:
         self._back: list[Callable[[], None]] = []
@@ -328,9 +436,13 @@ class _Kept:
             for key, optimizer in run.optimizers.items():
                 for number, group in enumerate(optimizer.param_groups):
                     for name, value in group.items():
-                        if name != "params" and fnmatchcase(f"{key}.param_groups.{number}.{name}", pattern):
+                        if name != "params" and fnmatchcase(
+                            f"{key}.param_groups.{number}.{name}", pattern
+                        ):
                             held = value.clone() if isinstance(value, torch.Tensor) else value
-                            self._back.append(partial(_set_setting, optimizer, number, name, value, held))
+                            self._back.append(
+                                partial(_set_setting, optimizer, number, name, value, held)
+                            )
             for key, module in run.state.items():
                 if isinstance(module, nn.Module):
                     for name, value in (*module.named_parameters(), *module.named_buffers()):
@@ -348,11 +460,19 @@ class _Kept:
 
         back: list[Callable[[], None]] = [put]
         for key, optimizer in run.optimizers.items():
-            if isinstance(run.state.get(key), Holder):  # an object of the caller's, of which ckptd knows nothing but its state dict
+            # An object of the caller's, of which ckptd knows nothing but its state
+            # dict.
+            if isinstance(run.state.get(key), Holder):
                 continue
-            if any(value is parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if any(
+                value is parameter
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            ):
                 entry = optimizer.state.get(value)
-                back.append(lambda optimizer=optimizer, entry=entry: _set_entry(optimizer, value, entry))  # type: ignore[misc]
+                back.append(
+                    lambda optimizer=optimizer, entry=entry: _set_entry(optimizer, value, entry)  # type: ignore[misc]
+                )
         return back
 
     def put_back(self) -> None:
@@ -366,11 +486,26 @@ def _set_entry(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, entry:
         optimizer.state[parameter] = entry
 
 
-def _set_setting(optimizer: torch.optim.Optimizer, number: int, name: str, value: Any, held: Any) -> None:
-    """Put back a setting. A tensor stays the same object, which several groups may have."""
+def _set_setting(
+    optimizer: torch.optim.Optimizer, number: int, name: str, value: Any, held: Any
+) -> None:
+    """Put back a setting.
+
+    A tensor stays the same object, which several groups may have.
+    """
     if isinstance(value, torch.Tensor):
         value.copy_(held)
     optimizer.param_groups[number][name] = value  # looked up now, since loading has made new groups
 
 
-__all__ = ["Facts", "Holder", "Unfit", "dump", "facts_of", "load_as_torch", "load_by_name", "names_by_group", "read"]
+__all__ = [
+    "Facts",
+    "Holder",
+    "Unfit",
+    "dump",
+    "facts_of",
+    "load_as_torch",
+    "load_by_name",
+    "names_by_group",
+    "read",
+]

@@ -1,4 +1,5 @@
-"""Runs many pairs: a process judges them one after the other, and this one starts another in its place when it dies.
+"""Runs many pairs: a process judges them one after the other, and this one starts
+another in its place when it dies.
 
 A pair that ends its process is a fault like any other. The daemon is one for all pairs.
 """
@@ -33,15 +34,21 @@ RAW = ("--codec", "raw")
 PAIRS_OF_A_DAEMON = 5000
 """A daemon knows 10,000 jobs at most, and each pair is a job."""
 SECONDS_OF_A_PAIR = 90.0
-"""A pair that takes longer counts as hung. Far more than any pair takes on a busy machine."""
+"""A pair that takes longer counts as hung. Far more than any pair takes on a busy
+machine.
+"""
 TASKS_OF_A_PROCESS = 48
-"""After how many recoveries a fresh process is replaced. To start one imports torch, which takes as long as a hundred pairs."""
+"""After how many recoveries a fresh process is replaced. To start one imports torch,
+which takes as long as a hundred pairs.
+"""
 
 
 class Child:
-    """A process that answers one message after the other, and is started again whenever it has ended.
+    """A process that answers one message after the other, and is started again whenever
+    it has ended.
 
-    start: the name of multiprocessing's way of starting it. serve: called in the process, with the socket of the daemon and its pipe.
+    start: the name of multiprocessing's way of starting it. serve: called in the
+    process, with the socket of the daemon and its pipe.
     """
 
     def __init__(self, start: str, serve: Callable[[Path, Connection], None], socket: Path) -> None:
@@ -50,13 +57,20 @@ class Child:
         self._pipe: Connection | None = None
 
     def ask(self, message: object) -> Any:
-        """Return the answer to a first message. Starts the process if there is none. Raises Ended if it dies or hangs, and ends it."""
+        """Return the answer to a first message.
+
+        Starts the process if there is none. Raises Ended if it dies or hangs, and ends
+        it.
+        """
         if self._process is None or not self._process.is_alive():
             self._begin()
         return self.reply(message)
 
     def reply(self, message: object) -> Any:
-        """Return the answer to a message that the process waits for. Raises Ended if it has died, dies or hangs, and ends it."""
+        """Return the answer to a message that the process waits for.
+
+        Raises Ended if it has died, dies or hangs, and ends it.
+        """
         assert self._process is not None
         assert self._pipe is not None
         try:
@@ -77,7 +91,9 @@ class Child:
         if self._start == "forkserver":
             starting.set_forkserver_preload(["tests.oracle.worker", "torch._dynamo"])
         ours, theirs = starting.Pipe()
-        self._process = starting.Process(target=self._serve, args=(self._socket, theirs), daemon=True)  # type: ignore[attr-defined]
+        self._process = starting.Process(  # type: ignore[attr-defined]
+            target=self._serve, args=(self._socket, theirs), daemon=True
+        )
         self._process.start()
         theirs.close()
         self._pipe = ours
@@ -93,14 +109,21 @@ class Child:
 
 
 class Judge:
-    """A process that judges pairs, and another one that recovers some of them, and is made anew after a few dozen."""
+    """A process that judges pairs, and another one that recovers some of them, and is
+    made anew after a few dozen.
+    """
 
     def __init__(self, socket: Path) -> None:
-        self._saving, self._fresh = Child("forkserver", serve, socket), Child("spawn", serve_fresh, socket)
+        self._saving, self._fresh = (
+            Child("forkserver", serve, socket),
+            Child("spawn", serve_fresh, socket),
+        )
         self._tasks = 0
 
     def __call__(self, pair: Pair) -> Verdict:
-        """Return the verdict of a pair: "the process died" or "the process hung" if it gave none."""
+        """Return the verdict of a pair: "the process died" or "the process hung" if it
+        gave none.
+        """
         try:
             answer = self._saving.ask(to_json(pair))
             while isinstance(answer, Task):
@@ -144,8 +167,12 @@ def serve(socket: Path, pipe: Connection) -> None:
             os._exit(0)
         try:
             verdict = jobs.judge(pair)
-        except Exception as error:  # of the rig itself, or of torch, while the programs are built and trained
-            verdict = Verdict("the rig failed", f"{type(error).__name__}: {error} at {_place(error)}")
+        except (
+            Exception
+        ) as error:  # of the rig itself, or of torch, while the programs are built and trained
+            verdict = Verdict(
+                "the rig failed", f"{type(error).__name__}: {error} at {_place(error)}"
+            )
         pipe.send((verdict.kind, verdict.details))
 
 
@@ -173,18 +200,25 @@ def _place(error: BaseException) -> str:
 
 
 def _rooted(place: Home, directory: str) -> Home:
-    """Put the root of the checkpoints into memory, because each pair begins an attempt and closes an agent, and both wait for the disk."""
+    """Put the root of the checkpoints into memory, because each pair begins an attempt
+    and closes an agent, and both wait for the disk.
+    """
     place.root = Path(directory) / "root"
     return place
 
 
 def _check_alive(daemon: Daemon) -> None:
-    """Raise AssertionError if the daemon has ended: every other pair would fail for this reason alone."""
+    """Raise AssertionError if the daemon has ended: every other pair would fail for
+    this reason alone.
+    """
     assert daemon.process.poll() is None, f"the daemon has ended with code {daemon.process.poll()}"
 
 
 class Lane:
-    """Judges pairs one after the other. A new daemon replaces its daemon after `PAIRS_OF_A_DAEMON` pairs."""
+    """Judges pairs one after the other.
+
+    A new daemon replaces its daemon after `PAIRS_OF_A_DAEMON` pairs.
+    """
 
     def __init__(self) -> None:
         self._open, self._left = ExitStack(), 0
@@ -201,7 +235,10 @@ class Lane:
         return self._judge(pair)
 
     def _begin(self) -> tuple[Judge, Daemon]:
-        place, memory = self._open.enter_context(home()), self._open.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
+        place, memory = (
+            self._open.enter_context(home()),
+            self._open.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")),
+        )
         daemon = self._open.enter_context(running(_rooted(place, memory), *RAW))
         judge = Judge(place.socket)
         self._open.callback(judge.close)
@@ -213,7 +250,11 @@ class Lane:
 
 @contextmanager
 def judging(lanes: int = 1) -> Iterator[Callable[[Pair], Verdict]]:
-    """Context manager. Return a function that judges a pair in another process. It may be called by as many threads as there are lanes."""
+    """Context manager.
+
+    Return a function that judges a pair in another process. It may be called by as many
+    threads as there are lanes.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ExitStack() as opened:
         free = queue.SimpleQueue[Lane]()
@@ -232,9 +273,16 @@ def judging(lanes: int = 1) -> Iterator[Callable[[Pair], Verdict]]:
 
 @contextmanager
 def judging_spread() -> Iterator[Callable[[spread.SpreadPair], Verdict]]:
-    """Context manager. Return a function that judges a pair of programs on one or two ranks."""
+    """Context manager.
+
+    Return a function that judges a pair of programs on one or two ranks.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with home() as place, tempfile.TemporaryDirectory(dir="/dev/shm") as memory, running(_rooted(place, memory), *RAW) as daemon:
+    with (
+        home() as place,
+        tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
+        running(_rooted(place, memory), *RAW) as daemon,
+    ):
         pools, lock = spread_judge.Pools(place), threading.Lock()
 
         def judged(pair: spread.SpreadPair) -> Verdict:
@@ -249,9 +297,15 @@ def judging_spread() -> Iterator[Callable[[spread.SpreadPair], Verdict]]:
 
 
 def results(
-    make: Callable[[int], P], seeds: Iterator[int], end: float, judge: Callable[[P], Verdict], lanes: int = 1
+    make: Callable[[int], P],
+    seeds: Iterator[int],
+    end: float,
+    judge: Callable[[P], Verdict],
+    lanes: int = 1,
 ) -> Iterator[tuple[P, Verdict]]:
-    """Yield the pair and the verdict of each seed, in their order, until `time.monotonic()` is `end`."""
+    """Yield the pair and the verdict of each seed, in their order, until
+    `time.monotonic()` is `end`.
+    """
 
     def of(seed: int) -> tuple[P, Verdict]:
         pair = make(seed)
@@ -267,7 +321,10 @@ def results(
 
 
 def run(count: int, number: int, seconds: float) -> tuple[Counter[str], list[str]]:
-    """Judge `count` pairs, or as many as the time allows. Return how they ended, and a line for each fault. `number` is the seed."""
+    """Judge `count` pairs, or as many as the time allows.
+
+    Return how they ended, and a line for each fault. `number` is the seed.
+    """
     with judging() as judge:
         return _run(grammar.make, judge, count, number, seconds, "")
 
@@ -279,12 +336,22 @@ def run_spread(count: int, number: int, seconds: float) -> tuple[Counter[str], l
 
 
 def _run(
-    make: Callable[[int], P], judge: Callable[[P], Verdict], count: int, number: int, seconds: float, option: str
+    make: Callable[[int], P],
+    judge: Callable[[P], Verdict],
+    count: int,
+    number: int,
+    seconds: float,
+    option: str,
 ) -> tuple[Counter[str], list[str]]:
     ends, problems, first = Counter[str](), list[str](), number * 1_000_000
-    for seed, (_, verdict) in enumerate(results(make, iter(range(first, first + count)), time.monotonic() + seconds, judge), first):
+    for seed, (_, verdict) in enumerate(
+        results(make, iter(range(first, first + count)), time.monotonic() + seconds, judge), first
+    ):
         ends["pairs"] += 1
         ends[f"  {verdict.kind}"] += 1
         if not verdict.sound:
-            problems.append(f"{verdict.kind}: {verdict.details[:300]}: python -m tests.oracle --seed {seed} --pairs 1{option}")
+            problems.append(
+                f"{verdict.kind}: {verdict.details[:300]}: python -m tests.oracle --seed {seed} "
+                f"--pairs 1{option}"
+            )
     return ends, problems

@@ -1,4 +1,6 @@
-"""Judges pairs of programs on one or two ranks: compares the gathered tensors of a recovery with those that were saved."""
+"""Judges pairs of programs on one or two ranks: compares the gathered tensors of a
+recovery with those that were saved.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,15 @@ LATER = 3
 
 
 class Pools:
-    """Rank processes that judge many pairs: one alone, and two together. They are started again after one has died."""
+    """Rank processes that judge many pairs: one alone, and two together.
+
+    They are started again after one has died.
+    """
 
     def __init__(self, place: Home, after: str = "") -> None:
-        """`after`: how each rank spoils its state once it has recovered, for the tests of the rig."""
+        """`after`: how each rank spoils its state once it has recovered, for the tests
+        of the rig.
+        """
         self._place, self._number, self._after = place, 0, after
         self._pools: dict[int, Ranks] = {}
 
@@ -89,7 +96,9 @@ class Pools:
         untouched = second.call(on.whole)
         answers = second.call(on.recover, self._place.socket, job, again)
         if any(error for error, _, _ in answers):
-            return _refused(pair, [error for error, _, _ in answers], untouched != second.call(on.whole))
+            return _refused(
+                pair, [error for error, _, _ in answers], untouched != second.call(on.whole)
+            )
         if why := _must_refuse(pair):
             return Verdict(f"not refused: {why}")
         source = "storage" if again else "memory"
@@ -102,19 +111,31 @@ class Pools:
         second.call(on.steps, STEPS)
         trained = second.call(on.whole)
         compared = [("recovered", ends, wanted)]
-        if pair.before.optimizer in ELEMENTWISE or {pair.before.kind, pair.after.kind} <= {*REPLICATED}:
+        if pair.before.optimizer in ELEMENTWISE or {pair.before.kind, pair.after.kind} <= {
+            *REPLICATED
+        }:
             compared.append(("trained", trained, later))
         for when, mine, theirs in compared:
             if names := _at_odds(mine):
-                return Verdict("the ranks differ after the recovery", f"{when}: {', '.join(names[:3])}")
+                return Verdict(
+                    "the ranks differ after the recovery", f"{when}: {', '.join(names[:3])}"
+                )
             if names := differences(found := _together(mine), theirs):
-                shown = "; ".join(f"{name}: ckptd {found.get(name)} / saved {theirs.get(name)}" for name in names[:3])
-                return Verdict("tensors differ from the saved ones", f"{when}, {len(names)} differ: {shown}")
+                shown = "; ".join(
+                    f"{name}: ckptd {found.get(name)} / saved {theirs.get(name)}"
+                    for name in names[:3]
+                )
+                return Verdict(
+                    "tensors differ from the saved ones", f"{when}, {len(names)} differ: {shown}"
+                )
         return Verdict(AGREED)
 
 
 def _together(found: list[Print]) -> Print:
-    """Return the union of what all ranks have. The lowest rank counts, as for the buffers of DistributedDataParallel."""
+    """Return the union of what all ranks have.
+
+    The lowest rank counts, as for the buffers of DistributedDataParallel.
+    """
     return {name: value for one in reversed(found) for name, value in one.items()}
 
 
@@ -125,14 +146,25 @@ def _at_odds(found: list[Print]) -> list[str]:
 
 
 def _names_optimizer(errors: list[str]) -> bool:
-    """Return True if each error names a moment, or the optimizer, from which FSDP1 could not gather the moments."""
-    return all("optim.state." in error or "optim: FullyShardedDataParallel cannot gather " in error for error in errors)
+    """Return True if each error names a moment, or the optimizer, from which FSDP1
+    could not gather the moments.
+    """
+    return all(
+        "optim.state." in error or "optim: FullyShardedDataParallel cannot gather " in error
+        for error in errors
+    )
 
 
-def _unmarked(pair: SpreadPair, errors: list[str], ranks: Ranks, socket: Path, job: str, sharded: bool) -> Verdict:
-    """Judge the first snapshot of experts under equal keys, which must be refused with the way out, and so must the next one."""
+def _unmarked(
+    pair: SpreadPair, errors: list[str], ranks: Ranks, socket: Path, job: str, sharded: bool
+) -> Verdict:
+    """Judge the first snapshot of experts under equal keys, which must be refused with
+    the way out, and so must the next one.
+    """
     key = "model.experts." if pair.before.experts == "inside" else "experts"
-    for number, said in enumerate((errors, ranks.call(on.save, socket, job, pair.stride, False, 0))):
+    for number, said in enumerate(
+        (errors, ranks.call(on.save, socket, job, pair.stride, False, 0))
+    ):
         if not all(said):
             return Verdict("experts were saved as one", f"at snapshot {number}: {said}")
         if sharded and _names_optimizer(said):  # refused for another reason, which is found first
@@ -143,10 +175,12 @@ def _unmarked(pair: SpreadPair, errors: list[str], ranks: Ranks, socket: Path, j
 
 
 def _spoilt(pair: SpreadPair, ranks: Ranks, socket: Path, job: str) -> Verdict:
-    """Judge snapshots of replicas that begin to differ: those before must succeed, and the others must fail as soon as the contract says.
+    """Judge snapshots of replicas that begin to differ: those before must succeed, and
+    the others must fail as soon as the contract says.
 
-    Replicas of which every element differs fail at every snapshot. Where one bit differs, a snapshot fails that plans, and so does at least
-    one of as many snapshots in turn as the setting says.
+    Replicas of which every element differs fail at every snapshot. Where one bit
+    differs, a snapshot fails that plans, and so does at least one of as many snapshots
+    in turn as the setting says.
     """
     element = pair.spoilt == "element"
     count = pair.when + (2 * pair.compare + 1 if element else LATER)
@@ -172,14 +206,26 @@ def _spoilt(pair: SpreadPair, ranks: Ranks, socket: Path, job: str) -> Verdict:
     window = pair.compare if element and pair.when else 1
     for number in range(pair.when, count - window + 1):
         if not any(failed[number : number + window]):
-            return Verdict("replicas that differ were saved as one", f"{keys} before snapshot {pair.when}: {failed}")
+            return Verdict(
+                "replicas that differ were saved as one",
+                f"{keys} before snapshot {pair.when}: {failed}",
+            )
     last = max((number for number, one in enumerate(failed) if not one), default=None)
     whole = None if last is None or last >= pair.when else _together(wanted)
     return _last(pair, ranks, socket, job, last, whole) or Verdict(REFUSED)
 
 
-def _last(pair: SpreadPair, ranks: Ranks, socket: Path, job: str, number: int | None, wanted: Print | None = None) -> Verdict | None:
-    """Return a verdict if another snapshot than the one with this number is the newest that comes back, or if it is not as `wanted`."""
+def _last(
+    pair: SpreadPair,
+    ranks: Ranks,
+    socket: Path,
+    job: str,
+    number: int | None,
+    wanted: Print | None = None,
+) -> Verdict | None:
+    """Return a verdict if another snapshot than the one with this number is the newest
+    that comes back, or if it is not as `wanted`.
+    """
     ranks.call(on.close)
     ranks.call(on.build, replace(pair.before, seed=pair.before.seed + 1))
     answers = ranks.call(on.recover, socket, job, True)
@@ -212,11 +258,17 @@ def _refused(pair: SpreadPair, errors: list[str], changed: bool) -> Verdict:
         return Verdict("the ranks disagree about a recovery", repr(errors))
     if changed:
         return Verdict("refused, and the state has changed", errors[0])
-    sharded = "eight-bit" in (before.optimizer, after.optimizer) and not {before.kind, after.kind} <= {*REPLICATED}
-    flat = before.grouping == "decay" and "fsdp1-flat" in (before.kind, after.kind)  # one flat parameter cannot be in two groups
+    sharded = "eight-bit" in (before.optimizer, after.optimizer) and not {
+        before.kind,
+        after.kind,
+    } <= {*REPLICATED}
+    # One flat parameter cannot be in two groups.
+    flat = before.grouping == "decay" and "fsdp1-flat" in (before.kind, after.kind)
     if not (_must_refuse(pair) or sharded or flat):
         return Verdict("refused what must come back", errors[0])
-    keys = [key for key, differs in (("ema", before.copied != after.copied), ("optim", True)) if differs]
+    keys = [
+        key for key, differs in (("ema", before.copied != after.copied), ("optim", True)) if differs
+    ]
     if not all(any(key in error for key in keys) for error in errors):
         return Verdict("the refusal names no key", errors[0])
     return Verdict(REFUSED, errors[0])

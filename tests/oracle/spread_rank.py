@@ -1,7 +1,10 @@
-"""The functions that run on a rank: they make the objects of a program, train, spoil, save and recover them, and gather their print.
+"""The functions that run on a rank: they make the objects of a program, train, spoil,
+save and recover them, and gather their print.
 
-Gradients are elementwise functions of the values alone, so that every way of splitting a model trains alike, to the bit. A recovery into
-another way, or on another number of ranks, must then end with the saved tensors, and train on like the program that saved them.
+Gradients are elementwise functions of the values alone, so that every way of splitting
+a model trains alike, to the bit. A recovery into another way, or on another number of
+ranks, must then end with the saved tensors, and train on like the program that saved
+them.
 """
 
 from __future__ import annotations
@@ -17,7 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -53,7 +60,10 @@ SPLIT = {"up": ColwiseParallel, "down": RowwiseParallel}
 
 
 class Net(nn.Module):
-    """Two layers that tensor parallelism splits, and any others. Its sizes leave uneven and empty shards."""
+    """Two layers that tensor parallelism splits, and any others.
+
+    Its sizes leave uneven and empty shards.
+    """
 
     def __init__(self, layers: tuple[str, ...], experts: bool) -> None:
         super().__init__()
@@ -80,12 +90,16 @@ def build(plan: Spread) -> None:
     elif plan.kind == "tp":
         model = parallelize_module(model, mesh, {name: split() for name, split in SPLIT.items()})
     elif plan.kind.startswith("fsdp1"):
-        model = FullyShardedDataParallel(model, use_orig_params=plan.kind == "fsdp1", device_id=torch.device("cpu"))
+        model = FullyShardedDataParallel(
+            model, use_orig_params=plan.kind == "fsdp1", device_id=torch.device("cpu")
+        )
     if plan.compiled:
         model = torch.compile(model, backend="eager")  # type: ignore[assignment]
     if plan.experts == "inside":
         _differ(net.experts)
-    optimizer = OPTIMIZERS[plan.optimizer](_groups(plan, [parameter for parameter in model.parameters() if parameter.requires_grad]))
+    optimizer = OPTIMIZERS[plan.optimizer](
+        _groups(plan, [parameter for parameter in model.parameters() if parameter.requires_grad])
+    )
     state: dict[str, Any] = {"model": model, "optim": optimizer, "meter": Meter(0.0), "number": 0}
     if plan.copied:
         state["ema"] = nn.Linear(2, 2)
@@ -94,14 +108,19 @@ def build(plan: Spread) -> None:
     HERE.update(plan=plan, state=state, experts={}, count=0)
     if plan.experts and plan.experts != "inside":
         HERE["experts"] = _experts(plan.experts)
-        state |= {key: per_rank(value) if plan.marked else value for key, value in HERE["experts"].items()}
+        state |= {
+            key: per_rank(value) if plan.marked else value for key, value in HERE["experts"].items()
+        }
     for _ in range(plan.steps):
         step()
 
 
 def _groups(plan: Spread, parameters: list[torch.Tensor]) -> list[dict[str, Any]]:
     if plan.grouping == "decay" and plan.kind != "fsdp1-flat":
-        return [{"params": parameters[::2], "weight_decay": 0.1}, {"params": parameters[1::2], "weight_decay": 0.0}]
+        return [
+            {"params": parameters[::2], "weight_decay": 0.1},
+            {"params": parameters[1::2], "weight_decay": 0.0},
+        ]
     if plan.grouping == "empty":
         return [{"params": parameters}, {"params": [], "weight_decay": 0.5, "label": "none"}]
     if plan.grouping == "empty first":
@@ -114,10 +133,20 @@ def _experts(form: str) -> dict[str, Any]:
     if form == "tensor":
         return {"experts": torch.randn(3, 2) + dist.get_rank()}
     if form == "dict":
-        return {"experts": {"weight": torch.randn(3, 2) + dist.get_rank(), "load": torch.arange(3) + dist.get_rank(), "name": "e"}}
+        return {
+            "experts": {
+                "weight": torch.randn(3, 2) + dist.get_rank(),
+                "load": torch.arange(3) + dist.get_rank(),
+                "name": "e",
+            }
+        }
     module = nn.Linear(2, 3)
     _differ(module)
-    return {"experts": module} | ({"experts_optim": torch.optim.Adam(module.parameters(), lr=0.1)} if form == "trained" else {})
+    return {"experts": module} | (
+        {"experts_optim": torch.optim.Adam(module.parameters(), lr=0.1)}
+        if form == "trained"
+        else {}
+    )
 
 
 @torch.no_grad()
@@ -166,7 +195,11 @@ def _own(key: str) -> Any:
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, nn.Module):
         return [parameter.detach() for parameter in value.parameters()]
-    return [value] if isinstance(value, torch.Tensor) else [one for one in value.values() if isinstance(one, torch.Tensor)]
+    return (
+        [value]
+        if isinstance(value, torch.Tensor)
+        else [one for one in value.values() if isinstance(one, torch.Tensor)]
+    )
 
 
 def steps(count: int) -> None:
@@ -179,9 +212,11 @@ def steps(count: int) -> None:
 
 @torch.no_grad()
 def spoil(how: str, seed: int) -> list[str]:
-    """Make something differ from the other ranks: every element, or one bit of one element. Return the keys that differ now.
+    """Make something differ from the other ranks: every element, or one bit of one
+    element. Return the keys that differ now.
 
-    All ranks return the same keys. The seed chooses the element, and the rank that changes it.
+    All ranks return the same keys. The seed chooses the element, and the rank that
+    changes it.
     """
     chance, world = Random(seed), dist.get_world_size()
     spoilt = dist.get_rank() == (chance.randrange(world) if how == "element" else world - 1)
@@ -200,7 +235,9 @@ def spoil(how: str, seed: int) -> list[str]:
 
 
 def _replicas(how: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the key and the memory of each tensor that all ranks hold, and that may be spoilt in this way."""
+    """Yield the key and the memory of each tensor that all ranks hold, and that may be
+    spoilt in this way.
+    """
     state = HERE["state"]
     names = {parameter: canonical(name) for name, parameter in state["model"].named_parameters()}
     if how == "buffer":
@@ -215,19 +252,29 @@ def _replicas(how: str) -> Iterator[tuple[str, torch.Tensor]]:
             for key, value in entry.items():
                 if isinstance(value, EightBit):
                     yield f"optim.state.{names[parameter]}.{key}", value.codes
-                elif isinstance(value, torch.Tensor) and (value.dim() or how == "element") and (found := _whole_copy(value)) is not None:
+                elif (
+                    isinstance(value, torch.Tensor)
+                    and (value.dim() or how == "element")
+                    and (found := _whole_copy(value)) is not None
+                ):
                     yield f"optim.state.{names[parameter]}.{key}", found
 
 
 def _whole_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the memory of a tensor that all ranks hold whole, or None for a shard."""
     if isinstance(tensor, DTensor):
-        return tensor._local_tensor if all(placement.is_replicate() for placement in tensor.placements) else None
+        return (
+            tensor._local_tensor
+            if all(placement.is_replicate() for placement in tensor.placements)
+            else None
+        )
     return tensor
 
 
 def quantized() -> bool:
-    """Return True if this rank holds a moment that consists of several tensors, as a shard or as a part of a flat parameter."""
+    """Return True if this rank holds a moment that consists of several tensors, as a
+    shard or as a part of a flat parameter.
+    """
     kind = HERE["plan"].kind
     flat = kind == "fsdp1-flat" or (kind == "fsdp1" and dist.get_world_size() > 1)
     for entry in HERE["state"]["optim"].state.values():
@@ -248,11 +295,17 @@ def _anywhere(found: bool) -> bool:
 
 
 def save(socket: Path, job: str, step: int, first: bool, compare: int) -> str:
-    """Take a snapshot. `first` makes the agent, with the setting `compare`. Return the error of the snapshot, or ""."""
+    """Take a snapshot.
+
+    `first` makes the agent, with the setting `compare`. Return the error of the
+    snapshot, or "".
+    """
     if first:
         HERE["agent"] = _agent(socket, job, compare)
     try:
-        HERE["agent"].snapshot(HERE["state"], step=step, on_error="raise").wait("durable", timeout=60)
+        HERE["agent"].snapshot(HERE["state"], step=step, on_error="raise").wait(
+            "durable", timeout=60
+        )
     except CkptdError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -268,7 +321,11 @@ def _agent(socket: Path, job: str, compare: int) -> Agent:
 
 
 def recover(socket: Path, job: str, again: bool) -> tuple[str, int | None, str]:
-    """Recover. `again` makes another agent. Return the error, or "", and the step and the source of the snapshot, or None and ""."""
+    """Recover.
+
+    `again` makes another agent. Return the error, or "", and the step and the source of
+    the snapshot, or None and "".
+    """
     if again:
         HERE["agent"] = Agent(job, socket=socket)
     try:
@@ -292,13 +349,18 @@ def set_count(count: int) -> None:
 
 
 def whole() -> dict[str, str]:
-    """Return the print of the state as one rank would have it, gathered from the shards of all ranks."""
+    """Return the print of the state as one rank would have it, gathered from the shards
+    of all ranks.
+    """
     state = HERE["state"]
     model, optimizer = state["model"], state["optim"]
-    if HERE["plan"].kind.startswith("fsdp1") and _anywhere(quantized()):  # FSDP1 cannot gather such moments
+    # FSDP1 cannot gather such moments
+    if HERE["plan"].kind.startswith("fsdp1") and _anywhere(quantized()):
         entries = dict(enumerate(optimizer.state.values()))
         return {
-            f"optim.{number}.{key} of rank {dist.get_rank()}": text(value) for number in entries for key, value in entries[number].items()
+            f"optim.{number}.{key} of rank {dist.get_rank()}": text(value)
+            for number in entries
+            for key, value in entries[number].items()
         }
     if HERE["plan"].kind.startswith("fsdp1"):
         options = StateDictOptions(full_state_dict=True)
@@ -312,18 +374,36 @@ def whole() -> dict[str, str]:
         tensors = model.state_dict()
         names = {parameter: canonical(name) for name, parameter in model.named_parameters()}
         states = {names[parameter]: entry for parameter, entry in optimizer.state.items()}
-        groups = [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
+        groups = [
+            {**group, "params": [names[parameter] for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ]
     found = {f"model.{canonical(name)}": text(_full(value)) for name, value in tensors.items()}
     for name, entry in states.items():
         for key, value in entry.items():
-            if isinstance(value, DTensor) and _anywhere(isinstance(value._local_tensor, EightBit)):  # which nothing can gather
-                found[f"optim.{canonical(name)}.{key} of rank {dist.get_rank()}"] = text(value._local_tensor)
+            # Which nothing can gather.
+            if isinstance(value, DTensor) and _anywhere(isinstance(value._local_tensor, EightBit)):
+                found[f"optim.{canonical(name)}.{key} of rank {dist.get_rank()}"] = text(
+                    value._local_tensor
+                )
             else:
                 found[f"optim.{canonical(name)}.{key}"] = text(_full(value))
     for group in groups:
-        settings = {key: value for key, value in group.items() if key not in ("params", "foreach", "param_names")}
-        found |= {f"group of {canonical(name)}: {key}": text(value) for name in group["params"] for key, value in settings.items()}
-    empty = [{k: v for k, v in group.items() if k not in ("params", "foreach")} for group in optimizer.param_groups if not group["params"]]
+        settings = {
+            key: value
+            for key, value in group.items()
+            if key not in ("params", "foreach", "param_names")
+        }
+        found |= {
+            f"group of {canonical(name)}: {key}": text(value)
+            for name in group["params"]
+            for key, value in settings.items()
+        }
+    empty = [
+        {k: v for k, v in group.items() if k not in ("params", "foreach")}
+        for group in optimizer.param_groups
+        if not group["params"]
+    ]
     found["groups without parameters"] = text(empty)
     for key in ("meter", "number"):
         found[key] = text(state[key])
@@ -334,14 +414,31 @@ def whole() -> dict[str, str]:
     return found
 
 
-def _named_groups(model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str]) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer over an FSDP1 model. One flat parameter stands for all parameters of the model."""
+def _named_groups(
+    model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str]
+) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer over an FSDP1 model.
+
+    One flat parameter stands for all parameters of the model.
+    """
     if HERE["plan"].kind == "fsdp1-flat":
         every = [name for name in names if name.rpartition(".")[2] in ("weight", "bias")]
-        return [{**group, "params": every if group["params"] else []} for group in optimizer.param_groups]
+        return [
+            {**group, "params": every if group["params"] else []}
+            for group in optimizer.param_groups
+        ]
     of = {parameter: canonical(name) for name, parameter in model.named_parameters()}
-    return [{**group, "params": [of[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
+    return [
+        {**group, "params": [of[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
 
 
 def _full(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value.detach() if isinstance(value, torch.Tensor) else value
+    return (
+        value.full_tensor()
+        if isinstance(value, DTensor)
+        else value.detach()
+        if isinstance(value, torch.Tensor)
+        else value
+    )

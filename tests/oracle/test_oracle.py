@@ -1,6 +1,8 @@
-"""Tests that the oracle finds each kind of fault, with recoveries that are broken on purpose, and runs a hundred pairs of the rig.
+"""Tests that the oracle finds each kind of fault, with recoveries that are broken on
+purpose, and runs a hundred pairs of the rig.
 
-The broken recoveries need no daemon: they load the state as the oracle expects it, and then do one thing wrong.
+The broken recoveries need no daemon: they load the state as the oracle expects it, and
+then do one thing wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +22,17 @@ from tests.oracle import grammar, judge, spread, spread_judge
 from tests.oracle.build import Run, build
 from tests.oracle.judge import Verdict
 from tests.oracle.prints import differences, print_of, text
-from tests.oracle.program import Block, Call, Extra, Model, Optimizer, Pair, Program, from_json, to_json
+from tests.oracle.program import (
+    Block,
+    Call,
+    Extra,
+    Model,
+    Optimizer,
+    Pair,
+    Program,
+    from_json,
+    to_json,
+)
 from tests.oracle.references import Facts, dump, facts_of, load_by_name
 from tests.oracle.runner import Child, judging, judging_spread, results, serve
 from tests.oracle.shrink import shrink
@@ -36,7 +48,14 @@ PROGRAM = Program(
 PAIR = Pair(
     PROGRAM,
     replace(
-        PROGRAM, seed=1, steps=1, extras=(PROGRAM.extras[0], Extra("note", "float", variant=1), Extra("kept", "namedtuple", variant=1))
+        PROGRAM,
+        seed=1,
+        steps=1,
+        extras=(
+            PROGRAM.extras[0],
+            Extra("note", "float", variant=1),
+            Extra("kept", "namedtuple", variant=1),
+        ),
     ),
 )
 
@@ -70,11 +89,15 @@ def _run_of(pair: Pair, state: dict[str, Any]) -> Run:
     names = {}
     for key, value in made.objects.items():
         if isinstance(value, torch.nn.Module):
-            for (_, mine), (_, theirs) in zip(value.named_parameters(), state[key].named_parameters(), strict=True):
+            for (_, mine), (_, theirs) in zip(
+                value.named_parameters(), state[key].named_parameters(), strict=True
+            ):
                 names[id(theirs)] = made.names[id(mine)]
         elif isinstance(value, torch.nn.Parameter):
             names[id(state[key])] = made.names[id(value)]
-    return replace(made, state=state, optimizers={key: state[key] for key in made.optimizers}, names=names)
+    return replace(
+        made, state=state, optimizers={key: state[key] for key in made.optimizers}, names=names
+    )
 
 
 def test_a_sound_recovery_agrees() -> None:
@@ -191,7 +214,9 @@ def test_a_step_that_raises_is_found() -> None:
     assert Fake(spoil).judge(PAIR).kind == "the next step raises"
 
 
-def _raising(error: Exception, first: Callable[[dict[str, Any]], None] = lambda state: None) -> Callable[[dict[str, Any]], None]:
+def _raising(
+    error: Exception, first: Callable[[dict[str, Any]], None] = lambda state: None
+) -> Callable[[dict[str, Any]], None]:
     def spoil(state: dict[str, Any]) -> None:
         first(state)
         raise error
@@ -212,10 +237,15 @@ def test_a_broken_recovery_in_another_process_is_found() -> None:
 
 
 def test_an_optimizer_that_would_read_foreign_memory_raises_at_its_step() -> None:
-    """torch's fused kernels do not compare shapes, and a holder gives its optimizer the moments by position."""
+    """torch's fused kernels do not compare shapes, and a holder gives its optimizer the
+    moments by position.
+    """
     models = (Model("model", (Block("a", "linear"),)),)
     plan = Optimizer("optim", "adam-fused", ("model",), wrapped=True)
-    pair = Pair(Program(models, (), (plan,)), Program(models, (), (replace(plan, reverse=True),), steps=0, seed=1))
+    pair = Pair(
+        Program(models, (), (plan,)),
+        Program(models, (), (replace(plan, reverse=True),), steps=0, seed=1),
+    )
     assert Fake().judge(pair).sound
     run = build(pair.after)
     run.step()
@@ -231,23 +261,64 @@ class Refusing(Fake):
         self._spoil(state)
 
 
-OTHER_SHAPE = replace(PAIR, after=replace(PAIR.after, models=(Model("model", (Block("a", "linear", 8), *BLOCKS[1:])),)), changes=("grown",))
+OTHER_SHAPE = replace(
+    PAIR,
+    after=replace(PAIR.after, models=(Model("model", (Block("a", "linear", 8), *BLOCKS[1:])),)),
+    changes=("grown",),
+)
 
 
 @pytest.mark.parametrize(
     ("pair", "error", "first", "kind"),
     [
-        (OTHER_SHAPE, StructureMismatch("model.a.weight has another shape"), lambda state: None, judge.REFUSED),
+        (
+            OTHER_SHAPE,
+            StructureMismatch("model.a.weight has another shape"),
+            lambda state: None,
+            judge.REFUSED,
+        ),
         (OTHER_SHAPE, StructureMismatch("no"), lambda state: None, "the refusal names no key"),
-        (OTHER_SHAPE, StructureMismatch("model.a.weight"), _leave_a_buffer, "refused, and the state has changed"),
-        (OTHER_SHAPE, StructureMismatch("model.a.weight"), lambda state: torch.rand(1), "refused, and the state has changed"),
-        (OTHER_SHAPE, StructureMismatch("model.a.weight"), _new_parameter, "refused, and the state has changed"),
-        (OTHER_SHAPE, RuntimeError("model.a.weight"), lambda state: None, "recover raised another error"),
-        (OTHER_SHAPE, RecoveryFailed("model", overwritten=True), _leave_a_buffer, "refused after the state was partly overwritten"),
-        (PAIR, StructureMismatch("model.a.weight"), lambda state: None, "refused what must come back"),
+        (
+            OTHER_SHAPE,
+            StructureMismatch("model.a.weight"),
+            _leave_a_buffer,
+            "refused, and the state has changed",
+        ),
+        (
+            OTHER_SHAPE,
+            StructureMismatch("model.a.weight"),
+            lambda state: torch.rand(1),
+            "refused, and the state has changed",
+        ),
+        (
+            OTHER_SHAPE,
+            StructureMismatch("model.a.weight"),
+            _new_parameter,
+            "refused, and the state has changed",
+        ),
+        (
+            OTHER_SHAPE,
+            RuntimeError("model.a.weight"),
+            lambda state: None,
+            "recover raised another error",
+        ),
+        (
+            OTHER_SHAPE,
+            RecoveryFailed("model", overwritten=True),
+            _leave_a_buffer,
+            "refused after the state was partly overwritten",
+        ),
+        (
+            PAIR,
+            StructureMismatch("model.a.weight"),
+            lambda state: None,
+            "refused what must come back",
+        ),
     ],
 )
-def test_refusals_are_judged(pair: Pair, error: Exception, first: Callable[[dict[str, Any]], None], kind: str) -> None:
+def test_refusals_are_judged(
+    pair: Pair, error: Exception, first: Callable[[dict[str, Any]], None], kind: str
+) -> None:
     if kind == "refused after the state was partly overwritten":
         pair = PAIR
     assert Refusing(_raising(error, first)).judge(pair).kind == kind
@@ -256,8 +327,14 @@ def test_refusals_are_judged(pair: Pair, error: Exception, first: Callable[[dict
 @pytest.mark.parametrize(
     ("before", "after", "call", "reason"),
     [
-        (Model("model", (Block("c", "complex"),)), Model("model", (Block("c", "complex"),), dtype="float32"), Call(), "complex into real"),
-        (Model("model", (Block("s", "scaled"),)), Model("model", (Block("s", "scaled"),), dtype="float16"), Call(), "finite into infinite"),
+        (Model("model", (Block("c", "complex"),)), Model("model", (Block("c", "complex"),),
+        dtype="float32"), Call(), "complex "
+            "into "
+            "real"),
+        (Model("model", (Block("s", "scaled"),)), Model("model", (Block("s", "scaled"),),
+        dtype="float16"), Call(), "finite "
+            "into "
+            "infinite"),
         (
             Model("model", (Block("a", "linear"), Block("b", "linear"))),
             Model("model", (Block("a", "linear"), Block("b", "linear", tied_to="a"))),
@@ -315,7 +392,9 @@ def test_a_seed_always_makes_the_same_pair_and_the_same_objects() -> None:
 
 
 def test_a_pair_that_fails_is_made_small() -> None:
-    """The fault is in the buffer of one block; everything else is taken out of the program."""
+    """The fault is in the buffer of one block; everything else is taken out of the
+    program.
+    """
 
     def spoil(state: dict[str, Any]) -> None:
         if hasattr(state["model"], "b"):
@@ -329,8 +408,14 @@ def test_a_pair_that_fails_is_made_small() -> None:
 
 
 def test_recoveries_from_storage_and_in_fresh_processes_agree() -> None:
-    """The worker checks where the snapshot came from, so that a recovery from elsewhere would differ."""
-    calls = [Call(source=source, fresh=fresh, snapshots=2) for source in ("memory", "storage") for fresh in (False, True)]
+    """The worker checks where the snapshot came from, so that a recovery from elsewhere
+    would differ.
+    """
+    calls = [
+        Call(source=source, fresh=fresh, snapshots=2)
+        for source in ("memory", "storage")
+        for fresh in (False, True)
+    ]
     with judging() as judged:
         found = [judged(replace(PAIR, call=call)) for call in calls]
     assert found == [Verdict(judge.AGREED)] * 4
@@ -348,14 +433,19 @@ def test_a_process_that_dies_is_told_and_replaced() -> None:
 
 
 def test_the_grammar_makes_some_pairs_of_each_source() -> None:
-    calls = Counter((call.source, call.fresh) for call in (grammar.make(seed).call for seed in range(1600)))
+    calls = Counter(
+        (call.source, call.fresh) for call in (grammar.make(seed).call for seed in range(1600))
+    )
     assert 150 < calls["storage", False] + calls["storage", True] < 250
     assert 70 < calls["memory", True] + calls["storage", True] < 130
     assert calls["storage", True]
 
 
 def test_a_hundred_pairs_agree() -> None:
-    """Each pair goes through the public API and a real daemon. `make trust` and `make oracle` try thousands."""
+    """Each pair goes through the public API and a real daemon.
+
+    `make trust` and `make oracle` try thousands.
+    """
     begun = time.monotonic()
     with judging() as judged:
         found = list(results(grammar.make, iter(range(150)), begun + 25, judged))
@@ -370,7 +460,9 @@ def test_a_broken_recovery_on_ranks_is_found(daemon: Daemon, how: str) -> None:
     pools = spread_judge.Pools(daemon.home, after=how)
     try:
         plan = spread.Spread("fsdp2", 2)
-        verdict = pools.judge(spread.SpreadPair(plan, replace(plan, kind="replicated", world=1, seed=1)))
+        verdict = pools.judge(
+            spread.SpreadPair(plan, replace(plan, kind="replicated", world=1, seed=1))
+        )
     finally:
         pools.close()
     assert verdict.kind == "tensors differ from the saved ones"

@@ -1,6 +1,8 @@
-"""Judges pairs in one process, with one daemon: each pair is a snapshot and a recovery through the public `Agent`.
+"""Judges pairs in one process, with one daemon: each pair is a snapshot and a recovery
+through the public `Agent`.
 
-The recovery comes from memory or from storage, and runs in this process or in a fresh one, as the call of the pair says.
+The recovery comes from memory or from storage, and runs in this process or in a fresh
+one, as the call of the pair says.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from tests.oracle.program import Call, Pair, from_json, to_json
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A recovery for a fresh process: the pair as JSON, the job that has saved it, and the step of its last snapshot."""
+    """A recovery for a fresh process: the pair as JSON, the job that has saved it, and
+    the step of its last snapshot.
+    """
 
     pair: str
     job: str
@@ -36,7 +40,10 @@ class Ended(Exception):
 
 
 class Jobs:
-    """Judges pairs, each with an agent and a job of its own. `fresh` has another process do a task, and raises Ended if that one ends."""
+    """Judges pairs, each with an agent and a job of its own.
+
+    `fresh` has another process do a task, and raises Ended if that one ends.
+    """
 
     def __init__(self, socket: Path, fresh: Callable[[Task], End]) -> None:
         self._socket, self._fresh, self._number = socket, fresh, 0
@@ -49,7 +56,9 @@ class Jobs:
         def save(state: dict[str, Any], number: int) -> None:
             nonlocal step
             step = number
-            agent.snapshot(state, step=number, persist=stored, on_error="raise").wait("durable" if stored else "sealed", timeout=60)
+            agent.snapshot(state, step=number, persist=stored, on_error="raise").wait(
+                "durable" if stored else "sealed", timeout=60
+            )
 
         def restore(state: dict[str, Any], call: Call) -> None:
             nonlocal agent
@@ -73,7 +82,9 @@ class Jobs:
 
 
 def restoring(agent: Agent, step: int) -> Restore:
-    """Return a function that recovers with this agent, and checks that the given step comes back, from where the call says."""
+    """Return a function that recovers with this agent, and checks that the given step
+    comes back, from where the call says.
+    """
 
     def restore(state: dict[str, Any], call: Call) -> None:
         found = agent.recover(state, strict=call.strict, keep=call.keep)
@@ -84,7 +95,11 @@ def restoring(agent: Agent, step: int) -> Restore:
 
 
 def do(task: Task, socket: Path) -> End:
-    """Do the task of a fresh process. In memory it takes the job over, because the saving process must keep the snapshot until then."""
+    """Do the task of a fresh process.
+
+    In memory it takes the job over, because the saving process must keep the snapshot
+    until then.
+    """
     pair = from_json(task.pair)
     agent = Agent(task.job, socket=socket, takeover=True)
     try:

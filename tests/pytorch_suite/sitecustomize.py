@@ -1,7 +1,9 @@
-"""Replaces DCP's `FileSystemReader` and `FileSystemWriter` by ckptd's, and puts FSDP1 on the CPU.
+"""Replaces DCP's `FileSystemReader` and `FileSystemWriter` by ckptd's, and puts FSDP1
+on the CPU.
 
-Python imports a module of this name when it starts, if there is one on its path. If SUITE_ROOT has the URL of a prefix in an object
-store, every path that a test gives stands for a prefix below it.
+Python imports a module of this name when it starts, if there is one on its path. If
+SUITE_ROOT has the URL of a prefix in an object store, every path that a test gives
+stands for a prefix below it.
 """
 
 from __future__ import annotations
@@ -20,17 +22,25 @@ from ckptd.agent import StorageReader, StorageWriter
 
 def placed(path: Any) -> Any:
     root = os.environ.get("SUITE_ROOT")
-    return f"{root}{os.path.abspath(path)}" if root and path is not None and "://" not in str(path) else path
+    return (
+        f"{root}{os.path.abspath(path)}"
+        if root and path is not None and "://" not in str(path)
+        else path
+    )
 
 
 class FileSystemWriter(StorageWriter):
     """ckptd's writer, with the arguments and defaults of DCP's."""
 
     def __init__(
-        self, path: Any, single_file_per_rank: bool = True, sync_files: bool = True, thread_count: int = 1,
-        per_thread_copy_ahead: int = 10_000_000, cache_staged_state_dict: bool = False, overwrite: bool = True, **_: Any,
+        self, path: Any, single_file_per_rank: bool = True, sync_files: bool = True,
+        thread_count: int = 1, per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False, overwrite: bool = True, **_: Any,
     ) -> None:  # fmt: skip
-        super().__init__(placed(path), overwrite=overwrite, threads=thread_count, weights_only=False)  # the tests save pickled objects
+        # The tests save pickled objects.
+        super().__init__(
+            placed(path), overwrite=overwrite, threads=thread_count, weights_only=False
+        )
 
     def reset(self, checkpoint_id: Any = None) -> None:
         super().reset(placed(checkpoint_id))
@@ -39,7 +49,8 @@ class FileSystemWriter(StorageWriter):
 class FileSystemReader(StorageReader):
     def __init__(self, path: Any, _extension_registry: Any = None) -> None:
         # As in the writer, the reader sees only files of these tests.
-        super().__init__(placed(path), weights_only=False)  # the tests have written these files themselves
+        # The tests have written these files themselves.
+        super().__init__(placed(path), weights_only=False)
 
     def reset(self, checkpoint_id: Any = None) -> None:
         super().reset(placed(checkpoint_id))
@@ -48,4 +59,6 @@ class FileSystemReader(StorageReader):
 for module in (dcp, filesystem, _storage_utils, format_utils):
     setattr(module, "FileSystemWriter", FileSystemWriter)  # noqa: B010
     setattr(module, "FileSystemReader", FileSystemReader)  # noqa: B010
-FullyShardedDataParallel.__init__ = partialmethod(FullyShardedDataParallel.__init__, device_id=torch.device("cpu"))  # type: ignore[assignment,method-assign]
+FullyShardedDataParallel.__init__ = partialmethod(  # type: ignore[assignment, method-assign]
+    FullyShardedDataParallel.__init__, device_id=torch.device("cpu")
+)

@@ -1,4 +1,6 @@
-"""Runs a reader that was written from FORMAT.md, in another language and without code of ckptd, on golden and fresh checkpoints."""
+"""Runs a reader that was written from FORMAT.md, in another language and without code
+of ckptd, on golden and fresh checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is
 
 
 def run(directory: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["node", str(READER), str(directory)], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        ["node", str(READER), str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def read(directory: Path) -> Any:
@@ -115,9 +123,13 @@ def vector(tmp_path: Path) -> Callable[[dict[str, bytes]], Path]:
     return write
 
 
-@pytest.mark.parametrize("name", ["shapes", "later-members", "own-tag", "two-ranks", "two-ranks-without-ranks"])
+@pytest.mark.parametrize(
+    "name", ["shapes", "later-members", "own-tag", "two-ranks", "two-ranks-without-ranks"]
+)
 def test_sound_vectors(name: str, vector: Callable[[dict[str, bytes]], Path]) -> None:
-    """These vectors need only what this reader knows: chunks that are stored as they are, and the usual dtypes and values."""
+    """These vectors need only what this reader knows: chunks that are stored as they
+    are, and the usual dtypes and values.
+    """
     directory = vector(sound.SOUND[name]().checkpoint.built())
     assert read(directory) == expected(directory)
 
@@ -126,7 +138,11 @@ CHECKED = ("manifest-tail", "manifest-digest", "index-digest", "chunk-stored-crc
 """Checks that this reader makes; it leaves out most of the others."""
 
 
-@pytest.mark.parametrize("name", [name for name, each in refused.REFUSED.items() if each.check in CHECKED])
-def test_vectors_that_must_be_refused(name: str, vector: Callable[[dict[str, bytes]], Path]) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name, each in refused.REFUSED.items() if each.check in CHECKED]
+)
+def test_vectors_that_must_be_refused(
+    name: str, vector: Callable[[dict[str, bytes]], Path]
+) -> None:
     done = run(vector(refused.REFUSED[name].files))
     assert (done.returncode, done.stdout) == (1, "")

@@ -1,4 +1,6 @@
-"""Tests the reader without torch against the reader with torch, on the same checkpoints, bit for bit."""
+"""Tests the reader without torch against the reader with torch, on the same
+checkpoints, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Record:
     name: str
 
 
-def saved(daemon: Daemon, state: Any, *, job: str = "job", step: int = 1, tag: str | None = None) -> Path:
+def saved(
+    daemon: Daemon, state: Any, *, job: str = "job", step: int = 1, tag: str | None = None
+) -> Path:
     agent = Agent(job, socket=daemon.home.socket)
     agent.snapshot(state, step=step, tag=tag).wait("durable", timeout=60)
     agent.close()
@@ -67,7 +71,10 @@ def test_every_content(daemon: Daemon, name: str) -> None:
         assert_alike(found.load(), expected.load())
         for key in expected.keys():  # noqa: SIM118 (a Checkpoint is no dict)
             assert found.array(key).tobytes() == bits(expected.tensor(key))
-            assert (found.dtype(key), found.shape(key)) == (str(expected.metadata(key)[0])[6:], tuple(expected.metadata(key)[1]))
+            assert (found.dtype(key), found.shape(key)) == (
+                str(expected.metadata(key)[0])[6:],
+                tuple(expected.metadata(key)[1]),
+            )
         assert found.verify() == expected.verify()
 
 
@@ -98,7 +105,12 @@ def test_objects_come_as_plain_values(daemon: Daemon) -> None:
     assert found["model"]["weight"].tolist() == model.weight.tolist()
     assert found["optim"]["param_groups"][0]["lr"] == 0.1
     assert (found["record"]["weight"].tolist(), found["record"]["name"]) == ([1, 1], "x")
-    assert (found["own"], found["array"].tolist(), found["path"], found["dtype"]) == ({"position": 7}, [0, 1, 2], "/x", "float16")
+    assert (found["own"], found["array"].tolist(), found["path"], found["dtype"]) == (
+        {"position": 7},
+        [0, 1, 2],
+        "/x",
+        "float16",
+    )
     assert found["layout"] == "strided"
     assert any(isinstance(value, np.ndarray) for value in found["sparse"].values())
 
@@ -115,7 +127,10 @@ def test_a_step_and_a_tag_are_chosen(daemon: Daemon) -> None:
     for where, which in ((path, 7), (path, "worst"), (path / "nothing", "newest")):
         with pytest.raises(NotFound, match="no checkpoint"):
             ArrayCheckpoint.open(where, which)
-    with ArrayCheckpoint.open(path) as found, pytest.raises(NotFound, match="no tensor 'y'; the checkpoint has 1, such as x"):
+    with (
+        ArrayCheckpoint.open(path) as found,
+        pytest.raises(NotFound, match="no tensor 'y'; the checkpoint has 1, such as x"),
+    ):
         found.array("y")
 
 
@@ -132,9 +147,17 @@ def damage(file: Path, at: int) -> None:
 
 
 def chunk_of_integers(part: Path) -> int:
-    """Return the place in the file of the chunk that holds the int64 tensors. Worker threads write the chunks in any order."""
+    """Return the place in the file of the chunk that holds the int64 tensors.
+
+    Worker threads write the chunks in any order.
+    """
     with part.open("rb") as file:
-        reader = PartReader(source(file.fileno()), part.name, None, lambda name: source(os.open(part.with_name(name), os.O_RDONLY)))
+        reader = PartReader(
+            source(file.fileno()),
+            part.name,
+            None,
+            lambda name: source(os.open(part.with_name(name), os.O_RDONLY)),
+        )
         [place] = [chunk.offset for chunk in reader.index.chunks if chunk.element_size == 8]
     return place
 
@@ -166,9 +189,17 @@ def test_a_part_that_is_missing_is_damage(two: Path) -> None:
         ArrayCheckpoint.open(two, 2)
 
 
-def test_each_chunk_is_read_once_however_many_tensors_are_in_it(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_chunk_is_read_once_however_many_tensors_are_in_it(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = torch.arange(6000.0)
-    path = saved(daemon, {"views": [whole[at : at + 10] for at in range(0, 3000, 5)], "small": [torch.full((3,), n) for n in range(500)]})
+    path = saved(
+        daemon,
+        {
+            "views": [whole[at : at + 10] for at in range(0, 3000, 5)],
+            "small": [torch.full((3,), n) for n in range(500)],
+        },
+    )
     read, right = list[int](), PartReader.read_chunk
 
     def counting(self: PartReader, number: int, raw: memoryview) -> None:
@@ -183,13 +214,17 @@ def test_each_chunk_is_read_once_however_many_tensors_are_in_it(daemon: Daemon, 
     assert np.shares_memory(state["views"][0], state["views"][1])
 
 
-def test_documents_that_cannot_be_merged_are_damage(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_that_cannot_be_merged_are_damage(
+    two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong: list[Any] = [
         {},
         {"state": array_checkpoint._Reference("nothing")},
     ]
     for document in wrong:
-        monkeypatch.setattr(array_checkpoint, "decode_plain", lambda data, resolve, document=document: document)
+        monkeypatch.setattr(
+            array_checkpoint, "decode_plain", lambda data, resolve, document=document: document
+        )
         with ArrayCheckpoint.open(two) as found, pytest.raises(IntegrityError):
             found.load()
 
@@ -247,16 +282,26 @@ from ckptd.shared.array_checkpoint import ArrayCheckpoint
 with ArrayCheckpoint.open(sys.argv[1]) as checkpoint:
     print(checkpoint.load()["x"][:3].tolist(), checkpoint.verify() > 24000)
 assert not [name for name in sys.modules if name.startswith(("ckptd.agent", "ckptd.daemon", "torch"))]
-"""
+"""  # noqa: E501
 
 
 def test_no_torch_and_no_posix_is_needed(two: Path) -> None:
-    """Run where nothing can be imported that other operating systems lack, and where `os` lacks what Windows lacks."""
-    done = subprocess.run([sys.executable, "-c", _ELSEWHERE, str(two)], capture_output=True, text=True, timeout=60, check=False)
+    """Run where nothing can be imported that other operating systems lack, and where
+    `os` lacks what Windows lacks.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _ELSEWHERE, str(two)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.stdout, done.stderr) == ("[1, 2, 3] True\n", "")
 
 
-@pytest.mark.parametrize("name", ["part-another-step", "part-another-count", "part-two-parts-of-one-rank"])
+@pytest.mark.parametrize(
+    "name", ["part-another-step", "part-another-count", "part-two-parts-of-one-rank"]
+)
 def test_a_part_that_the_manifest_does_not_describe_is_refused(name: str, tmp_path: Path) -> None:
     for file, data in REFUSED[name].files.items():
         (tmp_path / file).write_bytes(data)
@@ -268,7 +313,10 @@ def pieces() -> Case:
     """A checkpoint in which one rank stores two shards of a tensor."""
     case = simple_case(("w", "float32", [5, 2]))
     part = case.parts[0]
-    part.items = [["w", "float32", [5, 2], [at, 0], [length, 2], None, 0, "cpu", False] for at, length in ((0, 3), (3, 2))]
+    part.items = [
+        ["w", "float32", [5, 2], [at, 0], [length, 2], None, 0, "cpu", False]
+        for at, length in ((0, 3), (3, 2))
+    ]
     assert part.metadata is not None
     part.metadata["w"]["chunks"] = [[[0, 0], [3, 2]], [[3, 0], [2, 2]]]
     lay_out(part)
@@ -296,7 +344,10 @@ def test_verify_finds_values_that_load_would_refuse(tmp_path: Path, value: Any, 
     case.parts[0].values["state"]["odd"] = value
     assert forge(case, tmp_path, 1)
     for how in ("verify", "load"):
-        with pytest.raises(IntegrityError, match=words), ArrayCheckpoint.open(tmp_path / "gpt") as opened:
+        with (
+            pytest.raises(IntegrityError, match=words),
+            ArrayCheckpoint.open(tmp_path / "gpt") as opened,
+        ):
             getattr(opened, how)()
 
 

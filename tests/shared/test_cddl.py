@@ -1,4 +1,6 @@
-"""Tests docs/reference/format.cddl and protocol.cddl: they parse, and say of each structure what the code decodes."""
+"""Tests docs/reference/format.cddl and protocol.cddl: they parse, and say of each
+structure what the code decodes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from ckptd.shared.wire.board import Answer, Holding
 from tests.shared.test_documents import FORMAT, code_names, rows, section
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
-FORMAT_CDDL, PROTOCOL_CDDL = ((REFERENCE / name).read_text() for name in ("format.cddl", "protocol.cddl"))
+FORMAT_CDDL, PROTOCOL_CDDL = (
+    (REFERENCE / name).read_text() for name in ("format.cddl", "protocol.cddl")
+)
 
 OF_FORMAT: dict[type[Any], str] = {
     plan.Plan: "plan",
@@ -89,7 +93,9 @@ INSTEAD = {
     ("manifest-2", "metadata"): "",
     ("manifest-1", "metadata_object"): "",
 }
-"""The entries that say more than the fields: the two versions of a manifest are told apart by them before the fields are decoded."""
+"""The entries that say more than the fields: the two versions of a manifest are told
+apart by them before the fields are decoded.
+"""
 AFTER = {
     ("manifest-1", "retention"): "sha256: hex-sha256",
     ("manifest-2", "retention"): "sha256: hex-sha256",
@@ -101,7 +107,9 @@ def type_of(kind: Any, names: dict[type[Any], str]) -> str:
     info = msgspec.inspect
     match kind:
         case info.UnionType():
-            return " / ".join(type_of(each, names) for each in kind.types if not isinstance(each, info.CustomType))
+            return " / ".join(
+                type_of(each, names) for each in kind.types if not isinstance(each, info.CustomType)
+            )
         case info.NoneType():
             return "null"
         case info.BoolType():
@@ -139,11 +147,15 @@ def type_of(kind: Any, names: dict[type[Any], str]) -> str:
 
 def grouped(kind: Any, names: dict[type[Any], str]) -> str:
     found = type_of(kind, names)
-    return f"({found})" if " / " in found or ".." in found else found  # `* 1..2` would be an occurrence
+    # `* 1..2` would be an occurrence
+    return f"({found})" if " / " in found or ".." in found else found
 
 
 def entries(cls: type[Any], names: dict[type[Any], str]) -> list[str]:
-    """Return the entries of the rule of a structure, in their order. A field that a reader may lack has `?`."""
+    """Return the entries of the rule of a structure, in their order.
+
+    A field that a reader may lack has `?`.
+    """
     rule, info = names[cls], typing.cast("Any", msgspec.inspect.type_info(cls))
     found = [f'type: "{info.tag}"'] if getattr(info, "tag", None) else []
     for field in info.fields:
@@ -158,8 +170,12 @@ def entries(cls: type[Any], names: dict[type[Any], str]) -> list[str]:
 
 
 def rule_of(text: str, name: str) -> list[str]:
-    """Return the entries of a rule, one for each line between its brackets, without comments and commas."""
-    found = re.search(rf"^{re.escape(name)} = [{{\[]\n(.*?)^[}}\]]$", text, re.MULTILINE | re.DOTALL)
+    """Return the entries of a rule, one for each line between its brackets, without
+    comments and commas.
+    """
+    found = re.search(
+        rf"^{re.escape(name)} = [{{\[]\n(.*?)^[}}\]]$", text, re.MULTILINE | re.DOTALL
+    )
     assert found is not None, f"there is no rule {name}"
     lines = [line.partition(" ;")[0].strip().rstrip(",") for line in found[1].splitlines()]
     return [line for line in lines if line and not line.startswith(";")]
@@ -206,11 +222,17 @@ def test_requests_and_what_the_daemon_sends_have_all_messages() -> None:
     for name, kind in (("client-message", m.Request), ("daemon-message", m.Reply)):
         found = re.search(rf"^{name} = (.*?)\n\n", PROTOCOL_CDDL, re.MULTILINE | re.DOTALL)
         assert found is not None
-        assert re.findall(r"[a-z-]+", found[1]) == [OF_PROTOCOL[cls] for cls in get_args(m.Message) if issubclass(cls, kind)]
+        assert re.findall(r"[a-z-]+", found[1]) == [
+            OF_PROTOCOL[cls] for cls in get_args(m.Message) if issubclass(cls, kind)
+        ]
 
 
 def test_every_extension_type_of_a_values_document_has_a_tag() -> None:
-    listed = [int(code) for row in rows(section(FORMAT, 3), "| code | what |") for code in row[0].split(",")]
+    listed = [
+        int(code)
+        for row in rows(section(FORMAT, 3), "| code | what |")
+        for code in row[0].split(",")
+    ]
     assert sorted(int(tag) - 4300 for tag in re.findall(r"#6\.(\d+)\(", FORMAT_CDDL)) == listed
 
 
@@ -222,7 +244,11 @@ def test_every_dtype_is_in_the_grammar() -> None:
 
 def test_every_file_with_a_document_names_its_rule() -> None:
     """The table in FORMAT.md that says which rule describes which document."""
-    named = {name for row in rows(section(FORMAT, 15), "| document | rule |") for name in code_names(row[1])}
+    named = {
+        name
+        for row in rows(section(FORMAT, 15), "| document | rule |")
+        for name in code_names(row[1])
+    }
     assert named <= set(re.findall(r"^([a-z0-9-]+) = ", FORMAT_CDDL, re.MULTILINE))
     assert {
         "plan",

@@ -17,8 +17,8 @@ from ckptd.shared.command import ask_before_deleting, exit_code, json_option, sp
     ("error", "code"),
     [
         (e.InvalidName("x"), 2), (e.InvalidRequest("x"), 2), (e.InvalidConfig("x"), 2),
-        (e.NotFound("x"), 10), (e.Busy("x"), 11), (e.IntegrityError("x"), 13), (e.NewerFormat("x"), 13),
-        (e.DaemonUnreachable("x"), 14), (e.StorageError("x"), 1),
+        (e.NotFound("x"), 10), (e.Busy("x"), 11), (e.IntegrityError("x"), 13), (e.NewerFormat("x"),
+        13), (e.DaemonUnreachable("x"), 14), (e.StorageError("x"), 1),
     ],
 )  # fmt: skip
 def test_exit_codes(error: e.CkptdError, code: int) -> None:
@@ -27,7 +27,10 @@ def test_exit_codes(error: e.CkptdError, code: int) -> None:
 
 @pytest.mark.parametrize(
     ("error", "code", "words"),
-    [(e.NotFound("no such thing"), 10, "no such thing"), (PermissionError(13, "Permission denied", "/x"), 1, "Permission denied")],
+    [
+        (e.NotFound("no such thing"), 10, "no such thing"),
+        (PermissionError(13, "Permission denied", "/x"), 1, "Permission denied"),
+    ],
 )
 def test_an_error_is_one_sentence_or_one_object(error: Exception, code: int, words: str) -> None:
     @click.command()
@@ -66,12 +69,15 @@ def test_without_a_terminal_a_large_deletion_is_refused() -> None:
         found = CliRunner().invoke(verb, options, input="y\n")
         assert found.exit_code == 2
         assert (
-            "nothing was deleted, because this would delete everything: pass --yes to delete that all the same, or nothing" in found.output
+            "nothing was deleted, because this would delete everything: pass --yes to delete that "
+            "all the same, or nothing" in found.output
         )
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("\n", 1), ("n\n", 1), ("", 1)])
-def test_on_a_terminal_the_answer_decides(monkeypatch: pytest.MonkeyPatch, answer: str, code: int) -> None:
+def test_on_a_terminal_the_answer_decides(
+    monkeypatch: pytest.MonkeyPatch, answer: str, code: int
+) -> None:
     monkeypatch.setattr(command, "on_terminal", lambda: True)
 
     @click.command()

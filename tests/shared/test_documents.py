@@ -1,4 +1,6 @@
-"""Tests FORMAT.md and PROTOCOL.md against the code and the golden files: dumps match, and every type, field and code is mentioned."""
+"""Tests FORMAT.md and PROTOCOL.md against the code and the golden files: dumps match,
+and every type, field and code is mentioned.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ from ckptd.daemon.journal import file as jf
 from ckptd.daemon.journal import records as r
 from ckptd.shared import errors, names
 from ckptd.shared.codecs import codec
-from ckptd.shared.formats import binary, manifest, metadata_object, part, plan, receipt, segment, standard
+from ckptd.shared.formats import (
+    binary,
+    manifest,
+    metadata_object,
+    part,
+    plan,
+    receipt,
+    segment,
+    standard,
+)
 from ckptd.shared.formats.heartbeat import Heartbeat
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.membership import Membership
@@ -34,7 +45,8 @@ from tests.shared.wire.samples import MESSAGES
 SHARED = Path(inspect.getfile(ckptd.shared)).parent
 FORMAT, PROTOCOL = ((SHARED / name).read_text() for name in ("FORMAT.md", "PROTOCOL.md"))
 RECORD_NAMES = {
-    1: "STATE", 2: "BEGUN", 3: "SEALED", 4: "STAGING", 5: "PART", 6: "COMMITTED", 7: "DROPPED", 8: "RETIRING", 9: "RETIRED",
+    1: "STATE", 2: "BEGUN", 3: "SEALED", 4: "STAGING", 5: "PART", 6: "COMMITTED", 7: "DROPPED",
+    8: "RETIRING", 9: "RETIRED",
 }  # fmt: skip
 NESTED = (2, 3, 4, 5, 7, 10, 11, 14, 15, 16, 17, 20, 21, 22, 23, 24, 25, 27, 28, 29, 30)
 """The extension types whose payload is msgpack again."""
@@ -66,7 +78,9 @@ def code_names(cell: str) -> list[str]:
 
 
 def as_json(value: Any) -> Any:
-    """Return msgpack as JSON: bytes are `hex:...`, an extension is {"ext", "payload"}, and a float that JSON does not have is text."""
+    """Return msgpack as JSON: bytes are `hex:...`, an extension is {"ext", "payload"},
+    and a float that JSON does not have is text.
+    """
     match value:
         case bytes():
             return f"hex:{value.hex()}"
@@ -88,12 +102,22 @@ def payload_as_json(code: int, data: bytes) -> Any:
 
 
 def matches(written: Any, actual: Any) -> bool:
-    """Return True if the two are equal, in the same order. `hex:00ff…` stands for bytes that begin with these."""
-    if isinstance(written, str) and isinstance(actual, str) and written.startswith("hex:") and written.endswith("…"):
+    """Return True if the two are equal, in the same order.
+
+    `hex:00ff…` stands for bytes that begin with these.
+    """
+    if (
+        isinstance(written, str)
+        and isinstance(actual, str)
+        and written.startswith("hex:")
+        and written.endswith("…")
+    ):
         return len(written) > 12 and actual.startswith(written[:-1])
     if isinstance(written, dict) and isinstance(actual, dict):
         actual = {str(key): value for key, value in actual.items()}  # JSON has no other keys
-        return list(written) == list(actual) and all(matches(written[key], actual[key]) for key in written)
+        return list(written) == list(actual) and all(
+            matches(written[key], actual[key]) for key in written
+        )
     if isinstance(written, list) and isinstance(actual, list):
         return len(written) == len(actual) and all(map(matches, written, actual))
     return type(written) is type(actual) and bool(written == actual)
@@ -113,35 +137,54 @@ def test_abbreviations_match_what_begins_so() -> None:
 def blocks(text: str) -> Iterator[tuple[str, str, str]]:
     """Yield (kind, golden file that was named last, contents) of every fenced block."""
     file = ""
-    for piece in re.finditer(r"^```(\w+)\n(.*?)^```$|`tests/golden/v1/([^`]+)`", text, re.MULTILINE | re.DOTALL):
+    for piece in re.finditer(
+        r"^```(\w+)\n(.*?)^```$|`tests/golden/v1/([^`]+)`", text, re.MULTILINE | re.DOTALL
+    ):
         if piece[3]:
             file = piece[3]
         else:
             yield piece[1], file, piece[2]
 
 
-EXAMPLES = [(name, *block) for name, text in (("FORMAT", section(FORMAT, 8)), ("PROTOCOL", section(PROTOCOL, 5))) for block in blocks(text)]
+EXAMPLES = [
+    (name, *block)
+    for name, text in (("FORMAT", section(FORMAT, 8)), ("PROTOCOL", section(PROTOCOL, 5)))
+    for block in blocks(text)
+]
 
 
 def _lines(contents: str) -> list[tuple[str, str]]:
-    """Return (first word, the rest) of every line without `#`. Each must have a line with a sentence before it."""
+    """Return (first word, the rest) of every line without `#`.
+
+    Each must have a line with a sentence before it.
+    """
     lines = contents.splitlines()
     found = []
     for before, line in zip(["", *lines], lines, strict=False):
         if not line.startswith("#"):
-            assert re.fullmatch(r"# [A-Z].*\.", before), f"a sentence is missing before {line[:40]!r}"
+            assert re.fullmatch(r"# [A-Z].*\.", before), (
+                f"a sentence is missing before {line[:40]!r}"
+            )
             word, _, rest = line.partition(" ")
             found.append((word, rest))
     return found
 
 
-@pytest.mark.parametrize(("document", "kind", "file", "contents"), EXAMPLES, ids=lambda v: v[:24] if isinstance(v, str) else v)
-def test_every_example_is_in_its_golden_file(document: str, kind: str, file: str, contents: str) -> None:
+@pytest.mark.parametrize(
+    ("document", "kind", "file", "contents"),
+    EXAMPLES,
+    ids=lambda v: v[:24] if isinstance(v, str) else v,
+)
+def test_every_example_is_in_its_golden_file(
+    document: str, kind: str, file: str, contents: str
+) -> None:
     assert file, "no golden file is named before this block"
     if kind == "hex":
         data, checked = (make.PLACE / file).read_bytes(), 0
         for line in contents.splitlines():
-            found = re.fullmatch(r"([0-9a-f]{8})  ((?:[0-9a-f]{2} ){0,15}[0-9a-f]{2})(?: {2,}\S.*)?", line)
+            found = re.fullmatch(
+                r"([0-9a-f]{8})  ((?:[0-9a-f]{2} ){0,15}[0-9a-f]{2})(?: {2,}\S.*)?", line
+            )
             assert found is not None, line
             expected, offset = bytes.fromhex(found[2]), int(found[1], 16)
             assert data[offset : offset + len(expected)] == expected, line
@@ -154,7 +197,9 @@ def test_every_example_is_in_its_golden_file(document: str, kind: str, file: str
     elif kind == "records":
         scan = jf.scan((make.PLACE / file).read_bytes(), 1)
         numbered = [(word, *rest.partition(" ")[::2]) for word, rest in _lines(contents)]
-        assert [(word, name) for word, name, _ in numbered] == [(str(record.type), RECORD_NAMES[record.type]) for record in scan.records]
+        assert [(word, name) for word, name, _ in numbered] == [
+            (str(record.type), RECORD_NAMES[record.type]) for record in scan.records
+        ]
         for (_, _, text), record in zip(numbered, scan.records, strict=True):
             assert matches(json.loads(text), as_json(msgspec.msgpack.decode(record.payload))), text
     elif kind == "messages":
@@ -168,7 +213,10 @@ def test_every_example_is_in_its_golden_file(document: str, kind: str, file: str
         coded = _lines(contents)
         assert [int(word) for word, _ in coded] == sorted(payloads)
         for word, text in coded:
-            assert any(matches(json.loads(text), payload_as_json(int(word), data)) for data in payloads[int(word)]), text
+            assert any(
+                matches(json.loads(text), payload_as_json(int(word), data))
+                for data in payloads[int(word)]
+            ), text
 
 
 def _golden_json(file: str) -> Any:
@@ -194,17 +242,24 @@ def _extensions(document: bytes) -> dict[int, list[bytes]]:
 
 def test_every_golden_file_has_an_example() -> None:
     shown = {file for _, _, file, _ in EXAMPLES}
-    golden = {str(path.relative_to(make.PLACE)) for path in make.PLACE.rglob("*") if path.is_file()} - {"node.tar.xz", "names.tar.xz"}
+    golden = {
+        str(path.relative_to(make.PLACE)) for path in make.PLACE.rglob("*") if path.is_file()
+    } - {"node.tar.xz", "names.tar.xz"}
     assert shown >= {name for name in golden if not name.startswith(("frames/", "two-ranks/"))}
-    assert all(f"tests/golden/v1/{name}" in FORMAT for name in golden if name.startswith("two-ranks/"))
+    assert all(
+        f"tests/golden/v1/{name}" in FORMAT for name in golden if name.startswith("two-ranks/")
+    )
     assert {(document, kind) for document, kind, _, _ in EXAMPLES} >= {
-        ("FORMAT", "hex"), ("FORMAT", "json"), ("FORMAT", "text"), ("FORMAT", "records"), ("FORMAT", "extensions"), ("PROTOCOL", "hex"),
-        ("PROTOCOL", "messages"),
+        ("FORMAT", "hex"), ("FORMAT", "json"), ("FORMAT", "text"), ("FORMAT", "records"), ("FORMAT",
+        "extensions"), ("PROTOCOL", "hex"), ("PROTOCOL", "messages"),
     }  # fmt: skip
 
 
 def test_names_in_the_examples() -> None:
-    assert f"`gpt/{names.tag_directory(1000, None, 2)}/{names.part_file(0, make.NONCE)}`" in section(FORMAT, 1)
+    assert (
+        f"`gpt/{names.tag_directory(1000, None, 2)}/{names.part_file(0, make.NONCE)}`"
+        in section(FORMAT, 1)
+    )
     assert f"`{names.tag_directory(1000, None, 2)}\\n`" in section(FORMAT, 5)
     assert f"`{names.CONTROL}/{names.ATTEMPTS}/gpt/{names.attempt_file(2)}`" in section(FORMAT, 6)
     assert f"`{names.runs('gpt')}/{names.attempt_file(2)}`" in section(FORMAT, 6)
@@ -213,7 +268,9 @@ def test_names_in_the_examples() -> None:
 # -- FORMAT.md mentions everything
 
 
-@pytest.mark.parametrize("magic", [segment.SEGMENT_MAGIC, segment.CHECK_MAGIC, part.PART_MAGIC, part.END_MAGIC, jf.MAGIC])
+@pytest.mark.parametrize(
+    "magic", [segment.SEGMENT_MAGIC, segment.CHECK_MAGIC, part.PART_MAGIC, part.END_MAGIC, jf.MAGIC]
+)
 def test_every_magic_is_in_the_document(magic: bytes) -> None:
     assert f"magic `{magic.decode()}`" in FORMAT
 
@@ -228,7 +285,10 @@ def test_headings_name_their_modules(number: int) -> None:
 
 
 def test_every_journal_record_type_is_in_the_document() -> None:
-    table = {int(row[0]): (row[1], row[2].split(", ")) for row in rows(section(FORMAT, 7), "| type | name |")}
+    table = {
+        int(row[0]): (row[1], row[2].split(", "))
+        for row in rows(section(FORMAT, 7), "| type | name |")
+    }
     assert {number: name for number, (name, _) in table.items()} == RECORD_NAMES
     assert table[r.STATE][1] == list(r.JournalState.__struct_fields__)
     for number, cls in r.TYPES.items():
@@ -243,9 +303,15 @@ def test_every_extension_code_is_in_the_document() -> None:
     ranges = [
         [ast.literal_eval(argument) for argument in node.value.args]
         for node in ast.walk(source)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "range"
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and getattr(node.value.func, "id", "") == "range"
     ]
-    assert sorted(codes) == [code for bounds in ranges for code in range(*bounds)] == list(range(1, 31))
+    assert (
+        sorted(codes)
+        == [code for bounds in ranges for code in range(*bounds)]
+        == list(range(1, 31))
+    )
 
 
 def test_every_key_of_the_documents_is_in_the_document() -> None:
@@ -253,10 +319,13 @@ def test_every_key_of_the_documents_is_in_the_document() -> None:
     keys = [code_names(row[0]) for row in rows(three, "| key | value |")]
     assert {key for row in keys for key in row} == set(plan.Plan.__struct_fields__)
     fields = {
-        name: next(row[1] for row in rows(three, "| key | value |") if row[0] == f"`{name}`") for name in ("items", "aliases", "regions")
+        name: next(row[1] for row in rows(three, "| key | value |") if row[0] == f"`{name}`")
+        for name in ("items", "aliases", "regions")
     }
     assert fields["items"].startswith(f"list of [{', '.join(plan.Item.__struct_fields__)}]")
-    assert fields["aliases"].startswith("list of [fqn, base, byte offset, dtype, size, stride, requires_grad, device]")
+    assert fields["aliases"].startswith(
+        "list of [fqn, base, byte offset, dtype, size, stride, requires_grad, device]"
+    )
     assert len(plan.Alias.__struct_fields__) == 8
     assert fields["regions"].startswith("list of [offset, length, element size]")
     index = [key for row in rows(three, "| index key | value |") for key in code_names(row[0])]
@@ -265,17 +334,33 @@ def test_every_key_of_the_documents_is_in_the_document() -> None:
     assert len(re.findall(r"\[(.*?)\]", chunk)[0].split(", ")) == len(part.Chunk.__struct_fields__)
     request = next(line for line in three.split("\n\n") if line.startswith("**Request document**"))
     assert code_names(request) == list(SnapshotRequest.__struct_fields__)
-    members = [key for row in rows(section(FORMAT, 4), "| member | value |") for key in code_names(row[0])]
-    of_version_2 = [key for row in rows(section(FORMAT, 10), "| member | value |") for key in code_names(row[0])]
+    members = [
+        key for row in rows(section(FORMAT, 4), "| member | value |") for key in code_names(row[0])
+    ]
+    of_version_2 = [
+        key for row in rows(section(FORMAT, 10), "| member | value |") for key in code_names(row[0])
+    ]
     assert sorted({*members, *of_version_2}) == sorted([*Manifest.__struct_fields__, "sha256"])
     assert members[-1] == "sha256"
-    parts = next(row[1] for row in rows(section(FORMAT, 10), "| member | value |") if row[0] == "`parts`")
+    parts = next(
+        row[1] for row in rows(section(FORMAT, 10), "| member | value |") if row[0] == "`parts`"
+    )
     assert code_names(parts)[:7] == list(manifest._Columns.__struct_fields__)
-    entry = next(row[1] for row in rows(section(FORMAT, 10), "| member | value |") if row[0] == "`metadata_object`")
+    entry = next(
+        row[1]
+        for row in rows(section(FORMAT, 10), "| member | value |")
+        if row[0] == "`metadata_object`"
+    )
     assert code_names(entry)[:5] == list(metadata_object.MetadataObjectEntry.__struct_fields__)
-    index_of_object = [key for row in rows(section(FORMAT, 10), "| index key | value |") for key in code_names(row[0])]
+    index_of_object = [
+        key
+        for row in rows(section(FORMAT, 10), "| index key | value |")
+        for key in code_names(row[0])
+    ]
     assert index_of_object == list(metadata_object._Index.__struct_fields__)
-    parts = next(row[1] for row in rows(section(FORMAT, 4), "| member | value |") if row[0] == "`parts`")
+    parts = next(
+        row[1] for row in rows(section(FORMAT, 4), "| member | value |") if row[0] == "`parts`"
+    )
     assert parts.startswith("list of {" + ", ".join(PartEntry.__struct_fields__) + "}")
 
 
@@ -285,7 +370,12 @@ def test_dtypes() -> None:
         for first, _, last in re.findall(r"`(\w+)`( to `(\w+)`)?", names_of_size):
             listed[first] = int(size)
             if last:
-                listed.update({f"{first[:-1]}{bits}": int(size) for bits in range(int(first[-1]), int(last[-1]) + 1)})
+                listed.update(
+                    {
+                        f"{first[:-1]}{bits}": int(size)
+                        for bits in range(int(first[-1]), int(last[-1]) + 1)
+                    }
+                )
     assert listed == plan.ITEM_SIZES
 
 
@@ -295,7 +385,10 @@ def test_every_codec_is_in_the_document() -> None:
 
 
 def test_every_limit_is_in_the_document() -> None:
-    assert f"{plan.MIN_CHUNK:,} to {plan.MAX_CHUNK:,}; {plan.DEFAULT_CHUNK:,} unless configured" in section(FORMAT, 3)
+    assert (
+        f"{plan.MIN_CHUNK:,} to {plan.MAX_CHUNK:,}; {plan.DEFAULT_CHUNK:,} unless configured"
+        in section(FORMAT, 3)
+    )
     assert f"multiple of {plan.REGION_ALIGN} bytes" in section(FORMAT, 3)
     assert f"next multiple of {binary.ALIGN}" in section(FORMAT, 0)
     assert f"at most {jf.MAX_PAYLOAD:,}; of a STATE record {jf.MAX_STATE:,}" in section(FORMAT, 7)
@@ -325,17 +418,24 @@ def test_the_registry_of_magics() -> None:
         node.value.decode()
         for path in (*SHARED.rglob("*.py"), *(SHARED.parent / "daemon").glob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, bytes) and re.fullmatch(rb"CKPTD[A-Z]{3}", node.value)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, bytes)
+        and re.fullmatch(rb"CKPTD[A-Z]{3}", node.value)
     }
     assert written == set(listed)
 
 
 def test_the_registry_of_features() -> None:
     fourteen = section(FORMAT, 14)
-    assert {code_names(row[0])[0] for row in rows(fourteen, "| feature of a manifest |")} == manifest.FEATURES
+    assert {
+        code_names(row[0])[0] for row in rows(fourteen, "| feature of a manifest |")
+    } == manifest.FEATURES
     assert "No feature of deleters is defined." in fourteen
     assert frozenset() == manifest.DELETER_FEATURES
-    bits = [(code_names(row[0])[0], 1 << int(row[1])) for row in rows(fourteen, "| magic with feature bits |")]
+    bits = [
+        (code_names(row[0])[0], 1 << int(row[1]))
+        for row in rows(fourteen, "| magic with feature bits |")
+    ]
     assert bits == [("CKPTDPRT", part.SEVERAL_FILES), ("CKPTDPRT", part.LINKED_FILES)]
 
 
@@ -357,7 +457,9 @@ def test_the_registry_of_versions() -> None:
 
 
 def test_the_registry_of_codecs() -> None:
-    listed = {int(row[0]): code_names(row[1])[0] for row in rows(section(FORMAT, 14), "| codec | name |")}
+    listed = {
+        int(row[0]): code_names(row[1])[0] for row in rows(section(FORMAT, 14), "| codec | name |")
+    }
     assert listed == {number: found.name for number, found in codec._DECODERS.items()}
 
 
@@ -375,7 +477,9 @@ def test_the_registries_of_values() -> None:
 
 
 def test_the_registry_of_slot_states() -> None:
-    row = next(row for row in rows(section(FORMAT, 2), "| offset | type | field |") if row[2] == "state")
+    row = next(
+        row for row in rows(section(FORMAT, 2), "| offset | type | field |") if row[2] == "state"
+    )
     assert row[3] == ", ".join(f"{state.value} {state.name.lower()}" for state in segment.SlotState)
 
 
@@ -392,20 +496,42 @@ def test_the_table_of_the_session() -> None:
     for cls, expected in session.REPLIES.items():
         reply, states = table[cls.__name__]
         replies = expected if isinstance(expected, tuple) else (expected,)
-        assert [word for word in re.findall(r"[A-Z]\w+", reply) if word != "Progress"] == [c.__name__ for c in replies]
-        assert states.split(", ") == [state.value for state, kind in session.REQUESTS if kind is cls]
-    assert {name for name, (reply, _) in table.items() if "descriptors" in reply} == {"Allocate", "Fetch"}
+        assert [word for word in re.findall(r"[A-Z]\w+", reply) if word != "Progress"] == [
+            c.__name__ for c in replies
+        ]
+        assert states.split(", ") == [
+            state.value for state, kind in session.REQUESTS if kind is cls
+        ]
+    assert {name for name, (reply, _) in table.items() if "descriptors" in reply} == {
+        "Allocate",
+        "Fetch",
+    }
 
 
 def test_every_message_is_mentioned() -> None:
     for cls in get_args(m.Message):
-        assert re.search(rf"\b{cls.__name__}\b", section(PROTOCOL, 3) + section(PROTOCOL, 4)), cls.__name__
+        assert re.search(rf"\b{cls.__name__}\b", section(PROTOCOL, 3) + section(PROTOCOL, 4)), (
+            cls.__name__
+        )
 
 
 def _raised_by_the_daemon() -> set[type[errors.CkptdError]]:
-    """Return every error class that is named in a module of the daemon that answers clients. The command line does not count."""
+    """Return every error class that is named in a module of the daemon that answers
+    clients. The command line does not count.
+    """
     found: set[type[errors.CkptdError]] = set()
-    for module in ("server", "engine", "decisions", "admission", "custody", "attempts", "saver", "slots", "pipeline", "journal"):
+    for module in (
+        "server",
+        "engine",
+        "decisions",
+        "admission",
+        "custody",
+        "attempts",
+        "saver",
+        "slots",
+        "pipeline",
+        "journal",
+    ):
         tree = ast.parse((SHARED.parent / "daemon" / f"{module}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -416,7 +542,9 @@ def _raised_by_the_daemon() -> set[type[errors.CkptdError]]:
 
 
 def test_every_error_code_on_the_wire_is_in_the_document_and_comes_back() -> None:
-    documented = [code for row in rows(section(PROTOCOL, 4), "| code |") for code in code_names(row[0])]
+    documented = [
+        code for row in rows(section(PROTOCOL, 4), "| code |") for code in code_names(row[0])
+    ]
     raised = _raised_by_the_daemon() | {
         errors.InvalidName,
         errors.IntegrityError,
@@ -431,24 +559,37 @@ def test_every_error_code_on_the_wire_is_in_the_document_and_comes_back() -> Non
 
 
 def test_the_registry_of_error_codes() -> None:
-    documented = [code for row in rows(section(PROTOCOL, 4), "| code |") for code in code_names(row[0])]
+    documented = [
+        code for row in rows(section(PROTOCOL, 4), "| code |") for code in code_names(row[0])
+    ]
     assert sorted(documented) == sorted(errors._ON_THE_WIRE)
 
 
 def test_the_registry_of_features_of_the_protocol() -> None:
-    listed = {code_names(row[0])[0]: row[1] for row in rows(section(PROTOCOL, 8), "| feature | named by |")}
-    sources = {side: (SHARED.parent / file).read_text() for side, file in (("daemon", "daemon/process/app.py"), ("client", "shared/wire/channel.py"))}
+    listed = {
+        code_names(row[0])[0]: row[1]
+        for row in rows(section(PROTOCOL, 8), "| feature | named by |")
+    }
+    sources = {
+        side: (SHARED.parent / file).read_text()
+        for side, file in (
+            ("daemon", "daemon/process/app.py"),
+            ("client", "shared/wire/channel.py"),
+        )
+    }
     assert set(listed) == {session.NODES, session.STAGE, session.REPLICAS, session.WAITING}
     for name, side in listed.items():
-        named = {each for each, source in sources.items() if re.search(rf"\b{name.upper()}\b", source)}
+        named = {
+            each for each, source in sources.items() if re.search(rf"\b{name.upper()}\b", source)
+        }
         assert named == ({"daemon", "client"} if side == "both" else {side}), name
 
 
 # -- fields of messages
 
 INNER: dict[type[Any], str] = {
-    m.HeldSegment: "segment", m.RecoveryCandidate: "candidate", m.TrainingCost: "cost", Membership: "node", Holding: "holding",
-    Answer: "answer", Brief: "brief",
+    m.HeldSegment: "segment", m.RecoveryCandidate: "candidate", m.TrainingCost: "cost",
+    Membership: "node", Holding: "holding", Answer: "answer", Brief: "brief",
 }  # fmt: skip
 
 
@@ -465,16 +606,32 @@ def spoken(kind: Any) -> str:
         case info.StrType() if kind.pattern is not None:
             return "32 hexadecimal digits"
         case info.StrType():
-            return "text" + (f" of at most {kind.max_length:,d} characters" if kind.max_length is not None else "")
+            return "text" + (
+                f" of at most {kind.max_length:,d} characters"
+                if kind.max_length is not None
+                else ""
+            )
         case info.BytesType():
             return f"{'' if kind.min_length else 'at most '}{kind.max_length} bytes"
         case info.IntType() | info.FloatType():
             most = kind.le if kind.lt is None else kind.lt - 1
-            bounds = "" if kind.ge is None else f" from {kind.ge:,} up" if most is None else f" from {kind.ge:,} to {most:,}"
+            bounds = (
+                ""
+                if kind.ge is None
+                else f" from {kind.ge:,} up"
+                if most is None
+                else f" from {kind.ge:,} to {most:,}"
+            )
             return ("integer" if isinstance(kind, info.IntType) else "number") + bounds
         case info.ListType():
-            items = f"{spoken(kind.item_type)}s" if isinstance(kind.item_type, info.StructType) else spoken(kind.item_type)
-            return f"list of {items}" + (f", at most {kind.max_length:,d}" if kind.max_length is not None else "")
+            items = (
+                f"{spoken(kind.item_type)}s"
+                if isinstance(kind.item_type, info.StructType)
+                else spoken(kind.item_type)
+            )
+            return f"list of {items}" + (
+                f", at most {kind.max_length:,d}" if kind.max_length is not None else ""
+            )
         case info.DictType():
             size = f", at most {kind.max_length:,d}" if kind.max_length is not None else ""
             return f"map of {spoken(kind.key_type)} to {spoken(kind.value_type)}{size}"
@@ -493,7 +650,15 @@ def test_the_table_of_fields_has_every_field_with_its_type_bounds_and_default() 
         for field in info.fields:
             if field.name in ("id", "re"):
                 continue
-            default = field.default if field.default is not msgspec.NODEFAULT else None if field.required else field.default_factory()
+            default = (
+                field.default
+                if field.default is not msgspec.NODEFAULT
+                else None
+                if field.required
+                else field.default_factory()
+            )
             shown = "required" if field.required else f"`{json.dumps(default)}`"
-            expected.append([f"`{info.tag or INNER[cls]}`", f"`{field.encode_name}`", spoken(field.type), shown])
+            expected.append(
+                [f"`{info.tag or INNER[cls]}`", f"`{field.encode_name}`", spoken(field.type), shown]
+            )
     assert rows(section(PROTOCOL, 6), "| type |") == expected

@@ -12,7 +12,9 @@ from ckptd.shared import errors as e
 
 
 def _classes() -> list[type[e.CkptdError]]:
-    return [cls for _, cls in inspect.getmembers(e, inspect.isclass) if issubclass(cls, e.CkptdError)]
+    return [
+        cls for _, cls in inspect.getmembers(e, inspect.isclass) if issubclass(cls, e.CkptdError)
+    ]
 
 
 def test_the_classes_are_those_of_the_docstring() -> None:
@@ -24,10 +26,11 @@ def test_the_classes_are_those_of_the_docstring() -> None:
 @pytest.mark.parametrize(
     ("code", "cls"),
     [
-        ("protocol", e.ProtocolError), ("version", e.VersionMismatch), ("forbidden", e.Forbidden), ("fenced", e.Fenced),
-        ("exists", e.AlreadyExists), ("invalid", e.InvalidRequest), ("quota", e.QuotaExceeded), ("shm-full", e.SharedMemoryFull),
-        ("storage", e.StorageError), ("integrity", e.IntegrityError), ("not-found", e.NotFound), ("busy", e.Busy),
-        ("internal", e.InternalError),
+        ("protocol", e.ProtocolError), ("version", e.VersionMismatch), ("forbidden", e.Forbidden),
+        ("fenced", e.Fenced), ("exists", e.AlreadyExists), ("invalid", e.InvalidRequest), ("quota",
+        e.QuotaExceeded), ("shm-full", e.SharedMemoryFull), ("storage", e.StorageError),
+        ("integrity", e.IntegrityError), ("not-found", e.NotFound), ("busy", e.Busy), ("internal",
+        e.InternalError),
     ],
 )  # fmt: skip
 def test_codes_on_the_wire(code: str, cls: type[e.CkptdError]) -> None:
@@ -53,7 +56,11 @@ def test_no_two_classes_share_a_code() -> None:
 @pytest.mark.parametrize(
     ("number", "text"),
     [
-        (errno.ENOSPC, "cannot save it: No space left on device (free some space; the next snapshot tries again)"),
+        (
+            errno.ENOSPC,
+            "cannot save it: No space left on device (free some space; the next snapshot tries "
+            "again)",
+        ),
         (errno.EDQUOT, "cannot save it: Disk quota exceeded (the disk quota is used up)"),
         (errno.EROFS, "cannot save it: Read-only file system (mounted read-only)"),
         (errno.EACCES, "cannot save it: Permission denied (this user has no permission there)"),
@@ -71,7 +78,13 @@ def test_a_storage_error_without_a_number() -> None:
 
 
 def test_each_error_says_whose_fault_it_is_and_whether_a_retry_helps() -> None:
-    assert {cls for cls in _classes() if cls.retry} == {e.StorageError, e.SharedMemoryFull, e.DaemonUnreachable, e.Busy, e.StructureChanged}
+    assert {cls for cls in _classes() if cls.retry} == {
+        e.StorageError,
+        e.SharedMemoryFull,
+        e.DaemonUnreachable,
+        e.Busy,
+        e.StructureChanged,
+    }
     for name, builtin in (
         ("InvalidName", ValueError),
         ("InvalidRequest", ValueError),

@@ -1,4 +1,6 @@
-"""Tests files of every format version, as they are in use: this version reads them, every field is compared, and they are written again."""
+"""Tests files of every format version, as they are in use: this version reads them,
+every field is compared, and they are written again.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ def read(name: str) -> bytes:
 
 
 def test_one_small_file_of_each_format() -> None:
-    found = {str(path.relative_to(PLACE)): path.stat().st_size for path in PLACE.rglob("*") if path.is_file()}
+    found = {
+        str(path.relative_to(PLACE)): path.stat().st_size
+        for path in PLACE.rglob("*")
+        if path.is_file()
+    }
     assert set(found) == {
         *make.files(),
         *(f"two-ranks/{name}" for name in make_ranks.files()),
@@ -73,7 +79,10 @@ def test_the_golden_segment_has_every_field() -> None:
         assert read_check(fd, make.FILLING) is None
         assert os.fstat(fd).st_size == header.file_length == 16384
         assert Plan.decode(read_document(fd, header, header.plan, "plan")) == make.PLAN
-        assert SnapshotRequest.decode(read_document(fd, header, header.request, "request")) == make.REQUEST
+        assert (
+            SnapshotRequest.decode(read_document(fd, header, header.request, "request"))
+            == make.REQUEST
+        )
         assert read_document(fd, header, header.values, "values") == make.SMALL_VALUES
         slot = make.packed_slot()
         assert os.pread(fd, len(slot), header.data_offset) == slot
@@ -83,15 +92,31 @@ def test_the_golden_raw_part_has_every_field() -> None:
     with opened("part-raw.ckpt") as fd:
         reader = PartReader(source(fd), "p", make.MANIFEST.parts[0].index_sha256)
         index = reader.index
-        assert (index.job, index.attempt, index.step, index.rank, index.world_size, index.tag) == ("gpt", 2, 1000, 0, 2, make.TAG)
+        assert (index.job, index.attempt, index.step, index.rank, index.world_size, index.tag) == (
+            "gpt",
+            2,
+            1000,
+            0,
+            2,
+            make.TAG,
+        )
         assert (index.values, index.chunk_size) == (make.VALUES, 65536)
         assert index.signature == hashlib.sha256(index.plan).digest()
         assert reader.plan == make.PLAN
         assert SnapshotRequest.decode(index.request) == make.REQUEST
-        raw = [(0, 16, 16), (64, 16, 8), (128, 24, 4), (192, 10, 2), (256, 11, 1), (320, make.VALUES[1], 1)]
+        raw = [
+            (0, 16, 16),
+            (64, 16, 8),
+            (128, 24, 4),
+            (192, 10, 2),
+            (256, 11, 1),
+            (320, make.VALUES[1], 1),
+        ]
         assert index.chunks == [
             Chunk(offset, length, 4096 * number, length, codec.RAW, width, crc, crc)
-            for number, ((offset, length, width), crc) in enumerate(zip(raw, make.CRCS, strict=True), start=1)
+            for number, ((offset, length, width), crc) in enumerate(
+                zip(raw, make.CRCS, strict=True), start=1
+            )
         ]
         assert verify(reader) == make.MANIFEST.parts[0].raw_bytes
         slot, found = make.packed_slot(), bytearray(384)
@@ -105,9 +130,22 @@ def test_the_golden_zstd_part_has_every_field() -> None:
     with opened("part-zstd.ckpt") as fd:
         reader = PartReader(source(fd), "p")
         index = reader.index
-        assert (index.job, index.attempt, index.step, index.rank, index.world_size, index.tag) == ("gpt", 2, None, 0, 1, "best.a0002")
-        assert (reader.plan, SnapshotRequest.decode(index.request)) == (make.ZSTD_PLAN, SnapshotRequest(tag="best"))
-        assert [(c.codec, c.raw_length, c.element_size) for c in index.chunks] == [(codec.ZSTD, 2000, 4), (codec.RAW, 1, 1)]
+        assert (index.job, index.attempt, index.step, index.rank, index.world_size, index.tag) == (
+            "gpt",
+            2,
+            None,
+            0,
+            1,
+            "best.a0002",
+        )
+        assert (reader.plan, SnapshotRequest.decode(index.request)) == (
+            make.ZSTD_PLAN,
+            SnapshotRequest(tag="best"),
+        )
+        assert [(c.codec, c.raw_length, c.element_size) for c in index.chunks] == [
+            (codec.ZSTD, 2000, 4),
+            (codec.RAW, 1, 1),
+        ]
         assert index.chunks[0].stored_length < 50
         found = bytearray(b"\xee" * 2000)
         last = bytearray(1)
@@ -119,7 +157,10 @@ def test_the_golden_manifest_has_every_field() -> None:
     manifest = Manifest.decode(read("manifest.json"))
     assert manifest == make.MANIFEST
     assert (manifest.format, manifest.version, manifest.features) == ("ckptd-manifest", 1, [])
-    assert [parse_part_file(part.file) for part in manifest.parts] == [(0, make.NONCE), (1, make.NONCE[::-1])]
+    assert [parse_part_file(part.file) for part in manifest.parts] == [
+        (0, make.NONCE),
+        (1, make.NONCE[::-1]),
+    ]
     assert manifest.metrics == {"loss": 0.25, "scale": "inf"}
     assert manifest.parts[0].bytes == len(read("part-raw.ckpt"))
 
@@ -146,7 +187,8 @@ def test_the_golden_journal_has_every_record(length: int) -> None:
     assert scan.header == make.JOURNAL_HEADER
     assert (scan.ending, scan.end) == (jf.Ending.CLEAN, len(read("journal.log")) - 64)
     assert [(record.sequence, record.durable, record.flags) for record in scan.records] == [
-        (1, 0, 0), (2, 1, 0), (3, 1, 0), (4, 1, 0), (5, 1, 0), (6, 5, 0), (7, 5, 0), (8, 5, 0), (9, 5, 0),
+        (1, 0, 0), (2, 1, 0), (3, 1, 0), (4, 1, 0), (5, 1, 0), (6, 5, 0), (7, 5, 0), (8, 5, 0), (9,
+        5, 0),
     ]  # fmt: skip
     assert [record.type for record in scan.records] == [r.STATE, *r.TYPES]
     state = r.decode_state(scan.records[0].payload)
@@ -194,7 +236,10 @@ def test_a_checkpoint_of_two_ranks_with_two_files_each() -> None:
         found = checkpoint.load()
         assert checkpoint.verify() == sum(part.raw_bytes for part in checkpoint.manifest.parts)
         assert [part.files for part in checkpoint.manifest.parts] == [2, 2]
-    assert found | {"model": {name: array.tolist() for name, array in found["model"].items()}} == make_ranks.LOADED
+    assert (
+        found | {"model": {name: array.tolist() for name, array in found["model"].items()}}
+        == make_ranks.LOADED
+    )
 
 
 def test_the_golden_manifest_of_version_2_and_its_metadata_object() -> None:
@@ -205,7 +250,11 @@ def test_the_golden_manifest_of_version_2_and_its_metadata_object() -> None:
     entry = manifest.metadata_object
     assert entry is not None
     assert {file.name for file in make_v2.PLACE.iterdir()} == {"manifest.json", entry.file}
-    with closing(MetadataReader(source(os.open(make_v2.PLACE / entry.file, os.O_RDONLY)), entry, 4, entry.file)) as reader:
+    with closing(
+        MetadataReader(
+            source(os.open(make_v2.PLACE / entry.file, os.O_RDONLY)), entry, 4, entry.file
+        )
+    ) as reader:
         assert reader.meshes == make_v2.MESHES
         assert dict(reader.entries()) == make_v2.METADATA
         assert reader.find("model.divided") == make_v2.METADATA["model.divided"]

@@ -16,8 +16,9 @@ BUCKET = Url("s3", "bucket")
 @pytest.mark.parametrize(
     ("root", "scheme"),
     [
-        ("s3://bucket/x", "s3"), ("gs://b", "gs"), ("file:///ckpts", "file"), ("S3://B", "S3"), (Path("s3://bucket/x"), "s3"),
-        ("/ckpts", ""), ("ckpts", ""), ("./s3://bucket", ""), ("/mnt/s3:/x", ""), ("a:b", ""), ("", ""), ("C:/x", ""),
+        ("s3://bucket/x", "s3"), ("gs://b", "gs"), ("file:///ckpts", "file"), ("S3://B", "S3"),
+        (Path("s3://bucket/x"), "s3"), ("/ckpts", ""), ("ckpts", ""), ("./s3://bucket", ""),
+        ("/mnt/s3:/x", ""), ("a:b", ""), ("", ""), ("C:/x", ""),
     ],
 )  # fmt: skip
 def test_url_scheme(root: str | Path, scheme: str) -> None:
@@ -49,7 +50,13 @@ def test_any_other_text_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_url_has_parents_like_a_path() -> None:
     url = BUCKET / "a" / "b"
-    assert (url.name, url.key, url.parent, url.parent.parent, BUCKET.parent) == ("b", "a/b", BUCKET / "a", BUCKET, BUCKET)
+    assert (url.name, url.key, url.parent, url.parent.parent, BUCKET.parent) == (
+        "b",
+        "a/b",
+        BUCKET / "a",
+        BUCKET,
+        BUCKET,
+    )
     assert url.parents == [BUCKET / "a", BUCKET]
     assert BUCKET.parents == []
     assert (BUCKET.name, url.resolve()) == ("", url)

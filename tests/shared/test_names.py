@@ -21,8 +21,10 @@ NONCE = bytes(range(16))
 HEX = "000102030405060708090a0b0c0d0e0f"
 GOOD = ["a", "0", "gpt", "GPT-2_final.v1", "a" * 128, "7.", "x--", "newest", "manifest.json"]
 BAD = [
-    "", ".", "..", ".hidden", "-x", "_x", "../x", "a/b", "/abs", "a\\b", "a b", "a\0", "gpt\n", "\ngpt", "%2e%2e", "é", "e\u0301",
-    "a" * 129, "\u202egpt", "gpt\u200b", "\uff11\uff12", "a:b", "lost+found", "a\t", "~x", "CON:", "x" * 300,
+    "", ".", "..", ".hidden", "-x", "_x", "../x", "a/b", "/abs", "a\\b", "a "
+        "b", "a\0", "gpt\n", "\ngpt", "%2e%2e", "é", "e\u0301",
+    "a" * 129, "\u202egpt", "gpt\u200b", "\uff11\uff12", "a:b", "lost+found", "a\t", "~x", "CON:",
+    "x" * 300,
 ]  # fmt: skip
 
 
@@ -80,14 +82,26 @@ def test_user_tags_may_not_look_like_those_of_ckptd(tag: str) -> None:
         (1000, None, 2, "step-00001000.a0002", "step-00001000"),
         (0, None, 1, "step-00000000.a0001", "step-00000000"),
         (123456789, None, 12345, "step-123456789.a12345", "step-123456789"),
-        (10**18 - 1, None, 10**9 - 1, "step-999999999999999999.a999999999", "step-999999999999999999"),
+        (
+            10**18 - 1,
+            None,
+            10**9 - 1,
+            "step-999999999999999999.a999999999",
+            "step-999999999999999999",
+        ),
         (5, "best", 3, "best.a0003", "best"),
         (None, "best.a0001", 2, "best.a0001.a0002", "best.a0001"),
     ],
 )
-def test_tag_directories(step: int | None, tag: str | None, attempt: int, directory: str, stem: str) -> None:
+def test_tag_directories(
+    step: int | None, tag: str | None, attempt: int, directory: str, stem: str
+) -> None:
     assert names.tag_directory(step, tag, attempt) == directory
-    assert names.parse_tag_directory(directory) == (stem, None if tag is not None else step, attempt)
+    assert names.parse_tag_directory(directory) == (
+        stem,
+        None if tag is not None else step,
+        attempt,
+    )
 
 
 @steady
@@ -98,17 +112,27 @@ def test_tag_directories_of_steps_round_trip(step: int, attempt: int) -> None:
 
 
 @steady
-@given(st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z").filter(lambda t: not t.startswith("step-")), st.integers(0, 10**9 - 1))
+@given(
+    st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z").filter(
+        lambda t: not t.startswith("step-")
+    ),
+    st.integers(0, 10**9 - 1),
+)
 def test_tag_directories_of_users_round_trip(tag: str, attempt: int) -> None:
-    assert names.parse_tag_directory(names.tag_directory(None, tag, attempt)) == (tag, None, attempt)
+    assert names.parse_tag_directory(names.tag_directory(None, tag, attempt)) == (
+        tag,
+        None,
+        attempt,
+    )
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "", "gpt", "step-00001000", "step-00001000.a1", "step-00001000.a0002.tmp", "step-00001000.a0002\n", ".a0001", "-x.a0001",
-        "step-00001000.A0002", "step-00001000.a1234567890", "lost+found", "a/b.a0001", "x" * 129 + ".a0001", "newest", "newest.tmp",
-        "best.a\u0661\u0662\u0663\u0664", "best.a\uff11\uff12\uff13\uff14",
+        "", "gpt", "step-00001000", "step-00001000.a1", "step-00001000.a0002.tmp",
+        "step-00001000.a0002\n", ".a0001", "-x.a0001", "step-00001000.A0002",
+        "step-00001000.a1234567890", "lost+found", "a/b.a0001", "x" * 129 + ".a0001", "newest",
+        "newest.tmp", "best.a\u0661\u0662\u0663\u0664", "best.a\uff11\uff12\uff13\uff14",
     ],
     ids=ascii,
 )  # fmt: skip
@@ -117,10 +141,20 @@ def test_other_names_do_not_parse_as_a_tag_directory(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["best.a00002", "step-00001000.a000000002", "step-000001000.a0002", "step-1.a0002", "step-.a0002", "step-x.a0002"]
+    "name",
+    [
+        "best.a00002",
+        "step-00001000.a000000002",
+        "step-000001000.a0002",
+        "step-1.a0002",
+        "step-.a0002",
+        "step-x.a0002",
+    ],
 )
 def test_a_tag_directory_that_would_not_be_built_does_not_parse(name: str) -> None:
-    """The first would be second names of one checkpoint, and the others user tags that `check_user_tag` refuses."""
+    """The first would be second names of one checkpoint, and the others user tags that
+    `check_user_tag` refuses.
+    """
     assert names.parse_tag_directory(name) is None
 
 
@@ -135,7 +169,9 @@ def test_data_files_belong_to_their_part() -> None:
     assert data == f"rank-00007.{HEX}.0012.ckpt"
     assert names.part_file(7, NONCE, 12345) == f"rank-00007.{HEX}.12345.ckpt"
     assert names.parse_part_file(data) is None
-    assert names.part_of(data) == names.part_of(names.part_file(7, NONCE)) == names.part_file(7, NONCE)
+    assert (
+        names.part_of(data) == names.part_of(names.part_file(7, NONCE)) == names.part_file(7, NONCE)
+    )
     assert names.is_standalone_file(data)
 
 
@@ -146,7 +182,12 @@ def test_other_names_do_not_parse_as_a_data_file(number: str) -> None:
 
 
 def test_a_manifest_or_marker_under_publication_names_its_part() -> None:
-    for name, nonce in ((f"manifest.json.{HEX}.tmp", HEX), (f".metadata.{HEX}.tmp", HEX), (f"notes.{HEX}.tmp", None), (".metadata", None)):
+    for name, nonce in (
+        (f"manifest.json.{HEX}.tmp", HEX),
+        (f".metadata.{HEX}.tmp", HEX),
+        (f"notes.{HEX}.tmp", None),
+        (".metadata", None),
+    ):
         assert names.publisher_of(name) == nonce
         assert names.is_standalone_file(name) == (nonce is not None)
 
@@ -160,8 +201,9 @@ def test_part_files_round_trip(rank: int, nonce: bytes) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "rank-0.ckpt", f"rank-0000.{HEX}.ckpt", f"rank-00000.{HEX.upper()}.ckpt", f"rank-00000.{HEX[:-1]}.ckpt",
-        f"rank-00000.{HEX}.ckpt.tmp", f"rank-00000.{HEX}.ckpt\n", f"../rank-00000.{HEX}.ckpt", f"rank--0001.{HEX}.ckpt",
+        "rank-0.ckpt", f"rank-0000.{HEX}.ckpt", f"rank-00000.{HEX.upper()}.ckpt",
+        f"rank-00000.{HEX[:-1]}.ckpt", f"rank-00000.{HEX}.ckpt.tmp", f"rank-00000.{HEX}.ckpt\n",
+        f"../rank-00000.{HEX}.ckpt", f"rank--0001.{HEX}.ckpt",
         f"rank-\u0661\u0661\u0661\u0661\u0661.{HEX}.ckpt", f"rank-000001.{HEX}.ckpt",
     ],
     ids=ascii,
@@ -179,7 +221,19 @@ def test_attempt_files() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "a", "a1", "a001", "0001", "a0001.tmp", "a1234567890", "a-001", "a0001\n", "a\u0661\u0661\u0661\u0661", "a00001"],
+    [
+        "",
+        "a",
+        "a1",
+        "a001",
+        "0001",
+        "a0001.tmp",
+        "a1234567890",
+        "a-001",
+        "a0001\n",
+        "a\u0661\u0661\u0661\u0661",
+        "a00001",
+    ],
     ids=ascii,
 )
 def test_other_names_do_not_parse_as_an_attempt_file(name: str) -> None:
@@ -218,9 +272,17 @@ def test_nonces_are_128_random_bits() -> None:
 
 @pytest.mark.parametrize(
     ("told", "name"),
-    [("node-7.cluster", "node-7.cluster"), ("..-my host/é", "my_host__"), ("...", "localhost"), ("", "localhost"), ("x" * 200, "x" * 128)],
+    [
+        ("node-7.cluster", "node-7.cluster"),
+        ("..-my host/é", "my_host__"),
+        ("...", "localhost"),
+        ("", "localhost"),
+        ("x" * 200, "x" * 128),
+    ],
 )
-def test_the_host_name_is_made_fit_for_a_file_name(monkeypatch: pytest.MonkeyPatch, told: str, name: str) -> None:
+def test_the_host_name_is_made_fit_for_a_file_name(
+    monkeypatch: pytest.MonkeyPatch, told: str, name: str
+) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: told)
     assert names.host() == name
 
@@ -228,13 +290,16 @@ def test_the_host_name_is_made_fit_for_a_file_name(monkeypatch: pytest.MonkeyPat
 def test_root_digest_is_of_the_path() -> None:
     assert names.root_digest(Path("/ckpts")) == hashlib.sha256(b"/ckpts").hexdigest()[:16]
     assert names.root_digest(Path("/ckpts")) != names.root_digest(Path("/ckpts2"))
-    assert names.segment_directory(Path("/ckpts")) == f"ckptd-{os.getuid()}-{names.root_digest(Path('/ckpts'))}"
+    assert (
+        names.segment_directory(Path("/ckpts"))
+        == f"ckptd-{os.getuid()}-{names.root_digest(Path('/ckpts'))}"
+    )
 
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Set $XDG_RUNTIME_DIR and the directory that stands for /tmp/ckptd-UID to new places, so that other daemons of this machine do not
-    matter.
+    """Set $XDG_RUNTIME_DIR and the directory that stands for /tmp/ckptd-UID to new
+    places, so that other daemons of this machine do not matter.
     """
     with tempfile.TemporaryDirectory(prefix="ckptd-test-") as name:
         path = Path(name) / "runtime"
@@ -257,14 +322,20 @@ def test_private_socket_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     assert len(os.fsencode(names.private_socket(root))) <= 96
     assert str(names.private_socket(root).parent).startswith(f"/tmp/ckptd-{os.getuid()}")
-    monkeypatch.setattr("ckptd.shared.names._runtime_directory", lambda: Path(os.environ["XDG_RUNTIME_DIR"]))
+    monkeypatch.setattr(
+        "ckptd.shared.names._runtime_directory", lambda: Path(os.environ["XDG_RUNTIME_DIR"])
+    )
     for length in range(2, 200):
         monkeypatch.setenv("XDG_RUNTIME_DIR", "/" + "x" * (length - 1))
         assert len(os.fsencode(names.private_socket(root))) <= 96
 
 
-@pytest.mark.parametrize("kind", ["missing", "a file", "relative", "writable by others", "another user's"])
-def test_an_unusable_runtime_directory_is_ignored(runtime: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["missing", "a file", "relative", "writable by others", "another user's"]
+)
+def test_an_unusable_runtime_directory_is_ignored(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     if kind == "missing":
         runtime.rmdir()
     elif kind == "a file":
@@ -282,7 +353,10 @@ def test_an_unusable_runtime_directory_is_ignored(runtime: Path, monkeypatch: py
 
 
 def test_default_sockets(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pwd.getpwuid", lambda uid: pwd.struct_passwd(("ada", "x", uid, uid, "", "/home/ada", "/bin/sh")))
+    monkeypatch.setattr(
+        "pwd.getpwuid",
+        lambda uid: pwd.struct_passwd(("ada", "x", uid, uid, "", "/home/ada", "/bin/sh")),
+    )
     assert names.default_sockets() == [Path("/run/ckptd/ada.sock"), runtime / "ckptd.sock"]
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert names.default_sockets() == [Path("/run/ckptd/ada.sock")]

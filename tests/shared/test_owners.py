@@ -1,4 +1,6 @@
-"""What belongs to this user, and what another user of the node could have put in its place."""
+"""What belongs to this user, and what another user of the node could have put in its
+place.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,11 @@ def test_a_listener_of_another_user_is_refused(place: Path) -> None:
             listener.bind(str(path))
             listener.listen()
         client.connect(str(path))
-        with pytest.raises(Forbidden, match=f"^the process that listens at {path} belongs to uid {STRANGER}, not to uid {os.geteuid()}"):
+        with pytest.raises(
+            Forbidden,
+            match=f"^the process that listens at {path} belongs to uid {STRANGER}, not to uid "
+            f"{os.geteuid()}",
+        ):
             owners.check_peer(client, path)
 
 
@@ -84,7 +90,9 @@ def test_a_socket_in_a_directory_of_ones_own_passes_and_so_does_a_missing_one(pl
         owners.check_socket(path)
 
 
-def test_a_socket_of_another_user_is_refused_at_its_own_place_and_behind_a_link(place: Path) -> None:
+def test_a_socket_of_another_user_is_refused_at_its_own_place_and_behind_a_link(
+    place: Path,
+) -> None:
     theirs = place / "theirs"
     theirs.touch()
     (place / "link").symlink_to(theirs)
@@ -104,7 +112,8 @@ def test_a_link_of_another_user_is_refused(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "allowed"), [(0o700, True), (0o755, True), (0o1777, True), (0o777, False), (0o770, False), (0o702, False)]
+    ("mode", "allowed"),
+    [(0o700, True), (0o755, True), (0o1777, True), (0o777, False), (0o770, False), (0o702, False)],
 )
 def test_nobody_else_may_replace_a_socket(place: Path, mode: int, allowed: bool) -> None:
     directory = made(place / "directory", mode)
@@ -112,7 +121,11 @@ def test_nobody_else_may_replace_a_socket(place: Path, mode: int, allowed: bool)
     if allowed:
         owners.check_socket_directory(directory / "s")
     else:
-        with pytest.raises(Forbidden, match=f"^{directory} has mode {mode:o}, so that other users could replace the socket s in it: "):
+        with pytest.raises(
+            Forbidden,
+            match=f"^{directory} has mode {mode:o}, so that other users could replace the socket s "
+            f"in it: ",
+        ):
             owners.check_socket_directory(directory / "s")
 
 
@@ -120,14 +133,20 @@ def test_a_directory_of_another_user_is_refused_for_sockets(place: Path) -> None
     directory = give_away(made(place / "theirs"))
     (place / "link").symlink_to(directory)
     for path in (directory, place / "link"):
-        with pytest.raises(Forbidden, match=f"^{directory} belongs to uid {STRANGER}, who could replace the socket s in it"):
+        with pytest.raises(
+            Forbidden,
+            match=f"^{directory} belongs to uid {STRANGER}, who could replace the socket s in it",
+        ):
             owners.check_socket_directory(path / "s")
         assert not owners.is_usable_for_sockets(path)
 
 
 def test_what_is_no_directory_cannot_hold_sockets(place: Path) -> None:
     (place / "file").touch()
-    assert [owners.is_usable_for_sockets(place / name) for name in ("file", "missing")] == [False, False]
+    assert [owners.is_usable_for_sockets(place / name) for name in ("file", "missing")] == [
+        False,
+        False,
+    ]
 
 
 # -- whose a path is
@@ -158,10 +177,16 @@ def test_both_a_link_and_its_target_count(place: Path) -> None:
     (place / "own link").symlink_to(theirs)
     (place / "their link").symlink_to(own)
     give_away(place / "their link")
-    assert [bool(owners.stranger(place / name)) for name in ("own link", "their link", "own")] == [True, True, False]
+    assert [bool(owners.stranger(place / name)) for name in ("own link", "their link", "own")] == [
+        True,
+        True,
+        False,
+    ]
 
 
-def test_an_owner_that_the_file_system_makes_up_counts_as_this_user(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_owner_that_the_file_system_makes_up_counts_as_this_user(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on NFS with all_squash, where every new file has the same owner."""
     theirs, fstat = give_away(made(place / "theirs")), os.fstat
 
@@ -217,24 +242,38 @@ def test_a_taken_name_gets_a_suffix_that_is_found_again(place: Path, kind: str) 
         if kind == "another user's":
             give_away(plain)
     found = owners.make_own_directory(plain)
-    assert (found.name.startswith("ckptd-0."), owners.is_own_directory(found), owners.is_own_directory(plain)) == (True, True, False)
+    assert (
+        found.name.startswith("ckptd-0."),
+        owners.is_own_directory(found),
+        owners.is_own_directory(plain),
+    ) == (True, True, False)
     assert owners.make_own_directory(plain) == owners.own_directory(plain) == found
     assert owners.own_directories(plain) == [found]
 
 
 def test_only_suffixes_of_ckptd_count(place: Path) -> None:
     plain, suffix = place / "ckptd-0", "0123456789abcdef"
-    for name in ("ckptd-0.backup", f"ckptd-01.{suffix}", f"ckptd-0.{suffix}0", f"ckptd-0.{suffix.upper()}", f"ckptd-0.{suffix}"):
+    for name in (
+        "ckptd-0.backup",
+        f"ckptd-01.{suffix}",
+        f"ckptd-0.{suffix}0",
+        f"ckptd-0.{suffix.upper()}",
+        f"ckptd-0.{suffix}",
+    ):
         made(place / name)
     assert owners.own_directories(plain) == [place / f"ckptd-0.{suffix}"]
     assert owners.own_directories(place / "missing" / "x") == []
 
 
-def test_a_name_that_others_take_again_and_again_is_an_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_others_take_again_and_again_is_an_error(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def taken(path: Path, mode: int) -> None:
         Path(path).touch()
         raise FileExistsError
 
     monkeypatch.setattr(os, "mkdir", taken)
-    with pytest.raises(PermissionError, match=f"^a new directory beside {place / 'ckptd-0'} does not belong to uid"):
+    with pytest.raises(
+        PermissionError, match=f"^a new directory beside {place / 'ckptd-0'} does not belong to uid"
+    ):
         owners.make_own_directory(place / "ckptd-0")

@@ -32,7 +32,10 @@ def at(*seconds: float) -> list[Made]:
 
 
 def losses(*values: float | None) -> list[Made]:
-    return [Made(step, metrics={} if value is None else {"loss": value, "other": 0.0}) for step, value in enumerate(values)]
+    return [
+        Made(step, metrics={} if value is None else {"loss": value, "other": 0.0})
+        for step, value in enumerate(values)
+    ]
 
 
 TEN = [Made(step) for step in range(0, 100, 10)]
@@ -105,8 +108,13 @@ def test_the_newest_checkpoints_without_the_metric_stand_in_for_missing_ones() -
 
 
 @steady
-@given(st.lists(st.one_of(st.none(), st.just(math.nan), st.integers(0, 3).map(float)), max_size=12), st.integers(1, 4))
-def test_best_n_deletes_nothing_more_when_it_is_applied_again(values: list[float | None], n: int) -> None:
+@given(
+    st.lists(st.one_of(st.none(), st.just(math.nan), st.integers(0, 3).map(float)), max_size=12),
+    st.integers(1, 4),
+)
+def test_best_n_deletes_nothing_more_when_it_is_applied_again(
+    values: list[float | None], n: int
+) -> None:
     policy, made = r.BestN("loss", n), losses(*values)
     left = [made[place] for place in sorted(policy.keeps(made))]
     assert len(policy.keeps(left)) == len(left)
@@ -118,11 +126,22 @@ def test_a_policy_that_can_rank_nothing_says_which_metrics_there_are() -> None:
     made = losses(3.0, 1.0)
     wrong, right = r.BestN("los", 2), r.BestN("loss", 2)
     assert r.unrankable([r.LatestN(1), wrong, right], made) == {
-        wrong: "no checkpoint has the metric 'los' (their metrics are 'loss', 'other'); did you mean 'loss'?"
+        wrong: "no checkpoint has the metric 'los' (their metrics are 'loss', 'other'); did you "
+        "mean "
+        "'loss'?"
     }
-    assert r.BestN("zzz", 1).problem(made) == "no checkpoint has the metric 'zzz' (their metrics are 'loss', 'other')"
-    assert r.BestN("zzz", 1).problem(TEN) == "no checkpoint has the metric 'zzz' (they have no metrics at all)"
-    assert r.BestN("loss", 1).problem(losses(None, math.nan)) == "every value of the metric 'loss' is NaN"
+    assert (
+        r.BestN("zzz", 1).problem(made)
+        == "no checkpoint has the metric 'zzz' (their metrics are 'loss', 'other')"
+    )
+    assert (
+        r.BestN("zzz", 1).problem(TEN)
+        == "no checkpoint has the metric 'zzz' (they have no metrics at all)"
+    )
+    assert (
+        r.BestN("loss", 1).problem(losses(None, math.nan))
+        == "every value of the metric 'loss' is NaN"
+    )
     assert r.unrankable([wrong], []) == {}
 
 
@@ -143,9 +162,13 @@ def test_a_checkpoint_is_kept_if_any_policy_keeps_it() -> None:
 
 
 EVERY: list[tuple[r.Policy, str]] = [
-    (r.PreserveAll(), "PreserveAll"), (r.PreserveAll(), "PreserveAll()"), (r.LatestN(5), " LatestN( 5 ) "), (r.LatestN(5), "LatestN(n=5)"),
-    (r.LatestDuration(3600), "LatestDuration(3600)"), (r.EveryNSteps(7), "EveryNSteps(7)"), (r.EveryNSeconds(0.5), "EveryNSeconds(0.5)"),
-    (r.BestN("loss", 3), "BestN('loss', 3)"), (r.BestN("a b", 3, "max", True), 'BestN("a b", 3, "max", True)'),
+    (r.PreserveAll(), "PreserveAll"), (r.PreserveAll(), "PreserveAll()"), (r.LatestN(5), " "
+        "LatestN( "
+        "5 "
+        ") "), (r.LatestN(5), "LatestN(n=5)"),
+    (r.LatestDuration(3600), "LatestDuration(3600)"), (r.EveryNSteps(7), "EveryNSteps(7)"),
+    (r.EveryNSeconds(0.5), "EveryNSeconds(0.5)"), (r.BestN("loss", 3), "BestN('loss', "
+        "3)"), (r.BestN("a b", 3, "max", True), 'BestN("a b", 3, "max", True)'),
     (r.CustomSteps((1, 2)), "CustomSteps([1, 2])"), (r.CustomSteps(()), "CustomSteps(())"),
 ]  # fmt: skip
 
@@ -169,7 +192,10 @@ def test_every_policy_is_parsed_from_its_text(policy: r.Policy, text: str) -> No
         ("__import__('os').mkdir('x')", "is no retention policy"),
         ("(" * 500, "is no retention policy"),
         ("LatestN(0x" + "f" * 300 + "+1j)", "is no retention policy"),
-        ("LatestN(" + "1" * 5000 + ")", "is 5009 characters long; expected a retention policy of at most 4096"),
+        (
+            "LatestN(" + "1" * 5000 + ")",
+            "is 5009 characters long; expected a retention policy of at most 4096",
+        ),
         ("LatestM(5)", "there is no retention policy 'LatestM'; did you mean 'LatestN'"),
         ("Zzz(5)", "there is no retention policy 'Zzz'; the policies are PreserveAll, LatestN, "),
         ("LatestN()", "LatestN takes n"),
@@ -206,7 +232,10 @@ def test_any_text_is_a_policy_or_an_error_in_one_sentence(text: str) -> None:
 
 
 def test_a_policy_of_a_newer_ckptd_keeps_everything() -> None:
-    assert r.understood(["LatestN(n=2)", "LatestMoon(phase='full')"]) == (r.LatestN(2), r.PreserveAll())
+    assert r.understood(["LatestN(n=2)", "LatestMoon(phase='full')"]) == (
+        r.LatestN(2),
+        r.PreserveAll(),
+    )
 
 
 @pytest.mark.parametrize("given", [r.LatestN(2), [r.LatestN(2)], (r.LatestN(2),)])
@@ -219,8 +248,14 @@ def test_one_policy_may_be_given_without_a_list(given: Any) -> None:
     [
         ([], "retention has 0 policies; expected 1 to 64"),
         ([r.LatestN(1)] * 65, "retention has 65 policies"),
-        ([r.CustomSteps(tuple(range(5000)))], "characters long; expected a retention policy of at most 4096"),
-        ([r.BestN(HTTPMethod.GET, 3)], "expected plain numbers and text in it|is no retention policy"),
+        (
+            [r.CustomSteps(tuple(range(5000)))],
+            "characters long; expected a retention policy of at most 4096",
+        ),
+        (
+            [r.BestN(HTTPMethod.GET, 3)],
+            "expected plain numbers and text in it|is no retention policy",
+        ),
         ("LatestN(5)", r"retention has 'LatestN\(5\)'; expected policies like LatestN\(5\)"),
         (["LatestN(5)"], r"retention has 'LatestN\(5\)'; expected policies like LatestN\(5\)"),
         ([r.LatestN], "retention has <class"),

@@ -1,4 +1,6 @@
-"""Tests that ckptd's own readers read every test vector as `vectors.json` says, and refuse those that must be refused."""
+"""Tests that ckptd's own readers read every test vector as `vectors.json` says, and
+refuse those that must be refused.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,13 @@ from ckptd.shared.formats.part import PartReader
 from ckptd.shared.formats.plain_values import Undecoded, decode_plain, merged
 from ckptd.shared.formats.plan import BLOB, ITEM_SIZES
 from ckptd.shared.formats.scatter import scatter, verify
-from ckptd.shared.formats.segment import RootMark, SlotState, read_check, read_header, read_root_mark
+from ckptd.shared.formats.segment import (
+    RootMark,
+    SlotState,
+    read_check,
+    read_header,
+    read_root_mark,
+)
 from ckptd.shared.formats.sharding import Mesh
 from ckptd.shared.names import journal_file
 from ckptd.shared.system.fs import PosixFileSystem
@@ -46,7 +54,11 @@ VECTORS: dict[str, dict[str, Any]] = INDEX["vectors"]
 
 
 def named(kind: str, expect: str) -> list[str]:
-    return [name for name, entry in VECTORS.items() if name.startswith(f"{kind}/") and entry["expect"] == expect]
+    return [
+        name
+        for name, entry in VECTORS.items()
+        if name.startswith(f"{kind}/") and entry["expect"] == expect
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +76,9 @@ def test_the_archive_is_what_its_script_makes() -> None:
 
 
 def test_the_script_makes_the_same_archive_twice() -> None:
-    assert make.archive({"a": b"1", "b": bytes(9000)}) == make.archive({"a": b"1", "b": bytes(9000)})
+    assert make.archive({"a": b"1", "b": bytes(9000)}) == make.archive(
+        {"a": b"1", "b": bytes(9000)}
+    )
 
 
 def test_every_kind_of_vector_is_there() -> None:
@@ -78,7 +92,9 @@ def test_every_kind_of_vector_is_there() -> None:
 
 
 def test_every_vector_that_must_be_refused_names_a_check_of_the_document() -> None:
-    checks = {name for row in rows(section(FORMAT, 13), "| check | ") for name in code_names(row[0])}
+    checks = {
+        name for row in rows(section(FORMAT, 13), "| check | ") for name in code_names(row[0])
+    }
     assert {entry["check"] for entry in VECTORS.values() if "check" in entry} <= checks
 
 
@@ -117,7 +133,9 @@ def plain(value: Any) -> Any:
         case Undecoded():
             return {"$undecoded": value.kind}
         case np.ndarray() | np.generic():
-            return {"$array": [value.dtype.str, list(value.shape), np.asarray(value).tobytes().hex()]}
+            return {
+                "$array": [value.dtype.str, list(value.shape), np.asarray(value).tobytes().hex()]
+            }
         case io.BytesIO() | io.StringIO():
             return plain(value.getvalue())
         case datetime.date() | uuid.UUID() | range():
@@ -162,8 +180,14 @@ def test_a_sound_checkpoint_without_torch(name: str, place: Path) -> None:
             }
             for key in list(checkpoint.keys())
         }
-        assert found == {key: each | {"dtype": each["dtype"].partition("/")[0]} for key, each in entry["tensors"].items()}
-        documents = [decode_plain(values_of(part), lambda tensor: {"$tensor": tensor}) for part in checkpoint._parts]
+        assert found == {
+            key: each | {"dtype": each["dtype"].partition("/")[0]}
+            for key, each in entry["tensors"].items()
+        }
+        documents = [
+            decode_plain(values_of(part), lambda tensor: {"$tensor": tensor})
+            for part in checkpoint._parts
+        ]
         assert plain(merged([document["state"] for document in documents])) == entry["state"]
         checkpoint.load()
 
@@ -177,7 +201,9 @@ def test_a_sound_checkpoint_with_torch(name: str, place: Path) -> None:
     entry = VECTORS[name]
     with Checkpoint.open((place / entry["path"]).parent, Path(entry["path"]).name) as checkpoint:
         if name == "checkpoints/torch-values":
-            with pytest.raises(IntegrityError, match=r"a value whose bytes are not those of torch\.save"):
+            with pytest.raises(
+                IntegrityError, match=r"a value whose bytes are not those of torch\.save"
+            ):
                 checkpoint.verify([])
         else:
             checkpoint.verify([])
@@ -193,10 +219,16 @@ def test_a_sound_checkpoint_with_torch(name: str, place: Path) -> None:
                 f"torch.{dtype}",
                 each["shape"],
             )
-            raw = found.contiguous().reshape(-1).view(torch.uint8) if found.numel() else torch.empty(0, dtype=torch.uint8)
+            raw = (
+                found.contiguous().reshape(-1).view(torch.uint8)
+                if found.numel()
+                else torch.empty(0, dtype=torch.uint8)
+            )
             assert digest(raw.numpy().tobytes()) == each["sha256"], key
         found_blobs = checkpoint.opened.saved.read_blobs(list(entry.get("blobs", {})))
-        assert {key: {"bytes": len(data), "sha256": digest(data)} for key, data in found_blobs.items()} == entry.get("blobs", {})
+        assert {
+            key: {"bytes": len(data), "sha256": digest(data)} for key, data in found_blobs.items()
+        } == entry.get("blobs", {})
 
 
 def test_trees_are_merged_with_torch_as_without(place: Path) -> None:
@@ -207,7 +239,9 @@ def test_trees_are_merged_with_torch_as_without(place: Path) -> None:
         assert plain(checkpoint.load()) == entry["state"]
 
 
-@pytest.mark.parametrize("name", [name for name in named("checkpoints", "read") if "shards" in VECTORS[name]])
+@pytest.mark.parametrize(
+    "name", [name for name in named("checkpoints", "read") if "shards" in VECTORS[name]]
+)
 def test_rules_give_the_shards_that_the_vector_lists(name: str, place: Path) -> None:
     entry = VECTORS[name]
     directory = place / entry["path"]
@@ -219,16 +253,26 @@ def test_rules_give_the_shards_that_the_vector_lists(name: str, place: Path) -> 
         )
     else:
         fd = os.open(directory / manifest.metadata_object.file, os.O_RDONLY)
-        with closing(MetadataReader(source(fd), manifest.metadata_object, manifest.world_size, "the metadata object")) as reader:
+        with closing(
+            MetadataReader(
+                source(fd), manifest.metadata_object, manifest.world_size, "the metadata object"
+            )
+        ) as reader:
             assert reader.verify() == manifest.metadata_object.tensors == len(entry["state"])
             described, meshes = dict(reader.entries()), list(reader.meshes)
     assert all(isinstance(mesh, Mesh) for mesh in meshes)
     found = {
-        key: [[list(shard[0]), list(shard[1]), rank] for shard, rank in stored_places(each, meshes) if shard is not None]
+        key: [
+            [list(shard[0]), list(shard[1]), rank]
+            for shard, rank in stored_places(each, meshes)
+            if shard is not None
+        ]
         for key, each in described.items()
         if each["dtype"] != BLOB
     }
-    assert {key: sorted(each) for key, each in found.items()} == {key: sorted(each) for key, each in entry["shards"].items()}
+    assert {key: sorted(each) for key, each in found.items()} == {
+        key: sorted(each) for key, each in entry["shards"].items()
+    }
 
 
 def test_an_abandonment_is_no_checkpoint(place: Path) -> None:
@@ -243,7 +287,9 @@ def test_an_abandonment_is_no_checkpoint(place: Path) -> None:
 
 
 def read_without_torch(place: Path, entry: dict[str, Any]) -> None:
-    """Open a checkpoint, and read everything in it if the vector says that only a read shows what is wrong."""
+    """Open a checkpoint, and read everything in it if the vector says that only a read
+    shows what is wrong.
+    """
     with opened(place, entry) as checkpoint:
         if entry["at"] == "read":
             checkpoint.verify()
@@ -304,7 +350,11 @@ def test_a_segment(name: str, place: Path) -> None:
             "step": header.step,
         }
         assert found == entry["header"]
-        found_checks = SealedSlot.read(fd, header).crcs if header.state is SlotState.SEALED else read_check(fd, header)
+        found_checks = (
+            SealedSlot.read(fd, header).crcs
+            if header.state is SlotState.SEALED
+            else read_check(fd, header)
+        )
         assert found_checks == entry["checks"]
         try:
             mark = read_root_mark(fd, header)
@@ -316,7 +366,9 @@ def test_a_segment(name: str, place: Path) -> None:
 
 
 def read_segment(fd: int) -> None:
-    """Read a sealed segment as a daemon does before it answers a seal, and then as an agent does that recovers from it."""
+    """Read a sealed segment as a daemon does before it answers a seal, and then as an
+    agent does that recovers from it.
+    """
     from ckptd.agent.read.slot_source import SlotSource
 
     header = read_header(fd)

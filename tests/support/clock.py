@@ -1,4 +1,6 @@
-"""A clock for tests in which a timeout decides: time passes only when the code sleeps, or when the test says so."""
+"""A clock for tests in which a timeout decides: time passes only when the code sleeps,
+or when the test says so.
+"""
 
 from __future__ import annotations
 

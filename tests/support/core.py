@@ -1,7 +1,10 @@
-"""The daemon's core without processes, files or threads: the real engine, steps, custody and orphans, over fakes and a clock of its own.
+"""The daemon's core without processes, files or threads: the real engine, steps,
+custody and orphans, over fakes and a clock of its own.
 
-A test moves the core by hand. `Core.tick` runs what is ready, `Core.advance` moves the clock, and `Core.work` has the calls that the core
-waits for: reads of seals, saves, segments, claims and journal records. Each ends when the test says so, and how the test says.
+A test moves the core by hand. `Core.tick` runs what is ready, `Core.advance` moves the
+clock, and `Core.work` has the calls that the core waits for: reads of seals, saves,
+segments, claims and journal records. Each ends when the test says so, and how the test
+says.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ class _Selector(selectors.SelectSelector):
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """An event loop whose clock moves only by `now`, and whose readers are called only by `end_of`."""
+    """An event loop whose clock moves only by `now`, and whose readers are called only
+    by `end_of`.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -74,7 +79,10 @@ class Loop(asyncio.SelectorEventLoop):
 
 @dataclass(eq=False)
 class Work:
-    """A call that the core waits for. `what` names its kind, `subject` what it is about."""
+    """A call that the core waits for.
+
+    `what` names its kind, `subject` what it is about.
+    """
 
     what: str
     subject: Any
@@ -97,8 +105,8 @@ class Work:
 class Segment:
     """A slot without a file, with what its trainer has written.
 
-    held: the trainer holds its lock. unreadable: its disk reports an error now. misfit: its
-    documents do not fit those of other ranks.
+    held: the trainer holds its lock. unreadable: its disk reports an error now. misfit:
+    its documents do not fit those of other ranks.
     """
 
     name: str
@@ -144,7 +152,9 @@ class Segment:
 
     def write(self, state: SlotState, step: int | None = None) -> None:
         """Write a header, as the trainer does."""
-        self.written = replace(self.written, state=state, step=step, generation=self.written.generation + 1)
+        self.written = replace(
+            self.written, state=state, step=step, generation=self.written.generation + 1
+        )
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.written.state.name} {self.written.step}>"
@@ -190,7 +200,10 @@ class Segments:
 
 
 class Journal:
-    """Plays `Journal`: a record counts once its work has ended. `records` has all that were posted, in order."""
+    """Plays `Journal`: a record counts once its work has ended.
+
+    `records` has all that were posted, in order.
+    """
 
     def __init__(self, core: Core, state: r.JournalState) -> None:
         self._core, self.state, self.records = core, state, list[r.Record]()
@@ -203,7 +216,10 @@ class Journal:
 
 
 class Claims:
-    """Plays `Claims`: a claim ends with the next number, or with an error. `lost` has the attempts that other daemons have claimed."""
+    """Plays `Claims`: a claim ends with the next number, or with an error.
+
+    `lost` has the attempts that other daemons have claimed.
+    """
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -221,9 +237,14 @@ class Claims:
 
 
 class Saver:
-    """Plays `Saver`, with the same moves of a snapshot, and without a byte written. The work "save" ends with None or an error."""
+    """Plays `Saver`, with the same moves of a snapshot, and without a byte written.
 
-    def __init__(self, core: Core, tell: Callable[[Snapshot], None], settled: Callable[[Job], None]) -> None:
+    The work "save" ends with None or an error.
+    """
+
+    def __init__(
+        self, core: Core, tell: Callable[[Snapshot], None], settled: Callable[[Job], None]
+    ) -> None:
         self._core, self._tell, self._settled = core, tell, settled
         self.counters: Counter[str] = Counter()
         self.running: dict[Snapshot, asyncio.Task[None]] = {}
@@ -240,7 +261,9 @@ class Saver:
         if task is None or task.done():
             hold = ExitStack()
             hold.enter_context(snapshot.held())
-            task = self.running[snapshot] = asyncio.get_running_loop().create_task(self._run(snapshot, hold))
+            task = self.running[snapshot] = asyncio.get_running_loop().create_task(
+                self._run(snapshot, hold)
+            )
             task.add_done_callback(lambda done: self._done(snapshot, hold, done))
         return task
 
@@ -260,7 +283,16 @@ class Saver:
                     await self._core.begin("save", snapshot).future
                     snapshot.move(Event.WROTE)
                     job.commit(
-                        StoredCheckpoint(job.name, snapshot.tag, snapshot.attempt, snapshot.step, job.seq + 1, 1, ("part",), user_tag=False)
+                        StoredCheckpoint(
+                            job.name,
+                            snapshot.tag,
+                            snapshot.attempt,
+                            snapshot.step,
+                            job.seq + 1,
+                            1,
+                            ("part",),
+                            user_tag=False,
+                        )
                     )
                     snapshot.move(Event.COMMIT)
                     self._tell(snapshot)
@@ -268,7 +300,11 @@ class Saver:
                 self._settled(job)
         except CkptdError as error:
             snapshot.reason, snapshot.code = str(error), error.code
-            if snapshot.state in (SnapshotState.SEALED, SnapshotState.WRITING, SnapshotState.WRITTEN):
+            if snapshot.state in (
+                SnapshotState.SEALED,
+                SnapshotState.WRITING,
+                SnapshotState.WRITTEN,
+            ):
                 snapshot.move(Event.FAIL)
             if snapshot.state is SnapshotState.FAILED:
                 self._tell(snapshot)
@@ -301,7 +337,9 @@ class NoHeartbeats:
 
 @dataclass
 class Left:
-    """What a daemon leaves to the next one: its segments, its checkpoints and its journal."""
+    """What a daemon leaves to the next one: its segments, its checkpoints and its
+    journal.
+    """
 
     segments: Segments = field(default_factory=Segments)
     checkpoints: dict[str, list[StoredCheckpoint]] = field(default_factory=dict)
@@ -335,7 +373,11 @@ class Core:
         self.journal, self.claims = _fake(Journal(self, left.journal)), _fake(Claims(self))
         self.errors: list[BaseException] = []
         tasks.on_failure(self.errors.append)
-        self.loop.set_exception_handler(lambda _, context: self.errors.append(context.get("exception") or RuntimeError(context["message"])))
+        self.loop.set_exception_handler(
+            lambda _, context: self.errors.append(
+                context.get("exception") or RuntimeError(context["message"])
+            )
+        )
         self.changes = 0
         self.compared: list[list[int]] = []
         """The ranks whose slots were compared, each time."""
@@ -352,9 +394,9 @@ class Core:
         self.seals = SealIntake(self.catalog, self.steps, self.journal, self._read, self._compare)
         self.admission = Admission(slots, MIN_CHUNK, self._create)
         self.engine = Engine(
-            self.catalog, slots, self.journal, self.claims, self.admission, self.steps, self.seals, self.saver,
-            RunGuard(_fake(NoHeartbeats()), _fake(NoHeartbeats()), _fake(NoHeartbeats())),
-            _fake(OneRoot()), _fake(OneRoot()), PLAN_TIMEOUT,
+            self.catalog, slots, self.journal, self.claims, self.admission, self.steps, self.seals,
+            self.saver, RunGuard(_fake(NoHeartbeats()), _fake(NoHeartbeats()),
+            _fake(NoHeartbeats())), _fake(OneRoot()), _fake(OneRoot()), PLAN_TIMEOUT,
         )  # fmt: skip
         self.custody = Custody(self.catalog, slots, self.steps, self.seals, self.saver)
         self.orphans = Orphans(self.custody, MEMORY_TTL, self._changed)
@@ -366,7 +408,9 @@ class Core:
         self.changes += 1
 
     def lose_claim(self, job: Job, attempt: int) -> None:
-        """Do what the daemon does when another daemon turns out to have claimed an attempt."""
+        """Do what the daemon does when another daemon turns out to have claimed an
+        attempt.
+        """
         self.claims.lost.add((job.name, attempt))
         self.engine.lose_claim(job, attempt)
         self.orphans.ensure_timer(job)
@@ -391,7 +435,9 @@ class Core:
         if segment.damaged or segment.written.generation != header.generation:
             raise IntegrityError(f"{segment.name} is damaged")
         sealed = SimpleNamespace(
-            request=SimpleNamespace(tag=segment.tag, persist=segment.persist, node=None, replicas=[]),
+            request=SimpleNamespace(
+                tag=segment.tag, persist=segment.persist, node=None, replicas=[]
+            ),
             plan=SimpleNamespace(global_plan=segment.plan),
             crcs=segment.crcs,
         )
@@ -417,7 +463,9 @@ class Core:
         self.tick(4)
 
     def finish(self, *kinds: str) -> None:
-        """End all work of these kinds, or of all kinds, until there is none left, and run what follows."""
+        """End all work of these kinds, or of all kinds, until there is none left, and
+        run what follows.
+        """
         self.tick(4)
         while found := [work for work in self.work if not kinds or work.what in kinds]:
             for work in found:
@@ -459,7 +507,9 @@ class Core:
             os.close(process)
         self.loop.close()
         tasks.on_failure(lambda error: None)
-        checkpoints = {name: list(job.checkpoints.values()) for name, job in self.catalog.jobs.items()}
+        checkpoints = {
+            name: list(job.checkpoints.values()) for name, job in self.catalog.jobs.items()
+        }
         for segment in self.segments.slots.values():
             segment.header, segment.outgrown, segment.pins = segment.written, False, 0
         return Left(self.segments, checkpoints, self.journal.state)
@@ -484,11 +534,17 @@ class Client:
             self.holdings.append(message.holding)
 
     def failures(self, attempt: int, step: int) -> list[str]:
-        return [told.reason for told in self.told if (told.attempt, told.step, told.state) == (attempt, step, "failed")]
+        return [
+            told.reason
+            for told in self.told
+            if (told.attempt, told.step, told.state) == (attempt, step, "failed")
+        ]
 
 
 class ConnectedRanks:
-    """A core, and a job whose ranks are connected and have two slots each, whose locks they hold. Nothing ends by chance."""
+    """A core, and a job whose ranks are connected and have two slots each, whose locks
+    they hold. Nothing ends by chance.
+    """
 
     def __init__(self, size: int = 2, job: str = "gpt") -> None:
         self.core, self.name, self.size = Core(), job, size
@@ -503,7 +559,9 @@ class ConnectedRanks:
 
     def begin(self, rank: int, attempt: int) -> Client:
         client = Client(self.core)
-        client.owner = self.core.run(self.core.engine.begin(self.name, rank, self.size, attempt, client.notify))
+        client.owner = self.core.run(
+            self.core.engine.begin(self.name, rank, self.size, attempt, client.notify)
+        )
         return client
 
     @staticmethod
@@ -521,7 +579,9 @@ class ConnectedRanks:
 
     def grant(self, rank: int, step: int) -> Segment:
         """Let a rank acquire a slot and fill it."""
-        slot = self.core.run(self.core.engine.acquire(self.owner(self.clients[rank]), step, None, 0.0))
+        slot = self.core.run(
+            self.core.engine.acquire(self.owner(self.clients[rank]), step, None, 0.0)
+        )
         assert isinstance(slot, Segment), slot
         slot.write(SlotState.FILLING, step)
         return slot
@@ -531,7 +591,9 @@ class ConnectedRanks:
         slot.write(SlotState.SEALED, step)
 
     def seal(self, rank: int, step: int) -> asyncio.Task[Any]:
-        """Let a rank acquire, fill and seal a slot and report it; the read of the seal is under way."""
+        """Let a rank acquire, fill and seal a slot and report it; the read of the seal
+        is under way.
+        """
         slot = self.grant(rank, step)
         slot.write(SlotState.SEALED, step)
         owner = self.owner(self.clients[rank])

@@ -1,4 +1,6 @@
-"""Real daemons for tests: they are started, killed and queried, and everything that they leave is removed, shared memory included."""
+"""Real daemons for tests: they are started, killed and queried, and everything that
+they leave is removed, shared memory included.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,21 @@ from tests.support.forks import context
 from tests.support.measured import save_before_kill, save_on_signal
 
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
-if os.environ.get("STATE_DIRECTORY_OF_TEST") != _WORKER:  # processes that a test starts use its directory: many of them are killed
+# Processes that a test starts use its directory: many of them are killed.
+if os.environ.get("STATE_DIRECTORY_OF_TEST") != _WORKER:
     _state = tempfile.TemporaryDirectory(prefix="ckptd-test-state-")
-    os.environ["STATE_DIRECTORY"] = _state.name  # for daemons and commands that are started without --state-dir
+    # For daemons and commands that are started without --state-dir.
+    os.environ["STATE_DIRECTORY"] = _state.name
     os.environ["STATE_DIRECTORY_OF_TEST"] = _WORKER
 
 READY_SECONDS = 60.0  # shared machines may be slow; the timeout measures nothing
 
 
 class Home:
-    """A root, a socket with a short path, and a directory for segments. All are removed when the test ends."""
+    """A root, a socket with a short path, and a directory for segments.
+
+    All are removed when the test ends.
+    """
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="ckptd-test-"))
@@ -74,7 +81,10 @@ class Home:
 
 
 class Daemon:
-    """One daemon process. `kill` sends SIGKILL; `stop` and `died` wait for the process to end."""
+    """One daemon process.
+
+    `kill` sends SIGKILL; `stop` and `died` wait for the process to end.
+    """
 
     def __init__(
         self,
@@ -87,21 +97,44 @@ class Daemon:
     ) -> None:
         """Start the daemon.
 
-        under: a command that replaces itself by the daemon's command, so that the process is the same. forked: fork the daemon instead, at
-        a fifth of the cost, for tests that start thousands. It may be a function to call first in the process.
+        under: a command that replaces itself by the daemon's command, so that the
+        process is the same. forked: fork the daemon instead, at a fifth of the cost,
+        for tests that start thousands. It may be a function to call first in the
+        process.
         """
         self.home = home
         ready, told = os.pipe()
-        arguments = ("run", "--root", str(home.root), "--socket", str(home.socket), "--state-dir", str(home.state), *arguments)
+        arguments = (
+            "run",
+            "--root",
+            str(home.root),
+            "--socket",
+            str(home.socket),
+            "--state-dir",
+            str(home.state),
+            *arguments,
+        )
         environment = {**home.environ, **(environment or {}), "CKPTD_FAILPOINTS": failpoints}
         self.process: subprocess.Popen[bytes] | Fork
         if forked:
-            self.process = Fork(home.log, told, arguments, environment, forked if callable(forked) else None)
+            self.process = Fork(
+                home.log, told, arguments, environment, forked if callable(forked) else None
+            )
         else:
-            clean = {key: value for key, value in os.environ.items() if not key.startswith("CKPTD_")}
+            clean = {
+                key: value for key, value in os.environ.items() if not key.startswith("CKPTD_")
+            }
             with home.log.open("ab") as log:
                 self.process = subprocess.Popen(
-                    [*under, sys.executable, "-m", "ckptd.daemon", *arguments, "--ready-fd", str(told)],
+                    [
+                        *under,
+                        sys.executable,
+                        "-m",
+                        "ckptd.daemon",
+                        *arguments,
+                        "--ready-fd",
+                        str(told),
+                    ],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -113,8 +146,13 @@ class Daemon:
         self.ready = False
 
     def wait_ready(self) -> Daemon:
-        """Wait until the daemon is ready. Raises AssertionError with the log if it ends first."""
-        assert self.reached_ready(), f"daemon ended with {self.process.wait()}:\n{self.home.log_text()}"
+        """Wait until the daemon is ready.
+
+        Raises AssertionError with the log if it ends first.
+        """
+        assert self.reached_ready(), (
+            f"daemon ended with {self.process.wait()}:\n{self.home.log_text()}"
+        )
         return self
 
     def reached_ready(self) -> bool:
@@ -142,7 +180,10 @@ class Daemon:
         return code
 
     def died(self, timeout: float = 60.0) -> int:
-        """Wait until the daemon has ended by itself. Return the exit code, which is negative after a signal."""
+        """Wait until the daemon has ended by itself.
+
+        Return the exit code, which is negative after a signal.
+        """
         return self.process.wait(timeout)
 
     def _save_measured(self) -> None:
@@ -160,10 +201,18 @@ class Daemon:
 
 
 class Fork:
-    """A process of the `ckptd` command that is forked instead of started. It is used like subprocess.Popen."""
+    """A process of the `ckptd` command that is forked instead of started.
+
+    It is used like subprocess.Popen.
+    """
 
     def __init__(
-        self, log: Path, ready: int, arguments: tuple[str, ...], environment: dict[str, str], first: Callable[[], None] | None
+        self,
+        log: Path,
+        ready: int,
+        arguments: tuple[str, ...],
+        environment: dict[str, str],
+        first: Callable[[], None] | None,
     ) -> None:
         everything = (log, Connection(os.dup(ready)), arguments, environment, first)
         self._process = context().Process(target=_ckptd, args=everything, daemon=True)
@@ -193,7 +242,13 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
-def _ckptd(log: Path, ready: Connection, arguments: tuple[str, ...], environment: dict[str, str], first: Callable[[], None] | None) -> None:
+def _ckptd(
+    log: Path,
+    ready: Connection,
+    arguments: tuple[str, ...],
+    environment: dict[str, str],
+    first: Callable[[], None] | None,
+) -> None:
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -213,9 +268,14 @@ def warn_soon() -> None:
 
 
 async def recover_only(config: Config, fs: FileSystem | None = None) -> Parts:
-    """Start a daemon in this process, and end it once it has recovered. Return its parts, which are closed."""
+    """Start a daemon in this process, and end it once it has recovered.
+
+    Return its parts, which are closed.
+    """
     failures: list[BaseException] = []
-    async with opened(config, fs or PosixFileSystem(), failed=failures.append, changed=lambda: None) as parts:
+    async with opened(
+        config, fs or PosixFileSystem(), failed=failures.append, changed=lambda: None
+    ) as parts:
         pass
     if failures:
         raise failures[0]
@@ -239,19 +299,30 @@ def running(
     environment: dict[str, str] | None = None,
     forked: bool | Callable[[], None] = False,
 ) -> Iterator[Daemon]:
-    """Context manager. Run a daemon. If the body fails, the error's report has the end of the daemon's log."""
-    daemon = Daemon(place, *arguments, failpoints=failpoints, environment=environment, forked=forked)
+    """Context manager.
+
+    Run a daemon. If the body fails, the error's report has the end of the daemon's log.
+    """
+    daemon = Daemon(
+        place, *arguments, failpoints=failpoints, environment=environment, forked=forked
+    )
     try:
         yield daemon.wait_ready()
     except BaseException:
-        print(f"the daemon's exit code: {daemon.process.poll()}; the end of its log:\n{place.log_text()[-8000:]}")
+        print(
+            f"the daemon's exit code: {daemon.process.poll()}; the end of its "
+            f"log:\n{place.log_text()[-8000:]}"
+        )
         raise
     finally:
         daemon.close()
 
 
 def holds(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until the condition holds, at most `seconds`. Return True once it has held: it is not asked again, since it may end to hold."""
+    """Wait until the condition holds, at most `seconds`.
+
+    Return True once it has held: it is not asked again, since it may end to hold.
+    """
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -261,7 +332,10 @@ def holds(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
-    """Wait for the condition, a minute at most. The time is long because machines may be slow; it measures nothing."""
+    """Wait for the condition, a minute at most.
+
+    The time is long because machines may be slow; it measures nothing.
+    """
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, f"no {what}"

@@ -1,6 +1,7 @@
 """The open descriptors of this process, for tests that must leave none behind.
 
-Agents of earlier tests may still be connecting on threads of their own, so the number of all descriptors tells nothing.
+Agents of earlier tests may still be connecting on threads of their own, so the number
+of all descriptors tells nothing.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from pathlib import Path
 
 
 def opened(directory: Path) -> list[str]:
-    """Return the paths of all open files and directories under `directory`, one for each descriptor."""
+    """Return the paths of all open files and directories under `directory`, one for
+    each descriptor.
+    """
     return [target for target in _targets() if Path(target).is_relative_to(directory)]
 
 
 def not_sockets() -> list[str]:
-    """Return what all descriptors lead to that are not sockets: paths, and names like `pipe:[4711]`."""
+    """Return what all descriptors lead to that are not sockets: paths, and names like
+    `pipe:[4711]`.
+    """
     return [target for target in _targets() if not target.startswith("socket:")]
 
 

@@ -1,4 +1,6 @@
-"""Draws the life cycles of a snapshot and of a session from the tables that the code runs. `python -m tests.support.diagrams --write`"""
+"""Draws the life cycles of a snapshot and of a session from the tables that the code
+runs. `python -m tests.support.diagrams --write`
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def snapshot_diagram() -> str:
     for (state, event), after in lifecycle.TRANSITIONS.items():
         lines.append(f"    {state.value} --> {after.value}: {event.value}")
     ends = set(lifecycle.SnapshotState) - {state for state, _ in lifecycle.TRANSITIONS}
-    return "\n".join([*lines, *(f"    {state.value} --> [*]" for state in sorted(ends, key=lambda s: s.value))])
+    return "\n".join(
+        [*lines, *(f"    {state.value} --> [*]" for state in sorted(ends, key=lambda s: s.value))]
+    )
 
 
 def session_diagram() -> str:
@@ -26,7 +30,9 @@ def session_diagram() -> str:
     for (state, good), after in session.ANSWERED.items():
         steps[state.value, after.value].append("its reply" if good else "Error")
     lines = ["stateDiagram-v2", "    [*] --> new"]
-    lines += [f"    {state} --> {after}: {', '.join(names)}" for (state, after), names in steps.items()]
+    lines += [
+        f"    {state} --> {after}: {', '.join(names)}" for (state, after), names in steps.items()
+    ]
     return "\n".join([*lines, "    closed --> [*]"])
 
 
@@ -53,7 +59,7 @@ One connection between agent and daemon. While a request that changes the state 
 ```mermaid
 {session_diagram()}
 ```
-"""
+"""  # noqa: E501
 
 
 if __name__ == "__main__":

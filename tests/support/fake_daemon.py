@@ -1,7 +1,9 @@
-"""A daemon that answers only what the test tells it to, for tests of the agent's side of a connection.
+"""A daemon that answers only what the test tells it to, for tests of the agent's side
+of a connection.
 
-It listens at a real socket and follows the real protocol session, on threads of the test's own process. It answers Hello by itself. Every
-other request waits in `Connection.requests` until the test takes and answers it.
+It listens at a real socket and follows the real protocol session, on threads of the
+test's own process. It answers Hello by itself. Every other request waits in
+`Connection.requests` until the test takes and answers it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ SECONDS = 60.0  # the patience of a test on a busy machine
 
 
 class Connection:
-    """The daemon's end of one connection. `requests` has the requests that the test has not taken yet."""
+    """The daemon's end of one connection.
+
+    `requests` has the requests that the test has not taken yet.
+    """
 
     def __init__(self, connected: socket.socket, welcome: m.Welcome) -> None:
         self._socket, self._welcome = connected, welcome
@@ -85,7 +90,10 @@ class Connection:
 
 
 class FakeDaemon:
-    """The listening socket at `socket`, and the connections to it. `place` is where the agent's `Client` finds it."""
+    """The listening socket at `socket`, and the connections to it.
+
+    `place` is where the agent's `Client` finds it.
+    """
 
     def __init__(self, directory: Path, welcome: m.Welcome | None = None) -> None:
         self.socket = directory / "s"

@@ -1,4 +1,6 @@
-"""A proxy in front of an object store that spoils chosen requests, as a store, a network or a load balancer can."""
+"""A proxy in front of an object store that spoils chosen requests, as a store, a
+network or a load balancer can.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,24 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 FAULTS = ("500", "503", "409", "412", "dropped", "lost answer", "truncated", "slow", "timeout")
-"""500, 503, 409, 412: this answer, without the request being carried out. dropped: the connection ends, and the request is not carried out.
-lost answer: the request is carried out, and then the connection ends. truncated: half of the body of the answer comes. slow: the answer
-comes after a moment. timeout: the answer comes after the client has given up."""
+"""500, 503, 409, 412: this answer, without the request being carried out. dropped: the
+connection ends, and the request is not carried out. lost answer: the request is carried
+out, and then the connection ends. truncated: half of the body of the answer comes.
+slow: the answer comes after a moment. timeout: the answer comes after the client has
+given up.
+"""
 SLOW_SECONDS = 0.05
 
 
 @dataclass
 class Proxy:
-    """A running proxy. `fault` chooses the fault of a request by its number, its method and its path; "" is none.
+    """A running proxy.
 
-    seen: the method and the path of each request, in order. timeout: seconds that the fault of this name takes.
+    `fault` chooses the fault of a request by its number, its method and its path; "" is
+    none.
+
+    seen: the method and the path of each request, in order. timeout: seconds that the
+    fault of this name takes.
     """
 
     port: int = 0
@@ -38,7 +47,9 @@ class Proxy:
             number = len(self.seen) - 1
         return self.fault(number, method, path)
 
-    def begin(self, fault: Callable[[int, str, str], str] = lambda number, method, path: "") -> None:
+    def begin(
+        self, fault: Callable[[int, str, str], str] = lambda number, method, path: ""
+    ) -> None:
         """Count requests from 0 again, and choose their faults with `fault`."""
         with self.lock:
             self.seen, self.fault = [], fault
@@ -64,7 +75,9 @@ def proxied(port: int) -> Iterator[Proxy]:
                 self._answer(int(fault), [], b"")
                 return
             try:
-                status, headers, answer = _forward(port, self.command, self.path, dict(self.headers.items()), body)
+                status, headers, answer = _forward(
+                    port, self.command, self.path, dict(self.headers.items()), body
+                )
             except OSError:
                 self._end()
                 return
@@ -79,14 +92,21 @@ def proxied(port: int) -> Iterator[Proxy]:
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any
 
-        def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, *, cut: bool = False) -> None:
+        def _answer(
+            self, status: int, headers: list[tuple[str, str]], body: bytes, *, cut: bool = False
+        ) -> None:
             try:
                 self.send_response_only(status)
                 for name, value in headers:
                     if name.lower() not in ("content-length", "transfer-encoding", "connection"):
                         self.send_header(name, value)
-                length = next((value for name, value in headers if name.lower() == "content-length"), str(len(body)))
-                self.send_header("Content-Length", length if self.command == "HEAD" else str(len(body)))
+                length = next(
+                    (value for name, value in headers if name.lower() == "content-length"),
+                    str(len(body)),
+                )
+                self.send_header(
+                    "Content-Length", length if self.command == "HEAD" else str(len(body))
+                )
                 self.end_headers()
                 self.wfile.write(body[: len(body) // 2] if cut else body)
                 self.wfile.flush()
@@ -122,8 +142,12 @@ def proxied(port: int) -> Iterator[Proxy]:
         thread.join()
 
 
-def _forward(port: int, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-    """Make the request with the headers of the client, whose signature covers the name of the host."""
+def _forward(
+    port: int, method: str, path: str, headers: dict[str, str], body: bytes
+) -> tuple[int, list[tuple[str, str]], bytes]:
+    """Make the request with the headers of the client, whose signature covers the name
+    of the host.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     try:
         connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)

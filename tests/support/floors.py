@@ -1,7 +1,9 @@
-"""Prints how much of each package the tests cover, and fails if it is less than the package's floor: `make coverage-all`.
+"""Prints how much of each package the tests cover, and fails if it is less than the
+package's floor: `make coverage-all`.
 
-Reads what `coverage combine` has left. A statement counts as one, and so does each way out of a branch. Lower a floor only together with
-the reason; raise it when more is covered.
+Reads what `coverage combine` has left. A statement counts as one, and so does each way
+out of a branch. Lower a floor only together with the reason; raise it when more is
+covered.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 FLOORS = {"agent": 96, "daemon": 92, "shared": 98}
-"""The least percentage of statements and branches together, by package: what was measured, rounded down."""
+"""The least percentage of statements and branches together, by package: what was
+measured, rounded down.
+"""
 
 
 @dataclass(slots=True)
@@ -28,7 +32,9 @@ class Tally:
 
     @property
     def percent(self) -> float:
-        """The percentage of statements and branches together that is covered. 0 for a package that was not measured."""
+        """The percentage of statements and branches together that is covered. 0 for a
+        package that was not measured.
+        """
         return 100.0 * self.covered / max(1, self.statements + self.branches)
 
 
@@ -48,7 +54,9 @@ def tallies(report: dict[str, Any]) -> dict[str, Tally]:
 def table(found: dict[str, Tally]) -> str:
     lines = [f"{'package':<10}{'statements':>12}{'branches':>10}{'covered':>10}{'floor':>8}"]
     for package, tally in found.items():
-        lines.append(f"{package:<10}{tally.statements:>12}{tally.branches:>10}{tally.percent:>9.2f}%{FLOORS[package]:>7}%")
+        lines.append(
+            f"{package:<10}{tally.statements:>12}{tally.branches:>10}{tally.percent:>9.2f}%{FLOORS[package]:>7}%"
+        )
     return "\n".join(lines)
 
 
@@ -59,7 +67,9 @@ def below(found: dict[str, Tally]) -> list[str]:
 
 def main() -> int:
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        subprocess.run([sys.executable, "-m", "coverage", "json", "-q", "-o", file.name], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "coverage", "json", "-q", "-o", file.name], check=True
+        )
         found = tallies(json.loads(Path(file.name).read_text()))
     print(table(found))
     if not (packages := below(found)):

@@ -1,4 +1,6 @@
-"""Processes for tests, forked from a server that has imported the slow modules, so that each process is cheap."""
+"""Processes for tests, forked from a server that has imported the slow modules, so that
+each process is cheap.
+"""
 
 from __future__ import annotations
 
@@ -13,5 +15,6 @@ def context() -> multiprocessing.context.ForkServerContext:
     if _context is None:
         _context = mp.get_context("forkserver")
         slow = ["tests.support.trainers", "tests.support.daemons", "hypothesis.stateful"]
-        _context.set_forkserver_preload([*slow, "torch._dynamo"])  # the first DTensor of a process imports it, which takes 0.6 s of CPU
+        # The first DTensor of a process imports it, which takes 0.6 s of CPU.
+        _context.set_forkserver_preload([*slow, "torch._dynamo"])
     return _context

@@ -1,4 +1,6 @@
-"""A store that carries out the requests of several callers in a given order, to try every order."""
+"""A store that carries out the requests of several callers in a given order, to try
+every order.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ T = TypeVar("T")
 
 
 class InTurn(Bucket):
-    """A store without exclusive creation, whose requests are carried out in the order of `schedule`, which has numbers of callers.
+    """A store without exclusive creation, whose requests are carried out in the order
+    of `schedule`, which has numbers of callers.
 
-    Each caller sets `caller.number` first, and calls `leave` at its end. Requests beyond the schedule come in any order.
+    Each caller sets `caller.number` first, and calls `leave` at its end. Requests
+    beyond the schedule come in any order.
     """
 
     def __init__(self, schedule: tuple[int, ...]) -> None:
@@ -26,7 +30,9 @@ class InTurn(Bucket):
 
     def _in_turn(self, call: Callable[[], T]) -> T:
         with self._turn:
-            assert self._turn.wait_for(lambda: not self._left or self._left[0] == self.caller.number, 10)
+            assert self._turn.wait_for(
+                lambda: not self._left or self._left[0] == self.caller.number, 10
+            )
             try:
                 return call()
             finally:

@@ -1,8 +1,11 @@
-"""Random lives of trainers at one daemon, and what must be true after each event, whatever the order.
+"""Random lives of trainers at one daemon, and what must be true after each event,
+whatever the order.
 
-`World(seed).live(events)` chooses one event after another: a rank plans, acquires, seals, gives back, passes over, persists, detaches,
-loses its connection, comes back or dies; a read, a save, a claim or a record ends or fails; time passes; the daemon is killed and starts
-again. `World.end` lets everybody leave. Both raise Violated, with all events so far, if an invariant does not hold.
+`World(seed).live(events)` chooses one event after another: a rank plans, acquires,
+seals, gives back, passes over, persists, detaches, loses its connection, comes back or
+dies; a read, a save, a claim or a record ends or fails; time passes; the daemon is
+killed and starts again. `World.end` lets everybody leave. Both raise Violated, with all
+events so far, if an invariant does not hold.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ class Violated(AssertionError):
 
 @dataclass(eq=False)
 class Trainer:
-    """One rank of a job, in one process after another. `granted` and `sealed` have the step of each of its segments."""
+    """One rank of a job, in one process after another.
+
+    `granted` and `sealed` have the step of each of its segments.
+    """
 
     job: str
     rank: int
@@ -49,7 +55,12 @@ class Trainer:
 
     @property
     def attached(self) -> bool:
-        return self.alive and not self.busy and self.client is not None and self.client.owner is not None
+        return (
+            self.alive
+            and not self.busy
+            and self.client is not None
+            and self.client.owner is not None
+        )
 
     def __repr__(self) -> str:
         return f"{self.job}{self.rank}"
@@ -60,14 +71,18 @@ class World:
         self.seed, self.random = seed, random.Random(seed)
         self.core = Core()
         sizes = {"a": self.random.choice([1, 2, 2, 3]), "b": self.random.choice([1, 2])}
-        self.trainers = [Trainer(job, rank, size) for job, size in sizes.items() for rank in range(size)]
+        self.trainers = [
+            Trainer(job, rank, size) for job, size in sizes.items() for rank in range(size)
+        ]
         self.attempts = dict.fromkeys(sizes, 0)
         self.requests: dict[asyncio.Task[Any], str] = {}
         self.clients: list[Client] = []
         self.processes: dict[int, Trainer] = {}  # by pidfd
         self.log: list[str] = []
-        self.expected: dict[Client, Counter[Key]] = defaultdict(Counter)  # how often each client must be told of a failed step
-        self.complete: set[tuple[str, Key]] = set()  # the steps that all ranks had sealed at some time
+        # How often each client must be told of a failed step.
+        self.expected: dict[Client, Counter[Key]] = defaultdict(Counter)
+        # The steps that all ranks had sealed at some time.
+        self.complete: set[tuple[str, Key]] = set()
         self.failed_saves: set[tuple[str, Key]] = set()
         self.forgotten: set[tuple[str, Key]] = set()
         self.counts: Counter[str] = Counter()
@@ -76,7 +91,11 @@ class World:
     # -- watching what the core does
 
     def _watch_core(self) -> None:
-        fail, end_owner, pass_over = self.core.steps._fail, self.core.custody.end_owner, self.core.engine.pass_over
+        fail, end_owner, pass_over = (
+            self.core.steps._fail,
+            self.core.custody.end_owner,
+            self.core.engine.pass_over,
+        )
         reporting = [False]
 
         def passing_over(owner: Owner, number: int, reason: str, code: str) -> None:
@@ -89,12 +108,15 @@ class World:
         def ending(owner: Owner) -> Coroutine[Any, Any, Job | None]:
             for client in self.clients:
                 if client.owner is owner:
-                    client.connected = False  # as when a checkpoint is forgotten that a rank has in memory without its lock
+                    # As when a checkpoint is forgotten that a rank has in memory
+                    # without its lock.
+                    client.connected = False
             return end_owner(owner)
 
         def failing(job: Job, step: Step, code: str, reason: str) -> None:
             self.counts["steps failed"] += 1
-            known = job.world_size == 1 and reporting[0]  # the only rank has reported the failure itself
+            # The only rank has reported the failure itself.
+            known = job.world_size == 1 and reporting[0]
             for client in [] if known else self.clients:
                 if client.connected and client.owner is not None and client.owner.job == job.name:
                     self.expected[client][step.key] += 1
@@ -107,21 +129,36 @@ class World:
         self.core.engine.pass_over = passing_over  # type: ignore[method-assign]
 
     def moving(self, snapshot: Snapshot, event: Event) -> None:
-        """Check that a snapshot may be released now. Called before each move of a snapshot."""
+        """Check that a snapshot may be released now.
+
+        Called before each move of a snapshot.
+        """
         self.counts[f"{event.name.lower()}"] += 1
         if event is Event.SEAL and snapshot.persist:
             self.complete.add((snapshot.job, snapshot.key))
-        if event is not Event.RELEASE or (snapshot.state is SnapshotState.FAILED and not snapshot.complete):
+        if event is not Event.RELEASE or (
+            snapshot.state is SnapshotState.FAILED and not snapshot.complete
+        ):
             return
         job = self.core.catalog.job(snapshot.job)
-        newer = any(other.in_memory and other.key > snapshot.key for other in job.snapshots if other is not snapshot)
-        settled = snapshot.state in (SnapshotState.DURABLE, SnapshotState.FAILED) or not snapshot.persist
-        unneeded = snapshot.state is SnapshotState.DURABLE and (not job.ranks.owners or snapshot.attempt < job.attempt)
+        newer = any(
+            other.in_memory and other.key > snapshot.key
+            for other in job.snapshots
+            if other is not snapshot
+        )
+        settled = (
+            snapshot.state in (SnapshotState.DURABLE, SnapshotState.FAILED) or not snapshot.persist
+        )
+        unneeded = snapshot.state is SnapshotState.DURABLE and (
+            not job.ranks.owners or snapshot.attempt < job.attempt
+        )
         if snapshot.holds:
             self.violated(f"{snapshot!r} is released while it is being read")
         if not settled:
             self.violated(f"{snapshot!r} is released while its save is owed")
-        if not (newer or snapshot.unwanted or unneeded or (job.name, snapshot.key) in self.forgotten):
+        if not (
+            newer or snapshot.unwanted or unneeded or (job.name, snapshot.key) in self.forgotten
+        ):
             self.violated(f"{snapshot!r} is released, although it is the newest in memory")
 
     def violated(self, what: str) -> None:
@@ -151,10 +188,15 @@ class World:
             for key, count in expected.items():
                 told = [reason for reason in client.failures(*key) if reason != DISK]
                 if len(told) != count and client.connected:
-                    self.violated(f"{client.owner and client.owner.identity} was told {len(told)} times of step {key}, not {count}: {told}")
+                    self.violated(
+                        f"{client.owner and client.owner.identity} was told {len(told)} times of "
+                        f"step {key}, not {count}: {told}"
+                    )
 
     def _check_granted(self, trainer: Trainer) -> None:
-        """Check that the slots that a rank fills are in their steps, unless the steps have failed."""
+        """Check that the slots that a rank fills are in their steps, unless the steps
+        have failed.
+        """
         job = self.core.catalog.job(trainer.job)
         if trainer.attached and trainer.attempt == job.attempt:
             for name, number in trainer.granted.items():
@@ -186,14 +228,23 @@ class World:
                 self.violated(f"{snapshot!r}: a rank has sealed it, and nothing ends its waiting")
         elif snapshot.state is SnapshotState.FILLING:
             self.violated(f"all ranks have sealed {snapshot!r}")
-        elif snapshot.state is SnapshotState.SEALED and snapshot.persist and snapshot not in self.core.saver.running:
+        elif (
+            snapshot.state is SnapshotState.SEALED
+            and snapshot.persist
+            and snapshot not in self.core.saver.running
+        ):
             self.violated(f"{snapshot!r} is not being saved")
-        elif snapshot.state in (SnapshotState.WRITING, SnapshotState.WRITTEN) and snapshot not in self.core.saver.running:
+        elif (
+            snapshot.state in (SnapshotState.WRITING, SnapshotState.WRITTEN)
+            and snapshot not in self.core.saver.running
+        ):
             self.violated(f"{snapshot!r} is not being written")
 
     # -- requests, as the server makes them
 
-    def request(self, trainer: Trainer, name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def request(
+        self, trainer: Trainer, name: str, work: Coroutine[Any, Any, Any]
+    ) -> asyncio.Task[Any]:
         task = self.core.spawn(work)
         self.requests[task] = f"{trainer} {name}"
         self.log.append(f"{trainer} {name}")
@@ -207,7 +258,9 @@ class World:
         self.clients.append(client)
         process = os.eventfd(0) if self.random.random() < 0.8 else -1
         try:
-            owner = await core.engine.begin(trainer.job, trainer.rank, trainer.size, attempt, client.notify)
+            owner = await core.engine.begin(
+                trainer.job, trainer.rank, trainer.size, attempt, client.notify
+            )
         except BaseException:
             if process >= 0:
                 os.close(process)
@@ -235,19 +288,33 @@ class World:
 
     def resume(self, trainer: Trainer) -> None:
         """Give back what was granted and is not known, and repeat all seals."""
-        held = {slot.name for slot in self.core.segments.of(trainer.job, trainer.attempt, trainer.rank)}
+        held = {
+            slot.name for slot in self.core.segments.of(trainer.job, trainer.attempt, trainer.rank)
+        }
         trainer.segments &= held
         for name in sorted(trainer.segments - set(trainer.granted) - set(trainer.sealed)):
             for step in sorted(trainer.lost):
                 self.core.segments.get(name).write(SlotState.FREE)
-                self.request(trainer, f"gives {name} of step {step} back", self.abandon(trainer, name, step))
+                self.request(
+                    trainer, f"gives {name} of step {step} back", self.abandon(trainer, name, step)
+                )
         trainer.lost.clear()
         for name, step in sorted(trainer.sealed.items()):
             if name in held:
-                self.request(trainer, f"reports {name} with step {step} again", self.seal(trainer, name, step))
+                self.request(
+                    trainer,
+                    f"reports {name} with step {step} again",
+                    self.seal(trainer, name, step),
+                )
 
     def forget(self, trainer: Trainer) -> None:
-        trainer.segments, trainer.granted, trainer.sealed, trainer.lost, trainer.step = set(), {}, {}, set(), 0
+        trainer.segments, trainer.granted, trainer.sealed, trainer.lost, trainer.step = (
+            set(),
+            {},
+            {},
+            set(),
+            0,
+        )
 
     def owner(self, trainer: Trainer) -> Any:
         if trainer.client is None or trainer.client.owner is None:
@@ -281,7 +348,9 @@ class World:
             return
         self.counts["granted"] += 1
         for snapshot in self.core.catalog.job(trainer.job).snapshots:
-            if snapshot.complete and any(seal.segment == slot.name for seal in snapshot.seals.values()):
+            if snapshot.complete and any(
+                seal.segment == slot.name for seal in snapshot.seals.values()
+            ):
                 self.violated(f"{slot} is granted, and {snapshot!r} is in it")
         if trainer.client is not client or not trainer.alive or slot.name not in trainer.segments:
             if trainer.alive:
@@ -352,7 +421,9 @@ class World:
         elif dice < 0.93:
             self.trainer_event(self.random.choice(self.trainers))
         elif dice < 0.985:
-            seconds = self.random.choice([0.1, 0.1, 1.0, 1.0, 5.0, 5.0, 20.0, RANK_TIMEOUT, MEMORY_TTL])
+            seconds = self.random.choice(
+                [0.1, 0.1, 1.0, 1.0, 5.0, 5.0, 20.0, RANK_TIMEOUT, MEMORY_TTL]
+            )
             self.log.append(f"{seconds} s pass")
             self.core.advance(seconds)
         elif dice < 0.991:
@@ -395,8 +466,8 @@ class World:
             self.request(trainer, "allocates", self.allocate(trainer, 2))
             return
         self.random.choices(
-            [self.takes, self.seals, self.gives_back, self.dies, self.leaves, self.asks, self.grows, self.connect],
-            [40 if not trainer.granted else 4, 60, 4, 2, 3, 5, 1, 1],
+            [self.takes, self.seals, self.gives_back, self.dies, self.leaves, self.asks, self.grows,
+            self.connect], [40 if not trainer.granted else 4, 60, 4, 2, 3, 5, 1, 1],
         )[0](trainer)  # fmt: skip
 
     def connect(self, trainer: Trainer) -> None:
@@ -409,17 +480,31 @@ class World:
         if trainer.attempt and attempt != trainer.attempt:
             self.drop_locks(trainer)
         trainer.busy = True
-        self.request(trainer, f"begins {attempt or 'the next attempt'}", self.begin(trainer, attempt))
+        self.request(
+            trainer, f"begins {attempt or 'the next attempt'}", self.begin(trainer, attempt)
+        )
 
     def takes(self, trainer: Trainer) -> None:
-        peers = [other.step for other in self.trainers if other.job == trainer.job and other.attempt == trainer.attempt]
-        step = max(max(peers), trainer.step + 1) if self.random.random() < 0.95 else trainer.step + self.random.choice([0, 1, 2])
+        peers = [
+            other.step
+            for other in self.trainers
+            if other.job == trainer.job and other.attempt == trainer.attempt
+        ]
+        step = (
+            max(max(peers), trainer.step + 1)
+            if self.random.random() < 0.95
+            else trainer.step + self.random.choice([0, 1, 2])
+        )
         if step % 7 == 0 or self.random.random() < 0.03:
             self.request(trainer, f"plans {step}", self.plan(trainer, step))
         if self.random.random() < 0.95:
             tag = "best" if self.random.random() < 0.02 else None
             wait = self.random.choice([0.0, 0.5, 10.0])
-            self.request(trainer, f"acquires {step}, tag {tag}, within {wait} s", self.acquire(trainer, step, tag, wait))
+            self.request(
+                trainer,
+                f"acquires {step}, tag {tag}, within {wait} s",
+                self.acquire(trainer, step, tag, wait),
+            )
 
     def seals(self, trainer: Trainer) -> None:
         if not trainer.granted:
@@ -447,9 +532,15 @@ class World:
             step = trainer.granted.pop(name)
             if name in self.core.segments.slots:
                 self.core.segments.get(name).write(SlotState.FREE)
-            self.request(trainer, f"gives {name} of step {step} back", self.abandon(trainer, name, step))
+            self.request(
+                trainer, f"gives {name} of step {step} back", self.abandon(trainer, name, step)
+            )
         else:
-            self.request(trainer, f"passes over {trainer.step + 1}", self.pass_over(trainer, trainer.step + 1))
+            self.request(
+                trainer,
+                f"passes over {trainer.step + 1}",
+                self.pass_over(trainer, trainer.step + 1),
+            )
 
     def dies(self, trainer: Trainer) -> None:
         self.log.append(f"{trainer} dies")
@@ -526,7 +617,9 @@ class World:
     # -- the end
 
     def settle(self) -> None:
-        """End all work, and let all time limits pass: then no rank may wait for anything."""
+        """End all work, and let all time limits pass: then no rank may wait for
+        anything.
+        """
         for _ in range(12):
             self.core.finish()
             self.check()
@@ -545,9 +638,15 @@ class World:
                 self.violated(f"all ranks have sealed step {key} of {name}, and it is not durable")
 
     def drain(self) -> None:
-        """Stop the daemon while trainers go on: then what was the newest snapshot of each job is saved, unless a newer one has come."""
+        """Stop the daemon while trainers go on: then what was the newest snapshot of
+        each job is saved, unless a newer one has come.
+        """
         core = self.core
-        owed = [(job, newest) for job in core.catalog.jobs.values() if (newest := job.newest_in_memory()) is not None]
+        owed = [
+            (job, newest)
+            for job in core.catalog.jobs.values()
+            if (newest := job.newest_in_memory()) is not None
+        ]
         core.engine.stopping = True
         self.log.append("the daemon stops")
         stopping = core.spawn(core.orphans.drain())
@@ -559,7 +658,9 @@ class World:
             self.check()
         stopping.result()
         for job, newest in owed:
-            excused = job.newest_in_memory() is not newest or (job.name, newest.key) in self.failed_saves
+            excused = (
+                job.newest_in_memory() is not newest or (job.name, newest.key) in self.failed_saves
+            )
             if not job.is_durable(*newest.key) and not excused:
                 self.violated(f"the daemon has stopped, and {newest!r} is not durable")
         for task in self.requests:
@@ -576,7 +677,9 @@ class World:
         self.core.tick(self.random.choice([0, 1, 2]))
 
     def end(self) -> None:
-        """Let all trainers leave or die, and let `memory_ttl` pass: then nothing may be left."""
+        """Let all trainers leave or die, and let `memory_ttl` pass: then nothing may be
+        left.
+        """
         self.settle()
         for trainer in self.trainers:
             if trainer.attached and self.random.random() < 0.5:
@@ -592,10 +695,31 @@ class World:
             self.core.finish()
             self.check()
         core = self.core
-        left = [step for job in core.catalog.jobs.values() for step in job.steps.values() if not step.idle]
-        untidy = [step for job in core.catalog.jobs.values() for step in job.steps.values() if not (step.failure or step.refusal)]
-        owners = [owner for job in core.catalog.jobs.values() for owner in job.ranks.owners.values()]
-        what = (left, untidy, owners, core.segments.slots, core.loop.timers(), core.loop.readers, core.work, core.saver.running)
+        left = [
+            step
+            for job in core.catalog.jobs.values()
+            for step in job.steps.values()
+            if not step.idle
+        ]
+        untidy = [
+            step
+            for job in core.catalog.jobs.values()
+            for step in job.steps.values()
+            if not (step.failure or step.refusal)
+        ]
+        owners = [
+            owner for job in core.catalog.jobs.values() for owner in job.ranks.owners.values()
+        ]
+        what = (
+            left,
+            untidy,
+            owners,
+            core.segments.slots,
+            core.loop.timers(),
+            core.loop.readers,
+            core.work,
+            core.saver.running,
+        )
         if any(what):
             self.violated(f"something is left: {what}")
         core.close()

@@ -8,9 +8,13 @@ import sys
 from pathlib import Path
 
 ROOM = 1 << 30
-"""Number of bytes that a document may cost at most, beyond what the process had before. 20 MB of empty lists would cost 1.6 GB."""
+"""Number of bytes that a document may cost at most, beyond what the process had before.
+20 MB of empty lists would cost 1.6 GB.
+"""
 SCALE = 16
-"""Factor by which limits, documents and memory are made smaller, so that the same refusals take seconds instead of minutes."""
+"""Factor by which limits, documents and memory are made smaller, so that the same
+refusals take seconds instead of minutes.
+"""
 
 _READER = """
 import importlib, json, pathlib, resource, sys
@@ -34,8 +38,11 @@ print(json.dumps(said))
 """
 
 
-def outcomes(module: str, function: str, documents: dict[str, bytes], place: Path, scale: int = SCALE) -> dict[str, tuple[str, str]]:
-    """Decode each document with `module.function`, all in one process of limited memory. Return the class and message of each error.
+def outcomes(
+    module: str, function: str, documents: dict[str, bytes], place: Path, scale: int = SCALE
+) -> dict[str, tuple[str, str]]:
+    """Decode each document with `module.function`, all in one process of limited
+    memory. Return the class and message of each error.
 
     `scale` divides the memory and the limit of objects.
     """
@@ -44,7 +51,10 @@ def outcomes(module: str, function: str, documents: dict[str, bytes], place: Pat
         paths[str(place / str(number))] = name
         (place / str(number)).write_bytes(data)
     done = subprocess.run(
-        [sys.executable, "-c", _READER, module, function, str(ROOM), str(scale), *paths], capture_output=True, text=True, check=False
+        [sys.executable, "-c", _READER, module, function, str(ROOM), str(scale), *paths],
+        capture_output=True, text=True, check=False
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    return {paths[path]: (kind, sentence) for path, (kind, sentence) in json.loads(done.stdout).items()}
+    return {
+        paths[path]: (kind, sentence) for path, (kind, sentence) in json.loads(done.stdout).items()
+    }

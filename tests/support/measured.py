@@ -1,7 +1,8 @@
-"""Lets `make coverage-all` count the daemons and ranks that tests kill: a process that gets SIGKILL cannot save what was measured in it.
+"""Lets `make coverage-all` count the daemons and ranks that tests kill: a process that
+gets SIGKILL cannot save what was measured in it.
 
-A forked process calls `save_on_signal` at its start, and the test calls `save_before_kill` before it kills that process. Without coverage
-both do nothing.
+A forked process calls `save_on_signal` at its start, and the test calls
+`save_before_kill` before it kills that process. Without coverage both do nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ _SECONDS = 5.0  # a process that is stopped, or hangs in the kernel, saves nothi
 
 
 def save_on_signal() -> None:
-    """Make this process save what coverage has measured in it whenever `save_before_kill` asks for it. Call this on the main thread."""
+    """Make this process save what coverage has measured in it whenever
+    `save_before_kill` asks for it. Call this on the main thread.
+    """
     if not _measuring():
         return
     from coverage import Coverage
@@ -31,7 +34,10 @@ def save_on_signal() -> None:
 
 
 def save_before_kill(pid: int) -> None:
-    """Make the process save what coverage has measured in it, and wait until it has. It must have called `save_on_signal`."""
+    """Make the process save what coverage has measured in it, and wait until it has.
+
+    It must have called `save_on_signal`.
+    """
     if not _measuring():
         return
     saved = _saved(pid)

@@ -1,12 +1,17 @@
-"""A model of a job on several nodes, whose nodes decide with the functions of the product, and which is searched for broken promises.
+"""A model of a job on several nodes, whose nodes decide with the functions of the
+product, and which is searched for broken promises.
 
-A state has what each node holds, what is on the board, and what is in storage. `explore` visits every state that some order of events
-leads to: a node seals or fails a step, shows what it holds, hears the answer, frees a slot, saves; all trainers die; a node loses its
-memory; the next attempt decides the past. The job has one rank on each node, and `slots` slots for each rank. No event is undone, so a job
-that lives comes to rest. It must then have settled every step, and have a slot for the next one: otherwise it is stuck.
+A state has what each node holds, what is on the board, and what is in storage.
+`explore` visits every state that some order of events leads to: a node seals or fails a
+step, shows what it holds, hears the answer, frees a slot, saves; all trainers die; a
+node loses its memory; the next attempt decides the past. The job has one rank on each
+node, and `slots` slots for each rank. No event is undone, so a job that lives comes to
+rest. It must then have settled every step, and have a slot for the next one: otherwise
+it is stuck.
 
-The decisions are those of `shared/wire/board.py`, `shared/formats/receipt.py`, `daemon/job/holdings.py` and `daemon/job/catalog.py`. A `Rules` object names
-them, so that a test can switch one off and see that the search finds what it prevents.
+The decisions are those of `shared/wire/board.py`, `shared/formats/receipt.py`,
+`daemon/job/holdings.py` and `daemon/job/catalog.py`. A `Rules` object names them, so
+that a test can switch one off and see that the search finds what it prevents.
 """
 
 from __future__ import annotations
@@ -35,15 +40,19 @@ from ckptd.shared.wire.lifecycle import SnapshotState
 CLAIM = "0" * 32
 HELD, SAVED, DURABLE, FAILED = "held", "saved", "durable", "failed"
 _STATES = {
-    HELD: SnapshotState.SEALED, SAVED: SnapshotState.WRITTEN, DURABLE: SnapshotState.DURABLE, FAILED: SnapshotState.FAILED,
+    HELD: SnapshotState.SEALED, SAVED: SnapshotState.WRITTEN, DURABLE: SnapshotState.DURABLE,
+    FAILED: SnapshotState.FAILED,
 }  # fmt: skip
 
 
 class NodeState(NamedTuple):
-    """The knowledge of one node. `slots`: (step, state) of each step in memory. `taken`: the last step that it sealed or failed.
+    """The knowledge of one node.
 
-    `failed`: the steps that it could not take. `heard`: the common and the dead steps of the last answer. `durable`: the last step that it
-    knows to be durable.
+    `slots`: (step, state) of each step in memory. `taken`: the last step that it sealed
+    or failed.
+
+    `failed`: the steps that it could not take. `heard`: the common and the dead steps
+    of the last answer. `durable`: the last step that it knows to be durable.
     """
 
     slots: tuple[tuple[int, str], ...] = ()
@@ -54,10 +63,14 @@ class NodeState(NamedTuple):
 
 
 class State(NamedTuple):
-    """A state of the model. `shown`: the holdings on the board. `answer`: the answer there. `receipts`: (step, node).
+    """A state of the model.
 
-    `committed`, `abandoned`: the outcomes. `dead`: True once all trainers are dead. `promised`: the newest step that must come back.
-    `lost`: the number of nodes that have lost their memory.
+    `shown`: the holdings on the board. `answer`: the answer there. `receipts`: (step,
+    node).
+
+    `committed`, `abandoned`: the outcomes. `dead`: True once all trainers are dead.
+    `promised`: the newest step that must come back. `lost`: the number of nodes that
+    have lost their memory.
     """
 
     nodes: tuple[NodeState, ...]
@@ -73,7 +86,9 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The decisions that the model makes, each with the product's own function by default."""
+    """The decisions that the model makes, each with the product's own function by
+    default.
+    """
 
     answer: Callable[[dict[str, Holding], Answer], Answer] = board.answer
     decide: Callable[..., CommitTry | receipt.AbandonTry | None] = receipt.decide
@@ -85,7 +100,11 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The search. `persist`: whether each step is to be saved, from step 1 on. `losses`: how many nodes may lose their memory."""
+    """The search.
+
+    `persist`: whether each step is to be saved, from step 1 on. `losses`: how many
+    nodes may lose their memory.
+    """
 
     persist: tuple[bool, ...]
     count: int = 2
@@ -94,7 +113,10 @@ class Model:
     rules: Rules = Rules()
 
     def explore(self, most: int = 10_000_000) -> tuple[int, str]:
-        """Visit states breadth first, `most` at most. Return their number, and the first broken promise, or ""."""
+        """Visit states breadth first, `most` at most.
+
+        Return their number, and the first broken promise, or "".
+        """
         start = State((NodeState(),) * self.count, (((), -1, -1, frozenset()),) * self.count)
         seen, left = {start}, deque([start])
         while left and len(seen) < most:
@@ -126,9 +148,14 @@ class Model:
         return ""
 
     def recovered(self, state: State) -> int | None:
-        """Return the step that the next attempt recovers, or None if a node has not delivered all that it owes yet."""
+        """Return the step that the next attempt recovers, or None if a node has not
+        delivered all that it owes yet.
+        """
         for number, node in enumerate(state.nodes):
-            if any(self._job(state, number).steps[1, step].snapshot in self._owed(state, number) for step, _ in node.slots):
+            if any(
+                self._job(state, number).steps[1, step].snapshot in self._owed(state, number)
+                for step, _ in node.slots
+            ):
                 return None
         found = set(state.committed)
         for step in {step for step, _ in state.receipts} - state.abandoned:
@@ -137,7 +164,9 @@ class Model:
         return max(found, default=0)
 
     def stuck(self, state: State) -> str:
-        """Return why a job that lives cannot go on if nothing happens but its death, or ""."""
+        """Return why a job that lives cannot go on if nothing happens but its death, or
+        "".
+        """
         for number, node in enumerate(state.nodes):
             for step, where in node.slots:
                 if where == SAVED or (where == HELD and self.persist[step - 1]):
@@ -160,12 +189,16 @@ class Model:
             if state.lost < self.losses and node.slots:
                 # A step that is durable must come back all the same.
                 after = self._with(state, number, node._replace(slots=()))
-                yield after._replace(lost=state.lost + 1, promised=max(state.committed, default=0), dead=True)
+                yield after._replace(
+                    lost=state.lost + 1, promised=max(state.committed, default=0), dead=True
+                )
         if not state.dead:
             yield from self._answer(state)
             yield state._replace(dead=True)
         for step in {step for step, _ in state.receipts} - state.committed - state.abandoned:
-            if (step, 0) in state.receipts and isinstance(self._verdict(state, step, late=False), CommitTry):
+            if (step, 0) in state.receipts and isinstance(
+                self._verdict(state, step, late=False), CommitTry
+            ):
                 yield self._promise(state._replace(committed=state.committed | {step}))
 
     def _take(self, state: State, number: int, node: NodeState) -> Iterator[State]:
@@ -176,11 +209,21 @@ class Model:
         kept = self._kept(self._job(state, number), node)
         if len(kept) < self.slots:
             kept[step] = HELD
-            yield self._promise(self._with(state, number, node._replace(taken=step, slots=tuple(sorted(kept.items())))))
+            yield self._promise(
+                self._with(
+                    state, number, node._replace(taken=step, slots=tuple(sorted(kept.items())))
+                )
+            )
 
     def _kept(self, job: Job, node: NodeState) -> dict[int, str]:
-        """Return the slots that stay occupied when the node needs one for another step. Those of dead steps are freed at once."""
-        kept, newest = {step: where for step, where in node.slots if where != FAILED}, job.newest_in_memory()
+        """Return the slots that stay occupied when the node needs one for another step.
+
+        Those of dead steps are freed at once.
+        """
+        kept, newest = (
+            {step: where for step, where in node.slots if where != FAILED},
+            job.newest_in_memory(),
+        )
         for snapshot in job.snapshots:
             if (
                 snapshot.step in kept
@@ -193,13 +236,16 @@ class Model:
         return kept
 
     def _replaced(self, job: Job, snapshot: Snapshot, newest: Snapshot) -> bool:
-        # The new step replaces the newest one, which the daemon would free once the new one is sealed.
+        # The new step replaces the newest one, which the daemon would free once the new
+        # one is sealed.
         return self.rules.is_replaced(job, snapshot, newest)
 
     def _show(self, state: State, number: int) -> Iterator[State]:
         found = holdings.holding(self._job(state, number), f"node{number}")
         value = (tuple(found.held), found.done, found.durable, frozenset(found.failed))
-        if self.rules.is_news(found, _shown(state.shown[number]), _answer_of(state.nodes[number].heard)):
+        if self.rules.is_news(
+            found, _shown(state.shown[number]), _answer_of(state.nodes[number].heard)
+        ):
             yield state._replace(shown=(*state.shown[:number], value, *state.shown[number + 1 :]))
 
     def _answer(self, state: State) -> Iterator[State]:
@@ -217,14 +263,19 @@ class Model:
         for step, where in node.slots:
             snapshot = job.steps[1, step].snapshot
             assert snapshot is not None
-            if any(isinstance(action, Fail) and action.key == snapshot.key for action in holdings.heard(job)):
+            if any(
+                isinstance(action, Fail) and action.key == snapshot.key
+                for action in holdings.heard(job)
+            ):
                 yield self._move(state, number, step, FAILED)
             wanted = (self.persist[step - 1] and where == HELD) or snapshot in owed
             if not wanted or step in state.abandoned:
                 continue
             try:
                 if self.rules.may_save(job, snapshot):
-                    yield self._move(state, number, step, SAVED)._replace(receipts=state.receipts | {(step, number)})
+                    yield self._move(state, number, step, SAVED)._replace(
+                        receipts=state.receipts | {(step, number)}
+                    )
             except CkptdError:  # the step is dead
                 yield self._move(state, number, step, FAILED)
             break  # saves run in the order of the seals
@@ -233,29 +284,43 @@ class Model:
         for step, where in node.slots:
             if where == SAVED and step in state.committed:
                 after = self._move(state, number, step, DURABLE)
-                yield self._with(after, number, after.nodes[number]._replace(durable=max(node.durable, step)))
+                yield self._with(
+                    after, number, after.nodes[number]._replace(durable=max(node.durable, step))
+                )
 
     # -- the product's view
 
     def _owed(self, state: State, number: int) -> list[Snapshot]:
         return self.rules.owed(self._job(state, number)) if state.dead else []
 
-    def _verdict(self, state: State, step: int, *, late: bool) -> CommitTry | receipt.AbandonTry | None:
-        found = [_receipt(step, node, self.count) for node in range(self.count) if (step, node) in state.receipts]
+    def _verdict(
+        self, state: State, step: int, *, late: bool
+    ) -> CommitTry | receipt.AbandonTry | None:
+        found = [
+            _receipt(step, node, self.count)
+            for node in range(self.count)
+            if (step, node) in state.receipts
+        ]
         return self.rules.decide(found, self.count, late=late)
 
     def _job(self, state: State, number: int) -> Job:
         return _job(state.nodes[number], number, self.count, self.persist, here=not state.dead)
 
     def _promise(self, state: State) -> State:
-        """Raise the promise to the newest step that all nodes have sealed, while no memory is lost, or that is committed."""
+        """Raise the promise to the newest step that all nodes have sealed, while no
+        memory is lost, or that is committed.
+        """
         sealed = [{s for s, w in node.slots if w != FAILED} for node in state.nodes]
         common = set.intersection(*sealed) if not state.lost else set()
         return state._replace(promised=max([state.promised, *common, *state.committed]))
 
     def _move(self, state: State, number: int, step: int, to: str) -> State:
         node = state.nodes[number]
-        return self._with(state, number, node._replace(slots=tuple((s, to if s == step else where) for s, where in node.slots)))
+        return self._with(
+            state,
+            number,
+            node._replace(slots=tuple((s, to if s == step else where) for s, where in node.slots)),
+        )
 
     @staticmethod
     def _with(state: State, number: int, node: NodeState) -> State:
@@ -270,7 +335,16 @@ def _job(node: NodeState, number: int, count: int, persist: tuple[bool, ...], *,
     if here:
         job.ranks.join(Owner("gpt", 1, number, count))
     for step, where in node.slots:
-        snapshot = Snapshot("gpt", 1, step, f"step-{step:08d}.a0001", count, persist[step - 1], state=_STATES[where], node=share)
+        snapshot = Snapshot(
+            "gpt",
+            1,
+            step,
+            f"step-{step:08d}.a0001",
+            count,
+            persist[step - 1],
+            state=_STATES[where],
+            node=share,
+        )
         snapshot.seals[number] = RankSeal(number, f"{step}", 1, b"", checks=[])
         job.occupy(f"{step}", number, (1, step)).snapshot = snapshot
     for step in node.failed:
@@ -288,19 +362,33 @@ def _stored(step: int) -> StoredCheckpoint:
 @functools.lru_cache
 def _answer_of(value: tuple[frozenset[int], frozenset[int]]) -> Answer:
     common, dead = value
-    return Answer(common=sorted(common), dead=dict.fromkeys(sorted(dead), ("snapshot-failed", "dead")))
+    return Answer(
+        common=sorted(common), dead=dict.fromkeys(sorted(dead), ("snapshot-failed", "dead"))
+    )
 
 
 @functools.lru_cache
 def _shown(value: tuple[tuple[int, ...], int, int, frozenset[int]]) -> Holding:
     held, done, durable, failed = value
-    return Holding(held=list(held), done=done, durable=durable, failed=dict.fromkeys(failed, ("snapshot-failed", "")))
+    return Holding(
+        held=list(held),
+        done=done,
+        durable=durable,
+        failed=dict.fromkeys(failed, ("snapshot-failed", "")),
+    )
 
 
 @functools.lru_cache
 def _receipt(step: int, node: int, count: int) -> Receipt:
-    part = PartEntry(rank=node, file=f"rank-{node:05d}.{CLAIM}.ckpt", bytes=1, raw_bytes=1, items=1, index_sha256="0" * 64)
+    part = PartEntry(
+        rank=node,
+        file=f"rank-{node:05d}.{CLAIM}.ckpt",
+        bytes=1,
+        raw_bytes=1,
+        items=1,
+        index_sha256="0" * 64,
+    )
     return Receipt(
-        job="gpt", attempt=1, step=step, tag=f"step-{step:08d}.a0001", node=Membership(claim=CLAIM, ranks=[node]), host=f"node{node}",
-        world_size=count, global_plan="00", parts=[part],
+        job="gpt", attempt=1, step=step, tag=f"step-{step:08d}.a0001", node=Membership(claim=CLAIM,
+        ranks=[node]), host=f"node{node}", world_size=count, global_plan="00", parts=[part],
     )  # fmt: skip

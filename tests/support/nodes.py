@@ -1,4 +1,6 @@
-"""Several nodes on one machine: each has a daemon with a host name, a journal and shared memory of its own, and all share one root."""
+"""Several nodes on one machine: each has a daemon with a host name, a journal and
+shared memory of its own, and all share one root.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,26 @@ from tests.support.daemons import Daemon, Home
 
 
 def become(name: str, then: Callable[[], None] | None = None) -> None:
-    """Give this process the name of another host, which is all that a daemon knows of the machine it runs on."""
+    """Give this process the name of another host, which is all that a daemon knows of
+    the machine it runs on.
+    """
     names.host = lambda: name
     if then is not None:
         then()
 
 
 def beat_fast() -> None:
-    """Make this daemon know sooner whether the heartbeat of another one is dead, but late enough for a slow machine."""
+    """Make this daemon know sooner whether the heartbeat of another one is dead, but
+    late enough for a slow machine.
+    """
     heartbeats.RENEWAL_SECONDS, run_guard.LOOK_SECONDS, sightings.DEAD_SECONDS = 0.2, 0.1, 8.0
 
 
 class Node:
-    """A node, whose daemon is not running yet. `stage`: the stage of its daemon, if it is to have one."""
+    """A node, whose daemon is not running yet.
+
+    `stage`: the stage of its daemon, if it is to have one.
+    """
 
     def __init__(self, name: str, root: Location, environ: Mapping[str, str]) -> None:
         self.name = name
@@ -40,11 +49,33 @@ class Node:
         self.stage: Path | None = None
         self.daemon: Daemon | None = None
 
-    def start(self, *arguments: str, failpoints: str = "", first: Callable[[], None] | None = None, wait: bool = True) -> Daemon:
-        """Start the daemon of this node. `first` is called in its process, before anything else."""
-        here = ["--shm-dir", str(self.shm), "--state-dir", str(self.home.path / "state"), "--socket", str(self.home.socket)]
+    def start(
+        self,
+        *arguments: str,
+        failpoints: str = "",
+        first: Callable[[], None] | None = None,
+        wait: bool = True,
+    ) -> Daemon:
+        """Start the daemon of this node.
+
+        `first` is called in its process, before anything else.
+        """
+        here = [
+            "--shm-dir",
+            str(self.shm),
+            "--state-dir",
+            str(self.home.path / "state"),
+            "--socket",
+            str(self.home.socket),
+        ]
         here += [] if self.stage is None else ["--stage", str(self.stage)]
-        self.daemon = Daemon(self.home, *here, *arguments, failpoints=failpoints, forked=partial(become, self.name, first))
+        self.daemon = Daemon(
+            self.home,
+            *here,
+            *arguments,
+            failpoints=failpoints,
+            forked=partial(become, self.name, first),
+        )
         return self.daemon.wait_ready() if wait else self.daemon
 
     def kill(self) -> None:
@@ -54,7 +85,10 @@ class Node:
             self.daemon = None
 
     def lose(self) -> None:
-        """Lose the node: its daemon, its shared memory and its disk. It may be started again, as an empty node of the same name."""
+        """Lose the node: its daemon, its shared memory and its disk.
+
+        It may be started again, as an empty node of the same name.
+        """
         self.kill()
         for path in (*self.shm.iterdir(), self.home.path / "state", self.home.path / "stage"):
             shutil.rmtree(path, ignore_errors=True)
@@ -70,9 +104,14 @@ class Node:
 
 
 class Nodes(Sequence[Node]):
-    """Some nodes and the root that they share, by default a directory. `environ`: more variables for the daemons."""
+    """Some nodes and the root that they share, by default a directory.
 
-    def __init__(self, count: int, root: Location | None = None, environ: Mapping[str, str] | None = None) -> None:
+    `environ`: more variables for the daemons.
+    """
+
+    def __init__(
+        self, count: int, root: Location | None = None, environ: Mapping[str, str] | None = None
+    ) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="ckptd-test-nodes-"))
         self.root = root or self.path / "root"
         self._nodes = [Node(f"node{number}", self.root, environ or {}) for number in range(count)]
@@ -102,9 +141,13 @@ def nodes(
     staged: bool = False,
     first: Callable[[], None] | None = None,
 ) -> Iterator[Nodes]:
-    """Context manager. Start so many nodes. If the body fails, the error's report has the ends of their logs.
+    """Context manager.
 
-    staged: True if each daemon has a stage. first: called in the process of each daemon, before anything else.
+    Start so many nodes. If the body fails, the error's report has the ends of their
+    logs.
+
+    staged: True if each daemon has a stage. first: called in the process of each
+    daemon, before anything else.
     """
     made = Nodes(count, root, environ)
     try:

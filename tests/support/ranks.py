@@ -1,6 +1,8 @@
-"""Rank processes for tests: forked from a server that has imported torch, in one gloo group, and commanded over pipes.
+"""Rank processes for tests: forked from a server that has imported torch, in one gloo
+group, and commanded over pipes.
 
-A function given to `call` runs on every rank with its own arguments. It keeps objects between calls in `HERE`.
+A function given to `call` runs on every rank with its own arguments. It keeps objects
+between calls in `HERE`.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ class RankFailed(Exception):
 
 
 class Ranks:
-    """`world_size` running processes. Use it in a `with` statement, which kills them at its end."""
+    """`world_size` running processes.
+
+    Use it in a `with` statement, which kills them at its end.
+    """
 
     def __init__(self, world_size: int, *, armed: dict[int, str] | None = None) -> None:
         self.world_size = world_size
@@ -57,13 +62,21 @@ class Ranks:
         for rank in range(self.world_size):
             self.kill(rank)
 
-    def begin(self, function: Callable[..., Any], *arguments: Any, only: Sequence[int] | None = None) -> None:
-        """Start a function on all ranks, or on those in `only`. `results` collects what it returns."""
+    def begin(
+        self, function: Callable[..., Any], *arguments: Any, only: Sequence[int] | None = None
+    ) -> None:
+        """Start a function on all ranks, or on those in `only`.
+
+        `results` collects what it returns.
+        """
         for rank in range(self.world_size) if only is None else only:
             self._pipes[rank].send((function, arguments))
 
     def results(self, *, only: Sequence[int] | None = None, timeout: float = 120.0) -> list[Any]:
-        """Return the results of `begin`, by rank. Raises RankFailed, TimeoutError, or EOFError for a dead rank."""
+        """Return the results of `begin`, by rank.
+
+        Raises RankFailed, TimeoutError, or EOFError for a dead rank.
+        """
         found = []
         for rank in range(self.world_size) if only is None else only:
             if not self._pipes[rank].poll(timeout):
@@ -84,12 +97,22 @@ class Ranks:
         found = []
         for rank, pipe in enumerate(self._pipes):
             try:
-                found.append(f"rank {rank} said {pipe.recv()[1]}" if pipe.poll() else f"rank {rank} has not answered")
+                found.append(
+                    f"rank {rank} said {pipe.recv()[1]}"
+                    if pipe.poll()
+                    else f"rank {rank} has not answered"
+                )
             except EOFError:
                 found.append(f"rank {rank} has died")
         return "; ".join(found)
 
-    def call(self, function: Callable[..., Any], *arguments: Any, only: Sequence[int] | None = None, timeout: float = 120.0) -> list[Any]:
+    def call(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        only: Sequence[int] | None = None,
+        timeout: float = 120.0,
+    ) -> list[Any]:
         self.begin(function, *arguments, only=only)
         return self.results(only=only, timeout=timeout)
 

@@ -1,4 +1,6 @@
-"""Roots that are deleted, replaced or moved while snapshots for them are in memory, and what a new run then does."""
+"""Roots that are deleted, replaced or moved while snapshots for them are in memory, and
+what a new run then does.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,12 @@ SIZE = 2_000
 LAST = 3
 """The newest step in memory. It is durable in the root before."""
 SENTENCE = (
-    r"the memory of this node holds step 3 of attempt 1 of job 'job', saved for root [0-9a-f]{8}, but (there is no root at .* now|.* has "
-    r"another root now, [0-9a-f]{8}): the root was deleted or replaced, or another disk is mounted there\. Nothing was recovered, and "
-    r"nothing was written\. Either mount or restore the right root at .* and start again, or set CKPTD_FOREIGN_MEMORY for one run: "
+    r"the memory of this node holds step 3 of attempt 1 of job 'job', saved for root [0-9a-f]{8}, "
+    r"but (there is no root at .* now|.* has "
+    r"another root now, [0-9a-f]{8}): the root was deleted or replaced, or another disk is "
+    r"mounted there\. Nothing was recovered, and "
+    r"nothing was written\. Either mount or restore the right root at .* and start again, or set "
+    r"CKPTD_FOREIGN_MEMORY for one run: "
     r"`adopt` .*, and `drop` "
 )
 REPLACEMENTS: dict[str, Callable[[Home], None]] = {
@@ -39,12 +44,17 @@ def _other_root(path: Path) -> None:
 
 
 def take_away(home: Home) -> None:
-    """Take the root away in one step: a deletion file by file could meet a file that the daemon is making."""
+    """Take the root away in one step: a deletion file by file could meet a file that
+    the daemon is making.
+    """
     home.root.rename(home.path / "gone")
 
 
 def train_and_die(home: Home, last: int = LAST) -> None:
-    """Run a trainer that is killed once its last step is durable. Its newest snapshot stays in memory."""
+    """Run a trainer that is killed once its last step is durable.
+
+    Its newest snapshot stays in memory.
+    """
     diary = Diary(home.path / f"diary-{os.urandom(4).hex()}")
     trainer = trainers.start(home.socket, diary, 1, last, size=SIZE, wait_every=1)
     until(lambda: diary.count("finished"), "end of the training")
@@ -53,7 +63,9 @@ def train_and_die(home: Home, last: int = LAST) -> None:
 
 
 def contents(root: Path) -> list[str]:
-    """Return the names of everything in a root that a run could have made: its job, its claims."""
+    """Return the names of everything in a root that a run could have made: its job, its
+    claims.
+    """
     found = [path.name for path in root.iterdir() if path.name != names.CONTROL]
     claims = root / names.CONTROL / names.ATTEMPTS
     return sorted([*found, *(path.name for path in claims.iterdir())] if claims.exists() else found)
@@ -67,7 +79,9 @@ def choice(monkeypatch: pytest.MonkeyPatch, value: str) -> Iterator[None]:
 
 
 def refused(home: Home) -> None:
-    """Assert that a new run is refused with the sentence, twice, and that neither root nor memory changes."""
+    """Assert that a new run is refused with the sentence, twice, and that neither root
+    nor memory changes.
+    """
     before = home.segment_files()
     for _ in range(2):
         with pytest.raises(ForeignMemory, match=SENTENCE):

@@ -1,4 +1,6 @@
-"""States that were saved, held in memory, so that a test can compare and recover them without a checkpoint."""
+"""States that were saved, held in memory, so that a test can compare and recover them
+without a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,20 @@ class Checkpoint:
         captured = [capture(state, rank=rank) for rank, state in enumerate(states)]
         self.forms = [decode(one.parameters) for one in captured if one.parameters]
         self.versions = [decode(one.versions) if one.versions else {} for one in captured]
-        self.trees = [attach_versions(decode(one.state), self.versions[rank], rank) for rank, one in enumerate(captured)]
-        self.tensors = {name: tensor.detach().clone() for one in captured for name, tensor in one.tensors.items()}
+        self.trees = [
+            attach_versions(decode(one.state), self.versions[rank], rank)
+            for rank, one in enumerate(captured)
+        ]
+        self.tensors = {
+            name: tensor.detach().clone()
+            for one in captured
+            for name, tensor in one.tensors.items()
+        }
 
     def describe(self, name: str) -> Any:
-        return SimpleNamespace(size=tuple(self.tensors[name].shape), dtype=dtype_name(self.tensors[name].dtype))
+        return SimpleNamespace(
+            size=tuple(self.tensors[name].shape), dtype=dtype_name(self.tensors[name].dtype)
+        )
 
     def dtype(self, name: str) -> torch.dtype:
         return self.tensors[name].dtype
@@ -39,7 +50,9 @@ class Checkpoint:
         foreign: Foreign = {}
         tree = merge(self.trees, own, foreign)
         versions = merged_versions([{"versions": one} for one in self.versions], own)
-        binding = Binding(state, tree, cast(Saved, self), Options(**options), foreign, self.forms, versions)
+        binding = Binding(
+            state, tree, cast(Saved, self), Options(**options), foreign, self.forms, versions
+        )
         binding.judge(self.read)
         return binding
 
@@ -54,6 +67,8 @@ class Checkpoint:
         def resolve(name: str) -> torch.Tensor:
             if name not in binding.fresh:
                 return binding.in_place[name]
-            return self.tensors[name].to(binding.fresh[name], binding.fresh_dtypes.get(name, self.tensors[name].dtype))
+            return self.tensors[name].to(
+                binding.fresh[name], binding.fresh_dtypes.get(name, self.tensors[name].dtype)
+            )
 
         binding.finish(resolve)

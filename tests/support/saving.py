@@ -56,7 +56,11 @@ class Faulty(PosixFileSystem):
 
 @dataclass
 class Journal:
-    """What was appended, in order. It breaks at the first record of a kind in `breaks`, and has no room for those in `refuses`."""
+    """What was appended, in order.
+
+    It breaks at the first record of a kind in `breaks`, and has no room for those in
+    `refuses`.
+    """
 
     records: list[r.Record] = field(default_factory=list)
     state: r.JournalState = field(default_factory=r.JournalState)
@@ -74,7 +78,9 @@ class Journal:
 
 
 class World:
-    """A saver on a real disk and real slots, one for each rank of a snapshot; `told`: where the snapshot was when ranks heard of it."""
+    """A saver on a real disk and real slots, one for each rank of a snapshot; `told`:
+    where the snapshot was when ranks heard of it.
+    """
 
     def __init__(self, place: Path, world_size: int = 1) -> None:
         (place / "root").mkdir()
@@ -92,20 +98,41 @@ class World:
         def tell(snapshot: Snapshot) -> None:
             self.told.append(snapshot.state)
 
-        root = Destination(config, self.storage, self.journal, self.catalog, self.calls, self.pipeline, self.counters, tell)  # type: ignore[arg-type]
+        root = Destination(
+            config,
+            self.storage,
+            self.journal,  # type: ignore[arg-type]
+            self.catalog,
+            self.calls,
+            self.pipeline,
+            self.counters,
+            tell,
+        )
         self.saver = Saver(
             config, self.catalog, self.slots, root, root,
             counters=self.counters, claimed=self._claimed, tell=tell, settled=lambda job: None,
         )  # fmt: skip
-        self.snapshot = Snapshot("gpt", 1, 5, "step-00000005.a0001", world_size, persist=True, state=SnapshotState.SEALED)
+        self.snapshot = Snapshot(
+            "gpt", 1, 5, "step-00000005.a0001", world_size, persist=True, state=SnapshotState.SEALED
+        )
         self.held: list[Slot] = []
         for rank in range(world_size):
-            header = SegmentHeader(job="gpt", attempt=1, rank=rank, world_size=world_size, slot=0, capacity=200_000, chunk_size=MIN_CHUNK)
+            header = SegmentHeader(
+                job="gpt",
+                attempt=1,
+                rank=rank,
+                world_size=world_size,
+                slot=0,
+                capacity=200_000,
+                chunk_size=MIN_CHUNK,
+            )
             slot = self.slots.add(self.slots.create(header, -1))
             seal(slot.fd, header, PLAN)
             slot.refresh()
             self.held.append(slot)
-            self.snapshot.seals[rank] = RankSeal(rank, slot.name, slot.header.generation, slot.header.signature)
+            self.snapshot.seals[rank] = RankSeal(
+                rank, slot.name, slot.header.generation, slot.header.signature
+            )
 
     @property
     def job(self) -> Job:
@@ -133,7 +160,9 @@ class World:
         return True
 
     def check_failed(self, words: str) -> None:
-        """Check that nothing is committed, that no file is left, and that the ranks got the reason."""
+        """Check that nothing is committed, that no file is left, and that the ranks got
+        the reason.
+        """
         assert words in self.snapshot.reason
         assert self.told == [SnapshotState.FAILED]
         assert not self.committed()

@@ -1,8 +1,10 @@
-"""Models split over ranks in every way that torch has, for tests: built, trained, saved and recovered on rank processes.
+"""Models split over ranks in every way that torch has, for tests: built, trained, saved
+and recovered on rank processes.
 
-Every way gives the same tensors under the same names, so that a state saved in one way can be recovered in another. The functions here run
-on a rank (see `ranks.py`) and keep what they make in `HERE`. `Plain` is the form in which tensors come back from a rank: as bytes, so that
-equal means bit-equal.
+Every way gives the same tensors under the same names, so that a state saved in one way
+can be recovered in another. The functions here run on a rank (see `ranks.py`) and keep
+what they make in `HERE`. `Plain` is the form in which tensors come back from a rank: as
+bytes, so that equal means bit-equal.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -35,7 +41,8 @@ from tests.support.daemons import Daemon, Home, home
 from tests.support.ranks import HERE, Ranks
 from tests.support.storage import source
 
-forks.context().set_forkserver_preload([__name__])  # with _dynamo, which the first optimizer of every rank would import
+# With _dynamo, which the first optimizer of every rank would import.
+forks.context().set_forkserver_preload([__name__])
 
 KINDS = ("ddp", "fsdp2", "hsdp", "tp", "2d", "pipeline", "fsdp1", "fsdp1-flat")
 STAGES = 6
@@ -45,7 +52,11 @@ Plain = dict[str, Any]
 
 
 class Net(nn.Module):
-    """A network of 10 -> 12 -> 5. Neither 10 nor 5 is a multiple of 2, 4 and 6 at once, so some shards are shorter and some are empty."""
+    """A network of 10 -> 12 -> 5.
+
+    Neither 10 nor 5 is a multiple of 2, 4 and 6 at once, so some shards are shorter and
+    some are empty.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +84,9 @@ class Tied(nn.Module):
 
 
 class Three(nn.Module):
-    """A network with three parameters, so that one of two shards has two of them, and the other has one."""
+    """A network with three parameters, so that one of two shards has two of them, and
+    the other has one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,12 +110,16 @@ class One(nn.Module):
 
 
 class Stage(nn.Module):
-    """The layers of this rank in a pipeline, each trained by itself. The number of ranks decides which layers these are."""
+    """The layers of this rank in a pipeline, each trained by itself.
+
+    The number of ranks decides which layers these are.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
         for number in range(STAGES):
-            layer = nn.Linear(10, 3 + number)  # made on every rank, so that the random numbers are the same
+            # Made on every rank, so that the random numbers are the same.
+            layer = nn.Linear(10, 3 + number)
             if number * world_size // STAGES == rank:
                 self.add_module(f"layer{number}", layer)
 
@@ -111,7 +128,9 @@ class Stage(nn.Module):
 
 
 def build(kind: str, seed: int, optimizer: str = "adamw", model: type[nn.Module] = Net) -> None:
-    """Build the model and optimizer of this rank, from the same random numbers on all ranks."""
+    """Build the model and optimizer of this rank, from the same random numbers on all
+    ranks.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(seed)
     made: nn.Module = Stage(rank, size) if kind == "pipeline" else model()
@@ -121,15 +140,28 @@ def build(kind: str, seed: int, optimizer: str = "adamw", model: type[nn.Module]
     elif kind == "fsdp2":
         made = _fully_sharded(made, init_device_mesh("cpu", (size,)))
     elif kind == "hsdp":
-        made = _fully_sharded(made, init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+        made = _fully_sharded(
+            made, init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+        )
     elif kind == "tp":
-        made, data = parallelize_module(made, init_device_mesh("cpu", (size,)), {"up": ColwiseParallel(), "down": RowwiseParallel()}), 0
+        made, data = (
+            parallelize_module(
+                made,
+                init_device_mesh("cpu", (size,)),
+                {"up": ColwiseParallel(), "down": RowwiseParallel()},
+            ),
+            0,
+        )
     elif kind == "2d":
         mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
-        made = parallelize_module(made, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        made = parallelize_module(
+            made, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
         made, data = _fully_sharded(made, mesh["data"]), mesh["data"].get_local_rank()
     elif kind.startswith("fsdp1"):
-        made = FullyShardedDataParallel(made, use_orig_params=kind == "fsdp1", device_id=torch.device("cpu"))
+        made = FullyShardedDataParallel(
+            made, use_orig_params=kind == "fsdp1", device_id=torch.device("cpu")
+        )
     HERE.update(kind=kind, model=made, optimizer=_optimizer(made, optimizer), count=0, data=data)
 
 
@@ -149,7 +181,10 @@ def _optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
         return EightBitMomentum(model.parameters(), lr=0.1)
     assert kind == "groups"
     first, *rest = model.parameters()
-    return torch.optim.AdamW([{"params": [first], "lr": 0.3, "weight_decay": 0.2}, {"params": rest, "lr": 0.05}], foreach=False)
+    return torch.optim.AdamW(
+        [{"params": [first], "lr": 0.3, "weight_decay": 0.2}, {"params": rest, "lr": 0.05}],
+        foreach=False,
+    )
 
 
 def train(steps: int) -> None:
@@ -173,7 +208,9 @@ def save(socket: Path, step: int) -> None:
 def refusal_of_save(socket: Path, step: int) -> str:
     """Return the error of a snapshot."""
     try:
-        agent(socket).snapshot(_state(), step=step, rng=False, on_error="raise").wait("durable", timeout=60)
+        agent(socket).snapshot(_state(), step=step, rng=False, on_error="raise").wait(
+            "durable", timeout=60
+        )
     except CkptdError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -234,24 +271,39 @@ def is_tied() -> bool:
 
 
 def whole() -> Plain:
-    """Return model and optimizer as one rank would have them, gathered from their shards, or this rank's stage of a pipeline."""
+    """Return model and optimizer as one rank would have them, gathered from their
+    shards, or this rank's stage of a pipeline.
+    """
     model, optimizer = HERE["model"], HERE["optimizer"]
     if isinstance(model, FullyShardedDataParallel):
         options = StateDictOptions(full_state_dict=True)
-        tensors, saved = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
+        tensors, saved = (
+            get_model_state_dict(model, options=options),
+            get_optimizer_state_dict(model, optimizer, options=options),
+        )
         states: Any = saved["state"]
         groups: Any = saved["param_groups"]
     else:
         bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        tensors, names = bare.state_dict(), {parameter: name for name, parameter in bare.named_parameters()}
+        tensors, names = (
+            bare.state_dict(),
+            {parameter: name for name, parameter in bare.named_parameters()},
+        )
         states = {names[parameter]: state for parameter, state in optimizer.state.items()}
-        groups = [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
+        groups = [
+            {**group, "params": [names[parameter] for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ]
     found = {f"model.{name}": plain(value) for name, value in tensors.items()}
     for name, state in states.items():
         found |= {f"optimizer.{name}.{key}": plain(value) for key, value in state.items()}
     for group in groups:
         settings = {key: value for key, value in group.items() if key != "params"}
-        found |= {f"group.{name}.{key}": value for name in group["params"] for key, value in settings.items()}
+        found |= {
+            f"group.{name}.{key}": value
+            for name in group["params"]
+            for key, value in settings.items()
+        }
     return {**found, "count": HERE["count"]}
 
 
@@ -269,7 +321,8 @@ def plain(value: Any) -> Any:
 class Saved:
     """A saved state.
 
-    ranks: the state of each rank when they saved. wanted: the whole state. later: the whole state one training step later.
+    ranks: the state of each rank when they saved. wanted: the whole state. later: the
+    whole state one training step later.
     """
 
     place: Home
@@ -282,8 +335,19 @@ class Saved:
 
 
 @contextmanager
-def saved(kind: str, world_size: int, source: str, *, optimizer: str = "adamw", model: type[nn.Module] = Net) -> Iterator[Saved]:
-    """Context manager. Train and save on `ranks` processes, and kill them. A recovery then reads from `source`: "memory" or "storage"."""
+def saved(
+    kind: str,
+    world_size: int,
+    source: str,
+    *,
+    optimizer: str = "adamw",
+    model: type[nn.Module] = Net,
+) -> Iterator[Saved]:
+    """Context manager.
+
+    Train and save on `ranks` processes, and kill them. A recovery then reads from
+    `source`: "memory" or "storage".
+    """
     with home() as place:
         daemon = Daemon(place, forked=True).wait_ready()
         try:
@@ -304,14 +368,21 @@ def saved(kind: str, world_size: int, source: str, *, optimizer: str = "adamw", 
 
 
 def together(found: list[Plain]) -> Plain:
-    """Return the union of what all ranks have. The lowest rank counts, as for the buffers of DistributedDataParallel."""
+    """Return the union of what all ranks have.
+
+    The lowest rank counts, as for the buffers of DistributedDataParallel.
+    """
     return {name: value for plain in reversed(found) for name, value in plain.items()}
 
 
 def differing(found: Plain, wanted: Plain) -> list[str]:
     """Return the names of what differs, or is on one side only."""
     missing = object()
-    return sorted(name for name in found.keys() | wanted.keys() if found.get(name, missing) != wanted.get(name, missing))
+    return sorted(
+        name
+        for name in found.keys() | wanted.keys()
+        if found.get(name, missing) != wanted.get(name, missing)
+    )
 
 
 def parts(place: Home, step: int) -> list[Plan]:

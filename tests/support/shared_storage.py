@@ -1,8 +1,11 @@
-"""A storage that several processes share, and its clock. The processes are threads. One runs at a time, and chance picks it.
+"""A storage that several processes share, and its clock.
 
-`SharedStorage` does what a store with conditional puts does. Its listings may be `stale`, as those of a network file system. `Files` is the
-storage as one process sees it, and `Calls` makes its calls. `in_storage` lets the code of the product use the clock. `store_model.py` has
-the processes.
+The processes are threads. One runs at a time, and chance picks it.
+
+`SharedStorage` does what a store with conditional puts does. Its listings may be
+`stale`, as those of a network file system. `Files` is the storage as one process sees
+it, and `Calls` makes its calls. `in_storage` lets the code of the product use the
+clock. `store_model.py` has the processes.
 """
 
 from __future__ import annotations
@@ -44,9 +47,13 @@ class Broken(Exception):
 
 @dataclass(eq=False)
 class Actor:
-    """A process. `node`: its node, whose listings it sees. `dies`: the number of the request at which it dies or that fails, or 0.
+    """A process.
 
-    `died` is called after its death. `due`: the time until which it sleeps. `turn` is released when it may run.
+    `node`: its node, whose listings it sees. `dies`: the number of the request at which
+    it dies or that fails, or 0.
+
+    `died` is called after its death. `due`: the time until which it sleeps. `turn` is
+    released when it may run.
     """
 
     name: str
@@ -68,8 +75,9 @@ class Actor:
 class SharedStorage(Bucket):
     """The storage, the clock, and the processes. One process runs at a time.
 
-    stale: True if listings may be old, as on a network file system: a node sees a directory as it was when it listed it last, unless it has
-    changed something in it since.
+    stale: True if listings may be old, as on a network file system: a node sees a
+    directory as it was when it listed it last, unless it has changed something in it
+    since.
     """
 
     def __init__(self, chance: random.Random, *, kills: bool) -> None:
@@ -89,8 +97,14 @@ class SharedStorage(Bucket):
 
     # -- processes
 
-    def add(self, name: str, node: int, run: Callable[[Actor], None], *, mortal: bool = False) -> Actor:
-        dies = self.chance.randint(1, 40) if mortal and self.kills and self.chance.random() < 0.5 else 0
+    def add(
+        self, name: str, node: int, run: Callable[[Actor], None], *, mortal: bool = False
+    ) -> Actor:
+        dies = (
+            self.chance.randint(1, 40)
+            if mortal and self.kills and self.chance.random() < 0.5
+            else 0
+        )
         actor = Actor(name, node, run, dies)
         actor.turn.acquire()
         self.actors.append(actor)
@@ -104,7 +118,10 @@ class SharedStorage(Bucket):
             actor.run(actor)
         except Killed:
             pass
-        except (OSError, StorageError):  # of a request that has failed: what it was for is tried again
+        except (
+            OSError,
+            StorageError,
+        ):  # of a request that has failed: what it was for is tried again
             actor.dead = True
         except Broken as error:
             self.broken.append(f"{actor.name}: {error}")
@@ -138,13 +155,16 @@ class SharedStorage(Bucket):
             self.now = until
             for held in self.held:
                 held._count += 1
-                self._set(held.name, f"{self.held[held].host} 1 {held._count}".encode())  # a living process writes its lease again in time
+                # A living process writes its lease again in time.
+                self._set(held.name, f"{self.held[held].host} 1 {held._count}".encode())
 
     def sleep(self, seconds: float) -> None:
         self._wait(self.now + seconds)
 
     def _wait(self, due: float = 0.0) -> None:
-        """Let the other processes go on, until it is this one's turn and the clock has reached `due`."""
+        """Let the other processes go on, until it is this one's turn and the clock has
+        reached `due`.
+        """
         actor = self.actor
         if actor is None:  # no process runs yet, or any more
             self.pass_time(due)
@@ -167,12 +187,18 @@ class SharedStorage(Bucket):
                     raise OSError(errno.EIO, "no answer")
                 actor.dead = True
                 raise Killed
-        self.states.add(hash((frozenset(self.objects.items()), tuple((a.requests, a.dead) for a in self.actors))))
+        self.states.add(
+            hash(
+                (frozenset(self.objects.items()), tuple((a.requests, a.dead) for a in self.actors))
+            )
+        )
         return call()
 
     @property
     def actor(self) -> Actor | None:
-        """The process that runs in this thread, or None if no process has begun, or all have ended."""
+        """The process that runs in this thread, or None if no process has begun, or all
+        have ended.
+        """
         return getattr(self._here, "actor", None)
 
     @property
@@ -226,11 +252,15 @@ class SharedStorage(Bucket):
         return memoryview(self.request(lambda: self._find(name)))[offset : offset + length]
 
     def head(self, name: str) -> ObjectMeta:
-        return self.request(lambda: ObjectMeta(name, len(self._find(name)), str(self.objects[name][1])))
+        return self.request(
+            lambda: ObjectMeta(name, len(self._find(name)), str(self.objects[name][1]))
+        )
 
     def children(self, prefix: str) -> tuple[list[str], list[ObjectMeta]]:
         def listed() -> list[str]:
-            found = [name for name in self.objects if name.startswith(f"{prefix}/" if prefix else "")]
+            found = [
+                name for name in self.objects if name.startswith(f"{prefix}/" if prefix else "")
+            ]
             if not self.stale or prefix.startswith(names.CONTROL):
                 return found
             place = self._node, prefix
@@ -243,10 +273,14 @@ class SharedStorage(Bucket):
         skip = len(prefix) + 1 if prefix else 0
         prefixes = {name[: name.index("/", skip) + 1] for name in below if "/" in name[skip:]}
         objects = [name for name in below if "/" not in name[skip:]]
-        return sorted(prefixes), [ObjectMeta(name, 1, str(self.objects.get(name, (b"", 0))[1])) for name in objects]
+        return sorted(prefixes), [
+            ObjectMeta(name, 1, str(self.objects.get(name, (b"", 0))[1])) for name in objects
+        ]
 
     def below(self, prefix: str) -> list[str]:
-        return self.request(lambda: [name for name in self.objects if name.startswith(f"{prefix}/")])
+        return self.request(
+            lambda: [name for name in self.objects if name.startswith(f"{prefix}/")]
+        )
 
     def delete(self, names: list[str]) -> None:
         def delete(name: str) -> None:
@@ -257,12 +291,15 @@ class SharedStorage(Bucket):
 
 
 class Files(ObjectStorage):
-    """The storage of one process, which sees a fresh listing of a directory once it has created a file there."""
+    """The storage of one process, which sees a fresh listing of a directory once it has
+    created a file there.
+    """
 
     def __init__(self, world: SharedStorage) -> None:
         super().__init__(world, "digest")
         self._world = world
-        self.__dict__["creates_once"] = True  # a cached property takes one lock for all processes of the model
+        # A cached property takes one lock for all processes of the model.
+        self.__dict__["creates_once"] = True
         self._leases = Leases(world, names.CONTROL, lambda: world.now)
 
     def refresh_listing(self, prefix: str, file: str) -> None:
@@ -299,7 +336,11 @@ def done(call: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def in_storage(world: SharedStorage) -> Iterator[None]:
-    """Context manager. Let the code of the product use the clock of a world, and have living processes renew their leases."""
+    """Context manager.
+
+    Let the code of the product use the clock of a world, and have living processes
+    renew their leases.
+    """
 
     async def sleep(seconds: float) -> None:
         world.sleep(seconds)
@@ -322,9 +363,13 @@ def in_storage(world: SharedStorage) -> Iterator[None]:
     with (
         mock.patch.object(names, "host", host),
         mock.patch.object(names, "new_nonce", functools.partial(world.chance.randbytes, 16)),
-        mock.patch.object(joint, "asyncio", SimpleNamespace(sleep=sleep, get_running_loop=lambda: loop)),
+        mock.patch.object(
+            joint, "asyncio", SimpleNamespace(sleep=sleep, get_running_loop=lambda: loop)
+        ),
         mock.patch.object(joint, "LATE_SECONDS", 0.3),
-        mock.patch.object(object_leases, "time", SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep)),
+        mock.patch.object(
+            object_leases, "time", SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep)
+        ),
         mock.patch.object(locks, "SECONDS", 0.3),
         mock.patch.object(Held, "put", put_and_renew),
         mock.patch.object(Held, "keep"),

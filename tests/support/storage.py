@@ -12,7 +12,10 @@ from ckptd.shared.system.storage_seam import Creator
 
 
 def part_in(directory: Path) -> Path:
-    """Return the part file of a checkpoint of one rank. There may be data files beside it, new ones or linked ones."""
+    """Return the part file of a checkpoint of one rank.
+
+    There may be data files beside it, new ones or linked ones.
+    """
     [found] = [path for path in directory.iterdir() if parse_part_file(path.name)]
     return found
 

@@ -1,12 +1,18 @@
-"""A model of the requests that daemons and readers make to a storage that several nodes share, carried out in every possible order.
+"""A model of the requests that daemons and readers make to a storage that several nodes
+share, carried out in every possible order.
 
-The code of the product runs: the commits of `daemon/saving/joint.py`, the restart of `daemon/recovery.py`, the deletions of `daemon/saving/deleter.py`,
-and the leases, claims and receipts of `shared/storage`. Only the storage is a model. It carries out one request after another, and chance
-decides whose request is next, who dies before or after a request, whose listing is stale, and how far the clock has moved. So each seed is
-one order of events. `live` lives one life of a job with two nodes, and returns the first promise that was broken.
+The code of the product runs: the commits of `daemon/saving/joint.py`, the restart of
+`daemon/recovery.py`, the deletions of `daemon/saving/deleter.py`, and the leases,
+claims and receipts of `shared/storage`. Only the storage is a model. It carries out one
+request after another, and chance decides whose request is next, who dies before or
+after a request, whose listing is stale, and how far the clock has moved. So each seed
+is one order of events. `live` lives one life of a job with two nodes, and returns the
+first promise that was broken.
 
-In each life two daemons save a step, and the daemon of rank 0 then deletes the checkpoint before it. Any of them may die, and starts again.
-Two runs claim the next attempt, and the daemon of the one that gets it decides the past. Readers open checkpoints, and read them later.
+In each life two daemons save a step, and the daemon of rank 0 then deletes the
+checkpoint before it. Any of them may die, and starts again. Two runs claim the next
+attempt, and the daemon of the one that gets it decides the past. Readers open
+checkpoints, and read them later.
 """
 
 from __future__ import annotations
@@ -44,26 +50,50 @@ from ckptd.shared.storage.repository import Repository
 from ckptd.shared.wire.lifecycle import SnapshotState
 from tests.shared.samples import encode_part, packed_slot, sample_plan, values_after
 from tests.support.saving import Journal
-from tests.support.shared_storage import Actor, Broken, Calls, Files, SharedStorage, done, in_storage
+from tests.support.shared_storage import (
+    Actor,
+    Broken,
+    Calls,
+    Files,
+    SharedStorage,
+    done,
+    in_storage,
+)
 
 JOB, ATTEMPT = "gpt", 2
 OLD, NEW = 999, 1000
 """The step that is committed when a life begins, and the step that is saved in it."""
 CLAIM = "0123456789abcdef" * 2
 PLAN = sample_plan(6)
-_TIMEOUT = 0.5  # seconds for which the daemon of rank 0 waits for the others: some 15 looks at storage
+# Seconds for which the daemon of rank 0 waits for the others: some 15 looks at storage.
+_TIMEOUT = 0.5
 _TRIES = 3
 
 
 @functools.cache
 def _part(rank: int) -> tuple[PartEntry, bytes]:
     """Return the part of a rank: its entry in the manifest, and its file."""
-    values, tag, request = values_after(PLAN), names.tag_directory(NEW, None, ATTEMPT), SnapshotRequest(node=_share(rank))
+    values, tag, request = (
+        values_after(PLAN),
+        names.tag_directory(NEW, None, ATTEMPT),
+        SnapshotRequest(node=_share(rank)),
+    )
     data, index = encode_part(
-        packed_slot(PLAN, values), PLAN, values, attempt=ATTEMPT, step=NEW, rank=rank, world_size=2, tag=tag, request=request
+        packed_slot(PLAN, values), PLAN, values, attempt=ATTEMPT, step=NEW, rank=rank, world_size=2,
+        tag=tag, request=request
     )  # fmt: skip
-    digest, raw = hashlib.sha256(index.encode()).hexdigest(), sum(chunk.raw_length for chunk in index.chunks)
-    return PartEntry(rank=rank, file="", bytes=len(data), raw_bytes=raw, items=len(PLAN.items), index_sha256=digest), data
+    digest, raw = (
+        hashlib.sha256(index.encode()).hexdigest(),
+        sum(chunk.raw_length for chunk in index.chunks),
+    )
+    return PartEntry(
+        rank=rank,
+        file="",
+        bytes=len(data),
+        raw_bytes=raw,
+        items=len(PLAN.items),
+        index_sha256=digest,
+    ), data
 
 
 def _share(rank: int) -> Membership:
@@ -71,16 +101,28 @@ def _share(rank: int) -> Membership:
 
 
 class Daemon:
-    """A process of the daemon of the node that has a rank. `journal` is all that earlier processes have left to it."""
+    """A process of the daemon of the node that has a rank.
 
-    def __init__(self, world: SharedStorage, journal: Journal, rank: int, *, attempt: int = ATTEMPT) -> None:
+    `journal` is all that earlier processes have left to it.
+    """
+
+    def __init__(
+        self, world: SharedStorage, journal: Journal, rank: int, *, attempt: int = ATTEMPT
+    ) -> None:
         self.world, self.rank = world, rank
         self.repository, self.catalog = Repository(Files(world)), Catalog()
         config = Config(root=Path("/root"), socket=Path("/s"), codec="raw")
         self.calls = cast(Any, Calls())
         on_disk: Any = journal
         self.root = Destination(
-            config, self.repository, on_disk, self.catalog, self.calls, cast(Any, None), Counter(), lambda snapshot: None
+            config,
+            self.repository,
+            on_disk,
+            self.catalog,
+            self.calls,
+            cast(Any, None),
+            Counter(),
+            lambda snapshot: None,
         )
         self.joint = Joint(self.root, _TIMEOUT, remote=False, stopping=lambda: False)
         self.job = self.catalog.job(JOB)
@@ -89,7 +131,16 @@ class Daemon:
 
     def snapshot(self, step: int) -> Snapshot:
         tag = names.tag_directory(step, None, ATTEMPT)
-        return Snapshot(JOB, ATTEMPT, step, tag, 2, persist=True, state=SnapshotState.WRITTEN, node=_share(self.rank))
+        return Snapshot(
+            JOB,
+            ATTEMPT,
+            step,
+            tag,
+            2,
+            persist=True,
+            state=SnapshotState.WRITTEN,
+            node=_share(self.rank),
+        )
 
     def scan(self, *, fresh: bool = False) -> None:
         done(recovery.scan_job(self.repository, self.job, self.calls, fresh=fresh))
@@ -98,13 +149,19 @@ class Daemon:
         """Finish what an earlier process of this daemon has begun."""
         self.repository.storage._leases.end_marks(names.host())  # type: ignore[attr-defined]  # as `serve` does
         self.scan()
-        saver: Any = SimpleNamespace(joint=self.joint, follow=lambda job, snapshot: self.followed.append(snapshot))
+        saver: Any = SimpleNamespace(
+            joint=self.joint, follow=lambda job, snapshot: self.followed.append(snapshot)
+        )
         done(recovery.finish_retiring(self.repository, self.root.journal, self.catalog, self.calls))
         for place in list(self.root.journal.state.staged):
             done(recovery.finish_save(self.root, saver, self.catalog, self.calls, place))
 
     def save(self, step: int) -> bool:
-        """Save a step that this node holds. Return True once it is durable, and False if this daemon does not know what became of it."""
+        """Save a step that this node holds.
+
+        Return True once it is durable, and False if this daemon does not know what
+        became of it.
+        """
         for snapshot in self.followed:
             self._settle(snapshot)
         for _ in range(_TRIES):
@@ -123,11 +180,17 @@ class Daemon:
         return False
 
     def _settle(self, snapshot: Snapshot) -> bool | None:
-        """Return True if a try is committed, False if its outcome is not known, and None if it is abandoned."""
+        """Return True if a try is committed, False if its outcome is not known, and
+        None if it is abandoned.
+        """
         try:
             done(self.joint.settle(self.job, snapshot))
         except Abandoned as error:
-            done(self.root.committer.drop(JOB, snapshot.directory, ATTEMPT, snapshot.step, str(error)))
+            done(
+                self.root.committer.drop(
+                    JOB, snapshot.directory, ATTEMPT, snapshot.step, str(error)
+                )
+            )
             return None
         except Undecided:
             return False
@@ -136,11 +199,29 @@ class Daemon:
     def _write(self, snapshot: Snapshot) -> list[Any]:
         entry, data = _part(self.rank)
         file = names.part_file(self.rank, self.world.chance.randbytes(16))
-        common: dict[str, Any] = {"job": JOB, "attempt": ATTEMPT, "step": snapshot.step, "rank": self.rank, "tag": snapshot.directory}
+        common: dict[str, Any] = {
+            "job": JOB,
+            "attempt": ATTEMPT,
+            "step": snapshot.step,
+            "rank": self.rank,
+            "tag": snapshot.directory,
+        }
         done(self.root.journal.append(r.Staging(**common, file=file)))
         self.world.put(f"{JOB}/{snapshot.directory}/{file}", data, create=True)
-        done(self.root.journal.append(r.PartDurable(**common, file=file, bytes=entry.bytes, index_sha256=entry.index_sha256)))
-        return [(msgspec.structs.replace(entry, file=file), PLAN, SnapshotRequest(node=_share(self.rank)))]
+        done(
+            self.root.journal.append(
+                r.PartDurable(
+                    **common, file=file, bytes=entry.bytes, index_sha256=entry.index_sha256
+                )
+            )
+        )
+        return [
+            (
+                msgspec.structs.replace(entry, file=file),
+                PLAN,
+                SnapshotRequest(node=_share(self.rank)),
+            )
+        ]
 
     def retire(self, step: int) -> str:
         """Delete a checkpoint. Return the reason if it stays."""
@@ -153,7 +234,11 @@ class Daemon:
 
 
 class Life:
-    """A life of the job. `back`: True if the new attempt runs on the nodes of the old one, and therefore waits for them."""
+    """A life of the job.
+
+    `back`: True if the new attempt runs on the nodes of the old one, and therefore
+    waits for them.
+    """
 
     def __init__(self, seed: int) -> None:
         chance = self.chance = random.Random(seed)
@@ -186,7 +271,9 @@ class Life:
 
     def _begin(self) -> None:
         """Commit the old step, and claim the attempt."""
-        first, second = (Daemon(self.world, journal, rank) for rank, journal in enumerate(self.journals))
+        first, second = (
+            Daemon(self.world, journal, rank) for rank, journal in enumerate(self.journals)
+        )
         assert first.repository.claim(JOB, ATTEMPT)
         delivered = second.snapshot(OLD)
         done(second.joint.deliver(second.job, delivered, second._write(delivered)))
@@ -198,11 +285,15 @@ class Life:
     # -- processes
 
     def _start(self, rank: int) -> None:
-        actor = self.world.add(f"daemon {rank}", rank, functools.partial(self._daemon, rank), mortal=True)
+        actor = self.world.add(
+            f"daemon {rank}", rank, functools.partial(self._daemon, rank), mortal=True
+        )
         actor.died = functools.partial(self._start, rank)
 
     def _daemon(self, rank: int, actor: Actor) -> None:
-        daemon = self.daemons[rank] = Daemon(self.world, self.journals[rank], rank, attempt=self._attempt)
+        daemon = self.daemons[rank] = Daemon(
+            self.world, self.journals[rank], rank, attempt=self._attempt
+        )
         daemon.start()
         if not daemon.save(NEW):
             return
@@ -216,11 +307,15 @@ class Life:
 
     def _start_run(self, number: int, journal: Journal) -> None:
         node = number if self.back else number + 2
-        actor = self.world.add(f"run {number}", node, functools.partial(self._newcomer, number, journal), mortal=True)
+        actor = self.world.add(
+            f"run {number}", node, functools.partial(self._newcomer, number, journal), mortal=True
+        )
         actor.died = functools.partial(self._start_run, number, journal)
 
     def _newcomer(self, number: int, journal: Journal, actor: Actor) -> None:
-        """Claim the next attempt, and decide the past: the daemon of rank 0 of the new attempt."""
+        """Claim the next attempt, and decide the past: the daemon of rank 0 of the new
+        attempt.
+        """
         if number not in self._claimed:
             self._idle()
         daemon = Daemon(self.world, journal, 0, attempt=ATTEMPT + 1)
@@ -240,10 +335,12 @@ class Life:
         done(daemon.joint.settle_past(daemon.job, ATTEMPT if self.back else 0))
         newest = daemon.job.newest_checkpoint()
         found = -1 if newest is None or newest.step is None else newest.step
-        excused = NEW in self.forgotten or daemon.job.damaged  # recover() names what it could not read
+        # recover() names what it could not read
+        excused = NEW in self.forgotten or daemon.job.damaged
         if known and found != NEW and not excused:
             raise Broken(f"step {found} comes back, and step {NEW} was committed")
-        late = self._decided_by.get(delivered, "").startswith("daemon")  # the old rank 0 had waited for a node for too long
+        # The old rank 0 had waited for a node for too long.
+        late = self._decided_by.get(delivered, "").startswith("daemon")
         if delivered and found != NEW and not excused and not late:
             raise Broken(f"step {found} comes back, and step {NEW} was delivered by all nodes")
         if found == NEW and self.chance.random() < 0.7:
@@ -259,17 +356,28 @@ class Life:
             self.world.sleep(0.0)
 
     def _has_delivered(self, rank: int) -> bool:
-        """Return True if a node has delivered its part in some try, or if its daemon has done what it can."""
+        """Return True if a node has delivered its part in some try, or if its daemon
+        has done what it can.
+        """
         prefix, receipt = f"{JOB}/step-{NEW:08d}", names.receipt_file(rank)
-        ended = any(actor.name == f"daemon {rank}" and actor.done and not actor.dead for actor in self.world.actors)
-        return ended or any(name.startswith(prefix) and name.endswith(receipt) for name in self.world.objects)
+        ended = any(
+            actor.name == f"daemon {rank}" and actor.done and not actor.dead
+            for actor in self.world.actors
+        )
+        return ended or any(
+            name.startswith(prefix) and name.endswith(receipt) for name in self.world.objects
+        )
 
     def _delivered(self) -> str:
-        """Return the name of the outcome of a try that all nodes have delivered and that is undecided, or ""."""
+        """Return the name of the outcome of a try that all nodes have delivered and
+        that is undecided, or "".
+        """
         for number in range(1, 9):
             prefix = f"{JOB}/{names.try_directory(names.tag_directory(NEW, None, ATTEMPT), number)}"
             outcome = self.world.objects.get(f"{prefix}/{names.MANIFEST}", (b"", 0))[0]
-            if not outcome and all(f"{prefix}/{names.receipt_file(rank)}" in self.world.objects for rank in range(2)):
+            if not outcome and all(
+                f"{prefix}/{names.receipt_file(rank)}" in self.world.objects for rank in range(2)
+            ):
                 return f"{prefix}/{names.MANIFEST}"
         return ""
 
@@ -322,18 +430,28 @@ class Life:
             self._outcomes.pop(name, None)
         elif data is None and names.parse_part_file(file):
             outcome = f"{directory}/{names.MANIFEST}"
-            if outcome in self.world.objects and name in self._parts(outcome, self.world.objects[outcome][0]):
-                self.world.broken.append(f"{name} is deleted, and belongs to a committed checkpoint")
+            if outcome in self.world.objects and name in self._parts(
+                outcome, self.world.objects[outcome][0]
+            ):
+                self.world.broken.append(
+                    f"{name} is deleted, and belongs to a committed checkpoint"
+                )
 
     def _is_deleted(self, name: str, data: bytes) -> bool:
-        """Return True if an abandonment takes the place of a manifest, whose deleter has its mark there."""
+        """Return True if an abandonment takes the place of a manifest, whose deleter
+        has its mark there.
+        """
         mark = f"{names.CONTROL}/{names.RETIRING}/{name}/"
-        return b'"code": "deleted"' in data and any(other.startswith(mark) for other in self.world.objects)
+        return b'"code": "deleted"' in data and any(
+            other.startswith(mark) for other in self.world.objects
+        )
 
     @staticmethod
     def _parts(name: str, outcome: bytes) -> list[str]:
         try:
-            return [f"{name.rpartition('/')[0]}/{part.file}" for part in Manifest.decode(outcome).parts]
+            return [
+                f"{name.rpartition('/')[0]}/{part.file}" for part in Manifest.decode(outcome).parts
+            ]
         except CkptdError:
             return []  # an abandonment
 
@@ -345,13 +463,16 @@ class Life:
             world.broken.append("two runs have the same attempt")
         if self.acknowledged and NEW not in self._committed:
             world.broken.append(f"step {NEW} is called durable, and was never committed")
-        for rank, journal in enumerate(self.journals):  # what could not be finished is left for the next start
+        # What could not be finished is left for the next start.
+        for rank, journal in enumerate(self.journals):
             Daemon(self.world, journal, rank, attempt=ATTEMPT + 1).start()
         daemon.scan()
         there = {one.step for one in daemon.job.checkpoints.values()}
         if lost := self._committed - there - self.forgotten:
             world.broken.append(f"steps {lost} are gone")
-        for _ in range(2):  # first the marks of dead deleters are found dead, and then the leases of dead readers
+        # First the marks of dead deleters are found dead, and then the leases of dead
+        # readers.
+        for _ in range(2):
             for step in sorted(there, key=lambda step: step or 0):
                 daemon.retire(step or 0)
             world.pass_time(world.now + object_leases.SECONDS + 1)
@@ -368,7 +489,10 @@ class Life:
 
 
 def live(seed: int) -> tuple[int, str]:
-    """Live one life. Return the number of its states, and the first promise that was broken, or ""."""
+    """Live one life.
+
+    Return the number of its states, and the first promise that was broken, or "".
+    """
     life = Life(seed)
     life.live()
     return len(life.world.states), life.world.broken[0] if life.world.broken else ""
@@ -396,8 +520,12 @@ def _none_of(kind: str) -> Callable[..., list[ObjectMeta]]:
     return alive
 
 
-async def _drop_whatever(self: Committer, job: str, tag: str, attempt: int, step: int, reason: str) -> None:
-    self._repository.delete_unfinished(job, tag, list(self._journal.state.staged.get(f"{job}/{tag}", {})))
+async def _drop_whatever(
+    self: Committer, job: str, tag: str, attempt: int, step: int, reason: str
+) -> None:
+    self._repository.delete_unfinished(
+        job, tag, list(self._journal.state.staged.get(f"{job}/{tag}", {}))
+    )
 
 
 def _no_mark_is_dead(self: Leases, found: ObjectMeta) -> bool:
@@ -409,19 +537,45 @@ def _leave_nothing(self: Repository, job: str, tag: str, attempt: int, step: int
 
 
 RULES: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
-    "an outcome and a claim are created for one caller only": (0, [(SharedStorage, "put", _put_always)]),
+    "an outcome and a claim are created for one caller only": (
+        0,
+        [(SharedStorage, "put", _put_always)],
+    ),
     "a deleter looks for leases": (6, [(Leases, "_alive", _none_of(names.LEASES))]),
-    "a reader looks for the mark of a deleter": (10, [(Leases, "_alive", _none_of(names.RETIRING))]),
-    "a lease or a mark that is not renewed is dead": (12, [(Leases, "_is_young", _no_mark_is_dead)]),
-    "receipts are deleted before the manifest": (3905, [(Repository, "delete_receipts", lambda self, job, tag: True)]),
-    "a listing is fresh before something is called missing": (7, [(Files, "refresh_listing", lambda self, prefix, file: None)]),
-    "parts that a receipt may name stay until their try is abandoned": (45, [(Committer, "drop", _drop_whatever)]),
-    "a deleted checkpoint leaves an abandonment, where an older daemon could publish it": (9, [(Repository, "bury", _leave_nothing)]),
+    "a reader looks for the mark of a deleter": (
+        10,
+        [(Leases, "_alive", _none_of(names.RETIRING))],
+    ),
+    "a lease or a mark that is not renewed is dead": (
+        12,
+        [(Leases, "_is_young", _no_mark_is_dead)],
+    ),
+    "receipts are deleted before the manifest": (
+        3905,
+        [(Repository, "delete_receipts", lambda self, job, tag: True)],
+    ),
+    "a listing is fresh before something is called missing": (
+        7,
+        [(Files, "refresh_listing", lambda self, prefix, file: None)],
+    ),
+    "parts that a receipt may name stay until their try is abandoned": (
+        45,
+        [(Committer, "drop", _drop_whatever)],
+    ),
+    "a deleted checkpoint leaves an abandonment, where an older daemon could publish it": (
+        9,
+        [(Repository, "bury", _leave_nothing)],
+    ),
 }
-"""The rules of the product that the model needs, by name. Each has the seed of a life that was broken without it, and what takes it out."""
+"""The rules of the product that the model needs, by name. Each has the seed of a life
+that was broken without it, and what takes it out.
+"""
 
 
 def is_needed(rule: str, lives: int = 10_000) -> bool:
-    """Return True if a life is broken without a rule. The life of its seed is tried first."""
+    """Return True if a life is broken without a rule.
+
+    The life of its seed is tried first.
+    """
     with without(rule):
         return any(live(seed)[1] for seed in (RULES[rule][0], *range(lives)))

@@ -1,4 +1,6 @@
-"""Object stores for tests: one in the memory of the process, and real servers of the S3 protocol."""
+"""Object stores for tests: one in the memory of the process, and real servers of the S3
+protocol.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,12 @@ _SECONDS = 60
 
 
 def program(name: str) -> str | None:
-    """Return the path of a server that is installed beside this Python or on PATH, or None."""
-    return shutil.which(name, path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))
+    """Return the path of a server that is installed beside this Python or on PATH, or
+    None.
+    """
+    return shutil.which(
+        name, path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    )
 
 
 def free_ports(count: int) -> list[int]:
@@ -54,8 +60,8 @@ class Server:
     def environ(self) -> dict[str, str]:
         """The variables by which ckptd and the AWS tools find the server."""
         return {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}", "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_REGION": REGION,
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}", "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": REGION,
         }  # fmt: skip
 
 
@@ -77,27 +83,36 @@ def seaweed(place: Path) -> Iterator[Server]:
         )
     )
     servers = ("s3", "filer", "master", "volume")
-    ports = dict(zip([f"{name}.port{kind}" for name in servers for kind in ("", ".grpc")], free_ports(8), strict=True))
+    ports = dict(
+        zip(
+            [f"{name}.port{kind}" for name in servers for kind in ("", ".grpc")],
+            free_ports(8),
+            strict=True,
+        )
+    )
     weed = program("weed")
     assert weed is not None
     arguments = [
         weed, "-logtostderr=false", f"-logdir={place}",
-        "mini", f"-dir={place}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-admin.ui=false", "-webdav=false",
-        "-master.telemetry=false",
-        f"-s3.config={place / 's3.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0", *(f"-{name}={port}" for name, port in ports.items()),
+        "mini", f"-dir={place}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-admin.ui=false",
+        "-webdav=false", "-master.telemetry=false",
+        f"-s3.config={place / 's3.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0",
+        *(f"-{name}={port}" for name, port in ports.items()),
     ]  # fmt: skip
     try:
         with _running(arguments, place, ports["s3.port"]) as server:
             yield server
     finally:
-        for port in ports.values():  # the servers of one process talk through sockets there, and do not remove them
+        # The servers of one process talk through sockets there, and do not remove them.
+        for port in ports.values():
             for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
                 left.unlink(missing_ok=True)
 
 
 @contextmanager
 def rclone(place: Path, remote: str = "") -> Iterator[Server]:
-    """Run `rclone serve s3`, which ignores preconditions and answers ranges in its own way.
+    """Run `rclone serve s3`, which ignores preconditions and answers ranges in its own
+    way.
 
     Its buckets are in `remote`, or else directories of `place`.
     """
@@ -105,7 +120,17 @@ def rclone(place: Path, remote: str = "") -> Iterator[Server]:
     (port,), found = free_ports(1), program("rclone")
     assert found is not None
     keys = ["--auth-key", f"{KEY},{SECRET}"]
-    arguments = [found, "serve", "s3", remote or str(place), "--addr", f"127.0.0.1:{port}", "--vfs-cache-mode", "off", *keys]
+    arguments = [
+        found,
+        "serve",
+        "s3",
+        remote or str(place),
+        "--addr",
+        f"127.0.0.1:{port}",
+        "--vfs-cache-mode",
+        "off",
+        *keys,
+    ]
     with _running(arguments, place, port) as server:
         yield server
 
@@ -117,7 +142,11 @@ def memory(place: Path) -> AbstractContextManager[Server]:
 
 @contextmanager
 def in_environment(server: Server) -> Iterator[None]:
-    """Context manager. Puts the variables by which ckptd finds the server into the environment of this process."""
+    """Context manager.
+
+    Puts the variables by which ckptd finds the server into the environment of this
+    process.
+    """
     before = {name: os.environ.get(name) for name in server.environ}
     os.environ.update(server.environ)
     try:
@@ -131,7 +160,10 @@ def in_environment(server: Server) -> Iterator[None]:
 
 @contextmanager
 def home_in(server: Server) -> Iterator[Home]:
-    """Context manager. Yields a home whose root is a new prefix in the bucket of the server."""
+    """Context manager.
+
+    Yields a home whose root is a new prefix in the bucket of the server.
+    """
     with home() as place, in_environment(server):
         place.root = Url("s3", "bucket", (names.new_nonce().hex(),))  # type: ignore[assignment]
         place.environ = server.environ
@@ -142,7 +174,9 @@ def home_in(server: Server) -> Iterator[Home]:
 def _running(arguments: list[str], place: Path, port: int) -> Iterator[Server]:
     log = place.parent / f"{place.name}.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(arguments, stdout=output, stderr=output, cwd=place, start_new_session=True)
+        process = subprocess.Popen(
+            arguments, stdout=output, stderr=output, cwd=place, start_new_session=True
+        )
     server = Server(port, process)
     try:
         until = time.monotonic() + _SECONDS
@@ -183,19 +217,41 @@ def make_bucket(server: Server, name: str) -> None:
 
 
 def _request(server: Server, method: str, path: str) -> bytes:
-    """Make a signed request of the S3 protocol, as "Signature Version 4" of the AWS documentation says."""
+    """Make a signed request of the S3 protocol, as "Signature Version 4" of the AWS
+    documentation says.
+    """
     host, now = f"127.0.0.1:{server.port}", datetime.datetime.now(datetime.UTC)
-    stamp, day, empty = now.strftime("%Y%m%dT%H%M%SZ"), now.strftime("%Y%m%d"), hashlib.sha256(b"").hexdigest()
+    stamp, day, empty = (
+        now.strftime("%Y%m%dT%H%M%SZ"),
+        now.strftime("%Y%m%d"),
+        hashlib.sha256(b"").hexdigest(),
+    )
     headers = {"host": host, "x-amz-content-sha256": empty, "x-amz-date": stamp}
     signed, scope = ";".join(headers), f"{day}/{REGION}/s3/aws4_request"
-    request = "\n".join([method, path, "", *(f"{name}:{value}" for name, value in headers.items()), "", signed, empty])
-    text = "\n".join(["AWS4-HMAC-SHA256", stamp, scope, hashlib.sha256(request.encode()).hexdigest()])
+    request = "\n".join(
+        [
+            method,
+            path,
+            "",
+            *(f"{name}:{value}" for name, value in headers.items()),
+            "",
+            signed,
+            empty,
+        ]
+    )
+    text = "\n".join(
+        ["AWS4-HMAC-SHA256", stamp, scope, hashlib.sha256(request.encode()).hexdigest()]
+    )
     key = f"AWS4{SECRET}".encode()
     for part in (day, REGION, "s3", "aws4_request"):
         key = hmac.new(key, part.encode(), hashlib.sha256).digest()
     signature = hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
-    headers["Authorization"] = f"AWS4-HMAC-SHA256 Credential={KEY}/{scope}, SignedHeaders={signed}, Signature={signature}"
-    with urllib.request.urlopen(urllib.request.Request(f"http://{host}{path}", method=method, headers=headers), timeout=10) as answer:
+    headers["Authorization"] = (
+        f"AWS4-HMAC-SHA256 Credential={KEY}/{scope}, SignedHeaders={signed}, Signature={signature}"
+    )
+    with urllib.request.urlopen(
+        urllib.request.Request(f"http://{host}{path}", method=method, headers=headers), timeout=10
+    ) as answer:
         body: bytes = answer.read()
         return body
 
@@ -205,11 +261,16 @@ KINDS: dict[str, tuple[Callable[[Path], AbstractContextManager[Server]], str]] =
     "rclone": (rclone, "rclone"),
     "memory": (memory, "rclone"),
 }
-"""The kinds of servers: the function that runs one, and the program that must be installed."""
+"""The kinds of servers: the function that runs one, and the program that must be
+installed.
+"""
 
 
 class Servers:
-    """The servers that tests have asked for, each with the bucket "bucket". A test is skipped if its server is not installed."""
+    """The servers that tests have asked for, each with the bucket "bucket".
+
+    A test is skipped if its server is not installed.
+    """
 
     def __init__(self, place: Path) -> None:
         self._place = place

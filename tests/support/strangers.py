@@ -1,4 +1,7 @@
-"""Another process that may only read files, and locks them. It has another user if the tests run as root."""
+"""Another process that may only read files, and locks them.
+
+It has another user if the tests run as root.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,12 @@ KINDS = ("flock-ex", "flock-sh", "ofd-read")
 
 @contextmanager
 def holding(kind: str, *paths: Path) -> Iterator[int]:
-    """Context manager. Run a process that holds a lock of this kind on each path. Yield its pid.
+    """Context manager.
 
-    The process runs as the user `nobody` if `is_another_user()`. Otherwise it has the user of the tests, but
-    opens the files for reading only.
+    Run a process that holds a lock of this kind on each path. Yield its pid.
+
+    The process runs as the user `nobody` if `is_another_user()`. Otherwise it has the
+    user of the tests, but opens the files for reading only.
     """
     command = [sys.executable, "-I", "-S", "-c", _HOLD, kind, *map(str, paths)]
     if is_another_user():
@@ -57,15 +62,25 @@ def holding(kind: str, *paths: Path) -> Iterator[int]:
 
 @cache
 def is_another_user() -> bool:
-    """Return True if `holding` runs as another user: the tests run as root, and the user `nobody` can run this Python."""
+    """Return True if `holding` runs as another user: the tests run as root, and the
+    user `nobody` can run this Python.
+    """
     if os.geteuid() or not shutil.which("setpriv"):
         return False
-    return subprocess.run([*_AS_NOBODY, sys.executable, "-I", "-S", "-c", ""], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run(
+            [*_AS_NOBODY, sys.executable, "-I", "-S", "-c", ""], capture_output=True, check=False
+        ).returncode
+        == 0
+    )
 
 
 @contextmanager
 def open_place() -> Iterator[Path]:
-    """Context manager. Yields a new directory that every user may list, unlike pytest's own."""
+    """Context manager.
+
+    Yields a new directory that every user may list, unlike pytest's own.
+    """
     place = Path(tempfile.mkdtemp(prefix="ckptd-test-"))
     try:
         place.chmod(0o755)

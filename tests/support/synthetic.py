@@ -1,4 +1,6 @@
-"""Synthetic jobs: what each rank of a job of any size would describe and plan, without its processes and without its tensors."""
+"""Synthetic jobs: what each rank of a job of any size would describe and plan, without
+its processes and without its tensors.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from ckptd.shared.formats.sharding import Mesh, Splits, place
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of a synthetic job. `mesh` is the number of its kind of mesh, or WHOLE if each rank has all of it."""
+    """A tensor of a synthetic job.
+
+    `mesh` is the number of its kind of mesh, or WHOLE if each rank has all of it.
+    """
 
     fqn: str
     size: tuple[int, ...]
@@ -31,8 +36,9 @@ class Tensor:
 class Job:
     """A synthetic job.
 
-    meshes: for each kind of mesh, a function that returns the mesh of a rank. has: True if a rank has a tensor. content: stands
-    for the digest of a tensor's bytes on a rank.
+    meshes: for each kind of mesh, a function that returns the mesh of a rank. has: True
+    if a rank has a tensor. content: stands for the digest of a tensor's bytes on a
+    rank.
     """
 
     world_size: int
@@ -45,7 +51,12 @@ class Job:
 
     def description(self, rank: int) -> ByRule:
         """Return what `ByRule.of` returns for the tensors of this rank."""
-        rows, numbers, found, contents = list[Row](), list[int | None](), list[Ruled](), dict[Any, list[tuple[str, bytes]]]()
+        rows, numbers, found, contents = (
+            list[Row](),
+            list[int | None](),
+            list[Ruled](),
+            dict[Any, list[tuple[str, bytes]]](),
+        )
         meshes = [of(rank) for of in self.meshes]
         coordinates = [mesh.coordinate_of(rank) for mesh in meshes]
         for tensor in self.tensors:
@@ -59,7 +70,14 @@ class Job:
                 assert coordinate is not None
                 offsets, sizes = place(tensor.size, meshes[tensor.mesh], tensor.splits, coordinate)
             ruled = Ruled(
-                tensor.fqn, tensor.dtype, tensor.size, tensor.mesh, tensor.splits, tensor.buffer, tensor.base, digest if whole else b""
+                tensor.fqn,
+                tensor.dtype,
+                tensor.size,
+                tensor.mesh,
+                tensor.splits,
+                tensor.buffer,
+                tensor.base,
+                digest if whole else b"",
             )
             found.append(ruled)
             if 0 in sizes and not whole:
@@ -67,34 +85,56 @@ class Job:
             else:
                 numbers.append(len(rows))
                 rows.append(Row(
-                    tensor.fqn, tensor.dtype, tensor.size, offsets, sizes, None, "cpu", False, True, tensor.buffer, digest, tensor.base,
+                    tensor.fqn, tensor.dtype, tensor.size, offsets, sizes, None, "cpu", False, True,
+                    tensor.buffer, digest, tensor.base,
                 ))  # fmt: skip
             if not whole:
-                contents.setdefault((tensor.mesh, ruled.along), []).extend([(tensor.fqn, digest)] if digest and 0 not in sizes else [])
+                contents.setdefault((tensor.mesh, ruled.along), []).extend(
+                    [(tensor.fqn, digest)] if digest and 0 not in sizes else []
+                )
         structured = Structured([mesh.shape for mesh in meshes], found, self.values or {})
         extras = self.extras(rank)
         summary = Summary(
             digest_of(structured),
             meshes,
-            [digest_of(contents[family]) if contents[family] else b"" for family in structured.families()],
+            [
+                digest_of(contents[family]) if contents[family] else b""
+                for family in structured.families()
+            ],
             extras,
         )
         first = len(rows)
-        return ByRule(Local([*rows, *extras]), structured, summary, numbers, list(range(first, first + len(extras))))
+        return ByRule(
+            Local([*rows, *extras]),
+            structured,
+            summary,
+            numbers,
+            list(range(first, first + len(extras))),
+        )
 
     def summaries(self) -> Iterator[Summary]:
         return (self.description(rank).summary for rank in range(self.world_size))
 
     def plan(self) -> Planned | None:
-        """Plan as the ranks would, all of them here. Return None if they would have to send their items."""
+        """Plan as the ranks would, all of them here.
+
+        Return None if they would have to send their items.
+        """
         described = [self.description(rank) for rank in range(self.world_size)]
         summaries = [one.summary for one in described]
-        structures = {name: Structured.decode(described[rank].structured.encode()) for name, rank in representatives(summaries).items()}
+        structures = {
+            name: Structured.decode(described[rank].structured.encode())
+            for name, rank in representatives(summaries).items()
+        }
         decision = decide(summaries, structures)
         if decision is None:
             return None
         layouts = [
-            one.lay_out(decision.shares[one.summary.structure], rank, decision.metadata if rank == 0 else None)
+            one.lay_out(
+                decision.shares[one.summary.structure],
+                rank,
+                decision.metadata if rank == 0 else None,
+            )
             for rank, one in enumerate(described)
         ]
         return Planned(decision, layouts)
@@ -135,12 +175,18 @@ def grid(rows: int, columns: int) -> Callable[[int], Mesh]:
 
 
 def rows_of(columns: int) -> Callable[[int], Mesh]:
-    """Return a mesh for each group of `columns` ranks in a row, as tensor parallelism inside a node has it."""
+    """Return a mesh for each group of `columns` ranks in a row, as tensor parallelism
+    inside a node has it.
+    """
     return lambda rank: Mesh((columns,), rank // columns * columns, (1,))
 
 
-def transformer(layers: int, width: int, *, mesh: int, splits: Splits, whole: int = 2) -> list[Tensor]:
-    """Return the tensors of a transformer and of AdamW: weight and two moments of seven matrices and two vectors a layer."""
+def transformer(
+    layers: int, width: int, *, mesh: int, splits: Splits, whole: int = 2
+) -> list[Tensor]:
+    """Return the tensors of a transformer and of AdamW: weight and two moments of seven
+    matrices and two vectors a layer.
+    """
     found = []
     for layer in range(layers):
         for name, size in (
@@ -150,6 +196,12 @@ def transformer(layers: int, width: int, *, mesh: int, splits: Splits, whole: in
             ("ffn_norm", (width,)),
         ):
             own = splits if len(size) > 1 else tuple(split for split in splits if split[1] == 0)
-            for prefix, suffix in (("model", "weight"), ("optim.state", "weight.exp_avg"), ("optim.state", "weight.exp_avg_sq")):
+            for prefix, suffix in (
+                ("model", "weight"),
+                ("optim.state", "weight.exp_avg"),
+                ("optim.state", "weight.exp_avg_sq"),
+            ):
                 found.append(Tensor(f"{prefix}.layers.{layer}.{name}.{suffix}", size, mesh, own))
-    return found + [Tensor(f"model.rope.{number}", (width,), buffer=True) for number in range(whole)]
+    return found + [
+        Tensor(f"model.rope.{number}", (width,), buffer=True) for number in range(whole)
+    ]

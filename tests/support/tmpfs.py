@@ -24,9 +24,22 @@ class Tmpfs:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def make(self, name: str, capacity: int, *, job: str = "gpt", attempt: int = 1) -> tuple[Descriptor, Descriptor]:
-        """Make a free segment. Returns its two descriptors: one to map, and one to hold the trainer's lock on."""
-        header = SegmentHeader(job=job, attempt=attempt, rank=0, world_size=1, slot=0, capacity=capacity, chunk_size=MIN_CHUNK)
+    def make(
+        self, name: str, capacity: int, *, job: str = "gpt", attempt: int = 1
+    ) -> tuple[Descriptor, Descriptor]:
+        """Make a free segment.
+
+        Returns its two descriptors: one to map, and one to hold the trainer's lock on.
+        """
+        header = SegmentHeader(
+            job=job,
+            attempt=attempt,
+            rank=0,
+            world_size=1,
+            slot=0,
+            capacity=capacity,
+            chunk_size=MIN_CHUNK,
+        )
         path = self.directory / name
         data = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         os.posix_fallocate(data.fileno(), 0, header.file_length)
@@ -48,7 +61,11 @@ def tmpfs() -> Iterator[Tmpfs]:
 
 @contextmanager
 def sealed_slot(plan: Plan, request: SnapshotRequest) -> Iterator[Descriptor]:
-    """Context manager. Yields a slot with step 5 of attempt 1, sealed by its trainer and checked as the daemon does."""
+    """Context manager.
+
+    Yields a slot with step 5 of attempt 1, sealed by its trainer and checked as the
+    daemon does.
+    """
     with tmpfs() as shm:
         data, lock = shm.make("a.seg", 1 << 20)
         lock.close()
@@ -56,6 +73,10 @@ def sealed_slot(plan: Plan, request: SnapshotRequest) -> Iterator[Descriptor]:
         header, values = read_header(data.fileno()), values_after(plan)
         packed = packed_slot(plan, values)
         ranges = chunk_ranges(with_values(plan.regions, values), header.chunk_size)
-        write_check(data.fileno(), header, [crc32c(bytes(packed[chunk.offset : chunk.offset + chunk.length])) for chunk in ranges])
+        write_check(
+            data.fileno(),
+            header,
+            [crc32c(bytes(packed[chunk.offset : chunk.offset + chunk.length])) for chunk in ranges],
+        )
         yield data
         data.close()

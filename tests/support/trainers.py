@@ -1,6 +1,7 @@
 """Trainers for tests, and the states that they save.
 
-The state of a step follows from its number alone, so that any process can tell what a recovery must return, bit for bit.
+The state of a step follows from its number alone, so that any process can tell what a
+recovery must return, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ JOB = "job"
 
 
 def expected(step: int, size: int = 50_000) -> dict[str, Any]:
-    """Return the state after `step`: float and half tensors, a transposed view, plain values, and a tensor that seldom changes."""
+    """Return the state after `step`: float and half tensors, a transposed view, plain
+    values, and a tensor that seldom changes.
+    """
     generator = torch.Generator().manual_seed(step)
     weight = torch.randn(size, generator=generator)
     return {
         "weight": weight,
         "half": torch.randn(size // 10, generator=generator).bfloat16(),
         "matrix": torch.randn(64, 33, generator=generator).t(),
-        "frozen": torch.randn(3000, dtype=torch.complex128, generator=torch.Generator().manual_seed(1000 + step // 5)),
+        "frozen": torch.randn(
+            3000, dtype=torch.complex128, generator=torch.Generator().manual_seed(1000 + step // 5)
+        ),
         "count": torch.tensor(step),
         "step": step,
         "history": list(range(step)),
@@ -92,12 +97,16 @@ class Diary:
         return sum(found == word for found, _ in self.read())
 
     def newest(self, *words: str) -> tuple[int, int]:
-        """Return the highest (attempt, step) with one of these words, or (0, -1) if there is none."""
+        """Return the highest (attempt, step) with one of these words, or (0, -1) if
+        there is none.
+        """
         return max((key for word, key in self.read() if word in words), default=(0, -1))
 
 
 def begin(socket: Path, size: int = 50_000) -> tuple[Agent, tuple[int, int] | None]:
-    """Return an agent that has recovered, and the (attempt, step) that came back, or None. The state is compared bit for bit."""
+    """Return an agent that has recovered, and the (attempt, step) that came back, or
+    None. The state is compared bit for bit.
+    """
     agent = Agent(JOB, socket=socket)
     state = blank(size)
     recovered = agent.recover(state)
@@ -109,9 +118,18 @@ def begin(socket: Path, size: int = 50_000) -> tuple[Agent, tuple[int, int] | No
 
 
 def train(
-    socket: Path, diary: Diary, first: int, last: int, armed: str = "", size: int = 50_000, wait_every: int = 2, linger: bool = True
+    socket: Path,
+    diary: Diary,
+    first: int,
+    last: int,
+    armed: str = "",
+    size: int = 50_000,
+    wait_every: int = 2,
+    linger: bool = True,
 ) -> None:
-    """Recover, then snapshot steps `first` to `last`, and wait for every `wait_every`-th to be durable. Then stay alive to be killed."""
+    """Recover, then snapshot steps `first` to `last`, and wait for every
+    `wait_every`-th to be durable. Then stay alive to be killed.
+    """
     failpoints.arm(armed)
     agent, recovered = begin(socket, size)
     diary.note("recovered", *(recovered or (0, -1)))
@@ -131,7 +149,10 @@ def train(
 
 
 def start(*arguments: Any, **options: Any) -> Any:
-    """Start a trainer process, and return it. The arguments are those of `train`; `environ` has variables that it needs."""
+    """Start a trainer process, and return it.
+
+    The arguments are those of `train`; `environ` has variables that it needs.
+    """
     process = context().Process(target=_train, args=(arguments, options), daemon=True)
     process.start()
     return process

@@ -1,4 +1,6 @@
-"""Modules whose classes have a later version, which migrates the state of the earlier one, and torch's own round trip of them."""
+"""Modules whose classes have a later version, which migrates the state of the earlier
+one, and torch's own round trip of them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class LaterScale(torch.nn.Module):
         self.factor = torch.nn.Parameter(torch.zeros(2))
         self.seen: list[Any] = []
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
         self.seen.append(local_metadata.get("version"))
         if local_metadata.get("version", 0) < 2:
             state_dict[f"{prefix}factor"] = state_dict.pop(f"{prefix}log").exp()
@@ -44,13 +48,17 @@ class Same(torch.nn.Module):
 class LaterSame(Same):
     _version = 2
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
         if local_metadata.get("version") == 1:
             state_dict[f"{prefix}w"] = state_dict[f"{prefix}w"] * 10
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
-def of_torch(saved: torch.nn.Module, module: torch.nn.Module, **options: Any) -> dict[str, list[float]]:
+def of_torch(
+    saved: torch.nn.Module, module: torch.nn.Module, **options: Any
+) -> dict[str, list[float]]:
     file = io.BytesIO()
     torch.save(saved.state_dict(), file)
     file.seek(0)
@@ -59,4 +67,8 @@ def of_torch(saved: torch.nn.Module, module: torch.nn.Module, **options: Any) ->
 
 
 def weights(module: torch.nn.Module) -> dict[str, list[float]]:
-    return {name: value.tolist() for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+    return {
+        name: value.tolist()
+        for name, value in module.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }

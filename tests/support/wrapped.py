@@ -26,11 +26,15 @@ class Scaled(torch.Tensor):
         return ["data_part", "scale"], {"bits": self.bits}
 
     @staticmethod
-    def __tensor_unflatten__(parts: dict[str, torch.Tensor], context: dict[str, int], size: Any, stride: Any) -> Scaled:
+    def __tensor_unflatten__(
+        parts: dict[str, torch.Tensor], context: dict[str, int], size: Any, stride: Any
+    ) -> Scaled:
         return Scaled(parts["data_part"], parts["scale"], context["bits"])
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             (one,) = args
             return Scaled(one.data_part, one.scale, one.bits)

@@ -1,6 +1,8 @@
-"""Builds small checkpoints byte by byte, sound ones and ones that break one rule of FORMAT.md, for `make.py`.
+"""Builds small checkpoints byte by byte, sound ones and ones that break one rule of
+FORMAT.md, for `make.py`.
 
-The files are the same wherever they are made: frames of zstd are put together by hand, because each version of zstd compresses otherwise.
+The files are the same wherever they are made: frames of zstd are put together by hand,
+because each version of zstd compresses otherwise.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ WRITER = {"ckptd": "0.2.0", "torch": "2.13.0", "python": "3.12.0"}
 Files = dict[str, bytes]
 Edit = Callable[[Any], Any]
 Encode = Callable[[int, bytes, int], tuple[int, bytes]]
-"""Returns the codec and the stored form of a chunk, given its number, its raw bytes and its element size."""
+"""Returns the codec and the stored form of a chunk, given its number, its raw bytes and
+its element size.
+"""
 
 
 def nonce_of(rank: int, step: int | None = STEP) -> bytes:
@@ -61,10 +65,13 @@ def frame(
     sized: bool = True,
     dictionary: int | None = None,
 ) -> bytes:
-    """Return one zstd frame, whose blocks are runs of one byte or stored as they are (RFC 8878).
+    """Return one zstd frame, whose blocks are runs of one byte or stored as they are
+    (RFC 8878).
 
-    window: the exponent of the window, at least 10, or None for a single segment. size: the content size that the frame names, if it is
-    not the true one. sized: False if it names none, which needs a window. dictionary: the id of a dictionary, in one byte, or None.
+    window: the exponent of the window, at least 10, or None for a single segment. size:
+    the content size that the frame names, if it is not the true one. sized: False if it
+    names none, which needs a window. dictionary: the id of a dictionary, in one byte,
+    or None.
     """
     size = len(data) if size is None else size
     flag, stated = (3, struct.pack("<Q", size)) if size >= 1 << 32 else (2, struct.pack("<I", size))
@@ -76,7 +83,9 @@ def frame(
         assert window is not None
         flag, stated = 0, b""
     descriptor = flag << 6 | (window is None) << 5 | checksum << 2 | (dictionary is not None)
-    head = struct.pack("<IB", 0xFD2FB528, descriptor) + (b"" if window is None else bytes([(window - 10) << 3]))
+    head = struct.pack("<IB", 0xFD2FB528, descriptor) + (
+        b"" if window is None else bytes([(window - 10) << 3])
+    )
     head += (b"" if dictionary is None else bytes([dictionary])) + stated
     pieces = [data[at : at + 1024] for at in range(0, len(data), 1024)] or [b""]
     blocks = b""
@@ -95,8 +104,13 @@ def zstd(**options: Any) -> Encode:
     return lambda number, data, width: (1, frame(data, **options)) if len(data) > 100 else (0, data)
 
 
-def planes(data: bytes, width: int, method: Callable[[int, bytes], tuple[int, bytes]] | None = None) -> bytes:
-    """Return the stored form of a chunk in the codec `planes`. `method` returns method and stored form of a plane, given its number."""
+def planes(
+    data: bytes, width: int, method: Callable[[int, bytes], tuple[int, bytes]] | None = None
+) -> bytes:
+    """Return the stored form of a chunk in the codec `planes`.
+
+    `method` returns method and stored form of a plane, given its number.
+    """
     size = {2: 2, 4: 4, 8: 8, 16: 8}.get(width, 1)
     words = [int.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size)]
     if size > 1:
@@ -104,7 +118,9 @@ def planes(data: bytes, width: int, method: Callable[[int, bytes], tuple[int, by
         words = [(word << 1 | word >> (8 * size - 1)) & most for word in words]
     split = [bytes(word >> 8 * plane & 0xFF for word in words) for plane in range(size)]
     stored = [(method or shrunk)(number, plane) for number, plane in enumerate(split)]
-    return b"".join(struct.pack("<II", kind, len(body)) for kind, body in stored) + b"".join(body for _, body in stored)
+    return b"".join(struct.pack("<II", kind, len(body)) for kind, body in stored) + b"".join(
+        body for _, body in stored
+    )
 
 
 def shrunk(number: int, plane: bytes) -> tuple[int, bytes]:
@@ -113,7 +129,9 @@ def shrunk(number: int, plane: bytes) -> tuple[int, bytes]:
 
 
 def in_planes(method: Callable[[int, bytes], tuple[int, bytes]] | None = None) -> Encode:
-    return lambda number, data, width: (2, planes(data, width, method)) if len(data) > 100 else (0, data)
+    return lambda number, data, width: (
+        (2, planes(data, width, method)) if len(data) > 100 else (0, data)
+    )
 
 
 # -- parts
@@ -136,7 +154,10 @@ class Tensor:
 
 @dataclass
 class Part:
-    """Holds one part before it is encoded. The edits break a rule, and all checksums that follow are made afterwards."""
+    """Holds one part before it is encoded.
+
+    The edits break a rule, and all checksums that follow are made afterwards.
+    """
 
     tensors: Sequence[Tensor]
     values: Any
@@ -157,15 +178,21 @@ class Part:
     """Changes the list of [codec, stored bytes, crc32c of the raw bytes] of the chunks."""
     edit_files: Edit = lambda files: files
     linked: Mapping[int, tuple[str, bytes, list[Any], dict[int, int]]] = field(default_factory=dict)
-    """By the number of a data file that is a file of an older part: its name, its bytes, its entry of `linked` without the number, and the
-    offsets of the chunks in it, by their number in this part."""
+    """By the number of a data file that is a file of an older part: its name, its
+    bytes, its entry of `linked` without the number, and the offsets of the chunks in
+    it, by their number in this part.
+    """
 
     def built(self) -> tuple[Files, dict[str, Any]]:
         """Return the files of the part, and its entry in the manifest."""
         plan, slot, regions = self._slot()
         items = len(plan["items"])
         document = msgspec.msgpack.encode(self.edit_plan(plan))
-        ranges = [(at, min(MIN_CHUNK, o + n - at), w) for o, n, w in regions for at in range(o, o + n, MIN_CHUNK)]
+        ranges = [
+            (at, min(MIN_CHUNK, o + n - at), w)
+            for o, n, w in regions
+            for at in range(o, o + n, MIN_CHUNK)
+        ]
         stored = []
         for number, (at, length, width) in enumerate(ranges):
             data = slot[at : at + length]
@@ -178,8 +205,14 @@ class Part:
         names = [part_file(self.rank, nonce, number) for number in range(count)]
         bodies = [bytearray(ALIGN) for _ in range(count)]
         chunks, placed = [], []
-        elsewhere = {number: (file, at) for file, (_, _, _, places) in self.linked.items() for number, at in places.items()}
-        for number, ((at, length, width), (codec, data, crc)) in enumerate(zip(ranges, stored, strict=True)):
+        elsewhere = {
+            number: (file, at)
+            for file, (_, _, _, places) in self.linked.items()
+            for number, at in places.items()
+        }
+        for number, ((at, length, width), (codec, data, crc)) in enumerate(
+            zip(ranges, stored, strict=True)
+        ):
             file, offset = elsewhere.get(number) or (
                 number % self.files,
                 len(bodies[number % self.files]),
@@ -265,7 +298,9 @@ class Part:
                 slot += each.data
             if len(slot) > start:
                 regions.append((start, len(slot) - start, width))
-        values = self.values if isinstance(self.values, bytes) else msgspec.msgpack.encode(self.values)
+        values = (
+            self.values if isinstance(self.values, bytes) else msgspec.msgpack.encode(self.values)
+        )
         at = -(-len(slot) // self.values_align) * self.values_align
         slot = slot.ljust(at, b"\0") + values
         plan: dict[str, Any] = {
@@ -291,7 +326,9 @@ def header(
 ) -> bytes:
     """Return the header of a file of a part."""
     if features is None:
-        features = (SEVERAL_FILES if index.get("files") else 0) | (LINKED_FILES if index.get("linked") and number == 0 else 0)
+        features = (SEVERAL_FILES if index.get("files") else 0) | (
+            LINKED_FILES if index.get("linked") and number == 0 else 0
+        )
     step = NO_STEP if index["step"] is None else index["step"]
     return sealed(
         preamble(PART_MAGIC, features, version)
@@ -313,14 +350,20 @@ def sealed(body: bytes) -> bytes:
     return (body + struct.pack("<I", crc32c(body))).ljust(ALIGN, b"\0")
 
 
-def trailer(offset: int, length: int, whole: int, crc: int, *, version: int = 1, zero: bytes = bytes(16)) -> bytes:
-    body = preamble(END_MAGIC, 0, version) + struct.pack("<QQQI16s", offset, length, whole, crc, zero)
+def trailer(
+    offset: int, length: int, whole: int, crc: int, *, version: int = 1, zero: bytes = bytes(16)
+) -> bytes:
+    body = preamble(END_MAGIC, 0, version) + struct.pack(
+        "<QQQI16s", offset, length, whole, crc, zero
+    )
     return body + struct.pack("<I", crc32c(body))
 
 
 def index_and_trailer(index: bytes, offset: int) -> bytes:
     length = align(len(index) + 64)
-    return index.ljust(length - 64, b"\0") + trailer(offset, len(index), offset + length, crc32c(index))
+    return index.ljust(length - 64, b"\0") + trailer(
+        offset, len(index), offset + length, crc32c(index)
+    )
 
 
 # -- checkpoints
@@ -371,7 +414,9 @@ class Checkpoint:
             "writer": WRITER | {"codec": "raw"},
         }
         members = self.edit_members({**members, **self.members})
-        written: Files = self.edit_files(files | {"manifest.json": self.edit_manifest(sealed_json.encode(members))})
+        written: Files = self.edit_files(
+            files | {"manifest.json": self.edit_manifest(sealed_json.encode(members))}
+        )
         return written
 
 

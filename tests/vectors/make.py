@@ -1,7 +1,9 @@
-"""Writes the archive of test vectors: `python -m tests.vectors.make` in the root of the repository.
+"""Writes the archive of test vectors: `python -m tests.vectors.make` in the root of the
+repository.
 
-The archive is for other readers of the formats (FORMAT.md, section 17). All its content is fixed here, so that it is the same wherever it
-is made. A vector that was published is never changed: new ones get new names.
+The archive is for other readers of the formats (FORMAT.md, section 17). All its content
+is fixed here, so that it is the same wherever it is made. A vector that was published
+is never changed: new ones get new names.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from tests.vectors.build import JOB, Files
 
 ARCHIVE = Path(__file__).parent / "vectors.tar.xz"
 README = """Test vectors for readers of ckptd's files. Section 17 of shared/FORMAT.md in ckptd's repository explains them.
-"""
+"""  # noqa: E501
 
 
 def vectors() -> tuple[Files, dict[str, Any]]:
-    """Return the files of all vectors by their paths in the archive, and the content of `vectors.json`."""
+    """Return the files of all vectors by their paths in the archive, and the content of
+    `vectors.json`.
+    """
     files, entries = Files(), dict[str, Any]()
 
     def add_checkpoint(name: str, content: Files, entry: dict[str, Any], tag: str) -> None:
@@ -34,7 +38,9 @@ def vectors() -> tuple[Files, dict[str, Any]]:
         vector = make()
         add_checkpoint(name, vector.checkpoint.built(), vector.entry(), vector.checkpoint.tag)
     about = "an abandonment under the name of the manifest: there is no checkpoint"
-    add_checkpoint("abandoned", sound.abandoned(), {"about": about, "expect": "nothing"}, "step-00001000.a0002")
+    add_checkpoint(
+        "abandoned", sound.abandoned(), {"about": about, "expect": "nothing"}, "step-00001000.a0002"
+    )
     for name, case in refused.REFUSED.items():
         add_checkpoint(name, case.files, case.entry(), "step-00001000.a0002")
     for kind, found, suffix in (
@@ -81,9 +87,14 @@ def main() -> None:
     files = contents()
     if ARCHIVE.exists():
         there = unpacked(ARCHIVE.read_bytes())
-        changed = sorted(name for name in there.keys() - {"vectors.json"} if files.get(name) != there[name])
+        changed = sorted(
+            name for name in there.keys() - {"vectors.json"} if files.get(name) != there[name]
+        )
         if changed and sys.argv[1:] != ["--replace"]:
-            sys.exit(f"{changed[0]} and {len(changed) - 1} others would change: a vector that was published is never changed")
+            sys.exit(
+                f"{changed[0]} and {len(changed) - 1} others would change: a vector that was "
+                f"published is never changed"
+            )
     ARCHIVE.write_bytes(archive(files))
     print(f"{ARCHIVE}: {len(files)} files, {ARCHIVE.stat().st_size} bytes")
 

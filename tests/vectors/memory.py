@@ -1,4 +1,6 @@
-"""The test vectors of segments and journals, sound ones and others, with what a reader must find (FORMAT.md, section 17)."""
+"""The test vectors of segments and journals, sound ones and others, with what a reader
+must find (FORMAT.md, section 17).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ CHECK_LENGTH = align(64 + 4 * 9)
 DATA = 2 * ALIGN + CHECK_LENGTH
 BOOT, IDENTITY = bytes(range(32, 48)), bytes(range(48, 64))
 WEIGHT = bytes(range(24))
-VALUES = msgspec.msgpack.encode({"state": {"weight": msgspec.msgpack.Ext(1, b"weight")}, "rng": None})
+VALUES = msgspec.msgpack.encode(
+    {"state": {"weight": msgspec.msgpack.Ext(1, b"weight")}, "rng": None}
+)
 PLAN = msgspec.msgpack.encode(
     {
         "regions": [[0, 24, 4]],
@@ -30,7 +34,9 @@ PLAN = msgspec.msgpack.encode(
         "version": 1,
     }
 )
-REQUEST = msgspec.msgpack.encode({"tag": None, "persist": True, "metrics": {}, "user_content": "null", "created": 1767323045.0})
+REQUEST = msgspec.msgpack.encode(
+    {"tag": None, "persist": True, "metrics": {}, "user_content": "null", "created": 1767323045.0}
+)
 PLACES = {"values": (64, VALUES), "plan": (512, PLAN), "request": (1024, REQUEST)}
 CHUNKS = [crc32c(WEIGHT), crc32c(VALUES)]
 
@@ -57,11 +63,16 @@ def head(
     zero: int = 0,
     job: bytes = JOB.encode(),
 ) -> bytes:
-    """Return one copy of a header, 4096 bytes. `zero` takes the place of the zeros behind each crc32c of a document."""
+    """Return one copy of a header, 4096 bytes.
+
+    `zero` takes the place of the zeros behind each crc32c of a document.
+    """
     extents = b""
     for name in ("plan", "request", "values"):
         at, document = (places or {}).get(name, (0, b""))
-        extents += struct.pack("<QQII", at, len(document), crc32c(document) if document else 0, zero)
+        extents += struct.pack(
+            "<QQII", at, len(document), crc32c(document) if document else 0, zero
+        )
     body = (
         preamble(b"CKPTDSEG", features, version)
         + struct.pack(
@@ -87,12 +98,24 @@ def head(
 
 
 def checks(
-    generation: int, crcs: list[int], behind: bytes = b"", *, chunk_size: int = CHUNK, version: int = 1, zero: bytes = b"\0"
+    generation: int,
+    crcs: list[int],
+    behind: bytes = b"",
+    *,
+    chunk_size: int = CHUNK,
+    version: int = 1,
+    zero: bytes = b"\0",
 ) -> bytes:
     """Return a check area. Bytes 36 to 64 are filled with `zero`."""
-    start = preamble(b"CKPTDCHK", 0, version) + struct.pack("<QII", generation, len(crcs), chunk_size)
+    start = preamble(b"CKPTDCHK", 0, version) + struct.pack(
+        "<QII", generation, len(crcs), chunk_size
+    )
     entries = struct.pack(f"<{len(crcs)}I", *crcs)
-    return (start + struct.pack("<I", crc32c(entries, crc32c(start)))).ljust(64, zero) + entries + behind
+    return (
+        (start + struct.pack("<I", crc32c(entries, crc32c(start)))).ljust(64, zero)
+        + entries
+        + behind
+    )
 
 
 def mark(place: bytes = b"/ckpts") -> bytes:
@@ -166,18 +189,29 @@ def segments() -> dict[str, Memory]:
     broken = bytes([SEALED[0] ^ 1]) + SEALED[1:]
 
     def changed(about: str, check: str, at: str, place: int, data: bytes | None = None) -> Memory:
-        """Return a refused segment with one byte of its data changed, at this place in the data."""
+        """Return a refused segment with one byte of its data changed, at this place in
+        the data.
+        """
         sound = data or segment(SEALED, FILLING, by_client)
         byte = DATA + place
         found = sound[:byte] + bytes([sound[byte] ^ 1]) + sound[byte + 1 :]
-        return Memory(found, {"about": about, "expect": "refused", "why": "damaged", "at": at, "check": check})
+        return Memory(
+            found, {"about": about, "expect": "refused", "why": "damaged", "at": at, "check": check}
+        )
 
     def ignored(about: str, check: bytes, root_mark: bytes = b"") -> Memory:
-        """Return a sound segment whose check area, and whose root mark if it has one, does not count."""
+        """Return a sound segment whose check area, and whose root mark if it has one,
+        does not count.
+        """
         return case(about, segment(SEALED, FILLING, check, root_mark), told(4, "sealed"), None)
 
-    def sealed_with(about: str, check: str, name: str, document: bytes, at: int | None = None) -> Memory:
-        """Return a segment that is sealed with another document of this name. Its crc32c and the signature are right."""
+    def sealed_with(
+        about: str, check: str, name: str, document: bytes, at: int | None = None
+    ) -> Memory:
+        """Return a segment that is sealed with another document of this name.
+
+        Its crc32c and the signature are right.
+        """
         places = PLACES | {name: (PLACES[name][0] if at is None else at, document)}
         return Memory(
             segment(head(4, 3, places=places), FILLING, by_client, places=places),
@@ -187,18 +221,22 @@ def segments() -> dict[str, Memory]:
     other_plan = bytes([PLAN[0]]) + PLAN[1:].replace(b"weight", b"height", 1)
     signed = head(4, 3, places=PLACES | {"plan": (512, other_plan)})
     body = signed[:216] + hashlib.sha256(PLAN).digest() + signed[248:320]
-    unsigned = segment((body + struct.pack("<I", crc32c(body))).ljust(ALIGN, b"\0"), FILLING, by_client)
+    unsigned = segment(
+        (body + struct.pack("<I", crc32c(body))).ljust(ALIGN, b"\0"), FILLING, by_client
+    )
     unsigned = unsigned[: DATA + 512] + other_plan + unsigned[DATA + 512 + len(other_plan) :]
     return {
         "checks-by-the-client": case(
-            "sealed with a check area that the client wrote before the seal; the bytes behind its entries mean nothing",
+            "sealed with a check area that the client wrote before the seal; the bytes behind its "
+            "entries mean nothing",
             segment(SEALED, FILLING, by_client, mark()),
             told(4, "sealed"),
             CHUNKS,
             IDENTITY.hex(),
         ),
         "without-checks": case(
-            "sealed; nobody has computed the checksums yet, and there is no root mark, as earlier versions made segments",
+            "sealed; nobody has computed the checksums yet, and there is no root mark, as earlier "
+            "versions made segments",
             segment(SEALED, FILLING),
             told(4, "sealed"),
             None,
@@ -240,8 +278,12 @@ def segments() -> dict[str, Memory]:
             None,
             IDENTITY.hex(),
         ),
-        "plan-damaged": changed("a bit of the plan document is another", "segment-documents", "open", 530),
-        "request-damaged": changed("a bit of the request document is another", "segment-documents", "open", 1030),
+        "plan-damaged": changed(
+            "a bit of the plan document is another", "segment-documents", "open", 530
+        ),
+        "request-damaged": changed(
+            "a bit of the request document is another", "segment-documents", "open", 1030
+        ),
         "signature": Memory(
             unsigned,
             {
@@ -252,10 +294,22 @@ def segments() -> dict[str, Memory]:
                 "check": "part-identity",
             },
         ),
-        "data-changed": changed("a bit of a tensor is another than when the slot was sealed", "segment-checks", "read", 3),
-        "values-changed": changed("a bit of the values document is another than when the slot was sealed", "segment-checks", "read", 70),
+        "data-changed": changed(
+            "a bit of a tensor is another than when the slot was sealed",
+            "segment-checks",
+            "read",
+            3,
+        ),
+        "values-changed": changed(
+            "a bit of the values document is another than when the slot was sealed",
+            "segment-checks",
+            "read",
+            70,
+        ),
         "both-damaged": refused("neither copy of the header is valid", broken, bytes(ALIGN)),
-        "version": refused("both copies have version 2", head(4, 3, version=2), head(3, 2, version=2), newer=True),
+        "version": refused(
+            "both copies have version 2", head(4, 3, version=2), head(3, 2, version=2), newer=True
+        ),
         "feature": refused(
             "both copies have an unknown feature bit",
             head(4, 3, features=2),
@@ -273,30 +327,50 @@ def segments() -> dict[str, Memory]:
             head(4, 3, places=PLACES | {"plan": (CAPACITY - 8, PLAN)}),
             bytes(ALIGN),
         ),
-        "padding": refused("a byte behind the header is not zero", SEALED[:-1] + b"\1", bytes(ALIGN)),
+        "padding": refused(
+            "a byte behind the header is not zero", SEALED[:-1] + b"\1", bytes(ALIGN)
+        ),
         "chunk-size": refused("the chunk size is 4,096", head(4, 2, chunk_size=4096), bytes(ALIGN)),
-        "zeros": refused("the zero behind the crc32c of a document is 1", head(4, 3, places=PLACES, zero=1), bytes(ALIGN)),
-        "job": refused("the job is not UTF-8", head(4, 3, places=PLACES, job=b"\xff"), bytes(ALIGN)),
-        "one-newer": refused("copy 0 has version 2, and copy 1 is damaged", head(4, 3, version=2), broken, newer=True),
+        "zeros": refused(
+            "the zero behind the crc32c of a document is 1",
+            head(4, 3, places=PLACES, zero=1),
+            bytes(ALIGN),
+        ),
+        "job": refused(
+            "the job is not UTF-8", head(4, 3, places=PLACES, job=b"\xff"), bytes(ALIGN)
+        ),
+        "one-newer": refused(
+            "copy 0 has version 2, and copy 1 is damaged", head(4, 3, version=2), broken, newer=True
+        ),
         "wrong-copy": case(
             "both generations are in the copy of the other: a reader does not check that",
             segment(FILLING, SEALED, by_client),
             told(4, "sealed"),
             CHUNKS,
         ),
-        "checks-reserved": ignored("a byte of the check area that must be zero is not", checks(4, CHUNKS, zero=b"\1")),
+        "checks-reserved": ignored(
+            "a byte of the check area that must be zero is not", checks(4, CHUNKS, zero=b"\1")
+        ),
         "checks-version": ignored("the check area has version 2", checks(4, CHUNKS, version=2)),
-        "checks-chunk-size": ignored("the check area has another chunk size", checks(4, CHUNKS, chunk_size=2 * CHUNK)),
+        "checks-chunk-size": ignored(
+            "the check area has another chunk size", checks(4, CHUNKS, chunk_size=2 * CHUNK)
+        ),
         "checks-count": ignored("the check area has a checksum too few", checks(4, CHUNKS[:1])),
-        "mark-damaged": ignored("the root mark is damaged, and does not count", b"", bytes([mark()[0] ^ 1]) + mark()[1:]),
+        "mark-damaged": ignored(
+            "the root mark is damaged, and does not count", b"", bytes([mark()[0] ^ 1]) + mark()[1:]
+        ),
         "plan-item-beyond": sealed_with(
             "the plan has an item that reaches beyond its region",
             "plan-items",
             "plan",
             PLAN.replace(b"\x91\x93\x00\x18\x04", b"\x91\x93\x00\x14\x04"),
         ),
-        "values-inside": sealed_with("the values document begins inside the tensors", "values-place", "values", VALUES, 16),
-        "request-garbage": sealed_with("the request document is no msgpack", "segment-documents", "request", b"\xc1" * 8),
+        "values-inside": sealed_with(
+            "the values document begins inside the tensors", "values-place", "values", VALUES, 16
+        ),
+        "request-garbage": sealed_with(
+            "the request document is no msgpack", "segment-documents", "request", b"\xc1" * 8
+        ),
     }
 
 
@@ -306,7 +380,16 @@ SALT = bytes(range(16, 32))
 FILE = f"rank-00000.{nonce_of(0).hex()}.ckpt"
 
 
-def record(previous: int, kind: int, sequence: int, durable: int, payload: Any, *, flags: int = 0, version: int = 1) -> tuple[bytes, int]:
+def record(
+    previous: int,
+    kind: int,
+    sequence: int,
+    durable: int,
+    payload: Any,
+    *,
+    flags: int = 0,
+    version: int = 1,
+) -> tuple[bytes, int]:
     """Return the bytes of a record, and its crc."""
     packed = payload if isinstance(payload, bytes) else msgspec.msgpack.encode(payload)
     body = struct.pack("<IIBBHQQ", len(packed), previous, kind, flags, version, sequence, durable)
@@ -375,7 +458,9 @@ def journals() -> dict[str, Memory]:
     def whole(data: bytes) -> bytes:
         return data.ljust(4 << 20, b"\0")
 
-    def case(about: str, data: bytes, ending: str, count: int, found: dict[str, Any] | None) -> Memory:
+    def case(
+        about: str, data: bytes, ending: str, count: int, found: dict[str, Any] | None
+    ) -> Memory:
         return Memory(
             whole(data),
             {"about": about, "expect": "read", "ending": ending, "records": count, "state": found},
@@ -383,9 +468,13 @@ def journals() -> dict[str, Memory]:
 
     def refused(about: str, check: str, data: bytes, *, newer: bool = False) -> Memory:
         why = "newer" if newer else "damaged"
-        return Memory(data, {"about": about, "expect": "refused", "why": why, "at": "open", "check": check})
+        return Memory(
+            data, {"about": about, "expect": "refused", "why": why, "at": "open", "check": check}
+        )
 
-    def with_record(about: str, kind: int, payload: Any, *, newer: bool = False, **options: int) -> Memory:
+    def with_record(
+        about: str, kind: int, payload: Any, *, newer: bool = False, **options: int
+    ) -> Memory:
         """Return a refused journal with one record more."""
         data, _ = record(crc, kind, 9, 4, payload, **options)
         return refused(about, "journal-records", whole(sound + data), newer=newer)
@@ -400,7 +489,9 @@ def journals() -> dict[str, Memory]:
     ignorable, _ = record(crc, 200, 9, 4, b"\xc1", flags=1)
     return {
         "clean": case("a STATE record and seven others", sound, "clean", 8, state),
-        "replayed": case("the PART record again: records are merged", sound + again, "clean", 9, state),
+        "replayed": case(
+            "the PART record again: records are merged", sound + again, "clean", 9, state
+        ),
         "ignorable": case(
             "a record of an unknown type with bit 0 of the flags: its payload is not read",
             sound + ignorable,
@@ -423,9 +514,12 @@ def journals() -> dict[str, Memory]:
             None,
         ),
         "without-records": case("a header, and no record", first, "clean", 0, nothing),
-        "torn-first": case("the only record is damaged", first + broken_one, "torn tail", 0, nothing),
+        "torn-first": case(
+            "the only record is damaged", first + broken_one, "torn tail", 0, nothing
+        ),
         "corrupt-first": case(
-            "record 1 is damaged, and record 2 says that it was durable; record 2 names another crc of the record before",
+            "record 1 is damaged, and record 2 says that it was durable; record 2 names another "
+            "crc of the record before",
             first + broken_one + unrelated,
             "corrupt",
             0,
@@ -438,16 +532,36 @@ def journals() -> dict[str, Memory]:
             8,
             state,
         ),
-        "short": refused("the file has 4,096 bytes", "journal-header", sound[:4096].ljust(4096, b"\0")),
+        "short": refused(
+            "the file has 4,096 bytes", "journal-header", sound[:4096].ljust(4096, b"\0")
+        ),
         "long": refused("a byte follows the 4 MiB", "journal-header", whole(sound) + b"\0"),
-        "header-checksum": refused("one bit of the salt is another", "journal-header", whole(first[:24] + b"\0" + sound[25:])),
-        "header-magic": refused("the magic is that of a part", "journal-header", whole(_resealed(b"CKPTDPRT" + first[8:]) + sound[64:])),
-        "header-padding": refused("a byte behind the header is not zero", "journal-header", whole(first[:63] + b"\1" + sound[64:])),
-        "number": refused("the number is not that in the name", "journal-header", whole(header(2)[0])),
+        "header-checksum": refused(
+            "one bit of the salt is another",
+            "journal-header",
+            whole(first[:24] + b"\0" + sound[25:]),
+        ),
+        "header-magic": refused(
+            "the magic is that of a part",
+            "journal-header",
+            whole(_resealed(b"CKPTDPRT" + first[8:]) + sound[64:]),
+        ),
+        "header-padding": refused(
+            "a byte behind the header is not zero",
+            "journal-header",
+            whole(first[:63] + b"\1" + sound[64:]),
+        ),
+        "number": refused(
+            "the number is not that in the name", "journal-header", whole(header(2)[0])
+        ),
         "version": refused("version 2", "journal-header", whole(header(version=2)[0]), newer=True),
-        "feature": refused("an unknown feature bit", "journal-header", whole(header(features=1)[0]), newer=True),
+        "feature": refused(
+            "an unknown feature bit", "journal-header", whole(header(features=1)[0]), newer=True
+        ),
         "type": with_record("a record of an unknown type", 200, {}, newer=True),
-        "record-version": with_record("a record of a higher version", 5, part, newer=True, version=2),
+        "record-version": with_record(
+            "a record of a higher version", 5, part, newer=True, version=2
+        ),
         "payload": with_record("the payload of a record is no msgpack", 5, b"\xc1"),
         "payload-member": with_record(
             "the payload of a record has no `file`",

@@ -1,4 +1,6 @@
-"""The test vectors that a reader must refuse: each breaks one rule, and all checksums behind it are right (FORMAT.md, section 17)."""
+"""The test vectors that a reader must refuse: each breaks one rule, and all checksums
+behind it are right (FORMAT.md, section 17).
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ from tests.vectors.sound import compressible, floats, format_2, linked_files, st
 class Refused:
     """A checkpoint that a reader must refuse.
 
-    check: the name of the check in section 13 of FORMAT.md. at: "open" if a reader finds it before it returns anything, or "read" if it
-    finds it at the latest when it reads the tensor or the value. newer: True if the reader must say that a newer ckptd wrote the file.
+    check: the name of the check in section 13 of FORMAT.md. at: "open" if a reader
+    finds it before it returns anything, or "read" if it finds it at the latest when it
+    reads the tensor or the value. newer: True if the reader must say that a newer ckptd
+    wrote the file.
     """
 
     about: str
@@ -63,7 +67,9 @@ Edit = Callable[[Any], Any]
 
 
 def part(**options: Any) -> Part:
-    return Part(**{"tensors": TENSORS, "values": state_of(NAMES), "metadata": whole(TENSORS), **options})
+    return Part(
+        **{"tensors": TENSORS, "values": state_of(NAMES), "metadata": whole(TENSORS), **options}
+    )
 
 
 def checkpoint(parts: list[Part] | None = None, **options: Any) -> Files:
@@ -75,8 +81,13 @@ def _first(files: Files) -> str:
 
 
 def in_part(edit: Edit) -> Files:
-    """Return a checkpoint whose part file was changed after it was written. The manifest names the digest of its index."""
-    return checkpoint([part(edit_files=lambda files: {**files, _first(files): edit(files[_first(files)])})])
+    """Return a checkpoint whose part file was changed after it was written.
+
+    The manifest names the digest of its index.
+    """
+    return checkpoint(
+        [part(edit_files=lambda files: {**files, _first(files): edit(files[_first(files)])})]
+    )
 
 
 def in_plan(edit: Callable[[dict[str, Any]], None], **options: Any) -> Files:
@@ -113,16 +124,24 @@ def put(data: bytes, at: int, new: bytes) -> bytes:
 
 
 def reheaded(data: bytes, **changes: Any) -> bytes:
-    """Return a part file whose header has another version or other features, with a crc32c that is right."""
-    body = preamble(b"CKPTDPRT", changes.get("features", 0), changes.get("version", 1)) + data[16:184]
+    """Return a part file whose header has another version or other features, with a
+    crc32c that is right.
+    """
+    body = (
+        preamble(b"CKPTDPRT", changes.get("features", 0), changes.get("version", 1)) + data[16:184]
+    )
     return sealed(body) + data[ALIGN:]
 
 
 def retrailed(data: bytes, offset: int = 0, length: int = 0, **changes: Any) -> bytes:
-    """Return a part file whose trailer says something else, with a crc32c that is right. `offset` and `length` are added."""
+    """Return a part file whose trailer says something else, with a crc32c that is
+    right. `offset` and `length` are added.
+    """
     _, at, size, total, crc, _ = struct.unpack_from("<16sQQQI16s", data, len(data) - 64)
     more = {name: changes[name] for name in ("version", "zero") if name in changes}
-    return data[:-64] + trailer(at + offset, size + length, changes.get("whole", total), changes.get("crc", crc), **more)
+    return data[:-64] + trailer(
+        at + offset, size + length, changes.get("whole", total), changes.get("crc", crc), **more
+    )
 
 
 def setter(*path: Any, to: Any) -> Callable[[Any], None]:
@@ -149,7 +168,9 @@ def remover(*path: Any) -> Callable[[Any], None]:
 
 
 def manifests() -> Iterator[tuple[str, Refused]]:
-    def case(name: str, about: str, check: str, files: Files, *, newer: bool = False) -> tuple[str, Refused]:
+    def case(
+        name: str, about: str, check: str, files: Files, *, newer: bool = False
+    ) -> tuple[str, Refused]:
         return f"manifest-{name}", Refused(about, check, "open", files, newer)
 
     def bytes_of(edit: Edit) -> Files:
@@ -167,7 +188,9 @@ def manifests() -> Iterator[tuple[str, Refused]]:
         "manifest-tail",
         bytes_of(lambda data: data[: len(data) // 2]),
     )
-    yield case("longer", "a line feed follows", "manifest-tail", bytes_of(lambda data: data + b"\n"))
+    yield case(
+        "longer", "a line feed follows", "manifest-tail", bytes_of(lambda data: data + b"\n")
+    )
     yield case(
         "spaced-tail",
         "the last member has no space behind its colon",
@@ -216,7 +239,9 @@ def manifests() -> Iterator[tuple[str, Refused]]:
         "manifest-version",
         in_members(setter("format", to="ckptd-index")),
     )
-    yield case("version", "version 3", "manifest-version", in_members(setter("version", to=3)), newer=True)
+    yield case(
+        "version", "version 3", "manifest-version", in_members(setter("version", to=3)), newer=True
+    )
     yield case(
         "feature",
         "an unknown feature",
@@ -243,8 +268,12 @@ def manifests() -> Iterator[tuple[str, Refused]]:
             "manifest-members",
             in_members(remover(name)),
         )
-    yield case("negative", "`seq` is negative", "manifest-members", in_members(setter("seq", to=-1)))
-    yield case("real", "`attempt` is no integer", "manifest-members", in_members(setter("attempt", to=1.5)))
+    yield case(
+        "negative", "`seq` is negative", "manifest-members", in_members(setter("seq", to=-1))
+    )
+    yield case(
+        "real", "`attempt` is no integer", "manifest-members", in_members(setter("attempt", to=1.5))
+    )
     yield case(
         "too-few-parts",
         "`world_size` is 2, and there is one part",
@@ -261,13 +290,17 @@ def manifests() -> Iterator[tuple[str, Refused]]:
         "outside",
         "a part is in another directory",
         "manifest-parts",
-        in_members(setter("parts", 0, "file", to="../rank-00000.00000000000000000000000000000000.ckpt")),
+        in_members(
+            setter("parts", 0, "file", to="../rank-00000.00000000000000000000000000000000.ckpt")
+        ),
     )
     yield case(
         "data-file",
         "the name of a part is that of a data file",
         "manifest-parts",
-        in_members(setter("parts", 0, "file", to="rank-00000.00000000000000000000000000000000.0001.ckpt")),
+        in_members(
+            setter("parts", 0, "file", to="rank-00000.00000000000000000000000000000000.0001.ckpt")
+        ),
     )
     yield case(
         "index-digest",
@@ -280,7 +313,9 @@ def manifests() -> Iterator[tuple[str, Refused]]:
         "`user_content` is nested 300 levels deep",
         "limits",
         checkpoint(
-            edit_manifest=lambda data: resealed(data.replace(b'"user_content": null', b'"user_content": ' + b"[" * 300 + b"]" * 300))
+            edit_manifest=lambda data: resealed(
+                data.replace(b'"user_content": null', b'"user_content": ' + b"[" * 300 + b"]" * 300)
+            )
         ),
     )
 
@@ -295,11 +330,25 @@ def manifests() -> Iterator[tuple[str, Refused]]:
         "metadata",
         "the size of a tensor in `metadata` is a text",
         "manifest-members",
-        in_members(setter("metadata", to={"state_dict_metadata": {"mask": {"dtype": "bool", "size": "3"}}})),
+        in_members(
+            setter("metadata", to={"state_dict_metadata": {"mask": {"dtype": "bool", "size": "3"}}})
+        ),
     )
-    yield case("metric", "a metric is another text", "manifest-members", in_members(setter("metrics", to={"loss": "infinity"})))
-    yield case("beyond-range", "`seq` is 2^62", "manifest-members", in_members(setter("seq", to=1 << 62)))
-    yield case("policies", "there are 65 policies", "limits", in_members(setter("retention", to=["LatestN(n=1)"] * 65)))
+    yield case(
+        "metric",
+        "a metric is another text",
+        "manifest-members",
+        in_members(setter("metrics", to={"loss": "infinity"})),
+    )
+    yield case(
+        "beyond-range", "`seq` is 2^62", "manifest-members", in_members(setter("seq", to=1 << 62))
+    )
+    yield case(
+        "policies",
+        "there are 65 policies",
+        "limits",
+        in_members(setter("retention", to=["LatestN(n=1)"] * 65)),
+    )
     yield case(
         "long-policy",
         "a policy has 4,097 characters",
@@ -307,24 +356,47 @@ def manifests() -> Iterator[tuple[str, Refused]]:
         in_members(setter("retention", to=["a" * 4097])),
     )
     for name in ("job", "tag", "created"):
-        yield case(f"long-{name}", f"`{name}` has 257 characters", "limits", in_members(setter(name, to="a" * 257)))
-    yield case("writers", "`writer` has 65 entries", "limits", in_members(setter("writer", to={str(n): "" for n in range(65)})))
-    yield case("long-writer", "a text in `writer` has 1,025 characters", "limits", in_members(setter("writer", to={"torch": "2" * 1025})))
+        yield case(
+            f"long-{name}",
+            f"`{name}` has 257 characters",
+            "limits",
+            in_members(setter(name, to="a" * 257)),
+        )
+    yield case(
+        "writers",
+        "`writer` has 65 entries",
+        "limits",
+        in_members(setter("writer", to={str(n): "" for n in range(65)})),
+    )
+    yield case(
+        "long-writer",
+        "a text in `writer` has 1,025 characters",
+        "limits",
+        in_members(setter("writer", to={"torch": "2" * 1025})),
+    )
 
 
 def _with_content(text: bytes) -> Files:
     """Return a checkpoint with this JSON as its `user_content`."""
-    return checkpoint(edit_manifest=lambda data: resealed(data.replace(b'"user_content": null', b'"user_content": ' + text)))
+    return checkpoint(
+        edit_manifest=lambda data: resealed(
+            data.replace(b'"user_content": null', b'"user_content": ' + text)
+        )
+    )
 
 
 def part_files() -> Iterator[tuple[str, Refused]]:
-    def case(name: str, about: str, check: str, files: Files, *, at: str = "open", newer: bool = False) -> tuple[str, Refused]:
+    def case(
+        name: str, about: str, check: str, files: Files, *, at: str = "open", newer: bool = False
+    ) -> tuple[str, Refused]:
         return f"part-{name}", Refused(about, check, at, files, newer)
 
     def without_part(files: Files) -> Files:
         return {name: data for name, data in files.items() if name == "manifest.json"}
 
-    yield case("missing", "the part file is missing", "part-length", checkpoint(edit_files=without_part))
+    yield case(
+        "missing", "the part file is missing", "part-length", checkpoint(edit_files=without_part)
+    )
     yield case("empty", "the part file has no byte", "part-length", in_part(lambda data: b""))
     yield case(
         "cut-short",
@@ -332,7 +404,9 @@ def part_files() -> Iterator[tuple[str, Refused]]:
         "part-trailer",
         in_part(lambda data: data[:-ALIGN]),
     )
-    yield case("longer", "4096 zeros follow", "part-trailer", in_part(lambda data: data + bytes(ALIGN)))
+    yield case(
+        "longer", "4096 zeros follow", "part-trailer", in_part(lambda data: data + bytes(ALIGN))
+    )
     yield case(
         "repeated-trailer",
         "the file is longer, and ends with a copy of its trailer",
@@ -603,7 +677,12 @@ def part_files() -> Iterator[tuple[str, Refused]]:
         "part-identity",
         spread(lambda files: {**files, _first(files): reheaded(files[_first(files)])}),
     )
-    yield case("chunk-empty", "a chunk has the stored length 0", "chunk-places", in_index(setter("chunks", 1, 3, to=0)))
+    yield case(
+        "chunk-empty",
+        "a chunk has the stored length 0",
+        "chunk-places",
+        in_index(setter("chunks", 1, 3, to=0)),
+    )
     yield case(
         "chunk-large",
         "the last chunk has a stored length of 16 MiB and a byte",
@@ -616,7 +695,12 @@ def part_files() -> Iterator[tuple[str, Refused]]:
         "limits",
         in_index(setter("values", 1, to=(256 << 20) + 1)),
     )
-    yield case("long-tag", "the tag in the index has 257 characters", "limits", in_index(setter("tag", to="a" * 257)))
+    yield case(
+        "long-tag",
+        "the tag in the index has 257 characters",
+        "limits",
+        in_index(setter("tag", to="a" * 257)),
+    )
     yield case(
         "placed-nowhere",
         "`placed` names a data file 2, and there is one data file",
@@ -659,7 +743,9 @@ def _two_of_one_rank() -> Files:
     return Checkpoint(
         [second],
         edit_members=members,
-        edit_files=lambda found: found | {name.replace("rank-00000", "rank-00001"): data for name, data in files.items()},
+        edit_files=lambda found: (
+            found | {name.replace("rank-00000", "rank-00001"): data for name, data in files.items()}
+        ),
     ).built()
 
 
@@ -680,9 +766,13 @@ def links() -> Iterator[tuple[str, Refused]]:
         "the linked files are not in the order of their numbers",
         lambda index: index["linked"].reverse(),
     )
-    yield case("nonce", "the nonce is not that of the linked file", setter("linked", 0, 1, to=bytes(16)))
+    yield case(
+        "nonce", "the nonce is not that of the linked file", setter("linked", 0, 1, to=bytes(16))
+    )
     yield case("step", "the step is not that of the linked file", setter("linked", 0, 3, to=901))
-    yield case("number", "the number there is not that of the linked file", setter("linked", 1, 2, to=2))
+    yield case(
+        "number", "the number there is not that of the linked file", setter("linked", 1, 2, to=2)
+    )
     yield case("none", "there is no data file of that number", setter("linked", 1, 0, to=3))
     yield case(
         "beyond",
@@ -708,8 +798,11 @@ def plans() -> Iterator[tuple[str, Refused]]:
     def alias(*fields: Any) -> Callable[[dict[str, Any]], None]:
         return setter("aliases", to=[list(fields)])
 
-    # The items are 0 `steps` at 0, 1 `weight` at 64 and 2 `mask` at 128, each in a region of its own.
-    yield case("version", "the plan has version 2", setter("version", to=2), "plan-members", newer=True)
+    # The items are 0 `steps` at 0, 1 `weight` at 64 and 2 `mask` at 128, each in a
+    # region of its own.
+    yield case(
+        "version", "the plan has version 2", setter("version", to=2), "plan-members", newer=True
+    )
     yield case("without-regions", "the plan has no `regions`", remover("regions"), "plan-members")
     yield case("without-items", "the plan has no `items`", remover("items"), "plan-members")
     yield case(
@@ -724,7 +817,9 @@ def plans() -> Iterator[tuple[str, Refused]]:
         setter("regions", 1, 0, to=72),
         "plan-regions",
     )
-    yield case("region-overlap", "two regions overlap", setter("regions", 0, 1, to=72), "plan-regions")
+    yield case(
+        "region-overlap", "two regions overlap", setter("regions", 0, 1, to=72), "plan-regions"
+    )
     yield case(
         "region-length",
         "a region ends inside an element",
@@ -785,7 +880,9 @@ def plans() -> Iterator[tuple[str, Refused]]:
     yield case(
         "dimensions",
         "a tensor has 65 dimensions",
-        lambda plan: plan["items"][2].__setitem__(slice(2, 5), [[3] + [1] * 64, [0] * 65, [3] + [1] * 64]),
+        lambda plan: plan["items"][2].__setitem__(
+            slice(2, 5), [[3] + [1] * 64, [0] * 65, [3] + [1] * 64]
+        ),
         "limits",
     )
     yield case(
@@ -840,7 +937,13 @@ def plans() -> Iterator[tuple[str, Refused]]:
     yield case(
         "alias-of-alias",
         "the base of an alias is another alias",
-        setter("aliases", to=[["tied", "weight", 0, "float32", [1], [1]], ["too", "tied", 0, "float32", [1], [1]]]),
+        setter(
+            "aliases",
+            to=[
+                ["tied", "weight", 0, "float32", [1], [1]],
+                ["too", "tied", 0, "float32", [1], [1]],
+            ],
+        ),
         "plan-aliases",
     )
     yield case(
@@ -849,11 +952,30 @@ def plans() -> Iterator[tuple[str, Refused]]:
         setter("metadata", to={"mask": {"dtype": "bool", "size": "3"}}),
         "plan-members",
     )
-    yield case("negative", "an offset is negative", setter("items", 1, 3, to=[-1, 0]), "plan-members")
-    yield case("without-name", "an item has an empty name", setter("items", 1, 0, to=""), "plan-members")
-    yield case("long-name", "an item has a name of 16,385 characters", setter("items", 1, 0, to="n" * 16385), "limits")
-    yield case("long-device", "an item has a device of 65 characters", setter("items", 1, 7, to="d" * 65), "limits")
-    yield case("writers", "`writer` has 65 entries", setter("writer", to={str(n): "" for n in range(65)}), "limits")
+    yield case(
+        "negative", "an offset is negative", setter("items", 1, 3, to=[-1, 0]), "plan-members"
+    )
+    yield case(
+        "without-name", "an item has an empty name", setter("items", 1, 0, to=""), "plan-members"
+    )
+    yield case(
+        "long-name",
+        "an item has a name of 16,385 characters",
+        setter("items", 1, 0, to="n" * 16385),
+        "limits",
+    )
+    yield case(
+        "long-device",
+        "an item has a device of 65 characters",
+        setter("items", 1, 7, to="d" * 65),
+        "limits",
+    )
+    yield case(
+        "writers",
+        "`writer` has 65 entries",
+        setter("writer", to={str(n): "" for n in range(65)}),
+        "limits",
+    )
     blob = Tensor("blob", "bytes", (4,), b"blob")
     yield case(
         "alias-of-blob",
@@ -874,10 +996,14 @@ def plans() -> Iterator[tuple[str, Refused]]:
 
 def coverage() -> Iterator[tuple[str, Refused]]:
     def case(name: str, about: str, *shards: tuple[int, int, int]) -> tuple[str, Refused]:
-        """Each shard is its number of rows in the whole tensor, its first row, and its number of rows."""
+        """Each shard is its number of rows in the whole tensor, its first row, and its
+        number of rows.
+        """
         parts = []
         for rank, (size, first, count) in enumerate(shards):
-            rows = Tensor("rows", "float32", (count, 2), floats(*range(2 * count)), (size, 2), (first, 0))
+            rows = Tensor(
+                "rows", "float32", (count, 2), floats(*range(2 * count)), (size, 2), (first, 0)
+            )
             metadata = {
                 "rows": {
                     "dtype": "float32",
@@ -899,13 +1025,17 @@ def coverage() -> Iterator[tuple[str, Refused]]:
     yield case("hole", "row 2 of 4 is in no shard", (4, 0, 2), (4, 3, 1))
     yield case(
         "overlap",
-        "row 1 of 4 is in two shards, and the shards have 4 rows together as the tensor, and row 3 is in none",
+        "row 1 of 4 is in two shards, and the shards have 4 rows together as the tensor, and row "
+        "3 is in none",
         (4, 0, 2),
         (4, 1, 2),
     )
     yield case("too-many", "row 1 of 4 is in two shards", (4, 0, 2), (4, 1, 3))
     yield case("sizes", "the tensor has 4 rows in one part, and 5 in another", (4, 0, 2), (5, 2, 2))
-    halves = [Tensor("rows", dtype, (1,), floats(rank), (2,), (rank,)) for rank, dtype in enumerate(("float32", "int32"))]
+    halves = [
+        Tensor("rows", dtype, (1,), floats(rank), (2,), (rank,))
+        for rank, dtype in enumerate(("float32", "int32"))
+    ]
     parts = [Part([half], state_of(["rows"]), rank, 2) for rank, half in enumerate(halves)]
     about = "the tensor has a dtype in one part, and another one of the same size in another part"
     yield "cover-dtypes", Refused(about, "coverage", "read", checkpoint(parts))
@@ -928,19 +1058,25 @@ def codecs() -> Iterator[tuple[str, Refused]]:
         only = Part(tensors, state_of(names), metadata=whole(tensors), encode=encode)
         return f"codec-{name}", Refused(about, check, "read", checkpoint([only]))
 
-    def changed(edit: Callable[[list[Any]], Any], name: str, about: str, check: str) -> tuple[str, Refused]:
+    def changed(
+        edit: Callable[[list[Any]], Any], name: str, about: str, check: str
+    ) -> tuple[str, Refused]:
         def edited(stored: list[list[Any]]) -> list[list[Any]]:
             edit(stored[0])
             return stored
 
-        return f"codec-{name}", Refused(about, check, "read", checkpoint([part(edit_stored=edited)]))
+        return f"codec-{name}", Refused(
+            about, check, "read", checkpoint([part(edit_stored=edited)])
+        )
 
     def swapped(data: bytes, width: int) -> bytes:
         found = planes(data, width)
         (first,) = struct.unpack_from("<I", found, 4)
         return put(found, 4, struct.pack("<I", first - 1))
 
-    def method(kind: int, change: Callable[[bytes], bytes] = lambda plane: plane) -> Callable[[bytes, int], bytes]:
+    def method(
+        kind: int, change: Callable[[bytes], bytes] = lambda plane: plane
+    ) -> Callable[[bytes, int], bytes]:
         return lambda data, width: planes(data, width, lambda number, plane: (kind, change(plane)))
 
     yield changed(
@@ -1007,7 +1143,9 @@ def codecs() -> Iterator[tuple[str, Refused]]:
         lambda data, width: frame(data, window=24),
     )
     yield case("zstd-two", "two zstd frames", 1, lambda data, width: frame(data) + frame(b""))
-    yield case("zstd-trailing", "a byte follows a zstd frame", 1, lambda data, width: frame(data) + b"\0")
+    yield case(
+        "zstd-trailing", "a byte follows a zstd frame", 1, lambda data, width: frame(data) + b"\0"
+    )
     yield case(
         "zstd-skippable",
         "a skippable frame before the zstd frame",
@@ -1015,7 +1153,12 @@ def codecs() -> Iterator[tuple[str, Refused]]:
         lambda data, width: struct.pack("<II", 0x184D2A50, 0) + frame(data),
     )
     yield case("zstd-garbage", "no zstd frame", 1, lambda data, width: data)
-    yield case("zstd-dictionary", "a zstd frame names dictionary 7", 1, lambda data, width: frame(data, dictionary=7))
+    yield case(
+        "zstd-dictionary",
+        "a zstd frame names dictionary 7",
+        1,
+        lambda data, width: frame(data, dictionary=7),
+    )
     yield case(
         "zstd-other",
         "a zstd frame with other bytes of the right length",
@@ -1025,7 +1168,9 @@ def codecs() -> Iterator[tuple[str, Refused]]:
     )
     yield case("planes-method", "a plane with method 2", 2, method(2))
     yield case("planes-length", "a plane that names a byte less than it has", 2, swapped)
-    yield case("planes-short", "a plane without its last word", 2, method(0, lambda plane: plane[:-1]))
+    yield case(
+        "planes-short", "a plane without its last word", 2, method(0, lambda plane: plane[:-1])
+    )
     yield case(
         "planes-trailing",
         "a byte follows the planes",
@@ -1053,8 +1198,12 @@ def codecs() -> Iterator[tuple[str, Refused]]:
 
 
 def values() -> Iterator[tuple[str, Refused]]:
-    def case(name: str, about: str, document: Any, check: str = "values", *, newer: bool = False) -> tuple[str, Refused]:
-        return f"values-{name}", Refused(about, check, "read", checkpoint([part(values=document)]), newer)
+    def case(
+        name: str, about: str, document: Any, check: str = "values", *, newer: bool = False
+    ) -> tuple[str, Refused]:
+        return f"values-{name}", Refused(
+            about, check, "read", checkpoint([part(values=document)]), newer
+        )
 
     deep: Any = []
     for _ in range(300):
@@ -1065,8 +1214,12 @@ def values() -> Iterator[tuple[str, Refused]]:
     yield case("garbage", "the document is no msgpack", b"\xc1" * 40)
     yield case("list", "the document is a list", [1, 2])
     yield case("without-state", "the document has no `state`", {"rng": None})
-    yield case("unknown-tensor", "a value names a tensor that no part has", state_of([*NAMES, "nowhere"]))
-    yield case("code", "an extension type 99", state_of(NAMES, later=plain_ext(99, b"")), newer=True)
+    yield case(
+        "unknown-tensor", "a value names a tensor that no part has", state_of([*NAMES, "nowhere"])
+    )
+    yield case(
+        "code", "an extension type 99", state_of(NAMES, later=plain_ext(99, b"")), newer=True
+    )
     yield case(
         "standard",
         "a type of the standard library that is not in the table",
@@ -1080,15 +1233,37 @@ def values() -> Iterator[tuple[str, Refused]]:
     )
     yield case("deep", "lists are nested 300 levels deep", state_of(NAMES, deep=deep), "limits")
     yield case("tuple", "the payload of a tuple is a number", state_of(NAMES, broken=ext(2, 1)))
-    yield case("number", "the digits of an integer are a word", state_of(NAMES, broken=plain_ext(6, "twelve")))
-    yield case("digits", "an integer beyond 64 bits has 4,301 digits", state_of(NAMES, broken=plain_ext(6, "1" * 4301)), "limits")
-    yield case("complex", "the parts of a complex number are a text", state_of(NAMES, broken=ext(7, ["x", 1])))
-    yield case("array", "an array is no `.npy` file", state_of(NAMES, broken=plain_ext(8, b"array")))
-    yield case("stream", "an unknown kind of stream", state_of(NAMES, later=ext(30, ["RawIO", b"", 0])), newer=True)
+    yield case(
+        "number",
+        "the digits of an integer are a word",
+        state_of(NAMES, broken=plain_ext(6, "twelve")),
+    )
+    yield case(
+        "digits",
+        "an integer beyond 64 bits has 4,301 digits",
+        state_of(NAMES, broken=plain_ext(6, "1" * 4301)),
+        "limits",
+    )
+    yield case(
+        "complex",
+        "the parts of a complex number are a text",
+        state_of(NAMES, broken=ext(7, ["x", 1])),
+    )
+    yield case(
+        "array", "an array is no `.npy` file", state_of(NAMES, broken=plain_ext(8, b"array"))
+    )
+    yield case(
+        "stream",
+        "an unknown kind of stream",
+        state_of(NAMES, later=ext(30, ["RawIO", b"", 0])),
+        newer=True,
+    )
 
 
 def second_versions() -> Iterator[tuple[str, Refused]]:
-    def case(name: str, about: str, check: str = "metadata-object", *, at: str = "read", **options: Any) -> tuple[str, Refused]:
+    def case(
+        name: str, about: str, check: str = "metadata-object", *, at: str = "read", **options: Any
+    ) -> tuple[str, Refused]:
         return f"version-2-{name}", Refused(about, check, at, format_2(**options)[0].built())
 
     def unsorted(block: list[Any]) -> list[Any]:
@@ -1114,7 +1289,10 @@ def second_versions() -> Iterator[tuple[str, Refused]]:
 
     def in_object(edit: Callable[[bytes], bytes]) -> Files:
         files = format_2()[0].built()
-        return {name: edit(data) if name.startswith("metadata.") else data for name, data in files.items()}
+        return {
+            name: edit(data) if name.startswith("metadata.") else data
+            for name, data in files.items()
+        }
 
     yield case("order", "a block begins with its last entry", edit_block=unsorted)
     yield case(
@@ -1173,19 +1351,25 @@ def second_versions() -> Iterator[tuple[str, Refused]]:
         "rule-mesh",
         "a rule names a mesh that there is not",
         "rules",
-        edit_block=with_entry("divided", {"dtype": "float32", "size": [10, 2], "rule": [7, [[1, 0], [0, 0]], 0]}),
+        edit_block=with_entry(
+            "divided", {"dtype": "float32", "size": [10, 2], "rule": [7, [[1, 0], [0, 0]], 0]}
+        ),
     )
     yield case(
         "rule-twice",
         "a rule divides along one dimension of its mesh twice",
         "rules",
-        edit_block=with_entry("divided", {"dtype": "float32", "size": [10, 2], "rule": [0, [[1, 0], [1, 0]], 0]}),
+        edit_block=with_entry(
+            "divided", {"dtype": "float32", "size": [10, 2], "rule": [0, [[1, 0], [1, 0]], 0]}
+        ),
     )
     yield case(
         "rule-dimension",
         "a rule divides a dimension that the tensor does not have",
         "rules",
-        edit_block=with_entry("divided", {"dtype": "float32", "size": [10, 2], "rule": [0, [[1, 2], [0, 0]], 0]}),
+        edit_block=with_entry(
+            "divided", {"dtype": "float32", "size": [10, 2], "rule": [0, [[1, 2], [0, 0]], 0]}
+        ),
     )
     yield case(
         "rule-replica",
@@ -1216,12 +1400,30 @@ def second_versions() -> Iterator[tuple[str, Refused]]:
     )
     for name, about, entry in (
         ("no-shards", "an entry has no shard", {"chunks": []}),
-        ("shard-dimensions", "a shard has a dimension more than its tensor", {"chunks": [[[0, 0], [3, 1]]]}),
-        ("rank-beyond", "an entry names a rank that the job does not have", {"chunks": [[[0], [3]]], "ranks": [4]}),
-        ("rank-missing", "an entry has a rank too few", {"chunks": [[[0], [2]], [[2], [1]]], "ranks": [0]}),
-        ("rule-and-chunks", "an entry has a rule and shards", {"chunks": [[[0], [3]]], "rule": [0, [], 0]}),
+        (
+            "shard-dimensions",
+            "a shard has a dimension more than its tensor",
+            {"chunks": [[[0, 0], [3, 1]]]},
+        ),
+        (
+            "rank-beyond",
+            "an entry names a rank that the job does not have",
+            {"chunks": [[[0], [3]]], "ranks": [4]},
+        ),
+        (
+            "rank-missing",
+            "an entry has a rank too few",
+            {"chunks": [[[0], [2]], [[2], [1]]], "ranks": [0]},
+        ),
+        (
+            "rule-and-chunks",
+            "an entry has a rule and shards",
+            {"chunks": [[[0], [3]]], "rule": [0, [], 0]},
+        ),
     ):
-        yield case(name, about, edit_block=with_entry("whole", {"dtype": "bool", "size": [3]} | entry))
+        yield case(
+            name, about, edit_block=with_entry("whole", {"dtype": "bool", "size": [3]} | entry)
+        )
     yield case(
         "nonces",
         "the column of nonces has one too few",
@@ -1249,7 +1451,11 @@ def second_versions() -> Iterator[tuple[str, Refused]]:
             "the metadata object is missing",
             "metadata-object",
             "open",
-            {name: data for name, data in format_2()[0].built().items() if not name.startswith("metadata.")},
+            {
+                name: data
+                for name, data in format_2()[0].built().items()
+                if not name.startswith("metadata.")
+            },
         ),
     )
     yield (
@@ -1273,6 +1479,8 @@ def second_versions() -> Iterator[tuple[str, Refused]]:
 
 
 REFUSED = {
-    name: refused for cases in (manifests, part_files, links, plans, coverage, codecs, values, second_versions) for name, refused in cases()
+    name: refused
+    for cases in (manifests, part_files, links, plans, coverage, codecs, values, second_versions)
+    for name, refused in cases()
 }
 """All of them, by name."""

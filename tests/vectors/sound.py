@@ -1,4 +1,6 @@
-"""The sound test vectors: checkpoints that a reader must read, and what it must find in them (FORMAT.md, section 17)."""
+"""The sound test vectors: checkpoints that a reader must read, and what it must find in
+them (FORMAT.md, section 17).
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ JsonTree = Any
 
 @dataclass
 class Vector:
-    """A sound checkpoint. tensors: the bytes of each tensor in C order, with its dtype and shape. state: what its trees are merged to."""
+    """A sound checkpoint. tensors: the bytes of each tensor in C order, with its dtype
+    and shape. state: what its trees are merged to.
+    """
 
     about: str
     checkpoint: Checkpoint
@@ -71,7 +75,10 @@ class Vector:
             "state": self.state,
         }
         if self.blobs:
-            found["blobs"] = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in self.blobs.items()}
+            found["blobs"] = {
+                name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+                for name, data in self.blobs.items()
+            }
         return found | dict(self.more)
 
 
@@ -91,7 +98,11 @@ def counted(count: int, width: int = 1, start: int = 0) -> bytes:
 
 def expected(tensors: Sequence[Tensor]) -> dict[str, tuple[str, Sequence[int], bytes]]:
     """Return what a reader finds of tensors that are stored whole, in C order."""
-    return {each.fqn: (each.dtype, each.sizes, each.data) for each in tensors if not each.fqn.startswith("~")}
+    return {
+        each.fqn: (each.dtype, each.sizes, each.data)
+        for each in tensors
+        if not each.fqn.startswith("~")
+    }
 
 
 def floats(*values: float) -> bytes:
@@ -102,7 +113,9 @@ def floats(*values: float) -> bytes:
 
 
 def dtypes() -> Vector:
-    """Return a checkpoint of one rank with a tensor of every dtype that has a size of its own, and one of an unknown dtype."""
+    """Return a checkpoint of one rank with a tensor of every dtype that has a size of
+    its own, and one of an unknown dtype.
+    """
     sizes = {
         "bool": 1,
         "int8": 1,
@@ -134,7 +147,9 @@ def dtypes() -> Vector:
     ]
     return Vector(
         "a tensor of each dtype",
-        Checkpoint([Part(tensors, state_of([each.fqn for each in tensors]), metadata=whole(tensors))]),
+        Checkpoint(
+            [Part(tensors, state_of([each.fqn for each in tensors]), metadata=whole(tensors))]
+        ),
         expected(tensors),
         {each.fqn: reference(each.fqn) for each in tensors},
     )
@@ -146,7 +161,8 @@ def unknown_dtype() -> Vector:
         Tensor("known", "int16", (2,), counted(2, 2)),
     ]
     return Vector(
-        "a dtype that no table lists, with the size of its elements in its name: its bytes can be read, and everything else",
+        "a dtype that no table lists, with the size of its elements in its name: its bytes can be "
+        "read, and everything else",
         Checkpoint([Part(tensors, state_of(["later", "known"]), metadata=whole(tensors))]),
         expected(tensors),
         {"later": reference("later"), "known": reference("known")},
@@ -155,8 +171,12 @@ def unknown_dtype() -> Vector:
 
 
 def shapes() -> Vector:
-    """Return a checkpoint of one rank with tensors of unusual shapes and strides, and with aliases."""
-    turned = Tensor("turned", "int16", (2, 3), struct.pack("<6h", 0, 10, 1, 11, 2, 12), stride=(1, 2))
+    """Return a checkpoint of one rank with tensors of unusual shapes and strides, and
+    with aliases.
+    """
+    turned = Tensor(
+        "turned", "int16", (2, 3), struct.pack("<6h", 0, 10, 1, 11, 2, 12), stride=(1, 2)
+    )
     ones = Tensor("ones", "float32", (1, 2, 1), floats(1, 2), stride=(99, 1, 0))
     tensors = [
         Tensor("scalar", "float64", (), struct.pack("<d", 2.5)),
@@ -190,7 +210,8 @@ def shapes() -> Vector:
         if name not in whole(tensors)
     }
     return Vector(
-        "a scalar, empty tensors, strides that are dense in another order, and aliases of a named item and of a hidden one",
+        "a scalar, empty tensors, strides that are dense in another order, and aliases of a named "
+        "item and of a hidden one",
         Checkpoint([Part(tensors, state_of(list(found)), aliases=aliases, metadata=metadata)]),
         found,
         {name: reference(name) for name in found},
@@ -198,7 +219,9 @@ def shapes() -> Vector:
 
 
 def later_members() -> Vector:
-    """Return a checkpoint with members that no version knows, in every map and at the end of every list of fixed members."""
+    """Return a checkpoint with members that no version knows, in every map and at the
+    end of every list of fixed members.
+    """
     tensors = [Tensor("w", "float32", (2,), floats(1, 2))]
 
     def plan(found: dict[str, Any]) -> dict[str, Any]:
@@ -252,7 +275,8 @@ def own_tag() -> Vector:
         members={"metrics": metrics, "user_content": content, "retention": [], "seq": 12},
     )
     return Vector(
-        "no step, a tag of the user's own, metrics that JSON has no numbers for, and content beyond ASCII",
+        "no step, a tag of the user's own, metrics that JSON has no numbers for, and content "
+        "beyond ASCII",
         checkpoint,
         expected(tensors),
         {"w": reference("w")},
@@ -265,7 +289,9 @@ def own_tag() -> Vector:
 
 
 def values() -> Vector:
-    """Return a checkpoint whose values document has each extension type that a reader without torch can show."""
+    """Return a checkpoint whose values document has each extension type that a reader
+    without torch can show.
+    """
     state = {
         "plain": [
             None,
@@ -299,7 +325,9 @@ def values() -> Vector:
         "bytearray": plain_ext(19, b"\x00\xff"),
         "module": ext(20, ["module", {"w": tensor("w")}]),
         "own": ext(21, {"position": 7}),
-        "optimizer": ext(22, ["optimizer", {"state": {}, "param_groups": []}, "torch.optim.adamw.AdamW"]),
+        "optimizer": ext(
+            22, ["optimizer", {"state": {}, "param_groups": []}, "torch.optim.adamw.AdamW"]
+        ),
         "date": ext(23, ["date", 2026, 1, 2]),
         "uuid": ext(23, ["UUID", bytes(range(16))]),
         "range": ext(23, ["range", "0", "10", "3"]),
@@ -366,7 +394,10 @@ def values() -> Vector:
 
 
 def torch_values() -> Vector:
-    """Return a checkpoint with a value that torch.save has made. The bytes are no archive of torch, because readers here do not look."""
+    """Return a checkpoint with a value that torch.save has made.
+
+    The bytes are no archive of torch, because readers here do not look.
+    """
     tensors = [Tensor("w", "float32", (2,), floats(1, 2))]
     document = state_of(["w"], other=plain_ext(18, b"PK\x03\x04 bytes of torch.save"))
     return Vector(
@@ -378,7 +409,9 @@ def torch_values() -> Vector:
 
 
 def blobs() -> Vector:
-    """Return a checkpoint that a DCP planner has planned: its values are blobs, and the tree refers to them."""
+    """Return a checkpoint that a DCP planner has planned: its values are blobs, and the
+    tree refers to them.
+    """
     tensors = [
         Tensor("model.w", "float32", (2,), floats(1, 2)),
         Tensor("epoch", "bytes", (5,), b"bytes"),
@@ -412,8 +445,12 @@ def blobs() -> Vector:
 
 
 def compressible() -> list[Tensor]:
-    """Return tensors of each width whose exponents hardly vary, so that planes of them shrink. They have chunks of several sizes."""
-    pairs = b"".join(struct.pack("<2d", 1 + number / 1024, -1 - number / 1024) for number in range(64))
+    """Return tensors of each width whose exponents hardly vary, so that planes of them
+    shrink. They have chunks of several sizes.
+    """
+    pairs = b"".join(
+        struct.pack("<2d", 1 + number / 1024, -1 - number / 1024) for number in range(64)
+    )
     return [
         Tensor("complex", "complex128", (64,), pairs),
         Tensor(
@@ -426,7 +463,9 @@ def compressible() -> list[Tensor]:
             "singles",
             "float32",
             (300,),
-            b"".join(struct.pack("<f", (-1) ** number * (1 + number / 512)) for number in range(300)),
+            b"".join(
+                struct.pack("<f", (-1) ** number * (1 + number / 512)) for number in range(300)
+            ),
         ),
         Tensor(
             "halves",
@@ -441,7 +480,8 @@ def compressible() -> list[Tensor]:
 def planes_case() -> Vector:
     tensors = compressible()
     return Vector(
-        "codec 2, `planes`, with words of 8 (also for elements of 16 bytes), 4, 2 and 1 bytes, and planes of both methods",
+        "codec 2, `planes`, with words of 8 (also for elements of 16 bytes), 4, 2 and 1 bytes, "
+        "and planes of both methods",
         Checkpoint(
             [
                 Part(
@@ -472,7 +512,8 @@ def zstd_case() -> Vector:
         return (1, kinds[number % 4]) if len(data) > 100 else (0, data)
 
     return Vector(
-        "codec 1, `zstd`: a single segment, and windows of 1 MiB, 1 KiB and 8 MiB, with and without a checksum of the content",
+        "codec 1, `zstd`: a single segment, and windows of 1 MiB, 1 KiB and 8 MiB, with and "
+        "without a checksum of the content",
         Checkpoint(
             [
                 Part(
@@ -489,7 +530,9 @@ def zstd_case() -> Vector:
 
 
 LIBZSTD = bytes.fromhex("28b52ffd60d0064d00001000000100cbff000b")
-"""2,000 zeros as libzstd compresses them: a block with literals and sequences, which `frame` does not make."""
+"""2,000 zeros as libzstd compresses them: a block with literals and sequences, which
+`frame` does not make.
+"""
 
 
 def libzstd() -> Vector:
@@ -509,7 +552,9 @@ def libzstd() -> Vector:
 
 
 def small_planes() -> Vector:
-    """Return a checkpoint whose planes are frames with windows, as libraries make them that do not use single segments."""
+    """Return a checkpoint whose planes are frames with windows, as libraries make them
+    that do not use single segments.
+    """
     tensors = [Tensor("singles", "float32", (300,), compressible()[2].data)]
 
     def method(number: int, plane: bytes) -> tuple[int, bytes]:
@@ -517,7 +562,8 @@ def small_planes() -> Vector:
 
     part = Part(tensors, state_of(["singles"]), metadata=whole(tensors), encode=in_planes(method))
     return Vector(
-        "planes in frames whose window of 128 KiB is larger than their content, and that have not shrunk",
+        "planes in frames whose window of 128 KiB is larger than their content, and that have not "
+        "shrunk",
         Checkpoint([part]),
         expected(tensors),
         {"singles": reference("singles")},
@@ -528,16 +574,20 @@ def small_planes() -> Vector:
 
 
 def two_ranks() -> Vector:
-    """Return a checkpoint of two ranks, with two files each and with `ranks` in its metadata."""
+    """Return a checkpoint of two ranks, with two files each and with `ranks` in its
+    metadata.
+    """
     return _of_two_ranks(
-        "two ranks with two files each: a tensor divided between them, tensors of one rank, and values that are merged",
+        "two ranks with two files each: a tensor divided between them, tensors of one rank, and "
+        "values that are merged",
         with_ranks=True,
     )
 
 
 def without_ranks() -> Vector:
     return _of_two_ranks(
-        "the same without `ranks` in its metadata, as the first versions wrote it: the parts say what they have",
+        "the same without `ranks` in its metadata, as the first versions wrote it: the parts say "
+        "what they have",
         with_ranks=False,
     )
 
@@ -556,7 +606,12 @@ def _of_two_ranks(about: str, *, with_ranks: bool) -> Vector:
     if with_ranks:
         metadata["model.weight"]["ranks"] = [0, 1]
         metadata["model.mask"]["ranks"] = [1]
-    rows = [Tensor("model.weight", "float32", (2, 3), floats(*range(6 * n, 6 * n + 6)), (4, 3), (2 * n, 0)) for n in range(2)]
+    rows = [
+        Tensor(
+            "model.weight", "float32", (2, 3), floats(*range(6 * n, 6 * n + 6)), (4, 3), (2 * n, 0)
+        )
+        for n in range(2)
+    ]
     steps, mask = (
         Tensor("model.steps", "int64", (2,), struct.pack("<2q", 7, -8)),
         Tensor("model.mask", "bool", (3,), b"\1\0\1"),
@@ -569,7 +624,9 @@ def _of_two_ranks(about: str, *, with_ranks: bool) -> Vector:
             "param_groups": [group | {"params": list(held)}],
         }
         return {
-            "model": ext(20, ["module", {name.removeprefix("model."): tensor(name) for name in held}]),
+            "model": ext(
+                20, ["module", {name.removeprefix("model."): tensor(name) for name in held}]
+            ),
             "epoch": 3,
             "optim": ext(22, ["optimizer", optimizer, "torch.optim.sgd.SGD"]),
             "own": ext(21, {"position": 10 + rank}),
@@ -624,7 +681,9 @@ def _of_two_ranks(about: str, *, with_ranks: bool) -> Vector:
 
 
 def linked_files() -> Vector:
-    """Return a checkpoint that has a data file and a part file of an older checkpoint as its data files."""
+    """Return a checkpoint that has a data file and a part file of an older checkpoint
+    as its data files.
+    """
     frozen = Tensor("frozen", "float64", (40,), struct.pack("<40d", *range(40)))
     other = Tensor("frozen.too", "float32", (30,), floats(*range(30)))
     moved, before = (
@@ -632,17 +691,21 @@ def linked_files() -> Vector:
         Tensor("moved", "int16", (4,), counted(4, 2, 99)),
     )
     names = ["frozen", "frozen.too", "moved"]
-    older, _ = Part([frozen, other, before], state_of(names), step=900, tag="step-00000900.a0002", files=2).built()
+    older, _ = Part(
+        [frozen, other, before], state_of(names), step=900, tag="step-00000900.a0002", files=2
+    ).built()
     part_file, data_file = older.values()
     tensors = [frozen, other, moved]
-    # The chunks 0 and 2 of the older part are in its part file, and the chunks 1 and 3 in its data file.
+    # The chunks 0 and 2 of the older part are in its part file, and the chunks 1 and 3
+    # in its data file.
     linked = {
         1: ("", part_file, [nonce_of(0, 900), 0, 900], {0: 4096}),
         2: ("", data_file, [nonce_of(0, 900), 1, 900], {1: 4096}),
     }
     part = Part(tensors, state_of(names), metadata=whole(tensors), linked=linked)
     return Vector(
-        "two data files of an older part, one of which was its part file there, with chunks that this part does not use",
+        "two data files of an older part, one of which was its part file there, with chunks that "
+        "this part does not use",
         Checkpoint([part], features=["files", "linked-files"]),
         expected(tensors),
         {name: reference(name) for name in names},
@@ -661,7 +724,9 @@ def _ruled() -> tuple[
     dict[str, tuple[str, Sequence[int], bytes]],
     dict[str, list[list[Any]]],
 ]:
-    """Return parts of four ranks, their metadata by rule, their tensors, and the place and rank of each stored shard."""
+    """Return parts of four ranks, their metadata by rule, their tensors, and the place
+    and rank of each stored shard.
+    """
     metadata: dict[str, Any] = {
         "divided": {"dtype": "float32", "size": [10, 2], "rule": [0, [[1, 0], [0, 0]], 0]},
         "uneven": {"dtype": "int16", "size": [5], "rule": [0, [[0, 0], [1, 0]], 0]},
@@ -724,7 +789,8 @@ def _ruled() -> tuple[
 def rules() -> Vector:
     parts, metadata, found, shards = _ruled()
     return Vector(
-        "tensors that are divided by rules among a mesh of four ranks, one of them a scalar, and one with an empty shard",
+        "tensors that are divided by rules among a mesh of four ranks, one of them a scalar, and "
+        "one with an empty shard",
         Checkpoint(parts),
         found,
         {name: reference(name) for name in metadata},
@@ -741,7 +807,9 @@ def metadata_object(
     edit_block: Any = None,
     edit_index: Any = None,
 ) -> tuple[str, bytes, dict[str, Any]]:
-    """Return the name and the bytes of a metadata object with `split` entries in each block, and its entry in the manifest."""
+    """Return the name and the bytes of a metadata object with `split` entries in each
+    block, and its entry in the manifest.
+    """
     data, blocks = bytearray(preamble(MAGIC)), []
     for at in range(0, len(entries), split):
         held = list(entries[at : at + split])
@@ -777,8 +845,12 @@ def second_version(found: dict[str, Any], entry: Mapping[str, Any]) -> dict[str,
     parts = found.pop("parts")
     del found["metadata"]
     columns: dict[str, Any] = {
-        "nonces": base64.b64encode(b"".join(bytes.fromhex(part["file"].split(".")[1]) for part in parts)).decode(),
-        "digests": base64.b64encode(b"".join(bytes.fromhex(part["index_sha256"]) for part in parts)).decode(),
+        "nonces": base64.b64encode(
+            b"".join(bytes.fromhex(part["file"].split(".")[1]) for part in parts)
+        ).decode(),
+        "digests": base64.b64encode(
+            b"".join(bytes.fromhex(part["index_sha256"]) for part in parts)
+        ).decode(),
     }
     columns |= {name: [part[name] for part in parts] for name in ("bytes", "raw_bytes", "items")}
     return found | {
@@ -789,8 +861,12 @@ def second_version(found: dict[str, Any], entry: Mapping[str, Any]) -> dict[str,
     }
 
 
-def format_2(edit_members: Any = lambda members: members, **options: Any) -> tuple[Checkpoint, Any, Any, Any]:
-    """Return a checkpoint of version 2, with the metadata, the tensors and the shards in it. The options are those of `metadata_object`."""
+def format_2(
+    edit_members: Any = lambda members: members, **options: Any
+) -> tuple[Checkpoint, Any, Any, Any]:
+    """Return a checkpoint of version 2, with the metadata, the tensors and the shards
+    in it. The options are those of `metadata_object`.
+    """
     parts, metadata, found, shards = _ruled()
     entries = [[name, metadata[name]] for name in sorted(metadata, key=str.encode)]
     name, data, entry = metadata_object(entries, MESHES, **options)
@@ -825,7 +901,9 @@ def npy(descr: str, shape: tuple[int, ...], data: bytes) -> bytes:
 
 
 def more_values() -> Vector:
-    """Return a checkpoint with values whose form in a reader without torch is not plain."""
+    """Return a checkpoint with values whose form in a reader without torch is not
+    plain.
+    """
     state = {
         "array": plain_ext(8, npy("<f4", (2, 1), floats(1, 2))),
         "scalar": plain_ext(9, npy("<i8", (), struct.pack("<q", -7))),
@@ -854,8 +932,11 @@ def more_values() -> Vector:
     }
     tensors = [Tensor("w", "float32", (2,), floats(1, 2))]
     return Vector(
-        "arrays, streams, flags without a name, and maps whose keys are no texts; there is no `rng`",
-        Checkpoint([Part(tensors, {"state": {"w": tensor("w"), **state}}, metadata=whole(tensors))]),
+        "arrays, streams, flags without a name, and maps whose keys are no texts; there is no "
+        "`rng`",
+        Checkpoint(
+            [Part(tensors, {"state": {"w": tensor("w"), **state}}, metadata=whole(tensors))]
+        ),
         expected(tensors),
         {"w": reference("w"), **told},
         more={"needs": ["class train.Mode"]},
@@ -863,10 +944,15 @@ def more_values() -> Vector:
 
 
 def merging() -> Vector:
-    """Return a checkpoint of two ranks whose trees differ in every way that a merge has a rule for."""
+    """Return a checkpoint of two ranks whose trees differ in every way that a merge has
+    a rule for.
+    """
 
     def optimizer(*groups: tuple[float, list[str]]) -> dict[str, Any]:
-        return {"state": {}, "param_groups": [{"lr": lr, "params": params} for lr, params in groups]}
+        return {
+            "state": {},
+            "param_groups": [{"lr": lr, "params": params} for lr, params in groups],
+        }
 
     trees: list[dict[str, Any]] = [
         {
@@ -898,11 +984,18 @@ def merging() -> Vector:
     metadata = whole(tensors)
     metadata["w1"]["ranks"] = [1]
     parts = [
-        Part([tensors[rank]], {"state": tree, "rng": None}, rank, 2, metadata=metadata if rank == 0 else None)
+        Part(
+            [tensors[rank]],
+            {"state": tree, "rng": None},
+            rank,
+            2,
+            metadata=metadata if rank == 0 else None,
+        )
         for rank, tree in enumerate(trees)
     ]
     return Vector(
-        "two ranks whose trees have values of other types and lengths, and groups of parameters that are repeated, dropped or empty",
+        "two ranks whose trees have values of other types and lengths, and groups of parameters "
+        "that are repeated, dropped or empty",
         Checkpoint(parts),
         expected(tensors),
         {
@@ -921,12 +1014,22 @@ def merging() -> Vector:
 
 
 def replicas_twice() -> Vector:
-    """Return a checkpoint of two ranks that both store one tensor, and one shard of another."""
+    """Return a checkpoint of two ranks that both store one tensor, and one shard of
+    another.
+    """
     shared = Tensor("shared", "int16", (3,), counted(3, 2))
-    rows = [Tensor("rows", "float32", (1, 2), floats(2 * n, 2 * n + 1), (2, 2), (n, 0)) for n in range(2)]
+    rows = [
+        Tensor("rows", "float32", (1, 2), floats(2 * n, 2 * n + 1), (2, 2), (n, 0))
+        for n in range(2)
+    ]
     metadata = {
         "shared": {"dtype": "int16", "size": [3], "chunks": [[[0], [3]]]},
-        "rows": {"dtype": "float32", "size": [2, 2], "chunks": [[[0, 0], [1, 2]], [[1, 0], [1, 2]]], "ranks": [0, 1]},
+        "rows": {
+            "dtype": "float32",
+            "size": [2, 2],
+            "chunks": [[[0, 0], [1, 2]], [[1, 0], [1, 2]]],
+            "ranks": [0, 1],
+        },
     }
     names = ["shared", "rows"]
     parts = [
@@ -934,7 +1037,8 @@ def replicas_twice() -> Vector:
         Part([shared, *rows], state_of(names), 1, 2),
     ]
     return Vector(
-        "a tensor and a shard that two parts store: identical shards count once, and one part has both shards of a tensor",
+        "a tensor and a shard that two parts store: identical shards count once, and one part has "
+        "both shards of a tensor",
         Checkpoint(parts),
         {"shared": ("int16", (3,), shared.data), "rows": ("float32", (2, 2), floats(0, 1, 2, 3))},
         {name: reference(name) for name in names},
@@ -953,9 +1057,16 @@ def at_the_limits() -> Vector:
         deep = [deep]
     number = "9" * 4300
     return Vector(
-        "a name of 16,384 characters, a device of 64, an integer of 4,300 digits, 64 policies, content of 256 levels and a state of 100",
+        "a name of 16,384 characters, a device of 64, an integer of 4,300 digits, 64 policies, "
+        "content of 256 levels and a state of 100",
         Checkpoint(
-            [Part(tensors, state_of([name], deep=deep, number=plain_ext(6, number)), metadata=whole(tensors))],
+            [
+                Part(
+                    tensors,
+                    state_of([name], deep=deep, number=plain_ext(6, number)),
+                    metadata=whole(tensors),
+                )
+            ],
             members={
                 "user_content": [content, int(number)],
                 "retention": ["LatestN(n=1)"] * 64,
@@ -971,7 +1082,8 @@ def at_the_limits() -> Vector:
 def values_anywhere() -> Vector:
     tensors = [Tensor("w", "float32", (3,), floats(1, 2, 3))]
     return Vector(
-        "the values region begins at no multiple of 64, and right behind the last tensor: a reader does not mind",
+        "the values region begins at no multiple of 64, and right behind the last tensor: a "
+        "reader does not mind",
         Checkpoint([Part(tensors, state_of(["w"]), metadata=whole(tensors), values_align=1)]),
         expected(tensors),
         {"w": reference("w")},
@@ -981,7 +1093,8 @@ def values_anywhere() -> Vector:
 def known_dtype_with_size() -> Vector:
     tensors = [Tensor("w", "float32/4", (3,), floats(1, 2, 3))]
     return Vector(
-        "a known dtype that is followed by its own size, as no writer writes it: it is the dtype itself",
+        "a known dtype that is followed by its own size, as no writer writes it: it is the dtype "
+        "itself",
         Checkpoint([Part(tensors, state_of(["w"]), metadata=whole(tensors))]),
         expected(tensors),
         {"w": reference("w")},

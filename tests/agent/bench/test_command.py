@@ -19,18 +19,38 @@ WAYS = ["ckptd", "torch.save", "dcp.save", "dcp.async_save", "limit: plain copy"
 
 
 def test_the_report_has_every_way_and_nothing_is_left(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ckptd.daemon", "bench", "--root", str(tmp_path), "--megabytes", "13", "--rounds", "1", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "ckptd.daemon",
+        "bench",
+        "--root",
+        str(tmp_path),
+        "--megabytes",
+        "13",
+        "--rounds",
+        "1",
+        "--json",
+    ]
     environment = os.environ | {"CKPTD_CODEC": "raw"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert [name for name in report["saves"] if name != "limit: O_DIRECT write"] == WAYS
     assert all(found["held"] > 0 and found["durable"] > 0 for found in report["saves"].values())
     nbytes = report["nbytes"]
     assert 12e6 < nbytes < 14e6
-    assert nbytes < report["saves"]["ckptd"]["stored"] < 1.05 * nbytes, "CKPTD_CODEC=raw sets up the daemon"
+    assert nbytes < report["saves"]["ckptd"]["stored"] < 1.05 * nbytes, (
+        "CKPTD_CODEC=raw sets up the daemon"
+    )
     assert nbytes <= report["saves"]["dcp.save"]["stored"] < 1.05 * nbytes
-    assert report["restores"].keys() == {"ckptd recover, from memory", "ckptd StorageReader", "dcp.load"}
+    assert report["restores"].keys() == {
+        "ckptd recover, from memory",
+        "ckptd StorageReader",
+        "dcp.load",
+    }
     assert report["first"] > 0
     assert report["step"] > 0
     assert report["daemon_peak"] > 10e6
@@ -46,8 +66,11 @@ def test_a_root_without_room_is_refused(tmp_path: Path) -> None:
 
 def test_the_table() -> None:
     report = Report(
-        machine={"ckptd": "1", "torch": "2", "cpus": 2, "load": 0.5, "accelerator": "H100"}, nbytes=1000, tensors=3, rounds=5,
-        saves={"ckptd": Figures(0.1, 0.5, 800), "torch.save": Figures(2.0, 2.0, 1000), "limit: plain copy": Figures(0.2, 0.2, None)},
+        machine={"ckptd": "1", "torch": "2", "cpus": 2, "load": 0.5, "accelerator": "H100"},
+        nbytes=1000, tensors=3, rounds=5, saves={"ckptd": Figures(0.1, 0.5, 800),
+        "torch.save": Figures(2.0, 2.0, 1000), "limit: "
+            "plain "
+            "copy": Figures(0.2, 0.2, None)},
         restores={"dcp.load": 0.25}, first=0.3, lost=0.4, step=0.6, daemon_peak=123_000_000,
     )  # fmt: skip
     assert text_of(report).splitlines() == [
@@ -71,8 +94,14 @@ def test_the_table() -> None:
 
 
 def test_the_help_of_the_command_line_names_the_verb_and_loads_no_torch() -> None:
-    code = "import sys\nfrom ckptd.daemon.commands.cli import main\nmain(['--help'], standalone_mode=False)\nassert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    code = (
+        "import sys\nfrom ckptd.daemon.commands.cli import "
+        "main\nmain(['--help'], "
+        "standalone_mode=False)\nassert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "bench   Measure ckptd and its peers on this machine." in done.stdout
 
@@ -84,13 +113,26 @@ def test_the_verb_has_its_own_help() -> None:
 
 
 def test_the_verb_without_torch_says_how_to_install_it() -> None:
-    code = "import sys\nsys.modules['torch'] = None\nfrom ckptd.daemon.commands.cli import main\nmain(['bench', '--root', '/x'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    code = (
+        "import sys\nsys.modules['torch'] = None\nfrom ckptd.daemon.commands.cli "
+        "import "
+        "main\nmain(['bench', '--root', '/x'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "Error: ckptd.agent needs torch 2.8 or newer, and there is none: install it with pip install 'ckptd[torch]'\n"
+    assert (
+        done.stderr
+        == "Error: ckptd.agent needs torch 2.8 or newer, and there is none: install it with pip "
+        "install 'ckptd[torch]'\n"
+    )
 
 
 def test_a_verb_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptd.daemon.commands.cli.entry_points", lambda **_: [])
     found = CliRunner().invoke(main, ["bench", "--root", "/x"])
-    assert (found.exit_code, found.output) == (1, "Error: this installation of ckptd has no verb bench: install it again\n")
+    assert (found.exit_code, found.output) == (
+        1,
+        "Error: this installation of ckptd has no verb bench: install it again\n",
+    )

@@ -20,7 +20,9 @@ def test_the_size_of_a_directory_is_that_of_its_files(tmp_path: Path) -> None:
     assert (measure._nbytes(tmp_path), measure._nbytes(tmp_path / "a")) == (15, 10)
 
 
-def test_a_file_system_without_direct_writes_has_no_such_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_direct_writes_has_no_such_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(self: DirectWrite, path: Path) -> None:
         path.touch()
         raise OSError(22, "Invalid argument")
@@ -47,7 +49,13 @@ def status(agent, found=m._status):
 m.by_dcp_save, m._status = fail, status
 m.measure(Path(sys.argv[1]), 13_000_000, 1)
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 1
     assert done.stderr.strip().endswith("OSError: [Errno 28] No space left on device")
     pid, memory = done.stdout.split()

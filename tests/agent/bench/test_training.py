@@ -10,10 +10,16 @@ from ckptd.agent.bench.training import Training
 def test_every_tensor_changes_at_every_step() -> None:
     training = Training(1)
     assert training.nbytes == 12 * (1024 * 1024 + 1024)
-    assert sorted({name.partition(".")[0] for name in training.tensors}) == ["exp_avg", "exp_avg_sq", "weights"]
+    assert sorted({name.partition(".")[0] for name in training.tensors}) == [
+        "exp_avg",
+        "exp_avg_sq",
+        "weights",
+    ]
     before = {name: tensor.clone() for name, tensor in training.tensors.items()}
     training.step()
-    assert [name for name, tensor in training.tensors.items() if torch.equal(tensor, before[name])] == []
+    assert [
+        name for name, tensor in training.tensors.items() if torch.equal(tensor, before[name])
+    ] == []
 
 
 def test_the_size_is_about_that_which_was_asked_for() -> None:

@@ -1,4 +1,6 @@
-"""Checkpoints to convert, one for each kind of content, and the comparison of what comes back."""
+"""Checkpoints to convert, one for each kind of content, and the comparison of what
+comes back.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from ckptd.agent import Checkpoint, StorageWriter
 from tests.support.ranks import HERE
 
 DTYPES = (
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int16,
-    torch.int32, torch.int64, torch.uint8, torch.uint16, torch.bool, torch.complex64,
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16,
+    torch.bool, torch.complex64,
 )  # fmt: skip
 
 
@@ -29,18 +32,29 @@ def random(dtype: torch.dtype, *shape: int, seed: int = 1) -> torch.Tensor:
     """Return a tensor of random bits, NaNs and denormals included. Each bool is 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
     count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=generator)
+    raw = torch.randint(
+        0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=generator
+    )
     return raw.view(dtype).reshape(shape)
 
 
 def shared() -> dict[str, Any]:
     """Return a state with tied tensors, a part of a tensor, and a transposed one."""
     weight = random(torch.float32, 6, 4)
-    return {"a": weight, "b": weight, "rows": weight[2:4], "transposed": weight.t(), "own": random(torch.float32, 3, 5).t()}
+    return {
+        "a": weight,
+        "b": weight,
+        "rows": weight[2:4],
+        "transposed": weight.t(),
+        "own": random(torch.float32, 3, 5).t(),
+    }
 
 
 STATES: dict[str, Any] = {
-    **{str(dtype).removeprefix("torch."): {"x": random(dtype, 5, 3), "y": random(dtype, 7, seed=2)} for dtype in DTYPES},
+    **{
+        str(dtype).removeprefix("torch."): {"x": random(dtype, 5, 3), "y": random(dtype, 7, seed=2)}
+        for dtype in DTYPES
+    },
     "shared": shared(),
     "shapes": {
         "empty": torch.empty(0, 3),
@@ -48,17 +62,33 @@ STATES: dict[str, Any] = {
         "one": torch.ones(1, 1, 1),
         "large": random(torch.float32, 300, 500),
     },
-    "nested": {"net": OrderedDict(w=torch.ones(2)), "groups": [{"lr": 0.1, "m": torch.zeros(3)}, {"lr": 0.2}], "epoch": 3, "name": "x"},
+    "nested": {
+        "net": OrderedDict(w=torch.ones(2)),
+        "groups": [{"lr": 0.1, "m": torch.zeros(3)}, {"lr": 0.2}],
+        "epoch": 3,
+        "name": "x",
+    },
     "tuples": {"pair": (random(torch.float32, 3), [random(torch.int64, 2), 3]), "plain": (1, "x")},
-    "names": {"a/b": torch.ones(1), "with space": torch.ones(2), "ünï": torch.ones(3), "0": torch.ones(4)},
+    "names": {
+        "a/b": torch.ones(1),
+        "with space": torch.ones(2),
+        "ünï": torch.ones(3),
+        "0": torch.ones(4),
+    },
 }
 
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """Context manager. While it is held, DCP does not warn that there is no process group, and not of its own use of torch (2.8)."""
+    """Context manager.
+
+    While it is held, DCP does not warn that there is no process group, and not of its
+    own use of torch (2.8).
+    """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled|TypedStorage is deprecated")
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled|TypedStorage is deprecated"
+        )
         yield
 
 

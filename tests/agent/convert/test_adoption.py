@@ -1,4 +1,6 @@
-"""Adopts checkpoints of every format into jobs, with real daemons, and recovers them bit for bit."""
+"""Adopts checkpoints of every format into jobs, with real daemons, and recovers them
+bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ from ckptd.agent.convert import command
 from ckptd.agent.convert.adoption import adopt
 from ckptd.agent.convert.contents import replaced
 from ckptd.agent.handover.rank_link import RankLink
-from ckptd.shared.errors import CkptdError, IntegrityError, InvalidName, InvalidRequest, JobRunning, NotFound, StorageError
+from ckptd.shared.errors import (
+    CkptdError,
+    IntegrityError,
+    InvalidName,
+    InvalidRequest,
+    JobRunning,
+    NotFound,
+    StorageError,
+)
 from tests.agent.convert.saved import STATES, assert_same, one_process, save, shared
 from tests.support.daemons import Daemon
 
@@ -77,7 +87,9 @@ def as_job(state: Any, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("written", [as_dcp, as_safetensors, as_job, save])
-def test_every_format_is_adopted(tmp_path: Path, root: Path, written: Callable[[Any, Path], Path]) -> None:
+def test_every_format_is_adopted(
+    tmp_path: Path, root: Path, written: Callable[[Any, Path], Path]
+) -> None:
     state = {"model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.arange(5)}}
     source = written(state, tmp_path / "source")
     adopt(source, root, "gpt", under="model" if written is as_safetensors else None)
@@ -99,8 +111,17 @@ def test_the_adopted_checkpoint_is_the_newest_whatever_its_step(tmp_path: Path, 
 
 
 def test_part_names_dtype_and_user_content(tmp_path: Path, root: Path) -> None:
-    save_file({"net.w": torch.ones(3)}, tmp_path / "source", metadata={"format": "pt", "author": "me"})
-    adopt(tmp_path / "source", root, "gpt", under="model", rename=[(r"^net\.", "")], dtype=torch.bfloat16)
+    save_file(
+        {"net.w": torch.ones(3)}, tmp_path / "source", metadata={"format": "pt", "author": "me"}
+    )
+    adopt(
+        tmp_path / "source",
+        root,
+        "gpt",
+        under="model",
+        rename=[(r"^net\.", "")],
+        dtype=torch.bfloat16,
+    )
     with Checkpoint.open(root / "gpt") as checkpoint:
         assert checkpoint.load()["model"]["w"].dtype is torch.bfloat16
         assert checkpoint.manifest.user_content == {"author": "me"}
@@ -145,7 +166,9 @@ def test_progress_reaches_all_bytes(tmp_path: Path, root: Path) -> None:
     assert all_of_it[0] >= 12_005
 
 
-def test_a_job_that_runs_is_left_alone(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_runs_is_left_alone(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ckptd.agent.link.attempt.WAIT_SECONDS", 0.1)
     torch.save({"w": torch.ones(3)}, tmp_path / "source")
     agent = Agent("gpt")
@@ -164,7 +187,11 @@ def test_a_job_that_runs_is_left_alone(tmp_path: Path, root: Path, monkeypatch: 
 def test_an_agent_of_this_process_is_not_fenced(tmp_path: Path, root: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "source")
     agent = Agent("gpt")
-    with pytest.raises(JobRunning, match="^this process has an agent of job 'gpt', which would no longer be able to save: close it first$"):
+    with pytest.raises(
+        JobRunning,
+        match="^this process has an agent of job 'gpt', which would no longer be able to save: "
+        "close it first$",
+    ):
         adopt(tmp_path / "source", root, "gpt")
     agent.snapshot({"w": torch.zeros(3)}, step=1).wait("durable", timeout=60)
     adopt(tmp_path / "source", root, "other")
@@ -174,31 +201,47 @@ def test_an_agent_of_this_process_is_not_fenced(tmp_path: Path, root: Path) -> N
 
 def test_a_place_that_is_no_job_is_refused(tmp_path: Path, root: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "source")
-    with pytest.raises(InvalidRequest, match="root is a root, which holds jobs: name a job in it, like .*root/gpt$"):
+    with pytest.raises(
+        InvalidRequest, match="root is a root, which holds jobs: name a job in it, like .*root/gpt$"
+    ):
         adopt(tmp_path / "source", root.parent, root.name)
-    with pytest.raises(InvalidRequest, match="root is a root, and .*gpt is the place of a job in it: name that job, and a tag with `tag`$"):
+    with pytest.raises(
+        InvalidRequest,
+        match="root is a root, and .*gpt is the place of a job in it: name that job, and a tag "
+        "with "
+        "`tag`$",
+    ):
         adopt(tmp_path / "source", root / "gpt", "base")
     assert not (root / "gpt").exists()
 
 
-def test_a_state_that_cannot_be_saved_yet_is_said_to_be_in_memory(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_cannot_be_saved_yet_is_said_to_be_in_memory(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(link: Any, pending: Any) -> None:
         raise StorageError("no space left")
 
     monkeypatch.setattr(RankLink, "wait_durable", fail)
     torch.save({"w": torch.ones(3)}, tmp_path / "source")
-    with pytest.raises(StorageError, match="^no space left; the state is in memory, and the daemon saves it when it can"):
+    with pytest.raises(
+        StorageError,
+        match="^no space left; the state is in memory, and the daemon saves it when it can",
+    ):
         adopt(tmp_path / "source", root, "gpt")
 
 
-def test_several_ranks_are_refused(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_are_refused(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     torch.save({"w": torch.ones(3)}, tmp_path / "source")
     with pytest.raises(InvalidRequest):
         adopt(tmp_path / "source", root, "gpt")
 
 
-def test_damage_that_is_found_late_leaves_no_checkpoint(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_that_is_found_late_leaves_no_checkpoint(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = save({"a": torch.ones(3), "b": torch.arange(50_000)}, tmp_path / "source")
     [part] = source.glob("*.ckpt")
     data = bytearray(part.read_bytes())
@@ -220,7 +263,11 @@ def test_damage_that_is_found_late_leaves_no_checkpoint(tmp_path: Path, root: Pa
         ({"tag": "a/b"}, InvalidName, "tag 'a/b'"),
         ({"tag": "step-1"}, InvalidName, "names beginning with 'step-' are made by ckptd"),
         ({"job": "a b"}, InvalidName, "job 'a b'"),
-        ({"format": "zip"}, InvalidRequest, "format: there is no 'zip'; there are dcp, hf, safetensors, torch"),
+        (
+            {"format": "zip"},
+            InvalidRequest,
+            "format: there is no 'zip'; there are dcp, hf, safetensors, torch",
+        ),
         ({"only": "none"}, CkptdError, "none"),
         ({"path": "nothing"}, NotFound, "nothing"),
     ],
@@ -238,10 +285,12 @@ def test_mistakes_are_one_sentence_and_begin_no_attempt(
 def test_the_verb(tmp_path: Path, root: Path) -> None:
     source, job = tmp_path / "source", root / "gpt"
     torch.save({"net": {"w": torch.ones(3)}}, source)
-    done = CliRunner().invoke(command.adopt, [str(source), str(job), "--step", "4", "--only", "net", "--json"])
+    done = CliRunner().invoke(
+        command.adopt, [str(source), str(job), "--step", "4", "--only", "net", "--json"]
+    )
     assert json.loads(done.stdout) == {
-        "root": str(root), "job": "gpt", "step": 4, "tag": "step-00000004.a0001", "format": "torch", "tensors": 1, "nbytes": 12,
-        "left_out": [],
+        "root": str(root), "job": "gpt", "step": 4, "tag": "step-00000004.a0001", "format": "torch",
+        "tensors": 1, "nbytes": 12, "left_out": [],
     }  # fmt: skip
     done = CliRunner().invoke(command.adopt, [str(source), str(job), "--tag", "base", "--dry-run"])
     assert done.stdout == f"would adopt {source} as step 0 of {job}: 1 tensors, 12 B\n"

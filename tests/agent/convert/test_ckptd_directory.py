@@ -1,4 +1,6 @@
-"""Tests the contents of a ckptd checkpoint, and how such a checkpoint is made of leaves. `test_importing.py` reads whole checkpoints."""
+"""Tests the contents of a ckptd checkpoint, and how such a checkpoint is made of
+leaves. `test_importing.py` reads whole checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ def leaves(found: Contents) -> dict[str, Leaf]:
 
 def test_leaves_tell_which_tensors_are_tied(daemon: Daemon) -> None:
     weight, agent = torch.arange(12.0).reshape(3, 4), Agent("job", socket=daemon.home.socket)
-    state = {"a": weight, "b": weight, "rows": weight[1:], "t": weight.t(), "other": weight.clone(), "own": per_rank({"x": torch.ones(2)})}
+    state = {
+        "a": weight,
+        "b": weight,
+        "rows": weight[1:],
+        "t": weight.t(),
+        "other": weight.clone(),
+        "own": per_rank({"x": torch.ones(2)}),
+    }
     agent.snapshot(state, step=1)
     agent.close()
     with Checkpoint.open(daemon.home.root / "job") as checkpoint:
@@ -38,7 +47,13 @@ def test_leaves_tell_which_tensors_are_tied(daemon: Daemon) -> None:
 
 def test_modules_are_found_by_their_place(daemon: Daemon) -> None:
     agent = Agent("job", socket=daemon.home.socket)
-    agent.snapshot({"nets": {"g": torch.nn.Linear(1, 1), "d": torch.nn.Linear(1, 1)}, "plain": torch.nn.Linear(1, 1).state_dict()}, step=1)
+    agent.snapshot(
+        {
+            "nets": {"g": torch.nn.Linear(1, 1), "d": torch.nn.Linear(1, 1)},
+            "plain": torch.nn.Linear(1, 1).state_dict(),
+        },
+        step=1,
+    )
     agent.close()
     with Checkpoint.open(daemon.home.root / "job") as checkpoint:
         assert contents_of(checkpoint.opened).modules == ["nets.g", "nets.d"]
@@ -57,7 +72,15 @@ def test_a_plan_has_the_items_and_aliases_of_a_snapshot(daemon: Daemon) -> None:
 
 
 def leaf(name: str, storage: str = "", *, shape: tuple[int, ...] = (3,)) -> Leaf:
-    return Leaf(name, torch.float32, torch.float32, shape, torch.empty(shape, device="meta").stride(), 0, storage or name)
+    return Leaf(
+        name,
+        torch.float32,
+        torch.float32,
+        shape,
+        torch.empty(shape, device="meta").stride(),
+        0,
+        storage or name,
+    )
 
 
 def test_planning_takes_no_memory() -> None:
@@ -66,11 +89,16 @@ def test_planning_takes_no_memory() -> None:
 
 
 def test_user_content_that_is_too_large_is_refused() -> None:
-    with pytest.raises(UnsavableValue, match="^user_content: more than 1,048,576 bytes; leave out the largest of its members$"):
+    with pytest.raises(
+        UnsavableValue,
+        match="^user_content: more than 1,048,576 bytes; leave out the largest of its members$",
+    ):
         PlannedPart({"x": leaf("x")}, {"config": "x" * (1 << 20)})
 
 
-def test_bytes_that_change_on_the_disk_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_change_on_the_disk_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = {"x": torch.arange(3000.0)}
     contents = Contents(replaced(state, torch.Tensor, leaf_of), lambda leaves: {})
     right = standalone.commit
@@ -84,15 +112,21 @@ def test_bytes_that_change_on_the_disk_are_noticed(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(ckptd_directory, "commit", damaging)
     with pytest.raises(IntegrityError):
-        write_directory(tmp_path, PlannedPart(contents.tree, None), contents, "raw", lambda length: None)
+        write_directory(
+            tmp_path, PlannedPart(contents.tree, None), contents, "raw", lambda length: None
+        )
 
 
 def test_leaves_in_memory_and_in_files_are_written_alike(tmp_path: Path) -> None:
     state = shared()
     in_memory = replaced(state, torch.Tensor, leaf_of)
-    in_files = {name: Leaf(f"file {name}", *(getattr(one, field) for field in ("saved", "dtype", "shape", "stride", "offset", "storage")))
+    in_files = {name: Leaf(f"file "
+        f"{name}", *(getattr(one, field) for field in ("saved", "dtype", "shape", "stride",
+        "offset", "storage")))
                 for name, one in in_memory.items()}  # fmt: skip
-    contents = Contents(in_files, lambda leaves: {one.name: state[one.name.removeprefix("file ")] for one in leaves})
+    contents = Contents(
+        in_files, lambda leaves: {one.name: state[one.name.removeprefix("file ")] for one in leaves}
+    )
     write_directory(tmp_path, PlannedPart(in_files, None), contents, "auto", lambda length: None)
     assert_same(loaded(tmp_path), state)
     assert bits(loaded(tmp_path)["rows"]) == bits(state["rows"])

@@ -1,4 +1,6 @@
-"""Tests the contents of a checkpoint that is converted: leaves that stand for tensors, and batches of tensors."""
+"""Tests the contents of a checkpoint that is converted: leaves that stand for tensors,
+and batches of tensors.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from ckptd.agent.convert.contents import Contents, Leaf, flat, replaced, without
 from tests.agent.convert.saved import bits
 
 
-def test_tensors_are_read_in_batches_in_the_order_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_are_read_in_batches_in_the_order_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tensors = {f"x{number}": torch.full((100,), float(number)) for number in range(20)}
     leaves = [Leaf(name, torch.float32, torch.float32, (100,), (1,), 0, name) for name in tensors]
     read = list[list[str]]()
@@ -32,10 +36,24 @@ def test_tensors_are_read_in_batches_in_the_order_that_is_asked_for(monkeypatch:
 
 def test_names_of_what_has_no_tensor() -> None:
     leaf = Leaf("x", torch.float32, torch.float32, (2,), (1,), 0, "x")
-    tree = {"a": leaf, "groups": [{"lr": 0.1, "t": leaf}, {"lr": 0.2}], "epoch": 3, "nothing": {}, "run": {"seed": 1, "tags": ["a"]}}
+    tree = {
+        "a": leaf,
+        "groups": [{"lr": 0.1, "t": leaf}, {"lr": 0.2}],
+        "epoch": 3,
+        "nothing": {},
+        "run": {"seed": 1, "tags": ["a"]},
+    }
     assert list(without_tensors(tree)) == ["groups.0.lr", "groups.1", "epoch", "run"]
     assert list(without_tensors({"epoch": 3})) == [""]
-    assert [name for name, _ in flat(tree)] == ["a", "groups.0.lr", "groups.0.t", "groups.1.lr", "epoch", "run.seed", "run.tags.0"]
+    assert [name for name, _ in flat(tree)] == [
+        "a",
+        "groups.0.lr",
+        "groups.0.t",
+        "groups.1.lr",
+        "epoch",
+        "run.seed",
+        "run.tags.0",
+    ]
 
 
 def test_replaced_keeps_the_containers() -> None:

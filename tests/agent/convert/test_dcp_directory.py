@@ -24,7 +24,9 @@ from tests.support.ranks import Ranks
 
 
 @pytest.mark.parametrize(("most", "files"), [(1 << 30, 1), (400, 5), (1, 10)])
-def test_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, files: int) -> None:
+def test_files_of_bounded_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, files: int
+) -> None:
     monkeypatch.setattr(dcp_directory, "_FILE_BYTES", most)
     state = {f"x{number}": torch.full((50,), float(number)) for number in range(10)} | {"epoch": 3}
     out = tmp_path / "out"
@@ -39,7 +41,11 @@ def test_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_state_that_is_no_dict_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="^a DCP checkpoint holds a dict, and the chosen part is a list: choose another with `only`$"):
+    with pytest.raises(
+        InvalidRequest,
+        match="^a DCP checkpoint holds a dict, and the chosen part is a list: choose another with "
+        "`only`$",
+    ):
         Planned([1])
 
 
@@ -64,9 +70,15 @@ def test_shards_of_four_ranks_are_put_together(tmp_path: Path, kind: str) -> Non
         ranks.call(save_sharded, tmp_path / "dcp")
         whole = sharded.together(ranks.call(sharded.whole))
     found = read(tmp_path / "dcp")
-    parameters = {name: value for name, value in whole.items() if name.startswith(("model.up.", "model.down."))}
+    parameters = {
+        name: value
+        for name, value in whole.items()
+        if name.startswith(("model.up.", "model.down."))
+    }
     assert len(parameters) == 4
-    assert {f"model.{name}": sharded.plain(tensor) for name, tensor in found["model"].items()}.items() >= parameters.items()
+    assert {
+        f"model.{name}": sharded.plain(tensor) for name, tensor in found["model"].items()
+    }.items() >= parameters.items()
     assert found["count"] == 1
 
 
@@ -76,8 +88,13 @@ class Custom:
 
 def test_a_value_that_only_pickled_code_could_load_is_named(tmp_path: Path) -> None:
     with one_process():
-        dcp.save({"w": torch.ones(1), "own": Custom()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    with pytest.raises(UnsavableValue, match=r"^own can only be loaded by running pickled code, .*: it names tests\..*\.Custom$"):
+        dcp.save(
+            {"w": torch.ones(1), "own": Custom()}, checkpoint_id=tmp_path / "dcp", no_dist=True
+        )
+    with pytest.raises(
+        UnsavableValue,
+        match=r"^own can only be loaded by running pickled code, .*: it names tests\..*\.Custom$",
+    ):
         read_directory(tmp_path / "dcp")
 
 
@@ -86,14 +103,23 @@ def test_damaged_bytes_are_named(tmp_path: Path) -> None:
         dcp.save({"w": torch.ones(100)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     file = tmp_path / "dcp" / "__0_0.distcp"
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(IntegrityError, match="__0_0.distcp: the bytes of w cannot be read, or it holds what torch.load"):
+    with pytest.raises(
+        IntegrityError,
+        match="__0_0.distcp: the bytes of w cannot be read, or it holds what torch.load",
+    ):
         read(tmp_path / "dcp")
 
 
 @pytest.mark.parametrize("path", [("a", "b", "c"), ("a", "b"), ("a",)])
-def test_two_values_at_one_place_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: tuple[str, ...]) -> None:
+def test_two_values_at_one_place_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: tuple[str, ...]
+) -> None:
     with one_process():
-        dcp.save({"a": {"b": torch.ones(1)}, "c": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        dcp.save(
+            {"a": {"b": torch.ones(1)}, "c": torch.ones(2)},
+            checkpoint_id=tmp_path / "dcp",
+            no_dist=True,
+        )
     right = dcp_metadata.read_metadata
 
     def wrong(directory: Path) -> Any:
@@ -107,11 +133,22 @@ def test_two_values_at_one_place_are_refused(tmp_path: Path, monkeypatch: pytest
 
 def test_places_in_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with one_process():
-        dcp.save({f"x{number}": torch.full((1,), float(number)) for number in range(4)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    paths: dict[str, tuple[str | int, ...]] = {"x0": ("list", 2), "x1": ("list", 0), "x2": ("huge", 1 << 40), "x3": ("mixed", "a")}
+        dcp.save(
+            {f"x{number}": torch.full((1,), float(number)) for number in range(4)},
+            checkpoint_id=tmp_path / "dcp",
+            no_dist=True,
+        )
+    paths: dict[str, tuple[str | int, ...]] = {
+        "x0": ("list", 2),
+        "x1": ("list", 0),
+        "x2": ("huge", 1 << 40),
+        "x3": ("mixed", "a"),
+    }
     right = dcp_metadata.read_metadata
     monkeypatch.setattr(
-        dcp_directory, "read_metadata", lambda place: {name: replace(one, path=paths[name]) for name, one in right(place).items()}
+        dcp_directory,
+        "read_metadata",
+        lambda place: {name: replace(one, path=paths[name]) for name, one in right(place).items()},
     )
     found = read(tmp_path / "dcp")
     assert [None if one is None else int(one) for one in found["list"]] == [1, None, 0]

@@ -17,10 +17,17 @@ def test_formats_are_told_by_their_files(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "torch")
     torch.save({}, tmp_path / "old", _use_new_zipfile_serialization=False)
     save_file({"x": torch.ones(1)}, tmp_path / "safetensors")
-    for name, file in (("dcp", ".metadata"), ("hf", "model.safetensors.index.json"), ("ours", "manifest.json"), ("nothing", "config.json")):
+    for name, file in (
+        ("dcp", ".metadata"),
+        ("hf", "model.safetensors.index.json"),
+        ("ours", "manifest.json"),
+        ("nothing", "config.json"),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).touch()
-    assert {name: format_of(tmp_path / name) for name in FORMATS} == {name: name for name in FORMATS}
+    assert {name: format_of(tmp_path / name) for name in FORMATS} == {
+        name: name for name in FORMATS
+    }
     assert format_of(tmp_path / "old") == "torch"
     with pytest.raises(InvalidRequest, match="ours is a checkpoint of ckptd already$"):
         format_of(tmp_path / "ours")
@@ -29,7 +36,11 @@ def test_formats_are_told_by_their_files(tmp_path: Path) -> None:
     for wanted in ("", "dcp"):
         with pytest.raises(InvalidRequest, match="ours is a checkpoint of ckptd already"):
             format_of(tmp_path / "ours", wanted)
-    with pytest.raises(NotFound, match="nothing is in no format that can be imported: it has neither .metadata, as a DCP checkpoint, nor "):
+    with pytest.raises(
+        NotFound,
+        match="nothing is in no format that can be imported: it has neither .metadata, as a DCP "
+        "checkpoint, nor ",
+    ):
         format_of(tmp_path / "nothing")
     with pytest.raises(NotFound, match="nowhere is not there$"):
         format_of(tmp_path / "nowhere")

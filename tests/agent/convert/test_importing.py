@@ -1,4 +1,6 @@
-"""Imports every kind of content from every format, as the tools of the formats have written it, and compares it bit for bit."""
+"""Imports every kind of content from every format, as the tools of the formats have
+written it, and compares it bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,15 @@ from ckptd.agent.convert import contents, export, stored
 from ckptd.agent.convert.contents import flat, replaced
 from ckptd.agent.convert.importing import import_checkpoint
 from ckptd.agent.convert.safetensors_file import DTYPES as SAFE
-from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InvalidRequest, NotFound, StorageError, UnsavableValue
+from ckptd.shared.errors import (
+    AlreadyExists,
+    CkptdError,
+    IntegrityError,
+    InvalidRequest,
+    NotFound,
+    StorageError,
+    UnsavableValue,
+)
 from ckptd.shared.formats.plan import HIDDEN
 from ckptd.shared.system import fs
 from tests.agent.convert.saved import DTYPES, STATES, assert_same, loaded, one_process, random, save
@@ -38,12 +48,16 @@ MIXED: dict[str, Any] = {
     "sparse": {"s": torch.eye(3).to_sparse(), "w": torch.ones(2)},
     "module": torch.nn.Linear(3, 4).state_dict(),
     "parameter": {"p": torch.nn.Parameter(torch.ones(3))},
-    "overlapping": (lambda all_of_it: {"a": all_of_it[:6], "b": all_of_it[4:], "same": all_of_it[2:3].expand(5)})(torch.arange(10.0)),
+    "overlapping": (
+        lambda all_of_it: {"a": all_of_it[:6], "b": all_of_it[4:], "same": all_of_it[2:3].expand(5)}
+    )(torch.arange(10.0)),
 }
 
 
 def dense(state: Any) -> Any:
-    return replaced(state, torch.Tensor, lambda tensor: tensor.to_dense() if tensor.is_sparse else tensor)
+    return replaced(
+        state, torch.Tensor, lambda tensor: tensor.to_dense() if tensor.is_sparse else tensor
+    )
 
 
 def imported(source: Path, **options: Any) -> Any:
@@ -64,7 +78,9 @@ def test_every_content_of_torch_save(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", STATES)
 def test_every_content_of_dcp(tmp_path: Path, name: str) -> None:
     with one_process():
-        dcp.save({"model": STATES[name], "epoch": 1}, checkpoint_id=tmp_path / "source", no_dist=True)
+        dcp.save(
+            {"model": STATES[name], "epoch": 1}, checkpoint_id=tmp_path / "source", no_dist=True
+        )
     assert_same(imported(tmp_path / "source"), {"model": STATES[name], "epoch": 1})
 
 
@@ -103,12 +119,19 @@ def test_the_tensors_that_were_exported_come_back(tmp_path: Path, name: str, to:
 def test_tensors_that_share_a_storage_share_it_again(tmp_path: Path) -> None:
     torch.save(STATES["shared"], tmp_path / "source")
     found = imported(tmp_path / "source")
-    assert len({found[name].untyped_storage().data_ptr() for name in ("a", "b", "rows", "transposed")}) == 1
+    assert (
+        len({found[name].untyped_storage().data_ptr() for name in ("a", "b", "rows", "transposed")})
+        == 1
+    )
     assert sum(file.stat().st_size for file in (tmp_path / "imported").iterdir()) < 30_000
 
 
 def test_tied_names_of_a_safetensors_file_are_tied_again(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(2)}, tmp_path / "source", metadata={"b": "a", "format": "pt", "author": "me"})
+    save_file(
+        {"a": torch.ones(2)},
+        tmp_path / "source",
+        metadata={"b": "a", "format": "pt", "author": "me"},
+    )
     found = imported(tmp_path / "source")
     assert found["a"].untyped_storage().data_ptr() == found["b"].untyped_storage().data_ptr()
     with Checkpoint.open(tmp_path / "imported") as checkpoint:
@@ -123,18 +146,34 @@ def test_a_model_comes_with_its_files(tmp_path: Path) -> None:
     (tmp_path / "source" / "tokenizer.json").write_text(json.dumps({"vocab": "x" * (1 << 20)}))
     (tmp_path / "source" / "README.md").write_text("no file of the model")
     summary = import_checkpoint(tmp_path / "source", tmp_path / "out")
-    assert (summary.format, summary.tensors, summary.nbytes, summary.left_out) == ("hf", 1, 16, ["tokenizer.json"])
+    assert (summary.format, summary.tensors, summary.nbytes, summary.left_out) == (
+        "hf",
+        1,
+        16,
+        ["tokenizer.json"],
+    )
     with Checkpoint.open(tmp_path / "out") as checkpoint:
         assert_same(checkpoint.load(), {"model": {"w": torch.arange(4.0)}})
-        assert checkpoint.user_content == {"config.json": {"model_type": "gpt2"}, "merges.txt": "a b\n"}
+        assert checkpoint.user_content == {
+            "config.json": {"model_type": "gpt2"},
+            "merges.txt": "a b\n",
+        }
     export(tmp_path / "out", "hf", tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == {"model_type": "gpt2"}
 
 
 def test_part_names_and_dtype(tmp_path: Path) -> None:
-    torch.save({"model": {"module.w": torch.arange(4.0), "module.n": torch.arange(3)}, "epoch": 1}, tmp_path / "source")
+    torch.save(
+        {"model": {"module.w": torch.arange(4.0), "module.n": torch.arange(3)}, "epoch": 1},
+        tmp_path / "source",
+    )
     found = imported(
-        tmp_path / "source", only="model", under="net", dtype=torch.bfloat16, rename=[("^module.", "")], names={"module.n": "k"}
+        tmp_path / "source",
+        only="model",
+        under="net",
+        dtype=torch.bfloat16,
+        rename=[("^module.", "")],
+        names={"module.n": "k"},
     )
     assert_same(found, {"net": {"w": torch.arange(4.0).bfloat16(), "k": torch.arange(3)}})
 
@@ -159,20 +198,31 @@ def test_dcp_reads_what_was_imported(tmp_path: Path) -> None:
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "source")
     summary = import_checkpoint(tmp_path / "source", tmp_path / "out", dry_run=True)
-    assert (summary.out, summary.format, summary.tensors, summary.nbytes) == (tmp_path / "out", "torch", 1, 12)
+    assert (summary.out, summary.format, summary.tensors, summary.nbytes) == (
+        tmp_path / "out",
+        "torch",
+        1,
+        12,
+    )
     assert os.listdir(tmp_path) == ["source"]
 
 
 def test_progress_reaches_all_bytes(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(300), "half": torch.ones(7, dtype=torch.half)}, tmp_path / "source")
     begun, done = list[int](), list[int]()
-    import_checkpoint(tmp_path / "source", tmp_path / "out", begin=begun.append, progress=done.append)
+    import_checkpoint(
+        tmp_path / "source", tmp_path / "out", begin=begun.append, progress=done.append
+    )
     assert sum(done) == 1214
     assert begun[0] >= 1214
 
 
-def refused(tmp_path: Path, error: type[CkptdError], said: str, source: str = "source", **options: Any) -> None:
-    """Assert that an import is refused with this sentence, and that nothing is left of it."""
+def refused(
+    tmp_path: Path, error: type[CkptdError], said: str, source: str = "source", **options: Any
+) -> None:
+    """Assert that an import is refused with this sentence, and that nothing is left of
+    it.
+    """
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(error, match=said):
         import_checkpoint(tmp_path / source, tmp_path / "out", **options)
@@ -186,7 +236,11 @@ class Hostile:
 
 def test_a_hostile_pickle_is_not_run(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "x": Hostile()}, tmp_path / "source")
-    refused(tmp_path, UnsavableValue, r"source can only be loaded by running pickled code, .*: it names (os|posix)\.system")
+    refused(
+        tmp_path,
+        UnsavableValue,
+        r"source can only be loaded by running pickled code, .*: it names (os|posix)\.system",
+    )
     torch.save({"x": Hostile()}, tmp_path / "source", _use_new_zipfile_serialization=False)
     refused(tmp_path, UnsavableValue, "can only be loaded by running pickled code")
     assert not Path("/tmp/this-must-not-exist").exists()
@@ -195,9 +249,24 @@ def test_a_hostile_pickle_is_not_run(tmp_path: Path) -> None:
 def test_bad_input_is_refused_in_one_sentence(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "v": torch.ones(2)}, tmp_path / "source")
     refused(tmp_path, NotFound, "nothing is not there", "nothing")
-    refused(tmp_path, InvalidRequest, "format: there is no 'onnx'; there are dcp, hf, safetensors, torch", format="onnx")
-    refused(tmp_path, NotFound, "source is a file; expected a directory that torch.distributed.checkpoint reads", format="dcp")
-    refused(tmp_path, IntegrityError, "source is no safetensors file, or cut short", format="safetensors")
+    refused(
+        tmp_path,
+        InvalidRequest,
+        "format: there is no 'onnx'; there are dcp, hf, safetensors, torch",
+        format="onnx",
+    )
+    refused(
+        tmp_path,
+        NotFound,
+        "source is a file; expected a directory that torch.distributed.checkpoint reads",
+        format="dcp",
+    )
+    refused(
+        tmp_path,
+        IntegrityError,
+        "source is no safetensors file, or cut short",
+        format="safetensors",
+    )
     refused(tmp_path, NotFound, "has no 'x'; at its top are w, v", only="x")
     refused(tmp_path, InvalidRequest, "w and v would both get the name 'z'", rename=[("[wv]", "z")])
     refused(tmp_path, InvalidRequest, "torch cannot convert to torch.int8", dtype=torch.int8)
@@ -210,10 +279,20 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path: Path) -> None:
     refused(tmp_path, AlreadyExists, "out exists already")
 
 
-def rezipped(path: Path, compression: int = zipfile.ZIP_STORED, order: int = 1, changed: dict[str, bytes] | None = None) -> None:
-    """Write the zip again: compressed or not, its files in another order, and some of them with other bytes."""
+def rezipped(
+    path: Path,
+    compression: int = zipfile.ZIP_STORED,
+    order: int = 1,
+    changed: dict[str, bytes] | None = None,
+) -> None:
+    """Write the zip again: compressed or not, its files in another order, and some of
+    them with other bytes.
+    """
     with zipfile.ZipFile(path) as old:
-        files = [(info.filename, (changed or {}).get(info.filename.rpartition("/")[2], old.read(info))) for info in old.infolist()]
+        files = [
+            (info.filename, (changed or {}).get(info.filename.rpartition("/")[2], old.read(info)))
+            for info in old.infolist()
+        ]
     with zipfile.ZipFile(path, "w", compression) as new:
         for name, data in files[::order]:
             new.writestr(name, data)
@@ -226,7 +305,9 @@ def swapped(values: torch.Tensor) -> bytes:
 @pytest.mark.filterwarnings("ignore:The default load endianness")
 def test_files_that_torch_has_not_laid_out_itself(tmp_path: Path) -> None:
     state = {"a": random(torch.float32, 50), "b": random(torch.float32, 50, seed=2)}
-    for number, (compression, order) in enumerate(((zipfile.ZIP_DEFLATED, 1), (zipfile.ZIP_STORED, 1), (zipfile.ZIP_STORED, -1))):
+    for number, (compression, order) in enumerate(
+        ((zipfile.ZIP_DEFLATED, 1), (zipfile.ZIP_STORED, 1), (zipfile.ZIP_STORED, -1))
+    ):
         place = tmp_path / str(number)
         place.mkdir()
         torch.save(state, place / "source")
@@ -261,7 +342,9 @@ def test_many_views_of_one_storage_are_read_with_it(tmp_path: Path) -> None:
     torch.save({"columns": list(columns)}, tmp_path / "source")
     with peak_of_reads() as read:
         found = imported(tmp_path / "source")
-    assert all(torch.equal(one, other) for one, other in zip(found["columns"], columns, strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(found["columns"], columns, strict=True)
+    )
     assert sum(read) <= 2 * 1_000_000
 
 
@@ -281,13 +364,30 @@ def peak_of_reads() -> Iterator[list[int]]:
 
 def test_a_tensor_without_values_is_refused(tmp_path: Path) -> None:
     for new in (True, False):
-        torch.save({"m": torch.ones(2, device="meta")}, tmp_path / "source", _use_new_zipfile_serialization=new)
-        refused(tmp_path, UnsavableValue, r"a tensor of shape \[2\] was saved on the meta device, so that it has no values")
+        torch.save(
+            {"m": torch.ones(2, device="meta")},
+            tmp_path / "source",
+            _use_new_zipfile_serialization=new,
+        )
+        refused(
+            tmp_path,
+            UnsavableValue,
+            r"a tensor of shape \[2\] was saved on the meta device, so that it has no values",
+        )
 
 
 def test_a_value_that_cannot_be_made_again_is_not_published(tmp_path: Path) -> None:
-    torch.save({"s": torch.sparse_coo_tensor(torch.tensor([[5]]), torch.tensor([1.0]), (3,), check_invariants=False)}, tmp_path / "source")
-    refused(tmp_path, IntegrityError, "a value of kind sparse cannot be made from its fields|damaged")
+    torch.save(
+        {
+            "s": torch.sparse_coo_tensor(
+                torch.tensor([[5]]), torch.tensor([1.0]), (3,), check_invariants=False
+            )
+        },
+        tmp_path / "source",
+    )
+    refused(
+        tmp_path, IntegrityError, "a value of kind sparse cannot be made from its fields|damaged"
+    )
 
 
 def test_containers_that_would_never_end(tmp_path: Path) -> None:
@@ -299,7 +399,11 @@ def test_containers_that_would_never_end(tmp_path: Path) -> None:
     doubled: Any = 0
     for _ in range(30):
         doubled = [doubled, doubled]
-    for value, said in ((own, "or contains itself"), (deep, "nested more than 100 levels deep"), (doubled, "more than 8,388,608 values")):
+    for value, said in (
+        (own, "or contains itself"),
+        (deep, "nested more than 100 levels deep"),
+        (doubled, "more than 8,388,608 values"),
+    ):
         torch.save({"x": value}, tmp_path / "source")
         refused(tmp_path, UnsavableValue, said)
 
@@ -313,16 +417,23 @@ def test_special_files_are_refused(tmp_path: Path) -> None:
 def test_the_output_is_not_inside_the_source(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     save_file({"w": torch.ones(1)}, tmp_path / "source" / "model.safetensors")
-    with pytest.raises(InvalidRequest, match="out is inside .*source, which an import does not change: choose another place"):
+    with pytest.raises(
+        InvalidRequest,
+        match="out is inside .*source, which an import does not change: choose another place",
+    ):
         import_checkpoint(tmp_path / "source", tmp_path / "source" / "out")
 
 
 def test_errors_of_torch_become_one_sentence(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1).expand(1 << 61)}, tmp_path / "source")
     refused(tmp_path, CkptdError, "^no room for 9223372.04 TB at ")
-    header = b'{"x":{"dtype":"U8","shape":[4611686018427387904,4611686018427387904,0],"data_offsets":[0,0]}}'
+    header = b'{"x":{"dtype":"U8","shape":[4611686018427387904,4611686018427387904,0],"data_offsets":[0,0]}}'  # noqa: E501
     (tmp_path / "source").write_bytes(len(header).to_bytes(8, "little") + header)
-    refused(tmp_path, IntegrityError, "source cannot be read; it is damaged, or holds what torch cannot handle")
+    refused(
+        tmp_path,
+        IntegrityError,
+        "source cannot be read; it is damaged, or holds what torch cannot handle",
+    )
 
 
 def test_every_flipped_bit_around_the_data_is_harmless(tmp_path: Path) -> None:
@@ -361,7 +472,8 @@ def test_a_disk_that_fills_up_is_one_sentence_and_leaves_nothing(tmp_path: Path)
     torch.save({"w": torch.ones(1 << 20)}, tmp_path / "source")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # stands for a full disk: a write fails with EFBIG
+    # Stands for a full disk: a write fails with EFBIG.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
         refused(tmp_path, StorageError, "import .*source to .*out: .*File too large", codec="raw")
     finally:
@@ -370,9 +482,13 @@ def test_a_disk_that_fills_up_is_one_sentence_and_leaves_nothing(tmp_path: Path)
 
 
 @pytest.mark.parametrize("format", ["dcp", "hf", "safetensors", "torch"])
-def test_tensors_are_read_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+def test_tensors_are_read_one_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
     state = {f"w{number}": random(torch.uint8, 2000, seed=number) for number in range(6)}
-    export(save({"model": state}, tmp_path / "checkpoint"), format, tmp_path / "source", only="model")
+    export(
+        save({"model": state}, tmp_path / "checkpoint"), format, tmp_path / "source", only="model"
+    )
     monkeypatch.setattr(contents, "BATCH", 1000)
     alive, most, right = weakref.WeakSet[torch.Tensor](), [0], contents.Contents.read
 
@@ -393,7 +509,10 @@ def slow(source: Path, out: Path) -> None:
 
 
 def test_a_killed_import_leaves_no_checkpoint(tmp_path: Path) -> None:
-    torch.save({f"w{number}": random(torch.uint8, 1 << 20, seed=number) for number in range(4)}, tmp_path / "source")
+    torch.save(
+        {f"w{number}": random(torch.uint8, 1 << 20, seed=number) for number in range(4)},
+        tmp_path / "source",
+    )
     child = context().Process(target=slow, args=(tmp_path / "source", tmp_path / "out"))
     child.start()
     while not any(name.endswith(".partial") for name in os.listdir(tmp_path)):

@@ -1,4 +1,6 @@
-"""Loads models from checkpoints of every format: by name, into other dtypes, onto meshes and from the meta device."""
+"""Loads models from checkpoints of every format: by name, into other dtypes, onto
+meshes and from the meta device.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ def as_job(net: Net, place: Path) -> Path:
 
 
 def as_safetensors(net: Net, place: Path) -> Path:
-    save_file({name: tensor for name, tensor in net.state_dict().items() if name != "head.weight"}, place / "file.safetensors")
+    save_file(
+        {name: tensor for name, tensor in net.state_dict().items() if name != "head.weight"},
+        place / "file.safetensors",
+    )
     return place / "file.safetensors"
 
 
@@ -75,7 +80,12 @@ FORMATS = (as_job, as_safetensors, as_model, as_torch, as_dcp)
 
 @pytest.mark.parametrize("write", FORMATS)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_every_format(tmp_path: Path, write: Callable[[Net, Path], Path], device: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_format(
+    tmp_path: Path,
+    write: Callable[[Net, Path], Path],
+    device: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     source = trained()
     path = write(source, tmp_path)
     with torch.device(device):
@@ -102,11 +112,24 @@ def test_names_dtype_and_missing_keys(tmp_path: Path, write: Callable[[Net, Path
 
     source, net = trained(), Larger()
     before = net.adapter.weight.clone()
-    with pytest.raises(StructureMismatch, match="checkpoint: base.steps, adapter.weight, adapter.bias; not in the model: steps; give the"):
+    with pytest.raises(
+        StructureMismatch,
+        match="checkpoint: base.steps, adapter.weight, adapter.bias; not in the model: steps; give "
+        "the",
+    ):
         load_model(net, write(source, tmp_path), rename=[("^(embedding|body|head)", r"base.\1")])
     path = next(iter(tmp_path.iterdir()))
-    found = load_model(net, path, rename=[("^(?!own)", "base."), ("^base.own", "own")], names={"steps": "own.steps"}, strict=False)
-    assert (found.missing, found.unexpected) == (["base.steps", "adapter.weight", "adapter.bias"], ["own.steps"])
+    found = load_model(
+        net,
+        path,
+        rename=[("^(?!own)", "base."), ("^base.own", "own")],
+        names={"steps": "own.steps"},
+        strict=False,
+    )
+    assert (found.missing, found.unexpected) == (
+        ["base.steps", "adapter.weight", "adapter.bias"],
+        ["own.steps"],
+    )
     assert_same(net.base.body.weight, source.body.weight.bfloat16())
     assert torch.equal(net.adapter.weight, before)
     assert int(net.base.steps) == 3
@@ -115,7 +138,11 @@ def test_names_dtype_and_missing_keys(tmp_path: Path, write: Callable[[Net, Path
 def test_shapes_are_compared_before_anything_is_written(tmp_path: Path) -> None:
     net = Net(width=5)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    with pytest.raises(StructureMismatch, match=r"embedding.weight: the checkpoint has shape \[6, 4\], the model \[6, 5\]; body.weight: "):
+    with pytest.raises(
+        StructureMismatch,
+        match=r"embedding.weight: the checkpoint has shape \[6, 4\], the model \[6, 5\]; "
+        r"body.weight: ",
+    ):
         load_model(net, as_torch(trained(), tmp_path), strict=False)
     assert_same(dict(net.state_dict()), before)
 
@@ -123,7 +150,9 @@ def test_shapes_are_compared_before_anything_is_written(tmp_path: Path) -> None:
 def test_a_step_of_a_job(daemon: Daemon) -> None:
     agent = Agent("job", socket=daemon.home.socket)
     for step in (1, 2):
-        agent.snapshot({"nets": {"g": trained(step)}, "epoch": step}, step=step).wait("durable", timeout=60)
+        agent.snapshot({"nets": {"g": trained(step)}, "epoch": step}, step=step).wait(
+            "durable", timeout=60
+        )
     agent.close()
     net = Net()
     load_model(net, daemon.home.root / "job", which=1)
@@ -144,7 +173,11 @@ class WithExtra(nn.Module):
         self.extra = state
 
 
-@pytest.mark.parametrize("extra", [{"v": 2}, {"scale": torch.ones(3)}, torch.ones(2)], ids=["plain", "with a tensor", "a tensor"])
+@pytest.mark.parametrize(
+    "extra",
+    [{"v": 2}, {"scale": torch.ones(3)}, torch.ones(2)],
+    ids=["plain", "with a tensor", "a tensor"],
+)
 def test_extra_states_are_loaded(tmp_path: Path, daemon: Daemon, extra: Any) -> None:
     source = nn.Sequential(WithExtra(extra))
     agent = Agent("job", socket=daemon.home.socket)
@@ -155,26 +188,42 @@ def test_extra_states_are_loaded(tmp_path: Path, daemon: Daemon, extra: Any) -> 
         made = nn.Sequential(WithExtra(None))
         assert load_model(made, path).missing == []
         assert_same(made[0].extra, extra)
-    torch.save(nn.Sequential(nn.Module()).state_dict() | {"0.inner.weight": torch.ones(2, 2)}, tmp_path / "file.pt")
-    assert load_model(made, tmp_path / "file.pt", strict=False).missing == ["0.inner.bias", "0._extra_state"]
+    torch.save(
+        nn.Sequential(nn.Module()).state_dict() | {"0.inner.weight": torch.ones(2, 2)},
+        tmp_path / "file.pt",
+    )
+    assert load_model(made, tmp_path / "file.pt", strict=False).missing == [
+        "0.inner.bias",
+        "0._extra_state",
+    ]
     torch.save(source.state_dict(), tmp_path / "file.pt")
-    assert load_model(nn.Sequential(nn.Linear(2, 2)), tmp_path / "file.pt", strict=False).unexpected[-1] == "0._extra_state"
+    assert (
+        load_model(nn.Sequential(nn.Linear(2, 2)), tmp_path / "file.pt", strict=False).unexpected[
+            -1
+        ]
+        == "0._extra_state"
+    )
 
 
 def test_values_that_the_model_cannot_hold_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     for wrong in (torch.ones(2, dtype=torch.complex64), torch.ones(2)):
         target = nn.Module()
-        target.register_buffer("b", torch.zeros(2) if wrong.is_complex() else torch.zeros(2, dtype=torch.int64))
+        target.register_buffer(
+            "b", torch.zeros(2) if wrong.is_complex() else torch.zeros(2, dtype=torch.int64)
+        )
         torch.save({"b": wrong}, tmp_path / "file.pt")
         with pytest.raises(
-            StructureMismatch, match=r"b: the checkpoint has torch\.\w+, the model torch\.\w+, which cannot hold its values"
+            StructureMismatch,
+            match=r"b: the checkpoint has torch\.\w+, the model torch\.\w+, which cannot hold its "
+            r"values",
         ):
             load_model(target, tmp_path / "file.pt")
     torch.save(model.state_dict(), tmp_path / "file.pt")
     with torch.device("meta"):
         late = nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match="nonsense"):  # torch's own error, and not one about the file
+    # Torch's own error, and not one about the file.
+    with pytest.raises(RuntimeError, match="nonsense"):
         load_model(late, tmp_path / "file.pt", device="nonsense")
 
 
@@ -223,7 +272,9 @@ def test_onto_a_mesh(tmp_path: Path, kind: str) -> None:
     source = sharded.Net()
     paths = [save({"model": dict(source.state_dict())}, tmp_path / "ckptd"), tmp_path / "file.pt"]
     torch.save(source.state_dict(), paths[1])
-    wanted = {f"model.{name}": sharded.plain(tensor) for name, tensor in source.state_dict().items()}
+    wanted = {
+        f"model.{name}": sharded.plain(tensor) for name, tensor in source.state_dict().items()
+    }
     with Ranks(4) as ranks:
         ranks.call(sharded.build, kind, 1)
         for path in paths:
@@ -250,12 +301,15 @@ def test_a_model_that_fsdp1_has_flattened_is_refused(tmp_path: Path) -> None:
     with Ranks(2) as ranks:
         ranks.call(sharded.build, "fsdp1", 1)
         assert ranks.call(load_flattened, as_torch(trained(), tmp_path)) == 2 * [
-            "FSDP1 has flattened parameters of this model: load the weights before it is wrapped, or use FSDP2"
+            "FSDP1 has flattened parameters of this model: load the weights before it is wrapped, "
+            "or use FSDP2"
         ]
 
 
 def test_wrappers_on_either_side_leave_no_trace(tmp_path: Path) -> None:
-    """Files of other tools, and checkpoints of earlier versions, have the names of the module that saved them, wrappers included."""
+    """Files of other tools, and checkpoints of earlier versions, have the names of the
+    module that saved them, wrappers included.
+    """
 
     def wrapped(net: Net) -> nn.Module:
         net.body = nn.DataParallel(net.body)  # type: ignore[assignment]
@@ -263,7 +317,14 @@ def test_wrappers_on_either_side_leave_no_trace(tmp_path: Path) -> None:
 
     source, raw = trained(), as_torch(wrapped(trained()), tmp_path)  # type: ignore[arg-type]
     plain = as_job(source, tmp_path)
-    for net, path in ((wrapped(Net()), raw), (wrapped(Net()), plain), (torch.optim.swa_utils.AveragedModel(wrapped(Net())).module, plain)):
+    for net, path in (
+        (wrapped(Net()), raw),
+        (wrapped(Net()), plain),
+        (torch.optim.swa_utils.AveragedModel(wrapped(Net())).module, plain),
+    ):
         found = load_model(net, path)
         assert (found.missing, found.unexpected) == ([], [])
-        assert_same(dict(zip(source.state_dict(), net.state_dict().values(), strict=True)), dict(source.state_dict()))
+        assert_same(
+            dict(zip(source.state_dict(), net.state_dict().values(), strict=True)),
+            dict(source.state_dict()),
+        )

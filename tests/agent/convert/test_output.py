@@ -1,4 +1,6 @@
-"""Tests how the output of an export is made: beside its place, compared with what was written, and published whole or not at all."""
+"""Tests how the output of an export is made: beside its place, compared with what was
+written, and published whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from types import SimpleNamespace
 import pytest
 
 from ckptd.agent.convert import output
-from ckptd.agent.convert.output import CheckedFile, check_place, continued, finish, published, result_of
+from ckptd.agent.convert.output import (
+    CheckedFile,
+    check_place,
+    continued,
+    finish,
+    published,
+    result_of,
+)
 from ckptd.shared.errors import AlreadyExists, Busy, IntegrityError, StorageError
 
 
@@ -71,7 +80,9 @@ def written(path: Path, text: str) -> CheckedFile:
 
 
 def interrupted(out: Path, key: str = KEY) -> None:
-    """Begin an output with a file that is finished, one that is not, one that is gone, one that was changed and two torn results."""
+    """Begin an output with a file that is finished, one that is not, one that is gone,
+    one that was changed and two torn results.
+    """
     with suppress(KeyboardInterrupt), continued(out, key) as made:
         for name in ("first", "torn", "empty", "changed", "shorter", "gone"):
             finish(written(made / name, "old"), [3, 4])
@@ -91,11 +102,20 @@ def test_an_interrupted_directory_is_continued_with_what_was_finished(tmp_path: 
     with continued(out, KEY) as made:
         assert os.listdir(made) == ["first"]
         assert sorted(os.listdir(made.parent)) == ["first.result", "lock", "made"]
-        assert [result_of(made / name) for name in ("first", "torn", "second", "gone")] == [[3, 4], None, None, None]
+        assert [result_of(made / name) for name in ("first", "torn", "second", "gone")] == [
+            [3, 4],
+            None,
+            None,
+            None,
+        ]
         for name in ("torn", "gone"):
             finish(written(made / name, "new"), [6])
         assert result_of(made / "gone") == [6]
-    assert {path.name: path.read_text() for path in out.iterdir()} == {"first": "old", "torn": "new", "gone": "new"}
+    assert {path.name: path.read_text() for path in out.iterdir()} == {
+        "first": "old",
+        "torn": "new",
+        "gone": "new",
+    }
     assert os.listdir(tmp_path) == ["out"]
 
 
@@ -122,8 +142,12 @@ def test_two_exports_do_not_write_one_directory(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "x").read_text() == "mine"
 
 
-def test_a_lock_on_a_directory_that_is_gone_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other export fails, and removes its directory, between the opening of the lock and the lock."""
+def test_a_lock_on_a_directory_that_is_gone_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other export fails, and removes its directory, between the opening of the
+    lock and the lock.
+    """
     locks: list[int] = []
 
     def lock(fd: int, kind: int) -> bool:
@@ -139,7 +163,9 @@ def test_a_lock_on_a_directory_that_is_gone_is_not_used(tmp_path: Path, monkeypa
     assert (tmp_path / "out" / "x").read_text() == "whole"
 
 
-def test_without_locks_nothing_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_nothing_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     interrupted(tmp_path / "out")
     monkeypatch.setattr(output, "description_lock", lambda fd, kind: None)
     with continued(tmp_path / "out", "e" * 16) as made:
@@ -163,9 +189,13 @@ def test_a_place_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="nowhere is not a directory: make it first$"):
         check_place(tmp_path / "nowhere" / "out", 1)
     (tmp_path / "link").symlink_to("nothing")
-    with pytest.raises(AlreadyExists, match="link exists already: choose another name, or remove it first$"):
+    with pytest.raises(
+        AlreadyExists, match="link exists already: choose another name, or remove it first$"
+    ):
         check_place(tmp_path / "link", 1)
-    with pytest.raises(StorageError, match="^no room for 1000000.00 TB at .*out: .* are free there$"):
+    with pytest.raises(
+        StorageError, match="^no room for 1000000.00 TB at .*out: .* are free there$"
+    ):
         check_place(tmp_path / "out", 10**18)
 
 
@@ -183,7 +213,9 @@ def test_bytes_that_change_on_the_disk_are_noticed(tmp_path: Path) -> None:
             file.write(bytes(100))
             (tmp_path / "damaged").write_bytes(b"x" + bytes(99))
 
-    with pytest.raises(IntegrityError, match="^damaged: the bytes at 0 are not those that were written$"):
+    with pytest.raises(
+        IntegrityError, match="^damaged: the bytes at 0 are not those that were written$"
+    ):
         damaged()
     with pytest.raises(FileExistsError):
         CheckedFile(tmp_path / "sound", counted.append)

@@ -1,4 +1,7 @@
-"""Tests files in the safetensors format against the library of that format. `test_export.py` has every dtype."""
+"""Tests files in the safetensors format against the library of that format.
+
+`test_export.py` has every dtype.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ from tests.agent.convert.saved import assert_same
 from tests.agent.convert.saved import save as save_state
 
 
-def leaf(name: str, storage: str, shape: tuple[int, ...] = (2,), dtype: torch.dtype = torch.float32) -> Leaf:
+def leaf(
+    name: str, storage: str, shape: tuple[int, ...] = (2,), dtype: torch.dtype = torch.float32
+) -> Leaf:
     return Leaf(name, dtype, dtype, shape, (1,) * len(shape), 0, storage)
 
 
@@ -30,35 +35,65 @@ def test_the_names_of_dtypes_are_those_of_the_library() -> None:
 
 
 def test_second_names_of_tied_tensors_are_dropped() -> None:
-    leaves = {"a": leaf("a", "a"), "b": leaf("b", "a"), "part": leaf("part", "a", (1,)), "c": leaf("c", "c"), "d": leaf("d", "a")}
+    leaves = {
+        "a": leaf("a", "a"),
+        "b": leaf("b", "a"),
+        "part": leaf("part", "a", (1,)),
+        "c": leaf("c", "c"),
+        "d": leaf("d", "a"),
+    }
     kept, dropped = without_ties(leaves)
     assert list(kept) == ["a", "part", "c"]
     assert dropped == {"b": "a", "d": "a"}
 
 
 def test_a_dtype_that_the_format_lacks_is_refused() -> None:
-    with pytest.raises(UnsavableValue, match="^y has the dtype torch.float4_e2m1fn_x2, .*, or give it another dtype with `dtype`$"):
+    with pytest.raises(
+        UnsavableValue,
+        match="^y has the dtype torch.float4_e2m1fn_x2, .*, or give it another dtype with `dtype`$",
+    ):
         check({"x": leaf("x", "x"), "y": leaf("y", "y", dtype=torch.float4_e2m1fn_x2)})
     with pytest.raises(
-        UnsavableValue, match="^y has the dtype torch.float4_e2m1fn_x2, which safetensors cannot hold: choose another `dtype`$"
+        UnsavableValue,
+        match="^y has the dtype torch.float4_e2m1fn_x2, which safetensors cannot hold: choose "
+        "another `dtype`$",
     ):
         check({"y": replace(leaf("y", "y"), dtype=torch.float4_e2m1fn_x2)})
-    with pytest.raises(UnsavableValue, match="which safetensors cannot hold: choose a part without it with `only`$"):
+    with pytest.raises(
+        UnsavableValue, match="which safetensors cannot hold: choose a part without it with `only`$"
+    ):
         check({"y": leaf("y", "y", dtype=torch.complex128)})
 
 
 def test_names_and_parts_that_the_format_cannot_hold_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="^__metadata__ is the name of no tensor in this format: rename the tensor$"):
+    with pytest.raises(
+        InvalidRequest,
+        match="^__metadata__ is the name of no tensor in this format: rename the tensor$",
+    ):
         check({"__metadata__": leaf("x", "x")})
-    with pytest.raises(InvalidRequest, match="^the chosen part of the state has no tensors, and the format holds nothing else: choose"):
+    with pytest.raises(
+        InvalidRequest,
+        match="^the chosen part of the state has no tensors, and the format holds nothing else: "
+        "choose",
+    ):
         check({})
 
 
 def test_every_tensor_is_aligned_whatever_the_names_are(tmp_path: Path) -> None:
-    state = {'quote " and \\': torch.ones(3, dtype=torch.int8), "é": torch.ones(5, dtype=torch.float64), "x" * 13: torch.ones(1)}
+    state = {
+        'quote " and \\': torch.ones(3, dtype=torch.int8),
+        "é": torch.ones(5, dtype=torch.float64),
+        "x" * 13: torch.ones(1),
+    }
     with Checkpoint.open(save_state(state, tmp_path / "checkpoint")) as checkpoint:
         contents = contents_of(checkpoint.opened)
-        write_file(tmp_path / "out", contents.tree, contents, {"format": "pt", "note": "ünï"}, lambda length: None)
+        write_file(
+            tmp_path / "out",
+            contents.tree,
+            contents,
+            {"format": "pt", "note": "ünï"},
+            lambda length: None,
+        )
     assert_same({name: load_file(tmp_path / "out")[name] for name in state}, state)
     data = (tmp_path / "out").read_bytes()
     assert int.from_bytes(data[:8], "little") % 8 == 0
@@ -92,11 +127,13 @@ def entry(*offsets: int, dtype: str = "U8", shape: object = (4,)) -> dict[str, o
         ({"x": entry(0, 4, shape=(True, 4))}, b"1234", r"x has the shape \[True, 4\] at 0 to 4"),
         ({"x": entry(0, 4, 4)}, b"1234", "its header cannot be read"),
         ({"__metadata__": {"a": 1}}, b"", "__metadata__ holds other values than text"),
-        (b'{"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b"",
+        (b'{"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b"",  # noqa: E501
          "two tensors have the name 'x'"),
     ],
 )  # fmt: skip
-def test_a_header_that_cannot_be_right_is_refused(tmp_path: Path, header: object, data: bytes, said: str) -> None:
+def test_a_header_that_cannot_be_right_is_refused(
+    tmp_path: Path, header: object, data: bytes, said: str
+) -> None:
     path = file_with(tmp_path / "file", header, data)
     with pytest.raises(IntegrityError, match=f"file is no safetensors file, or damaged: .*{said}"):
         read_file(path)
@@ -107,10 +144,14 @@ def test_a_header_that_cannot_be_right_is_refused(tmp_path: Path, header: object
 
 def test_a_header_of_any_length_is_not_read_before_it_is_checked(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
-    with pytest.raises(IntegrityError, match="or cut short: its header would have 4,611,686,018,427,387,904 bytes$"):
+    with pytest.raises(
+        IntegrityError, match="or cut short: its header would have 4,611,686,018,427,387,904 bytes$"
+    ):
         read_file(tmp_path / "file")
 
 
 def test_a_dtype_that_torch_does_not_have_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UnsavableValue, match="file: x has the dtype 'F6_E2M3', which is not supported$"):
+    with pytest.raises(
+        UnsavableValue, match="file: x has the dtype 'F6_E2M3', which is not supported$"
+    ):
         read_file(file_with(tmp_path / "file", {"x": entry(0, 3, dtype="F6_E2M3")}, b"123"))

@@ -25,16 +25,23 @@ def test_parts_of_a_storage(tmp_path: Path) -> None:
         "same": whole[1].expand(3, 4),
         "none": whole[:0],
     }
-    leaves = [replace(leaf_of(view), name=name, storage="s", value=None) for name, view in views.items()]
+    leaves = [
+        replace(leaf_of(view), name=name, storage="s", value=None) for name, view in views.items()
+    ]
     found = read_stored(leaves, {"s": StoredBytes(tmp_path / "file", 6, 48)})
-    assert {name: bits(tensor) for name, tensor in found.items()} == {name: bits(view) for name, view in views.items()}
+    assert {name: bits(tensor) for name, tensor in found.items()} == {
+        name: bits(view) for name, view in views.items()
+    }
     assert found["transposed"].stride() == (1, 4)
 
 
 def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(11))
     with pytest.raises(IntegrityError, match="file is cut short: x lies beyond its end$"):
-        read_stored([Leaf("x", torch.float32, torch.float32, (3,), (1,), 0, "s")], {"s": StoredBytes(tmp_path / "file", 0, 12)})
+        read_stored(
+            [Leaf("x", torch.float32, torch.float32, (3,), (1,), 0, "s")],
+            {"s": StoredBytes(tmp_path / "file", 0, 12)},
+        )
 
 
 def test_length_from_the_start_of_the_storage() -> None:
@@ -42,13 +49,18 @@ def test_length_from_the_start_of_the_storage() -> None:
     assert length_of(leaf_of(torch.zeros(3, 4).t())) == 48
     assert length_of(leaf_of(torch.zeros(2).expand(5, 2))) == 8
     assert length_of(leaf_of(torch.zeros(10)[4:4])) == 16
-    assert length_of(Leaf("x", torch.float32, torch.float16, (3,), (1,), 8, "s"), as_written=True) == 10
+    assert (
+        length_of(Leaf("x", torch.float32, torch.float16, (3,), (1,), 8, "s"), as_written=True)
+        == 10
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint16, torch.float8_e5m2], ids=str)
 def test_the_order_of_elements_in_memory(dtype: torch.dtype) -> None:
     tensor = random(dtype, 4, 6)
-    assert bytes(as_stored(tensor.t(), None).view(torch.uint8).flatten().tolist()) == bits(tensor.t())
+    assert bytes(as_stored(tensor.t(), None).view(torch.uint8).flatten().tolist()) == bits(
+        tensor.t()
+    )
     turned = as_stored(tensor, (1, 4))
     assert turned.stride() == (1, 4)
     assert bytes(turned.t().view(torch.uint8).flatten().tolist()) == bits(tensor.t())

@@ -1,4 +1,6 @@
-"""Copies into memory, and their checksums, against torch's own copy and the library `crc32c`."""
+"""Copies into memory, and their checksums, against torch's own copy and the library
+`crc32c`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def compiled() -> Callable[..., list[int]]:
 
 @settings(deadline=None, max_examples=200)
 @given(data=st.data())
-def test_bytes_and_checksums_of_any_pieces_and_parts(compiled: Callable[..., list[int]], data: st.DataObject) -> None:
+def test_bytes_and_checksums_of_any_pieces_and_parts(
+    compiled: Callable[..., list[int]], data: st.DataObject
+) -> None:
     sizes = st.integers(0, 300) | st.integers(LANES - 70, LANES + 70) | st.integers(0, 5 * LANES)
     lengths = data.draw(st.lists(sizes, max_size=6))
     total = sum(lengths)
@@ -54,38 +58,53 @@ def test_bytes_and_checksums_of_any_pieces_and_parts(compiled: Callable[..., lis
     found = compiled(*addresses, lengths, ends, data.draw(st.integers(0, 4)), crc32c(before))
     expected = source.numpy().tobytes()
     assert target.numpy().tobytes() == expected
-    assert int(place.to(torch.int64).sum()) == int(source.to(torch.int64).sum()), "bytes beside the target have changed"
+    assert int(place.to(torch.int64).sum()) == int(source.to(torch.int64).sum()), (
+        "bytes beside the target have changed"
+    )
     begins = [0, *ends[:-1]]
     assert found == [
-        crc32c(expected[begin:end], 0 if number else crc32c(before)) for number, (begin, end) in enumerate(zip(begins, ends, strict=True))
+        crc32c(expected[begin:end], 0 if number else crc32c(before))
+        for number, (begin, end) in enumerate(zip(begins, ends, strict=True))
     ]
 
 
-def test_a_source_that_is_its_own_target_is_only_read(compiled: Callable[..., list[int]], tmp_path: Path) -> None:
+def test_a_source_that_is_its_own_target_is_only_read(
+    compiled: Callable[..., list[int]], tmp_path: Path
+) -> None:
     data = random.Random(1).randbytes(1_000_001)
     (tmp_path / "a.seg").write_bytes(data)
     with (tmp_path / "a.seg").open("r+b") as file:
-        mapped = map_segment(file.fileno(), len(data), writable=False)  # a store would end this process
+        # A store would end this process.
+        mapped = map_segment(file.fileno(), len(data), writable=False)
     address = ctypes.addressof(mapped)
     assert compiled([address], [address], [len(data)], [len(data)], 2, 0) == [crc32c(data)]
 
 
 def test_a_second_import_computes_the_same_checksums(compiled: Callable[..., list[int]]) -> None:
     code = (
-        "import sys, ckptd.agent.copy._checked_copy as first; del sys.modules[first.__name__]; import ctypes, crc32c; "
+        "import sys, ckptd.agent.copy._checked_copy as first; del sys.modules[first.__name__]; "
+        "import ctypes, crc32c; "
         "import ckptd.agent.copy._checked_copy as second; data = bytearray(range(256)) * 1000; "
         "at = ctypes.addressof(ctypes.c_char.from_buffer(data)); assert first is not second; "
-        "assert [m.copy([at], [at], [len(data)], [len(data)], 1, 0) for m in (first, second)] == [[crc32c.crc32c(data)]] * 2"
+        "assert [m.copy([at], [at], [len(data)], [len(data)], 1, 0) for m in (first, second)] == "
+        "[[crc32c.crc32c(data)]] * 2"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
-def test_the_checksum_is_that_of_the_bytes_that_are_stored_even_if_the_source_changes_meanwhile(compiled: Callable[..., list[int]]) -> None:
+def test_the_checksum_is_that_of_the_bytes_that_are_stored_even_if_the_source_changes_meanwhile(
+    compiled: Callable[..., list[int]],
+) -> None:
     """A recovery copies out of memory that another process may still write to."""
     length, over = 4 << 20, threading.Event()
     source, target = bytearray(length), bytearray(length)
-    addresses = [ctypes.addressof((ctypes.c_char * length).from_buffer(buffer)) for buffer in (source, target)]
+    addresses = [
+        ctypes.addressof((ctypes.c_char * length).from_buffer(buffer))
+        for buffer in (source, target)
+    ]
 
     def change() -> None:
         value = 0
@@ -98,7 +117,9 @@ def test_the_checksum_is_that_of_the_bytes_that_are_stored_even_if_the_source_ch
     torn = 0
     try:
         for _ in range(200):
-            assert compiled([addresses[1]], [addresses[0]], [length], [length], 1, 0) == [crc32c(target)]
+            assert compiled([addresses[1]], [addresses[0]], [length], [length], 1, 0) == [
+                crc32c(target)
+            ]
             torn += len(set(target)) > 1
     finally:
         over.set()
@@ -112,19 +133,26 @@ def test_the_checksum_is_that_of_the_bytes_that_are_stored_even_if_the_source_ch
         (([1], [1, 2], [0], [0]), "expected as many targets and sources as lengths"),
         (([1], [1], [0], [1]), "expected ends that ascend to the sum of the lengths"),
         (([1, 1], [1, 1], [5, 5], [9]), "expected ends that ascend to the sum of the lengths"),
-        (([1, 1], [1, 1], [5, 5], [7, 5, 10]), "expected ends that ascend to the sum of the lengths"),
+        (
+            ([1, 1], [1, 1], [5, 5], [7, 5, 10]),
+            "expected ends that ascend to the sum of the lengths",
+        ),
         (([0], [1], [5], [5]), "expected addresses of memory"),
         (([1], [0], [5], [5]), "expected addresses of memory"),
         (([1], [1], [5], []), "expected ends that ascend to the sum of the lengths"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(compiled: Callable[..., list[int]], arguments: tuple[list[int], ...], reason: str) -> None:
+def test_arguments_that_do_not_fit_are_refused(
+    compiled: Callable[..., list[int]], arguments: tuple[list[int], ...], reason: str
+) -> None:
     with pytest.raises(ValueError, match=f"^{reason}$"):
         compiled(*arguments, 1, 0)
 
 
 @pytest.mark.parametrize("wrong", [-1, 1 << 64, "1", None])
-def test_addresses_that_are_none_are_refused(compiled: Callable[..., list[int]], wrong: Any) -> None:
+def test_addresses_that_are_none_are_refused(
+    compiled: Callable[..., list[int]], wrong: Any
+) -> None:
     with pytest.raises((OverflowError, TypeError)):
         compiled([wrong], [1], [0], [0], 1, 0)
     with pytest.raises(TypeError):
@@ -157,20 +185,31 @@ def test_other_threads_run_during_a_copy(compiled: Callable[..., list[int]]) -> 
 # -- tensors
 
 
-def lay_out(tensors: dict[str, torch.Tensor]) -> tuple[list[Region], Targets, bytearray, list[torch.Tensor]]:
-    """Return the regions of a plan of these tensors, its targets in a buffer, that buffer, and the sources."""
+def lay_out(
+    tensors: dict[str, torch.Tensor],
+) -> tuple[list[Region], Targets, bytearray, list[torch.Tensor]]:
+    """Return the regions of a plan of these tensors, its targets in a buffer, that
+    buffer, and the sources.
+    """
     plan = layout_of(plan_locally(tensors).rows, [], metadata=None, global_plan=bytes(32)).plan
     buffer = bytearray(plan.data_length)
     whole = torch.frombuffer(buffer, dtype=torch.uint8)
     places = []
     for item in plan.items:
         flat = whole[item.offset : item.offset + item.length].view(tensors[item.fqn].dtype)
-        places.append(flat.as_strided(item.sizes, item.stride) if item.stride is not None else flat.view(item.sizes))
+        places.append(
+            flat.as_strided(item.sizes, item.stride)
+            if item.stride is not None
+            else flat.view(item.sizes)
+        )
     return plan.regions, Targets.of(places), buffer, [tensors[item.fqn] for item in plan.items]
 
 
 def checksums(regions: list[Region], buffer: bytearray) -> list[int]:
-    return [crc32c(buffer[chunk.offset : chunk.offset + chunk.length]) for chunk in chunk_ranges(regions, CHUNK)]
+    return [
+        crc32c(buffer[chunk.offset : chunk.offset + chunk.length])
+        for chunk in chunk_ranges(regions, CHUNK)
+    ]
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -200,7 +239,9 @@ def tensors() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("in_c", [True, False])
 @pytest.mark.parametrize("batch", [1, 4, 100])
-def test_every_kind_of_tensor_is_copied_and_checked(monkeypatch: pytest.MonkeyPatch, in_c: bool, batch: int) -> None:
+def test_every_kind_of_tensor_is_copied_and_checked(
+    monkeypatch: pytest.MonkeyPatch, in_c: bool, batch: int
+) -> None:
     if not in_c:
         monkeypatch.setattr(checked_copy, "copy_bytes", None)
     elif checked_copy.copy_bytes is None:
@@ -252,7 +293,11 @@ def test_a_source_of_another_shape_is_refused() -> None:
 def test_only_sources_with_other_bytes_are_converted() -> None:
     found = tensors()
     _, targets, _, sources = lay_out(found)
-    unlike = {name for name, tensor in found.items() if any(tensor is sources[n] for n in targets.unlike(sources))}
+    unlike = {
+        name
+        for name, tensor in found.items()
+        if any(tensor is sources[n] for n in targets.unlike(sources))
+    }
     assert unlike == {"every other", "broadcast", "conjugate", "negative"}
     assert targets.unlike(targets.tensors) == []
 
@@ -269,7 +314,9 @@ def test_no_checksums_are_given_if_some_items_are_copied_elsewhere() -> None:
 # -- out of a slot
 
 
-def test_bytes_are_copied_out_into_one_buffer_after_another(compiled: Callable[..., list[int]], tmp_path: Path) -> None:
+def test_bytes_are_copied_out_into_one_buffer_after_another(
+    compiled: Callable[..., list[int]], tmp_path: Path
+) -> None:
     data = random.Random(1).randbytes(300_000)
     (tmp_path / "a.seg").write_bytes(data)
     with (tmp_path / "a.seg").open("r+b") as file:

@@ -1,7 +1,8 @@
-"""Tests the order of copies and writes on an accelerator, with two queues in place of its streams.
+"""Tests the order of copies and writes on an accelerator, with two queues in place of
+its streams.
 
-Enqueued operations run only when the test says so, in the worst order that the waits allow: the training as far ahead as it can, or the
-copies.
+Enqueued operations run only when the test says so, in the worst order that the waits
+allow: the training as far ahead as it can, or the copies.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ class Queue:
         self.done = 0
 
     def advance(self) -> bool:
-        """Run the next operation. Return False if there is none, or if it waits for another queue."""
+        """Run the next operation.
+
+        Return False if there is none, or if it waits for another queue.
+        """
         if self.done == len(self.operations):
             return False
         operation = self.operations[self.done]
@@ -57,7 +61,9 @@ class Device:
         self.training, self.side = Queue(), Queue()
 
     def run(self, first: Queue, until: FakeMark | None = None) -> None:
-        """Run `first` as far as possible, then the other queue, and repeat until nothing is left or `until` is reached."""
+        """Run `first` as far as possible, then the other queue, and repeat until
+        nothing is left or `until` is reached.
+        """
         second = self.side if first is self.training else self.training
         while not (until is not None and until.query()):
             if not first.advance() and not second.advance():
@@ -77,7 +83,9 @@ class FakeLane:
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):
-            self._device.side.operations.append(lambda target=target, source=source: target.copy_(source.detach()))  # type: ignore[misc]
+            self._device.side.operations.append(
+                lambda target=target, source=source: target.copy_(source.detach())  # type: ignore[misc]
+            )
 
     def run(self, work: Callable[[], None]) -> None:
         self._device.side.operations.append(work)
@@ -131,7 +139,9 @@ def stepped(parameter: torch.Tensor, device: Device) -> QueuedSGD:
     return optimizer
 
 
-def test_a_copy_has_all_writes_that_were_enqueued_before(fences: Fences, device: Device, order: Callable[[], None]) -> None:
+def test_a_copy_has_all_writes_that_were_enqueued_before(
+    fences: Fences, device: Device, order: Callable[[], None]
+) -> None:
     source, slot = torch.zeros(4), torch.empty(4)
     device.does(lambda: source.fill_(1))
     fences.start([slot], [source], [])
@@ -139,7 +149,9 @@ def test_a_copy_has_all_writes_that_were_enqueued_before(fences: Fences, device:
     assert slot.tolist() == [1, 1, 1, 1]
 
 
-def test_a_copy_has_no_write_that_was_enqueued_after(fences: Fences, device: Device, order: Callable[[], None]) -> None:
+def test_a_copy_has_no_write_that_was_enqueued_after(
+    fences: Fences, device: Device, order: Callable[[], None]
+) -> None:
     source, slot = torch.ones(4), torch.empty(4)
     fences.start([slot], [source], [])
     device.does(lambda: source.fill_(2))  # nothing announces writes to an EMA copy or a buffer
@@ -148,7 +160,9 @@ def test_a_copy_has_no_write_that_was_enqueued_after(fences: Fences, device: Dev
     assert source.tolist() == [2, 2, 2, 2]
 
 
-def test_a_parameter_is_copied_while_forward_and_backward_run(fences: Fences, device: Device) -> None:
+def test_a_parameter_is_copied_while_forward_and_backward_run(
+    fences: Fences, device: Device
+) -> None:
     parameter, slot = torch.nn.Parameter(torch.ones(4)), torch.empty(4)
     optimizer = stepped(parameter, device)
     happened = []
@@ -163,7 +177,9 @@ def test_a_parameter_is_copied_while_forward_and_backward_run(fences: Fences, de
     fences.finish(transfer)
 
 
-def test_the_next_step_comes_after_the_copy(fences: Fences, device: Device, order: Callable[[], None]) -> None:
+def test_the_next_step_comes_after_the_copy(
+    fences: Fences, device: Device, order: Callable[[], None]
+) -> None:
     parameter, slot = torch.nn.Parameter(torch.ones(4)), torch.empty(4)
     optimizer = stepped(parameter, device)
     transfer = fences.start([slot], [parameter], [])
@@ -174,32 +190,46 @@ def test_the_next_step_comes_after_the_copy(fences: Fences, device: Device, orde
     fences.finish(transfer)
 
 
-def test_state_of_an_optimizer_is_copied_late_and_the_rest_at_once(fences: Fences, device: Device) -> None:
-    parameter, other, slots = torch.nn.Parameter(torch.ones(4)), torch.ones(4), [torch.empty(4) for _ in range(3)]
+def test_state_of_an_optimizer_is_copied_late_and_the_rest_at_once(
+    fences: Fences, device: Device
+) -> None:
+    parameter, other, slots = (
+        torch.nn.Parameter(torch.ones(4)),
+        torch.ones(4),
+        [torch.empty(4) for _ in range(3)],
+    )
     optimizer = stepped(parameter, device)
     moment = optimizer.state[parameter]["momentum_buffer"] = torch.ones(4)
     transfer = fences.start(slots, [parameter, moment, other], [])
     assert [len(transfer.marks), len(transfer.late), len(transfer.versions)] == [2, 1, 2]
-    waits = [operation for operation in device.training.operations if isinstance(operation, FakeMark)]
+    waits = [
+        operation for operation in device.training.operations if isinstance(operation, FakeMark)
+    ]
     assert len(waits) == 1
     device.run(device.training)
     assert [slot.tolist() for slot in slots] == [[0.0] * 4, [1.0] * 4, [1.0] * 4]
 
 
-def test_everything_is_copied_at_once_until_an_optimizer_has_stepped(fences: Fences, device: Device) -> None:
+def test_everything_is_copied_at_once_until_an_optimizer_has_stepped(
+    fences: Fences, device: Device
+) -> None:
     parameter = torch.nn.Parameter(torch.ones(4))
     QueuedSGD([parameter], device)
     assert fences.start([torch.empty(4)], [parameter], []).late == []
 
 
-def test_a_write_by_something_else_fails_the_snapshot_and_ends_late_copies(fences: Fences, device: Device) -> None:
+def test_a_write_by_something_else_fails_the_snapshot_and_ends_late_copies(
+    fences: Fences, device: Device
+) -> None:
     parameter, slot = torch.nn.Parameter(torch.ones(4)), torch.empty(4)
     stepped(parameter, device)
     transfer = fences.start([slot], [parameter], [])
     with torch.no_grad():
         parameter.mul_(7)
     device.run(device.training)
-    with pytest.raises(SnapshotFailed, match="something other than its optimizer wrote to a parameter"):
+    with pytest.raises(
+        SnapshotFailed, match="something other than its optimizer wrote to a parameter"
+    ):
         fences.finish(transfer)
     again = fences.start([slot], [parameter], [])
     assert again.late == []
@@ -207,7 +237,9 @@ def test_a_write_by_something_else_fails_the_snapshot_and_ends_late_copies(fence
     assert slot.tolist() == [0, 0, 0, 0]
 
 
-def test_a_write_after_the_step_of_the_optimizer_fails_nothing(fences: Fences, device: Device) -> None:
+def test_a_write_after_the_step_of_the_optimizer_fails_nothing(
+    fences: Fences, device: Device
+) -> None:
     parameter, slot = torch.nn.Parameter(torch.ones(4)), torch.empty(4)
     optimizer = stepped(parameter, device)
     transfer = fences.start([slot], [parameter], [])
@@ -226,7 +258,9 @@ def test_load_state_dict_comes_after_the_copy(fences: Fences, device: Device) ->
     transfer = fences.start([torch.empty(2, 2)], [module.weight], [module])
     before = len(device.training.operations)
     module.load_state_dict({"weight": torch.zeros(2, 2)})
-    assert [isinstance(operation, FakeMark) for operation in device.training.operations[before:]] == [True]
+    assert [
+        isinstance(operation, FakeMark) for operation in device.training.operations[before:]
+    ] == [True]
     fences.finish(transfer)
 
 
@@ -243,7 +277,9 @@ def test_an_optimizer_that_steps_in_a_graph_is_copied_at_once(device: Device) ->
     fences.close()
 
 
-def test_an_optimizer_that_could_step_in_a_graph_is_copied_at_once(fences: Fences, device: Device) -> None:
+def test_an_optimizer_that_could_step_in_a_graph_is_copied_at_once(
+    fences: Fences, device: Device
+) -> None:
     parameter = torch.nn.Parameter(torch.ones(4))
     stepped(parameter, device).param_groups[0]["capturable"] = True
     assert fences.start([torch.empty(4)], [parameter], []).late == []
@@ -257,12 +293,16 @@ def test_sources_live_until_they_are_copied(fences: Fences, device: Device) -> N
     assert (transfer.sources, slot.tolist()) == ([], [1, 1, 1, 1])
 
 
-def test_a_copy_that_cannot_be_enqueued_leaves_none_under_way(fences: Fences, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_cannot_be_enqueued_leaves_none_under_way(
+    fences: Fences, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parameter, slot = torch.nn.Parameter(torch.ones(4)), torch.empty(4)
     stepped(parameter, device)
     original, calls = FakeLane.copy, []
 
-    def second_fails(lane: FakeLane, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def second_fails(
+        lane: FakeLane, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> None:
         calls.append(targets)
         if len(calls) == 2:
             raise torch.OutOfMemoryError("no memory")
@@ -277,7 +317,14 @@ def test_a_copy_that_cannot_be_enqueued_leaves_none_under_way(fences: Fences, de
 
 def test_small_neighbouring_copies_are_merged() -> None:
     slot = torch.empty(4 * SMALL, dtype=torch.uint8)
-    pieces = [slot[0:100], slot[100:300], slot[304:400], slot[400:500], slot[500 : 501 + SMALL], slot[501 + SMALL : 600 + SMALL]]
+    pieces = [
+        slot[0:100],
+        slot[100:300],
+        slot[304:400],
+        slot[400:500],
+        slot[500 : 501 + SMALL],
+        slot[501 + SMALL : 600 + SMALL],
+    ]
     assert runs(pieces) == [[0, 1], [2, 3], [4], [5]]
     many = torch.empty(2 * GATHERED, dtype=torch.uint8).split(SMALL)
     assert [len(run) for run in runs(many)] == [GATHERED // SMALL] * 2
@@ -301,7 +348,9 @@ def test_work_beside_the_copies_reads_what_was_written_before_and_nothing_later(
 
 def test_a_transfer_is_done_once_the_work_beside_it_is(fences: Fences, device: Device) -> None:
     done: list[bool] = []
-    transfer = fences.start([torch.empty(4)], [torch.ones(4)], []).joined(fences.beside(torch.device("cpu"), lambda: done.append(True)))
+    transfer = fences.start([torch.empty(4)], [torch.ones(4)], []).joined(
+        fences.beside(torch.device("cpu"), lambda: done.append(True))
+    )
     assert done == []
     fences.finish(transfer)
     assert done == [True]

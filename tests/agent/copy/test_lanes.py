@@ -47,21 +47,31 @@ def test_an_empty_slot_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda.asked == []
 
 
-# This is about machines without an accelerator. Where there is one, tests/agent/test_accelerator.py runs instead.
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="only without an accelerator; test_accelerator.py is for those that have one")
-def test_without_an_accelerator_nothing_is_locked_or_logged(caplog: pytest.LogCaptureFixture) -> None:
+# This is about machines without an accelerator. Where there is one,
+# tests/agent/test_accelerator.py runs instead.
+@pytest.mark.skipif(
+    torch.accelerator.is_available(),
+    reason="only without an accelerator; test_accelerator.py is for those that have one",
+)
+def test_without_an_accelerator_nothing_is_locked_or_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert not lanes.lock_pages(4096, 8192)
     assert caplog.records == []
 
 
-def test_a_refusal_of_the_driver_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_of_the_driver_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     runtime(monkeypatch, 2)
     with caplog.at_level(logging.WARNING):
         assert not lanes.lock_pages(4096, 3_000_000_000)
     assert "slots could not be page-locked (CUDA error 2, 3.0 GB)" in caplog.text
 
 
-def test_other_accelerators_are_logged_as_slower(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_accelerators_are_logged_as_slower(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     cuda = runtime(monkeypatch, 0, "xpu")
     with caplog.at_level(logging.WARNING):
         assert not lanes.lock_pages(4096, 8192)
@@ -69,7 +79,9 @@ def test_other_accelerators_are_logged_as_slower(monkeypatch: pytest.MonkeyPatch
     assert cuda.asked == []
 
 
-def test_unlocking_pages_that_are_not_locked_is_ignored(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_unlocking_pages_that_are_not_locked_is_ignored(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     runtime(monkeypatch, 713)
     lanes.unlock_pages(4096)
     assert caplog.records == []

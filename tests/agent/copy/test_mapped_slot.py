@@ -1,4 +1,6 @@
-"""One slot in real shared memory: what its segment holds after each step of a snapshot, as the daemon would read it."""
+"""One slot in real shared memory: what its segment holds after each step of a snapshot,
+as the daemon would read it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from ckptd.agent.copy.mapped_slot import Documents, MappedSlot, batches, documen
 from ckptd.agent.plan.layout import Layout, layout_of, plan_locally
 from ckptd.shared.errors import IntegrityError, QuotaExceeded
 from ckptd.shared.formats.plan import Plan, align_region, chunk_ranges, signature, with_values
-from ckptd.shared.formats.segment import SlotState, read_check, read_document, read_header, write_header
+from ckptd.shared.formats.segment import (
+    SlotState,
+    read_check,
+    read_document,
+    read_header,
+    write_header,
+)
 from tests.support.tmpfs import Tmpfs, tmpfs
 
 CAPACITY = 600_000
@@ -40,9 +48,15 @@ def slot(shm: Tmpfs) -> Iterator[MappedSlot]:
 
 
 def layout(tensors: dict[str, torch.Tensor], *, elsewhere: tuple[str, ...] = ()) -> Layout:
-    """Return the layout of these tensors. Those named in `elsewhere` count as tensors on an accelerator."""
+    """Return the layout of these tensors.
+
+    Those named in `elsewhere` count as tensors on an accelerator.
+    """
     local = plan_locally(tensors)
-    rows = [msgspec.structs.replace(row, device="cuda") if row.fqn in elsewhere else row for row in local.rows]
+    rows = [
+        msgspec.structs.replace(row, device="cuda") if row.fqn in elsewhere else row
+        for row in local.rows
+    ]
     return layout_of(rows, local.aliases, metadata=None, global_plan=bytes(32))
 
 
@@ -59,24 +73,45 @@ def test_views_that_were_cut_ahead_are_used_and_released(slot: MappedSlot) -> No
     slot.cut(found)
     views = slot._views
     slot.begin(found, 3)
-    slot.copy([torch.arange(6.0).view(2, 3), torch.ones(3, dtype=torch.int16)], found, range(2), carry)
+    slot.copy(
+        [torch.arange(6.0).view(2, 3), torch.ones(3, dtype=torch.int16)], found, range(2), carry
+    )
     assert slot._views is views
-    assert [target.tolist() for target in views.targets.tensors] == [[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], [1, 1, 1]]
+    assert [target.tolist() for target in views.targets.tensors] == [
+        [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]],
+        [1, 1, 1],
+    ]
     slot.forget()
     slot.cut(found)
-    assert slot._views.targets.tensors == [], "the memory of a slot that is gone must not stay mapped"
+    assert slot._views.targets.tensors == [], (
+        "the memory of a slot that is gone must not stay mapped"
+    )
 
 
 def read(shm: Tmpfs, name: str = "a.seg") -> tuple[SlotState, int | None, dict[str, torch.Tensor]]:
-    """Read as the daemon does: return the state and the step of the header, and the tensors of the plan if the slot is sealed."""
+    """Read as the daemon does: return the state and the step of the header, and the
+    tensors of the plan if the slot is sealed.
+    """
     descriptor = shm.opened(name)
     header = read_header(descriptor.fileno())
     tensors = {}
     if header.state is SlotState.SEALED:
-        for item in Plan.decode(read_document(descriptor.fileno(), header, header.plan, "plan")).items:
-            data = bytearray(os.pread(descriptor.fileno(), item.length, header.data_offset + item.offset))
-            flat = torch.frombuffer(data, dtype=getattr(torch, item.dtype)) if data else torch.empty(0, dtype=getattr(torch, item.dtype))
-            tensors[item.fqn] = flat.as_strided(item.sizes, item.stride) if item.stride is not None else flat.view(item.sizes)
+        for item in Plan.decode(
+            read_document(descriptor.fileno(), header, header.plan, "plan")
+        ).items:
+            data = bytearray(
+                os.pread(descriptor.fileno(), item.length, header.data_offset + item.offset)
+            )
+            flat = (
+                torch.frombuffer(data, dtype=getattr(torch, item.dtype))
+                if data
+                else torch.empty(0, dtype=getattr(torch, item.dtype))
+            )
+            tensors[item.fqn] = (
+                flat.as_strided(item.sizes, item.stride)
+                if item.stride is not None
+                else flat.view(item.sizes)
+            )
     descriptor.close()
     return header.state, header.step, tensors
 
@@ -91,7 +126,9 @@ STATE = {
 }
 
 
-def test_a_filled_and_sealed_slot_holds_every_tensor_and_document(shm: Tmpfs, slot: MappedSlot) -> None:
+def test_a_filled_and_sealed_slot_holds_every_tensor_and_document(
+    shm: Tmpfs, slot: MappedSlot
+) -> None:
     found, documents = layout(STATE), Documents(b"values", b"request")
     assert slot.fill(sources(STATE, found), found, 5, carry) is None
     assert read(shm) == (SlotState.FILLING, 5, {})
@@ -102,7 +139,10 @@ def test_a_filled_and_sealed_slot_holds_every_tensor_and_document(shm: Tmpfs, sl
     assert [name for name, tensor in tensors.items() if not torch.equal(tensor, STATE[name])] == []
     assert tensors["transposed"].stride() == STATE["transposed"].stride()
     fd = shm.opened("a.seg")
-    read_back = {what: read_document(fd.fileno(), slot.header, getattr(slot.header, what), what) for what in ("values", "plan", "request")}
+    read_back = {
+        what: read_document(fd.fileno(), slot.header, getattr(slot.header, what), what)
+        for what in ("values", "plan", "request")
+    }
     fd.close()
     assert read_back == {"values": b"values", "plan": found.document, "request": b"request"}
     assert slot.header.signature == found.signature == signature(found.document)
@@ -117,14 +157,21 @@ def test_the_seal_has_the_checksum_of_every_chunk(shm: Tmpfs, slot: MappedSlot) 
     assert read_check(fd.fileno(), slot.header) is None
     slot.seal(found, documents)
     header = slot.header
-    ranges = chunk_ranges(with_values(found.plan.regions, (header.values.offset, header.values.length)), header.chunk_size)
-    data = [os.pread(fd.fileno(), chunk.length, header.data_offset + chunk.offset) for chunk in ranges]
+    ranges = chunk_ranges(
+        with_values(found.plan.regions, (header.values.offset, header.values.length)),
+        header.chunk_size,
+    )
+    data = [
+        os.pread(fd.fileno(), chunk.length, header.data_offset + chunk.offset) for chunk in ranges
+    ]
     fd.close()
     assert len(ranges) > len(found.plan.regions) + 1, "several chunks lie in one region"
     assert read_check(shm.opened("a.seg").fileno(), header) == list(map(crc32c, data))
 
 
-def test_a_slot_that_an_accelerator_fills_is_sealed_without_checksums(shm: Tmpfs, slot: MappedSlot) -> None:
+def test_a_slot_that_an_accelerator_fills_is_sealed_without_checksums(
+    shm: Tmpfs, slot: MappedSlot
+) -> None:
     state = {"here": torch.ones(4), "there": torch.ones(4)}
     found = layout(state, elsewhere=("there",))
     slot.fill(sources(state, found), found, 1, lambda targets, sources: Transfer())
@@ -135,7 +182,9 @@ def test_a_slot_that_an_accelerator_fills_is_sealed_without_checksums(shm: Tmpfs
 def test_the_header_says_that_a_slot_is_filled_before_its_first_byte_changes(
     shm: Tmpfs, slot: MappedSlot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The older snapshot of the slot must not be taken for whole if the trainer dies during the copy."""
+    """The older snapshot of the slot must not be taken for whole if the trainer dies
+    during the copy.
+    """
     seen: list[SlotState] = []
     monkeypatch.setattr(CheckedCopy, "copy", lambda self, *_: seen.append(read(shm)[0]))
     found = layout(STATE)
@@ -159,11 +208,15 @@ def test_views_are_made_once_for_each_layout(slot: MappedSlot) -> None:
     assert [view.targets.shapes[0] for view in views] == [(4,), (4,), (5,)]
 
 
-def test_documents_that_do_not_fit_are_refused_and_the_slot_is_not_sealed(shm: Tmpfs, slot: MappedSlot) -> None:
+def test_documents_that_do_not_fit_are_refused_and_the_slot_is_not_sealed(
+    shm: Tmpfs, slot: MappedSlot
+) -> None:
     found = layout({"w": torch.ones(4)})
     slot.fill([torch.ones(4)], found, 1, carry)
     room = CAPACITY - document_offsets(found, 0, 0)[-1]
-    with pytest.raises(QuotaExceeded, match="^the plain values of this state need 1 bytes more than the slot has$"):
+    with pytest.raises(
+        QuotaExceeded, match="^the plain values of this state need 1 bytes more than the slot has$"
+    ):
         slot.seal(found, Documents(b"", bytes(room + 1)))
     assert read(shm)[0] is SlotState.FILLING
     slot.seal(found, Documents(b"", bytes(room)))
@@ -175,15 +228,22 @@ def test_documents_follow_the_tensors_in_order_and_do_not_overlap() -> None:
     values, plan, request, end = Documents(bytes(10), bytes(20)).offsets(found)
     assert values == align_region(found.data_length)
     assert (plan, request, end) == (
-        align_region(values + 10), align_region(plan + len(found.document)), align_region(plan + len(found.document)) + 20,
+        align_region(values + 10), align_region(plan + len(found.document)),
+        align_region(plan + len(found.document)) + 20,
     )  # fmt: skip
 
 
 # -- sources on an accelerator
 
 
-def test_sources_on_an_accelerator_are_carried_and_the_others_copied(shm: Tmpfs, slot: MappedSlot) -> None:
-    state = {"here": torch.ones(4), "there": torch.full((4,), 2.0), "also here": torch.full((4,), 3.0)}
+def test_sources_on_an_accelerator_are_carried_and_the_others_copied(
+    shm: Tmpfs, slot: MappedSlot
+) -> None:
+    state = {
+        "here": torch.ones(4),
+        "there": torch.full((4,), 2.0),
+        "also here": torch.full((4,), 3.0),
+    }
     found, transfer = layout(state, elsewhere=("there",)), Transfer()
     carried: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -196,7 +256,9 @@ def test_sources_on_an_accelerator_are_carried_and_the_others_copied(shm: Tmpfs,
     assert source is state["there"]
     target.copy_(source)
     slot.seal(found, Documents(b"", b""))
-    assert {name: tensor.tolist() for name, tensor in read(shm)[2].items()} == {name: tensor.tolist() for name, tensor in state.items()}
+    assert {name: tensor.tolist() for name, tensor in read(shm)[2].items()} == {
+        name: tensor.tolist() for name, tensor in state.items()
+    }
 
 
 def test_a_batch_without_sources_on_an_accelerator_carries_nothing(slot: MappedSlot) -> None:
@@ -207,7 +269,9 @@ def test_a_batch_without_sources_on_an_accelerator_carries_nothing(slot: MappedS
     assert slot.copy([state["here"]], found, range(number, number + 1), carry) is None
 
 
-def test_a_copy_that_fails_waits_for_what_is_under_way(slot: MappedSlot, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_waits_for_what_is_under_way(
+    slot: MappedSlot, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The caller then gives the slot back, and nothing may write into it any more."""
 
     class Carried(Transfer):
@@ -240,7 +304,9 @@ def test_a_cleared_slot_is_free(shm: Tmpfs, slot: MappedSlot) -> None:
     assert (read(shm)[:2], slot.header.state) == ((SlotState.FREE, None), SlotState.FREE)
 
 
-def test_a_header_that_was_written_and_not_noted_is_found_again(shm: Tmpfs, slot: MappedSlot, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_that_was_written_and_not_noted_is_found_again(
+    shm: Tmpfs, slot: MappedSlot, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C came in between."""
     found = layout({"w": torch.ones(4)})
     slot.fill([torch.ones(4)], found, 1, carry)
@@ -260,10 +326,14 @@ def test_a_header_that_was_written_and_not_noted_is_found_again(shm: Tmpfs, slot
 # -- mapping and forgetting
 
 
-def test_a_segment_that_is_too_short_is_refused_and_its_descriptors_stay_the_callers(shm: Tmpfs) -> None:
+def test_a_segment_that_is_too_short_is_refused_and_its_descriptors_stay_the_callers(
+    shm: Tmpfs,
+) -> None:
     data, lock = shm.make("a.seg", CAPACITY)
     os.ftruncate(data.fileno(), CAPACITY // 2)
-    with pytest.raises(IntegrityError, match=r"^segment a\.seg has been cut short by another process$"):
+    with pytest.raises(
+        IntegrityError, match=r"^segment a\.seg has been cut short by another process$"
+    ):
         MappedSlot("a.seg", data, lock)
     assert (data.closed, lock.closed) == (False, False)
 
@@ -301,13 +371,17 @@ class Pages:
         monkeypatch.setattr(mapped_slot_module, "unlock_pages", self.unlocked.append)
 
 
-def test_all_memory_is_faulted_in_piece_by_piece_and_locked_once(slot: MappedSlot, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_memory_is_faulted_in_piece_by_piece_and_locked_once(
+    slot: MappedSlot, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pages = Pages(monkeypatch)
     monkeypatch.setattr(mapped_slot_module, "_PIECE", 1 << 16)
     slot.populate()
     start, length = pages.locked[0]
     assert length == slot.header.file_length
-    assert pages.populated == [(start + at, min(1 << 16, length - at)) for at in range(0, length, 1 << 16)]
+    assert pages.populated == [
+        (start + at, min(1 << 16, length - at)) for at in range(0, length, 1 << 16)
+    ]
     slot.forget()
     slot.forget()
     assert (len(pages.locked), pages.unlocked) == (1, [start])
@@ -321,12 +395,17 @@ def test_memory_that_cannot_be_faulted_in_can_still_be_used(
     with caplog.at_level(logging.DEBUG, "ckptd.agent"):
         slot.populate()
     assert (len(pages.populated), len(pages.locked)) == (1, 1)
-    assert "pages of a slot could not be faulted in before the first copy: Cannot allocate memory" in caplog.text
+    assert (
+        "pages of a slot could not be faulted in before the first copy: Cannot allocate memory"
+        in caplog.text
+    )
     slot.forget()
     assert len(pages.unlocked) == 1
 
 
-def test_a_slot_that_is_forgotten_meanwhile_is_not_locked(slot: MappedSlot, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_that_is_forgotten_meanwhile_is_not_locked(
+    slot: MappedSlot, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pages = Pages(monkeypatch)
     monkeypatch.setattr(mapped_slot_module, "advise", lambda *_: cast(int, slot.forget()) or 0)
     slot.populate()

@@ -1,4 +1,6 @@
-"""Tests segments in memory: they are unmapped once, by the process that mapped them, and a forked child never keeps them."""
+"""Tests segments in memory: they are unmapped once, by the process that mapped them,
+and a forked child never keeps them.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ MAP_FIXED_NOREPLACE = 0x100000
 
 @contextmanager
 def child(work: Callable[[], bool] = lambda: True) -> Iterator[int]:
-    """Context manager. Run `work` in a forked process, which then waits. Yields its pid once `work` is done. It exits with 0 if `work`
-    returned True.
+    """Context manager.
+
+    Run `work` in a forked process, which then waits. Yields its pid once `work` is
+    done. It exits with 0 if `work` returned True.
     """
     told, tell = os.pipe()
     wait, go_on = os.pipe()
@@ -52,8 +56,12 @@ def child(work: Callable[[], bool] = lambda: True) -> Iterator[int]:
 
 
 def held(pid: int | str, segments: Path) -> list[str]:
-    """Return the mappings and descriptors that a process has of segments in this directory."""
-    mapped = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if str(segments) in line]
+    """Return the mappings and descriptors that a process has of segments in this
+    directory.
+    """
+    mapped = [
+        line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if str(segments) in line
+    ]
     opened = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
     return mapped + [target for target in opened if str(segments) in target]
 
@@ -71,7 +79,10 @@ def segment(tmp_path: Path) -> Iterator[int]:
 
 
 def is_mapped(address: int) -> bool:
-    return any(line.startswith(f"{address:x}-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(
+        line.startswith(f"{address:x}-")
+        for line in Path("/proc/self/maps").read_text().splitlines()
+    )
 
 
 def test_a_forked_child_does_not_keep_replaced_slots(daemon: Daemon) -> None:
@@ -82,18 +93,26 @@ def test_a_forked_child_does_not_keep_replaced_slots(daemon: Daemon) -> None:
     assert before
     with child() as pid:
         assert held(pid, home.segments) == []
-        agent.snapshot({"x": torch.ones(1_000_000)}, step=2).wait("durable", timeout=60)  # larger slots replace these
+        # Larger slots replace these.
+        agent.snapshot({"x": torch.ones(1_000_000)}, step=2).wait("durable", timeout=60)
         agent.snapshot({"x": torch.ones(1_000_000)}, step=3).wait("durable", timeout=60)
         gone = [path for path in before if not path.exists()]
         assert gone
-        assert [line for line in held_here(home.segments) if any(path.name in line for path in gone)] == []
+        assert [
+            line for line in held_here(home.segments) if any(path.name in line for path in gone)
+        ] == []
         agent.close()
         assert home.segment_files() == []
         assert held(pid, home.segments) == held_here(home.segments) == []
 
 
-def test_the_space_of_a_closed_agent_is_freed_although_a_child_lives(place: Home, tmp_path: Path) -> None:
-    """Return the free bytes of the tmpfs. Any file system would do, so the segment here is a plain unlinked file on /dev/shm."""
+def test_the_space_of_a_closed_agent_is_freed_although_a_child_lives(
+    place: Home, tmp_path: Path
+) -> None:
+    """Return the free bytes of the tmpfs.
+
+    Any file system would do, so the segment here is a plain unlinked file on /dev/shm.
+    """
     path = Path("/dev/shm") / f"ckptd-test-{os.getpid()}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
@@ -103,13 +122,27 @@ def test_the_space_of_a_closed_agent_is_freed_although_a_child_lives(place: Home
     finally:
         path.unlink()
         os.close(fd)
-    assert [line for line in Path("/proc/self/maps").read_text().splitlines() if f" {inode} " in line]
+    assert [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if f" {inode} " in line
+    ]
     with child() as pid:
-        assert not [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if f" {inode} " in line]
-        assert not [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink() and path.name in os.readlink(fd)]
+        assert not [
+            line
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+            if f" {inode} " in line
+        ]
+        assert not [
+            fd
+            for fd in Path(f"/proc/{pid}/fd").iterdir()
+            if fd.is_symlink() and path.name in os.readlink(fd)
+        ]
         del array
         gc.collect()
-        assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if f" {inode} " in line]
+        assert not [
+            line
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if f" {inode} " in line
+        ]
 
 
 def test_a_segment_is_unmapped_once_when_its_last_view_is_gone(segment: int) -> None:
@@ -134,9 +167,19 @@ def test_a_child_that_lets_go_keeps_memory_of_its_own_at_that_address(segment: i
         address = ctypes.addressof(kept[0])
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
-        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+        libc.mmap.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_long,
+        ]
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
-        if is_mapped(address) or libc.mmap(address, SIZE, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) != address:
+        if (
+            is_mapped(address)
+            or libc.mmap(address, SIZE, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) != address
+        ):
             return False
         ctypes.memset(address, 5, SIZE)
         kept.clear()
@@ -161,7 +204,9 @@ def test_a_failed_mapping_raises_the_systems_error(segment: int) -> None:
         os.close(read_only)
 
 
-def test_a_range_that_is_present_can_be_read_and_one_behind_the_end_is_refused(tmp_path: Path) -> None:
+def test_a_range_that_is_present_can_be_read_and_one_behind_the_end_is_refused(
+    tmp_path: Path,
+) -> None:
     """An access behind the end of the file would end the process."""
     file = os.open(tmp_path / "a.seg", os.O_RDWR | os.O_CREAT)
     os.pwrite(file, bytes(range(256)) * (SIZE // 256), 0)
@@ -172,7 +217,10 @@ def test_a_range_that_is_present_can_be_read_and_one_behind_the_end_is_refused(t
     os.ftruncate(file, SIZE // 2)
     with present(address, SIZE // 2):
         assert ctypes.string_at(address + 1, 1) == b"\1"
-    with pytest.raises(OSError, match="Bad address|Hardware|Cannot"), present(address + SIZE // 2 - 1, 2):
+    with (
+        pytest.raises(OSError, match="Bad address|Hardware|Cannot"),
+        present(address + SIZE // 2 - 1, 2),
+    ):
         raise AssertionError("its last page is not there")
     os.close(file)
 

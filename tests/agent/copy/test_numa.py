@@ -20,7 +20,11 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 def device(monkeypatch: pytest.MonkeyPatch, **properties: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(**properties) if number == 3 else None)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda number: SimpleNamespace(**properties) if number == 3 else None,
+    )
 
 
 @pytest.mark.usefixtures("here")
@@ -32,7 +36,9 @@ def test_without_an_accelerator_the_node_is_that_of_the_cpus(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(("text", "expected"), [("0\n", 0), ("-1\n", 1), ("", 1), (None, 1)])
-def test_the_node_is_that_of_the_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, expected: int) -> None:
+def test_the_node_is_that_of_the_accelerator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, expected: int
+) -> None:
     device(monkeypatch, pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=1)
     place = tmp_path / "0000:dc:01.0"
     place.mkdir()
@@ -42,6 +48,8 @@ def test_the_node_is_that_of_the_accelerator(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("here")
-def test_without_a_known_address_of_the_accelerator_the_node_is_that_of_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_known_address_of_the_accelerator_the_node_is_that_of_the_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device(monkeypatch, name=1)
     assert home_node(write(tmp_path, node0="0-3", node1="4-7"), tmp_path) == 1

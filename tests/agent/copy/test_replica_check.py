@@ -1,4 +1,6 @@
-"""The samples are made once for each plan, and not at all if nothing is shared or the setting is 0."""
+"""The samples are made once for each plan, and not at all if nothing is shared or the
+setting is 0.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def never(device: torch.device, work: Callable[[], None]) -> None:
 SHARED = Shared([ReplicaGroup((0, 1), [0])], plan_locally(STATE, world_size=2))
 
 
-@pytest.mark.parametrize(("every", "shared"), [(0, SHARED), (10, None), (10, Shared([], SHARED.local))])
+@pytest.mark.parametrize(
+    ("every", "shared"), [(0, SHARED), (10, None), (10, Shared([], SHARED.local))]
+)
 def test_nothing_is_read_if_there_is_nothing_to_compare(every: int, shared: Shared | None) -> None:
     check = used(every, shared)
     assert (check.room, check.begin(found(), 1, never)) == (0, None)
@@ -54,11 +58,17 @@ def test_a_plan_that_is_kept_keeps_its_samples() -> None:
     assert check.room == 0
 
 
-def test_the_turn_of_a_range_follows_from_the_last_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_turn_of_a_range_follows_from_the_last_two_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     check = used(10, SHARED)
     assert check._samples is not None
     taken: list[tuple[int, int]] = []
-    monkeypatch.setattr(check._samples, "take", lambda parts, addresses, step, before, queue: taken.append((step, before)))
+    monkeypatch.setattr(
+        check._samples,
+        "take",
+        lambda parts, addresses, step, before, queue: taken.append((step, before)),
+    )
     for step in (5, 10, 21):
         check.begin(found(), step, never)
     assert taken == [(5, -1), (10, 5), (21, 10)]

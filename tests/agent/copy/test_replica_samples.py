@@ -1,4 +1,6 @@
-"""Equal tensors have equal digests, whatever their order in memory and their device, and different ones do not."""
+"""Equal tensors have equal digests, whatever their order in memory and their device,
+and different ones do not.
+"""
 
 from __future__ import annotations
 
@@ -23,33 +25,53 @@ def at_once(device: torch.device, work: Callable[[], None]) -> None:
     work()
 
 
-def groups_of(tensors: State, ranks: tuple[int, ...] = (0, 1), scattered: list[str] | None = None) -> tuple[list[ReplicaGroup], Any]:
+def groups_of(
+    tensors: State, ranks: tuple[int, ...] = (0, 1), scattered: list[str] | None = None
+) -> tuple[list[ReplicaGroup], Any]:
     rows = plan_locally(tensors, world_size=2).rows
-    out_of_order = [n for n, row in enumerate(rows) if (not row.in_order if scattered is None else row.fqn in scattered)]
-    return grouped(rows, ((n, ranks) for n, row in enumerate(rows) if row.digest and row.nbytes), out_of_order), rows
+    out_of_order = [
+        n
+        for n, row in enumerate(rows)
+        if (not row.in_order if scattered is None else row.fqn in scattered)
+    ]
+    return grouped(
+        rows, ((n, ranks) for n, row in enumerate(rows) if row.digest and row.nbytes), out_of_order
+    ), rows
 
 
-def made(tensors: State, *, rank: int = 0, every: int = 1 << 30, node: Membership | None = None, scattered: list[str] | None = None) -> Any:
+def made(
+    tensors: State,
+    *,
+    rank: int = 0,
+    every: int = 1 << 30,
+    node: Membership | None = None,
+    scattered: list[str] | None = None,
+) -> Any:
     groups, rows = groups_of(tensors, scattered=scattered)
     return ReplicaSamples(groups, rows, tensors, list(tensors.values()), rank, node, every)
 
 
-def digests(samples: ReplicaSamples, tensors: State, step: int = 5, before: int = 4) -> list[ReplicaDigests]:
+def digests(
+    samples: ReplicaSamples, tensors: State, step: int = 5, before: int = 4
+) -> list[ReplicaDigests]:
     parts = list(tensors.values())
-    sampled: Sampled = samples.take(parts, [part.data_ptr() for part in parts], step, before, at_once)
+    sampled: Sampled = samples.take(
+        parts, [part.data_ptr() for part in parts], step, before, at_once
+    )
     return samples.digests(sampled)
 
 
 def states() -> State:
     torch.manual_seed(3)
     return {
-        "large": torch.randn(5000), "small": torch.randn(3), "scalar": torch.tensor(4.0), "bf16": torch.randn(77).bfloat16(),
-        "bytes": torch.arange(100, dtype=torch.uint8), "complex": torch.randn(9, dtype=torch.complex128),
-        "bools": torch.ones(2, dtype=torch.bool),
-        "nan": torch.full((40,), torch.nan), "transposed": torch.randn(30, 20).t(), "gaps": torch.randn(64)[::2],
-        "empty": torch.empty(0, 3),
-        "channels": torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last), "expanded": torch.randn(4, 1).expand(4, 50),
-        "conj": torch.randn(6, dtype=torch.complex64).conj(), "long": torch.arange(1000),
+        "large": torch.randn(5000), "small": torch.randn(3), "scalar": torch.tensor(4.0),
+        "bf16": torch.randn(77).bfloat16(), "bytes": torch.arange(100, dtype=torch.uint8),
+        "complex": torch.randn(9, dtype=torch.complex128), "bools": torch.ones(2, dtype=torch.bool),
+        "nan": torch.full((40,), torch.nan), "transposed": torch.randn(30, 20).t(),
+        "gaps": torch.randn(64)[::2], "empty": torch.empty(0, 3),
+        "channels": torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+        "expanded": torch.randn(4, 1).expand(4, 50), "conj": torch.randn(6,
+        dtype=torch.complex64).conj(), "long": torch.arange(1000),
     }  # fmt: skip
 
 
@@ -64,12 +86,20 @@ def test_a_gather_reads_the_bytes_at_the_addresses() -> None:
 @pytest.mark.parametrize("every", [1, 3, 1 << 30])
 def test_copies_have_equal_digests(every: int) -> None:
     state = states()
-    copies = {name: tensor.clone() if name != "conj" else tensor.conj().clone().conj() for name, tensor in state.items()}
+    copies = {
+        name: tensor.clone() if name != "conj" else tensor.conj().clone().conj()
+        for name, tensor in state.items()
+    }
     scattered = ["transposed", "gaps", "channels", "expanded"]
-    one, other = made(state, every=every, scattered=scattered), made(copies, every=every, rank=1, scattered=scattered)
+    one, other = (
+        made(state, every=every, scattered=scattered),
+        made(copies, every=every, rank=1, scattered=scattered),
+    )
     for step in range(1, 8):
         mine, theirs = digests(one, state, step, step - 1), digests(other, copies, step, step - 1)
-        assert [(each.group, each.digests) for each in mine] == [(each.group, each.digests) for each in theirs]
+        assert [(each.group, each.digests) for each in mine] == [
+            (each.group, each.digests) for each in theirs
+        ]
         assert decode_keys(mine[0].keys) == sorted(name for name in state if name != "empty")
         assert theirs[0].keys == b""
 
@@ -80,19 +110,29 @@ def test_other_values_in_every_element_are_found_at_once() -> None:
     for place, name in enumerate(sorted(name for name in state if name != "empty")):
         other = dict(state)
         flat = state[name].clone() if name != "conj" else state[name].conj().clone()
-        flat.view(torch.uint8 if flat.element_size() == 1 else torch.int16 if flat.element_size() == 2 else torch.int32).bitwise_xor_(1)
+        flat.view(
+            torch.uint8
+            if flat.element_size() == 1
+            else torch.int16
+            if flat.element_size() == 2
+            else torch.int32
+        ).bitwise_xor_(1)
         if name == "conj":
             flat = flat.conj()
         elif name in ("transposed", "gaps", "channels", "expanded"):
             flat = state[name].untyped_storage().clone() and _same_layout(state[name], flat)
         other[name] = flat
         after = digests(samples, other)[0].runs()
-        assert [n for n, (a, b) in enumerate(zip(before, after, strict=True)) if a != b] == [place], name
+        assert [n for n, (a, b) in enumerate(zip(before, after, strict=True)) if a != b] == [
+            place
+        ], name
 
 
 def _same_layout(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return the values in the order of memory of another tensor."""
-    storage = torch.empty(like.untyped_storage().nbytes() // like.element_size(), dtype=like.dtype, device="cpu")
+    storage = torch.empty(
+        like.untyped_storage().nbytes() // like.element_size(), dtype=like.dtype, device="cpu"
+    )
     found = storage.as_strided(like.shape, like.stride(), like.storage_offset())
     if 0 in like.stride():
         found[:, 0] = values[:, 0]
@@ -105,11 +145,15 @@ def _same_layout(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def test_a_flipped_bit_is_found_within_every_snapshots(name: str) -> None:
     state, every = states(), 7
     samples = made(state, every=every)
-    before = [digests(samples, state, step, step - 10) for step in range(1000, 1000 + 10 * every, 10)]
+    before = [
+        digests(samples, state, step, step - 10) for step in range(1000, 1000 + 10 * every, 10)
+    ]
     state[name].view(-1 if state[name].is_contiguous() else state[name].shape).flatten()
     storage = state[name].untyped_storage()
     storage[storage.nbytes() // 2] ^= 16
-    after = [digests(samples, state, step, step - 10) for step in range(1000, 1000 + 10 * every, 10)]
+    after = [
+        digests(samples, state, step, step - 10) for step in range(1000, 1000 + 10 * every, 10)
+    ]
     assert sum(a != b for a, b in zip(before, after, strict=True)) >= 1
 
 
@@ -117,7 +161,9 @@ def test_the_samples_change_from_step_to_step() -> None:
     state = {"w": torch.randn(100_000)}
     samples = made(state)
     assert len({digests(samples, state, step)[0].digests for step in range(20)}) == 20
-    assert len({digests(samples, state, step)[0].group for step in range(20)}) == 20, "digests of other places are not compared"
+    assert len({digests(samples, state, step)[0].group for step in range(20)}) == 20, (
+        "digests of other places are not compared"
+    )
 
 
 def test_equal_values_in_another_order_of_memory_are_equal() -> None:
@@ -125,7 +171,10 @@ def test_equal_values_in_another_order_of_memory_are_equal() -> None:
     plain = {"w": torch.randn(4, 6, 5, 5)}
     other = {"w": plain["w"].contiguous(memory_format=torch.channels_last)}
     for every in (1, 1 << 30):
-        one, two = made(plain, every=every, scattered=["w"]), made(other, every=every, scattered=["w"])
+        one, two = (
+            made(plain, every=every, scattered=["w"]),
+            made(other, every=every, scattered=["w"]),
+        )
         assert digests(one, plain)[0].digests == digests(two, other)[0].digests
 
 
@@ -138,7 +187,9 @@ def test_many_tensors_have_one_digest_for_several() -> None:
     assert decode_keys(found.keys)[:2] == ["w00000", "w00003"]
     state["w00004"].add_(1)
     (changed,) = digests(samples, state)
-    assert [n for n, (a, b) in enumerate(zip(found.runs(), changed.runs(), strict=True)) if a != b] == [1]
+    assert [
+        n for n, (a, b) in enumerate(zip(found.runs(), changed.runs(), strict=True)) if a != b
+    ] == [1]
 
 
 def test_the_lowest_rank_of_each_node_tells_the_keys() -> None:
@@ -156,7 +207,9 @@ def test_the_room_is_enough() -> None:
 
 
 @pytest.mark.parametrize("looks", [True, False], ids=["one kernel", "slices"])
-def test_an_accelerator_gathers_the_same_bytes(monkeypatch: pytest.MonkeyPatch, looks: bool) -> None:
+def test_an_accelerator_gathers_the_same_bytes(
+    monkeypatch: pytest.MonkeyPatch, looks: bool
+) -> None:
     """The CPU stands in for a device, with all its memory as one tensor."""
     state = {name: tensor for name, tensor in states().items() if name != "conj"}
     scattered = ["transposed", "gaps", "channels", "expanded"]
@@ -171,14 +224,23 @@ def test_an_accelerator_gathers_the_same_bytes(monkeypatch: pytest.MonkeyPatch, 
     for step in range(4):
         parts = list(state.values())
         addresses = np.array([part.data_ptr() for part in parts], dtype=np.uint64)[samples._picked]
-        sampled: Sampled = samples.take(parts, [part.data_ptr() for part in parts], step, step - 1, at_once)
-        replica_samples._sample_on(torch.device("cpu"), pieces, addresses, parts, samples._numbers, step, sampled, whole)
+        sampled: Sampled = samples.take(
+            parts, [part.data_ptr() for part in parts], step, step - 1, at_once
+        )
+        replica_samples._sample_on(
+            torch.device("cpu"), pieces, addresses, parts, samples._numbers, step, sampled, whole
+        )
         assert samples.digests(sampled)[0].digests == wanted[step]
 
 
 class _Bytes:
     def __init__(self, address: int, length: int) -> None:
-        self.__array_interface__ = {"shape": (length,), "typestr": "|u1", "data": (address, False), "version": 3}
+        self.__array_interface__ = {
+            "shape": (length,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 def test_a_line_is_never_read_beyond_its_tensor() -> None:
@@ -189,7 +251,9 @@ def test_a_line_is_never_read_beyond_its_tensor() -> None:
                 assert int(pieces.offsets(step).max()) + pieces.width <= nbytes
 
 
-@pytest.mark.skipif(replica_samples.digest_pieces is None, reason="`_checked_copy.c` is not compiled here")
+@pytest.mark.skipif(
+    replica_samples.digest_pieces is None, reason="`_checked_copy.c` is not compiled here"
+)
 @pytest.mark.parametrize("width", [1, 3, 8, 9, 63, 64, 127, SAMPLE])
 def test_c_and_numpy_digest_alike(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     source = torch.randint(0, 256, (10_000,), dtype=torch.uint8)
@@ -205,13 +269,23 @@ def test_a_width_that_cannot_be_is_refused() -> None:
         some = np.zeros(1, dtype=np.uint64)
         for width in (0, -1, SAMPLE + 1):
             with pytest.raises(ValueError, match="expected a width of 1 to 128 bytes"):
-                replica_samples.digest_pieces(some, width, np.zeros(16, dtype=np.uint64), np.zeros(1, dtype=np.uint64))
+                replica_samples.digest_pieces(
+                    some, width, np.zeros(16, dtype=np.uint64), np.zeros(1, dtype=np.uint64)
+                )
 
 
 def test_c_and_numpy_choose_the_same_places(monkeypatch: pytest.MonkeyPatch) -> None:
     state = states()
     samples = made(state, scattered=["transposed", "gaps", "channels", "expanded"])
-    starts = np.array([part.data_ptr() for part in state.values()], dtype=np.uint64)[samples._picked]
-    chosen = [[each.addresses(starts, step).tolist() for each in samples._pieces[torch.device("cpu")]] for step in range(5)]
+    starts = np.array([part.data_ptr() for part in state.values()], dtype=np.uint64)[
+        samples._picked
+    ]
+    chosen = [
+        [each.addresses(starts, step).tolist() for each in samples._pieces[torch.device("cpu")]]
+        for step in range(5)
+    ]
     monkeypatch.setattr(replica_samples, "choose_pieces", None)
-    assert chosen == [[each.addresses(starts, step).tolist() for each in samples._pieces[torch.device("cpu")]] for step in range(5)]
+    assert chosen == [
+        [each.addresses(starts, step).tolist() for each in samples._pieces[torch.device("cpu")]]
+        for step in range(5)
+    ]

@@ -1,6 +1,8 @@
-"""Tests snapshots whose copies continue after the call, as from an accelerator: here the copies wait until a gate is open.
+"""Tests snapshots whose copies continue after the call, as from an accelerator: here
+the copies wait until a gate is open.
 
-The plan says that every tensor is on a device, so that all copies go through the fake lane of `test_fences.py`.
+The plan says that every tensor is on a device, so that all copies go through the fake
+lane of `test_fences.py`.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def agent(daemon: Daemon, device: Gated, monkeypatch: pytest.MonkeyPatch) -> Ite
         layout = found.layout
         items = [msgspec.structs.replace(item, device="cuda") for item in layout.plan.items]
         plan = msgspec.structs.replace(layout.plan, items=items)
-        return replace(found, layout=Layout(plan, plan.encode(), signature(plan.encode())), unlike=None)
+        return replace(
+            found, layout=Layout(plan, plan.encode(), signature(plan.encode())), unlike=None
+        )
 
     monkeypatch.setattr(KeptPlan, "renew", elsewhere)
     monkeypatch.setattr(KeptPlan, "valid", False)  # so that the plan is made at every snapshot
@@ -78,7 +82,9 @@ def saved(daemon: Daemon, step: int) -> torch.Tensor:
         return checkpoint.tensor("w")
 
 
-def test_a_slot_is_sealed_after_its_copies_with_the_values_of_the_call(agent: Agent, daemon: Daemon, device: Gated) -> None:
+def test_a_slot_is_sealed_after_its_copies_with_the_values_of_the_call(
+    agent: Agent, daemon: Daemon, device: Gated
+) -> None:
     w = torch.arange(1000.0)
     pending = agent.snapshot({"w": w}, step=1)
     device.does(lambda: w.fill_(-1))
@@ -92,12 +98,17 @@ def test_a_slot_is_sealed_after_its_copies_with_the_values_of_the_call(agent: Ag
     assert torch.equal(w, torch.full((1000,), -1.0))
 
 
-def test_a_slot_is_taken_until_the_copies_are_done(agent: Agent, daemon: Daemon, device: Gated) -> None:
+def test_a_slot_is_taken_until_the_copies_are_done(
+    agent: Agent, daemon: Daemon, device: Gated
+) -> None:
     """The other slot holds the newest complete snapshot."""
     device.gate.set()
     agent.snapshot({"w": torch.zeros(10)}, step=0).wait("durable", timeout=60)
     device.gate.clear()
-    pending, skipped = (agent.snapshot({"w": torch.full((10,), float(step))}, step=step, on_busy="skip") for step in (1, 2))
+    pending, skipped = (
+        agent.snapshot({"w": torch.full((10,), float(step))}, step=step, on_busy="skip")
+        for step in (1, 2)
+    )
     assert (pending.state, skipped.state) == ("staged", "skipped")
     device.gate.set()
     pending.wait("durable", timeout=60)
@@ -134,11 +145,15 @@ def test_recover_waits_for_the_copies_and_counts_the_step(agent: Agent, device: 
     agent.snapshot({"w": torch.full((10,), 3.0)}, step=3).wait("durable", timeout=60)
 
 
-def test_a_torn_copy_fails_only_its_snapshot(agent: Agent, daemon: Daemon, device: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torn_copy_fails_only_its_snapshot(
+    agent: Agent, daemon: Daemon, device: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fences = agent._link.handovers.sealer._fences
     assert fences is not None
     with monkeypatch.context() as patch:
-        patch.setattr(fences, "finish", lambda transfer: (_ for _ in ()).throw(SnapshotFailed("torn")))
+        patch.setattr(
+            fences, "finish", lambda transfer: (_ for _ in ()).throw(SnapshotFailed("torn"))
+        )
         torn = agent.snapshot({"w": torch.full((10,), 1.0)}, step=1)
         with pytest.raises(SnapshotFailed, match="^torn$"):
             torn.wait("sealed", timeout=60)
@@ -152,7 +167,9 @@ def test_a_torn_copy_fails_only_its_snapshot(agent: Agent, daemon: Daemon, devic
 
 
 class FakeFences:
-    """In the place of Fences: `finish` waits for the gate of a transfer, and raises its error if it has one."""
+    """In the place of Fences: `finish` waits for the gate of a transfer, and raises its
+    error if it has one.
+    """
 
     def __init__(self) -> None:
         self.gates: dict[int, threading.Event] = {}
@@ -195,7 +212,9 @@ def sealer(fences: FakeFences) -> Iterator[Sealer]:
     made.close()
 
 
-def test_slots_are_sealed_in_order_once_their_copies_are_done(sealer: Sealer, fences: FakeFences) -> None:
+def test_slots_are_sealed_in_order_once_their_copies_are_done(
+    sealer: Sealer, fences: FakeFences
+) -> None:
     done: list[str] = []
     first, second = fences.transfer(ready=False), fences.transfer()
     sealer.later("a", first, lambda: done.append("a"), lambda error: done.append(str(error)))
@@ -212,13 +231,20 @@ def test_torn_copies_and_seals_that_fail_are_reported(sealer: Sealer, fences: Fa
     def fail() -> None:
         raise OSError("no seal")
 
-    sealer.later("a", fences.transfer(SnapshotFailed("torn")), lambda: done.append("a"), lambda error: done.append(str(error)))
+    sealer.later(
+        "a",
+        fences.transfer(SnapshotFailed("torn")),
+        lambda: done.append("a"),
+        lambda error: done.append(str(error)),
+    )
     sealer.later("b", fences.transfer(), fail, lambda error: done.append(str(error)))
     sealer.settle()
     assert done == ["torn", "no seal"]
 
 
-def test_only_the_seal_of_the_named_segment_is_waited_for(sealer: Sealer, fences: FakeFences) -> None:
+def test_only_the_seal_of_the_named_segment_is_waited_for(
+    sealer: Sealer, fences: FakeFences
+) -> None:
     """The next one is still under way."""
     done: list[str] = []
     second = fences.transfer(ready=False)
@@ -240,7 +266,9 @@ def test_without_accelerators_there_are_neither_hooks_nor_a_thread() -> None:
     made.close()
 
 
-def test_close_waits_for_the_seals_and_removes_the_hooks(sealer: Sealer, fences: FakeFences) -> None:
+def test_close_waits_for_the_seals_and_removes_the_hooks(
+    sealer: Sealer, fences: FakeFences
+) -> None:
     done: list[str] = []
     sealer.later("a", fences.transfer(), lambda: done.append("a"), lambda error: None)
     sealer.drain()

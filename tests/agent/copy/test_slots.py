@@ -1,4 +1,6 @@
-"""The slots of a rank in real shared memory, with a client that answers as told: made, replaced, lost, interrupted and forgotten."""
+"""The slots of a rank in real shared memory, with a client that answers as told: made,
+replaced, lost, interrupted and forgotten.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from ckptd.agent.copy import slots as slots_module
 from ckptd.agent.copy.mapped_slot import MappedSlot
 from ckptd.agent.copy.slots import MappedSlots, Preparation
 from ckptd.agent.link.client import Client
-from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, QuotaExceeded, SharedMemoryFull, StorageError
+from ckptd.shared.errors import (
+    CkptdError,
+    DaemonUnreachable,
+    InternalError,
+    QuotaExceeded,
+    SharedMemoryFull,
+    StorageError,
+)
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.wire import messages as m
 from tests.support.clock import Clock
@@ -28,9 +37,12 @@ FAR = 1e9  # a deadline of the monotonic clock that never comes
 
 
 class FakeClient:
-    """In the place of a Client. Each Allocate gets two new segments, or the next of `errors`.
+    """In the place of a Client.
 
-    While `answering` is clear, no Allocate is answered. `spoil` runs on the descriptors before they are given to the agent.
+    Each Allocate gets two new segments, or the next of `errors`.
+
+    While `answering` is clear, no Allocate is answered. `spoil` runs on the descriptors
+    before they are given to the agent.
     """
 
     def __init__(self, shm: Tmpfs) -> None:
@@ -44,7 +56,9 @@ class FakeClient:
         self.spoil: Callable[[list[Descriptor]], object] = lambda descriptors: None
         self._numbers = itertools.count()
 
-    def call(self, make: Callable[[int], m.Allocate], kind: type[m.Segments], timeout: float) -> tuple[m.Segments, list[Descriptor]]:
+    def call(
+        self, make: Callable[[int], m.Allocate], kind: type[m.Segments], timeout: float
+    ) -> tuple[m.Segments, list[Descriptor]]:
         self.asked.append(make(0))
         assert self.answering.wait(60)
         if self.errors:
@@ -62,7 +76,11 @@ class FakeClient:
 @pytest.fixture(autouse=True)
 def measured_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Coverage sees only the threads of `threading`."""
-    monkeypatch.setattr(_thread, "start_new_thread", lambda work, given: threading.Thread(target=work, args=given, daemon=True).start())
+    monkeypatch.setattr(
+        _thread,
+        "start_new_thread",
+        lambda work, given: threading.Thread(target=work, args=given, daemon=True).start(),
+    )
 
 
 @pytest.fixture
@@ -81,7 +99,9 @@ def slots(client: FakeClient) -> Iterator[MappedSlots]:
 
 
 def locked(client: FakeClient, name: str) -> bool:
-    """True if a process holds the lock by which the daemon sees that the trainer is alive."""
+    """True if a process holds the lock by which the daemon sees that the trainer is
+    alive.
+    """
     descriptor = client.shm.opened(name)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -92,12 +112,17 @@ def locked(client: FakeClient, name: str) -> bool:
     return False
 
 
-def test_slots_are_made_with_room_to_spare_and_are_used_again(client: FakeClient, slots: MappedSlots) -> None:
+def test_slots_are_made_with_room_to_spare_and_are_used_again(
+    client: FakeClient, slots: MappedSlots
+) -> None:
     assert not slots.fit(0)
     assert slots.ensure(1_000_000, FAR)
     (request,) = client.asked
     assert (request.count, request.capacity) == (2, 1_000_000 + 1_000_000 // 64 + (1 << 16))
-    assert (slots.names, [slots.get(name).capacity for name in slots.names]) == (["0.seg", "1.seg"], [request.capacity] * 2)
+    assert (slots.names, [slots.get(name).capacity for name in slots.names]) == (
+        ["0.seg", "1.seg"],
+        [request.capacity] * 2,
+    )
     assert [locked(client, name) for name in slots.names] == [True, True]
     assert slots.ensure(request.capacity, FAR)
     assert slots.fit(request.capacity)
@@ -105,9 +130,13 @@ def test_slots_are_made_with_room_to_spare_and_are_used_again(client: FakeClient
     assert len(client.asked) == 1
 
 
-def test_larger_slots_take_the_place_of_all_others_once_no_copy_is_under_way(client: FakeClient) -> None:
+def test_larger_slots_take_the_place_of_all_others_once_no_copy_is_under_way(
+    client: FakeClient,
+) -> None:
     happened: list[Any] = []
-    slots = MappedSlots(cast(Client, client), lambda: happened.append(("settled", len(client.asked))))
+    slots = MappedSlots(
+        cast(Client, client), lambda: happened.append(("settled", len(client.asked)))
+    )
     assert slots.ensure(10, FAR)
     slots.settle()
     assert slots.ensure(1_000_000, FAR)
@@ -121,35 +150,53 @@ def test_larger_slots_take_the_place_of_all_others_once_no_copy_is_under_way(cli
 
 def test_a_segment_that_is_not_mapped_cannot_be_granted(slots: MappedSlots) -> None:
     assert slots.find("0.seg") is None
-    with pytest.raises(InternalError, match="^the daemon granted a segment that this rank has not mapped: 0123abcd$"):
+    with pytest.raises(
+        InternalError,
+        match="^the daemon granted a segment that this rank has not mapped: 0123abcd$",
+    ):
         slots.get("0123abcdef.seg")
     slots.ensure(10, FAR)
     assert slots.find("0.seg") is slots.get("0.seg")
     assert "0.seg" in slots
 
 
-@pytest.mark.parametrize("error", [QuotaExceeded("too much"), SharedMemoryFull("full"), DaemonUnreachable("gone")])
-def test_an_allocation_that_fails_is_raised_and_tried_again(client: FakeClient, slots: MappedSlots, error: CkptdError) -> None:
+@pytest.mark.parametrize(
+    "error", [QuotaExceeded("too much"), SharedMemoryFull("full"), DaemonUnreachable("gone")]
+)
+def test_an_allocation_that_fails_is_raised_and_tried_again(
+    client: FakeClient, slots: MappedSlots, error: CkptdError
+) -> None:
     """The present slots are gone, since the daemon may have freed them to make room."""
     assert slots.ensure(10, FAR)
     client.errors = [error]
     with pytest.raises(type(error), match=f"^{error}$"):
         slots.ensure(1_000_000, FAR)
-    assert (slots.names, slots.fit(0), [descriptor.closed for descriptor in client.given]) == ([], False, [True] * 4)
+    assert (slots.names, slots.fit(0), [descriptor.closed for descriptor in client.given]) == (
+        [],
+        False,
+        [True] * 4,
+    )
     assert slots.ensure(10, FAR)
     assert slots.names == ["2.seg", "3.seg"]
 
 
-def test_segments_that_cannot_be_mapped_leave_no_descriptor_open(client: FakeClient, slots: MappedSlots) -> None:
+def test_segments_that_cannot_be_mapped_leave_no_descriptor_open(
+    client: FakeClient, slots: MappedSlots
+) -> None:
     client.spoil = lambda descriptors: os.ftruncate(descriptors[2].fileno(), 8192)
     with pytest.raises(CkptdError, match=r"^segment 1\.seg has been cut short by another process$"):
         slots.ensure(10, FAR)
     assert [descriptor.closed for descriptor in client.given] == [True] * 4
 
 
-def test_a_bug_in_the_making_of_slots_is_raised_and_not_tried_again_at_once(client: FakeClient, slots: MappedSlots) -> None:
+def test_a_bug_in_the_making_of_slots_is_raised_and_not_tried_again_at_once(
+    client: FakeClient, slots: MappedSlots
+) -> None:
     client.spoil = lambda descriptors: descriptors[2].close()
-    with pytest.raises(InternalError, match=r"^the slots could not be made: ValueError\('I/O operation on closed file'\)$"):
+    with pytest.raises(
+        InternalError,
+        match=r"^the slots could not be made: ValueError\('I/O operation on closed file'\)$",
+    ):
         slots.ensure(10, FAR)
     assert [descriptor.closed for descriptor in client.given] == [True] * 4
     assert len(client.asked) == 1
@@ -162,7 +209,9 @@ def test_memory_that_cannot_be_mapped_is_an_error_of_storage(
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr("ckptd.agent.copy.mapped_slot.map_segment", refuse)
-    with pytest.raises(StorageError, match="^cannot map the slots in shared memory: .*Cannot allocate memory"):
+    with pytest.raises(
+        StorageError, match="^cannot map the slots in shared memory: .*Cannot allocate memory"
+    ):
         slots.ensure(10, FAR)
     assert [descriptor.closed for descriptor in client.given] == [True] * 4
 
@@ -177,7 +226,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_slots_that_take_too_long_are_made_in_the_background(client: FakeClient, slots: MappedSlots, clock: Clock) -> None:
+def test_slots_that_take_too_long_are_made_in_the_background(
+    client: FakeClient, slots: MappedSlots, clock: Clock
+) -> None:
     client.answering.clear()
     assert not slots.ensure(10, clock.now)
     assert not slots.fit(10)
@@ -186,8 +237,12 @@ def test_slots_that_take_too_long_are_made_in_the_background(client: FakeClient,
     assert (slots.fit(10), len(client.asked)) == (True, 1)
 
 
-def test_a_slow_allocation_holds_the_training_once(client: FakeClient, slots: MappedSlots, clock: Clock) -> None:
-    """The time since the request counts, so a later snapshot that may wait as long does not wait at all."""
+def test_a_slow_allocation_holds_the_training_once(
+    client: FakeClient, slots: MappedSlots, clock: Clock
+) -> None:
+    """The time since the request counts, so a later snapshot that may wait as long does
+    not wait at all.
+    """
     client.answering.clear()
     assert not slots.ensure(10, clock.now)
     until(lambda: client.asked, "request")
@@ -198,7 +253,10 @@ def test_a_slow_allocation_holds_the_training_once(client: FakeClient, slots: Ma
 
 
 def test_slots_that_turn_out_too_small_are_replaced(client: FakeClient, slots: MappedSlots) -> None:
-    """An earlier call needed less memory and has already asked for slots. They arrive, and are too small for the later call."""
+    """An earlier call needed less memory and has already asked for slots.
+
+    They arrive, and are too small for the later call.
+    """
     client.answering.clear()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(slots.ensure, 10, FAR)
@@ -210,13 +268,18 @@ def test_slots_that_turn_out_too_small_are_replaced(client: FakeClient, slots: M
     assert slots.fit(1_000_000)
 
 
-def test_prepare_makes_slots_in_the_background_unless_the_present_ones_will_do(client: FakeClient, slots: MappedSlots) -> None:
+def test_prepare_makes_slots_in_the_background_unless_the_present_ones_will_do(
+    client: FakeClient, slots: MappedSlots
+) -> None:
     slots.prepare(1000)
     assert slots.ensure(1000, FAR)
     slots.prepare(1000)
     slots.prepare(1_000_000)
     assert slots.ensure(1_000_000, FAR)
-    assert [request.capacity for request in client.asked] == [1000 + 15 + (1 << 16), 1_000_000 + 15625 + (1 << 16)]
+    assert [request.capacity for request in client.asked] == [
+        1000 + 15 + (1 << 16),
+        1_000_000 + 15625 + (1 << 16),
+    ]
 
 
 # -- Ctrl-C and forks
@@ -251,14 +314,18 @@ def test_a_preparation_runs_once_however_often_it_is_started(client: FakeClient)
         slot.forget()
 
 
-def test_a_forked_child_closes_every_descriptor_that_it_has_inherited(client: FakeClient, slots: MappedSlots) -> None:
+def test_a_forked_child_closes_every_descriptor_that_it_has_inherited(
+    client: FakeClient, slots: MappedSlots
+) -> None:
     assert slots.ensure(10, FAR)
     slots.forget()
     assert [descriptor.closed for descriptor in client.given] == [True] * 4
     assert slots.names == ["0.seg", "1.seg"]
 
 
-def test_a_fork_during_an_allocation_closes_what_has_arrived(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_during_an_allocation_closes_what_has_arrived(
+    client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     preparation = Preparation(cast(Client, client), 10, 2, {})
     mapped = MappedSlot
 
@@ -269,17 +336,25 @@ def test_a_fork_during_an_allocation_closes_what_has_arrived(client: FakeClient,
 
     monkeypatch.setattr(slots_module, "MappedSlot", fork)
     preparation._prepare()
-    assert isinstance(preparation.error, InternalError)  # the child has no such thread; here it finds its descriptors closed
+    # The child has no such thread; here it finds its descriptors closed.
+    assert isinstance(preparation.error, InternalError)
     assert [descriptor.closed for descriptor in client.given] == [True] * 4
 
 
 # -- what the daemon still has
 
 
-def test_slots_that_the_daemon_has_lost_are_forgotten(client: FakeClient, slots: MappedSlots, caplog: pytest.LogCaptureFixture) -> None:
+def test_slots_that_the_daemon_has_lost_are_forgotten(
+    client: FakeClient, slots: MappedSlots, caplog: pytest.LogCaptureFixture
+) -> None:
     assert slots.ensure(10, FAR)
     slots.keep({"1.seg", "of another rank"})
-    assert (slots.names, [descriptor.closed for descriptor in client.given]) == (["1.seg"], [True, True, False, False])
-    assert caplog.messages == ["a slot has disappeared from shared memory: a snapshot that was only in this slot is lost"]
+    assert (slots.names, [descriptor.closed for descriptor in client.given]) == (
+        ["1.seg"],
+        [True, True, False, False],
+    )
+    assert caplog.messages == [
+        "a slot has disappeared from shared memory: a snapshot that was only in this slot is lost"
+    ]
     slots.keep({"1.seg"})
     assert len(caplog.messages) == 1

@@ -1,4 +1,6 @@
-"""Tests the fields of DCP's metadata that describe a save, against those that DCP's own storage sets."""
+"""Tests the fields of DCP's metadata that describe a save, against those that DCP's own
+storage sets.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def test_a_save_and_its_metadata_say_what_those_of_dcp_say(tmp_path: Path) -> No
         assert meta.checkpoint_id == tmp_path / "ours"
         assert type(meta.checkpoint_id) is type(theirs.storage_meta.checkpoint_id)
     assert ours.storage_meta.save_id == read.storage_meta.save_id == writer.save_id
-    assert getattr(ours, "version", None) == getattr(read, "version", None) == getattr(theirs, "version", None)
+    assert (
+        getattr(ours, "version", None)
+        == getattr(read, "version", None)
+        == getattr(theirs, "version", None)
+    )
 
 
 def test_a_writer_without_a_path_has_no_checkpoint_id() -> None:

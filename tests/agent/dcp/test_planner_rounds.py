@@ -1,4 +1,6 @@
-"""Tests `Agent(planner=, load_planner=)`: the caller's planners plan snapshots and recoveries as they plan `dcp.save` and `dcp.load`."""
+"""Tests `Agent(planner=, load_planner=)`: the caller's planners plan snapshots and
+recoveries as they plan `dcp.save` and `dcp.load`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 
 from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter, per_rank
 from ckptd.shared.errors import CkptdError, InvalidRequest, StructureMismatch
@@ -39,7 +45,9 @@ from tests.support.daemons import Daemon
 from tests.support.ranks import HERE, Ranks
 from tests.support.sharded import build, differing, together, train, whole
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore::FutureWarning"
+)
 
 
 def agent(daemon: Daemon, planner: Any = None, load_planner: Any = None, job: str = "job") -> Agent:
@@ -57,7 +65,11 @@ def test_a_planned_snapshot_is_recovered(daemon: Daemon, source: str) -> None:
         trainer.close()
         trainer = agent(daemon, DefaultSavePlanner())
     torch.manual_seed(77)
-    found: dict[str, Any] = {**blank(), "net": torch.nn.Linear(7, 5), "loader": per_rank({"position": 0})}
+    found: dict[str, Any] = {
+        **blank(),
+        "net": torch.nn.Linear(7, 5),
+        "loader": per_rank({"position": 0}),
+    }
     recovered = trainer.recover(found)
     assert torch.equal(torch.get_rng_state(), before)
     assert recovered is not None
@@ -69,7 +81,9 @@ def test_a_planned_snapshot_is_recovered(daemon: Daemon, source: str) -> None:
 
 
 @pytest.mark.parametrize("planner", [DefaultSavePlanner, Renamed, Halved, HalvedUnawares, Extra])
-def test_a_planned_snapshot_has_what_dcp_would_have_saved(daemon: Daemon, tmp_path: Path, planner: type[DefaultSavePlanner]) -> None:
+def test_a_planned_snapshot_has_what_dcp_would_have_saved(
+    daemon: Daemon, tmp_path: Path, planner: type[DefaultSavePlanner]
+) -> None:
     trainer = agent(daemon, planner())
     trainer.snapshot(state(2), step=1).wait("durable", timeout=60)
     trainer.close()
@@ -102,7 +116,14 @@ def test_calls_come_in_the_order_of_dcp(daemon: Daemon, tmp_path: Path) -> None:
     assert (
         ours
         == planner.calls
-        == ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data", "resolve_data"]
+        == [
+            "set_up_planner",
+            "create_local_plan",
+            "create_global_plan",
+            "finish_plan",
+            "resolve_data",
+            "resolve_data",
+        ]
     )
 
 
@@ -111,7 +132,9 @@ class Noting(DefaultSavePlanner):
         super().__init__()
         self.calls: list[str] = []
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
         self.calls.append("set_up_planner")
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
@@ -142,12 +165,21 @@ class OfAnotherKind(DefaultSavePlanner):
     [
         (Dropping, "the planner has dropped a; nothing was saved"),
         (Inventing, "the planner has written items that its metadata lacks: b; nothing was saved"),
-        (OfAnotherShape, "a: the planner's item has shape [4], but resolves to a tensor of shape [3]"),
+        (
+            OfAnotherShape,
+            "a: the planner's item has shape [4], but resolves to a tensor of shape [3]",
+        ),
         (Failing, "the planner has failed: KeyError: 'lost'"),
-        (OfAnotherKind, "the planner's plan holds an object that another rank could not load without running pickled code"),
+        (
+            OfAnotherKind,
+            "the planner's plan holds an object that another rank could not load without running "
+            "pickled code",
+        ),
     ],
 )
-def test_a_planner_that_is_wrong_fails_the_snapshot_alone(daemon: Daemon, planner: type[DefaultSavePlanner], reason: str) -> None:
+def test_a_planner_that_is_wrong_fails_the_snapshot_alone(
+    daemon: Daemon, planner: type[DefaultSavePlanner], reason: str
+) -> None:
     wrong = {"a": torch.zeros(4), "b": torch.zeros(4)}
     trainer = agent(daemon, planner())
     pending = trainer.snapshot(wrong, step=1, on_error="log")
@@ -157,28 +189,40 @@ def test_a_planner_that_is_wrong_fails_the_snapshot_alone(daemon: Daemon, planne
     trainer._planner = DefaultSavePlanner()
     trainer.snapshot(wrong, step=2).wait("durable", timeout=60)
     trainer.close()
-    assert [path.parent.name for path in (daemon.home.root / "job").glob("*/manifest.json")] == ["step-00000002.a0001"]
+    assert [path.parent.name for path in (daemon.home.root / "job").glob("*/manifest.json")] == [
+        "step-00000002.a0001"
+    ]
 
 
 def test_planned_recoveries_that_are_impossible_are_refused(daemon: Daemon) -> None:
     trainer = agent(daemon, DefaultSavePlanner())
     trainer.snapshot({"a": torch.arange(4)}, step=1).wait("durable", timeout=60)
     found = {"b": torch.zeros(4)}
-    with pytest.raises(StructureMismatch, match="Missing key in checkpoint state_dict: b.; nothing was written"):
+    with pytest.raises(
+        StructureMismatch, match="Missing key in checkpoint state_dict: b.; nothing was written"
+    ):
         trainer.recover(found)
-    with pytest.raises(InvalidRequest, match="the state is of type list; with a planner, expected a dict"):
+    with pytest.raises(
+        InvalidRequest, match="the state is of type list; with a planner, expected a dict"
+    ):
         trainer.recover([torch.zeros(4)])
     assert trainer.snapshot([torch.zeros(4)], step=2).state == "failed"
     trainer.close()
     trainer = agent(daemon, load_planner=IntoAnotherShape())
-    with pytest.raises(CkptdError, match=r"a: the planner reads a piece of shape \[4\] into a tensor of shape \[3\]"):
+    with pytest.raises(
+        CkptdError,
+        match=r"a: the planner reads a piece of shape \[4\] into a tensor of shape \[3\]",
+    ):
         trainer.recover({"a": torch.zeros(4)})
     trainer.close()
 
 
 def test_a_planned_snapshot_without_a_free_slot_is_skipped(daemon: Daemon) -> None:
     trainer = agent(daemon, DefaultSavePlanner())
-    pendings = [trainer.snapshot({"a": torch.randn(2_000_000)}, step=step, on_busy="skip") for step in range(1, 9)]
+    pendings = [
+        trainer.snapshot({"a": torch.randn(2_000_000)}, step=step, on_busy="skip")
+        for step in range(1, 9)
+    ]
     assert {pending.state for pending in pendings} <= {"sealed", "durable", "skipped"}
     trainer.snapshot({"a": torch.zeros(2_000_000)}, step=9).wait("durable", timeout=60)
     trainer.close()
@@ -189,11 +233,17 @@ def test_a_planned_snapshot_without_a_free_slot_is_skipped(daemon: Daemon) -> No
 
 def states() -> dict[str, Any]:
     model, optimizer = HERE["model"], HERE["optimizer"]
-    return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer), "count": HERE["count"]}
+    return {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer),
+        "count": HERE["count"],
+    }
 
 
 def save(socket: Path, step: int, planner: type[DefaultSavePlanner]) -> str:
-    trainer = HERE.get("agent") or HERE.setdefault("agent", Agent("job", socket=socket, planner=planner()))
+    trainer = HERE.get("agent") or HERE.setdefault(
+        "agent", Agent("job", socket=socket, planner=planner())
+    )
     trainer._planner = planner()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -206,7 +256,9 @@ def save(socket: Path, step: int, planner: type[DefaultSavePlanner]) -> str:
 
 
 def recover(socket: Path) -> tuple[str, int]:
-    trainer = HERE.get("agent") or HERE.setdefault("agent", Agent("job", socket=socket, planner=DefaultSavePlanner()))
+    trainer = HERE.get("agent") or HERE.setdefault(
+        "agent", Agent("job", socket=socket, planner=DefaultSavePlanner())
+    )
     found = states()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -218,7 +270,9 @@ def recover(socket: Path) -> tuple[str, int]:
 
 
 def changed(found: Any, wanted: Any) -> list[str]:
-    """Return what differs, except buffers: each rank has its own, and DCP saves one of them."""
+    """Return what differs, except buffers: each rank has its own, and DCP saves one of
+    them.
+    """
     return [name for name in differing(found, wanted) if not name.startswith("model.norm.running")]
 
 

@@ -1,4 +1,6 @@
-"""Saves of `dcp.save` and `dcp.async_save` by ranks that are on several nodes, each with a daemon of its own."""
+"""Saves of `dcp.save` and `dcp.async_save` by ranks that are on several nodes, each
+with a daemon of its own.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,17 @@ __all__ = ["two"]  # a fixture
 
 
 def save_through_dcp(where: Sockets, path: Path, **options: Any) -> str:
-    """Save the state of a step with `dcp.save`. Return the reasons of all ranks if it fails."""
+    """Save the state of a step with `dcp.save`.
+
+    Return the reasons of all ranks if it fails.
+    """
     writer = StorageWriter(path, socket=where[dist.get_rank()], **options)
     try:
         dcp.save(_state_of_dcp(int(path.name.removeprefix("step-"))), storage_writer=writer)
     except dcp.CheckpointException as error:
-        return "; ".join(f"{rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
+        return "; ".join(
+            f"{rank}: {failure[0]}" for rank, failure in sorted(error.failures.items())
+        )
     return ""
 
 
@@ -60,9 +67,18 @@ def test_dcp_saves_and_loads_on_several_nodes(two: Nodes) -> None:
         assert ranks.call(_save_again, where, job / "step-7") == [""] * 4
         assert ranks.call(save_through_dcp, where, job / "step-8") == [""] * 4
     repository = open_root(two.root)
-    manifests = {tag: repository.read_manifest(JOB, tag) for tag in repository.tags(JOB) if repository.is_committed(JOB, tag)}
-    assert list(manifests) == [names.tag_directory(*each) for each in ((5, None, 1), (6, None, 1), (7, None, 2), (8, None, 2))]
-    assert all([part.rank for part in manifest.parts] == [0, 1, 2, 3] for manifest in manifests.values())
+    manifests = {
+        tag: repository.read_manifest(JOB, tag)
+        for tag in repository.tags(JOB)
+        if repository.is_committed(JOB, tag)
+    }
+    assert list(manifests) == [
+        names.tag_directory(*each)
+        for each in ((5, None, 1), (6, None, 1), (7, None, 2), (8, None, 2))
+    ]
+    assert all(
+        [part.rank for part in manifest.parts] == [0, 1, 2, 3] for manifest in manifests.values()
+    )
     with Ranks(3) as ranks:
         assert ranks.call(_recover_planned_from, sockets(two, 0, 1, 1)) == [8] * 3
 
@@ -79,19 +95,30 @@ def _recover_planned_from(where: Sockets) -> int:
     return int(found.step)
 
 
-@pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS], ids=["thread", "process"])
-def test_dcp_saves_in_the_background_on_several_nodes(two: Nodes, kind: AsyncCheckpointerType) -> None:
+@pytest.mark.parametrize(
+    "kind", [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS], ids=["thread", "process"]
+)
+def test_dcp_saves_in_the_background_on_several_nodes(
+    two: Nodes, kind: AsyncCheckpointerType
+) -> None:
     where = sockets(two, 0, 1)
     with Ranks(2) as ranks:
         for step in (5, 6):
-            assert ranks.call(save_in_the_background, where, two.root / JOB / f"step-{step}", kind) == [""] * 2
+            assert (
+                ranks.call(save_in_the_background, where, two.root / JOB / f"step-{step}", kind)
+                == [""] * 2
+            )
             ranks.call(load_through_dcp, two.root / JOB / f"step-{step}")
 
 
 def save_in_the_background(where: Sockets, path: Path, kind: AsyncCheckpointerType) -> str:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # so that DCP may start one
     writer = StorageWriter(path, socket=where[dist.get_rank()])
-    saved = dcp.async_save(_state_of_dcp(int(path.name.removeprefix("step-"))), storage_writer=writer, async_checkpointer_type=kind)
+    saved = dcp.async_save(
+        _state_of_dcp(int(path.name.removeprefix("step-"))),
+        storage_writer=writer,
+        async_checkpointer_type=kind,
+    )
     cast("Future[Any]", saved).result(120)
     return ""
 
@@ -103,7 +130,9 @@ def test_dcp_saves_in_the_attempt_of_the_agents(two: Nodes) -> None:
         assert ranks.call(take, 5) == [""] * 2
         assert ranks.call(save_through_dcp, where, two.root / JOB / "step-6") == [""] * 2
         assert ranks.call(take, 7) == [""] * 2
-    assert open_root(two.root).tags(JOB) == [names.tag_directory(step, None, 1) for step in (5, 6, 7)]
+    assert open_root(two.root).tags(JOB) == [
+        names.tag_directory(step, None, 1) for step in (5, 6, 7)
+    ]
 
 
 def test_a_save_through_dcp_that_one_node_cannot_take_is_no_checkpoint(two: Nodes) -> None:
@@ -116,12 +145,15 @@ def test_a_save_through_dcp_that_one_node_cannot_take_is_no_checkpoint(two: Node
     assert open_root(two.root).tags(JOB) == [names.tag_directory(step, None, 1) for step in (5, 7)]
 
 
-def test_the_coordinator_that_fails_before_it_writes_keeps_no_other_rank_waiting(two: Nodes) -> None:
+def test_the_coordinator_that_fails_before_it_writes_keeps_no_other_rank_waiting(
+    two: Nodes,
+) -> None:
     where, job = sockets(two, 0, 1), two.root / JOB
     with Ranks(2) as ranks:
         assert ranks.call(save_through_dcp, where, job / "step-4") == [""] * 2
         assert "twice on one rank" in ranks.call(_save_twice, where, job / "step-5")[0]
-        until(lambda: "twice on one rank" in _last_error(two[1]), "failed step")  # long before `rank_timeout`
+        # Long before `rank_timeout`.
+        until(lambda: "twice on one rank" in _last_error(two[1]), "failed step")
         assert ranks.call(save_through_dcp, where, job / "step-6") == [""] * 2
 
 
@@ -141,7 +173,9 @@ def _save_twice(where: Sockets, path: Path) -> str:
 
 
 class _Twice(DefaultSavePlanner):
-    """A planner that writes each item twice on rank 0, which ckptd refuses before it asks for a slot."""
+    """A planner that writes each item twice on rank 0, which ckptd refuses before it
+    asks for a slot.
+    """
 
     def finish_plan(self, new_plan: Any) -> Any:
         found = super().finish_plan(new_plan)
@@ -169,8 +203,13 @@ def _save_with_a_failing_planner(where: Sockets, path: Path) -> str:
 def test_a_node_without_a_daemon_is_named(two: Nodes) -> None:
     with Ranks(2) as ranks:
         ranks.call(_move_to_other_machines)
-        (found, _) = ranks.call(save_through_dcp, [two[0].home.socket, two.path / "nowhere"], two.root / JOB / "step-5")
-    assert f"rank 1 on host-1 cannot save to {two.root}/{JOB}/step-5: no daemon listens at {two.path}/nowhere on host-1" in found
+        (found, _) = ranks.call(
+            save_through_dcp, [two[0].home.socket, two.path / "nowhere"], two.root / JOB / "step-5"
+        )
+    assert (
+        f"rank 1 on host-1 cannot save to {two.root}/{JOB}/step-5: no daemon listens at "
+        f"{two.path}/nowhere on host-1" in found
+    )
 
 
 def _move_to_other_machines() -> None:

@@ -1,4 +1,6 @@
-"""A part that a process writes itself, and the manifest: whole, locked until the commit, and gone without a trace after a failure."""
+"""A part that a process writes itself, and the manifest: whole, locked until the
+commit, and gone without a trace after a failure.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,19 @@ from ckptd.shared.storage.standalone import StandaloneDirectory
 from ckptd.shared.system.storage_seam import Closable
 from tests.support.descriptors import opened
 
-STATE = {"w": torch.arange(300_000.0), "bytes": torch.arange(70_000, dtype=torch.int64).to(torch.uint8), "n": 5}
+STATE = {
+    "w": torch.arange(300_000.0),
+    "bytes": torch.arange(70_000, dtype=torch.int64).to(torch.uint8),
+    "n": 5,
+}
 
 
 class Save:
     """Saves a state as one part, and commits it, in separate calls."""
 
-    def __init__(self, directory: Path, state: dict[str, Any] | None = None, threads: int | None = 2) -> None:
+    def __init__(
+        self, directory: Path, state: dict[str, Any] | None = None, threads: int | None = 2
+    ) -> None:
         planner = DefaultSavePlanner()
         planner.set_up_planner(STATE if state is None else state, is_coordinator=True)
         plans, self.metadata = planner.create_global_plan([planner.create_local_plan()])
@@ -44,19 +52,31 @@ class Save:
 
     @property
     def layout(self) -> Layout:
-        return self.resolved.lay_out(global_plan=bytes(32), metadata=plain_metadata(self.metadata, []))
+        return self.resolved.lay_out(
+            global_plan=bytes(32), metadata=plain_metadata(self.metadata, [])
+        )
 
     def write(self) -> PartEntry:
         self.part.write(self.layout, self.resolved, 1000)
         return self.part.finish(self.layout, values_of(self.metadata), SnapshotRequest())
 
     def commit(self, entry: PartEntry, *, overwrite: bool = False) -> None:
-        commit(self.storage, self.layout, [entry], SnapshotRequest(), "raw", overwrite=overwrite, nonce=self.part.nonce)
+        commit(
+            self.storage,
+            self.layout,
+            [entry],
+            SnapshotRequest(),
+            "raw",
+            overwrite=overwrite,
+            nonce=self.part.nonce,
+        )
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Make chunks so small that STATE has many of them, and check afterwards that no descriptor is left open."""
+    """Make chunks so small that STATE has many of them, and check afterwards that no
+    descriptor is left open.
+    """
     monkeypatch.setattr(standalone, "DEFAULT_CHUNK", MIN_CHUNK)
     yield
     assert opened(tmp_path) == [], "a descriptor is left open"
@@ -73,7 +93,11 @@ def test_a_committed_part_holds_the_state(tmp_path: Path, threads: int | None) -
     with Checkpoint.open(tmp_path / "x") as checkpoint:
         checkpoint.verify()
         found = checkpoint.load()
-    assert (torch.equal(found["w"], STATE["w"]), torch.equal(found["bytes"], STATE["bytes"]), found["n"]) == (True, True, 5)  # type: ignore[arg-type]
+    assert (
+        torch.equal(found["w"], STATE["w"]),  # type: ignore[arg-type]
+        torch.equal(found["bytes"], STATE["bytes"]),  # type: ignore[arg-type]
+        found["n"],
+    ) == (True, True, 5)
 
 
 def test_a_state_without_tensors_is_a_checkpoint_too(tmp_path: Path) -> None:
@@ -121,7 +145,9 @@ def test_a_forked_child_takes_nothing_away(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tries", [3, standalone._TRIES])
-def test_a_part_that_is_swept_before_it_is_locked_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tries: int) -> None:
+def test_a_part_that_is_swept_before_it_is_locked_is_created_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tries: int
+) -> None:
     hold, seen = StandaloneDirectory.hold, list[str]()
 
     def swept(self: StandaloneDirectory, file: str) -> Closable:
@@ -144,7 +170,9 @@ def test_a_part_that_is_swept_before_it_is_locked_is_created_again(tmp_path: Pat
     assert list((tmp_path / "x").iterdir()) == []
 
 
-def test_after_a_failed_write_no_other_chunk_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failed_write_no_other_chunk_is_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save, chunks = Save(tmp_path / "x"), list[int]()
     chunk = save.part._writer.chunk
 
@@ -162,7 +190,9 @@ def test_after_a_failed_write_no_other_chunk_is_begun(tmp_path: Path, monkeypatc
     assert list((tmp_path / "x").iterdir()) == []
 
 
-def test_an_interpreter_that_is_shutting_down_finishes_the_save_on_its_own_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_that_is_shutting_down_finishes_the_save_on_its_own_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Ending(ThreadPoolExecutor):
         def submit(self, *_: Any, **__: Any) -> Any:
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
@@ -176,7 +206,9 @@ def test_an_interpreter_that_is_shutting_down_finishes_the_save_on_its_own_threa
 
 
 def test_bytes_are_cut_where_the_chunks_are() -> None:
-    pieces = standalone._Pieces(iter([memoryview(b"abc"), memoryview(b""), memoryview(b"defgh"), memoryview(b"i")]))
+    pieces = standalone._Pieces(
+        iter([memoryview(b"abc"), memoryview(b""), memoryview(b"defgh"), memoryview(b"i")])
+    )
     found = []
     for length in (2, 0, 5, 2):
         target = bytearray(length)
@@ -185,7 +217,9 @@ def test_bytes_are_cut_where_the_chunks_are() -> None:
     assert found == [b"ab", b"", b"cdefg", b"hi"]
 
 
-def test_a_part_may_be_named_if_its_manifest_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_may_be_named_if_its_manifest_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If the manifest cannot be read, the part counts as named, so it is not deleted."""
     storage = StandaloneDirectory(tmp_path)
     assert not is_named(storage, "rank-00000.x.ckpt")

@@ -1,4 +1,7 @@
-"""DCP's reader: what it opens, when it closes it, and which path it means. `test_storage_writer.py` loads whole states with it."""
+"""DCP's reader: what it opens, when it closes it, and which path it means.
+
+`test_storage_writer.py` loads whole states with it.
+"""
 
 from __future__ import annotations
 
@@ -58,18 +61,28 @@ def test_each_load_has_an_id_of_its_own(saved: Path) -> None:
 def test_an_id_given_to_dcp_replaces_the_path(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader()
     assert reader.checkpoint_id is None
-    with pytest.raises(InvalidRequest, match="^StorageReader has no path: give it one, or pass checkpoint_id= to dcp.load$"):
+    with pytest.raises(
+        InvalidRequest,
+        match="^StorageReader has no path: give it one, or pass checkpoint_id= to dcp.load$",
+    ):
         reader.read_metadata()
     monkeypatch.chdir(saved.parent)
     reader.reset("x")
     assert reader.checkpoint_id == str(saved)
     reader.reset()
     assert reader.checkpoint_id == str(saved)
-    assert [Reader.validate_checkpoint_id(path) for path in ("x", saved, "s3://bucket/x", "hdfs://x")] == [True, True, True, False]
+    assert [
+        Reader.validate_checkpoint_id(path) for path in ("x", saved, "s3://bucket/x", "hdfs://x")
+    ] == [True, True, True, False]
 
 
 def test_metadata_that_was_read_elsewhere_is_opened_by_each_reader(saved: Path) -> None:
-    metadata, reader, planner, state = Reader(saved).read_metadata(), Reader(saved), DefaultLoadPlanner(), {"w": torch.zeros(4)}
+    metadata, reader, planner, state = (
+        Reader(saved).read_metadata(),
+        Reader(saved),
+        DefaultLoadPlanner(),
+        {"w": torch.zeros(4)},
+    )
     reader.set_up_storage_reader(metadata, True)
     planner.set_up_planner(state, metadata, is_coordinator=True)
     (plan,) = reader.prepare_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
@@ -90,11 +103,15 @@ def test_a_checkpoint_that_each_rank_has_saved_alone_is_opened_by_its_rank(tmp_p
 
 
 def test_a_checkpoint_of_all_ranks_is_not_looked_for_under_one(saved: Path) -> None:
-    with pytest.raises(IntegrityError, match="^the checkpoint in .* cannot be read, and no rank has its own there"):
+    with pytest.raises(
+        IntegrityError, match="^the checkpoint in .* cannot be read, and no rank has its own there"
+    ):
         Reader(saved).read_metadata(rank=0)
 
 
-def test_an_error_of_the_machine_names_the_path(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_machine_names_the_path(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
 

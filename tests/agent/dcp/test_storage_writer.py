@@ -1,4 +1,6 @@
-"""Tests `dcp.save`, `async_save` and `load` through ckptd in one process, in a directory of its own and under the root of a daemon."""
+"""Tests `dcp.save`, `async_save` and `load` through ckptd in one process, in a
+directory of its own and under the root of a daemon.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner, _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -29,7 +46,9 @@ from ckptd.shared.storage.marker import MARKER
 from ckptd.shared.system import failpoints
 from tests.support.daemons import Daemon
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore::FutureWarning"
+)
 
 
 class Place:
@@ -42,11 +61,17 @@ class Place:
         return self.base / name
 
     def writer(self, name: str, **options: Any) -> StorageWriter:
-        return StorageWriter(self.path(name), socket=self.daemon.home.socket if self.daemon else None, **options)
+        return StorageWriter(
+            self.path(name), socket=self.daemon.home.socket if self.daemon else None, **options
+        )
 
     def files(self) -> dict[str, list[str]]:
         """Return the files of each checkpoint directory."""
-        found = {where.name: sorted(p.name for p in where.iterdir()) for where in self.base.iterdir() if where.is_dir()}
+        found = {
+            where.name: sorted(p.name for p in where.iterdir())
+            for where in self.base.iterdir()
+            if where.is_dir()
+        }
         return {name: files for name, files in found.items() if files}
 
 
@@ -89,10 +114,15 @@ def same(one: Any, other: Any) -> bool:
     """Return True if both are equal bit for bit, with the same types."""
     if isinstance(one, torch.Tensor):
         return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
-            one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+            one.contiguous().view(-1).view(torch.uint8),
+            other.contiguous().view(-1).view(torch.uint8),
         )
     if isinstance(one, dict):
-        return isinstance(other, dict) and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+        return (
+            isinstance(other, dict)
+            and list(one) == list(other)
+            and all(same(one[key], other[key]) for key in one)
+        )
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
@@ -103,7 +133,10 @@ def directories(path: Path) -> list[str]:
 
 
 def refused(function: Any, *arguments: Any, **options: Any) -> str:
-    """Return the last line of the error that DCP raises. It has the name and message of ckptd's error."""
+    """Return the last line of the error that DCP raises.
+
+    It has the name and message of ckptd's error.
+    """
     with pytest.raises(dcp.CheckpointException) as caught:
         function(*arguments, **options)
     return str(caught.value).strip().splitlines()[-1].removeprefix("ckptd.shared.errors.")
@@ -140,17 +173,27 @@ def test_async_save_has_the_values_of_its_call(spot: Place) -> None:
 
 def test_saves_of_one_writer_may_overlap(spot: Place) -> None:
     writer = spot.writer("unused")
-    futures = [dcp.async_save(state(n), checkpoint_id=spot.path(f"save-{n}"), storage_writer=writer) for n in range(4)]
+    futures = [
+        dcp.async_save(state(n), checkpoint_id=spot.path(f"save-{n}"), storage_writer=writer)
+        for n in range(4)
+    ]
     for n, future in enumerate(futures):
         future.result()  # type: ignore[union-attr]
         assert same(Checkpoint.open(spot.path(f"save-{n}")).load(), state(n))
 
 
 def test_the_writer_is_a_stager_and_can_be_pickled() -> None:
-    writer = StorageWriter("/ckpts/gpt/best", codec="zstd:3", overwrite=True, weights_only=False)  # nothing is read here
+    # Nothing is read here.
+    writer = StorageWriter("/ckpts/gpt/best", codec="zstd:3", overwrite=True, weights_only=False)
     assert isinstance(writer, AsyncStager)
-    other = pickle.loads(pickle.dumps(writer))  # pickled on this line; DCP sends a writer to its own process so
-    assert (other.checkpoint_id, other.codec, other.overwrite, other.weights_only) == ("/ckpts/gpt/best", "zstd:3", True, False)
+    # Pickled on this line; DCP sends a writer to its own process so.
+    other = pickle.loads(pickle.dumps(writer))
+    assert (other.checkpoint_id, other.codec, other.overwrite, other.weights_only) == (
+        "/ckpts/gpt/best",
+        "zstd:3",
+        True,
+        False,
+    )
 
 
 # -- what is written, and how else it can be read
@@ -176,7 +219,9 @@ def test_under_a_root_the_daemon_commits(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("path", ["best", "a/b/best", ".ckptd/best"])
 def test_at_another_depth_under_a_root_the_process_writes_itself(daemon: Daemon, path: str) -> None:
-    dcp.save(state(), storage_writer=StorageWriter(daemon.home.root / path, socket=daemon.home.socket))
+    dcp.save(
+        state(), storage_writer=StorageWriter(daemon.home.root / path, socket=daemon.home.socket)
+    )
     assert (daemon.home.root / path / "manifest.json").is_file()
     assert daemon.status()["jobs"] == []
 
@@ -192,7 +237,12 @@ def test_a_save_can_be_read_without_dcp(spot: Place) -> None:
 
 
 def test_recover_brings_a_save_through_dcp_back(daemon: Daemon) -> None:
-    dcp.save(state(4), storage_writer=StorageWriter(daemon.home.root / "gpt" / "step-7", socket=daemon.home.socket))
+    dcp.save(
+        state(4),
+        storage_writer=StorageWriter(
+            daemon.home.root / "gpt" / "step-7", socket=daemon.home.socket
+        ),
+    )
     leave_all()
     agent = Agent("gpt", socket=daemon.home.socket)
     loaded = blank()
@@ -213,31 +263,48 @@ def test_a_snapshot_is_loaded_by_dcp(daemon: Daemon) -> None:
 
 
 def test_tensors_that_overlap_are_loaded_without_a_template(daemon: Daemon) -> None:
-    """The storage in which both lie is an item of its own, without a name of the user's."""
+    """The storage in which both lie is an item of its own, without a name of the
+    user's.
+    """
     agent = Agent("job", socket=daemon.home.socket)
     base = torch.arange(15.0)
     agent.snapshot({"a": base[:10], "b": base[5:]}, step=1, rng=False).wait("durable", timeout=60)
     agent.close()
     found: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner()
-    _load_state_dict(found, StorageReader(daemon.home.root / "job" / "step-1"), planner=planner, no_dist=True)
-    assert {name: tensor.tolist() for name, tensor in found.items()} == {"a": base[:10].tolist(), "b": base[5:].tolist()}
+    _load_state_dict(
+        found, StorageReader(daemon.home.root / "job" / "step-1"), planner=planner, no_dist=True
+    )
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        "a": base[:10].tolist(),
+        "b": base[5:].tolist(),
+    }
 
 
 def test_an_agent_of_this_process_is_used(daemon: Daemon) -> None:
     agent = Agent("gpt", socket=daemon.home.socket)
     agent.snapshot(state(1), step=10).wait("durable", timeout=60)
-    dcp.save(state(2), storage_writer=StorageWriter(daemon.home.root / "gpt" / "best", socket=daemon.home.socket))
+    dcp.save(
+        state(2),
+        storage_writer=StorageWriter(daemon.home.root / "gpt" / "best", socket=daemon.home.socket),
+    )
     assert agent.attempt == 1
     agent.snapshot(state(3), step=12).wait("durable", timeout=60)
     going_back = StorageWriter(daemon.home.root / "gpt" / "step-3", socket=daemon.home.socket)
     assert "recover() to go back" in refused(dcp.save, state(), storage_writer=going_back)
-    again = StorageWriter(daemon.home.root / "gpt" / "best", socket=daemon.home.socket, overwrite=True)
-    assert "tag 'best' is taken in attempt 1 of this process's own Agent, which cannot be overwritten" in refused(
-        dcp.save, state(), storage_writer=again
+    again = StorageWriter(
+        daemon.home.root / "gpt" / "best", socket=daemon.home.socket, overwrite=True
+    )
+    assert (
+        "tag 'best' is taken in attempt 1 of this process's own Agent, which cannot be overwritten"
+        in refused(dcp.save, state(), storage_writer=again)
     )
     agent.close()
-    assert directories(daemon.home.root / "gpt") == ["best.a0001", "step-00000010.a0001", "step-00000012.a0001"]
+    assert directories(daemon.home.root / "gpt") == [
+        "best.a0001",
+        "step-00000010.a0001",
+        "step-00000012.a0001",
+    ]
 
 
 # -- saving again
@@ -260,16 +327,25 @@ def test_overwrite_replaces_the_checkpoint(spot: Place) -> None:
         dcp.load(loaded, storage_reader=StorageReader(spot.path("latest")))
         assert same(loaded, state(seed))
     if spot.daemon is None:
-        assert [len(files) for files in spot.files().values()] == [3]  # nothing of the earlier checkpoints is left
+        # Nothing of the earlier checkpoints is left.
+        assert [len(files) for files in spot.files().values()] == [3]
     else:
         assert directories(spot.daemon.home.root / "gpt") == ["latest.a0003"]
 
 
 def test_a_part_is_spread_over_several_files(tmp_path: Path) -> None:
-    """A save in one file follows in the same place. Other files beside it are left alone."""
+    """A save in one file follows in the same place.
+
+    Other files beside it are left alone.
+    """
     (tmp_path / "notes.txt").write_text("mine")
     for files, seed in ((3, 1), (2, 2), (1, 3)):
-        dcp.save(state(seed), storage_writer=StorageWriter(tmp_path, overwrite=True, codec="raw", files_per_rank=files))
+        dcp.save(
+            state(seed),
+            storage_writer=StorageWriter(
+                tmp_path, overwrite=True, codec="raw", files_per_rank=files
+            ),
+        )
         assert len(list(tmp_path.glob("*.ckpt"))) == files
         loaded = blank()
         dcp.load(loaded, storage_reader=StorageReader(tmp_path))
@@ -277,7 +353,11 @@ def test_a_part_is_spread_over_several_files(tmp_path: Path) -> None:
         with Checkpoint.open(tmp_path) as checkpoint:
             checkpoint.verify()
             assert same(checkpoint.load(), state(seed))
-    assert sorted(path.name for path in tmp_path.iterdir())[:3] == [".metadata", "manifest.json", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir())[:3] == [
+        ".metadata",
+        "manifest.json",
+        "notes.txt",
+    ]
 
 
 def test_a_reader_of_an_overwritten_checkpoint_can_finish(tmp_path: Path) -> None:
@@ -313,7 +393,10 @@ def test_impossible_numbers_and_lengths_of_files_are_refused() -> None:
 def test_overwriting_keeps_a_pinned_checkpoint(daemon: Daemon) -> None:
     path = daemon.home.root / "gpt" / "latest"
     for seed in (1, 2, 3):
-        dcp.save(state(seed), storage_writer=StorageWriter(path, socket=daemon.home.socket, overwrite=True))
+        dcp.save(
+            state(seed),
+            storage_writer=StorageWriter(path, socket=daemon.home.socket, overwrite=True),
+        )
         if seed == 1:
             pin(path.parent / "latest.a0001", remove=False)
     assert directories(path.parent) == ["latest.a0001", "latest.a0003"]
@@ -322,9 +405,18 @@ def test_overwriting_keeps_a_pinned_checkpoint(daemon: Daemon) -> None:
 
 def test_a_step_behind_the_last_begins_a_new_attempt(daemon: Daemon) -> None:
     for number in (7, 9, 8):
-        dcp.save(state(number), storage_writer=StorageWriter(daemon.home.root / "gpt" / f"step-{number}", socket=daemon.home.socket))
+        dcp.save(
+            state(number),
+            storage_writer=StorageWriter(
+                daemon.home.root / "gpt" / f"step-{number}", socket=daemon.home.socket
+            ),
+        )
     leave_all()
-    assert directories(daemon.home.root / "gpt") == ["step-00000007.a0001", "step-00000008.a0002", "step-00000009.a0001"]
+    assert directories(daemon.home.root / "gpt") == [
+        "step-00000007.a0001",
+        "step-00000008.a0002",
+        "step-00000009.a0001",
+    ]
 
 
 def test_files_of_a_killed_process_are_swept(tmp_path: Path) -> None:
@@ -351,9 +443,15 @@ def hugging_face(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"), [(stock, "torch.distributed.checkpoint itself (.metadata)"), (hugging_face, "Hugging Face (model")]
+    ("make", "said"),
+    [
+        (stock, "torch.distributed.checkpoint itself (.metadata)"),
+        (hugging_face, "Hugging Face (model"),
+    ],
 )
-def test_a_save_beside_a_checkpoint_of_another_tool_is_refused(spot: Place, make: Callable[[Path], None], said: str) -> None:
+def test_a_save_beside_a_checkpoint_of_another_tool_is_refused(
+    spot: Place, make: Callable[[Path], None], said: str
+) -> None:
     for name in ("theirs", "step-7"):
         make(spot.path(name))
         before = sorted(spot.path(name).iterdir())
@@ -365,11 +463,26 @@ def test_a_save_beside_a_checkpoint_of_another_tool_is_refused(spot: Place, make
 
 def test_a_save_of_each_rank_beside_a_checkpoint_of_dcp_is_refused(tmp_path: Path) -> None:
     stock(tmp_path)
-    with pytest.raises(AlreadyExists, match="holds a checkpoint of torch.distributed.checkpoint itself"):
-        dcp.save({"a": torch.zeros(3)}, storage_writer=StorageWriter(tmp_path), use_collectives=False)
-    dcp.save({"a": torch.zeros(3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "x"), use_collectives=False)
-    with pytest.raises(AlreadyExists, match=r"holds a checkpoint of torch.distributed.checkpoint itself \(__0.metadata\)"):
-        dcp.save({"a": torch.zeros(3)}, storage_writer=StorageWriter(tmp_path / "x"), use_collectives=False)
+    with pytest.raises(
+        AlreadyExists, match="holds a checkpoint of torch.distributed.checkpoint itself"
+    ):
+        dcp.save(
+            {"a": torch.zeros(3)}, storage_writer=StorageWriter(tmp_path), use_collectives=False
+        )
+    dcp.save(
+        {"a": torch.zeros(3)},
+        storage_writer=dcp.FileSystemWriter(tmp_path / "x"),
+        use_collectives=False,
+    )
+    with pytest.raises(
+        AlreadyExists,
+        match=r"holds a checkpoint of torch.distributed.checkpoint itself \(__0.metadata\)",
+    ):
+        dcp.save(
+            {"a": torch.zeros(3)},
+            storage_writer=StorageWriter(tmp_path / "x"),
+            use_collectives=False,
+        )
 
 
 def test_overwriting_a_checkpoint_of_dcp_leaves_nothing_that_dcp_would_read(tmp_path: Path) -> None:
@@ -381,7 +494,9 @@ def test_overwriting_a_checkpoint_of_dcp_leaves_nothing_that_dcp_would_read(tmp_
 
 
 def test_programs_that_look_for_metadata_find_a_checkpoint_outside_every_root(spot: Place) -> None:
-    """DCP's own reader refuses the marker, and ckptd's own checks do not take it for a checkpoint of DCP."""
+    """DCP's own reader refuses the marker, and ckptd's own checks do not take it for a
+    checkpoint of DCP.
+    """
     dcp.save({"a": torch.ones(3)}, storage_writer=spot.writer("first"))
     if spot.daemon:
         assert not list(spot.base.rglob(".metadata"))
@@ -398,18 +513,24 @@ def test_programs_that_look_for_metadata_find_a_checkpoint_outside_every_root(sp
     assert marker.read_bytes() == MARKER
 
 
-def test_a_marker_that_cannot_be_written_fails_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_marker_that_cannot_be_written_fails_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     failpoints.arm("marker.written=error(ENOSPC)")
     try:
         dcp.save({"a": torch.ones(3)}, storage_writer=StorageWriter(tmp_path))
     finally:
         failpoints.arm("")
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        f"the checkpoint in {tmp_path} is durable, but programs that look for .metadata will miss it: [Errno 28] No space left on device"
+        f"the checkpoint in {tmp_path} is durable, but programs that look for .metadata will miss "
+        f"it: [Errno 28] No space left on device"
     ]
     assert len(list(tmp_path.iterdir())) == 2
-    assert "already exists" in refused(dcp.save, {"a": torch.ones(3)}, storage_writer=StorageWriter(tmp_path))
-    assert (tmp_path / ".metadata").read_bytes() == MARKER  # repaired by the next save, although it was refused
+    assert "already exists" in refused(
+        dcp.save, {"a": torch.ones(3)}, storage_writer=StorageWriter(tmp_path)
+    )
+    # Repaired by the next save, although it was refused.
+    assert (tmp_path / ".metadata").read_bytes() == MARKER
     (tmp_path / "manifest.json").unlink()
     failpoints.arm("marker.starting=error(EIO)")
     try:
@@ -425,8 +546,12 @@ def test_a_marker_that_cannot_be_written_fails_no_save(tmp_path: Path, caplog: p
 class Renamed(DefaultSavePlanner):
     """Gives every name a prefix."""
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        super().set_up_planner({f"old-{key}": value for key, value in state_dict.items()}, storage_meta, is_coordinator)
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(
+            {f"old-{key}": value for key, value in state_dict.items()}, storage_meta, is_coordinator
+        )
 
 
 class Halved(DefaultSavePlanner):
@@ -457,7 +582,9 @@ class Extra(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
-        return plans, replace(metadata, planner_data={**metadata.planner_data, "my-note": {"seen": (1, 2)}})
+        return plans, replace(
+            metadata, planner_data={**metadata.planner_data, "my-note": {"seen": (1, 2)}}
+        )
 
 
 class Reading(DefaultLoadPlanner):
@@ -467,7 +594,9 @@ class Reading(DefaultLoadPlanner):
         super().__init__()
         self.calls: list[str] = []
 
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
         assert metadata is not None
         self.planner_data = metadata.planner_data
@@ -490,8 +619,12 @@ class Reading(DefaultLoadPlanner):
 
 
 def test_a_planner_may_rename_keys(spot: Place) -> None:
-    dcp.save({"a": torch.arange(4), "b": 2}, storage_writer=spot.writer("renamed"), planner=Renamed())
-    assert same(Checkpoint.open(spot.path("renamed")).load(), {"old-a": torch.arange(4), "old-b": 2})
+    dcp.save(
+        {"a": torch.arange(4), "b": 2}, storage_writer=spot.writer("renamed"), planner=Renamed()
+    )
+    assert same(
+        Checkpoint.open(spot.path("renamed")).load(), {"old-a": torch.arange(4), "old-b": 2}
+    )
 
 
 @pytest.mark.parametrize("planner", [Halved, HalvedUnawares])
@@ -508,7 +641,9 @@ def test_a_planner_may_cast_tensors(spot: Place, planner: type[DefaultSavePlanne
 def test_planner_data_comes_back(spot: Place) -> None:
     dcp.save({"a": torch.arange(4)}, storage_writer=spot.writer("extra"), planner=Extra())
     planner = Reading()
-    dcp.load({"a": torch.zeros(4)}, storage_reader=StorageReader(spot.path("extra")), planner=planner)
+    dcp.load(
+        {"a": torch.zeros(4)}, storage_reader=StorageReader(spot.path("extra")), planner=planner
+    )
     assert planner.planner_data == {"a": ("a",), "my-note": {"seen": (1, 2)}}
 
 
@@ -518,7 +653,11 @@ def test_storage_meta_names_save_and_load(spot: Place) -> None:
     found = reader.read_metadata().storage_meta
     assert found is not None
     assert metadata.storage_meta is not None
-    assert (str(found.checkpoint_id), found.save_id, found.load_id) == (str(spot.path("meta")), writer.save_id, reader.load_id)
+    assert (str(found.checkpoint_id), found.save_id, found.load_id) == (
+        str(spot.path("meta")),
+        writer.save_id,
+        reader.load_id,
+    )
     assert metadata.storage_meta.save_id == writer.save_id
     reader.close()
 
@@ -536,8 +675,17 @@ def test_plans_that_are_cached(spot: Place) -> None:
     writer = spot.writer("unused")
     for n in range(3):
         tensor = torch.full((1000,), float(n))
-        dcp.save({"a": tensor}, checkpoint_id=spot.path(f"save-{n}"), storage_writer=writer, planner=Cached())
-    assert [Checkpoint.open(spot.path(f"save-{n}")).tensor("a")[0].item() for n in range(3)] == [0.0, 1.0, 2.0]
+        dcp.save(
+            {"a": tensor},
+            checkpoint_id=spot.path(f"save-{n}"),
+            storage_writer=writer,
+            planner=Cached(),
+        )
+    assert [Checkpoint.open(spot.path(f"save-{n}")).tensor("a")[0].item() for n in range(3)] == [
+        0.0,
+        1.0,
+        2.0,
+    ]
 
 
 class Cached(DefaultSavePlanner):
@@ -566,15 +714,26 @@ class Inventing(DefaultSavePlanner):
 
 
 class OfHalfATensor(DefaultSavePlanner):
-    """Saves the first two elements of four, and says so in its metadata. A reader could not tell the missing ones from damage."""
+    """Saves the first two elements of four, and says so in its metadata.
+
+    A reader could not tell the missing ones from damage.
+    """
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        return replace(plan, items=[replace(plan.items[0], tensor_data=half(plan.items[0].tensor_data)), *plan.items[1:]])
+        return replace(
+            plan,
+            items=[
+                replace(plan.items[0], tensor_data=half(plan.items[0].tensor_data)),
+                *plan.items[1:],
+            ],
+        )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         entries = {
-            item.index.fqn: TensorStorageMetadata(item.tensor_data.properties, item.tensor_data.size, [item.tensor_data.chunk])
+            item.index.fqn: TensorStorageMetadata(
+                item.tensor_data.properties, item.tensor_data.size, [item.tensor_data.chunk]
+            )
             for plan in all_plans
             for item in plan.items
             if item.tensor_data is not None
@@ -614,19 +773,40 @@ class Failing(DefaultSavePlanner):
     ("planner", "reason"),
     [
         (Dropping, "InvalidRequest: the planner has dropped a; nothing was saved"),
-        (Doubling, "InvalidRequest: the planner writes a twice on one rank; each item belongs to one rank, once"),
-        (Inventing, "InvalidRequest: the planner has written items that its metadata lacks: b; nothing was saved"),
+        (
+            Doubling,
+            "InvalidRequest: the planner writes a twice on one rank; each item belongs to one "
+            "rank, once",
+        ),
+        (
+            Inventing,
+            "InvalidRequest: the planner has written items that its metadata lacks: b; nothing "
+            "was saved",
+        ),
         (
             OfHalfATensor,
-            "InvalidRequest: the planner's items do not make up whole tensors: a: only 2 of 4 elements are stored; nothing was saved",
+            "InvalidRequest: the planner's items do not make up whole tensors: a: only 2 of 4 "
+            "elements are stored; nothing was saved",
         ),
-        (OfAnotherShape, "InvalidRequest: a: the planner's item has shape [4], but resolves to a tensor of shape [3]"),
-        (Unsure, "InvalidRequest: a: the planner now resolves it to another dtype or shape than when the save began"),
+        (
+            OfAnotherShape,
+            "InvalidRequest: a: the planner's item has shape [4], but resolves to a tensor of "
+            "shape [3]",
+        ),
+        (
+            Unsure,
+            "InvalidRequest: a: the planner now resolves it to another dtype or shape than when "
+            "the save began",
+        ),
         (Failing, "KeyError: 'lost'"),
     ],
 )
-def test_a_planner_that_is_wrong_saves_nothing(spot: Place, planner: type[DefaultSavePlanner], reason: str) -> None:
-    wrong = {"a": torch.zeros(4)} if planner is Unsure else {"a": torch.zeros(4), "b": torch.zeros(4)}
+def test_a_planner_that_is_wrong_saves_nothing(
+    spot: Place, planner: type[DefaultSavePlanner], reason: str
+) -> None:
+    wrong = (
+        {"a": torch.zeros(4)} if planner is Unsure else {"a": torch.zeros(4), "b": torch.zeros(4)}
+    )
     writer = spot.writer("wrong")
     assert refused(dcp.save, wrong, storage_writer=writer, planner=planner()) == reason
     writer.close()
@@ -654,22 +834,41 @@ class Beyond(DefaultLoadPlanner):
 class Elsewhere(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
-        return replace(plan, items=[replace(item, storage_index=replace(item.storage_index, fqn="c")) for item in plan.items])
+        return replace(
+            plan,
+            items=[
+                replace(item, storage_index=replace(item.storage_index, fqn="c"))
+                for item in plan.items
+            ],
+        )
 
 
 @pytest.mark.parametrize(
     ("planner", "reason"),
     [
-        (IntoAnotherShape, "StructureMismatch: a: the planner reads a piece of shape [4] into a tensor of shape [3]"),
-        (IntoNothing, "StructureMismatch: a: the planner reads into a tensor on the meta device, which has no memory"),
+        (
+            IntoAnotherShape,
+            "StructureMismatch: a: the planner reads a piece of shape [4] into a tensor of shape "
+            "[3]",
+        ),
+        (
+            IntoNothing,
+            "StructureMismatch: a: the planner reads into a tensor on the meta device, which has "
+            "no memory",
+        ),
         (Beyond, "StructureMismatch: a: the planner reads [5] from [0], and [4] are stored there"),
         (Elsewhere, "NotFound: no tensor 'c'; the checkpoint has 1, such as a"),
     ],
 )
-def test_a_wrong_load_planner_is_refused(tmp_path: Path, planner: type[DefaultLoadPlanner], reason: str) -> None:
+def test_a_wrong_load_planner_is_refused(
+    tmp_path: Path, planner: type[DefaultLoadPlanner], reason: str
+) -> None:
     dcp.save({"a": torch.arange(4)}, storage_writer=StorageWriter(tmp_path))
     loaded = {"a": torch.zeros(4)}
-    assert refused(dcp.load, loaded, storage_reader=StorageReader(tmp_path), planner=planner()) == reason
+    assert (
+        refused(dcp.load, loaded, storage_reader=StorageReader(tmp_path), planner=planner())
+        == reason
+    )
     assert same(loaded, {"a": torch.zeros(4)})
 
 
@@ -684,15 +883,22 @@ class Hostile:
 MARK = Path("unset")
 
 
-def test_values_that_need_pickled_code_are_refused(spot: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_need_pickled_code_are_refused(
+    spot: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(f"{__name__}.MARK", tmp_path / "ran")
     state = {"a": torch.arange(4), "b": Hostile()}
     reason = refused(dcp.save, state, storage_writer=spot.writer("hostile"))
-    assert reason.startswith("UnsavableValue: b: the planner's bytes could not be loaded without running pickled code")
+    assert reason.startswith(
+        "UnsavableValue: b: the planner's bytes could not be loaded without running pickled code"
+    )
     assert spot.files() == {}
-    dcp.save(state, storage_writer=spot.writer("hostile", weights_only=False))  # makes the hostile file that is refused below
+    # Makes the hostile file that is refused below.
+    dcp.save(state, storage_writer=spot.writer("hostile", weights_only=False))
     loaded = {"a": torch.zeros(4, dtype=torch.int64), "b": None}
-    assert refused(dcp.load, loaded, storage_reader=StorageReader(spot.path("hostile"))).startswith("UnsavableValue: b: ")
+    assert refused(dcp.load, loaded, storage_reader=StorageReader(spot.path("hostile"))).startswith(
+        "UnsavableValue: b: "
+    )
     with Checkpoint.open(spot.path("hostile")) as checkpoint:
         assert torch.equal(checkpoint.tensor("a"), torch.arange(4))
         with pytest.raises(CkptdError, match="b: it can only be loaded by running pickled code"):
@@ -700,16 +906,27 @@ def test_values_that_need_pickled_code_are_refused(spot: Place, tmp_path: Path, 
     assert not MARK.exists()
 
 
-def not_loaded(caplog: pytest.LogCaptureFixture, state: dict[str, Any], reader: StorageReader) -> str:
-    """Return what DCP raises when it loads, and the errors that ckptd logs. DCP of torch 2.9 to 2.11 does not say why it fails."""
+def not_loaded(
+    caplog: pytest.LogCaptureFixture, state: dict[str, Any], reader: StorageReader
+) -> str:
+    """Return what DCP raises when it loads, and the errors that ckptd logs.
+
+    DCP of torch 2.9 to 2.11 does not say why it fails.
+    """
     return "\n".join([refused(dcp.load, state, storage_reader=reader), *logged_errors(caplog)])
 
 
 def logged_errors(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if (record.name, record.levelname) == ("ckptd.agent", "ERROR")]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if (record.name, record.levelname) == ("ckptd.agent", "ERROR")
+    ]
 
 
-def test_an_error_is_logged_when_dcp_has_asked_for_the_metadata_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_is_logged_when_dcp_has_asked_for_the_metadata_twice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     reader = StorageReader(tmp_path / "none")
     for _ in range(2):
         with pytest.raises(NotFound, match=f"^no checkpoint at {tmp_path}/none, "):
@@ -717,7 +934,9 @@ def test_an_error_is_logged_when_dcp_has_asked_for_the_metadata_twice(tmp_path: 
         assert logged_errors(caplog) == []
         with pytest.raises(NotFound, match=f"^no checkpoint at {tmp_path}/none/rank-00000, "):
             reader.read_metadata(rank=0)
-        assert logged_errors(caplog) == [f"no checkpoint at {tmp_path}/none, which is not a directory"]
+        assert logged_errors(caplog) == [
+            f"no checkpoint at {tmp_path}/none, which is not a directory"
+        ]
         caplog.clear()
 
 
@@ -727,21 +946,29 @@ def test_a_checkpoint_of_dcp_itself_is_not_unpickled(
     monkeypatch.setattr(f"{__name__}.MARK", tmp_path / "ran")
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / ".metadata").write_bytes(pickle.dumps(Hostile()))
-    assert "make one of ckptd from it with `ckptd import" in not_loaded(caplog, {}, StorageReader(tmp_path / "theirs"))
+    assert "make one of ckptd from it with `ckptd import" in not_loaded(
+        caplog, {}, StorageReader(tmp_path / "theirs")
+    )
     assert not MARK.exists()
 
 
 @pytest.mark.parametrize("found", ["nothing", "empty", "file"])
-def test_a_directory_without_a_checkpoint_is_an_error(tmp_path: Path, found: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_directory_without_a_checkpoint_is_an_error(
+    tmp_path: Path, found: str, caplog: pytest.LogCaptureFixture
+) -> None:
     where = tmp_path / "it"
     if found == "empty":
         where.mkdir()
     elif found == "file":
         where.write_text("text")
-    assert f"no checkpoint at {where}" in not_loaded(caplog, {"a": torch.zeros(1)}, StorageReader(where))
+    assert f"no checkpoint at {where}" in not_loaded(
+        caplog, {"a": torch.zeros(1)}, StorageReader(where)
+    )
 
 
-def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_of_a_newer_format_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     dcp.save({"a": torch.zeros(1)}, storage_writer=StorageWriter(tmp_path))
     manifest = tmp_path / "manifest.json"
     newer = manifest.read_bytes().replace(b'"version": 1', b'"version": 3')
@@ -759,18 +986,28 @@ def test_a_damaged_checkpoint_is_refused(spot: Place) -> None:
     with part.open("r+b") as file:
         file.seek(4096 + 100)
         file.write(b"\xff\xfe\xfd")
-    assert refused(dcp.load, blank(), storage_reader=StorageReader(spot.path("damaged"))).startswith("IntegrityError: ")
+    assert refused(
+        dcp.load, blank(), storage_reader=StorageReader(spot.path("damaged"))
+    ).startswith("IntegrityError: ")
 
 
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
-        ({"a": torch.zeros(2, device="meta")}, "UnsavableValue: a: a tensor on the meta device, which has no values"),
+        (
+            {"a": torch.zeros(2, device="meta")},
+            "UnsavableValue: a: a tensor on the meta device, which has no values",
+        ),
         ({"~a": torch.zeros(2)}, "UnsavableValue: ~a: keys may not begin with '~'"),
-        ({"a": torch.zeros(2).to_sparse()}, "UnsavableValue: a: a tensor of layout torch.sparse_coo cannot be saved"),
+        (
+            {"a": torch.zeros(2).to_sparse()},
+            "UnsavableValue: a: a tensor of layout torch.sparse_coo cannot be saved",
+        ),
     ],
 )
-def test_a_value_that_cannot_be_saved_is_named(spot: Place, state: dict[str, Any], reason: str) -> None:
+def test_a_value_that_cannot_be_saved_is_named(
+    spot: Place, state: dict[str, Any], reason: str
+) -> None:
     assert refused(dcp.save, state, storage_writer=spot.writer("cannot")).startswith(reason)
     assert spot.files() == {}
 
@@ -780,8 +1017,9 @@ def test_keys_and_shapes_that_do_not_fit_are_refused(spot: Place) -> None:
     assert "Missing key in checkpoint state_dict: b" in refused(
         dcp.load, {"b": torch.zeros(4)}, storage_reader=StorageReader(spot.path("it"))
     )
-    assert "Size mismatch between saved torch.Size([4]) and current: torch.Size([5]) for a" in refused(
-        dcp.load, {"a": torch.zeros(5)}, storage_reader=StorageReader(spot.path("it"))
+    assert (
+        "Size mismatch between saved torch.Size([4]) and current: torch.Size([5]) for a"
+        in refused(dcp.load, {"a": torch.zeros(5)}, storage_reader=StorageReader(spot.path("it")))
     )
 
 
@@ -797,12 +1035,16 @@ def test_impossible_names_under_a_root_are_refused(daemon: Daemon) -> None:
 
 
 def test_a_named_socket_that_is_missing_fails_the_save(tmp_path: Path) -> None:
-    assert "no daemon listens at" in refused(dcp.save, state(), storage_writer=StorageWriter(tmp_path / "a", socket=tmp_path / "s"))
+    assert "no daemon listens at" in refused(
+        dcp.save, state(), storage_writer=StorageWriter(tmp_path / "a", socket=tmp_path / "s")
+    )
     assert not (tmp_path / "a").exists()
 
 
 def test_a_writer_and_a_reader_need_a_path(caplog: pytest.LogCaptureFixture) -> None:
-    assert "StorageWriter has no path" in refused_any(dcp.save, state(), storage_writer=StorageWriter())
+    assert "StorageWriter has no path" in refused_any(
+        dcp.save, state(), storage_writer=StorageWriter()
+    )
     assert "StorageReader has no path" in not_loaded(caplog, state(), StorageReader())
 
 
@@ -814,10 +1056,17 @@ def refused_any(function: Any, *arguments: Any, **options: Any) -> str:
 
 def test_the_checkpointers_of_experimental_dcp_are_refused(tmp_path: Path) -> None:
     experimental = pytest.importorskip("torch.distributed.checkpoint._experimental")
-    both = experimental.SyncCheckpointer(writer=StorageWriter(tmp_path), reader=StorageReader(tmp_path))
-    with pytest.raises(InvalidRequest, match="pass StorageWriter to dcp.save or dcp.async_save instead$"):
+    both = experimental.SyncCheckpointer(
+        writer=StorageWriter(tmp_path), reader=StorageReader(tmp_path)
+    )
+    with pytest.raises(
+        InvalidRequest, match="pass StorageWriter to dcp.save or dcp.async_save instead$"
+    ):
         both.save(str(tmp_path), {"a": torch.ones(3)})
-    with pytest.raises(InvalidRequest, match=r"pass StorageReader to dcp.load, or call Checkpoint.open\(path\).load\(\)$"):
+    with pytest.raises(
+        InvalidRequest,
+        match=r"pass StorageReader to dcp.load, or call Checkpoint.open\(path\).load\(\)$",
+    ):
         both.load(str(tmp_path), {"a": torch.ones(3)})
     both.close()
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,6 @@
-"""Tests DCP's saves and loads in an object store, outside every root and without a daemon."""
+"""Tests DCP's saves and loads in an object store, outside every root and without a
+daemon.
+"""
 
 from __future__ import annotations
 
@@ -48,15 +50,26 @@ def objects(place: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "state", [{}, {"step": 7}, {"w": torch.arange(10.0)}, {"w": torch.arange(3_000_000.0), "b": torch.ones(3, dtype=torch.bfloat16)}]
+    "state",
+    [
+        {},
+        {"step": 7},
+        {"w": torch.arange(10.0)},
+        {"w": torch.arange(3_000_000.0), "b": torch.ones(3, dtype=torch.bfloat16)},
+    ],
 )
 def test_a_state_comes_back(place: str, state: dict[str, Any]) -> None:
     save(state, place)
-    found = {name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0 for name, value in state.items()}
+    found = {
+        name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0
+        for name, value in state.items()
+    }
     with one_process():
         dcp.load(found, storage_reader=StorageReader(place))
     assert found.keys() == state.keys()
-    assert all(torch.equal(torch.as_tensor(found[name]), torch.as_tensor(state[name])) for name in state)
+    assert all(
+        torch.equal(torch.as_tensor(found[name]), torch.as_tensor(state[name])) for name in state
+    )
     with Checkpoint.open(place) as checkpoint:
         checkpoint.verify()
 
@@ -75,15 +88,25 @@ def test_a_background_save_is_finished_although_the_script_ends(place: str, tmp_
     script.write_text(
         "import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp\n"
         "from ckptd.agent import StorageWriter\n"
-        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/group', rank=0, world_size=1)\n"
-        "dcp.async_save({'w': torch.arange(2_000_000.0)}, storage_writer=StorageWriter(sys.argv[1]))\n"
+        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/group', rank=0, "
+        f"world_size=1)\n"
+        "dcp.async_save({'w': torch.arange(2_000_000.0)}, "
+        "storage_writer=StorageWriter(sys.argv[1]))\n"
     )
-    done = subprocess.run([sys.executable, "-W", "ignore", str(script), place], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), place],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     with Checkpoint.open(place) as checkpoint:
         assert checkpoint.tensor("w")[-1].item() == 1_999_999.0, done.stderr
 
 
-def test_an_outage_is_not_taken_for_a_missing_checkpoint(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_is_not_taken_for_a_missing_checkpoint(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save({"w": torch.zeros(5)}, place)
     with pytest.raises(NotFound):
         Checkpoint.open(f"{place}-other")
@@ -92,7 +115,10 @@ def test_an_outage_is_not_taken_for_a_missing_checkpoint(place: str, monkeypatch
         cache.cache_clear()
     with pytest.raises(StorageError, match="check the credentials in AWS_ACCESS_KEY_ID"):
         Checkpoint.open(place)
-    with pytest.raises(CheckpointException, match="check the credentials in AWS_ACCESS_KEY_ID"), one_process():
+    with (
+        pytest.raises(CheckpointException, match="check the credentials in AWS_ACCESS_KEY_ID"),
+        one_process(),
+    ):
         dcp.load({"w": torch.zeros(5)}, storage_reader=StorageReader(place))
     for cache in (locate.object_storage, sys.modules["ckptd.shared.storage.bucket"]._connect):
         cache.cache_clear()

@@ -1,4 +1,6 @@
-"""Which daemon, job and step a path names, and which link of this process a save uses: with links and daemons that are fakes."""
+"""Which daemon, job and step a path names, and which link of this process a save uses:
+with links and daemons that are fakes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from ckptd.agent.link.attempt import BegunAttempt, RankPlace, as_begun
 from ckptd.agent.link.launch import Place
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared import names
-from ckptd.shared.errors import AlreadyExists, DaemonUnreachable, InvalidName, InvalidRequest, SnapshotFailed
+from ckptd.shared.errors import (
+    AlreadyExists,
+    DaemonUnreachable,
+    InvalidName,
+    InvalidRequest,
+    SnapshotFailed,
+)
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.receipt import Abandonment, encode
 from ckptd.shared.formats.segment import this_boot
@@ -31,8 +39,23 @@ from tests.support.forged import forge
 class FakeLink:
     """In the place of a RankLink."""
 
-    def __init__(self, root: Path, *, job: str = "gpt", rank: int = 0, world_size: int = 1, attempt: int = 1, last_step: int = -1) -> None:
-        self.root, self.job, self.rank, self.world_size, self.attempt = str(root), job, rank, world_size, attempt
+    def __init__(
+        self,
+        root: Path,
+        *,
+        job: str = "gpt",
+        rank: int = 0,
+        world_size: int = 1,
+        attempt: int = 1,
+        last_step: int = -1,
+    ) -> None:
+        self.root, self.job, self.rank, self.world_size, self.attempt = (
+            str(root),
+            job,
+            rank,
+            world_size,
+            attempt,
+        )
         self.place = Place(Path("/run/s"), None, private=False)
         self.client = SimpleNamespace(welcome=m.Welcome(re=0, version=1, root=str(root)))
         self.node: Membership | None = None
@@ -74,9 +97,14 @@ class World:
             monkeypatch.delenv(name, raising=False)
 
     def _begin(self, told: Any, job: str, **_: Any) -> FakeLink:
-        begun = msgspec.msgpack.decode(told.round("begin", msgspec.msgpack.encode(self.place()), self._decide, 1.0), type=BegunAttempt)
+        begun = msgspec.msgpack.decode(
+            told.round("begin", msgspec.msgpack.encode(self.place()), self._decide, 1.0),
+            type=BegunAttempt,
+        )
         self.begun.append((told.rank, told.world_size, begun.attempt))
-        made = FakeLink(self.root, job=job, rank=told.rank, world_size=told.world_size, attempt=begun.attempt)
+        made = FakeLink(
+            self.root, job=job, rank=told.rank, world_size=told.world_size, attempt=begun.attempt
+        )
         made.node = begun.node
         self.links.append(made)
         return made
@@ -95,10 +123,20 @@ class World:
 
     def target(self, name: str = "step-5") -> Target:
         step = int(name.removeprefix("step-")) if name.startswith("step-") else None
-        return Target("/run/s", str(self.root), "gpt", None if step is not None else name, step, self.place())
+        return Target(
+            "/run/s", str(self.root), "gpt", None if step is not None else name, step, self.place()
+        )
 
     def place(self, node: str = "node0") -> RankPlace:
-        return RankPlace(node.encode(), node, f"the daemon of {node}", str(self.root), "gpt", "the root", nodes=True)
+        return RankPlace(
+            node.encode(),
+            node,
+            f"the daemon of {node}",
+            str(self.root),
+            "gpt",
+            "the root",
+            nodes=True,
+        )
 
 
 @pytest.fixture
@@ -128,7 +166,10 @@ def daemon(tmp_path: Path, world: World) -> Iterator[FakeDaemon]:
     ],
 )
 def test_a_path_under_the_root_of_a_daemon_names_a_job_and_a_tag(
-    tmp_path: Path, daemon: FakeDaemon, path: str, expected: tuple[str, str | None, int | None] | None
+    tmp_path: Path,
+    daemon: FakeDaemon,
+    path: str,
+    expected: tuple[str, str | None, int | None] | None,
 ) -> None:
     found = Target.of(tmp_path / path, str(daemon.socket))
     assert (found and (found.job, found.tag, found.step)) == expected
@@ -143,11 +184,15 @@ def test_names_that_cannot_be_are_refused(tmp_path: Path, daemon: FakeDaemon) ->
             Target.of(tmp_path / path, str(daemon.socket))
 
 
-def test_a_link_of_this_process_is_found_without_asking_anybody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_of_this_process_is_found_without_asking_anybody(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(targets, "find_place", lambda *_: pytest.fail("a daemon is asked"))
     known = world.link()
     place = RankPlace.of(m.Welcome(re=0, version=1, root=str(world.root)), "gpt")
-    assert Target.of(world.root / "gpt" / "best", None) == Target("/run/s", str(world.root), "gpt", "best", None, place)
+    assert Target.of(world.root / "gpt" / "best", None) == Target(
+        "/run/s", str(world.root), "gpt", "best", None, place
+    )
     known.place = Place(Path("/run/s"), world.root, private=True)
     found = Target.of(world.root / "gpt" / "best", None)
     assert found is not None
@@ -181,7 +226,9 @@ def test_a_daemon_that_does_not_answer_is_an_error_if_it_was_named(
             Target.of(tmp_path / "gpt" / "best", str(dead) if named == "argument" else None)
 
 
-def test_no_private_daemon_is_started_for_a_path_outside_its_root(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_private_daemon_is_started_for_a_path_outside_its_root(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ckptd.shared.names.default_sockets", list)
     monkeypatch.setattr(Place, "connect", lambda place: pytest.fail("a daemon is started"))
     assert Target.of(tmp_path / "gpt" / "best", None) is None
@@ -199,7 +246,10 @@ def claimed(target: Target, world_size: int, *, overwrite: bool) -> Claim:
 
 def test_the_first_save_begins_an_attempt_and_the_next_goes_on_in_it(world: World) -> None:
     (first,), over = claim(world.target("step-5"), [], overwrite=False)
-    assert (first, world.begun) == (Claim(world.target(), BegunAttempt(7, None, []), 5), [(0, 1, 7)])
+    assert (first, world.begun) == (
+        Claim(world.target(), BegunAttempt(7, None, []), 5),
+        [(0, 1, 7)],
+    )
     (link,) = world.links
     assert len(link.saving) == 1
     over()
@@ -218,7 +268,9 @@ def test_a_step_that_does_not_follow_begins_the_next_attempt(world: World) -> No
 def test_a_step_that_does_not_follow_the_callers_own_agent_is_refused(world: World) -> None:
     world.link(last_step=5, attempt=3)
     with pytest.raises(
-        InvalidRequest, match="^step 5 does not follow step 5, the last of attempt 3 of this process's own Agent: call recover"
+        InvalidRequest,
+        match="^step 5 does not follow step 5, the last of attempt 3 of this process's own Agent: "
+        "call recover",
     ):
         claimed(world.target("step-5"), 1, overwrite=False)
     assert claimed(world.target("step-6"), 1, overwrite=False).begun.attempt == 3
@@ -234,7 +286,10 @@ def test_a_tag_gets_the_next_step_of_several_ranks(world: World) -> None:
 def test_a_checkpoint_that_is_there_is_left_or_begins_a_new_attempt(world: World) -> None:
     forge(world.root, (1,), [[((0,), (1,))]], step=9, attempt=3)
     world.link(own=True, last_step=3, attempt=3)
-    with pytest.raises(AlreadyExists, match=r"^Checkpoint already exists: gpt/step-00000009\.a0003; choose another name"):
+    with pytest.raises(
+        AlreadyExists,
+        match=r"^Checkpoint already exists: gpt/step-00000009\.a0003; choose another name",
+    ):
         claimed(world.target("step-9"), 1, overwrite=False)
     assert claimed(world.target("step-9"), 1, overwrite=True).begun.attempt == 7
 
@@ -243,18 +298,27 @@ def test_a_tag_of_the_callers_own_agent_cannot_be_overwritten(world: World) -> N
     made = forge(world.root, (1,), [[((0,), (1,))]], step=9, attempt=3)
     made.rename(made.with_name("best.a0003"))
     world.link(attempt=3)
-    with pytest.raises(InvalidRequest, match="^tag 'best' is taken in attempt 3 of this process's own Agent, which cannot be overwritten"):
+    with pytest.raises(
+        InvalidRequest,
+        match="^tag 'best' is taken in attempt 3 of this process's own Agent, which cannot be "
+        "overwritten",
+    ):
         claimed(world.target("best"), 1, overwrite=True)
 
 
 def test_a_save_without_the_daemon_in_its_place_is_not_overwritten(world: World) -> None:
     made = forge(world.root, (1,), [[((0,), (1,))]], step=9)
     made.rename(made.with_name("step-9"))
-    with pytest.raises(AlreadyExists, match="it was saved without the daemon: move it away, or choose another path$"):
+    with pytest.raises(
+        AlreadyExists,
+        match="it was saved without the daemon: move it away, or choose another path$",
+    ):
         claimed(world.target("step-9"), 1, overwrite=True)
 
 
-def test_to_overwrite_waits_for_the_saves_of_this_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_overwrite_waits_for_the_saves_of_this_process(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link = world.link(own=True, last_step=3, attempt=3)
     link.saving.add("another save")
 
@@ -310,18 +374,24 @@ def shown(target: Target) -> RankDaemon:
 
 def test_each_rank_gets_its_own_daemon_and_the_share_of_its_node(world: World) -> None:
     places = [world.place(node) for node in ("node0", "node1", "node0", "node1")]
-    found = [Target(f"/run/{place.node}", str(world.root), "gpt", None, 5, place) for place in places]
+    found = [
+        Target(f"/run/{place.node}", str(world.root), "gpt", None, 5, place) for place in places
+    ]
     claims, _ = claim(found[0], [shown(target) for target in found[1:]], overwrite=False)
     assert [one.target for one in claims] == found
     nodes = [one.begun.node for one in claims]
     assert [node and node.ranks for node in nodes] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert len({node and node.claim for node in nodes}) == 1
     assert {tuple(one.begun.leaders) for one in claims} == {(0, 1)}
-    again, _ = claim(replace(found[0], step=6), [shown(target) for target in found[1:]], overwrite=False)
+    again, _ = claim(
+        replace(found[0], step=6), [shown(target) for target in found[1:]], overwrite=False
+    )
     assert ([one.begun for one in again], len(world.begun)) == ([one.begun for one in claims], 1)
 
 
-def test_a_daemon_that_a_rank_has_asked_for_another_save_gets_the_name_of_this_one(world: World) -> None:
+def test_a_daemon_that_a_rank_has_asked_for_another_save_gets_the_name_of_this_one(
+    world: World,
+) -> None:
     """Two saves of one job may overlap, and a rank shows its daemon once for both."""
     other = Target("/run/node1", str(world.root), "gpt", "best", None, world.place("node1"))
     claims, _ = claim(world.target("step-5"), [shown(other)], overwrite=False)
@@ -330,27 +400,51 @@ def test_a_daemon_that_a_rank_has_asked_for_another_save_gets_the_name_of_this_o
 
 @pytest.mark.parametrize("node", ["node0", "node1"])
 def test_a_daemon_that_was_started_again_is_known_by_its_socket(world: World, node: str) -> None:
-    """As a private daemon that nobody used for a while, between the questions of two ranks."""
-    targets_ = [world.target(), *(replace(world.target(), socket=f"/run/{node}", place=world.place(node)) for _ in range(2))]
+    """As a private daemon that nobody used for a while, between the questions of two
+    ranks.
+    """
+    targets_ = [
+        world.target(),
+        *(
+            replace(world.target(), socket=f"/run/{node}", place=world.place(node))
+            for _ in range(2)
+        ),
+    ]
     if node == "node0":
         targets_ = [replace(target, socket=None) for target in targets_]
-    late = replace(targets_[2], place=msgspec.structs.replace(targets_[2].place, instance="the next daemon"))
+    late = replace(
+        targets_[2], place=msgspec.structs.replace(targets_[2].place, instance="the next daemon")
+    )
     claims, _ = claim(targets_[0], [shown(targets_[1]), shown(late)], overwrite=False)
     nodes = [one.begun.node for one in claims]
-    assert [node and node.ranks for node in nodes] == ([None] * 3 if node == "node0" else [[0], [1, 2], [1, 2]])
+    assert [node and node.ranks for node in nodes] == (
+        [None] * 3 if node == "node0" else [[0], [1, 2], [1, 2]]
+    )
 
 
 def test_a_rank_without_a_daemon_uses_that_of_rank_0_on_the_same_node_only(world: World) -> None:
     here, away = (RankDaemon(node.encode(), node) for node in ("node0", "node1"))
-    assert [one.target for one in claim(world.target(), [None, here], overwrite=False)[0]] == [world.target()] * 3
-    start = f"no daemon of that node serves it: start one with `ckptd run --root {world.root}`, as on node0"
+    assert [one.target for one in claim(world.target(), [None, here], overwrite=False)[0]] == [
+        world.target()
+    ] * 3
+    start = (
+        f"no daemon of that node serves it: start one with `ckptd run --root {world.root}`, "
+        f"as "
+        f"on "
+        f"node0"
+    )
     for why in ("", "the daemon is stopping"):
         with pytest.raises(DaemonUnreachable) as caught:
             claim(world.target("step-6"), [here, replace(away, why=why)], overwrite=False)
-        assert str(caught.value) == f"rank 2 on node1 cannot save to {world.root}/gpt/step-6: {why or start}"
+        assert (
+            str(caught.value)
+            == f"rank 2 on node1 cannot save to {world.root}/gpt/step-6: {why or start}"
+        )
 
 
-def test_an_error_on_the_way_to_a_daemon_is_left_to_the_coordinator(tmp_path: Path, daemon: FakeDaemon) -> None:
+def test_an_error_on_the_way_to_a_daemon_is_left_to_the_coordinator(
+    tmp_path: Path, daemon: FakeDaemon
+) -> None:
     found = RankDaemon.of(tmp_path / "gpt" / "a b", str(daemon.socket))
     assert found.place is None
     assert "'a b'" in found.why
@@ -358,13 +452,17 @@ def test_an_error_on_the_way_to_a_daemon_is_left_to_the_coordinator(tmp_path: Pa
     assert target is not None
     found = RankDaemon.of(tmp_path / "gpt" / "best", str(daemon.socket))
     assert found == RankDaemon(this_boot(), names.host(), str(daemon.socket), target.place)
-    assert RankDaemon.of(tmp_path / "best", str(daemon.socket)) == RankDaemon(this_boot(), names.host())
+    assert RankDaemon.of(tmp_path / "best", str(daemon.socket)) == RankDaemon(
+        this_boot(), names.host()
+    )
 
 
 def test_an_abandonment_is_no_checkpoint_that_would_be_in_the_way(world: World) -> None:
     made = forge(world.root, (1,), [[((0,), (1,))]], step=9, attempt=3)
     world.link(own=True, last_step=3, attempt=3)
-    abandonment = Abandonment(job="gpt", attempt=3, step=9, tag=made.name, code="storage", reason="disk full")
+    abandonment = Abandonment(
+        job="gpt", attempt=3, step=9, tag=made.name, code="storage", reason="disk full"
+    )
     (made / names.MANIFEST).write_bytes(encode(abandonment))
     assert claimed(world.target("step-9"), 1, overwrite=False).begun.attempt == 3
 
@@ -373,7 +471,11 @@ def test_an_abandonment_is_no_checkpoint_that_would_be_in_the_way(world: World) 
 
 
 def test_at_exit_every_link_of_ones_own_is_closed(world: World) -> None:
-    first, second, agents = world.link(own=True), world.link(own=True, job="bert"), world.link(job="x")
+    first, second, agents = (
+        world.link(own=True),
+        world.link(own=True, job="bert"),
+        world.link(job="x"),
+    )
     second.close_error = SnapshotFailed("not durable")
     leave_all()
     assert ([first.closed, second.closed, agents.closed], world.own) == ([[5.0], [5.0], []], {})

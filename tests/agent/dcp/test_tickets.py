@@ -18,7 +18,11 @@ from ckptd.shared.formats.membership import Membership
 PLACE = RankPlace(b"\x00boot", "node0", "a daemon", "/ckpts", "gpt")
 TARGET = Target("/run/s", "/ckpts", "gpt", None, 7, PLACE)
 CLAIM = Claim(TARGET, BegunAttempt(3, Membership(claim="0a" * 16, ranks=[1]), [0, 1]), 7)
-NOWHERE = "this rank saves to /ckpts/other, but the coordinator saves to another path: use the same path on all ranks"
+NOWHERE = (
+    "this rank saves to /ckpts/other, but the coordinator saves to another path: use the "
+    "same "
+    "path on all ranks"
+)
 
 
 @pytest.fixture
@@ -65,7 +69,10 @@ def test_a_rank_alone_needs_no_store() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_the_coordinator_sees_the_daemons_of_the_ranks_that_save_to_its_job() -> None:
-    path, found = Path("/ckpts/gpt/step-7"), [RankDaemon(b"boot", f"node{rank}", why="none") for rank in (1, 2)]
+    path, found = (
+        Path("/ckpts/gpt/step-7"),
+        [RankDaemon(b"boot", f"node{rank}", why="none") for rank in (1, 2)],
+    )
     show(path, 1, found[0])
     assert shown(path, 3) == [found[0], None]
     assert shown(path, 1) == []
@@ -75,11 +82,17 @@ def test_the_coordinator_sees_the_daemons_of_the_ranks_that_save_to_its_job() ->
 
 @pytest.mark.usefixtures("group")
 def test_one_key_has_the_daemons_for_all_jobs() -> None:
-    """A save to a directory of its own leaves no key behind, and saves of several jobs may overlap."""
+    """A save to a directory of its own leaves no key behind, and saves of several jobs
+    may overlap.
+    """
     found = [RankDaemon(b"boot", f"node{number}") for number in range(40)]
     show(Path("/runs/first/model"), 1, found[0])
     before = job_store().num_keys()
     for number, daemon in enumerate(found):
         show(Path(f"/runs/step{number}/model"), 1, daemon)
-    assert [shown(Path(f"/runs/step{number}/optimizer"), 2) for number in (38, 39, 0)] == [[found[38]], [found[39]], [None]]
+    assert [shown(Path(f"/runs/step{number}/optimizer"), 2) for number in (38, 39, 0)] == [
+        [found[38]],
+        [found[39]],
+        [None],
+    ]
     assert job_store().num_keys() == before

@@ -1,4 +1,6 @@
-"""Tests the turns of processes at saving to one job: a lock that the saves of one process share."""
+"""Tests the turns of processes at saving to one job: a lock that the saves of one
+process share.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def other_process_could_take(job: str = "gpt") -> bool:
-    """Return True if the lock of the job is free. A second lock of this process conflicts as one of another process does."""
+    """Return True if the lock of the job is free.
+
+    A second lock of this process conflicts as one of another process does.
+    """
     lock = LocalLock.take(f"dcp-{names.root_digest(Path('/ckpts') / job)}")
     if lock is not None:
         lock.close()
@@ -34,7 +39,12 @@ def other_process_could_take(job: str = "gpt") -> bool:
 
 def test_a_turn_keeps_other_processes_out_until_its_last_save_is_over() -> None:
     first, second = take_turn("/ckpts", "gpt", 0.0), take_turn("/ckpts", "gpt", 0.0)
-    assert (first.held, second.held, other_process_could_take(), other_process_could_take("bert")) == (True, True, False, True)
+    assert (
+        first.held,
+        second.held,
+        other_process_could_take(),
+        other_process_could_take("bert"),
+    ) == (True, True, False, True)
     first.close()
     assert not other_process_could_take()
     second.close()
@@ -50,7 +60,9 @@ def test_a_save_that_is_gone_has_no_turn() -> None:
     assert other_process_could_take()
 
 
-def test_a_turn_comes_when_the_other_process_is_ready_and_the_wait_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_comes_when_the_other_process_is_ready_and_the_wait_has_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     taken = LocalLock.take(f"dcp-{names.root_digest(Path('/ckpts/gpt'))}")
     assert taken is not None
     others = [taken]
@@ -70,7 +82,9 @@ def test_a_turn_comes_when_the_other_process_is_ready_and_the_wait_has_an_end(mo
 
 
 def test_without_a_place_for_locks_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalLock, "take", lambda _: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
+    monkeypatch.setattr(
+        LocalLock, "take", lambda _: (_ for _ in ()).throw(OSError(30, "Read-only file system"))
+    )
     assert not take_turn("/ckpts", "gpt", 0.0).held
 
 

@@ -1,5 +1,5 @@
-"""Tests the life of a hand-over without a daemon: what is registered, sent, kept and given back. test_nested_calls.py tests it with
-processes.
+"""Tests the life of a hand-over without a daemon: what is registered, sent, kept and
+given back. test_nested_calls.py tests it with processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from ckptd.shared.wire.lifecycle import Event
 
 
 class Daemon:
-    """Replaces a Client. It answers each Acquire with the next of `answers`, and records every request."""
+    """Replaces a Client.
+
+    It answers each Acquire with the next of `answers`, and records every request.
+    """
 
     def __init__(self, *answers: m.Reply) -> None:
         self.answers = list(answers)
@@ -49,7 +52,9 @@ class Daemon:
 
     def said(self) -> list[tuple[str, Any]]:
         return [
-            ("abandon", (r.segment, r.step, r.reason)) if isinstance(r, m.Abandon) else (type(r).__name__.lower(), r.step)  # type: ignore[attr-defined]
+            ("abandon", (r.segment, r.step, r.reason))
+            if isinstance(r, m.Abandon)
+            else (type(r).__name__.lower(), r.step)  # type: ignore[attr-defined]
             for r in self.requests
         ]
 
@@ -105,18 +110,28 @@ def test_a_slot_is_acquired_and_sealed() -> None:
     handover.seal_after(None, cast(Any, None), cast(Any, None))
     world.all.settle(handover)
     assert world.daemon.said() == [("acquire", 1), ("seal", 1)]
-    assert (handover.pending.state, world.all.last_step, world.slots["a"].state) == ("sealed", 1, SlotState.SEALED)
+    assert (handover.pending.state, world.all.last_step, world.slots["a"].state) == (
+        "sealed",
+        1,
+        SlotState.SEALED,
+    )
 
 
 def test_a_refusal_skips_the_step() -> None:
     world = World(m.Refused(re=0, reason="every slot is still being saved"))
     handover = world.open(1)
     handover.reserve(100, time.monotonic() + 60)
-    with pytest.raises(SnapshotFailed, match=r"step 1 was skipped: every slot is still being saved \(waited 0"):
+    with pytest.raises(
+        SnapshotFailed, match=r"step 1 was skipped: every slot is still being saved \(waited 0"
+    ):
         handover.acquire()
     world.all.fail(handover.pending, SnapshotFailed("the caller reports every error"))
     world.all.settle(handover)
-    assert (handover.pending.state, world.all.pending, world.daemon.said()) == ("skipped", {}, [("acquire", 1)])
+    assert (handover.pending.state, world.all.pending, world.daemon.said()) == (
+        "skipped",
+        {},
+        [("acquire", 1)],
+    )
 
 
 def test_an_early_refusal_is_found_before_the_ranks_plan() -> None:
@@ -133,7 +148,11 @@ def test_a_failure_after_the_grant_is_reported_and_the_slot_given_back() -> None
     handover = world.filled(1)
     world.all.fail(handover.pending, SnapshotFailed("torn"))
     world.all.settle(handover)
-    assert world.daemon.said() == [("acquire", 1), ("abandon", ("", 1, "torn")), ("abandon", ("a", 1, "torn"))]
+    assert world.daemon.said() == [
+        ("acquire", 1),
+        ("abandon", ("", 1, "torn")),
+        ("abandon", ("a", 1, "torn")),
+    ]
     assert world.slots["a"].state is SlotState.FREE
 
 
@@ -165,7 +184,12 @@ def test_larger_slots_wait_for_slots_that_are_being_filled() -> None:
     first = world.filled(1)
     first.hold()
     second = world.open(2)
-    with pytest.raises(SnapshotFailed, match="larger slots are needed, and another save of this process has not sealed its slot in time"):
+    with pytest.raises(
+        SnapshotFailed,
+        match="larger slots are needed, and another save of this process has not sealed its slot "
+        "in "
+        "time",
+    ):
         second.reserve(2000, time.monotonic() + 0.01)
     with ThreadPoolExecutor(1) as pool:
         sealed = pool.submit(world.all.wait_until_sealed, time.monotonic() + 60)
@@ -210,8 +234,14 @@ def test_after_a_lost_answer_any_slot_may_be_granted() -> None:
     assert {said[1][0] for said in world.daemon.said() if said[0] == "abandon"} == {"", "a", "b"}
 
 
-@pytest.mark.parametrize(("step", "last_step", "told"), [(5, 4, 5), (-1, -1, None), (5, 5, None)], ids=["free", "negative", "taken"])
-def test_the_daemon_hears_of_a_failure_but_only_a_step_that_is_free_can_fail(step: int, last_step: int, told: int | None) -> None:
+@pytest.mark.parametrize(
+    ("step", "last_step", "told"),
+    [(5, 4, 5), (-1, -1, None), (5, 5, None)],
+    ids=["free", "negative", "taken"],
+)
+def test_the_daemon_hears_of_a_failure_but_only_a_step_that_is_free_can_fail(
+    step: int, last_step: int, told: int | None
+) -> None:
     world = World()
     world.all.last_step = last_step
     world.all.fail(Pending(step, 1), SnapshotFailed("why"))
@@ -232,7 +262,10 @@ def test_a_second_call_for_a_step_does_not_fail_the_first() -> None:
     first = world.filled(1)
     world.all.fail(Pending(1, 1), SnapshotFailed("step 1 does not follow step 1"))
     assert world.all.pending[1, 1] is first.pending
-    assert world.daemon.said() == [("acquire", 1), ("abandon", ("", None, "step 1 does not follow step 1"))]
+    assert world.daemon.said() == [
+        ("acquire", 1),
+        ("abandon", ("", None, "step 1 does not follow step 1")),
+    ]
 
 
 def test_a_memory_only_snapshot_is_superseded_in_its_slot() -> None:
@@ -257,5 +290,7 @@ def test_closing_fails_snapshots_that_are_not_durable() -> None:
     world.all.slots._slots.clear()
     world.all.close()
     assert str(handover.pending.error) == "the agent was closed first"
-    assert str(memory_only.pending.error) == "step 0 was kept in memory only, and the agent was closed"
+    assert (
+        str(memory_only.pending.error) == "step 0 was kept in memory only, and the agent was closed"
+    )
     assert list(world.all.pending) == [(1, 0)]

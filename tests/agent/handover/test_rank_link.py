@@ -1,4 +1,6 @@
-"""The link of a rank over a real connection to a daemon that answers what the test tells it to."""
+"""The link of a rank over a real connection to a daemon that answers what the test
+tells it to.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class World:
 
     def linking(self, ranks: Any = None, job: str | None = "gpt") -> Future[RankLink]:
         return self.pool.submit(
-            RankLink, ranks or Alone(), job, socket=self.daemon.socket, structure_changed=self._structure_changed
+            RankLink, ranks or Alone(), job, socket=self.daemon.socket,
+            structure_changed=self._structure_changed
         )  # fmt: skip
 
     def linked(self, ranks: Any = None) -> Connection:
@@ -96,7 +99,14 @@ def test_a_link_begins_an_attempt(world: World) -> None:
     assert (begin.job, begin.rank, begin.world_size, begin.attempt) == ("gpt", 0, 1, 0)
     connection.reply(m.Began(re=begin.id, attempt=3))
     world.link = link = making.result(SECONDS)
-    assert (link.job, link.attempt, link.last_step, link.root, link.stall_budget, link.ranks.scope) == ("gpt", 3, -1, "/ckpts", 5.0, "gpt")
+    assert (
+        link.job,
+        link.attempt,
+        link.last_step,
+        link.root,
+        link.stall_budget,
+        link.ranks.scope,
+    ) == ("gpt", 3, -1, "/ckpts", 5.0, "gpt")
     assert (link.closed, link.usable, link in links()) == (False, True, True)
     assert repr(link) == "gpt attempt 3 rank 0 of 1, connected"
 
@@ -104,7 +114,9 @@ def test_a_link_begins_an_attempt(world: World) -> None:
 def test_an_attempt_that_cannot_begin_leaves_no_connection(world: World) -> None:
     making = world.linking()
     connection = world.daemon.accepted()
-    connection.reply(m.Error(re=connection.next(m.Begin).id, code=StorageError.code, message="the disk is full"))
+    connection.reply(
+        m.Error(re=connection.next(m.Begin).id, code=StorageError.code, message="the disk is full")
+    )
     with pytest.raises(StorageError, match="^the disk is full$"):
         making.result(SECONDS)
     assert connection.ended.wait(SECONDS)
@@ -139,11 +151,18 @@ def test_news_reach_the_snapshot_of_their_attempt_and_step(world: World) -> None
     world.link.handovers.pending[2, 1] = older
     connection.reply(
         m.Progress(re=0, attempt=3, step=1, state="durable"),
-        m.Progress(re=0, attempt=3, step=2, state="failed", reason="disk full", code=StorageError.code),
+        m.Progress(
+            re=0, attempt=3, step=2, state="failed", reason="disk full", code=StorageError.code
+        ),
         m.Progress(re=0, attempt=3, step=9, state="durable"),
     )
     until(lambda: other.done, "news")
-    assert (one.state, type(other.error), str(other.error), older.state) == ("durable", StorageError, "disk full", "staged")
+    assert (one.state, type(other.error), str(other.error), older.state) == (
+        "durable",
+        StorageError,
+        "disk full",
+        "staged",
+    )
     assert list(world.link.handovers.pending) == [(2, 1)]
 
 
@@ -153,7 +172,9 @@ class Two(Alone):
     world_size = 2
 
 
-def test_ranks_that_have_not_called_are_named_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_that_have_not_called_are_named_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     connection = world.linked(Two())
     met, apart, later, last = (sealed(world.link, step) for step in (1, 2, 3, 4))
     for pending in (met, apart, later):
@@ -178,11 +199,22 @@ def test_a_changed_structure_makes_the_ranks_plan_again(world: World) -> None:
     connection = world.linked()
     one, other = sealed(world.link, 1), sealed(world.link, 2)
     connection.reply(
-        m.Progress(re=0, attempt=3, step=1, state="failed", reason="rank 1 has planned again", code=StructureChanged.code),
+        m.Progress(
+            re=0,
+            attempt=3,
+            step=1,
+            state="failed",
+            reason="rank 1 has planned again",
+            code=StructureChanged.code,
+        ),
         m.Progress(re=0, attempt=3, step=2, state="failed", reason="no reason"),
     )
     until(lambda: other.done, "news")
-    assert (type(one.error), type(other.error), world.planned_again) == (StructureChanged, SnapshotFailed, 1)
+    assert (type(one.error), type(other.error), world.planned_again) == (
+        StructureChanged,
+        SnapshotFailed,
+        1,
+    )
 
 
 def test_a_slot_that_is_granted_too_late_is_given_back(world: World) -> None:
@@ -223,7 +255,9 @@ def test_a_newer_attempt_fails_what_is_sealed(world: World) -> None:
     assert (world.link.closed, world.link in links()) == (False, False)
 
 
-def test_a_link_whose_next_attempt_is_about_to_begin_does_not_resume_the_old_one(world: World) -> None:
+def test_a_link_whose_next_attempt_is_about_to_begin_does_not_resume_the_old_one(
+    world: World,
+) -> None:
     connection = world.linked()
     world.link.interrupted = True
     connection.hang_up()
@@ -239,7 +273,12 @@ def test_the_next_attempt_starts_over(world: World) -> None:
     connection = world.linked()
     world.link.handovers.last_step = 7
     world.during(world.link.begin_next, lambda: connection.attach(4))
-    assert (world.link.attempt, world.link.last_step, world.link.interrupted, world.planned_again) == (4, -1, False, 1)
+    assert (
+        world.link.attempt,
+        world.link.last_step,
+        world.link.interrupted,
+        world.planned_again,
+    ) == (4, -1, False, 1)
 
 
 def test_a_begin_that_was_interrupted_is_done_by_the_next_call(world: World) -> None:
@@ -253,7 +292,9 @@ def test_a_begin_that_was_interrupted_is_done_by_the_next_call(world: World) -> 
 def test_on_several_ranks_all_must_recover_after_an_interrupted_begin(world: World) -> None:
     world.linked(Told(0, 2, Store))
     world.link.interrupted = True
-    with pytest.raises(InvalidRequest, match="was interrupted while it began the next attempt: call recover"):
+    with pytest.raises(
+        InvalidRequest, match="was interrupted while it began the next attempt: call recover"
+    ):
         world.link.ready()
 
 
@@ -271,7 +312,12 @@ def test_the_other_ranks_hear_of_a_refused_snapshot_when_the_outer_call_ends(wor
         world.link.refuse(pending, Busy("snapshot() is running"))
         assert connection.requests.empty()
     abandon = connection.next(m.Abandon)
-    assert (abandon.segment, abandon.step, abandon.reason, pending.state) == ("", 5, "snapshot() is running", "failed")
+    assert (abandon.segment, abandon.step, abandon.reason, pending.state) == (
+        "",
+        5,
+        "snapshot() is running",
+        "failed",
+    )
 
 
 # -- questions to the daemon
@@ -279,12 +325,21 @@ def test_the_other_ranks_hear_of_a_refused_snapshot_when_the_outer_call_ends(wor
 
 @pytest.mark.parametrize(
     ("jobs", "current"),
-    [([{"job": "gpt", "attempt": 3}, {"job": "bert", "attempt": 9}], True), ([{"job": "gpt", "attempt": 4}], False), ([], True)],
+    [
+        ([{"job": "gpt", "attempt": 3}, {"job": "bert", "attempt": 9}], True),
+        ([{"job": "gpt", "attempt": 4}], False),
+        ([], True),
+    ],
 )
-def test_an_attempt_is_current_until_the_daemon_has_a_newer_one(world: World, jobs: list[Any], current: bool) -> None:
+def test_an_attempt_is_current_until_the_daemon_has_a_newer_one(
+    world: World, jobs: list[Any], current: bool
+) -> None:
     connection = world.linked()
     report = json.dumps({"jobs": jobs})
-    answer = lambda: connection.reply(m.StatusReport(re=connection.next(m.Status).id, report=report))  # noqa: E731
+
+    def answer() -> None:
+        connection.reply(m.StatusReport(re=connection.next(m.Status).id, report=report))
+
     assert world.during(world.link.is_current, answer) == current
 
 
@@ -296,18 +351,27 @@ def test_checkpoints_are_forgotten_by_their_directories(world: World) -> None:
         assert (request.job, request.tags) == ("gpt", ["a.a0001", "b.a0001"])
         connection.reply(m.Forgotten(re=request.id, refused={"b.a0001": "pinned"}))
 
-    assert world.during(lambda: world.link.forget(["a.a0001", "b.a0001"]), answer) == {"b.a0001": "pinned"}
+    assert world.during(lambda: world.link.forget(["a.a0001", "b.a0001"]), answer) == {
+        "b.a0001": "pinned"
+    }
 
 
-def test_a_durable_checkpoint_is_waited_for_while_there_is_a_daemon(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_durable_checkpoint_is_waited_for_while_there_is_a_daemon(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     connection = world.linked()
     one, lost = sealed(world.link, 1), sealed(world.link, 2)
-    world.during(lambda: world.link.wait_durable(one), lambda: connection.reply(m.Progress(re=0, attempt=3, step=1, state="durable")))
+    world.during(
+        lambda: world.link.wait_durable(one),
+        lambda: connection.reply(m.Progress(re=0, attempt=3, step=1, state="durable")),
+    )
     monkeypatch.setattr(rank_link, "AWAY_SECONDS", 0.0)
     world.daemon.refuse()
     connection.hang_up()
     with pytest.raises(
-        DaemonUnreachable, match="^the daemon is gone; sealed snapshots stay in shared memory, and the next daemon will save them"
+        DaemonUnreachable,
+        match="^the daemon is gone; sealed snapshots stay in shared memory, and the next daemon "
+        "will save them",
     ):
         world.link.wait_durable(lost)
 
@@ -318,7 +382,11 @@ def test_a_durable_checkpoint_is_waited_for_while_there_is_a_daemon(world: World
 def test_close_makes_the_newest_durable_and_detaches(world: World) -> None:
     connection = world.linked()
     world.during(world.link.close, done(connection, m.Persist), done(connection, m.Detach))
-    assert (world.link.closed, world.link.usable, repr(world.link)) == (True, False, "gpt attempt 3 rank 0 of 1, closed")
+    assert (world.link.closed, world.link.usable, repr(world.link)) == (
+        True,
+        False,
+        "gpt attempt 3 rank 0 of 1, closed",
+    )
     assert connection.ended.wait(SECONDS)
     world.link.close()
     with pytest.raises(InvalidRequest, match="^this agent is closed; make another one$"):
@@ -330,12 +398,18 @@ def test_after_an_error_in_close_the_link_is_closed_all_the_same(world: World) -
     one = sealed(world.link, 1)
 
     def refuse() -> None:
-        connection.reply(m.Error(re=connection.next(m.Persist).id, code=SnapshotFailed.code, message="not durable"))
+        connection.reply(
+            m.Error(
+                re=connection.next(m.Persist).id, code=SnapshotFailed.code, message="not durable"
+            )
+        )
 
     with pytest.raises(SnapshotFailed, match="^not durable$"):
         world.during(world.link.close, refuse)
     assert (world.link.closed, str(one.error)) == (True, "the agent was closed first")
-    assert connection.requests.empty(), "the daemon must take the rank for dead, and save what it has"
+    assert connection.requests.empty(), (
+        "the daemon must take the rank for dead, and save what it has"
+    )
 
 
 def test_close_without_a_daemon_says_where_the_snapshot_is(world: World) -> None:
@@ -345,12 +419,16 @@ def test_close_without_a_daemon_says_where_the_snapshot_is(world: World) -> None
     until(lambda: not world.link.client.connected, "loss")
     world.link.client.welcome = m.Welcome(re=0, version=1, stall_budget=0.0)
     assert repr(world.link).endswith("without a daemon")
-    with pytest.raises(DaemonUnreachable, match="^the daemon is gone; sealed snapshots stay in shared memory"):
+    with pytest.raises(
+        DaemonUnreachable, match="^the daemon is gone; sealed snapshots stay in shared memory"
+    ):
         world.link.close()
     assert world.link.closed
 
 
-def test_a_let_go_that_ctrl_c_interrupts_is_finished_by_the_next_call(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_let_go_that_ctrl_c_interrupts_is_finished_by_the_next_call(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     connection = world.linked()
 
     def interrupted() -> None:
@@ -366,16 +444,23 @@ def test_a_let_go_that_ctrl_c_interrupts_is_finished_by_the_next_call(world: Wor
 
 
 def test_a_forked_child_has_a_closed_link(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It must not use its parent's connection, and a call of the parent must not hold it up."""
+    """It must not use its parent's connection, and a call of the parent must not hold
+    it up.
+    """
     connection = world.linked()
-    parents = os.dup(world.link.client._channel._socket.fileno())  # a fork duplicates every descriptor
+    # A fork duplicates every descriptor.
+    parents = os.dup(world.link.client._channel._socket.fileno())
     child = os.getpid() + 1
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: child)
         with world.link.calls("snapshot"):
             world.link._forget()
             world.link.close()
-    assert (world.link.closed, world.link in links(), connection.ended.is_set()) == (True, False, False)
+    assert (world.link.closed, world.link in links(), connection.ended.is_set()) == (
+        True,
+        False,
+        False,
+    )
     connection.hang_up()
     until(lambda: not world.link.client._thread.is_alive(), "end")
     os.close(parents)

@@ -22,7 +22,11 @@ class Wire:
         self.posted.append((make(len(self.posted)), answered))
 
     def sent(self) -> list[tuple[str, int | None, str, str]]:
-        return [(r.segment, r.step, r.reason, r.code) for r, _ in self.posted if isinstance(r, m.Abandon)]
+        return [
+            (r.segment, r.step, r.reason, r.code)
+            for r, _ in self.posted
+            if isinstance(r, m.Abandon)
+        ]
 
 
 class FakeSlot:

@@ -45,7 +45,9 @@ def test_a_seal_names_its_segment_and_step() -> None:
     one = sealed(5, "a.seg")
     world = World(one)
     world.seals.hand_over(one)
-    assert [request for request, _ in world.wire.posted] == [m.Seal(id=0, segment="a.seg", attempt=1, step=5)]
+    assert [request for request, _ in world.wire.posted] == [
+        m.Seal(id=0, segment="a.seg", attempt=1, step=5)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,11 @@ def test_a_seal_names_its_segment_and_step() -> None:
     [
         (m.Sealed(re=0), "sealed", None),
         (m.Sealed(re=0, durable=True), "durable", None),
-        (m.Error(re=0, code=Fenced.code, message="attempt 2 has begun"), "failed", "attempt 2 has begun"),
+        (
+            m.Error(re=0, code=Fenced.code, message="attempt 2 has begun"),
+            "failed",
+            "attempt 2 has begun",
+        ),
         (m.Done(re=0), "sealed", None),
     ],
     ids=["taken", "committed already", "refused", "another reply"],
@@ -120,13 +126,17 @@ def test_a_durable_checkpoint_is_uploaded_once_the_daemon_says_so() -> None:
 def test_a_checkpoint_that_no_longer_waits_and_is_not_in_the_root_is_not_called_uploaded() -> None:
     world, (one,) = staged(5)
     world.seals.follow_uploads(m.Uploads(re=0, attempt=1, uploaded=[6]))
-    with pytest.raises(SnapshotFailed, match="step 5 is not in the root, and does not wait for its upload"):
+    with pytest.raises(
+        SnapshotFailed, match="step 5 is not in the root, and does not wait for its upload"
+    ):
         one.wait("uploaded", timeout=0)
     assert one.wait("durable", timeout=0).state == "durable"
 
 
 def test_an_upload_that_was_told_before_the_seal_was_confirmed_counts() -> None:
-    """As after a restart of the daemon, which tells what is uploaded before it hears of the seal again."""
+    """As after a restart of the daemon, which tells what is uploaded before it hears of
+    the seal again.
+    """
     world, _ = staged()
     late = sealed(5)
     world.seals.follow_uploads(m.Uploads(re=0, attempt=1, uploaded=[5]))

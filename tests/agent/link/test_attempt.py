@@ -1,4 +1,6 @@
-"""Tests how ranks begin one attempt together, or all of them learn which rank runs elsewhere."""
+"""Tests how ranks begin one attempt together, or all of them learn which rank runs
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -42,20 +44,31 @@ class Served:
         return self.comes_back
 
 
-def welcome(instance: str = "", root: str = "/ckpts", identity: str = "", *, refuses: bool = False) -> m.Welcome:
-    """Return the welcome of a daemon. If it `refuses`, another run of the job is alive on its node."""
+def welcome(
+    instance: str = "", root: str = "/ckpts", identity: str = "", *, refuses: bool = False
+) -> m.Welcome:
+    """Return the welcome of a daemon.
+
+    If it `refuses`, another run of the job is alive on its node.
+    """
     features = ["nodes", *(["refuses"] if refuses else [])] if instance else []
-    return m.Welcome(re=1, version=1, features=features, root=root, instance=instance, identity=identity)
+    return m.Welcome(
+        re=1, version=1, features=features, root=root, instance=instance, identity=identity
+    )
 
 
 def meet(*ranks: tuple[m.Welcome, str]) -> list[attempt.BegunAttempt | CkptdError]:
     """Return the result of each rank, given the replies of its daemon and its job name."""
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    store = TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+    )
 
     def go(rank: int) -> attempt.BegunAttempt | CkptdError:
         said, job = ranks[rank]
         try:
-            return attempt.begin(Exchange(store, rank, len(ranks)), None, cast(Client, Served(said)), job)
+            return attempt.begin(
+                Exchange(store, rank, len(ranks)), None, cast(Client, Served(said)), job
+            )
         except CkptdError as error:
             return error
 
@@ -73,21 +86,35 @@ def refused(*ranks: tuple[m.Welcome, str]) -> str:
 
 @pytest.mark.parametrize("instances", [("aa", "aa", "aa"), ("", "", ""), ("aa", "", "aa")])
 def test_ranks_of_one_daemon_begin_one_attempt(instances: tuple[str, ...]) -> None:
-    assert meet(*((welcome(instance), "gpt") for instance in instances)) == [attempt.BegunAttempt(7, None, [])] * 3
+    assert (
+        meet(*((welcome(instance), "gpt") for instance in instances))
+        == [attempt.BegunAttempt(7, None, [])] * 3
+    )
 
 
 def test_ranks_of_several_daemons_are_on_several_nodes() -> None:
-    """The ranks of a node need not follow one another, and containers of one machine are nodes, too."""
+    """The ranks of a node need not follow one another, and containers of one machine
+    are nodes, too.
+    """
     first, second = welcome("aa"), welcome("bb")
     found = meet((first, "gpt"), (second, "gpt"), (first, "gpt"), (second, "gpt"))
     shares = [begun.node for begun in found if isinstance(begun, attempt.BegunAttempt)]
     assert [share and share.ranks for share in shares] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert len({share.claim for share in shares if share is not None}) == 1
-    assert {(begun.attempt, tuple(begun.leaders)) for begun in found if isinstance(begun, attempt.BegunAttempt)} == {(7, (0, 1))}
+    assert {
+        (begun.attempt, tuple(begun.leaders))
+        for begun in found
+        if isinstance(begun, attempt.BegunAttempt)
+    } == {(7, (0, 1))}
 
 
 def test_every_attempt_of_several_nodes_has_an_identity_of_its_own() -> None:
-    claims = {begun.node.claim for _ in range(2) for begun in meet((welcome("aa"), "gpt"), (welcome("bb"), "gpt")) if begun.node}  # type: ignore[union-attr]
+    claims = {
+        begun.node.claim  # type: ignore[union-attr]
+        for _ in range(2)
+        for begun in meet((welcome("aa"), "gpt"), (welcome("bb"), "gpt"))
+        if begun.node  # type: ignore[union-attr]
+    }
     assert len(claims) == 2
 
 
@@ -100,26 +127,33 @@ def test_machines_are_nodes_even_if_their_daemons_are_old(monkeypatch: pytest.Mo
 def test_an_old_daemon_is_named() -> None:
     old = m.Welcome(re=1, version=1, root="/ckpts", instance="bb")
     assert refused((welcome("aa"), "gpt"), (old, "gpt")) == (
-        f"the daemon on {names.host()} knows no jobs of several nodes: install this version of ckptd on all nodes"
+        f"the daemon on {names.host()} knows no jobs of several nodes: install this version of "
+        f"ckptd on all nodes"
     )
 
 
 def test_an_error_of_one_node_is_raised_on_all() -> None:
-    found = meet((welcome("aa"), "gpt"), (welcome("bb", refuses=True), "gpt"), (welcome("bb"), "gpt"))
+    found = meet(
+        (welcome("aa"), "gpt"), (welcome("bb", refuses=True), "gpt"), (welcome("bb"), "gpt")
+    )
     assert [str(error) for error in found] == ["rank 1: job 'gpt' is running already"] * 3
     assert {type(error) for error in found} == {JobRunning}
 
 
 def test_roots_of_one_path_that_are_not_the_same_are_refused() -> None:
-    assert refused((welcome("aa", identity="1" * 32), "gpt"), (welcome("bb", identity="2" * 32), "gpt")) == (
-        f"the root /ckpts of rank 1 on {names.host()} is not that of rank 0 on {names.host()}, although it has the same path: "
+    assert refused(
+        (welcome("aa", identity="1" * 32), "gpt"), (welcome("bb", identity="2" * 32), "gpt")
+    ) == (
+        f"the root /ckpts of rank 1 on {names.host()} is not that of rank 0 on {names.host()}, "
+        f"although it has the same path: "
         "use a directory of a shared file system, or an object store"
     )
 
 
 def test_a_rank_with_another_root_is_refused() -> None:
     assert refused((welcome("aa", "/a"), "gpt"), (welcome("bb", "/b"), "gpt")) == (
-        f"rank 1 on {names.host()} uses root /b, rank 0 on {names.host()} uses /a: give all daemons the same root (--root or CKPTD_ROOT)"
+        f"rank 1 on {names.host()} uses root /b, rank 0 on {names.host()} uses /a: give all "
+        f"daemons the same root (--root or CKPTD_ROOT)"
     )
 
 
@@ -129,8 +163,12 @@ def test_a_rank_with_another_job_name_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize(("ends", "comes_back", "begins"), [(1, True, True), (2, True, False), (1, False, False)])
-def test_a_rank_that_is_alone_asks_the_next_daemon_if_the_first_one_ends(ends: int, comes_back: bool, begins: bool) -> None:
+@pytest.mark.parametrize(
+    ("ends", "comes_back", "begins"), [(1, True, True), (2, True, False), (1, False, False)]
+)
+def test_a_rank_that_is_alone_asks_the_next_daemon_if_the_first_one_ends(
+    ends: int, comes_back: bool, begins: bool
+) -> None:
     served = Served(welcome(), ends=ends, comes_back=comes_back)
     alone = SimpleNamespace(rank=0, world_size=1)
     if begins:
@@ -144,4 +182,6 @@ def test_of_several_ranks_none_asks_again() -> None:
     """The others have heard of the first daemon."""
     served = Served(welcome(), ends=1)
     with pytest.raises(DaemonUnreachable):
-        attempt._begin(cast(Client, served), "gpt", cast(Any, SimpleNamespace(rank=0, world_size=2)), 0, None)
+        attempt._begin(
+            cast(Client, served), "gpt", cast(Any, SimpleNamespace(rank=0, world_size=2)), 0, None
+        )

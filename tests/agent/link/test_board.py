@@ -45,7 +45,9 @@ LEADERS = [0, 2, 5]
 
 @pytest.fixture
 def store() -> TCPStore:
-    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    return TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+    )
 
 
 @pytest.fixture
@@ -69,7 +71,9 @@ def test_all_nodes_learn_that_all_hold_a_step(nodes: list[Node]) -> None:
     until(hears(nodes, Answer(common=[1])), "answer")
 
 
-def test_nodes_that_hold_a_step_learn_that_it_is_dead_from_a_node_that_does_not(nodes: list[Node]) -> None:
+def test_nodes_that_hold_a_step_learn_that_it_is_dead_from_a_node_that_does_not(
+    nodes: list[Node],
+) -> None:
     """Even rank 0's own node may not hold the step: it looks at the board all the same."""
     nodes[2].board.show(Holding(held=[1], done=1))
     nodes[1].board.show(Holding(held=[1], done=1))
@@ -96,14 +100,17 @@ def test_a_node_with_nothing_open_asks_nothing(nodes: list[Node]) -> None:
 
 
 def test_a_step_costs_each_node_one_write(nodes: list[Node]) -> None:
-    """A step that is durable and freed is not written by itself: the next step carries it."""
+    """A step that is durable and freed is not written by itself: the next step carries
+    it.
+    """
     for step in range(1, 6):
         for node in nodes:
             node.board.show(Holding(held=[step], done=step, durable=step - 1))
         until(hears(nodes, Answer(common=list(range(1, step + 1)))), "answer")
         for node in nodes:
             node.board.show(Holding(held=[], done=step, durable=step))
-    assert [node.store.counts["set"] for node in nodes] == [5, 1 + 5, 1 + 5]  # and one write when the attempt begins
+    # And one write when the attempt begins.
+    assert [node.store.counts["set"] for node in nodes] == [5, 1 + 5, 1 + 5]
 
 
 def test_a_step_that_a_node_has_lost_is_written_at_once(nodes: list[Node]) -> None:
@@ -111,7 +118,13 @@ def test_a_step_that_a_node_has_lost_is_written_at_once(nodes: list[Node]) -> No
         node.board.show(Holding(held=[1], done=1))
     time.sleep(0.1)
     nodes[2].board.show(Holding(held=[], done=1))
-    until(hears(nodes[:2], Answer(dead={1: ("snapshot-failed", "step 1 was not taken on the node of rank 5")})), "answer")
+    until(
+        hears(
+            nodes[:2],
+            Answer(dead={1: ("snapshot-failed", "step 1 was not taken on the node of rank 5")}),
+        ),
+        "answer",
+    )
 
 
 def test_the_first_look_comes_when_the_answer_was_there_before() -> None:
@@ -128,7 +141,9 @@ def test_the_first_look_comes_when_the_answer_was_there_before() -> None:
             return True
 
         def get(self, name: str) -> bytes:
-            return msgspec.msgpack.encode(self.answers.pop(0) if len(self.answers) > 1 else self.answers[0])
+            return msgspec.msgpack.encode(
+                self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+            )
 
     store = Answering()
     board = Board(store, "gpt/board/1", 1, [0, 1], lambda answer: None)  # type: ignore[arg-type]
@@ -161,7 +176,9 @@ def test_news_that_come_fast_do_not_put_off_the_look_at_the_steps_before(store: 
     assert board._next == first
 
 
-def test_a_step_that_has_become_durable_without_the_board_is_not_looked_for(store: TCPStore) -> None:
+def test_a_step_that_has_become_durable_without_the_board_is_not_looked_for(
+    store: TCPStore,
+) -> None:
     board = Board(Counted(store), "b", 1, [0, 1], lambda answer: None)  # type: ignore[arg-type]
     board.end()
     board._thread.join()
@@ -171,7 +188,9 @@ def test_a_step_that_has_become_durable_without_the_board_is_not_looked_for(stor
     assert board._next is None
 
 
-def test_a_node_that_has_not_sealed_an_overdue_step_looks_for_its_missing_ranks(store: TCPStore) -> None:
+def test_a_node_that_has_not_sealed_an_overdue_step_looks_for_its_missing_ranks(
+    store: TCPStore,
+) -> None:
     board = Board(Counted(store), "b", 1, [0, 1], lambda answer: None)  # type: ignore[arg-type]
     board.end()
     board._thread.join()
@@ -184,7 +203,9 @@ def test_a_node_that_has_not_sealed_an_overdue_step_looks_for_its_missing_ranks(
 
 
 def test_rank_0_looks_seldom_while_no_node_waits_for_another(store: TCPStore) -> None:
-    """A node that has sealed a step which rank 0 has skipped hears of it within a second, also if it was late."""
+    """A node that has sealed a step which rank 0 has skipped hears of it within a
+    second, also if it was late.
+    """
     boards = [Board(Counted(store), "b", rank, [0, 1], lambda answer: None) for rank in (0, 1)]  # type: ignore[arg-type]
     for board in boards:
         board.end()
@@ -198,9 +219,18 @@ def test_rank_0_looks_seldom_while_no_node_waits_for_another(store: TCPStore) ->
         assert boards[0]._next is not None
         return boards[0]._next - time.monotonic()
 
-    assert pause_of_rank_0(Holding(held=[1], done=1), Holding(held=[1], done=1)) > board_module._IDLE_LOOK
-    assert pause_of_rank_0(Holding(held=[1], done=2), Holding(held=[1], done=1)) <= board_module._IDLE_LOOK
-    assert pause_of_rank_0(Holding(held=[1], done=2), Holding(held=[1, 2], done=2)) > board_module._IDLE_LOOK
+    assert (
+        pause_of_rank_0(Holding(held=[1], done=1), Holding(held=[1], done=1))
+        > board_module._IDLE_LOOK
+    )
+    assert (
+        pause_of_rank_0(Holding(held=[1], done=2), Holding(held=[1], done=1))
+        <= board_module._IDLE_LOOK
+    )
+    assert (
+        pause_of_rank_0(Holding(held=[1], done=2), Holding(held=[1, 2], done=2))
+        > board_module._IDLE_LOOK
+    )
     assert list(boards[0]._heard.dead) == [2]
 
 
@@ -211,7 +241,10 @@ def _all_have_heard(boards: list[Board]) -> bool:
 def test_keys_of_boards_that_have_ended_are_deleted(store: TCPStore) -> None:
     client = PrefixStore("ckptd", store.clone())  # type: ignore[attr-defined]
     for attempt in range(6):
-        boards = [Board(Counted(store), f"gpt/board/{attempt}", rank, [0, 1], lambda answer: None) for rank in (0, 1)]  # type: ignore[arg-type]
+        boards = [
+            Board(Counted(store), f"gpt/board/{attempt}", rank, [0, 1], lambda answer: None)  # type: ignore[arg-type]
+            for rank in (0, 1)
+        ]
         for board in boards:
             board.show(Holding(held=[1], done=1))
         until(partial(_all_have_heard, boards), "answer")
@@ -224,7 +257,9 @@ def test_keys_of_boards_that_have_ended_are_deleted(store: TCPStore) -> None:
 def test_keys_of_ended_boards_are_kept_if_a_board_in_another_store_has_their_names(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(board_module, "_ended", deque([["gpt/board/1/holds/1", "gpt/board/1/answer"]] * 3))
+    monkeypatch.setattr(
+        board_module, "_ended", deque([["gpt/board/1/holds/1", "gpt/board/1/answer"]] * 3)
+    )
     client = PrefixStore("ckptd", store.clone())  # type: ignore[attr-defined]
     client.set("gpt/board/1/holds/1", msgspec.msgpack.encode(Holding(held=[1], done=1)))  # type: ignore[arg-type]
     heard: list[Answer] = []
@@ -245,7 +280,9 @@ def test_boards_of_other_attempts_do_not_mix(store: TCPStore) -> None:
     second.end()
 
 
-def test_a_store_that_fails_for_a_while_is_asked_again(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_fails_for_a_while_is_asked_again(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(board_module, "_IDLE_LOOK", 0.01)
     good, failures = Counted(store), iter([True] * 5 + [False] * 1000)
 

@@ -1,4 +1,6 @@
-"""The client against a daemon that answers what the test tells it to: late, wrong, out of order, in pieces, or not at all."""
+"""The client against a daemon that answers what the test tells it to: late, wrong, out
+of order, in pieces, or not at all.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from ckptd.agent.link import client as client_module
 from ckptd.agent.link.client import Call, Client
 from ckptd.agent.link.launch import Place
 from ckptd.agent.threads.call_lock import Nested
-from ckptd.shared.errors import AlreadyExists, Busy, CkptdError, DaemonUnreachable, Fenced, Forbidden, StorageError
+from ckptd.shared.errors import (
+    AlreadyExists,
+    Busy,
+    CkptdError,
+    DaemonUnreachable,
+    Fenced,
+    Forbidden,
+    StorageError,
+)
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.wire import frames
 from ckptd.shared.wire import messages as m
@@ -37,7 +47,13 @@ class Rank:
         self.late: list[m.Reply] = []
         self.resume: Callable[[], None] = self.begin
         self.resumed = 0
-        self.client = Client(place, resume=self._resume, news=self._news, lost=self.lost.append, late=self.late.append)
+        self.client = Client(
+            place,
+            resume=self._resume,
+            news=self._news,
+            lost=self.lost.append,
+            late=self.late.append,
+        )
 
     def _resume(self) -> None:
         self.resumed += 1
@@ -105,14 +121,18 @@ def error_of(call: Future[Any]) -> CkptdError:
 # -- replies
 
 
-def test_a_call_returns_the_reply_to_its_own_request(rank: Rank, connection: Connection, pool: ThreadPoolExecutor) -> None:
+def test_a_call_returns_the_reply_to_its_own_request(
+    rank: Rank, connection: Connection, pool: ThreadPoolExecutor
+) -> None:
     first, second = pool.submit(rank.acquire, 1), pool.submit(rank.acquire, 2)
     one, other = connection.next(m.Acquire), connection.next(m.Acquire)
     connection.reply(granted(other), granted(one))
     assert (first.result(SECONDS), second.result(SECONDS)) == ("segment of 1", "segment of 2")
 
 
-def test_many_threads_call_at_once(rank: Rank, connection: Connection, pool: ThreadPoolExecutor) -> None:
+def test_many_threads_call_at_once(
+    rank: Rank, connection: Connection, pool: ThreadPoolExecutor
+) -> None:
     """The daemon answers in batches, in a random order, with news in between."""
     calls = 8 * 40
     found = [pool.submit(rank.acquire, step) for step in range(calls)]
@@ -132,11 +152,15 @@ def test_many_threads_call_at_once(rank: Rank, connection: Connection, pool: Thr
         elif waiting and connection.requests.empty():
             connection.reply(granted(waiting.pop()))
             answered += 1
-    assert [call.result(SECONDS) for call in found] == [f"segment of {step}" for step in range(calls)]
+    assert [call.result(SECONDS) for call in found] == [
+        f"segment of {step}" for step in range(calls)
+    ]
     assert rank.news == sorted(rank.news)
 
 
-def test_a_reply_may_arrive_in_pieces(rank: Rank, connection: Connection, pool: ThreadPoolExecutor) -> None:
+def test_a_reply_may_arrive_in_pieces(
+    rank: Rank, connection: Connection, pool: ThreadPoolExecutor
+) -> None:
     call = pool.submit(rank.acquire, 1)
     frame = connection.frame(granted(connection.next(m.Acquire)))
     for byte in frame:
@@ -144,27 +168,39 @@ def test_a_reply_may_arrive_in_pieces(rank: Rank, connection: Connection, pool: 
     assert call.result(SECONDS) == "segment of 1"
 
 
-def test_an_error_is_raised_in_the_call_that_it_answers(rank: Rank, connection: Connection, pool: ThreadPoolExecutor) -> None:
+def test_an_error_is_raised_in_the_call_that_it_answers(
+    rank: Rank, connection: Connection, pool: ThreadPoolExecutor
+) -> None:
     first, second = pool.submit(rank.acquire, 1), pool.submit(rank.acquire, 2)
     for request in (connection.next(m.Acquire), connection.next(m.Acquire)):
         if request.step == 1:
-            connection.reply(m.Error(re=request.id, code=AlreadyExists.code, message="tag 'best' is taken"))
+            connection.reply(
+                m.Error(re=request.id, code=AlreadyExists.code, message="tag 'best' is taken")
+            )
         else:
             connection.reply(granted(request))
     assert (type(error_of(first)), str(error_of(first))) == (AlreadyExists, "tag 'best' is taken")
     assert second.result(SECONDS) == "segment of 2"
 
 
-def test_a_reply_of_another_type_than_expected_is_refused(rank: Rank, connection: Connection, pool: ThreadPoolExecutor) -> None:
+def test_a_reply_of_another_type_than_expected_is_refused(
+    rank: Rank, connection: Connection, pool: ThreadPoolExecutor
+) -> None:
     call = pool.submit(rank.acquire, 1)
-    connection.reply(m.Refused(re=connection.next(m.Acquire).id, reason="every slot is still being saved"))
+    connection.reply(
+        m.Refused(re=connection.next(m.Acquire).id, reason="every slot is still being saved")
+    )
     assert str(error_of(call)) == "the daemon answered with Refused; expected Granted"
     assert (rank.client.connected, rank.resumed) == (True, 0)
 
 
-def test_descriptors_belong_to_the_reply_that_they_came_with(rank: Rank, connection: Connection, pool: ThreadPoolExecutor) -> None:
+def test_descriptors_belong_to_the_reply_that_they_came_with(
+    rank: Rank, connection: Connection, pool: ThreadPoolExecutor
+) -> None:
     def fetch(step: int) -> list[bytes]:
-        _, descriptors = rank.client.call(lambda n: m.Fetch(id=n, attempt=1, step=step), m.Fetched, SECONDS)
+        _, descriptors = rank.client.call(
+            lambda n: m.Fetch(id=n, attempt=1, step=step), m.Fetched, SECONDS
+        )
         try:
             return [os.pread(descriptor.fileno(), 10, 0) for descriptor in descriptors]
         finally:
@@ -188,9 +224,15 @@ def test_descriptors_belong_to_the_reply_that_they_came_with(rank: Rank, connect
 def test_descriptors_that_were_announced_and_did_not_come_end_the_connection(
     rank: Rank, daemon: FakeDaemon, connection: Connection, pool: ThreadPoolExecutor
 ) -> None:
-    call = pool.submit(rank.client.call, lambda n: m.Fetch(id=n, attempt=1, step=1), m.Fetched, SECONDS)
+    call = pool.submit(
+        rank.client.call, lambda n: m.Fetch(id=n, attempt=1, step=1), m.Fetched, SECONDS
+    )
     connection.reply(m.Fetched(re=connection.next(m.Fetch).id, ranks=[0, 1]))
-    assert str(error_of(call)) == "the connection to the daemon was lost: the daemon announced 2 descriptors, and 0 have arrived"
+    assert (
+        str(error_of(call))
+        == "the connection to the daemon was lost: the daemon announced 2 descriptors, and 0 "
+        "have arrived"
+    )
     daemon.accepted().attach()
 
 
@@ -206,7 +248,9 @@ def test_news_that_came_before_a_reply_are_handled_before_the_call_returns(
         assert call.result(SECONDS)[-1] == step
 
 
-def test_news_are_handled_in_the_order_in_which_they_came(rank: Rank, connection: Connection) -> None:
+def test_news_are_handled_in_the_order_in_which_they_came(
+    rank: Rank, connection: Connection
+) -> None:
     """The daemon's order need not be that of the steps."""
     steps = random.Random(5).sample(range(1000), 1000)
     for begin in range(0, 1000, 100):
@@ -223,7 +267,9 @@ def time_out(rank: Rank, step: int) -> None:
         rank.client.call(acquire(step), m.Granted, 0.0)
 
 
-def test_a_slot_that_is_granted_after_the_timeout_is_given_back(rank: Rank, connection: Connection) -> None:
+def test_a_slot_that_is_granted_after_the_timeout_is_given_back(
+    rank: Rank, connection: Connection
+) -> None:
     time_out(rank, 1)
     assert rank.late == []
     late = granted(connection.next(m.Acquire))
@@ -232,7 +278,9 @@ def test_a_slot_that_is_granted_after_the_timeout_is_given_back(rank: Rank, conn
     assert rank.late == [late]
 
 
-def test_a_daemon_that_has_not_answered_counts_as_away_until_it_says_something(rank: Rank, connection: Connection) -> None:
+def test_a_daemon_that_has_not_answered_counts_as_away_until_it_says_something(
+    rank: Rank, connection: Connection
+) -> None:
     time_out(rank, 1)
     assert (rank.client.connected, rank.client.wait_connected(SECONDS)) == (False, False)
     connection.reply(progress(1))
@@ -242,7 +290,9 @@ def test_a_daemon_that_has_not_answered_counts_as_away_until_it_says_something(r
 
 
 @pytest.mark.parametrize("answered", [False, True], ids=["before the reply", "after it"])
-def test_a_dropped_call_gives_its_slot_back(rank: Rank, connection: Connection, answered: bool) -> None:
+def test_a_dropped_call_gives_its_slot_back(
+    rank: Rank, connection: Connection, answered: bool
+) -> None:
     call = rank.client.begin(acquire(1))
     reply = granted(connection.next(m.Acquire))
     if not answered:
@@ -258,7 +308,9 @@ def test_a_dropped_call_gives_its_slot_back(rank: Rank, connection: Connection, 
 def test_a_dropped_call_closes_its_descriptors(rank: Rank, connection: Connection) -> None:
     call = rank.client.begin(lambda n: m.Fetch(id=n, attempt=1, step=1))
     with open(os.devnull, "rb") as file:
-        connection.reply(m.Fetched(re=connection.next(m.Fetch).id, ranks=[0]), descriptors=[file.fileno()])
+        connection.reply(
+            m.Fetched(re=connection.next(m.Fetch).id, ranks=[0]), descriptors=[file.fileno()]
+        )
         assert call.done.wait(SECONDS)
         (descriptor,) = call.descriptors
         number = descriptor.fileno()
@@ -267,7 +319,9 @@ def test_a_dropped_call_closes_its_descriptors(rank: Rank, connection: Connectio
         os.fstat(number)
 
 
-def test_an_abandoned_call_returns_the_reply_that_has_arrived(rank: Rank, connection: Connection) -> None:
+def test_an_abandoned_call_returns_the_reply_that_has_arrived(
+    rank: Rank, connection: Connection
+) -> None:
     early, late = rank.client.begin(acquire(1)), rank.client.begin(acquire(2))
     first, second = granted(connection.next(m.Acquire)), granted(connection.next(m.Acquire))
     connection.reply(first)
@@ -278,7 +332,9 @@ def test_an_abandoned_call_returns_the_reply_that_has_arrived(rank: Rank, connec
     assert rank.late == [second]
 
 
-def test_a_call_that_ctrl_c_interrupts_gives_its_slot_back(rank: Rank, connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_ctrl_c_interrupts_gives_its_slot_back(
+    rank: Rank, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call = rank.client.begin(acquire(1))
 
     def interrupted(timeout: float | None = None) -> bool:
@@ -306,7 +362,10 @@ def test_a_hang_up_between_request_and_reply_fails_the_calls_and_is_made_up_for(
     connection.hang_up()
     for call in calls:
         assert type(error_of(call)) is DaemonUnreachable
-        assert str(error_of(call)) == "the connection to the daemon was lost: the daemon closed the connection"
+        assert (
+            str(error_of(call))
+            == "the connection to the daemon was lost: the daemon closed the connection"
+        )
     again = daemon.accepted()
     again.attach()
     assert rank.client.wait_connected(SECONDS)
@@ -315,12 +374,16 @@ def test_a_hang_up_between_request_and_reply_fails_the_calls_and_is_made_up_for(
     assert (call.result(SECONDS), rank.resumed, rank.lost) == ("segment of 9", 1, [])
 
 
-def test_no_request_is_sent_before_the_attempt_is_resumed(rank: Rank, daemon: FakeDaemon, connection: Connection) -> None:
+def test_no_request_is_sent_before_the_attempt_is_resumed(
+    rank: Rank, daemon: FakeDaemon, connection: Connection
+) -> None:
     connection.hang_up()
     again = daemon.accepted()
     begin = again.next(m.Begin)  # the client has sent Begin and has no reply
     with pytest.raises(
-        DaemonUnreachable, match="^the daemon is gone for the moment: Acquire is not allowed while the session is beginning$"
+        DaemonUnreachable,
+        match="^the daemon is gone for the moment: Acquire is not allowed while the session is "
+        "beginning$",
     ):
         rank.client.begin(acquire(1))
     assert not rank.client.connected
@@ -368,10 +431,14 @@ def test_an_outage_costs_the_training_its_budget_once(
     assert waited == [10.0, 6.0, 0.0, 0.0]
 
 
-def test_a_rank_that_cannot_resume_connects_once_more(rank: Rank, daemon: FakeDaemon, connection: Connection) -> None:
+def test_a_rank_that_cannot_resume_connects_once_more(
+    rank: Rank, daemon: FakeDaemon, connection: Connection
+) -> None:
     connection.hang_up()
     refusing = daemon.accepted()
-    refusing.reply(m.Error(re=refusing.next(m.Begin).id, code=StorageError.code, message="the disk is full"))
+    refusing.reply(
+        m.Error(re=refusing.next(m.Begin).id, code=StorageError.code, message="the disk is full")
+    )
     daemon.accepted().attach()
     assert rank.client.wait_connected(SECONDS)
     assert (rank.resumed, rank.lost) == (2, [])
@@ -392,7 +459,9 @@ def test_a_bug_in_resuming_costs_one_connection(
     assert "RuntimeError: a bug" in caplog.text
 
 
-def test_a_resumed_connection_that_is_lost_meanwhile_does_not_count_as_up(rank: Rank, daemon: FakeDaemon, connection: Connection) -> None:
+def test_a_resumed_connection_that_is_lost_meanwhile_does_not_count_as_up(
+    rank: Rank, daemon: FakeDaemon, connection: Connection
+) -> None:
     """The first thread learns that its attempt is resumed after the connection is gone."""
     may_return, returned = threading.Event(), threading.Event()
 
@@ -411,13 +480,18 @@ def test_a_resumed_connection_that_is_lost_meanwhile_does_not_count_as_up(rank: 
     begin = second.next(m.Begin)  # and does not answer it yet
     may_return.set()
     assert returned.wait(SECONDS)
-    until(lambda: not [t for t in threading.enumerate() if t.name == "ckptd-resume"][1:], "end of the first thread")
+    until(
+        lambda: not [t for t in threading.enumerate() if t.name == "ckptd-resume"][1:],
+        "end of the first thread",
+    )
     assert not rank.client.connected
     second.reply(m.Began(re=begin.id, attempt=1))
     assert rank.client.wait_connected(SECONDS)
 
 
-def test_a_newer_attempt_closes_the_client(rank: Rank, daemon: FakeDaemon, connection: Connection) -> None:
+def test_a_newer_attempt_closes_the_client(
+    rank: Rank, daemon: FakeDaemon, connection: Connection
+) -> None:
     connection.hang_up()
     again = daemon.accepted()
     again.reply(m.Error(re=again.next(m.Begin).id, code=Fenced.code, message="attempt 2 has begun"))
@@ -436,21 +510,36 @@ def test_a_newer_attempt_closes_the_client(rank: Rank, daemon: FakeDaemon, conne
         (m.Granted(re=77, segment="x"), "Granted answers request 77, which is not under way"),
         (m.Began(re=2, attempt=1), "Began does not answer Acquire"),
     ],
-    ids=["an error for the whole connection", "a reply to no request", "a reply that the request cannot have"],
+    ids=[
+        "an error for the whole connection",
+        "a reply to no request",
+        "a reply that the request cannot have",
+    ],
 )
 def test_a_message_that_ends_the_connection_is_the_reason_of_each_call(
-    rank: Rank, daemon: FakeDaemon, connection: Connection, pool: ThreadPoolExecutor, reply: m.Reply, reason: str
+    rank: Rank,
+    daemon: FakeDaemon,
+    connection: Connection,
+    pool: ThreadPoolExecutor,
+    reply: m.Reply,
+    reason: str,
 ) -> None:
     call = pool.submit(rank.acquire, 1)
     request = connection.next(m.Acquire)
-    connection.break_protocol(m.Began(re=request.id, attempt=1) if isinstance(reply, m.Began) else reply)
+    connection.break_protocol(
+        m.Began(re=request.id, attempt=1) if isinstance(reply, m.Began) else reply
+    )
     assert str(error_of(call)) == f"the connection to the daemon was lost: {reason}"
     daemon.accepted().attach()
     assert rank.client.wait_connected(SECONDS)
 
 
 def test_an_error_in_a_callback_is_logged_and_costs_the_connection_only(
-    rank: Rank, daemon: FakeDaemon, connection: Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rank: Rank,
+    daemon: FakeDaemon,
+    connection: Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(message: m.Progress) -> None:
         raise RuntimeError("a bug")
@@ -479,7 +568,9 @@ def test_ctrl_c_while_a_message_is_received_ends_the_connection(
     assert rank.resumed == 1
 
 
-def test_ctrl_c_while_a_request_is_sent_ends_the_connection(rank: Rank, daemon: FakeDaemon, connection: Connection) -> None:
+def test_ctrl_c_while_a_request_is_sent_ends_the_connection(
+    rank: Rank, daemon: FakeDaemon, connection: Connection
+) -> None:
     def interrupted(number: int) -> m.Request:
         raise KeyboardInterrupt
 
@@ -491,7 +582,11 @@ def test_ctrl_c_while_a_request_is_sent_ends_the_connection(rank: Rank, daemon: 
 
 
 def test_a_daemon_of_another_user_is_reported_once(
-    rank: Rank, daemon: FakeDaemon, connection: Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rank: Rank,
+    daemon: FakeDaemon,
+    connection: Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     tries = 0
 
@@ -519,9 +614,14 @@ def test_a_posted_request_is_answered_in_its_callback(rank: Rank, connection: Co
     rank.client.post(lambda n: m.Seal(id=n, segment="a", attempt=1, step=1), answers.append)
     rank.client.post(lambda n: m.Seal(id=n, segment="b", attempt=1, step=2), answers.append)
     first, second = connection.next(m.Seal), connection.next(m.Seal)
-    connection.reply(m.Error(re=second.id, code=Busy.code, message="no"), m.Sealed(re=first.id, durable=True))
+    connection.reply(
+        m.Error(re=second.id, code=Busy.code, message="no"), m.Sealed(re=first.id, durable=True)
+    )
     until(lambda: len(answers) == 2, "answers")
-    assert answers == [m.Error(re=second.id, code=Busy.code, message="no"), m.Sealed(re=first.id, durable=True)]
+    assert answers == [
+        m.Error(re=second.id, code=Busy.code, message="no"),
+        m.Sealed(re=first.id, durable=True),
+    ]
 
 
 def test_a_posted_request_without_a_daemon_is_neither_an_error_nor_sent_later(
@@ -539,12 +639,16 @@ def test_a_posted_request_without_a_daemon_is_neither_an_error_nor_sent_later(
     assert again.requests.empty()
 
 
-def test_a_request_made_inside_a_send_is_refused_and_a_posted_one_is_sent_after_it(rank: Rank, connection: Connection) -> None:
+def test_a_request_made_inside_a_send_is_refused_and_a_posted_one_is_sent_after_it(
+    rank: Rank, connection: Connection
+) -> None:
     """As from a signal handler that interrupts the send."""
     answers: list[m.Reply] = []
 
     def interrupted(number: int) -> m.Request:
-        with pytest.raises(Nested, match="a request to the daemon of the same thread is still running"):
+        with pytest.raises(
+            Nested, match="a request to the daemon of the same thread is still running"
+        ):
             rank.client.begin(acquire(9))
         rank.client.post(lambda n: m.Seal(id=n, segment="a", attempt=1, step=1), answers.append)
         rank.client.post(lambda n: m.Seal(id=n, segment="b", attempt=1, step=2), answers.append)
@@ -567,7 +671,9 @@ def test_a_post_made_inside_a_post_is_sent_after_it(rank: Rank, connection: Conn
     assert [connection.next(m.Seal).segment for _ in range(2)] == ["a", "b"]
 
 
-def test_a_request_that_cannot_be_made_leaves_nothing_behind(rank: Rank, connection: Connection, pool: ThreadPoolExecutor) -> None:
+def test_a_request_that_cannot_be_made_leaves_nothing_behind(
+    rank: Rank, connection: Connection, pool: ThreadPoolExecutor
+) -> None:
     def impossible(number: int) -> m.Request:
         raise StorageError("no")
 
@@ -582,18 +688,27 @@ def test_a_request_that_cannot_be_made_leaves_nothing_behind(rank: Rank, connect
 # -- the end
 
 
-def test_close_fails_the_calls_under_way(rank: Rank, daemon: FakeDaemon, connection: Connection, pool: ThreadPoolExecutor) -> None:
+def test_close_fails_the_calls_under_way(
+    rank: Rank, daemon: FakeDaemon, connection: Connection, pool: ThreadPoolExecutor
+) -> None:
     call = pool.submit(rank.acquire, 1)
     connection.next(m.Acquire)
     rank.client.close()
     rank.client.close()
     assert str(error_of(call)) == "this agent is closed"
     assert connection.ended.wait(SECONDS)
-    assert (rank.client.closed, rank.client.connected, rank.client._thread.is_alive(), rank.resumed) == (True, False, False, 0)
+    assert (
+        rank.client.closed,
+        rank.client.connected,
+        rank.client._thread.is_alive(),
+        rank.resumed,
+    ) == (True, False, False, 0)
     assert daemon.none_accepted()
 
 
-def test_close_ends_the_search_for_a_daemon(rank: Rank, daemon: FakeDaemon, connection: Connection) -> None:
+def test_close_ends_the_search_for_a_daemon(
+    rank: Rank, daemon: FakeDaemon, connection: Connection
+) -> None:
     daemon.refuse()
     connection.hang_up()
     until(lambda: not rank.client.connected, "loss")
@@ -616,7 +731,8 @@ def test_a_connection_that_is_made_during_close_is_closed(
     monkeypatch.setattr(Place, "connect", connect)
     connection.hang_up()
     assert inside.wait(SECONDS)
-    rank.client._closed = True  # as `close` does, which then waits for the thread that is connecting
+    # As `close` does, which then waits for the thread that is connecting.
+    rank.client._closed = True
     go.set()
     assert daemon.accepted().ended.wait(SECONDS)
     assert rank.resumed == 0
@@ -639,9 +755,14 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_a_forked_child_cannot_use_its_parents_connection(rank: Rank, connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_cannot_use_its_parents_connection(
+    rank: Rank, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with forked(monkeypatch):
-        with pytest.raises(DaemonUnreachable, match="^a forked process cannot use its parent's agent: make an Agent of its own$"):
+        with pytest.raises(
+            DaemonUnreachable,
+            match="^a forked process cannot use its parent's agent: make an Agent of its own$",
+        ):
             rank.client.begin(acquire(1))
         rank.client.post(acquire(2), lambda reply: None)
     assert connection.requests.empty()
@@ -649,7 +770,9 @@ def test_a_forked_child_cannot_use_its_parents_connection(rank: Rank, connection
     assert connection.next(m.Acquire).step == 3
 
 
-def test_a_forked_child_closes_its_copies_and_leaves_the_connection_to_its_parent(daemon: FakeDaemon) -> None:
+def test_a_forked_child_closes_its_copies_and_leaves_the_connection_to_its_parent(
+    daemon: FakeDaemon,
+) -> None:
     rank = Rank(daemon.place)
     connection = daemon.accepted()
     parents = rank.client._channel._socket.dup()  # a fork duplicates every descriptor
@@ -671,9 +794,15 @@ def test_a_forked_child_closes_its_copies_and_leaves_the_connection_to_its_paren
 
 @pytest.mark.parametrize("during", ["send", "receive"])
 def test_after_ctrl_c_the_next_call_waits_for_the_next_connection(
-    rank: Rank, daemon: FakeDaemon, connection: Connection, monkeypatch: pytest.MonkeyPatch, during: str
+    rank: Rank,
+    daemon: FakeDaemon,
+    connection: Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    during: str,
 ) -> None:
-    """Although the client's thread, which reconnects, has not noticed the end of this one yet."""
+    """Although the client's thread, which reconnects, has not noticed the end of this
+    one yet.
+    """
     ended: list[Channel] = []
 
     def interrupted(*_: Any, **__: Any) -> Any:
@@ -684,7 +813,9 @@ def test_after_ctrl_c_the_next_call_waits_for_the_next_connection(
         if during == "receive":
             patch.setattr(Channel, "receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            rank.client.begin(interrupted) if during == "send" else rank.client.call(acquire(1), m.Granted, SECONDS)
+            rank.client.begin(interrupted) if during == "send" else rank.client.call(
+                acquire(1), m.Granted, SECONDS
+            )
         assert not rank.client.connected
     for channel in ended:
         channel.end()

@@ -1,4 +1,6 @@
-"""Tests private daemons: they are started if none runs, shared by ranks, outlive the trainer, and end when nothing is left to do."""
+"""Tests private daemons: they are started if none runs, shared by ranks, outlive the
+trainer, and end when nothing is left to do.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def private(place: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
     monkeypatch.setenv("CKPTD_ROOT", str(place.root))
     monkeypatch.setenv("CKPTD_IDLE_TIMEOUT", "0.2")
     yield place
-    monkeypatch.setattr(default, "_without_agent", Outcomes())  # or else `close` tells of snapshots that were meant to fail
+    # Or else `close` tells of snapshots that were meant to fail.
+    monkeypatch.setattr(default, "_without_agent", Outcomes())
     close()
     for process in psutil.process_iter(["cmdline"]):
         if str(place.root) in (process.info["cmdline"] or []):
@@ -88,15 +91,22 @@ def test_settings_that_a_running_private_daemon_does_not_have_are_named(
     assert "was started with another value" not in caplog.text
     monkeypatch.setenv("CKPTD_KEEP_LAST", "1")
     Agent("second").close()
-    assert f"the private daemon of {private.root} was started with another value of CKPTD_KEEP_LAST, and keeps it" in caplog.text
+    assert (
+        f"the private daemon of {private.root} was started with another value of CKPTD_KEEP_LAST, "
+        f"and keeps it" in caplog.text
+    )
     agent.close()
 
 
-def test_a_private_daemon_outlives_its_trainer_and_is_restarted_when_killed(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTD_JOB", "gpt")  # the script below and this test would be named after different main scripts
+def test_a_private_daemon_outlives_its_trainer_and_is_restarted_when_killed(
+    private: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The script below and this test would be named after different main scripts.
+    monkeypatch.setenv("CKPTD_JOB", "gpt")
     script = (
         "import torch, os; from ckptd.agent import snapshot\n"
-        "snapshot({'w': torch.ones(5)}, step=3, persist=False).wait('sealed'); os.kill(os.getpid(), 9)"
+        "snapshot({'w': torch.ones(5)}, step=3, persist=False).wait('sealed'); "
+        "os.kill(os.getpid(), 9)"
     )
     result = subprocess.run([sys.executable, "-c", script], timeout=120, check=False)
     assert result.returncode == -9
@@ -108,7 +118,9 @@ def test_a_private_daemon_outlives_its_trainer_and_is_restarted_when_killed(priv
     pid = daemon_pid(private)
     os.kill(pid, 9)
     deadline = time.monotonic() + 60
-    while (pending := agent.snapshot(state, step=4 + int(1000 * time.monotonic()))).state != "sealed":
+    while (
+        pending := agent.snapshot(state, step=4 + int(1000 * time.monotonic()))
+    ).state != "sealed":
         assert time.monotonic() < deadline, pending
         time.sleep(0.05)
     pending.wait("durable", timeout=60)
@@ -116,14 +128,18 @@ def test_a_private_daemon_outlives_its_trainer_and_is_restarted_when_killed(priv
     agent.close()
 
 
-def test_a_job_that_was_called_default_is_not_started_under_another_name(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_was_called_default_is_not_started_under_another_name(
+    private: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ckptd.agent.link.arguments.script_job", lambda: "train")
     state = {"w": torch.ones(10)}
     agent = Agent("default")
     agent.snapshot(state, step=1).wait("durable", timeout=60)
     agent.close()
     with pytest.raises(
-        errors.NotFound, match=r"^job 'train', named after the main script, has no checkpoint, but .*: set CKPTD_JOB=default "
+        errors.NotFound,
+        match=r"^job 'train', named after the main script, has no checkpoint, but .*: set "
+        r"CKPTD_JOB=default ",
     ):
         recover(state)
     close()
@@ -144,27 +160,38 @@ def test_two_agents_share_one_private_daemon(private: Home) -> None:
         agent.close()
 
 
-def test_a_root_that_cannot_be_used_is_an_error(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_that_cannot_be_used_is_an_error(
+    private: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CKPTD_ROOT", "/proc/nope")
     with pytest.raises(
-        errors.DaemonUnreachable, match="the private daemon did not start: cannot use /proc/nope as the root for checkpoints"
+        errors.DaemonUnreachable,
+        match="the private daemon did not start: cannot use /proc/nope as the root for checkpoints",
     ):
         recover({"w": torch.ones(1)})
     pending = snapshot({"w": torch.ones(1)}, step=1)
     assert pending.state == "failed"
 
 
-def test_an_invalid_setting_of_the_private_daemon_is_quoted(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_setting_of_the_private_daemon_is_quoted(
+    private: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CKPTD_CODEC", "lz5")
     with pytest.raises(
-        errors.DaemonUnreachable, match=r"the private daemon did not start: .*codec 'lz5' is not known.*the whole log is .*daemon\.log"
+        errors.DaemonUnreachable,
+        match=r"the private daemon did not start: .*codec 'lz5' is not known.*the whole log is "
+        r".*daemon\.log",
     ):
         Agent()
 
 
-def test_without_a_root_and_a_daemon_the_error_says_what_to_do(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_root_and_a_daemon_the_error_says_what_to_do(
+    private: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CKPTD_ROOT")
-    with pytest.raises(errors.DaemonUnreachable, match="no daemon runs on this node and no root is known"):
+    with pytest.raises(
+        errors.DaemonUnreachable, match="no daemon runs on this node and no root is known"
+    ):
         Agent()
 
 
@@ -197,7 +224,9 @@ def plain(private: Home, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["directory", "link", "FIFO"])
-def test_a_taken_name_of_the_socket_directory_does_not_block_the_daemon(private: Home, plain: Path, kind: str) -> None:
+def test_a_taken_name_of_the_socket_directory_does_not_block_the_daemon(
+    private: Home, plain: Path, kind: str
+) -> None:
     if kind == "directory":
         plain.mkdir(mode=0o777)
     elif kind == "link":
@@ -214,7 +243,9 @@ def test_a_taken_name_of_the_socket_directory_does_not_block_the_daemon(private:
     assert kind == "FIFO" or list(plain.iterdir()) == []
 
 
-def test_a_runtime_directory_of_another_user_does_not_block_the_daemon(private: Home, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_directory_of_another_user_does_not_block_the_daemon(
+    private: Home, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs = private.path / "theirs"
     theirs.mkdir(mode=0o777)
     give_away(theirs)
@@ -236,7 +267,11 @@ def test_a_private_daemon_is_found_where_another_environment_has_put_it(
 
 @contextmanager
 def stranger(path: Path) -> Iterator[list[bytes]]:
-    """Context manager. Run another user's process that listens at `path`. Yields a list of everything that it is sent."""
+    """Context manager.
+
+    Run another user's process that listens at `path`. Yields a list of everything that
+    it is sent.
+    """
     heard: list[bytes] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))
@@ -271,14 +306,20 @@ def test_a_named_daemon_of_another_user_is_refused(private: Home) -> None:
         with pytest.raises(errors.Forbidden, match=f"{private.socket} belongs to uid 65534"):
             Agent(socket=private.socket)
         os.chown(private.socket, 0, 0)
-        with pytest.raises(errors.Forbidden, match=f"the process that listens at {private.socket} belongs to uid 65534"):
+        with pytest.raises(
+            errors.Forbidden,
+            match=f"the process that listens at {private.socket} belongs to uid 65534",
+        ):
             Agent(socket=private.socket)
     assert b"".join(heard) == b""
 
 
 @pytest.mark.parametrize("with_root", [True, False])
 def test_a_daemon_of_another_user_at_a_default_path_is_not_used(
-    private: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, with_root: bool
+    private: Home,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    with_root: bool,
 ) -> None:
     monkeypatch.setattr(names, "default_sockets", lambda: [private.socket])
     with stranger(private.socket) as heard:
@@ -287,7 +328,9 @@ def test_a_daemon_of_another_user_at_a_default_path_is_not_used(
             saves(private.root)
         else:
             monkeypatch.delenv("CKPTD_ROOT")
-            with pytest.raises(errors.DaemonUnreachable, match="no daemon runs on this node and no root is known"):
+            with pytest.raises(
+                errors.DaemonUnreachable, match="no daemon runs on this node and no root is known"
+            ):
                 Agent()
     assert b"".join(heard) == b""
     assert f"is not used: the socket {private.socket} belongs to uid 65534" in caplog.text
@@ -295,7 +338,10 @@ def test_a_daemon_of_another_user_at_a_default_path_is_not_used(
 
 @pytest.mark.parametrize("kind", ["link", "FIFO", "second name", "another user's"])
 def test_a_log_that_is_not_our_own_file_is_not_written(private: Home, kind: str) -> None:
-    target, log = private.path / "target", state_directory(configured_state_dir(), private.root) / "daemon.log"
+    target, log = (
+        private.path / "target",
+        state_directory(configured_state_dir(), private.root) / "daemon.log",
+    )
     target.write_text("mine")
     log.parent.mkdir(parents=True)
     if kind == "link":
@@ -307,16 +353,27 @@ def test_a_log_that_is_not_our_own_file_is_not_written(private: Home, kind: str)
     else:
         log.touch()
         give_away(log)
-    with pytest.raises(errors.DaemonUnreachable, match=r"its log cannot be written: .*daemon\.log is not a regular file.*: remove it"):
+    with pytest.raises(
+        errors.DaemonUnreachable,
+        match=r"its log cannot be written: .*daemon\.log is not a regular file.*: remove it",
+    ):
         Agent()
     assert target.read_text() == "mine"
 
 
 @pytest.mark.parametrize("by", ["argument", "environment"])
-def test_a_root_that_is_no_place_is_refused(private: Home, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+def test_a_root_that_is_no_place_is_refused(
+    private: Home, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
     monkeypatch.chdir(private.path)
-    monkeypatch.setenv("CKPTD_ROOT", "hdfs://bucket/runs" if by == "environment" else str(private.root))
-    with pytest.raises(errors.InvalidConfig, match=r"'hdfs://bucket/runs' is a URL that ckptd cannot save to; expected a directory, or s3"):
+    monkeypatch.setenv(
+        "CKPTD_ROOT", "hdfs://bucket/runs" if by == "environment" else str(private.root)
+    )
+    with pytest.raises(
+        errors.InvalidConfig,
+        match=r"'hdfs://bucket/runs' is a URL that ckptd cannot save to; expected a directory, or "
+        r"s3",
+    ):
         Agent(root="hdfs://bucket/runs" if by == "argument" else None)
     assert list(private.path.iterdir()) == []
 
@@ -326,7 +383,9 @@ def test_a_root_that_is_no_place_is_refused(private: Home, monkeypatch: pytest.M
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A directory for a root; the environment says nothing, and there is no daemon at a default place."""
+    """A directory for a root; the environment says nothing, and there is no daemon at a
+    default place.
+    """
     for key in [key for key in os.environ if key.startswith("CKPTD_")]:
         monkeypatch.delenv(key)
     monkeypatch.setattr(names, "default_sockets", list)
@@ -337,7 +396,9 @@ def served(root: Path | str) -> m.Welcome:
     return m.Welcome(re=0, version=1, root=str(root))
 
 
-def test_an_argument_comes_before_the_environment(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_argument_comes_before_the_environment(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("named", "other"):
         (tmp_path / name).touch()
     monkeypatch.setenv("CKPTD_SOCKET", str(tmp_path / "other"))
@@ -346,7 +407,9 @@ def test_an_argument_comes_before_the_environment(bare: Path, monkeypatch: pytes
     assert find_place(tmp_path / "named", bare) == Place(tmp_path / "named", bare, private=False)
 
 
-def test_a_root_below_the_home_directory_may_begin_with_a_tilde(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_below_the_home_directory_may_begin_with_a_tilde(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setenv("CKPTD_ROOT", "~/ckpts")
     assert find_place(None, None).root == Path("/home/ada/ckpts")
@@ -358,11 +421,16 @@ def test_a_relative_root_is_made_absolute(bare: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_named_socket_that_is_not_there_is_refused(bare: Path) -> None:
-    with pytest.raises(errors.DaemonUnreachable, match=f"^no daemon listens at /nowhere/s on {names.host()}: start one with `ckptd run"):
+    with pytest.raises(
+        errors.DaemonUnreachable,
+        match=f"^no daemon listens at /nowhere/s on {names.host()}: start one with `ckptd run",
+    ):
         find_place("/nowhere/s", bare)
 
 
-def test_a_daemon_at_a_default_path_is_used_for_its_own_root_only(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_at_a_default_path_is_used_for_its_own_root_only(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with fake_daemon(served(bare)) as daemon:
         monkeypatch.setattr(names, "default_sockets", lambda: [Path("/nowhere/s"), daemon.socket])
         default = Place(daemon.socket, None, private=False)
@@ -371,7 +439,9 @@ def test_a_daemon_at_a_default_path_is_used_for_its_own_root_only(bare: Path, mo
         assert find_place(None, other) == Place(names.private_socket(other), other, private=True)
 
 
-def test_a_daemon_at_a_default_path_that_is_restarting_is_used_if_no_root_is_named(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_at_a_default_path_that_is_restarting_is_used_if_no_root_is_named(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     socket_file = bare.parent / "s"
     socket_file.touch()
     monkeypatch.setattr(names, "default_sockets", lambda: [socket_file])
@@ -381,7 +451,10 @@ def test_a_daemon_at_a_default_path_that_is_restarting_is_used_if_no_root_is_nam
 
 def test_a_daemon_of_another_root_is_refused(bare: Path) -> None:
     with fake_daemon(served("/ckpts")) as daemon:
-        with pytest.raises(errors.InvalidRequest, match=f"^the daemon at {daemon.socket} uses root /ckpts, not {bare}: "):
+        with pytest.raises(
+            errors.InvalidRequest,
+            match=f"^the daemon at {daemon.socket} uses root /ckpts, not {bare}: ",
+        ):
             Place(daemon.socket, bare, private=False).connect()
         assert daemon.accepted().ended.wait(60)
         channel = Place(daemon.socket, Path("/ckpts"), private=False).connect()
@@ -394,13 +467,20 @@ def test_a_daemon_of_another_root_is_refused(bare: Path) -> None:
 
 @pytest.fixture
 def answering(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
-    """A daemon of this root. It stands at the second of the paths where a private one may listen."""
+    """A daemon of this root.
+
+    It stands at the second of the paths where a private one may listen.
+    """
     with fake_daemon(served(bare)) as daemon:
-        monkeypatch.setattr(names, "private_sockets", lambda root: [root.parent / "first", daemon.socket])
+        monkeypatch.setattr(
+            names, "private_sockets", lambda root: [root.parent / "first", daemon.socket]
+        )
         yield daemon
 
 
-def test_a_private_daemon_that_answers_is_not_started_again(bare: Path, answering: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_daemon_that_answers_is_not_started_again(
+    bare: Path, answering: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[Path] = []
     monkeypatch.setattr(launch, "start_private", started.append)
     Place(answering.socket, bare, private=True).connect().close()
@@ -434,20 +514,26 @@ def test_a_private_daemon_that_never_listens_is_waited_for_until_the_deadline(
     answering.refuse()
     monkeypatch.setattr(launch, "start_private", lambda root: None)
     monkeypatch.setattr(launch, "time", clock)
-    with pytest.raises(errors.DaemonUnreachable, match=f"^no daemon listens at {bare.parent / 'first'} on "):
+    with pytest.raises(
+        errors.DaemonUnreachable, match=f"^no daemon listens at {bare.parent / 'first'} on "
+    ):
         Place(answering.socket, bare, private=True).connect()
     assert sum(clock.slept) == pytest.approx(launch.CONNECT_SECONDS, abs=0.05)
 
 
 class FakeProcess:
-    """In the place of `subprocess.Popen`: a daemon that says `word` when it is ready, or exits with `code`."""
+    """In the place of `subprocess.Popen`: a daemon that says `word` when it is ready,
+    or exits with `code`.
+    """
 
     def __init__(self, word: bytes = b"", code: int | None = None, log: str = "") -> None:
         self.word, self.code, self.log = word, code, log
         self.command: list[str] = []
         self.told = -1
 
-    def __call__(self, command: list[str], *, stdout: int, pass_fds: list[int], **options: Any) -> FakeProcess:
+    def __call__(
+        self, command: list[str], *, stdout: int, pass_fds: list[int], **options: Any
+    ) -> FakeProcess:
         self.command = command
         os.write(stdout, self.log.encode())
         if self.word or self.code is None:
@@ -481,16 +567,28 @@ def start(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fak
             os.close(process.told)
 
 
-def test_a_private_daemon_is_started_for_its_root_and_waited_for(bare: Path, start: Callable[[FakeProcess], str]) -> None:
+def test_a_private_daemon_is_started_for_its_root_and_waited_for(
+    bare: Path, start: Callable[[FakeProcess], str]
+) -> None:
     process = FakeProcess(word=b"ready")
     start(process)
     assert process.command[1:6] == ["-P", "-m", "ckptd.daemon", "run", "--private"]
-    assert process.command[6:10] == ["--root", str(bare), "--socket", str(names.private_socket(bare))]
+    assert process.command[6:10] == [
+        "--root",
+        str(bare),
+        "--socket",
+        str(names.private_socket(bare)),
+    ]
     assert (state_directory(configured_state_dir(), bare) / "daemon.log").exists()
 
 
-def test_a_private_daemon_that_finds_another_at_its_root_is_no_error(start: Callable[[FakeProcess], str]) -> None:
-    assert start(FakeProcess(code=11, log="ckptd: another ckptd already serves it\n")) == "another ckptd already serves it"
+def test_a_private_daemon_that_finds_another_at_its_root_is_no_error(
+    start: Callable[[FakeProcess], str],
+) -> None:
+    assert (
+        start(FakeProcess(code=11, log="ckptd: another ckptd already serves it\n"))
+        == "another ckptd already serves it"
+    )
     assert start(FakeProcess(word=b"ready")) == ""
 
 
@@ -502,22 +600,35 @@ def test_a_root_that_a_daemon_at_an_unknown_socket_serves_is_named_with_the_reme
     with pytest.raises(errors.DaemonUnreachable) as refused:
         Place(names.private_socket(root), root, private=True).connect()
     assert str(refused.value) == (
-        f"no private daemon can be started: another ckptd already serves {root}, under the host name {names.host()}: use that one, or stop "
-        "it first; if it runs on another node, give each node a name of its own. If that daemon runs on this node, set CKPTD_SOCKET to its "
+        f"no private daemon can be started: another ckptd already serves {root}, under the host "
+        f"name {names.host()}: use that one, or stop "
+        "it first; if it runs on another node, give each node a name of its own. If that daemon "
+        "runs on this node, set CKPTD_SOCKET to its "
         "socket, which `ckptd ps` shows"
     )
 
 
-@pytest.mark.parametrize(("log", "reason"), [("first\nckptd: the disk is full\n", "the disk is full"), ("", "its log is empty")])
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [("first\nckptd: the disk is full\n", "the disk is full"), ("", "its log is empty")],
+)
 def test_the_last_line_of_a_private_daemon_that_fails_is_the_reason(
     bare: Path, start: Callable[[FakeProcess], str], log: str, reason: str
 ) -> None:
-    with pytest.raises(errors.DaemonUnreachable, match=rf"^the private daemon did not start: {reason} \(the whole log is .*daemon\.log\)$"):
+    with pytest.raises(
+        errors.DaemonUnreachable,
+        match=rf"^the private daemon did not start: {reason} \(the whole log is .*daemon\.log\)$",
+    ):
         start(FakeProcess(code=1, log=log))
 
 
-def test_a_private_daemon_that_is_killed_while_it_starts_is_said_to_be(bare: Path, start: Callable[[FakeProcess], str]) -> None:
-    with pytest.raises(errors.DaemonUnreachable, match=r"^the private daemon did not start: SIGKILL has ended it \(the whole log is "):
+def test_a_private_daemon_that_is_killed_while_it_starts_is_said_to_be(
+    bare: Path, start: Callable[[FakeProcess], str]
+) -> None:
+    with pytest.raises(
+        errors.DaemonUnreachable,
+        match=r"^the private daemon did not start: SIGKILL has ended it \(the whole log is ",
+    ):
         start(FakeProcess(code=-9, log="INFO of an earlier daemon"))
 
 
@@ -525,18 +636,25 @@ def test_a_private_daemon_that_hangs_is_an_error_after_a_while(
     start: Callable[[FakeProcess], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "START_SECONDS", 0.0)
-    with pytest.raises(errors.DaemonUnreachable, match=r"^the private daemon is not ready after 0 s; see .*daemon\.log$"):
+    with pytest.raises(
+        errors.DaemonUnreachable,
+        match=r"^the private daemon is not ready after 0 s; see .*daemon\.log$",
+    ):
         start(FakeProcess())
 
 
-def test_a_private_daemon_that_cannot_be_started_leaves_no_descriptor(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_daemon_that_cannot_be_started_leaves_no_descriptor(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("no memory")
 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(bare.parent))
     monkeypatch.setattr(subprocess, "Popen", refuse)
     before = not_sockets()
-    with pytest.raises(errors.DaemonUnreachable, match="^cannot start a private daemon: no memory$"):
+    with pytest.raises(
+        errors.DaemonUnreachable, match="^cannot start a private daemon: no memory$"
+    ):
         launch.start_private(bare)
     assert not_sockets() == before
 
@@ -551,14 +669,22 @@ def test_a_private_daemon_that_has_exited_is_reaped_at_the_next_start(
     assert list[object](launch._started) == [second]
 
 
-def test_a_socket_directory_that_cannot_be_made_is_an_error(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_directory_that_cannot_be_made_is_an_error(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocked = bare.parent / "file"
     blocked.touch()
     monkeypatch.setattr(names, "private_socket", lambda root: blocked / "directory" / "s")
-    with pytest.raises(errors.DaemonUnreachable, match=f"^cannot make {blocked}/directory for the private daemon's socket: Not a"):
+    with pytest.raises(
+        errors.DaemonUnreachable,
+        match=f"^cannot make {blocked}/directory for the private daemon's socket: Not a",
+    ):
         launch.start_private(bare)
     monkeypatch.setattr(names, "private_socket", lambda root: blocked / "s")
-    with pytest.raises(errors.DaemonUnreachable, match=f"^other users have taken all names tried, such as {blocked}: "):
+    with pytest.raises(
+        errors.DaemonUnreachable,
+        match=f"^other users have taken all names tried, such as {blocked}: ",
+    ):
         launch.start_private(bare)
 
 
@@ -569,5 +695,11 @@ def test_misspelled_variables_are_named_and_not_passed_to_a_private_daemon(
     monkeypatch.setenv("CKPTD_SHM_QUOTTA", "1G")
     monkeypatch.setenv("CKPTD_TAKEOVER", "1")
     assert recover({"w": torch.ones(3)}) is None
-    assert caplog.text.count("CKPTD_SHM_QUOTTA is not a setting of ckptd, and is ignored: did you mean CKPTD_SHM_QUOTA?") == 1
+    assert (
+        caplog.text.count(
+            "CKPTD_SHM_QUOTTA is not a setting of ckptd, and is ignored: did you mean "
+            "CKPTD_SHM_QUOTA?"
+        )
+        == 1
+    )
     assert "TAKEOVER" not in caplog.text

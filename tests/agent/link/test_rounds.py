@@ -1,5 +1,5 @@
-"""Tests rounds over the job's store: all ranks get one answer or one error with a rank's name, within a deadline, and nothing is left
-behind.
+"""Tests rounds over the job's store: all ranks get one answer or one error with a
+rank's name, within a deadline, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from ckptd.agent.link import rounds, store_values
 from ckptd.agent.link.rounds import Alone, Exchange, Told
 from ckptd.agent.threads.flag import Flag
-from ckptd.shared.errors import CkptdError, InternalError, SnapshotFailed, StructureChanged, UnsavableValue
+from ckptd.shared.errors import (
+    CkptdError,
+    InternalError,
+    SnapshotFailed,
+    StructureChanged,
+    UnsavableValue,
+)
 from tests.support.daemons import until
 
 WORLD = 3
@@ -32,7 +38,9 @@ Answer = bytes | CkptdError
 
 @pytest.fixture
 def store() -> TCPStore:
-    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    return TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+    )
 
 
 @pytest.fixture
@@ -47,14 +55,22 @@ def attempt(call: Callable[[], bytes]) -> Answer:
         return error
 
 
-def together(ranks: list[Exchange], mine: list[Any], decide: Callable[[list[bytes]], list[bytes]], **more: Any) -> list[Any]:
+def together(
+    ranks: list[Exchange],
+    mine: list[Any],
+    decide: Callable[[list[bytes]], list[bytes]],
+    **more: Any,
+) -> list[Any]:
     """Return what each rank gets from a round. Ranks that give None do not take part."""
 
     def go(rank: Exchange, own: Answer) -> Answer:
         return attempt(lambda: rank.round("topic", own, decide, **{"seconds": 20.0, **more}))
 
     with ThreadPoolExecutor(WORLD) as pool:
-        jobs = [None if own is None else pool.submit(go, rank, own) for rank, own in zip(ranks, mine, strict=True)]
+        jobs = [
+            None if own is None else pool.submit(go, rank, own)
+            for rank, own in zip(ranks, mine, strict=True)
+        ]
         return [None if job is None else job.result() for job in jobs]
 
 
@@ -62,7 +78,9 @@ def reverse(said: list[bytes]) -> list[bytes]:
     return said[::-1]
 
 
-def test_each_gets_its_answer_and_the_store_is_empty_again(store: TCPStore, ranks: list[Exchange]) -> None:
+def test_each_gets_its_answer_and_the_store_is_empty_again(
+    store: TCPStore, ranks: list[Exchange]
+) -> None:
     together(ranks, [b""] * WORLD, reverse)  # each rank's last topic stays
     before = store.num_keys()
     large = bytes(range(256)) * 40_000  # longer than one piece
@@ -83,12 +101,16 @@ def test_an_error_of_the_decision_is_raised_on_all(ranks: list[Exchange]) -> Non
         raise StructureChanged(f"{len(said)} differ")
 
     found = together(ranks, [b""] * WORLD, decide)
-    assert [(type(error), str(error)) for error in found] == [(StructureChanged, "3 differ")] * WORLD
+    assert [(type(error), str(error)) for error in found] == [
+        (StructureChanged, "3 differ")
+    ] * WORLD
 
 
 @pytest.mark.parametrize("late", [1, 2])
 def test_a_missing_rank_is_named_to_all(ranks: list[Exchange], late: int) -> None:
-    found = together(ranks, [None if rank == late else b"" for rank in range(WORLD)], reverse, seconds=2.0)
+    found = together(
+        ranks, [None if rank == late else b"" for rank in range(WORLD)], reverse, seconds=2.0
+    )
     said = {str(error) for error in found if error is not None}
     assert len(said) == 1
     assert said.pop().startswith(f"rank {late} sent nothing within ")
@@ -105,9 +127,13 @@ def test_ranks_in_different_calls_are_told_of_the_other_call(two: list[Exchange]
     with started(round_of(two[1], "plan/1/40", b"1", 4.0)) as other:
         found = attempt(round_of(two[0], "plan/1/35", b"0", 1.5))
         assert str(found).startswith("rank 1 sent nothing within ")
-        assert str(found).endswith(" s: its last call was snapshot(step=40), not snapshot(step=35); all ranks must make the same calls")
+        assert str(found).endswith(
+            " s: its last call was snapshot(step=40), not snapshot(step=35); all ranks must make "
+            "the same calls"
+        )
     assert str(other.result(60)).endswith(
-        " s: its last call was snapshot(step=35), not snapshot(step=40); all ranks must make the same calls"
+        " s: its last call was snapshot(step=35), not snapshot(step=40); all ranks must make the "
+        "same calls"
     )
 
 
@@ -131,15 +157,22 @@ def test_rounds_of_other_jobs_and_topics_do_not_mix(store: TCPStore) -> None:
             rank.scope = f"job{number}"
 
     def go(number: int, rank: Exchange) -> list[bytes]:
-        return [rank.round(topic, f"{number}{topic}".encode(), lambda said: [b"".join(said)] * 2, 20.0) for topic in ("a", "b")]
+        return [
+            rank.round(topic, f"{number}{topic}".encode(), lambda said: [b"".join(said)] * 2, 20.0)
+            for topic in ("a", "b")
+        ]
 
     with ThreadPoolExecutor(4) as pool:
         found = [pool.submit(go, number, rank) for number, job in enumerate(jobs) for rank in job]
-        assert [job.result() for job in found] == [[b"0a0a", b"0b0b"]] * 2 + [[b"1a1a", b"1b1b"]] * 2
+        assert [job.result() for job in found] == [[b"0a0a", b"0b0b"]] * 2 + [
+            [b"1a1a", b"1b1b"]
+        ] * 2
 
 
 def test_a_store_that_is_gone_is_an_error() -> None:
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
+    store = TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1)
+    )
     rank = Exchange(store, 1, 2)
     del store
     with pytest.raises(SnapshotFailed, match=r"^the job's store cannot be reached: "):
@@ -164,7 +197,11 @@ def test_a_store_that_is_stopped_blocks_no_rank(monkeypatch: pytest.MonkeyPatch)
         assert server.pid is not None
         os.kill(server.pid, signal.SIGSTOP)
         for _ in range(3):
-            with pytest.raises(SnapshotFailed, match="^the job's store has not answered for 1 s: is the process that serves it stopped"):
+            with pytest.raises(
+                SnapshotFailed,
+                match="^the job's store has not answered for 1 s: is the process that serves it "
+                "stopped",
+            ):
                 rank.round("topic", b"", reverse, 300.0)
         os.kill(server.pid, signal.SIGCONT)
         deadline = time.monotonic() + 60
@@ -193,11 +230,16 @@ def test_a_single_rank_decides_alone() -> None:
 
 
 class FakeStore(Store):
-    """A store in this process. `held` keeps back keys that contain one of these texts: they are set later, or never.
+    """A store in this process.
 
-    `topics` has the last topic of each rank, which is never removed, and `values` everything else.
+    `held` keeps back keys that contain one of these texts: they are set later, or
+    never.
 
-    `silent`, while it is clear, makes every request wait, as a store does whose process is stopped.
+    `topics` has the last topic of each rank, which is never removed, and `values`
+    everything else.
+
+    `silent`, while it is clear, makes every request wait, as a store does whose process
+    is stopped.
     """
 
     def __init__(self) -> None:
@@ -215,7 +257,13 @@ class FakeStore(Store):
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         self._ask(key)
-        place = self.kept_back if any(text in key for text in self.held) else self.topics if "/at/" in key else self.values
+        place = (
+            self.kept_back
+            if any(text in key for text in self.held)
+            else self.topics
+            if "/at/" in key
+            else self.values
+        )
         place[key] = bytes(value)
 
     def get(self, key: str) -> bytes:
@@ -260,14 +308,23 @@ def started(call: Callable[[], Any]) -> Iterator[Future[Any]]:
         yield pool.submit(attempt, call)
 
 
-def round_of(rank: Exchange, topic: str, mine: bytes = b"", seconds: float = 60.0) -> Callable[[], bytes]:
+def round_of(
+    rank: Exchange, topic: str, mine: bytes = b"", seconds: float = 60.0
+) -> Callable[[], bytes]:
     return lambda: rank.round(topic, mine, reverse, seconds)
 
 
-@pytest.mark.parametrize("key", ["/from/1", "/said/", "/to/"], ids=["the request", "the value", "the answer"])
-def test_a_key_that_comes_late_is_waited_for(fake: FakeStore, two: list[Exchange], key: str) -> None:
+@pytest.mark.parametrize(
+    "key", ["/from/1", "/said/", "/to/"], ids=["the request", "the value", "the answer"]
+)
+def test_a_key_that_comes_late_is_waited_for(
+    fake: FakeStore, two: list[Exchange], key: str
+) -> None:
     fake.held = {key}
-    with started(round_of(two[0], "plan", b"0")) as first, started(round_of(two[1], "plan", b"1")) as second:
+    with (
+        started(round_of(two[0], "plan", b"0")) as first,
+        started(round_of(two[1], "plan", b"1")) as second,
+    ):
         until(lambda: fake.kept_back, "key that is kept back")
         assert not second.done()
         fake.let_go()
@@ -283,8 +340,12 @@ def test_a_rank_whose_value_is_missing_has_not_come(fake: FakeStore, two: list[E
     assert str(found).startswith("rank 1 sent nothing within ")
 
 
-def test_a_round_that_a_rank_has_left_is_not_answered_later(fake: FakeStore, two: list[Exchange]) -> None:
-    """Rank 1 leaves nothing behind, so rank 0 does not take its old request for one of the same topic."""
+def test_a_round_that_a_rank_has_left_is_not_answered_later(
+    fake: FakeStore, two: list[Exchange]
+) -> None:
+    """Rank 1 leaves nothing behind, so rank 0 does not take its old request for one of
+    the same topic.
+    """
     assert (
         str(attempt(round_of(two[1], "plan", b"old", 0.0)))
         == "rank 0 has not answered within 0 s: every rank must call plan(), not only some of them"
@@ -296,7 +357,10 @@ def test_a_round_that_a_rank_has_left_is_not_answered_later(fake: FakeStore, two
 
 
 def test_values_of_an_older_attempt_are_not_taken(fake: FakeStore, two: list[Exchange]) -> None:
-    """A rank of attempt 1 was killed after its request. The topics of attempt 2 are others."""
+    """A rank of attempt 1 was killed after its request.
+
+    The topics of attempt 2 are others.
+    """
     nonce = "0123456789abcdef"
     fake.values |= {
         "ckptd/gpt/plan/1/5/from/1/0": (1).to_bytes(4, "little") + nonce.encode(),
@@ -315,7 +379,9 @@ def test_an_error_of_rank_0_itself_is_raised_on_all(two: list[Exchange]) -> None
         assert (str(first.result(60)), str(found)) == ("rank 0: w: no", "rank 0: w: no")
 
 
-def test_a_message_of_rank_0_is_heard_by_each_rank_once(fake: FakeStore, two: list[Exchange]) -> None:
+def test_a_message_of_rank_0_is_heard_by_each_rank_once(
+    fake: FakeStore, two: list[Exchange]
+) -> None:
     assert two[1].hear("interval", lambda: b"", 0.0) is None
     assert two[0].hear("interval", lambda: b"every 7 steps", 0.0) == b"every 7 steps"
     assert two[1].hear("interval", lambda: b"", 60.0) == b"every 7 steps"
@@ -328,7 +394,11 @@ def test_a_store_that_does_not_answer_is_left_alone_until_it_does(
     monkeypatch.setattr(rounds, "PATIENT_SECONDS", 0.2)
     fake.silent.clear()
     for _ in range(3):
-        with pytest.raises(SnapshotFailed, match="^the job's store has not answered for 0 s: is the process that serves it stopped"):
+        with pytest.raises(
+            SnapshotFailed,
+            match="^the job's store has not answered for 0 s: is the process that serves it "
+            "stopped",
+        ):
             two[1].round("plan", b"", reverse, 300.0)
     assert len(fake.asked) == 1, "one thread waits for the store, however often a round is tried"
     fake.silent.set()
@@ -340,9 +410,15 @@ def test_a_store_that_does_not_answer_is_left_alone_until_it_does(
     assert fake.values == {}
 
 
-@pytest.mark.parametrize(("seconds", "words"), [(0.4, "has not answered for 0 s"), (0.6, "has not answered for 1 s")])
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.4, "has not answered for 0 s"), (0.6, "has not answered for 1 s")]
+)
 def test_a_round_that_may_take_long_waits_longer_for_the_store(
-    fake: FakeStore, two: list[Exchange], monkeypatch: pytest.MonkeyPatch, seconds: float, words: str
+    fake: FakeStore,
+    two: list[Exchange],
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    words: str,
 ) -> None:
     monkeypatch.setattr(rounds, "SILENT_SECONDS", 0.1)
     monkeypatch.setattr(rounds, "PATIENT_SECONDS", 0.55)
@@ -370,16 +446,26 @@ def test_ctrl_c_ends_the_thread_that_waits_for_the_other_ranks(
     assert fake.values == {}
 
 
-def test_a_round_of_another_thread_is_waited_for_a_moment_only(fake: FakeStore, two: list[Exchange]) -> None:
+def test_a_round_of_another_thread_is_waited_for_a_moment_only(
+    fake: FakeStore, two: list[Exchange]
+) -> None:
     fake.silent.clear()
     with started(round_of(two[1], "plan", seconds=0.0)) as first:
         until(lambda: fake.asked, "request")
-        assert str(attempt(round_of(two[1], "other"))).startswith("the job's store has not answered")
+        assert str(attempt(round_of(two[1], "other"))).startswith(
+            "the job's store has not answered"
+        )
         fake.silent.set()
-        assert str(first.result(60)) == "rank 0 has not answered within 0 s: every rank must call plan(), not only some of them"
+        assert (
+            str(first.result(60))
+            == "rank 0 has not answered within 0 s: every rank must call plan(), not only some "
+            "of them"
+        )
 
 
-def test_a_bug_in_the_decision_is_raised_on_all(two: list[Exchange], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_in_the_decision_is_raised_on_all(
+    two: list[Exchange], caplog: pytest.LogCaptureFixture
+) -> None:
     """The other ranks do not wait for an answer until the deadline."""
 
     def decide(said: list[bytes]) -> list[bytes]:
@@ -387,21 +473,31 @@ def test_a_bug_in_the_decision_is_raised_on_all(two: list[Exchange], caplog: pyt
 
     with started(lambda: two[1].round("plan", b"", reverse, 60.0)) as second:
         found = [attempt(lambda: two[0].round("plan", b"", decide, 60.0)), second.result(60)]
-    assert [(type(error), str(error)) for error in found] == [(InternalError, "rank 0: ZeroDivisionError('a bug')")] * 2
+    assert [(type(error), str(error)) for error in found] == [
+        (InternalError, "rank 0: ZeroDivisionError('a bug')")
+    ] * 2
     assert [record.exc_info is not None for record in caplog.records] == [True]
 
 
 def test_a_rank_that_is_told_its_attempt_decides_nothing() -> None:
-    coordinator, other = Told(0, 3, Store, others=[b"other", None]), Told(1, 2, Store, answer=b"answer")
+    coordinator, other = (
+        Told(0, 3, Store, others=[b"other", None]),
+        Told(1, 2, Store, answer=b"answer"),
+    )
     assert (coordinator.rank, coordinator.world_size, other.rank, other.world_size) == (0, 3, 1, 2)
-    assert coordinator.round("begin", b"mine", lambda said: [b"+".join(said)], 1.0) == b"mine+other+mine"
+    assert (
+        coordinator.round("begin", b"mine", lambda said: [b"+".join(said)], 1.0)
+        == b"mine+other+mine"
+    )
     assert other.round("begin", b"mine", reverse, 1.0) == b"answer"
     assert other.hear("interval", lambda: b"said", 1.0) == b"said"
     with pytest.raises(UnsavableValue, match="^no$"):
         other.round("begin", UnsavableValue("no"), reverse, 1.0)
 
 
-def test_a_large_answer_to_several_ranks_is_stored_once_and_removed_by_the_next_round(fake: FakeStore) -> None:
+def test_a_large_answer_to_several_ranks_is_stored_once_and_removed_by_the_next_round(
+    fake: FakeStore,
+) -> None:
     ranks = [Exchange(fake, rank, 4) for rank in range(4)]
     large, small = bytes(range(256)) * 16, b"for rank 3"
 
@@ -410,11 +506,16 @@ def test_a_large_answer_to_several_ranks_is_stored_once_and_removed_by_the_next_
 
     def all_ranks(topic: str, decided: Callable[[list[bytes]], list[bytes]]) -> list[Any]:
         with ExitStack() as stack:
-            calls = [stack.enter_context(started(partial(rank.round, topic, b"", decided, 60.0))) for rank in ranks]
+            calls = [
+                stack.enter_context(started(partial(rank.round, topic, b"", decided, 60.0)))
+                for rank in ranks
+            ]
             return [call.result(60) for call in calls]
 
     assert all_ranks("plan/1/1", decide) == [large, large, large, small]
-    assert [(key, len(value) > len(large)) for key, value in fake.values.items()] == [("ckptd//plan/1/1/all/0/0", True)]
+    assert [(key, len(value) > len(large)) for key, value in fake.values.items()] == [
+        ("ckptd//plan/1/1/all/0/0", True)
+    ]
     assert all_ranks("plan/1/2", lambda said: [b"1", b"2", b"3", b"4"]) == [b"1", b"2", b"3", b"4"]
     assert fake.values == {}
 
@@ -422,12 +523,20 @@ def test_a_large_answer_to_several_ranks_is_stored_once_and_removed_by_the_next_
 def test_rank_0_gets_the_values_of_all_ranks_in_few_requests(fake: FakeStore) -> None:
     ranks = [Exchange(fake, rank, 33) for rank in range(33)]
     with ExitStack() as stack:
-        calls = [stack.enter_context(started(round_of(rank, "plan/1/1", b"mine"))) for rank in ranks[1:]]
+        calls = [
+            stack.enter_context(started(round_of(rank, "plan/1/1", b"mine"))) for rank in ranks[1:]
+        ]
         while sum("/from/" in key for key in fake.values) < 32:
             time.sleep(0.001)
-        assert ranks[0].round("plan/1/1", b"mine", lambda said: [str(len(said)).encode()] * len(said), 60.0) == b"33"
+        assert (
+            ranks[0].round(
+                "plan/1/1", b"mine", lambda said: [str(len(said)).encode()] * len(said), 60.0
+            )
+            == b"33"
+        )
         assert {call.result(60) for call in calls} == {b"33"}
-    assert ranks[0].operations < 4 * 33  # two removed keys and one answer for each rank, and a few requests for all
+    # Two removed keys and one answer for each rank, and a few requests for all.
+    assert ranks[0].operations < 4 * 33
 
 
 def test_a_rank_that_came_and_gave_up_is_not_called_late(ranks: list[Exchange]) -> None:
@@ -440,17 +549,27 @@ def test_a_rank_that_came_and_gave_up_is_not_called_late(ranks: list[Exchange]) 
 
 
 def test_ranks_that_give_up_at_once_do_not_block_rank_0(store: TCPStore) -> None:
-    """Rank 0 must not wait in the store for a value that its rank removes at this moment: the store would wait for minutes."""
+    """Rank 0 must not wait in the store for a value that its rank removes at this
+    moment: the store would wait for minutes.
+    """
     ranks = [Exchange(store, rank, 40) for rank in range(40)]
     with ExitStack() as stack:
         calls = [
-            stack.enter_context(started(round_of(rank, "plan/1/1", b"", 1.2 + number / 100))) for number, rank in enumerate(ranks[1:39])
+            stack.enter_context(started(round_of(rank, "plan/1/1", b"", 1.2 + number / 100)))
+            for number, rank in enumerate(ranks[1:39])
         ]
-        assert str(attempt(round_of(ranks[0], "plan/1/1", b"", 1.6))).startswith("rank 39 sent nothing within ")
+        assert str(attempt(round_of(ranks[0], "plan/1/1", b"", 1.6))).startswith(
+            "rank 39 sent nothing within "
+        )
         assert all(isinstance(call.result(60), CkptdError) for call in calls)
     with ExitStack() as stack:
-        calls = [stack.enter_context(started(round_of(rank, "plan/1/2", b"%02d" % number))) for number, rank in enumerate(ranks)]
-        assert [call.result(60) for call in calls] == [b"%02d" % number for number in reversed(range(40))]
+        calls = [
+            stack.enter_context(started(round_of(rank, "plan/1/2", b"%02d" % number)))
+            for number, rank in enumerate(ranks)
+        ]
+        assert [call.result(60) for call in calls] == [
+            b"%02d" % number for number in reversed(range(40))
+        ]
 
 
 # -- clients for other threads
@@ -483,23 +602,36 @@ def test_a_new_client_has_long_to_connect_because_a_job_that_starts_is_busy() ->
     assert store.timeouts[1:] == [rounds.PATIENT_SECONDS]
     assert store.timeout_now == store_values.GONE_SECONDS
     store.gone = True
-    with pytest.raises(SnapshotFailed, match="^the job's store cannot be reached: The client socket has timed out$"):
+    with pytest.raises(
+        SnapshotFailed, match="^the job's store cannot be reached: The client socket has timed out$"
+    ):
         exchange.new_client()
     assert store.timeout_now == store_values.GONE_SECONDS
 
 
 @pytest.mark.parametrize(("topic", "call"), [
-    ("begin", "Agent(), snapshot() or recover()"), ("plan/3/40/classes", "snapshot(step=40)"), ("recover/1/find", "recover()"),
+    ("begin", "Agent(), snapshot() or "
+        "recover()"), ("plan/3/40/classes", "snapshot(step=40)"), ("recover/1/find", "recover()"),
 ])  # fmt: skip
 def test_ranks_that_have_not_called_are_named_once(
-    ranks: list[Exchange], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, topic: str, call: str
+    ranks: list[Exchange],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    topic: str,
+    call: str,
 ) -> None:
     monkeypatch.setattr(rounds, "WARN_SECONDS", 0.2)
-    with pytest.raises(SnapshotFailed, match="ranks 1, 2 sent nothing within 1 s: every rank must call " + re.escape(call)):
+    with pytest.raises(
+        SnapshotFailed,
+        match="ranks 1, 2 sent nothing within 1 s: every rank must call " + re.escape(call),
+    ):
         round_of(ranks[0], topic, seconds=1.2)()
-    (said,) = [record.getMessage() for record in caplog.records if "not called" in record.getMessage()]
+    (said,) = [
+        record.getMessage() for record in caplog.records if "not called" in record.getMessage()
+    ]
     assert said == (
-        f"ranks 1, 2 have not called {call} yet, and rank 0 has waited for 0.2 s: every rank must call it, because each saves its part and "
+        f"ranks 1, 2 have not called {call} yet, and rank 0 has waited for 0.2 s: every rank must "
+        f"call it, because each saves its part and "
         "waits for the others. Is it called on rank 0 only?"
     )
 
@@ -510,7 +642,9 @@ def test_only_the_rank_that_has_not_called_is_named(
     """Rank 1 waits, too, but says nothing: rank 0 has come, and names rank 2."""
     monkeypatch.setattr(rounds, "WARN_SECONDS", 0.3)
     together(ranks, [b"", b"", None], reverse, seconds=1.6)
-    (said,) = [record.getMessage() for record in caplog.records if "not called" in record.getMessage()]
+    (said,) = [
+        record.getMessage() for record in caplog.records if "not called" in record.getMessage()
+    ]
     assert said.startswith("rank 2 has not called ")
     assert "on rank 0 only" not in said
 
@@ -520,5 +654,10 @@ def test_a_rank_0_that_has_not_called_is_named(
 ) -> None:
     monkeypatch.setattr(rounds, "WARN_SECONDS", 0.2)
     attempt(round_of(ranks[2], "recover/1/find", seconds=0.8))
-    (said,) = [record.getMessage() for record in caplog.records if "not called" in record.getMessage()]
-    assert said.startswith("rank 0 has not called recover() yet, and rank 2 has waited for 0.2 s: every rank must call it")
+    (said,) = [
+        record.getMessage() for record in caplog.records if "not called" in record.getMessage()
+    ]
+    assert said.startswith(
+        "rank 0 has not called recover() yet, and rank 2 has waited for 0.2 s: every rank must "
+        "call it"
+    )

@@ -43,4 +43,9 @@ def test_a_real_script_and_an_interactive_session(tmp_path: Path) -> None:
     (tmp_path / "tune.py").write_text(code)
     commands = {"tune": ["tune.py"], "default": ["-c", code]}
     for job, command in commands.items():
-        assert subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=True).stdout == f"{job}\n"
+        assert (
+            subprocess.run(
+                [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=True
+            ).stdout
+            == f"{job}\n"
+        )

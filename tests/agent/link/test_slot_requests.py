@@ -1,4 +1,6 @@
-"""Tests that a slot which was requested and is no longer wanted becomes free again, whenever the answer comes."""
+"""Tests that a slot which was requested and is no longer wanted becomes free again,
+whenever the answer comes.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,12 @@ def ask(agent: Agent, step: int, wait: float = 0.0, tag: str | None = None) -> S
 
 def test_a_request_returns_a_slot_or_the_reason_of_the_refusal(agent: Agent) -> None:
     first = ask(agent, 1)
-    assert (first.answer(), first.answer(), first.segment in agent._link.handovers.slots, first.why) == (True, True, True, "")
+    assert (
+        first.answer(),
+        first.answer(),
+        first.segment in agent._link.handovers.slots,
+        first.why,
+    ) == (True, True, True, "")
     second = ask(agent, 2)
     assert (second.answer(), second.segment) == (False, "")
     assert second.why.startswith("every slot is still being saved (waited 0.")
@@ -63,7 +70,9 @@ def test_a_dropped_request_gives_its_slot_back(agent: Agent, pause: float) -> No
     agent.snapshot(STATE, step=9).wait("durable", timeout=60)
 
 
-def test_a_failure_after_the_request_gives_the_slot_back(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_after_the_request_gives_the_slot_back(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any, **__: Any) -> bytes:
         time.sleep(0.2)
         raise RuntimeError("no generators")
@@ -86,11 +95,17 @@ def test_a_request_is_repeated_when_the_daemon_comes_back(agent: Agent, daemon: 
     daemon.kill()
     asking = ask(agent, 1, wait=60.0)
     with running(daemon.home):
-        assert (asking.answer(), asking.take() in agent._link.handovers.slots, asking.why) == (True, True, "")
+        assert (asking.answer(), asking.take() in agent._link.handovers.slots, asking.why) == (
+            True,
+            True,
+            "",
+        )
         agent.close()
 
 
-def test_a_request_fails_at_the_deadline_if_the_daemon_stays_away(agent: Agent, daemon: Daemon) -> None:
+def test_a_request_fails_at_the_deadline_if_the_daemon_stays_away(
+    agent: Agent, daemon: Daemon
+) -> None:
     daemon.kill()
     with pytest.raises(DaemonUnreachable):
         ask(agent, 1, wait=0.2).answer()
@@ -98,7 +113,9 @@ def test_a_request_fails_at_the_deadline_if_the_daemon_stays_away(agent: Agent, 
         agent.close()
 
 
-def test_random_generators_that_need_more_room_cost_one_snapshot(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_generators_that_need_more_room_cost_one_snapshot(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
     large = {"torch": b"x" * 500_000}
     monkeypatch.setattr("ckptd.agent.state.capture.rng_state", lambda: large)
     assert agent.snapshot(STATE, step=1).state in ("failed", "sealed", "durable")
@@ -109,9 +126,13 @@ def test_random_generators_that_need_more_room_cost_one_snapshot(agent: Agent, m
 
 
 class FakeClient:
-    """In the place of a Client. `script` has one entry for each request: its reply, its error, or None for no reply before the timeout.
+    """In the place of a Client.
 
-    `refuses` has the errors of the next sends. `back` has the answers of `wait_connected`.
+    `script` has one entry for each request: its reply, its error, or None for no reply
+    before the timeout.
+
+    `refuses` has the errors of the next sends. `back` has the answers of
+    `wait_connected`.
     """
 
     def __init__(self, clock: Clock, *script: m.Reply | CkptdError | None) -> None:
@@ -187,7 +208,9 @@ def test_a_request_under_way_is_not_sent_twice(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("error", [DaemonUnreachable("lost"), Busy("stopping")])
-def test_a_lost_or_refused_request_is_sent_again_with_the_time_that_is_left(clock: Clock, error: CkptdError) -> None:
+def test_a_lost_or_refused_request_is_sent_again_with_the_time_that_is_left(
+    clock: Clock, error: CkptdError
+) -> None:
     client = FakeClient(clock, error, error, granted("a"))
     request = requested(client)
     clock.now += 9.9
@@ -197,7 +220,9 @@ def test_a_lost_or_refused_request_is_sent_again_with_the_time_that_is_left(cloc
 
 
 @pytest.mark.parametrize("error", [DaemonUnreachable("lost"), Busy("stopping")])
-def test_a_request_that_could_not_be_sent_early_is_sent_when_the_answer_is_needed(clock: Clock, error: CkptdError) -> None:
+def test_a_request_that_could_not_be_sent_early_is_sent_when_the_answer_is_needed(
+    clock: Clock, error: CkptdError
+) -> None:
     client = FakeClient(clock, granted("a"))
     client.refuses = [error, error]
     request = requested(client)
@@ -243,7 +268,11 @@ def test_a_refusal_says_how_long_the_step_has_waited(clock: Clock) -> None:
     client = FakeClient(clock, m.Refused(re=0, reason="every slot is still being saved"))
     request = requested(client)
     clock.now += 2.5
-    assert (request.answer(), request.answer(), request.why) == (False, False, "every slot is still being saved (waited 2.5 s)")
+    assert (request.answer(), request.answer(), request.why) == (
+        False,
+        False,
+        "every slot is still being saved (waited 2.5 s)",
+    )
 
 
 def test_what_was_taken_is_not_given_back(clock: Clock) -> None:
@@ -258,7 +287,9 @@ def test_what_was_taken_is_not_given_back(clock: Clock) -> None:
     assert (client.given_back, request.segment, request.taken) == ([granted("b")], "", ["a"])
 
 
-def test_a_drop_that_ctrl_c_interrupts_is_finished_by_the_next(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drop_that_ctrl_c_interrupts_is_finished_by_the_next(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client = FakeClient(clock, granted("a"))
     request = requested(client)
     request.answer()
@@ -276,10 +307,17 @@ def test_a_drop_that_ctrl_c_interrupts_is_finished_by_the_next(clock: Clock, mon
 
 @pytest.mark.parametrize(
     ("answer", "lost"),
-    [(granted("a"), False), (None, True), (DaemonUnreachable("lost"), True), (AlreadyExists("taken"), False)],
+    [
+        (granted("a"), False),
+        (None, True),
+        (DaemonUnreachable("lost"), True),
+        (AlreadyExists("taken"), False),
+    ],
     ids=["granted", "no answer", "lost", "refused"],
 )
-def test_a_slot_may_have_been_granted_unless_there_is_an_answer(clock: Clock, answer: m.Reply | CkptdError | None, lost: bool) -> None:
+def test_a_slot_may_have_been_granted_unless_there_is_an_answer(
+    clock: Clock, answer: m.Reply | CkptdError | None, lost: bool
+) -> None:
     request = requested(FakeClient(clock, answer), 0.0)
     try:
         request.answer()

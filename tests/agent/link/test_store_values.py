@@ -1,4 +1,6 @@
-"""Tests values in the job's store: of any size, whole or not there, and never waited for long once another rank has removed them."""
+"""Tests values in the job's store: of any size, whole or not there, and never waited
+for long once another rank has removed them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from ckptd.shared.errors import SnapshotFailed
 def store(request: pytest.FixtureRequest) -> Store:
     if request.param == "hash":
         return HashStore()
-    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    return TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+    )
 
 
 def forever() -> None:
@@ -28,7 +32,10 @@ def forever() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 9 << 20])
 def test_a_value_of_any_size_is_taken_whole_and_leaves_nothing(store: Store, length: int) -> None:
-    values, value = StoreValues(store, 2), bytes(range(256)) * (length // 256) + b"x" * (length % 256)
+    values, value = (
+        StoreValues(store, 2),
+        bytes(range(256)) * (length // 256) + b"x" * (length % 256),
+    )
     assert values.take("key", time.monotonic(), forever) is None
     values.put("key", value)
     assert values.read("key") == value
@@ -62,10 +69,16 @@ def test_the_first_piece_which_announces_the_others_is_written_last() -> None:
     values, written = StoreValues(HashStore(), 2), list[tuple[str, int]]()
     with mock.patch.object(values, "_set", lambda name, piece: written.append((name, len(piece)))):
         values.put("key", bytes(2 * store_values._PIECE + 1))
-    assert written == [("key/2", 1), ("key/1", store_values._PIECE), ("key/0", store_values._PIECE + 4)]
+    assert written == [
+        ("key/2", 1),
+        ("key/1", store_values._PIECE),
+        ("key/0", store_values._PIECE + 4),
+    ]
 
 
-def test_a_value_that_another_rank_has_removed_is_not_waited_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_another_rank_has_removed_is_not_waited_for(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store_values, "GONE_SECONDS", 0.1)
     values = StoreValues(store, 2)
     values.put("there", b"1")
@@ -75,8 +88,12 @@ def test_a_value_that_another_rank_has_removed_is_not_waited_for(store: Store, m
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_store_that_is_slow_to_answer_is_asked_again(store: Store, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that serves the store may get no CPU for seconds, and its client then reports a timeout, as for a key that is gone."""
+def test_a_store_that_is_slow_to_answer_is_asked_again(
+    store: Store, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that serves the store may get no CPU for seconds, and its client then
+    reports a timeout, as for a key that is gone.
+    """
 
     class Slow:
         timeouts = 2

@@ -1,4 +1,6 @@
-"""Tests which tensors a rule describes: the rule gives the shard that torch gives, or the tensor is listed shard by shard."""
+"""Tests which tensors a rule describes: the rule gives the shard that torch gives, or
+the tensor is listed shard by shard.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as where_torch_puts_it
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset as where_torch_puts_it,
+)
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 from ckptd.agent.plan.by_rule import WHOLE, ByRule, RuledShare, _splits_of, digest_of, stacked
@@ -34,7 +38,9 @@ def strided(dimension: int, factor: int) -> Any:
         ((2, 2, 2), [Shard(0), strided(0, 2), Shard(0)], ((0, 0), (2, 0), (1, 0))),
     ],
 )
-def test_placements_as_splits(shape: tuple[int, ...], placements: list[Any], splits: tuple[tuple[int, int], ...]) -> None:
+def test_placements_as_splits(
+    shape: tuple[int, ...], placements: list[Any], splits: tuple[tuple[int, int], ...]
+) -> None:
     assert _splits_of(placements, shape) == splits
     mesh = Mesh.of(shape, range(torch.Size(shape).numel()))
     for coordinate in itertools.product(*map(range, shape)):
@@ -42,7 +48,11 @@ def test_placements_as_splits(shape: tuple[int, ...], placements: list[Any], spl
         assert place((24, 12), mesh, splits, coordinate) == (tuple(offsets), tuple(sizes))
 
 
-@pytest.mark.parametrize("placements", [[Partial(), Shard(0)], [strided(0, 4), Shard(0)]], ids=["partial", "a factor of another mesh"])
+@pytest.mark.parametrize(
+    "placements",
+    [[Partial(), Shard(0)], [strided(0, 4), Shard(0)]],
+    ids=["partial", "a factor of another mesh"],
+)
 def test_placements_without_a_rule(placements: list[Any]) -> None:
     assert _splits_of(placements, (2, 2)) is None
 
@@ -53,10 +63,15 @@ def test_whole_tensors_buffers_and_aliases() -> None:
     local = plan_locally(tensors, buffers={"mean"}, world_size=2)
     described = ByRule.of(local, tensors, {"lr": b"1"}, 1, {"mean"})
     assert [(t.fqn, t.size, t.mesh, t.buffer, t.base) for t in described.structured.tensors] == [
-        ("w", (6,), WHOLE, False, ""), ("tied", (2, 3), WHOLE, False, "w"), ("mean", (2,), WHOLE, True, ""),
+        ("w", (6,), WHOLE, False, ""), ("tied", (2, 3), WHOLE, False, "w"), ("mean", (2,), WHOLE,
+        True, ""),
     ]  # fmt: skip
     assert [bool(t.digest) for t in described.structured.tensors] == [True, True, False]
-    assert (described.summary.extras, described.summary.meshes, described.structured.values) == ([], [], {"lr": b"1"})
+    assert (described.summary.extras, described.summary.meshes, described.structured.values) == (
+        [],
+        [],
+        {"lr": b"1"},
+    )
     assert described.summary.structure == digest_of(described.structured)
     share = RuledShare([], [WHOLE] * 3, [1, 1, 0], {}, b"plan")
     layout = described.lay_out(share, 1, None)
@@ -67,7 +82,11 @@ def test_whole_tensors_buffers_and_aliases() -> None:
 
 def test_tensors_of_each_ranks_own_make_no_class_of_their_own() -> None:
     def described(rank: int) -> ByRule:
-        tensors = {"w": torch.ones(2), f"loader@{rank}.seen": torch.ones(rank + 1), f"own@{rank}": torch.ones(1)}
+        tensors = {
+            "w": torch.ones(2),
+            f"loader@{rank}.seen": torch.ones(rank + 1),
+            f"own@{rank}": torch.ones(1),
+        }
         return ByRule.of(plan_locally(tensors, world_size=4), tensors, {}, rank)
 
     first, last = described(0), described(3)
@@ -83,7 +102,12 @@ def test_a_structure_is_found_again_by_its_digest_on_other_ranks_only_if_it_is_t
 
     first = structure(w=torch.ones(2))
     assert structure(w=torch.ones(2)) == first
-    others = [structure(w=torch.ones(3)), structure(v=torch.ones(2)), structure(w=torch.ones(2).double()), structure(w=torch.zeros(2))]
+    others = [
+        structure(w=torch.ones(3)),
+        structure(v=torch.ones(2)),
+        structure(w=torch.ones(2).double()),
+        structure(w=torch.zeros(2)),
+    ]
     assert first not in others
     assert len(set(others)) == 4
 

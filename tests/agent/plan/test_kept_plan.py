@@ -22,7 +22,9 @@ class FakeClient:
         self.replans: list[m.Replan] = []
         self.error: CkptdError | None = None
 
-    def call(self, make: Callable[[int], m.Replan], kind: type[m.Done], timeout: float) -> tuple[m.Done, tuple[()]]:
+    def call(
+        self, make: Callable[[int], m.Replan], kind: type[m.Done], timeout: float
+    ) -> tuple[m.Done, tuple[()]]:
         self.replans.append(make(0))
         if self.error is not None:
             raise self.error
@@ -30,7 +32,10 @@ class FakeClient:
 
 
 class TwoRanks:
-    """In the place of an Exchange of rank 0. Rank 1 says the same as rank 0, changed by `other`."""
+    """In the place of an Exchange of rank 0.
+
+    Rank 1 says the same as rank 0, changed by `other`.
+    """
 
     rank, world_size = 0, 2
 
@@ -39,7 +44,12 @@ class TwoRanks:
         self.rounds: list[tuple[str, float]] = []
 
     def round(
-        self, topic: str, mine: bytes | CkptdError, decide: Callable[[list[bytes]], list[bytes]], seconds: float, unwanted: Any
+        self,
+        topic: str,
+        mine: bytes | CkptdError,
+        decide: Callable[[list[bytes]], list[bytes]],
+        seconds: float,
+        unwanted: Any,
     ) -> bytes:
         self.rounds.append((topic, seconds))
         if isinstance(mine, CkptdError):
@@ -74,14 +84,25 @@ def test_a_kept_plan_gives_the_live_tensors_of_the_next_state() -> None:
     found = plan.reuse(capture(later))
     assert found is not None
     assert found.layout is layout
-    assert [source is later[item.fqn] for item, source in zip(layout.plan.items, found.sources, strict=True)] == [True, True]
+    assert [
+        source is later[item.fqn]
+        for item, source in zip(layout.plan.items, found.sources, strict=True)
+    ] == [True, True]
     assert client.replans == [], "one rank has nobody to tell"
-    assert [source is state[item.fqn] for item, source in zip(layout.plan.items, sources, strict=True)] == [True, True]
+    assert [
+        source is state[item.fqn] for item, source in zip(layout.plan.items, sources, strict=True)
+    ] == [True, True]
 
 
 @pytest.mark.parametrize(
     "changed",
-    [{"w": torch.ones(5)}, {"w": torch.ones(4).double()}, {"v": torch.ones(4)}, {"w": torch.ones(4), "v": torch.ones(1)}, {}],
+    [
+        {"w": torch.ones(5)},
+        {"w": torch.ones(4).double()},
+        {"v": torch.ones(4)},
+        {"w": torch.ones(4), "v": torch.ones(1)},
+        {},
+    ],
     ids=["shape", "dtype", "name", "one more", "one less"],
 )
 def test_a_plan_is_not_used_for_another_structure(changed: dict[str, Any]) -> None:
@@ -118,8 +139,13 @@ def test_a_rank_says_why_it_plans_again_before_it_meets_the_others() -> None:
     plan, client = made(ranks := TwoRanks())
     renewed(plan, {"w": torch.ones(4)}, step=1)
     renewed(plan, {"w": torch.ones(4), "head": torch.ones(1)}, step=2)
-    assert [(replan.step, replan.why) for replan in client.replans] == [(1, "it has no plan yet"), (2, "head is new")]
-    assert [topic for topic, _ in ranks.rounds] == [f"plan/3/{step}/{name}" for step in (1, 2) for name in ("classes", "structures")]
+    assert [(replan.step, replan.why) for replan in client.replans] == [
+        (1, "it has no plan yet"),
+        (2, "head is new"),
+    ]
+    assert [topic for topic, _ in ranks.rounds] == [
+        f"plan/3/{step}/{name}" for step in (1, 2) for name in ("classes", "structures")
+    ]
     assert PLAN_SECONDS < ranks.rounds[0][1] <= 5.0
     client.error = DaemonUnreachable("gone")
     with pytest.raises(DaemonUnreachable):

@@ -27,12 +27,15 @@ def laid_out(tensors: dict[str, torch.Tensor]) -> Layout:
 
 def test_items_lie_by_element_size_and_do_not_overlap() -> None:
     tensors = {
-        "byte": torch.ones(5, dtype=torch.uint8), "float": torch.ones(3), "double": torch.ones(2, dtype=torch.float64),
-        "half": torch.ones(7, dtype=torch.float16), "complex": torch.ones(2, dtype=torch.complex128), "more": torch.ones(2, 2),
+        "byte": torch.ones(5, dtype=torch.uint8), "float": torch.ones(3), "double": torch.ones(2,
+        dtype=torch.float64), "half": torch.ones(7, dtype=torch.float16), "complex": torch.ones(2,
+        dtype=torch.complex128), "more": torch.ones(2, 2),
     }  # fmt: skip
     found = laid_out(tensors)
     plan = found.plan
-    assert [region.element_size for region in plan.regions] == sorted((r.element_size for r in plan.regions), key=ELEMENT_SIZES.index)
+    assert [region.element_size for region in plan.regions] == sorted(
+        (r.element_size for r in plan.regions), key=ELEMENT_SIZES.index
+    )
     assert all(region.offset == align_region(region.offset) for region in plan.regions)
     end = 0
     for item in sorted(plan.items, key=lambda item: item.offset):
@@ -40,14 +43,23 @@ def test_items_lie_by_element_size_and_do_not_overlap() -> None:
         end = item.offset + item.length
     assert found.data_length == end
     assert {item.fqn: (item.dtype, item.sizes, item.length) for item in plan.items} == {
-        name: (dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()
+        name: (dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes)
+        for name, tensor in tensors.items()
     }
     assert (Plan.decode(found.document), found.signature) == (plan, signature(found.document))
 
 
 def test_a_dense_tensor_keeps_its_strides_and_any_other_is_packed() -> None:
-    tensors = {"transposed": torch.ones(2, 3).T.contiguous().T, "strided": torch.ones(4, 4)[:, ::2], "plain": torch.ones(2, 3)}
-    assert {item.fqn: item.stride for item in laid_out(tensors).plan.items} == {"transposed": (1, 2), "strided": None, "plain": None}
+    tensors = {
+        "transposed": torch.ones(2, 3).T.contiguous().T,
+        "strided": torch.ones(4, 4)[:, ::2],
+        "plain": torch.ones(2, 3),
+    }
+    assert {item.fqn: item.stride for item in laid_out(tensors).plan.items} == {
+        "transposed": (1, 2),
+        "strided": None,
+        "plain": None,
+    }
 
 
 # -- tensors that share a storage
@@ -61,14 +73,20 @@ def bases(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[str, int]]:
 
 def test_a_view_of_another_tensor_is_stored_once() -> None:
     whole = torch.arange(12.0).reshape(3, 4)
-    assert bases({"row": whole[1], "whole": whole, "same": whole, "other": torch.ones(2)}) == {"row": ("whole", 16), "same": ("whole", 0)}
+    assert bases({"row": whole[1], "whole": whole, "same": whole, "other": torch.ones(2)}) == {
+        "row": ("whole", 16),
+        "same": ("whole", 0),
+    }
 
 
 def test_views_that_overlap_are_stored_in_what_they_cover_together() -> None:
     storage = torch.arange(10.0)
     local = plan_locally({"a": storage[1:5], "b": storage[3:9]})
     (hidden,) = [row for row in local.rows if row.fqn.startswith("~")]
-    assert {(alias.fqn, alias.base, alias.offset) for alias in local.aliases} == {("a", hidden.fqn, 4), ("b", hidden.fqn, 12)}
+    assert {(alias.fqn, alias.base, alias.offset) for alias in local.aliases} == {
+        ("a", hidden.fqn, 4),
+        ("b", hidden.fqn, 12),
+    }
     assert (hidden.dtype, hidden.sizes) == ("uint8", (36,))
 
 
@@ -82,7 +100,8 @@ def test_a_base_must_have_each_member_at_a_multiple_of_its_element_size() -> Non
     views = {"whole": raw[1:24], "floats": raw[4:20].view(torch.float32)}
     local = plan_locally(views)
     (hidden,) = [row for row in local.rows if row.fqn.startswith("~")]
-    assert {alias.fqn: (alias.base, alias.offset % 4 if alias.fqn == "floats" else 0) for alias in local.aliases} == {
+    assert {alias.fqn: (alias.base,
+    alias.offset % 4 if alias.fqn == "floats" else 0) for alias in local.aliases} == {
         "whole": (hidden.fqn, 0), "floats": (hidden.fqn, 0),
     }  # fmt: skip
 
@@ -91,8 +110,13 @@ def test_a_rank_lists_the_aliases_that_lie_in_what_it_writes() -> None:
     whole, other = torch.arange(4.0), torch.arange(6.0)
     local = plan_locally({"whole": whole, "view": whole[1:], "other": other, "half": other[:3]})
     (number,) = [number for number, row in enumerate(local.rows) if row.fqn == "whole"]
-    found = lay_out(local, [number], aliases={"view", "half"}, metadata=None, global_plan=bytes(32)).plan
-    assert ([item.fqn for item in found.items], [alias.fqn for alias in found.aliases]) == (["whole"], ["view"])
+    found = lay_out(
+        local, [number], aliases={"view", "half"}, metadata=None, global_plan=bytes(32)
+    ).plan
+    assert ([item.fqn for item in found.items], [alias.fqn for alias in found.aliases]) == (
+        ["whole"],
+        ["view"],
+    )
 
 
 # -- what ranks compare
@@ -103,7 +127,10 @@ def test_replicas_have_a_digest_if_another_rank_may_hold_them() -> None:
     alone = plan_locally(tensors)
     several = plan_locally(tensors, buffers=["buffer"], world_size=2)
     assert [row.digest for row in alone.rows] == [b"", b""]
-    assert {row.fqn: (row.buffer, row.digest) for row in several.rows} == {"w": (False, digest(torch.ones(3))), "buffer": (True, b"")}
+    assert {row.fqn: (row.buffer, row.digest) for row in several.rows} == {
+        "w": (False, digest(torch.ones(3))),
+        "buffer": (True, b""),
+    }
 
 
 def test_a_digest_depends_on_every_byte_and_not_on_the_strides() -> None:
@@ -123,8 +150,18 @@ def test_a_digest_depends_on_every_byte_and_not_on_the_strides() -> None:
     [
         ("", "float32", "a tensor has an empty key: give it a name"),
         ("~x", "float32", "~x: keys may not begin with '~', which marks shared storages"),
-        ("x" * MAX_TEXT, "float32", f"{'x' * 40}...: this key has {MAX_TEXT:,d} characters; expected fewer than {MAX_TEXT:,d}"),
-        ("w", "float7", "w: a tensor of dtype float7 cannot be saved: expected elements of 1, 2, 4, 8 or 16 bytes"),
+        (
+            "x" * MAX_TEXT,
+            "float32",
+            f"{'x' * 40}...: this key has {MAX_TEXT:,d} characters; expected fewer than "
+            f"{MAX_TEXT:,d}",
+        ),
+        (
+            "w",
+            "float7",
+            "w: a tensor of dtype float7 cannot be saved: expected elements of 1, 2, 4, 8 or 16 "
+            "bytes",
+        ),
     ],
 )
 def test_an_item_that_cannot_be_is_refused(name: str, dtype: str, words: str) -> None:
@@ -137,7 +174,9 @@ def test_an_item_that_cannot_be_is_refused(name: str, dtype: str, words: str) ->
 def test_more_tensors_than_a_plan_may_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout_module, "MAX_ITEMS", 2)
     laid_out({"a": torch.ones(1), "b": torch.ones(1)})
-    with pytest.raises(UnsavableValue, match="^the state has 3 tensors on this rank; ckptd saves up to 2$"):
+    with pytest.raises(
+        UnsavableValue, match="^the state has 3 tensors on this rank; ckptd saves up to 2$"
+    ):
         laid_out({"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)})
     whole = torch.ones(4)
     local = plan_locally({"whole": whole, "a": whole[:1], "b": whole[1:2], "c": whole[2:3]})

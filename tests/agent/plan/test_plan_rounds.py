@@ -1,4 +1,6 @@
-"""Tests the rounds of a planning: two if the ranks fit together by rule, a third one if they may differ, and one error for all."""
+"""Tests the rounds of a planning: two if the ranks fit together by rule, a third one if
+they may differ, and one error for all.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ class Meeting:
     def rank(self, rank: int) -> Any:
         return _Rank(self, rank)
 
-    def round(self, rank: int, topic: str, mine: bytes | CkptdError, decide: Callable[[list[bytes]], list[bytes]]) -> bytes:
+    def round(
+        self,
+        rank: int,
+        topic: str,
+        mine: bytes | CkptdError,
+        decide: Callable[[list[bytes]], list[bytes]],
+    ) -> bytes:
         self._said[rank] = mine
         self._barrier.wait(60)
         if rank == 0:
@@ -54,13 +62,20 @@ class _Rank:
         self.meeting, self.rank, self.world_size = meeting, rank, meeting.world_size
 
     def round(
-        self, topic: str, mine: bytes | CkptdError, decide: Callable[[list[bytes]], list[bytes]], seconds: float, unwanted: Any
+        self,
+        topic: str,
+        mine: bytes | CkptdError,
+        decide: Callable[[list[bytes]], list[bytes]],
+        seconds: float,
+        unwanted: Any,
     ) -> bytes:
         assert seconds > 0
         return self.meeting.round(self.rank, topic, mine, decide)
 
 
-def describe(rank: int, tensors: dict[str, torch.Tensor], values: dict[str, bytes]) -> Callable[[], Description]:
+def describe(
+    rank: int, tensors: dict[str, torch.Tensor], values: dict[str, bytes]
+) -> Callable[[], Description]:
     return lambda: Description.of(plan_locally(tensors, world_size=2), tensors, values, rank, set())
 
 
@@ -74,7 +89,9 @@ def plan(meeting: Meeting, describers: list[Callable[[], Description]]) -> list[
     with ThreadPoolExecutor(meeting.world_size) as pool:
         futures = [pool.submit(run, rank) for rank in range(meeting.world_size)]
         failed = [error for future in futures if (error := future.exception(60)) is not None]
-        assert not failed or (len({str(error) for error in failed}) == 1 and len(failed) == meeting.world_size)
+        assert not failed or (
+            len({str(error) for error in failed}) == 1 and len(failed) == meeting.world_size
+        )
         return [future.result() for future in futures]
 
 
@@ -92,21 +109,32 @@ def test_ranks_of_the_same_structure_send_it_once() -> None:
 def test_ranks_that_differ_send_their_items_and_learn_the_key() -> None:
     meeting = Meeting(2)
     with pytest.raises(UnsavableValue, match="^n differs between ranks 0 and 1"):
-        plan(meeting, [describe(rank, {"w": torch.ones(4)}, {"n": b"%d" % rank}) for rank in range(2)])
+        plan(
+            meeting,
+            [describe(rank, {"w": torch.ones(4)}, {"n": b"%d" % rank}) for rank in range(2)],
+        )
     assert meeting.topics == ["plan/1/7/classes", "plan/1/7/structures", "plan/1/7/items"]
     meeting = Meeting(2)
     with pytest.raises(UnsavableValue, match="^w differs between ranks 0 and 1"):
-        plan(meeting, [describe(rank, {"w": torch.full((4,), float(rank))}, {}) for rank in range(2)])
+        plan(
+            meeting, [describe(rank, {"w": torch.full((4,), float(rank))}, {}) for rank in range(2)]
+        )
 
 
 def test_ranks_that_only_seem_to_differ_are_planned_item_by_item() -> None:
     """An alias that one rank has and the other has not. No rule says where it is."""
     base = torch.arange(4.0)
-    described = [describe(0, {"w": base}, {}), describe(1, {"w": base, "tied": base.view(2, 2)}, {})]
+    described = [
+        describe(0, {"w": base}, {}),
+        describe(1, {"w": base, "tied": base.view(2, 2)}, {}),
+    ]
     meeting = Meeting(2)
     layouts = plan(meeting, described)
     assert meeting.topics[-1] == "plan/1/7/items"
-    assert sorted(item.fqn for layout in layouts for item in layout.plan.items) in (["tied", "w"], ["w"])
+    assert sorted(item.fqn for layout in layouts for item in layout.plan.items) in (
+        ["tied", "w"],
+        ["w"],
+    )
 
 
 def test_an_error_of_one_rank_is_raised_on_all() -> None:

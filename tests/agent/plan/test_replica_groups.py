@@ -1,11 +1,20 @@
-"""Rank 0 finds which ranks hold the same shards, by rule and item by item, and each rank learns the groups of its own rows."""
+"""Rank 0 finds which ranks hold the same shards, by rule and item by item, and each
+rank learns the groups of its own rows.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from ckptd.agent.plan.layout import Row, plan_locally
-from ckptd.agent.plan.replica_groups import ALONE, ReplicaGroup, SharedRows, grouped, held_by_each, members
+from ckptd.agent.plan.replica_groups import (
+    ALONE,
+    ReplicaGroup,
+    SharedRows,
+    grouped,
+    held_by_each,
+    members,
+)
 from ckptd.agent.plan.shares import Offer, share_out
 from ckptd.shared.formats.sharding import Mesh
 
@@ -44,7 +53,9 @@ def test_all_ranks_of_a_group_have_the_keys_in_one_order() -> None:
 def test_a_share_has_the_groups_of_the_rank() -> None:
     offers = [Offer(rows(["a", "b"])), Offer(rows(["a"]))]
     shares = share_out(offers)
-    assert shares[1].replica_groups(plan_locally({"a": torch.ones(4, 2)}, world_size=2)) == [ReplicaGroup((0, 1), [0])]
+    assert shares[1].replica_groups(plan_locally({"a": torch.ones(4, 2)}, world_size=2)) == [
+        ReplicaGroup((0, 1), [0])
+    ]
     assert share_out(offers[:1])[0].held == SharedRows()
 
 

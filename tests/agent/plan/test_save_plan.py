@@ -1,4 +1,6 @@
-"""Items are resolved by the caller's planner, checked, and written as they are at the time of the copy."""
+"""Items are resolved by the caller's planner, checked, and written as they are at the
+time of the copy.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ from ckptd.agent.state.values import decode
 from ckptd.shared.errors import InvalidRequest, UnsavableValue
 from ckptd.shared.formats.plan import BLOB
 
-STATE = {"model": {"w": torch.arange(6.0).reshape(2, 3), "half": torch.ones(3, dtype=torch.float16)}, "step": 5}
+STATE = {
+    "model": {"w": torch.arange(6.0).reshape(2, 3), "half": torch.ones(3, dtype=torch.float16)},
+    "step": 5,
+}
 
 
 def planned(state: dict[str, Any], planner: DefaultSavePlanner) -> tuple[SavePlan, Metadata]:
@@ -36,7 +41,9 @@ def planned(state: dict[str, Any], planner: DefaultSavePlanner) -> tuple[SavePla
     return planner.finish_plan(plans[0]), metadata
 
 
-def resolved(state: dict[str, Any], planner: DefaultSavePlanner | None = None, *, weights_only: bool = True) -> Resolved:
+def resolved(
+    state: dict[str, Any], planner: DefaultSavePlanner | None = None, *, weights_only: bool = True
+) -> Resolved:
     planner = planner or DefaultSavePlanner()
     return Resolved.of(planned(state, planner)[0], planner, weights_only=weights_only)
 
@@ -50,7 +57,10 @@ def refusal(planner: DefaultSavePlanner, state: dict[str, Any] = STATE) -> str:
 def test_tensors_and_values_become_rows_in_the_order_of_the_plan() -> None:
     found = resolved(STATE)
     rows = {row.fqn: (row.dtype, row.sizes, row.offsets) for row in found.rows}
-    assert (rows["model.w"], rows["model.half"]) == (("float32", (2, 3), (0, 0)), ("float16", (3,), (0,)))
+    assert (rows["model.w"], rows["model.half"]) == (
+        ("float32", (2, 3), (0, 0)),
+        ("float16", (3,), (0,)),
+    )
     assert list(found.writes) == [row.key for row in found.rows]
     (blob,) = found.blobs.values()
     assert torch.load(io.BytesIO(bytes(blob.tolist())), weights_only=True) == 5
@@ -61,9 +71,15 @@ def test_the_slot_holds_each_item_as_it_is_when_it_is_copied() -> None:
     found = resolved(state)
     layout = found.lay_out(global_plan=bytes(32))
     state["w"].fill_(7)
-    assert b"".join(bytes(piece) for piece in stream(layout, found)) == torch.full((4,), 7.0).numpy().tobytes()
+    assert (
+        b"".join(bytes(piece) for piece in stream(layout, found))
+        == torch.full((4,), 7.0).numpy().tobytes()
+    )
     sources = found.sources_of(layout)
-    assert [torch.equal(sources(number), state[item.fqn]) for number, item in enumerate(layout.plan.items)] == [True, True]
+    assert [
+        torch.equal(sources(number), state[item.fqn])
+        for number, item in enumerate(layout.plan.items)
+    ] == [True, True]
 
 
 class Wrong(DefaultSavePlanner):
@@ -81,9 +97,15 @@ class Wrong(DefaultSavePlanner):
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (lambda t: t.flatten()[1:], "model.w: the planner's item has shape [2, 3], but resolves to a tensor of shape [5]"),
+        (
+            lambda t: t.flatten()[1:],
+            "model.w: the planner's item has shape [2, 3], but resolves to a tensor of shape [5]",
+        ),
         (lambda t: 5, "model.w: the planner's item is a tensor, but resolves to int"),
-        (lambda t: t.to("meta"), "model.w: a tensor on the meta device, which has no values, cannot be saved"),
+        (
+            lambda t: t.to("meta"),
+            "model.w: a tensor on the meta device, which has no values, cannot be saved",
+        ),
     ],
 )
 def test_an_item_that_resolves_to_something_else_is_refused(made: Any, words: str) -> None:
@@ -95,7 +117,10 @@ def test_an_item_that_changes_between_layout_and_copy_is_refused() -> None:
     found = resolved({"w": torch.ones(4)}, planner)
     layout = found.lay_out(global_plan=bytes(32))
     planner.made = lambda tensor: tensor.double()
-    with pytest.raises(InvalidRequest, match="^w: the planner now resolves it to another dtype or shape than when the save began$"):
+    with pytest.raises(
+        InvalidRequest,
+        match="^w: the planner now resolves it to another dtype or shape than when the save began$",
+    ):
         found.sources_of(layout)(0)
 
 
@@ -104,7 +129,10 @@ def test_an_item_is_written_once_on_a_rank() -> None:
         def finish_plan(self, new_plan: SavePlan) -> SavePlan:
             return super().finish_plan(SavePlan([*new_plan.items, new_plan.items[0]]))
 
-    assert refusal(Twice(), {"w": torch.ones(2)}) == "the planner writes w twice on one rank; each item belongs to one rank, once"
+    assert (
+        refusal(Twice(), {"w": torch.ones(2)})
+        == "the planner writes w twice on one rank; each item belongs to one rank, once"
+    )
 
 
 # -- bytes
@@ -116,11 +144,17 @@ class Own:
 
 def test_bytes_that_only_pickled_code_could_bring_back_are_refused_by_default() -> None:
     state = {"object": Own()}
-    assert refusal(DefaultSavePlanner(), state).startswith("object: the planner's bytes could not be loaded without running")
+    assert refusal(DefaultSavePlanner(), state).startswith(
+        "object: the planner's bytes could not be loaded without running"
+    )
     assert [row.fqn for row in resolved(state, weights_only=False).rows] == ["object"]
     buffer = io.BytesIO()
     torch.save({"a": torch.ones(1)}, buffer)
-    assert [loads_as_weights(data) for data in (buffer.getvalue(), b"", b"\x80")] == [True, False, False]
+    assert [loads_as_weights(data) for data in (buffer.getvalue(), b"", b"\x80")] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_planner_of_another_format_is_not_taken_for_pickle() -> None:
@@ -129,7 +163,9 @@ def test_a_planner_of_another_format_is_not_taken_for_pickle() -> None:
 
     data = {b"PK\x03\x04": True, b"\x80\x04": True, b"{}": False, b"": False}
     assert {start: may_unpickle(Foreign(), start) for start in data} == data  # type: ignore[arg-type]
-    assert [may_unpickle(planner, b"{}") for planner in (DefaultSavePlanner(), DefaultLoadPlanner())] == [True, True]
+    assert [
+        may_unpickle(planner, b"{}") for planner in (DefaultSavePlanner(), DefaultLoadPlanner())
+    ] == [True, True]
 
 
 def test_dcps_own_planner_gives_the_tensors_of_the_state() -> None:
@@ -137,14 +173,21 @@ def test_dcps_own_planner_gives_the_tensors_of_the_state() -> None:
         def create_local_plan(self) -> SavePlan:
             return super().create_local_plan()
 
-    assert [resolves_by_itself(planner) for planner in (DefaultSavePlanner(), Flattening(), Wrong(None))] == [False, False, True]
+    assert [
+        resolves_by_itself(planner) for planner in (DefaultSavePlanner(), Flattening(), Wrong(None))
+    ] == [False, False, True]
 
 
 # -- what all ranks write
 
 
-def written(*items: tuple[str, tuple[int, ...] | None, tuple[int, ...]]) -> list[tuple[MetadataIndex, tuple[int, ...]]]:
-    return [(MetadataIndex(fqn, None if offset is None else torch.Size(offset)), sizes) for fqn, offset, sizes in items]
+def written(
+    *items: tuple[str, tuple[int, ...] | None, tuple[int, ...]],
+) -> list[tuple[MetadataIndex, tuple[int, ...]]]:
+    return [
+        (MetadataIndex(fqn, None if offset is None else torch.Size(offset)), sizes)
+        for fqn, offset, sizes in items
+    ]
 
 
 INVENTED = "the planner has written items that its metadata lacks: x; nothing was saved"
@@ -160,8 +203,14 @@ INVENTED = "the planner has written items that its metadata lacks: x; nothing wa
             [("w", (0,), (4,)), ("n", None, (9,)), ("x", None, (1,))],
             INVENTED,
         ),
-        ([("w", (0,), (4,)), ("w", (0,), (4,)), ("n", None, (9,))], "the planner writes more than once w; nothing was saved"),
-        ([("w", (0,), (3,)), ("n", None, (9,))], "the planner writes in another size than its metadata says: w; nothing was saved"),
+        (
+            [("w", (0,), (4,)), ("w", (0,), (4,)), ("n", None, (9,))],
+            "the planner writes more than once w; nothing was saved",
+        ),
+        (
+            [("w", (0,), (3,)), ("n", None, (9,))],
+            "the planner writes in another size than its metadata says: w; nothing was saved",
+        ),
         ([("w", (2,), (4,)), ("n", None, (9,))], "the planner has dropped w; nothing was saved"),
     ],
 )
@@ -176,15 +225,22 @@ def test_every_item_of_the_metadata_is_written_once(items: Any, words: str) -> N
 
 
 def test_many_items_are_named_in_part() -> None:
-    _, metadata = planned({f"w{number}": torch.ones(1) for number in range(9)}, DefaultSavePlanner())
-    with pytest.raises(InvalidRequest, match="^the planner has dropped w0, w1, w2 and 6 more; nothing was saved$"):
+    _, metadata = planned(
+        {f"w{number}": torch.ones(1) for number in range(9)}, DefaultSavePlanner()
+    )
+    with pytest.raises(
+        InvalidRequest, match="^the planner has dropped w0, w1, w2 and 6 more; nothing was saved$"
+    ):
         check_complete(metadata, [])
 
 
 def test_shards_that_leave_holes_are_refused() -> None:
     _, metadata = planned({"w": torch.ones(4)}, DefaultSavePlanner())
     metadata.state_dict_metadata["w"].chunks[0].sizes = torch.Size([3])  # type: ignore[union-attr]
-    with pytest.raises(InvalidRequest, match="^the planner's items do not make up whole tensors: .*; nothing was saved$"):
+    with pytest.raises(
+        InvalidRequest,
+        match="^the planner's items do not make up whole tensors: .*; nothing was saved$",
+    ):
         check_complete(metadata, written(("w", (0,), (3,))))
 
 
@@ -194,8 +250,23 @@ def test_shards_that_leave_holes_are_refused() -> None:
 def test_the_metadata_is_written_as_plain_data() -> None:
     _, metadata = planned(STATE, DefaultSavePlanner())
     half = MetadataIndex("model.half"), "float16"
-    found = plain_metadata(metadata, [[half], [(MetadataIndex("model.w", torch.Size([0, 0])), "bfloat16"), (MetadataIndex("step"), BLOB)]])
-    assert found["model.w"] == {"dtype": "bfloat16", "size": [2, 3], "chunks": [[[0, 0], [2, 3]]], "ranks": [1]}  # as it was cast
+    found = plain_metadata(
+        metadata,
+        [
+            [half],
+            [
+                (MetadataIndex("model.w", torch.Size([0, 0])), "bfloat16"),
+                (MetadataIndex("step"), BLOB),
+            ],
+        ],
+    )
+    # As it was cast.
+    assert found["model.w"] == {
+        "dtype": "bfloat16",
+        "size": [2, 3],
+        "chunks": [[[0, 0], [2, 3]]],
+        "ranks": [1],
+    }
     assert "ranks" not in found["model.half"]
     assert found["step"] == {"dtype": BLOB, "ranks": [1]}
     assert msgspec.json.decode(msgspec.json.encode(found)) == found
@@ -204,7 +275,10 @@ def test_the_metadata_is_written_as_plain_data() -> None:
 def test_the_coordinators_document_has_the_nested_state() -> None:
     _, metadata = planned(STATE, DefaultSavePlanner())
     document = decode(values_of(metadata, save_id="abc"))
-    assert document["state"] == {"model": {"w": TensorRef("model.w"), "half": TensorRef("model.half")}, "step": TensorRef("step")}
+    assert document["state"] == {
+        "model": {"w": TensorRef("model.w"), "half": TensorRef("model.half")},
+        "step": TensorRef("step"),
+    }
     assert (document["planner_data"], document["save_id"]) == (metadata.planner_data, "abc")
     assert decode(values_of(None, {"torch": b"x"})) == {"state": {}, "rng": {"torch": b"x"}}
     metadata.planner_data = None

@@ -1,4 +1,6 @@
-"""Tests who writes what, given what each rank could write: everything once, in equal shares, or an error that names key and ranks."""
+"""Tests who writes what, given what each rank could write: everything once, in equal
+shares, or an error that names key and ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,13 @@ from ckptd.shared.errors import UnsavableValue
 
 
 def row(fqn: str, size: int, first: int = 0, length: int | None = None, **more: Any) -> Row:
-    """Return a row of `length` float32 elements of a tensor of `size`, from element `first` on."""
+    """Return a row of `length` float32 elements of a tensor of `size`, from element
+    `first` on.
+    """
     made: dict[str, Any] = {
-        "fqn": fqn, "dtype": "float32", "size": (size,), "offsets": (first,), "sizes": (size if length is None else length,),
-        "stride": None, "device": "cpu", "requires_grad": False, "replicated": length is None,
+        "fqn": fqn, "dtype": "float32", "size": (size,), "offsets": (first,),
+        "sizes": (size if length is None else length,), "stride": None, "device": "cpu",
+        "requires_grad": False, "replicated": length is None,
     }  # fmt: skip
     return Row(**{**made, **more})
 
@@ -30,7 +35,8 @@ def offers(*rows: list[Row]) -> list[Offer]:
 def written(given: list[Offer]) -> list[list[tuple[str, int]]]:
     """Return the (fqn, first) of what each rank writes."""
     return [
-        [(offer.rows[n].fqn, offer.rows[n].offsets[0]) for n in share.rows] for offer, share in zip(given, share_out(given), strict=True)
+        [(offer.rows[n].fqn, offer.rows[n].offsets[0]) for n in share.rows]
+        for offer, share in zip(given, share_out(given), strict=True)
     ]
 
 
@@ -61,8 +67,19 @@ def test_shares_are_equal_in_bytes_and_not_in_number() -> None:
 
 
 def test_an_empty_tensor_may_be_whole_on_a_later_rank_than_the_first_that_has_a_shard() -> None:
-    """A DTensor of shape (1, 0) on the mesh [1, 0]: rank 1 has all of it, and rank 0 nothing, behind its end."""
-    nothing = Row("w", "float32", size=(1, 0), offsets=(1, 0), sizes=(0, 0), stride=None, device="cpu", requires_grad=False)
+    """A DTensor of shape (1, 0) on the mesh [1, 0]: rank 1 has all of it, and rank 0
+    nothing, behind its end.
+    """
+    nothing = Row(
+        "w",
+        "float32",
+        size=(1, 0),
+        offsets=(1, 0),
+        sizes=(0, 0),
+        stride=None,
+        device="cpu",
+        requires_grad=False,
+    )
     given = offers([nothing], [msgspec.structs.replace(nothing, offsets=(0, 0), sizes=(1, 0))])
     assert written(given) == [[("w", 1)], [("w", 0)]]
 
@@ -72,7 +89,12 @@ def test_shards_are_written_by_the_ranks_that_hold_them() -> None:
     assert written(given) == [[("w", 0), ("r", 0)], [("w", 6)]]
     first, second = share_out(given)
     assert first.metadata == {
-        "w": {"dtype": "float32", "size": (10,), "chunks": [[(0,), (6,)], [(6,), (4,)]], "ranks": [0, 1]},
+        "w": {
+            "dtype": "float32",
+            "size": (10,),
+            "chunks": [[(0,), (6,)], [(6,), (4,)]],
+            "ranks": [0, 1],
+        },
         "r": {"dtype": "float32", "size": (4,), "chunks": [[(0,), (4,)]]},
     }
     assert second.metadata is None
@@ -87,7 +109,10 @@ def test_a_shard_that_two_ranks_hold_is_written_once() -> None:
 
 
 def test_buffers_are_written_by_the_lowest_rank() -> None:
-    """Buffers may differ, as those of DistributedDataParallel do. Rank 0 writes them although other ranks would have less to write."""
+    """Buffers may differ, as those of DistributedDataParallel do.
+
+    Rank 0 writes them although other ranks would have less to write.
+    """
     busy = [row("mine", 100_000, 0, 100_000), row("mean", 4, buffer=True)]
     assert written(offers(busy, [row("mean", 4, buffer=True)])) == [[("mine", 0), ("mean", 0)], []]
 
@@ -95,7 +120,13 @@ def test_buffers_are_written_by_the_lowest_rank() -> None:
 def test_different_plans_have_different_digests() -> None:
     rows = [row("a", 4), row("b", 4)]
     plans = [
-        share_out(given)[0].global_plan for given in (offers(rows, rows), offers(rows, rows), offers(rows), offers(rows[:1], rows[1:]))
+        share_out(given)[0].global_plan
+        for given in (
+            offers(rows, rows),
+            offers(rows, rows),
+            offers(rows),
+            offers(rows[:1], rows[1:]),
+        )
     ]
     assert plans[0] == plans[1]
     assert len(set(plans)) == 3
@@ -121,7 +152,12 @@ def test_an_alias_without_its_base_is_written_as_an_item() -> None:
 def test_different_aliases_of_ranks_are_all_written() -> None:
     """Every key is written once, whatever each rank has tied to what."""
     base = row("base", 8)
-    given = offers(*([base, row(f"tied{rank}", 8, base="base"), row("all", 8, base="base")] for rank in range(3)))
+    given = offers(
+        *(
+            [base, row(f"tied{rank}", 8, base="base"), row("all", 8, base="base")]
+            for rank in range(3)
+        )
+    )
     shares = share_out(given)
     items = [given[rank].rows[n].fqn for rank, share in enumerate(shares) for n in share.rows]
     aliases = [name for share in shares for name in share.aliases]
@@ -131,22 +167,42 @@ def test_different_aliases_of_ranks_are_all_written() -> None:
 
 
 def test_an_alias_that_is_an_item_on_another_rank_is_written_as_an_item() -> None:
-    first, second = share_out(offers([row("base", 8), row("tied", 8, base="base"), row("only", 2, base="base")], [row("tied", 8)]))
+    first, second = share_out(
+        offers(
+            [row("base", 8), row("tied", 8, base="base"), row("only", 2, base="base")],
+            [row("tied", 8)],
+        )
+    )
     assert (first.rows, first.aliases) == ([0], ["only"])
     assert (second.rows, second.aliases) == ([0], [])
 
 
 def test_tensors_that_differ_between_ranks_are_named() -> None:
-    assert re.match(r"w is float32 \[4\] on rank 0 and float32 \[5\] on rank 1: ", refusal(offers([row("w", 4)], [row("w", 5)])))
+    assert re.match(
+        r"w is float32 \[4\] on rank 0 and float32 \[5\] on rank 1: ",
+        refusal(offers([row("w", 4)], [row("w", 5)])),
+    )
     other = row("w", 4, dtype="int32")
-    assert re.match(r"w is float32 \[4\] on rank 0 and int32 \[4\] on rank 2: ", refusal(offers([row("w", 4)], [], [other])))
+    assert re.match(
+        r"w is float32 \[4\] on rank 0 and int32 \[4\] on rank 2: ",
+        refusal(offers([row("w", 4)], [], [other])),
+    )
     alias = row("w", 9, base="base")
-    assert re.match(r"w is float32 \[4\] on rank 0 and float32 \[9\] on rank 1: ", refusal(offers([row("w", 4)], [row("base", 9), alias])))
-    tied = [[row("base", 4, digest=b"same"), row("w", 4, base="base", digest=digest)] for digest in (b"same", b"none")]
+    assert re.match(
+        r"w is float32 \[4\] on rank 0 and float32 \[9\] on rank 1: ",
+        refusal(offers([row("w", 4)], [row("base", 9), alias])),
+    )
+    tied = [
+        [row("base", 4, digest=b"same"), row("w", 4, base="base", digest=digest)]
+        for digest in (b"same", b"none")
+    ]
     assert re.match(r"w differs between ranks 0 and 1", refusal(offers(*tied)))
     digests = [[row("w", 4, digest=digest)] for digest in (b"same", b"same", b"none")]
     assert re.match(r"w differs between ranks 0 and 2, and is not split", refusal(offers(*digests)))
-    assert re.match(r"w: the shards of all ranks hold 6 of its 10 elements", refusal(offers([row("w", 10, 0, 6)], [row("x", 1)])))
+    assert re.match(
+        r"w: the shards of all ranks hold 6 of its 10 elements",
+        refusal(offers([row("w", 10, 0, 6)], [row("x", 1)])),
+    )
     overlapping = offers([row("w", 10, 0, 6)], [row("w", 10, 5, 4)])
     assert "do not make whole tensors" in refusal(overlapping)
 
@@ -165,7 +221,13 @@ def test_a_rank_may_have_nothing_to_write() -> None:
 
 
 def test_one_rank_writes_what_dcps_planner_would_give_it() -> None:
-    rows = [row("w", 10), row("view", 4, base="w"), row("b", 6, buffer=True), row("n", 0), row("v", 3, dtype="bfloat16")]
+    rows = [
+        row("w", 10),
+        row("view", 4, base="w"),
+        row("b", 6, buffer=True),
+        row("n", 0),
+        row("v", 3, dtype="bfloat16"),
+    ]
     (short,) = share_out(offers(rows))
     assert short.rows == _planned(offers(rows))[0] == [0, 2, 3, 4]
     assert short.aliases == ["view"]
@@ -173,4 +235,7 @@ def test_one_rank_writes_what_dcps_planner_would_give_it() -> None:
 
 
 def test_one_rank_with_a_hole_in_a_tensor_is_refused() -> None:
-    assert refusal(offers([row("w", 10, 0, 6)])) == "w: the shards of all ranks hold 6 of its 10 elements"
+    assert (
+        refusal(offers([row("w", 10, 0, 6)]))
+        == "w: the shards of all ranks hold 6 of its 10 elements"
+    )

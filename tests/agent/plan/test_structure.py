@@ -1,4 +1,6 @@
-"""Tests that a layout is kept only while nothing changes that it depends on, and that nothing kept keeps a tensor alive."""
+"""Tests that a layout is kept only while nothing changes that it depends on, and that
+nothing kept keeps a tensor alive.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ CHANGES: dict[str, Callable[[Tensors], object]] = {
     "dtype in place": last(lambda tensor: setattr(tensor, "data", tensor.data.view(torch.int32))),
     "shape": last(lambda tensor: tensor.reshape(3, 4)),
     "shape in place": last(lambda tensor: (tensor.resize_(3, 4), None)[1]),
-    "stride in place": last(lambda tensor: setattr(tensor, "data", tensor.data.as_strided((4, 3), (1, 4)))),
+    "stride in place": last(
+        lambda tensor: setattr(tensor, "data", tensor.data.as_strided((4, 3), (1, 4)))
+    ),
     "requires_grad": last(lambda tensor: (tensor.requires_grad_(), None)[1]),
     "type": last(torch.nn.Parameter),
     "device": last(lambda tensor: tensor.to("meta")),
@@ -57,7 +61,9 @@ CHANGES: dict[str, Callable[[Tensors], object]] = {
 
 @pytest.fixture(params=["guard", "columns"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the guard, as in a torch that has none, the comparison must give the same result."""
+    """Without the guard, as in a torch that has none, the comparison must give the same
+    result.
+    """
     if request.param == "columns":
         monkeypatch.setattr("ckptd.agent.plan.structure._guard", lambda parts: None)
 
@@ -150,13 +156,21 @@ def test_the_first_difference_is_described() -> None:
 
     assert said(a=torch.zeros(2), b=torch.zeros(3), c=torch.zeros(1)) == "c is new"
     assert said(a=torch.zeros(2)) == "b is gone"
-    assert said(a=torch.zeros(2), b=torch.zeros(3, 1, dtype=torch.int8)) == "b was float32 [3] and is int8 [3, 1]"
-    assert said(a=torch.zeros(2), b=torch.zeros(3, requires_grad=True)) == "tensors have another layout, placement or storage"
+    assert (
+        said(a=torch.zeros(2), b=torch.zeros(3, 1, dtype=torch.int8))
+        == "b was float32 [3] and is int8 [3, 1]"
+    )
+    assert (
+        said(a=torch.zeros(2), b=torch.zeros(3, requires_grad=True))
+        == "tensors have another layout, placement or storage"
+    )
     assert difference(None, before) == "it has no plan yet"
 
 
 def test_sources_finds_the_present_tensors() -> None:
-    """This includes a storage that two tensors share, of which neither covers the other."""
+    """This includes a storage that two tensors share, of which neither covers the
+    other.
+    """
     base = torch.arange(10.0)
     tensors = {"first": base[:6], "alone": torch.zeros(2), "second": base[2:8]}
     structure, _ = Structure.of(tensors)
@@ -167,7 +181,11 @@ def test_sources_finds_the_present_tensors() -> None:
     now = torch.arange(10.0) * 10
     tensors = {"first": now[:6], "alone": torch.ones(2), "second": now[2:8]}
     found = dict(
-        zip([item.fqn for item in plan.items], sources.of([local_part(tensor) for tensor in tensors.values()], tensors), strict=True)
+        zip(
+            [item.fqn for item in plan.items],
+            sources.of([local_part(tensor) for tensor in tensors.values()], tensors),
+            strict=True,
+        )
     )
     assert found.pop("alone") is tensors["alone"]
     [hidden] = found.values()
@@ -180,7 +198,11 @@ def test_a_tensor_whose_storage_was_freed_or_has_shrunk_is_refused_by_key(held: 
     tensors = {"a": torch.zeros(2), "b": tensor}
     structure, _ = Structure.of(tensors)
     tensor.untyped_storage().resize_(held)
-    expected = f"^b: the tensor needs 4000 bytes, and its storage has {held}: take the snapshot while the tensor has its memory"
+    expected = (
+        f"^b: the tensor needs 4000 bytes, and its storage has {held}: take the snapshot "
+        f"while "
+        f"the tensor has its memory"
+    )
     with pytest.raises(UnsavableValue, match=expected):
         structure.again(tensors)
     with pytest.raises(UnsavableValue, match=expected):

@@ -1,4 +1,6 @@
-"""Tests `Checkpoint`: it is opened lazily, read from many threads at once, in any dtype, and not deleted while it is open."""
+"""Tests `Checkpoint`: it is opened lazily, read from many threads at once, in any
+dtype, and not deleted while it is open.
+"""
 
 from __future__ import annotations
 
@@ -78,10 +80,16 @@ def test_opening_reads_no_chunk_and_a_tensor_only_its_own(saved: Path) -> None:
 
 def test_many_threads_may_read_at_once(checkpoint: Checkpoint) -> None:
     def read(number: int) -> bool:
-        name, dtype = f"w{number % COUNT}", (torch.float32, torch.float16, torch.float64)[number % 3]
+        name, dtype = (
+            f"w{number % COUNT}",
+            (torch.float32, torch.float16, torch.float64)[number % 3],
+        )
         if number % 2:
             part = slice(number * 1_000, number * 1_000 + 5_000)
-            return torch.equal(checkpoint.tensor(name, dtype=dtype, slices=(part,)), value(number % COUNT)[part].to(dtype))
+            return torch.equal(
+                checkpoint.tensor(name, dtype=dtype, slices=(part,)),
+                value(number % COUNT)[part].to(dtype),
+            )
         return torch.equal(checkpoint.tensor(name, dtype=dtype), value(number % COUNT).to(dtype))
 
     with ThreadPoolExecutor(12) as pool:
@@ -98,7 +106,12 @@ def test_a_checkpoint_can_be_read_in_two_dtypes(checkpoint: Checkpoint) -> None:
 def test_an_open_checkpoint_is_not_deleted(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "SECONDS", 0.1)
     storage = StandaloneDirectory(saved)
-    with Checkpoint.open(saved), Checkpoint.open(saved), pytest.raises(Busy, match="is being read"), storage.exclude("", ""):
+    with (
+        Checkpoint.open(saved),
+        Checkpoint.open(saved),
+        pytest.raises(Busy, match="is being read"),
+        storage.exclude("", ""),
+    ):
         pass
     with storage.exclude("", ""), pytest.raises(Busy, match="has been locked for deletion"):
         Checkpoint.open(saved)
@@ -138,7 +151,9 @@ def test_close_releases_the_lease_and_the_descriptors(saved: Path) -> None:
     assert opened(saved) == before
 
 
-def test_a_lock_that_comes_after_the_deletion_raises_not_found(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_comes_after_the_deletion_raises_not_found(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The manifest is unlinked after it is opened and before it is locked."""
     manifest = saved / "manifest.json"
     data = manifest.read_bytes()
@@ -150,7 +165,9 @@ def test_a_lock_that_comes_after_the_deletion_raises_not_found(saved: Path, monk
     Checkpoint.open(saved).close()
 
 
-def test_only_the_newest_manifest_is_read_if_the_names_tell_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_newest_manifest_is_read_if_the_names_tell_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, step=step, attempt=2)
     write_checkpoint(tmp_path, step=9, attempt=1)
@@ -183,12 +200,18 @@ def test_a_damaged_newest_checkpoint_is_passed_over_unless_it_is_named(tmp_path:
 
 
 def test_parameters_views_and_other_dtypes_are_filled_alike(tmp_path: Path) -> None:
-    """Whole tensors are read straight into place. The others go through DCP's planner, or through a temporary."""
-    saved = {name: torch.arange(12.0).reshape(3, 4) + number for number, name in enumerate(("plain", "parameter", "other", "turned"))}
+    """Whole tensors are read straight into place.
+
+    The others go through DCP's planner, or through a temporary.
+    """
+    saved = {
+        name: torch.arange(12.0).reshape(3, 4) + number
+        for number, name in enumerate(("plain", "parameter", "other", "turned"))
+    }
     dcp.save(saved, storage_writer=StorageWriter(tmp_path / "it"), no_dist=True)
     places = {
-        "plain": torch.zeros(3, 4), "parameter": torch.nn.Parameter(torch.zeros(3, 4)), "other": torch.zeros(3, 4, dtype=torch.float64),
-        "turned": torch.zeros(4, 3).T,
+        "plain": torch.zeros(3, 4), "parameter": torch.nn.Parameter(torch.zeros(3, 4)),
+        "other": torch.zeros(3, 4, dtype=torch.float64), "turned": torch.zeros(4, 3).T,
     }  # fmt: skip
     with Checkpoint.open(tmp_path / "it") as checkpoint:
         load(checkpoint.opened.saved, places)
@@ -206,12 +229,20 @@ def odd_value(value: Any) -> Change:
 def two_dtypes(case: Case) -> None:
     part = case.parts[0]
     halves = ((0, "float32"), (2, "int32"))
-    part.items = [["w", dtype, [4, 2], [at, 0], [2, 2], None, 0, "cpu", False] for at, dtype in halves]
+    part.items = [
+        ["w", dtype, [4, 2], [at, 0], [2, 2], None, 0, "cpu", False] for at, dtype in halves
+    ]
     lay_out(part)
 
 
 def sparse(size: list[int]) -> msgspec.msgpack.Ext:
-    fields = {"layout": "torch.sparse_coo", "size": size, "coalesced": False, "indices": Ext(1, b"i"), "values": Ext(1, b"v")}
+    fields = {
+        "layout": "torch.sparse_coo",
+        "size": size,
+        "coalesced": False,
+        "indices": Ext(1, b"i"),
+        "values": Ext(1, b"v"),
+    }
     return Ext(24, pack(["sparse", "", fields]))
 
 
@@ -220,22 +251,41 @@ UNSOUND: list[tuple[Change, str]] = [
     (odd_value(Ext(1, b"~x")), "its values name the tensor '~x', which no part has"),
     (odd_value(Ext(18, b"garbage")), "a value whose bytes are not those of torch.save"),
     (odd_value(Ext(5, pack([[[1], 2]]))), "values document cannot be read"),
-    (odd_value(Ext(24, pack(["sparse", "", {"layout": "?", "size": [1]}]))), "a value of kind sparse cannot be made from its fields"),
+    (odd_value(Ext(24, pack(["sparse", "", {"layout": "?", "size": [1]}]))), "a value of kind "
+        "sparse "
+        "cannot "
+        "be "
+        "made "
+        "from "
+        "its "
+        "fields"),
     (odd_value(sparse([0, 0])), "a value of kind sparse cannot be made from its fields"),
-    (lambda case: vars(case.parts[0]).update(values={"rng": None}), "the values document of rank 0 has no state"),
-    (lambda case: vars(case.parts[0]).update(values=7), "the values document of rank 0 has no state"),
-    (lambda case: case.parts[0].values.update(versions={"model": {"": 7}}), "versions that are not maps of maps"),
+    (lambda case: vars(case.parts[0]).update(values={"rng": None}), "the values document of rank 0 "
+        "has "
+        "no "
+        "state"),
+    (lambda case: vars(case.parts[0]).update(values=7), "the values document of rank 0 has no "
+        "state"),
+    (lambda case: case.parts[0].values.update(versions={"model": {"": 7}}), "versions that are not "
+        "maps "
+        "of "
+        "maps"),
     (lambda case: two_dtypes(case), "w has two dtypes: int32 and float32"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "words"), UNSOUND, ids=range(len(UNSOUND)))
-def test_verify_finds_everything_that_load_would_refuse(tmp_path: Path, change: Change, words: str) -> None:
+def test_verify_finds_everything_that_load_would_refuse(
+    tmp_path: Path, change: Change, words: str
+) -> None:
     case = simple_case(("w", "float32", [4, 2]), ("i", "int64", [2, 3]), ("v", "float32", [3]))
     change(case)
     assert forge(case, tmp_path, 1)
     for how in ("verify", "load"):
-        with pytest.raises(IntegrityError, match=re.escape(words)), Checkpoint.open(tmp_path / "gpt", 1) as opened:
+        with (
+            pytest.raises(IntegrityError, match=re.escape(words)),
+            Checkpoint.open(tmp_path / "gpt", 1) as opened,
+        ):
             getattr(opened, how)()
 
 
@@ -257,7 +307,9 @@ def test_names_of_parameters_without_a_hash_make_no_optimizer(tmp_path: Path) ->
         assert opened.load()["odd"]["param_groups"] == [{"params": [[1], {}]}]
 
 
-def test_verify_says_what_this_process_cannot_judge(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_verify_says_what_this_process_cannot_judge(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     case = simple_case(("w", "float3/4", [4, 2]), ("blob", "uint8", [3]))
     part = case.parts[0]
     part.items[-1][1] = "bytes"
@@ -272,6 +324,9 @@ def test_verify_says_what_this_process_cannot_judge(tmp_path: Path, caplog: pyte
         ]  # fmt: skip
         assert caplog.messages == []
         opened.verify()
-        assert "is sound as far as this process can tell. Not checked: blob: it can only" in caplog.messages[0]
+        assert (
+            "is sound as far as this process can tell. Not checked: blob: it can only"
+            in caplog.messages[0]
+        )
         with pytest.raises(UnsavableValue):
             opened.load()

@@ -1,4 +1,6 @@
-"""A DCP `LoadPlan` on an open checkpoint: tensors to their places, values as bytes, and pickles only where the caller says so."""
+"""A DCP `LoadPlan` on an open checkpoint: tensors to their places, values as bytes, and
+pickles only where the caller says so.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
     found.close()
 
 
-def read(opened: Opened, state: dict[str, Any], planner: DefaultLoadPlanner, **options: Any) -> None:
+def read(
+    opened: Opened, state: dict[str, Any], planner: DefaultLoadPlanner, **options: Any
+) -> None:
     planner.set_up_planner(state, opened.metadata(), is_coordinator=True)
     read_plan(opened, planner.create_local_plan(), planner, **options)
 
@@ -48,7 +52,10 @@ def test_tensors_and_values_come_to_the_callers_state(opened: Opened) -> None:
 
 
 def test_a_pickled_object_is_refused_by_key_unless_the_caller_trusts_it(opened: Opened) -> None:
-    with pytest.raises(UnsavableValue, match="^object: it can only be loaded by running pickled code; pass weights_only=False"):
+    with pytest.raises(
+        UnsavableValue,
+        match="^object: it can only be loaded by running pickled code; pass weights_only=False",
+    ):
         read(opened, {"object": None}, DefaultLoadPlanner())
     state: dict[str, Any] = {"object": None}
     read(opened, state, DefaultLoadPlanner(), weights_only=False)
@@ -63,7 +70,9 @@ def test_a_planner_gets_the_tensors_before_the_values(opened: Opened) -> None:
             happened.append(read_item.storage_index.fqn)
 
         def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-            happened.append(f"{read_item.storage_index.fqn}: {torch.load(value, weights_only=True)}")
+            happened.append(
+                f"{read_item.storage_index.fqn}: {torch.load(value, weights_only=True)}"
+            )
 
     read(opened, {"n": 0, "w": torch.zeros(4)}, Watching())
     assert happened == ["w", "n: 5"]

@@ -1,4 +1,6 @@
-"""Tests that loads fill destinations of every kind bit for bit, and that shards which were saved as they are now need no plan."""
+"""Tests that loads fill destinations of every kind bit for bit, and that shards which
+were saved as they are now need no plan.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,15 @@ BIG = torch.arange(24.0).reshape(4, 6)
 def saved(daemon: Daemon) -> Iterator[Saved]:
     with closing(Agent("job", socket=daemon.home.socket)) as agent:
         agent.snapshot(
-            {"big": BIG, "turned": BIG.t(), "view": BIG[1], "own": BIG.clone(), "other": BIG.clone(), "empty": BIG[:0]}, step=1
+            {
+                "big": BIG,
+                "turned": BIG.t(),
+                "view": BIG[1],
+                "own": BIG.clone(),
+                "other": BIG.clone(),
+                "empty": BIG[:0],
+            },
+            step=1,
         ).wait(timeout=60)
     with Checkpoint.open(daemon.home.root / "job") as checkpoint:
         yield checkpoint.opened.saved
@@ -55,12 +65,20 @@ def test_every_kind_of_destination(saved: Saved, name: str) -> None:
 
 
 def test_a_destination_without_memory_is_refused(saved: Saved) -> None:
-    with pytest.raises(StructureMismatch, match="^own: the state's tensor is on the meta device, which has no memory$"):
+    with pytest.raises(
+        StructureMismatch,
+        match="^own: the state's tensor is on the meta device, which has no memory$",
+    ):
         load(saved, {"own": torch.zeros(4, 6, device="meta")})
 
 
 def test_tensors_that_share_a_storage(saved: Saved) -> None:
-    state = {"big": torch.zeros(4, 6), "turned": torch.zeros(6, 4), "view": torch.zeros(6), "empty": torch.zeros(0, 6)}
+    state = {
+        "big": torch.zeros(4, 6),
+        "turned": torch.zeros(6, 4),
+        "view": torch.zeros(6),
+        "empty": torch.zeros(0, 6),
+    }
     load(saved, state)
     assert torch.equal(state["big"], BIG)
     assert torch.equal(state["turned"], BIG.t())
@@ -69,11 +87,16 @@ def test_tensors_that_share_a_storage(saved: Saved) -> None:
 
 def test_a_wrong_shape_and_a_wrong_name_change_nothing(saved: Saved) -> None:
     state = {"big": torch.zeros(4, 6), "own": torch.zeros(6, 4)}
-    with pytest.raises(StructureMismatch, match=r"^own: the checkpoint has shape \[4, 6\], the state \[6, 4\]$"):
+    with pytest.raises(
+        StructureMismatch, match=r"^own: the checkpoint has shape \[4, 6\], the state \[6, 4\]$"
+    ):
         load(saved, state)
     with pytest.raises(NotFound, match="^no tensor 'none'"):
         load(saved, {"big": state["big"], "none": torch.zeros(1)})
-    with pytest.raises(StructureMismatch, match=r"^own: this rank has the shard \[2, 6\] at \[0, 0\], which was not saved as one"):
+    with pytest.raises(
+        StructureMismatch,
+        match=r"^own: this rank has the shard \[2, 6\] at \[0, 0\], which was not saved as one",
+    ):
         check_partition(saved, {"own": torch.zeros(2, 6)})
     assert not state["big"].any()
 
@@ -97,8 +120,12 @@ def test_conversions_are_made_batch_by_batch(saved: Saved, monkeypatch: pytest.M
 def load_strided(path: Path) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2))
     errors = []
-    for placements in ([_StridedShard(0, split_factor=2), Shard(0)], [_StridedShard(0, split_factor=2), Replicate()]):
-        place = DTensor.from_local(torch.zeros(1 if placements[1].is_shard() else 2, 6), mesh, placements, run_check=False, shape=BIG.shape,
+    for placements in (
+        [_StridedShard(0, split_factor=2), Shard(0)],
+        [_StridedShard(0, split_factor=2), Replicate()],
+    ):
+        place = DTensor.from_local(torch.zeros(1 if placements[1].is_shard() else 2, 6), mesh,
+            placements, run_check=False, shape=BIG.shape,
                                    stride=BIG.stride())  # fmt: skip
         try:
             with Checkpoint.open(path) as checkpoint:
@@ -115,20 +142,33 @@ def test_a_part_of_several_pieces_is_refused(daemon: Daemon) -> None:
         for errors in ranks.call(load_strided, daemon.home.root / "job"):
             assert len(errors) == 1
             assert errors[0].startswith("w: with the placements ")
-            assert errors[0].endswith("this rank's part is several pieces of the tensor, which cannot be loaded: redistribute it first")
+            assert errors[0].endswith(
+                "this rank's part is several pieces of the tensor, which cannot be loaded: "
+                "redistribute it first"
+            )
 
 
 def sharded(value: torch.Tensor) -> DTensor:
-    """Return a tensor that is sharded over all ranks by rows, of which this rank has the first part after its number."""
+    """Return a tensor that is sharded over all ranks by rows, of which this rank has
+    the first part after its number.
+    """
     mesh = DeviceMesh("cpu", list(range(torch.distributed.get_world_size())))
     chunks = value.chunk(mesh.size())
-    local = chunks[mesh.get_local_rank()].clone() if mesh.get_local_rank() < len(chunks) else value[:0].clone()
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride())
+    local = (
+        chunks[mesh.get_local_rank()].clone()
+        if mesh.get_local_rank() < len(chunks)
+        else value[:0].clone()
+    )
+    return DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride()
+    )
 
 
 def save_shards(socket: Path) -> None:
     with closing(Agent("job", socket=socket)) as agent:
-        agent.snapshot({"w": sharded(BIG), "uneven": sharded(torch.arange(5.0))}, step=1).wait("durable", timeout=60)
+        agent.snapshot({"w": sharded(BIG), "uneven": sharded(torch.arange(5.0))}, step=1).wait(
+            "durable", timeout=60
+        )
 
 
 def planned_names(path: Path, dtype: torch.dtype) -> list[str]:
@@ -141,7 +181,10 @@ def planned_names(path: Path, dtype: torch.dtype) -> list[str]:
             super().set_up_planner(state_dict, *arguments, **options)
 
     vars(loader)["DefaultLoadPlanner"] = Noting
-    state: dict[str, Any] = {"w": sharded(torch.zeros(4, 6).to(dtype)), "uneven": sharded(torch.zeros(5).to(dtype))}
+    state: dict[str, Any] = {
+        "w": sharded(torch.zeros(4, 6).to(dtype)),
+        "uneven": sharded(torch.zeros(5).to(dtype)),
+    }
     with Checkpoint.open(path) as checkpoint:
         load(checkpoint.opened.saved, state)
     assert torch.equal(state["w"].to_local(), sharded(BIG).to_local().to(dtype))

@@ -1,4 +1,6 @@
-"""Tests checkpoints whose metadata lie in an object of their own: saved, read one tensor at a time, recovered, copied and deleted."""
+"""Tests checkpoints whose metadata lie in an object of their own: saved, read one
+tensor at a time, recovered, copied and deleted.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +40,26 @@ MANY = 18_000
 
 def state_of(step: int) -> dict[str, Any]:
     base = torch.arange(4.0) + step
-    tensors: dict[str, Any] = {f"layers.{number:05d}.weight": torch.full((1,), float(number + step)) for number in range(MANY)}
+    tensors: dict[str, Any] = {
+        f"layers.{number:05d}.weight": torch.full((1,), float(number + step))
+        for number in range(MANY)
+    }
     return {**tensors, "base": base, "tied": base.view(2, 2), "n": step}
 
 
 def zeros_like(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None for key, value in state.items()}
+    return {
+        key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+        for key, value in state.items()
+    }
 
 
 def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value for key, value in wanted.items())
+    assert all(
+        torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value
+        for key, value in wanted.items()
+    )
 
 
 def manifest_of(directory: Path) -> Manifest:
@@ -62,12 +73,17 @@ def test_one_rank(place: Home, tmp_path: Path) -> None:
             agent.snapshot(state_of(step), step=step).wait("durable", timeout=120)
         agent.close()
         first = place.root / "job" / "step-00000001.a0001"
-        until(lambda: not first.exists(), "retention has deleted the first checkpoint, with its metadata object")
+        until(
+            lambda: not first.exists(),
+            "retention has deleted the first checkpoint, with its metadata object",
+        )
     newest = place.root / "job" / "step-00000003.a0001"
     manifest = manifest_of(newest)
     assert (manifest.version, manifest.tensors) == (2, MANY + 2)
     assert (newest / "manifest.json").stat().st_size < 2048
-    assert sorted(file.name for file in newest.iterdir()) == sorted([*manifest.files, "manifest.json"])
+    assert sorted(file.name for file in newest.iterdir()) == sorted(
+        [*manifest.files, "manifest.json"]
+    )
 
     with Checkpoint.open(place.root / "job") as checkpoint:
         saved = checkpoint.opened.saved
@@ -81,7 +97,9 @@ def test_one_rank(place: Home, tmp_path: Path) -> None:
         assert torch.equal(checkpoint.tensor("tied"), torch.tensor([[3.0, 4.0], [5.0, 6.0]]))
         assert torch.equal(checkpoint.tensor("tied", slices=[1]), torch.tensor([5.0, 6.0]))
         for absent in ("layers.99999.weight", "n"):
-            with pytest.raises(NotFound, match=f"no tensor {absent!r}; the checkpoint has {MANY + 2}, such as base"):
+            with pytest.raises(
+                NotFound, match=f"no tensor {absent!r}; the checkpoint has {MANY + 2}, such as base"
+            ):
                 checkpoint.tensor(absent)
         assert_same(checkpoint.load(), state_of(3))
         assert checkpoint.verify() > 0
@@ -99,7 +117,11 @@ def test_one_rank(place: Home, tmp_path: Path) -> None:
     assert f"tensors        {MANY + 2}" in shown.output
     assert "metadata" not in json.loads(run.invoke(main, ["show", str(newest), "--json"]).output)
     listed = json.loads(run.invoke(main, ["show", str(newest), "--json", "--keys"]).output)
-    assert listed["metadata"]["state_dict_metadata"]["base"] == {"dtype": "float32", "size": [4], "chunks": [[[0], [4]]]}
+    assert listed["metadata"]["state_dict_metadata"]["base"] == {
+        "dtype": "float32",
+        "size": [4],
+        "chunks": [[[0], [4]]],
+    }
     copied = run.invoke(main, ["copy", str(place.root), str(tmp_path / "copy")])
     assert copied.exit_code == 0, copied.output
     assert run.invoke(main, ["verify", str(tmp_path / "copy")]).exit_code == 0
@@ -113,7 +135,8 @@ def test_one_rank(place: Home, tmp_path: Path) -> None:
         assert (recovered.step, recovered.source) == (3, "storage")
         assert_same(state, state_of(3))
         agent.close()
-    shutil.copytree(tmp_path / "copy" / "job" / newest.name, tmp_path / "alone")  # outside every root
+    # Outside every root.
+    shutil.copytree(tmp_path / "copy" / "job" / newest.name, tmp_path / "alone")
     with Checkpoint.open(tmp_path / "alone") as checkpoint:
         assert_same(checkpoint.load(), state_of(3))
 
@@ -141,7 +164,10 @@ def test_damage_of_the_metadata_object_is_found(place: Home, damage: str) -> Non
         with Checkpoint.open(place.root / "job") as checkpoint:
             assert checkpoint.step == 1
     else:
-        with Checkpoint.open(place.root / "job") as checkpoint, pytest.raises(IntegrityError, match="does not match its checksum"):
+        with (
+            Checkpoint.open(place.root / "job") as checkpoint,
+            pytest.raises(IntegrityError, match="does not match its checksum"),
+        ):
             checkpoint.tensor("base")
     with running(place):
         agent = Agent("job", socket=place.socket)
@@ -153,11 +179,24 @@ def test_damage_of_the_metadata_object_is_found(place: Home, damage: str) -> Non
 
 
 def sharded(seed: int) -> dict[str, Any]:
-    """Return a state whose tensors are divided, replicated, and of each rank alone, and the mesh of all ranks."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2)) if dist.get_world_size() > 1 else init_device_mesh("cpu", (1, 1))
+    """Return a state whose tensors are divided, replicated, and of each rank alone, and
+    the mesh of all ranks.
+    """
+    mesh = (
+        init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+        if dist.get_world_size() > 1
+        else init_device_mesh("cpu", (1, 1))
+    )
     torch.manual_seed(seed)
-    found: dict[str, Any] = {f"small.{number:05d}": torch.full((1,), float(number * seed)) for number in range(MANY)}
-    divisions: list[list[Placement]] = [[Replicate(), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Shard(0)]]
+    found: dict[str, Any] = {
+        f"small.{number:05d}": torch.full((1,), float(number * seed)) for number in range(MANY)
+    }
+    divisions: list[list[Placement]] = [
+        [Replicate(), Shard(0)],
+        [Shard(0), Shard(1)],
+        [Shard(1), Shard(0)],
+        [Shard(0), Shard(0)],
+    ]
     for number, placements in enumerate(divisions):
         found[f"divided.{number}"] = distribute_tensor(torch.randn(7, 5), mesh, placements)
     return found
@@ -165,11 +204,16 @@ def sharded(seed: int) -> dict[str, Any]:
 
 def save(socket: Path) -> None:
     HERE["state"] = sharded(1)
-    Agent("job", socket=socket).snapshot(HERE["state"], step=1, rng=False).wait("durable", timeout=120)
+    Agent("job", socket=socket).snapshot(HERE["state"], step=1, rng=False).wait(
+        "durable", timeout=120
+    )
 
 
 def whole(state: dict[str, Any]) -> dict[str, list[float]]:
-    return {key: (value.full_tensor() if isinstance(value, DTensor) else value).tolist() for key, value in state.items()}
+    return {
+        key: (value.full_tensor() if isinstance(value, DTensor) else value).tolist()
+        for key, value in state.items()
+    }
 
 
 def saved_state() -> dict[str, list[float]]:
@@ -184,7 +228,9 @@ def recovered_state(socket: Path, same_partition: bool) -> tuple[str, dict[str, 
 
 
 @pytest.mark.parametrize(("ranks_after", "same_partition"), [(4, False), (4, True), (1, False)])
-def test_shards_by_rule_are_found_on_any_number_of_ranks(place: Home, ranks_after: int, same_partition: bool) -> None:
+def test_shards_by_rule_are_found_on_any_number_of_ranks(
+    place: Home, ranks_after: int, same_partition: bool
+) -> None:
     with running(place) as daemon:
         with Ranks(4) as ranks:
             ranks.call(save, place.socket)
@@ -198,7 +244,9 @@ def test_shards_by_rule_are_found_on_any_number_of_ranks(place: Home, ranks_afte
         for name, values in wanted.items():
             if name.startswith("divided"):
                 assert checkpoint.tensor(name).tolist() == values
-        assert checkpoint.tensor("divided.0", slices=[slice(2, 5), 1]).tolist() == [row[1] for row in wanted["divided.0"][2:5]]
+        assert checkpoint.tensor("divided.0", slices=[slice(2, 5), 1]).tolist() == [
+            row[1] for row in wanted["divided.0"][2:5]
+        ]
     with running(place), Ranks(ranks_after) as ranks:
         for source, found in ranks.call(recovered_state, place.socket, same_partition):
             assert source == "storage"
@@ -211,14 +259,22 @@ def save_with_dcp(root: Path, socket: Path) -> None:
 
 
 def save_with_planner(socket: Path) -> None:
-    HERE["state"] = {key: value for key, value in sharded(1).items() if key.startswith("divided") or key.endswith("7")}
-    Agent("planned", socket=socket, planner=DefaultSavePlanner()).snapshot(HERE["state"], step=1).wait("durable", timeout=120)
+    HERE["state"] = {
+        key: value
+        for key, value in sharded(1).items()
+        if key.startswith("divided") or key.endswith("7")
+    }
+    Agent("planned", socket=socket, planner=DefaultSavePlanner()).snapshot(
+        HERE["state"], step=1
+    ).wait("durable", timeout=120)
 
 
 def loaded_with_dcp(path: Path) -> dict[str, Any]:
     found = sharded(2) | {"count": 0}
     dcp.load(found, storage_reader=StorageReader(path))
-    return {key: value for key, value in found.items() if key == "count"} | whole({k: v for k, v in found.items() if k != "count"})
+    return {key: value for key, value in found.items() if key == "count"} | whole(
+        {k: v for k, v in found.items() if k != "count"}
+    )
 
 
 def test_a_save_that_dcp_has_planned_says_which_rank_has_each_item(place: Home) -> None:
@@ -230,14 +286,24 @@ def test_a_save_that_dcp_has_planned_says_which_rank_has_each_item(place: Home) 
             ranks.call(leave_all)
         with Checkpoint.open(place.root / "job") as checkpoint:
             assert isinstance(checkpoint.opened.saved, SavedOnDemand)
-            assert all(checkpoint.tensor(name).tolist() == values for name, values in wanted.items())
+            assert all(
+                checkpoint.tensor(name).tolist() == values for name, values in wanted.items()
+            )
         with Checkpoint.open(place.root / "planned") as checkpoint:
-            stored = [{(item.fqn, item.offsets) for item in source.plan.items} for source in checkpoint.opened.sources]
+            stored = [
+                {(item.fqn, item.offsets) for item in source.plan.items}
+                for source in checkpoint.opened.sources
+            ]
             described = checkpoint.manifest.metadata["state_dict_metadata"]
             for name, entry in described.items():
-                for (offsets, _), rank in zip(entry["chunks"], entry.get("ranks", [0] * len(entry["chunks"])), strict=True):
+                for (offsets, _), rank in zip(
+                    entry["chunks"], entry.get("ranks", [0] * len(entry["chunks"])), strict=True
+                ):
                     assert (name, tuple(offsets)) in stored[rank]
-            assert {rank for entry in described.values() for rank in entry.get("ranks", [0])} == {0, 1}
+            assert {rank for entry in described.values() for rank in entry.get("ranks", [0])} == {
+                0,
+                1,
+            }
         with Ranks(2) as ranks:
             found = ranks.call(loaded_with_dcp, place.root / "job" / "big")[1]
         assert {name: found[name] for name in wanted} == wanted
@@ -245,7 +311,13 @@ def test_a_save_that_dcp_has_planned_says_which_rank_has_each_item(place: Home) 
 
 
 def tensors_of_state() -> dict[str, list[float]]:
-    return whole({key: value for key, value in HERE["state"].items() if key.startswith("divided") or key == "small.00007"})
+    return whole(
+        {
+            key: value
+            for key, value in HERE["state"].items()
+            if key.startswith("divided") or key == "small.00007"
+        }
+    )
 
 
 class Casting(DefaultSavePlanner):
@@ -257,7 +329,9 @@ class Casting(DefaultSavePlanner):
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_what_a_planner_has_cast_comes_back_in_the_dtype_of_the_state(place: Home, large: bool) -> None:
+def test_what_a_planner_has_cast_comes_back_in_the_dtype_of_the_state(
+    place: Home, large: bool
+) -> None:
     more = {f"small.{number:05d}": torch.zeros(1) for number in range(MANY if large else 0)}
     with running(place), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP warns that there is one process only
@@ -284,14 +358,25 @@ def test_metadata_that_name_what_no_part_has_are_found(place: Home) -> None:
     (directory,) = (place.root / "job").glob("step-*")
     repository, manifest = open_root(place.root), manifest_of(directory)
     entries, meshes = tensors(repository, "job", directory.name, manifest)
-    data, forged = metadata_object.encode({**entries, "base": {"dtype": "float64", "size": [4], "chunks": [[[0], [4]]]}}, meshes, 1)
+    data, forged = metadata_object.encode(
+        {**entries, "base": {"dtype": "float64", "size": [4], "chunks": [[[0], [4]]]}}, meshes, 1
+    )
     (directory / forged.file).write_bytes(data)
-    (directory / "manifest.json").write_bytes(msgspec.structs.replace(manifest, metadata_object=forged).encode())
-    with Checkpoint.open(place.root / "job") as checkpoint, pytest.raises(IntegrityError, match="does not have 'base' as the metadata"):
+    (directory / "manifest.json").write_bytes(
+        msgspec.structs.replace(manifest, metadata_object=forged).encode()
+    )
+    with (
+        Checkpoint.open(place.root / "job") as checkpoint,
+        pytest.raises(IntegrityError, match="does not have 'base' as the metadata"),
+    ):
         checkpoint.tensor("base")
-    data, forged = metadata_object.encode({**entries, "ghost": {"dtype": "float32", "size": [4], "chunks": [[[0], [4]]]}}, meshes, 1)
+    data, forged = metadata_object.encode(
+        {**entries, "ghost": {"dtype": "float32", "size": [4], "chunks": [[[0], [4]]]}}, meshes, 1
+    )
     (directory / forged.file).write_bytes(data)
-    (directory / "manifest.json").write_bytes(msgspec.structs.replace(manifest, metadata_object=forged).encode())
+    (directory / "manifest.json").write_bytes(
+        msgspec.structs.replace(manifest, metadata_object=forged).encode()
+    )
     verified = CliRunner().invoke(main, ["verify", str(directory)])
     assert verified.exit_code == 13
     assert "ghost: the metadata of the checkpoint name shards that no part has" in verified.output

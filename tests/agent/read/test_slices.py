@@ -1,4 +1,6 @@
-"""Tests that slices of saved tensors equal what indexing gives, bit for bit, and that only the chunks which hold them are read."""
+"""Tests that slices of saved tensors equal what indexing gives, bit for bit, and that
+only the chunks which hold them are read.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +54,17 @@ def some_index(size: tuple[int, ...], chance: Random) -> tuple[int | slice, ...]
         if extent and chance.random() < 0.3:
             index.append(chance.randrange(-extent, extent))
         else:
-            start, stop = (chance.choice([None, chance.randrange(-extent - 2, extent + 3)]) for _ in range(2))
+            start, stop = (
+                chance.choice([None, chance.randrange(-extent - 2, extent + 3)]) for _ in range(2)
+            )
             index.append(slice(start, stop, chance.choice([None, 1, 2, 3])))
     return tuple(index)
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy())
+    return bytes(
+        tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()
+    )
 
 
 @pytest.mark.parametrize("name", STATE)
@@ -67,7 +73,11 @@ def test_a_slice_equals_what_indexing_gives(checkpoint: Checkpoint, name: str) -
     for _ in range(100):
         index = some_index(tuple(whole.shape), chance)
         got, wanted = checkpoint.tensor(name, slices=index), whole[index]
-        assert (got.dtype, got.shape, as_bytes(got)) == (wanted.dtype, wanted.shape, as_bytes(wanted)), index
+        assert (got.dtype, got.shape, as_bytes(got)) == (
+            wanted.dtype,
+            wanted.shape,
+            as_bytes(wanted),
+        ), index
 
 
 def test_a_slice_can_be_read_in_another_dtype(checkpoint: Checkpoint) -> None:
@@ -84,7 +94,8 @@ def test_a_slice_can_be_read_in_another_dtype(checkpoint: Checkpoint) -> None:
         ([0, -8], "plain has 7 elements in dimension 1: there is no element -8"),
         (
             [slice(None, None, -1)],
-            r"slice 0 of plain is slice\(None, None, -1\); expected a number, or a slice of numbers with a step of 1",
+            r"slice 0 of plain is slice\(None, None, -1\); expected a number, or a slice of "
+            r"numbers with a step of 1",
         ),
         ([slice(None, None, 0)], "slice 0 of plain is slice"),
         ([0, True], "slice 1 of plain is True; expected a number"),
@@ -93,7 +104,9 @@ def test_a_slice_can_be_read_in_another_dtype(checkpoint: Checkpoint) -> None:
         ([slice(0.5, 2)], "slice 0 of plain is slice"),
     ],
 )
-def test_an_index_out_of_range_is_refused(checkpoint: Checkpoint, slices: list[Any], why: str) -> None:
+def test_an_index_out_of_range_is_refused(
+    checkpoint: Checkpoint, slices: list[Any], why: str
+) -> None:
     with pytest.raises(InvalidRequest, match=f"^{why}"):
         checkpoint.tensor("plain", slices=slices)
 
@@ -117,18 +130,30 @@ ROWS, COLUMNS = 64, MIN_CHUNK // 8
 
 @pytest.fixture
 def halves(tmp_path: Path) -> Iterator[tuple[torch.Tensor, list[Counting]]]:
-    """Return a matrix of which two ranks hold the left and the right half, and their parts."""
+    """Return a matrix of which two ranks hold the left and the right half, and their
+    parts.
+    """
     whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
     readers = []
     with ExitStack() as stack:
         for rank in (0, 1):
             half = whole[:, rank * COLUMNS // 2 : (rank + 1) * COLUMNS // 2].contiguous()
-            item = Item("w", "float32", (ROWS, COLUMNS), (0, rank * COLUMNS // 2), (ROWS, COLUMNS // 2), None, 0)
+            item = Item(
+                "w",
+                "float32",
+                (ROWS, COLUMNS),
+                (0, rank * COLUMNS // 2),
+                (ROWS, COLUMNS // 2),
+                None,
+                0,
+            )
             plan = Plan([Region(0, 4 * half.numel(), 4)], [item], [], None, WRITER, bytes(32))
             values = values_after(plan)
             slot = bytearray(sum(values))
             slot[: 4 * half.numel()] = half.numpy().tobytes()
-            (tmp_path / str(rank)).write_bytes(encode_part(slot, plan, values, rank=rank, world_size=2)[0])
+            (tmp_path / str(rank)).write_bytes(
+                encode_part(slot, plan, values, rank=rank, world_size=2)[0]
+            )
             readers.append(Counting(source(os.open(tmp_path / str(rank), os.O_RDONLY)), str(rank)))
             stack.callback(readers[-1].close)
         yield whole, readers
@@ -157,6 +182,11 @@ def test_of_a_sharded_tensor_only_the_chunks_of_the_slice_are_read(
     assert [reader.read for reader in readers] == chunks
 
 
-def test_a_missing_shard_is_an_error_and_not_zeros(halves: tuple[torch.Tensor, list[Counting]]) -> None:
-    with pytest.raises(IntegrityError, match=f"w: only {ROWS * COLUMNS // 2} of {ROWS * COLUMNS} elements are stored"):
+def test_a_missing_shard_is_an_error_and_not_zeros(
+    halves: tuple[torch.Tensor, list[Counting]],
+) -> None:
+    with pytest.raises(
+        IntegrityError,
+        match=f"w: only {ROWS * COLUMNS // 2} of {ROWS * COLUMNS} elements are stored",
+    ):
         read_slice(Saved.of(halves[1][:1]), "w", [0])

@@ -1,4 +1,6 @@
-"""Sealed slots give what was sealed into them, and stand in for the parts that were written from them only while they are sound."""
+"""Sealed slots give what was sealed into them, and stand in for the parts that were
+written from them only while they are sound.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ from ckptd.shared.formats.segment import SlotState, read_header, write_header
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.system.descriptor import Descriptor
-from tests.shared.samples import encode_part, memory_file, packed_slot, sample_plan, values_after, write_checkpoint
+from tests.shared.samples import (
+    encode_part,
+    memory_file,
+    packed_slot,
+    sample_plan,
+    values_after,
+    write_checkpoint,
+)
 from tests.support.storage import source
 from tests.support.tmpfs import sealed_slot
 
@@ -41,7 +50,9 @@ def slot() -> Iterator[Descriptor]:
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-def test_a_sealed_slot_gives_its_chunks(slot: Descriptor, monkeypatch: pytest.MonkeyPatch, mapped: bool) -> None:
+def test_a_sealed_slot_gives_its_chunks(
+    slot: Descriptor, monkeypatch: pytest.MonkeyPatch, mapped: bool
+) -> None:
     if not mapped:
         monkeypatch.setattr(slot_source, "copy_bytes", None)
     source = SlotSource(slot.fileno(), 1, 5)
@@ -62,7 +73,9 @@ def test_a_slot_that_is_cut_short_while_it_is_open_does_not_end_the_trainer(
     raw = memoryview(bytearray(source.ranges[0].length))
     source.read_chunk(0, raw)
     os.ftruncate(slot.fileno(), source.header.data_offset)
-    with pytest.raises(IntegrityError, match="^the slot of step 5 has been cut short: that copy in memory is lost$"):
+    with pytest.raises(
+        IntegrityError, match="^the slot of step 5 has been cut short: that copy in memory is lost$"
+    ):
         source.read_chunk(0, raw)
 
 
@@ -70,7 +83,9 @@ def test_a_slot_that_changes_after_it_was_opened_is_noticed_at_the_read(slot: De
     source = SlotSource(slot.fileno(), 1, 5)
     raw = bytearray(source.ranges[0].length)
     os.pwrite(slot.fileno(), b"\xff", source.header.data_offset)
-    with pytest.raises(IntegrityError, match="^chunk 0 of step 5 has changed in memory since it was sealed$"):
+    with pytest.raises(
+        IntegrityError, match="^chunk 0 of step 5 has changed in memory since it was sealed$"
+    ):
         source.read_chunk(0, memoryview(raw))
     os.ftruncate(slot.fileno(), source.header.data_offset)
     with pytest.raises(IntegrityError, match="^the slot of step 5 has been cut short"):
@@ -81,8 +96,13 @@ def test_a_slot_that_changes_after_it_was_opened_is_noticed_at_the_read(slot: De
 
 
 @contextmanager
-def part(packed: bytes | bytearray = PACKED, *, damaged: bool = False, **options: Any) -> Iterator[PartReader]:
-    """Context manager. Yields a part of this packed slot. If it is damaged, no chunk of it can be read."""
+def part(
+    packed: bytes | bytearray = PACKED, *, damaged: bool = False, **options: Any
+) -> Iterator[PartReader]:
+    """Context manager.
+
+    Yields a part of this packed slot. If it is damaged, no chunk of it can be read.
+    """
     encoded, index = encode_part(packed, PLAN, VALUES, attempt=1, step=5, **options)
     data = bytearray(encoded)
     for chunk in index.chunks if damaged else ():
@@ -131,7 +151,10 @@ def test_a_slot_that_is_lost_is_replaced_by_storage_and_that_is_logged_once(
 def test_damage_to_slot_and_part_is_never_returned(slot: Descriptor) -> None:
     near = SlotSource(slot.fileno(), 1, 5)
     os.pwrite(slot.fileno(), b"\xa5", near.header.data_offset + 100_000)
-    with part(damaged=True) as reader, pytest.raises(IntegrityError, match="does not match its checksum"):
+    with (
+        part(damaged=True) as reader,
+        pytest.raises(IntegrityError, match="does not match its checksum"),
+    ):
         read(PartWithSlot(reader, near))
 
 
@@ -156,7 +179,9 @@ def test_only_slots_that_hold_the_step_and_are_sound_are_opened(slot: Descriptor
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_a_checkpoint_is_read_from_its_slots_even_if_its_chunks_on_storage_are_damaged(tmp_path: Path, large: bool) -> None:
+def test_a_checkpoint_is_read_from_its_slots_even_if_its_chunks_on_storage_are_damaged(
+    tmp_path: Path, large: bool
+) -> None:
     repository, manifest = open_root(tmp_path), write_checkpoint(tmp_path, step=5, attempt=1)
     directory = tmp_path / "gpt" / manifest.tag
     if large:  # the metadata lie in an object, and parts are opened on demand

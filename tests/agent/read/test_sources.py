@@ -1,4 +1,6 @@
-"""Sources of a snapshot are refused when they are not what was meant, and leave no descriptor and no lock behind."""
+"""Sources of a snapshot are refused when they are not what was meant, and leave no
+descriptor and no lock behind.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ TAG = "step-00000001.a0001"
 
 @pytest.fixture
 def slot() -> Iterator[Descriptor]:
-    with sealed_slot(sample_plan(), SnapshotRequest(metrics={"loss": 0.5}, user_content='{"epoch":3}')) as sealed:
+    with sealed_slot(
+        sample_plan(), SnapshotRequest(metrics={"loss": 0.5}, user_content='{"epoch":3}')
+    ) as sealed:
         yield sealed
 
 
@@ -39,14 +43,21 @@ def slot() -> Iterator[Descriptor]:
 
 def test_a_snapshot_in_memory_has_what_was_asked_for_with_it(slot: Descriptor) -> None:
     opened = open_memory([slot], 1, 5, TAG)
-    assert (opened.tag, opened.metrics, opened.user_content, opened.manifest) == (TAG, {"loss": 0.5}, {"epoch": 3}, None)
+    assert (opened.tag, opened.metrics, opened.user_content, opened.manifest) == (
+        TAG,
+        {"loss": 0.5},
+        {"epoch": 3},
+        None,
+    )
     assert opened.verify() == sum(chunk.length for chunk in opened.sources[0].ranges)
     opened.close()
     opened.close()
     assert slot.closed
 
 
-@pytest.mark.skipif(checked_copy.copy_bytes is None, reason="no compiler was found when ckptd was installed")
+@pytest.mark.skipif(
+    checked_copy.copy_bytes is None, reason="no compiler was found when ckptd was installed"
+)
 def test_the_memory_of_a_snapshot_is_unmapped_when_it_is_closed(slot: Descriptor) -> None:
     def mappings() -> int:
         return Path("/proc/self/maps").read_text().count("/a.seg")
@@ -69,7 +80,8 @@ def damage(slot: Descriptor, how: str) -> None:
     elif how == "without checksums":
         write_check(fd, header, [])
     elif how == "values over the tensors":
-        write_header(fd, header.next(header.state, signature=header.signature, plan=header.plan, request=header.request,
+        write_header(fd, header.next(header.state, signature=header.signature, plan=header.plan,
+        request=header.request,
                                      values=type(header.values)(0, 8, 0)))  # fmt: skip
 
 
@@ -80,10 +92,15 @@ def damage(slot: Descriptor, how: str) -> None:
         ("cut short", "the slot of step 5 has been cut short"),
         ("a byte of the plan", "plan document of gpt step 5 is damaged in memory"),
         ("without checksums", "the slot of step 5 has no checksums"),
-        ("values over the tensors", "the slot of step 5 is damaged: its values overlap its tensors"),
+        (
+            "values over the tensors",
+            "the slot of step 5 is damaged: its values overlap its tensors",
+        ),
     ],
 )
-def test_a_slot_that_is_not_what_was_sealed_is_refused_and_closed(slot: Descriptor, how: str, words: str) -> None:
+def test_a_slot_that_is_not_what_was_sealed_is_refused_and_closed(
+    slot: Descriptor, how: str, words: str
+) -> None:
     damage(slot, how)
     with pytest.raises(IntegrityError, match=f"^{words}$"):
         open_memory([slot], 1, 5, TAG)
@@ -102,7 +119,11 @@ def storage(tmp_path: Path) -> Repository:
 def test_an_open_checkpoint_cannot_be_deleted(storage: Repository) -> None:
     opened = open_checkpoint(storage, "gpt", TAG)
     assert f"pid {os.getpid()}" in storage.readers("gpt", TAG)
-    assert (opened.manifest is not None, opened.verify() > 0, opened.document(1)["state"]) == (True, True, {"w": TensorRef("w")})
+    assert (opened.manifest is not None, opened.verify() > 0, opened.document(1)["state"]) == (
+        True,
+        True,
+        {"w": TensorRef("w")},
+    )
     opened.close()
     assert (storage.readers("gpt", TAG), descriptors(Path(storage.where()))) == ("", [])
 
@@ -134,9 +155,13 @@ def altered(storage: Repository, **changes: Any) -> None:
     path.write_bytes(msgspec.structs.replace(manifest, parts=[first, *manifest.parts[1:]]).encode())
 
 
-def test_a_part_that_is_not_the_manifests_is_refused_and_leaves_nothing_open(storage: Repository) -> None:
+def test_a_part_that_is_not_the_manifests_is_refused_and_leaves_nothing_open(
+    storage: Repository,
+) -> None:
     altered(storage, items=7)
-    with pytest.raises(IntegrityError, match=r"rank-00000\..* is not the part that the manifest describes$"):
+    with pytest.raises(
+        IntegrityError, match=r"rank-00000\..* is not the part that the manifest describes$"
+    ):
         open_checkpoint(storage, "gpt", TAG)
     assert (descriptors(Path(storage.where())), storage.readers("gpt", TAG)) == ([], "")
 
@@ -148,9 +173,13 @@ def test_a_checkpoint_that_is_deleted_while_it_is_opened_is_not_found(storage: R
         open_checkpoint(storage, "gpt", TAG, manifest)
 
 
-def test_a_checkpoint_that_is_overwritten_while_it_is_opened_is_opened_again(storage: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_is_overwritten_while_it_is_opened_is_opened_again(
+    storage: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stale = storage.read_manifest("gpt", TAG)
-    stale = msgspec.structs.replace(stale, parts=[msgspec.structs.replace(part, items=9) for part in stale.parts])
+    stale = msgspec.structs.replace(
+        stale, parts=[msgspec.structs.replace(part, items=9) for part in stale.parts]
+    )
     opened = open_checkpoint(storage, "gpt", TAG, stale)
     assert opened.manifest is not None
     assert opened.manifest.parts == storage.read_manifest("gpt", TAG).parts
@@ -166,16 +195,24 @@ def test_values_are_blobs_for_dcp(storage: Repository) -> None:
     assert set(metadata.state_dict_metadata) == {"w", "n.epoch"}
     assert load_blob("n.epoch", opened.blobs(["n.epoch"])["n.epoch"]) == 3
     planned = opened.metadata([{"state": {}, "planner_data": {"a": ("a",)}, "save_id": "x"}])
-    assert (planned.planner_data, planned.storage_meta is not None and planned.storage_meta.save_id) == ({"a": ("a",)}, "x")
+    assert (
+        planned.planner_data,
+        planned.storage_meta is not None and planned.storage_meta.save_id,
+    ) == ({"a": ("a",)}, "x")
     with pytest.raises(NotFound, match="^no value 'nope' in this checkpoint$"):
         opened.blobs(["nope"])
     opened.close()
 
 
 def test_a_blob_that_only_pickled_code_could_bring_back_is_refused() -> None:
-    with pytest.raises(UnsavableValue, match="^key: it can only be loaded by running pickled code, which ckptd does not do$"):
+    with pytest.raises(
+        UnsavableValue,
+        match="^key: it can only be loaded by running pickled code, which ckptd does not do$",
+    ):
         load_blob("key", b"\x80\x04N.")
 
 
 def test_the_error_for_a_newer_format_names_the_checkpoint_once() -> None:
-    assert str(newer(NewerFormat("gpt/x: version 2"), "gpt/x", "step=")) == str(newer(NewerFormat("version 2"), "gpt/x", "step="))
+    assert str(newer(NewerFormat("gpt/x: version 2"), "gpt/x", "step=")) == str(
+        newer(NewerFormat("version 2"), "gpt/x", "step=")
+    )

@@ -1,4 +1,6 @@
-"""A saved tree and a state are compared and bound without a checkpoint: the saved tensors are in memory, and loading is a copy."""
+"""A saved tree and a state are compared and bound without a checkpoint: the saved
+tensors are in memory, and loading is a copy.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ def test_an_object_whose_state_dict_raises_is_refused_by_its_key(key: str) -> No
     with pytest.raises(StructureMismatch) as caught:
         saved.recover(of(unready, tensor))
     assert str(caught.value) == (
-        f"{key}: the state_dict() of {__name__}.Unready raised KeyError('not yet'): call it when it works, or leave it out; nothing was "
+        f"{key}: the state_dict() of {__name__}.Unready raised KeyError('not yet'): call it when "
+        f"it works, or leave it out; nothing was "
         f"written. To recover the rest, call recover(state, keep=['{key}'])"
     )
     assert tensor.tolist() == [0.0, 0.0]
@@ -76,7 +79,11 @@ def test_an_object_whose_state_dict_raises_is_refused_by_its_key(key: str) -> No
 def test_an_object_is_given_an_array_of_records_as_it_was_saved() -> None:
     """NumPy raises TypeError if such an array is compared with a dict."""
     records, loader = np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")]), Loader()
-    with pytest.raises(RecoveryFailed, match=r"^loader: load_state_dict\(\) of .*Loader raised ValueError\('no field of name position'\)"):
+    with pytest.raises(
+        RecoveryFailed,
+        match=r"^loader: load_state_dict\(\) of .*Loader raised ValueError\('no field of name "
+        r"position'\)",
+    ):
         Checkpoint({"loader": records}).recover({"loader": loader})
     assert isinstance(loader.loaded, np.ndarray)
 
@@ -86,19 +93,38 @@ def test_an_object_is_given_an_array_of_records_as_it_was_saved() -> None:
 
 def test_values_come_back_into_the_callers_own_containers() -> None:
     inner, history, tensor = {"a": 1}, [1], torch.zeros(2)
-    state = {"n": 0, "inner": inner, "history": history, "pair": (tensor, 0), "tensors": [tensor, torch.zeros(1)]}
+    state = {
+        "n": 0,
+        "inner": inner,
+        "history": history,
+        "pair": (tensor, 0),
+        "tensors": [tensor, torch.zeros(1)],
+    }
     saved = {
-        "n": 7, "inner": {"a": 5}, "history": [1, 2, 3], "pair": (torch.ones(2), 8), "tensors": [torch.ones(2), torch.full((1,), 9.0)],
+        "n": 7, "inner": {"a": 5}, "history": [1, 2, 3], "pair": (torch.ones(2), 8),
+        "tensors": [torch.ones(2), torch.full((1,), 9.0)],
     }  # fmt: skip
     Checkpoint(saved).recover(state)
     assert (state["n"], inner, history) == (7, {"a": 5}, [1, 2, 3])
     assert state["inner"] is inner
     assert state["history"] is history
     assert cast(Any, state["pair"])[0] is cast(Any, state["tensors"])[0] is tensor
-    assert (tensor.tolist(), cast(Any, state["pair"])[1], cast(Any, state["tensors"])[1].tolist()) == ([1.0, 1.0], 8, [9.0])
+    assert (
+        tensor.tolist(),
+        cast(Any, state["pair"])[1],
+        cast(Any, state["tensors"])[1].tolist(),
+    ) == ([1.0, 1.0], 8, [9.0])
 
 
-@pytest.mark.parametrize("place", [defaultdict(float, a=0.0, b=0.0), OrderedDict(b=0.0, a=0.0), Counter(a=1, b=1), {"a": 0.0, "b": 0.0}])
+@pytest.mark.parametrize(
+    "place",
+    [
+        defaultdict(float, a=0.0, b=0.0),
+        OrderedDict(b=0.0, a=0.0),
+        Counter(a=1, b=1),
+        {"a": 0.0, "b": 0.0},
+    ],
+)
 def test_values_come_into_a_dict_of_another_type_which_stays(place: dict[str, Any]) -> None:
     for saved in ({"a": 2, "b": torch.ones(1)}, OrderedDict(a=2, b=torch.ones(1))):
         state = {"values": place}
@@ -110,10 +136,18 @@ def test_values_come_into_a_dict_of_another_type_which_stays(place: dict[str, An
 def test_an_empty_container_takes_what_was_saved() -> None:
     state: dict[str, Any] = {"dict": {}, "list": [], "tuple": ()}
     places = dict(state)
-    Checkpoint({"dict": {"w": torch.ones(2), "k": OrderedDict(a=1)}, "list": [torch.ones(1), "x"], "tuple": (1, torch.ones(3))}).recover(
-        state
+    Checkpoint(
+        {
+            "dict": {"w": torch.ones(2), "k": OrderedDict(a=1)},
+            "list": [torch.ones(1), "x"],
+            "tuple": (1, torch.ones(3)),
+        }
+    ).recover(state)
+    assert (state["dict"]["w"].tolist(), type(state["dict"]["k"]), state["list"][0].tolist()) == (
+        [1.0, 1.0],
+        OrderedDict,
+        [1.0],
     )
-    assert (state["dict"]["w"].tolist(), type(state["dict"]["k"]), state["list"][0].tolist()) == ([1.0, 1.0], OrderedDict, [1.0])
     assert (state["tuple"][0], state["tuple"][1].tolist()) == (1, [1.0] * 3)
     assert state["dict"] is places["dict"]
     assert state["list"] is places["list"]
@@ -130,8 +164,15 @@ def test_the_whole_state_may_be_one_value() -> None:
 
 def test_a_value_in_the_place_of_another_is_replaced() -> None:
     state: dict[str, Any] = {"a": None, "b": 5, "c": "x"}
-    Checkpoint({"a": torch.ones(2), "b": deque([1, torch.ones(1)], 5), "c": {"k": [1]}}).recover(state)
-    assert (state["a"].tolist(), state["b"][0], state["b"].maxlen, state["c"]) == ([1.0, 1.0], 1, 5, {"k": [1]})
+    Checkpoint({"a": torch.ones(2), "b": deque([1, torch.ones(1)], 5), "c": {"k": [1]}}).recover(
+        state
+    )
+    assert (state["a"].tolist(), state["b"][0], state["b"].maxlen, state["c"]) == (
+        [1.0, 1.0],
+        1,
+        5,
+        {"k": [1]},
+    )
 
 
 def test_a_value_that_ckptd_takes_for_an_object_may_be_recovered_as_plain_values() -> None:
@@ -141,25 +182,44 @@ def test_a_value_that_ckptd_takes_for_an_object_may_be_recovered_as_plain_values
 
 
 EXPANDED = "w: the state's tensor is expanded, so that its elements share memory; clone() it first"
-META = "w: the state's tensor is on the meta device; give it memory first (module.to_empty(device=...))"
+META = (
+    "w: the state's tensor is on the meta device; give it memory "
+    "first "
+    "(module.to_empty(device=...))"
+)
 
 
 @pytest.mark.parametrize(
     ("saved", "state", "words"),
     [
-        ({"w": torch.ones(2)}, {"w": torch.zeros(3)}, "w: the checkpoint has shape [2], the state [3]"),
+        ({"w": torch.ones(2)}, {"w": torch.zeros(3)}, "w: the checkpoint has shape [2], the state "
+            "[3]"),
         ({"w": 1}, {"w": torch.zeros(3)}, "w: the checkpoint has int, the state a tensor"),
         ({"w": torch.ones(2)}, {"w": torch.zeros(1).expand(2)}, EXPANDED),
         ({"w": torch.ones(2)}, {"w": torch.zeros(2, device="meta")}, META),
         ({"w": torch.ones(2)}, {"w": {"x": 1}}, "w: the checkpoint has a tensor, the state a dict"),
         ({"w": {"x": 1}}, {"w": [torch.zeros(1)]}, "w: the checkpoint has dict, the state a list"),
-        ({"w": [torch.ones(1)]}, {"w": [torch.zeros(1), torch.zeros(1)]}, "w: the checkpoint has a list of 1, the state one of 2"),
+        ({"w": [torch.ones(1)]}, {"w": [torch.zeros(1), torch.zeros(1)]}, "w: the checkpoint has a "
+            "list "
+            "of "
+            "1, "
+            "the "
+            "state "
+            "one "
+            "of "
+            "2"),
         ({"w": (1, 2)}, {"w": (1, 2, 3)}, "w: the checkpoint has tuple, the state a tuple of 3"),
         ({"w": [1, 2]}, {"w": (1, 2)}, "w: the checkpoint has list, the state a tuple of 2"),
         ({"w": 1}, {"w": torch.nn.Linear(1, 1)}, "w: the checkpoint has int, the state a module"),
-        ({"w": {"x": 1}}, {"w": torch.optim.SGD([torch.zeros(1)])}, "w: the checkpoint has dict, the state an optimizer"),
-        ({"w": Loader()}, {"w": torch.zeros(1)}, "w: the checkpoint has an object, the state a tensor"),
-        ({"a": {"b": 1}}, {"a": {"b": 1, "c": 2}}, "key a.c is in the state and not in the checkpoint"),
+        ({"w": {"x": 1}}, {"w": torch.optim.SGD([torch.zeros(1)])}, "w: the checkpoint has dict, "
+            "the "
+            "state "
+            "an "
+            "optimizer"),
+        ({"w": Loader()}, {"w": torch.zeros(1)}, "w: the checkpoint has an object, the state a "
+            "tensor"),
+        ({"a": {"b": 1}}, {"a": {"b": 1, "c": 2}}, "key a.c is in the state and not in the "
+            "checkpoint"),
         (torch.ones(1), {"a": 1}, "the state: the checkpoint has a tensor, the state a dict"),
     ],
 )  # fmt: skip
@@ -169,13 +229,16 @@ def test_a_difference_is_named_and_nothing_is_written(saved: Any, state: Any, wo
 
 def test_every_difference_is_listed() -> None:
     assert problem({"w": torch.ones(2), "n": 1}, {"w": torch.zeros(3), "x": 1}) == (
-        "w: the checkpoint has shape [2], the state [3]; key x is in the state and not in the checkpoint"
+        "w: the checkpoint has shape [2], the state [3]; key x is in the state and not in the "
+        "checkpoint"
     )
 
 
 def test_keys_without_a_place_are_left_to_the_caller() -> None:
     """Another rank may have a place for them."""
-    binding = Checkpoint({"w": torch.ones(2), "n": {"a": 1, "b": 2}, "more": 1}).bind({"w": torch.zeros(2), "n": {"a": 0}})
+    binding = Checkpoint({"w": torch.ones(2), "n": {"a": 1, "b": 2}, "more": 1}).bind(
+        {"w": torch.zeros(2), "n": {"a": 0}}
+    )
     assert binding.unused == ["more", "n.b"]
 
 
@@ -192,7 +255,9 @@ def test_keys_may_be_missing_on_both_sides_if_it_is_not_strict() -> None:
     assert checkpoint.bind(state, strict=False).unused == ["more", "n.a"]
     checkpoint.recover(state, strict=False)
     assert (cast(Any, state["w"]).tolist(), state["n"], state["less"]) == ([1.0, 1.0], {"b": 2}, 3)
-    with pytest.raises(StructureMismatch, match=r"^w: the checkpoint has shape \[2\], the state \[3\]"):
+    with pytest.raises(
+        StructureMismatch, match=r"^w: the checkpoint has shape \[2\], the state \[3\]"
+    ):
         checkpoint.bind({"w": torch.zeros(3)}, strict=False)
 
 
@@ -219,7 +284,11 @@ def test_a_module_is_loaded_in_place_with_its_extra_state() -> None:
     weight = module.weight
     Checkpoint({"model": saved}).recover({"model": module})
     assert module.weight is weight
-    assert (weight.tolist(), module.extra["version"], module.extra["table"].tolist()) == ([2.0] * 3, 3, [1.0, 1.0])
+    assert (weight.tolist(), module.extra["version"], module.extra["table"].tolist()) == (
+        [2.0] * 3,
+        3,
+        [1.0, 1.0],
+    )
 
 
 def weights(module: torch.nn.Module) -> dict[str, Any]:
@@ -227,8 +296,13 @@ def weights(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def test_wrappers_of_a_module_do_not_count() -> None:
-    saved, module = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.Sequential(torch.nn.Linear(2, 2))
-    Checkpoint({"model": {f"_orig_mod.{name}": value for name, value in saved.state_dict().items()}}).recover({"model": module})
+    saved, module = (
+        torch.nn.Sequential(torch.nn.Linear(2, 2)),
+        torch.nn.Sequential(torch.nn.Linear(2, 2)),
+    )
+    Checkpoint(
+        {"model": {f"_orig_mod.{name}": value for name, value in saved.state_dict().items()}}
+    ).recover({"model": module})
     assert weights(module) == weights(saved)
     wrapped = torch.nn.DataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     Checkpoint({"model": saved}).recover({"model": wrapped})
@@ -236,9 +310,9 @@ def test_wrappers_of_a_module_do_not_count() -> None:
 
 
 def test_a_module_that_lacks_a_key_is_refused() -> None:
-    assert problem({"model": torch.nn.Linear(2, 2, bias=False)}, {"model": torch.nn.Linear(2, 2)}) == (
-        "key model.bias is in the state and not in the checkpoint"
-    )
+    assert problem(
+        {"model": torch.nn.Linear(2, 2, bias=False)}, {"model": torch.nn.Linear(2, 2)}
+    ) == ("key model.bias is in the state and not in the checkpoint")
 
 
 def test_an_object_loads_its_own_state_dict() -> None:
@@ -252,7 +326,10 @@ def test_objects_in_a_list_keep_their_places() -> None:
     loaders = [Loader(), Loader()]
     Checkpoint({"loaders": [Loader(1), Loader(2)]}).recover({"loaders": loaders})
     assert [loader.position for loader in loaders] == [1, 2]
-    assert problem({"loaders": [Loader(1)]}, {"loaders": loaders}) == "loaders: the checkpoint has a list of 1, the state one of 2"
+    assert (
+        problem({"loaders": [Loader(1)]}, {"loaders": loaders})
+        == "loaders: the checkpoint has a list of 1, the state one of 2"
+    )
 
 
 # -- values of each rank
@@ -270,7 +347,10 @@ def test_a_rank_gets_its_own_value_and_the_mark_stays() -> None:
 
 def test_a_rank_that_has_saved_none_is_refused_without_a_function_for_it() -> None:
     checkpoint = Checkpoint(*({"position": per_rank(rank)} for rank in range(2)))
-    with pytest.raises(StructureMismatch, match="^position is each rank's own, was saved on 2 ranks, none of them this one: "):
+    with pytest.raises(
+        StructureMismatch,
+        match="^position is each rank's own, was saved on 2 ranks, none of them this one: ",
+    ):
         checkpoint.bind({"position": per_rank(0)}, own=None)
 
 
@@ -281,7 +361,9 @@ def test_on_reshape_makes_the_value_of_a_rank_from_all_of_them() -> None:
         asked.append((key, values))
         return sum(values) if key == "position" else values[1]
 
-    checkpoint = Checkpoint(*({"position": per_rank(rank + 1), "loader": per_rank(Loader(rank))} for rank in range(2)))
+    checkpoint = Checkpoint(
+        *({"position": per_rank(rank + 1), "loader": per_rank(Loader(rank))} for rank in range(2))
+    )
     loader = Loader()
     state = {"position": per_rank(0), "loader": per_rank(loader)}
     checkpoint.recover(state, own=None, on_reshape=reshape)
@@ -294,7 +376,16 @@ def test_on_reshape_makes_the_value_of_a_rank_from_all_of_them() -> None:
 
 def test_own_values_inside_of_rebuilt_containers_keep_their_mark() -> None:
     checkpoint = Checkpoint(
-        *({"all": {"deep": [per_rank(rank), "x"], "loader": Loader(rank), "o": OrderedDict(p=per_rank(rank))}} for rank in range(2))
+        *(
+            {
+                "all": {
+                    "deep": [per_rank(rank), "x"],
+                    "loader": Loader(rank),
+                    "o": OrderedDict(p=per_rank(rank)),
+                }
+            }
+            for rank in range(2)
+        )
     )
     state: dict[str, Any] = {"all": {}}
     checkpoint.recover(state, own=1)
@@ -314,7 +405,9 @@ def test_an_object_gets_its_own_values_without_a_mark() -> None:
 
 
 def test_what_only_other_ranks_had_does_not_come_into_an_empty_place() -> None:
-    checkpoint = Checkpoint({"stage": {"layer0": torch.ones(1)}}, {"stage": {"layer1": torch.ones(2)}})
+    checkpoint = Checkpoint(
+        {"stage": {"layer0": torch.ones(1)}}, {"stage": {"layer1": torch.ones(2)}}
+    )
     state: dict[str, Any] = {"stage": {}}
     checkpoint.recover(state, own=1)
     assert state["stage"].keys() == {"layer1"}
@@ -340,11 +433,25 @@ def remarks(saved: Any, state: Any, **options: Any) -> list[tuple[int, str]]:
 
 
 def test_narrowing_is_said_once_with_the_number_of_tensors() -> None:
-    saved = {"net": torch.nn.Linear(2, 2), "n": torch.ones(2, dtype=torch.float64), "i": torch.ones(2, dtype=torch.int64)}
-    state = {"net": torch.nn.Linear(2, 2).bfloat16(), "n": torch.zeros(2), "i": torch.zeros(2, dtype=torch.int64)}
+    saved = {
+        "net": torch.nn.Linear(2, 2),
+        "n": torch.ones(2, dtype=torch.float64),
+        "i": torch.ones(2, dtype=torch.int64),
+    }
+    state = {
+        "net": torch.nn.Linear(2, 2).bfloat16(),
+        "n": torch.zeros(2),
+        "i": torch.zeros(2, dtype=torch.int64),
+    }
     assert remarks(saved, state) == [
-        (logging.WARNING, "2 tensors were converted from float32 to bfloat16, which holds fewer digits"),
-        (logging.WARNING, "1 tensors were converted from float64 to float32, which holds fewer digits"),
+        (
+            logging.WARNING,
+            "2 tensors were converted from float32 to bfloat16, which holds fewer digits",
+        ),
+        (
+            logging.WARNING,
+            "1 tensors were converted from float64 to float32, which holds fewer digits",
+        ),
     ]
     assert remarks(state, saved) == [], "widening loses nothing"
 
@@ -365,7 +472,11 @@ def taken(scheduler: Any) -> None:
 
 def test_values_that_a_scheduler_was_made_with_are_named_and_may_be_kept() -> None:
     saved, state = {"sched": scheduled(10)}, {"sched": scheduled(20)}
-    say = "restored from the checkpoint: sched.T_max 10 (was 20); recover(keep=...) keeps the caller's"
+    say = (
+        "restored from the checkpoint: sched.T_max 10 (was 20); recover(keep=...) keeps "
+        "the "
+        "caller's"
+    )
     assert remarks(saved, state) == [(logging.INFO, say)]
     assert remarks(saved, state, keep=["sched.T_max"]) == []
     taken(saved["sched"])
@@ -377,7 +488,11 @@ def test_values_that_a_scheduler_was_made_with_are_named_and_may_be_kept() -> No
 
 def test_values_inside_of_a_chain_of_schedulers_are_named_and_may_be_kept() -> None:
     saved, state = {"sched": scheduled(10, chain=True)}, {"sched": scheduled(20, chain=True)}
-    say = "restored from the checkpoint: sched._schedulers.1.T_max 10 (was 20); recover(keep=...) keeps the caller's"
+    say = (
+        "restored from the checkpoint: sched._schedulers.1.T_max 10 (was 20); "
+        "recover(keep=...) "
+        "keeps the caller's"
+    )
     assert remarks(saved, state) == [(logging.INFO, say)]
     taken(saved["sched"])
     Checkpoint(saved).recover(state, keep=["sched._schedulers.*.T_max"])
@@ -388,10 +503,16 @@ def scaler(*, enabled: bool) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", enabled=enabled, init_scale=8.0)
 
 
-def test_a_scaler_that_was_disabled_and_is_enabled_now_is_refused_before_the_model_is_written() -> None:
+def test_a_scaler_that_was_disabled_and_is_enabled_now_is_refused_before_the_model_is_written() -> (
+    None
+):
     saved: dict[str, Any] = {"net": torch.nn.Linear(2, 2), "scaler": scaler(enabled=False)}
     state: dict[str, Any] = {"net": torch.nn.Linear(2, 2), "scaler": scaler(enabled=True)}
-    words = "scaler: the checkpoint has a scaler that was disabled, and has no state; the scaler of the state is enabled"
+    words = (
+        "scaler: the checkpoint has a scaler that was disabled, and has no state; the scaler "
+        "of "
+        "the state is enabled"
+    )
     refuses(Checkpoint(saved), state, words, {"keep": ["scaler"]})
     assert state["scaler"].state_dict()["scale"] == 8.0
     assert text(state["net"]) == text(saved["net"])
@@ -406,7 +527,9 @@ def test_the_call_of_a_refusal_repeats_the_options_that_it_was_given() -> None:
     state = {"a": torch.zeros(3), "b": torch.zeros(3), "c": 0, "d": 1}
     checkpoint = Checkpoint({"a": torch.ones(2), "b": torch.ones(2), "c": 5})
     words = "b: the checkpoint has shape [2], the state [3]"
-    refuses(checkpoint, state, words, {"strict": False, "keep": ["a", "b"]}, strict=False, keep=["a"])
+    refuses(
+        checkpoint, state, words, {"strict": False, "keep": ["a", "b"]}, strict=False, keep=["a"]
+    )
     assert (state["a"].tolist(), state["c"], state["d"]) == ([0.0] * 3, 5, 1)  # type: ignore[attr-defined]
 
 
@@ -430,7 +553,9 @@ def test_a_value_of_another_kind_may_be_kept(saved: Any, place: Any) -> None:
 
 def test_a_scheduler_of_another_number_of_groups_may_be_kept() -> None:
     def program(groups: int) -> dict[str, Any]:
-        optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(groups)], lr=0.1)
+        optimizer = torch.optim.SGD(
+            [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(groups)], lr=0.1
+        )
         return {"sched": torch.optim.lr_scheduler.StepLR(optimizer, 5), "epoch": groups}
 
     state = program(2)

@@ -1,4 +1,6 @@
-"""Tests what is lost in a conversion, and that every loss is refused by key before a byte is written, with a call that works."""
+"""Tests what is lost in a conversion, and that every loss is refused by key before a
+byte is written, with a call that works.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +46,17 @@ def test_some_dtypes_never_fit(saved: torch.dtype, own: torch.dtype, why: str) -
 @pytest.mark.parametrize(
     ("saved", "own", "narrower"),
     [
-        (F32, F32, False), (BF16, F32, False), (F32, BF16, True), (F16, BF16, True), (F32, F64, False), (torch.int64, torch.int32, True),
-        (torch.int32, torch.int64, False), (torch.uint8, F32, False), (torch.int64, F32, True), (torch.int32, F32, True),
-        (torch.int32, F64, False), (torch.bool, torch.uint8, False), (torch.complex128, torch.complex64, True),
-        (torch.float8_e4m3fn, F32, False), (F32, torch.float8_e4m3fn, True),
-        (torch.float8_e4m3fn, torch.float8_e5m2, True), (torch.float8_e5m2, BF16, False), (torch.uint16, torch.int16, True),
-        (torch.uint16, torch.int32, False), (torch.uint16, torch.int64, False), (torch.int16, torch.uint16, True),
-        (torch.float8_e4m3fn, torch.float8_e5m2fnuz, True), (torch.float8_e5m2, torch.float8_e5m2fnuz, True),
-        (torch.float8_e5m2fnuz, F32, False), (torch.float8_e8m0fnu, F32, False), (torch.float8_e8m0fnu, BF16, False),
-        (torch.float8_e8m0fnu, F16, True), (torch.float8_e5m2, torch.complex32, False), (torch.float8_e8m0fnu, torch.complex32, True),
+        (F32, F32, False), (BF16, F32, False), (F32, BF16, True), (F16, BF16, True), (F32, F64,
+        False), (torch.int64, torch.int32, True), (torch.int32, torch.int64, False), (torch.uint8,
+        F32, False), (torch.int64, F32, True), (torch.int32, F32, True), (torch.int32, F64, False),
+        (torch.bool, torch.uint8, False), (torch.complex128, torch.complex64, True),
+        (torch.float8_e4m3fn, F32, False), (F32, torch.float8_e4m3fn, True), (torch.float8_e4m3fn,
+        torch.float8_e5m2, True), (torch.float8_e5m2, BF16, False), (torch.uint16, torch.int16,
+        True), (torch.uint16, torch.int32, False), (torch.uint16, torch.int64, False), (torch.int16,
+        torch.uint16, True), (torch.float8_e4m3fn, torch.float8_e5m2fnuz, True), (torch.float8_e5m2,
+        torch.float8_e5m2fnuz, True), (torch.float8_e5m2fnuz, F32, False), (torch.float8_e8m0fnu,
+        F32, False), (torch.float8_e8m0fnu, BF16, False), (torch.float8_e8m0fnu, F16, True),
+        (torch.float8_e5m2, torch.complex32, False), (torch.float8_e8m0fnu, torch.complex32, True),
     ],
 )  # fmt: skip
 def test_narrower_dtypes_are_known(saved: torch.dtype, own: torch.dtype, narrower: bool) -> None:
@@ -66,8 +70,16 @@ def test_narrower_dtypes_are_known(saved: torch.dtype, own: torch.dtype, narrowe
         (torch.tensor([65504.0]), F16, ""),
         (torch.tensor([float("inf"), float("nan"), 1.0]), F16, ""),
         (torch.tensor([1e39], dtype=F64), BF16, "finite values would become infinite in bfloat16"),
-        (torch.tensor([1e39 + 1j], dtype=torch.complex128), torch.complex64, "finite values would become infinite in complex64"),
-        (torch.tensor([1e6]), torch.float8_e5m2, "finite values would become infinite in float8_e5m2"),
+        (
+            torch.tensor([1e39 + 1j], dtype=torch.complex128),
+            torch.complex64,
+            "finite values would become infinite in complex64",
+        ),
+        (
+            torch.tensor([1e6]),
+            torch.float8_e5m2,
+            "finite values would become infinite in float8_e5m2",
+        ),
         (torch.tensor([0.1]), BF16, ""),
         (torch.tensor([300]), torch.uint8, "integers would change in uint8"),
         (torch.tensor([-1]), torch.uint8, "integers would change in uint8"),
@@ -96,18 +108,32 @@ INF, NAN = float("inf"), float("nan")
 @pytest.mark.parametrize(
     ("own", "fitting", "beyond", "loss"),
     [
-        (torch.float8_e4m3fn, [448, -462, 0.1, 0, NAN], 466, "float8_e4m3fn holds no values beyond 448"),
-        (torch.float8_e4m3fnuz, [240, -247, 0.1, 0, NAN], 248, "float8_e4m3fnuz holds no values beyond 240"),
-        (torch.float8_e5m2, [57344, -61184, INF, -INF, NAN], 61440, "finite values would become infinite in float8_e5m2"),
-        (torch.float8_e5m2fnuz, [57344, -61184, 0.1, 0, NAN], 61440, "float8_e5m2fnuz holds no values beyond 57344"),
-        (torch.float8_e8m0fnu, [2.0**127, 0.1, 0, NAN], 1.75 * 2.0**127, "float8_e8m0fnu holds no values beyond 1.70141e+38"),
+        (torch.float8_e4m3fn, [448, -462, 0.1, 0, NAN], 466, "float8_e4m3fn holds no values beyond "
+            "448"),
+        (torch.float8_e4m3fnuz, [240, -247, 0.1, 0, NAN], 248, "float8_e4m3fnuz holds no values "
+            "beyond "
+            "240"),
+        (torch.float8_e5m2, [57344, -61184, INF, -INF, NAN], 61440, "finite values would become "
+            "infinite "
+            "in "
+            "float8_e5m2"),
+        (torch.float8_e5m2fnuz, [57344, -61184, 0.1, 0, NAN], 61440, "float8_e5m2fnuz holds no "
+            "values "
+            "beyond "
+            "57344"),
+        (torch.float8_e8m0fnu, [2.0**127, 0.1, 0, NAN], 1.75 * 2.0**127, "float8_e8m0fnu holds no "
+            "values "
+            "beyond "
+            "1.70141e+38"),
     ],
     ids=lambda value: str(value) if isinstance(value, torch.dtype) else "",
 )  # fmt: skip
 def test_values_beyond_the_largest_one_are_lost_whatever_torch_makes_of_them(
     own: torch.dtype, fitting: list[float], beyond: float, loss: str, wide: torch.dtype
 ) -> None:
-    """torch 2.13 makes the largest value of them in float8_e4m3fn, and NaN in the other types that have no infinity."""
+    """torch 2.13 makes the largest value of them in float8_e4m3fn, and NaN in the other
+    types that have no infinity.
+    """
     assert lost(torch.tensor(fitting, dtype=wide), own) == ""
     for value in (beyond, -beyond):
         assert lost(torch.tensor([1.0, value], dtype=wide), own) == loss
@@ -117,7 +143,9 @@ def test_values_beyond_the_largest_one_are_lost_whatever_torch_makes_of_them(
 
 
 def test_a_value_that_torch_rounds_twice_is_judged_by_the_result() -> None:
-    """torch rounds it to float32 first, where it is half a step beyond the largest value."""
+    """torch rounds it to float32 first, where it is half a step beyond the largest
+    value.
+    """
     value = torch.tensor([248 - 1e-9], dtype=F64)
     assert value.to(torch.float8_e4m3fnuz).to(F32).isnan()
     assert lost(value, torch.float8_e4m3fnuz) == "float8_e4m3fnuz holds no values beyond 240"
@@ -125,15 +153,24 @@ def test_a_value_that_torch_rounds_twice_is_judged_by_the_result() -> None:
 
 def test_negative_values_do_not_fit_into_a_dtype_without_a_sign() -> None:
     assert lost(torch.tensor([-0.0, 1.0]), torch.float8_e8m0fnu) == ""
-    assert lost(torch.tensor([1.0, -1.0]), torch.float8_e8m0fnu) == "negative values would lose their sign in float8_e8m0fnu"
+    assert (
+        lost(torch.tensor([1.0, -1.0]), torch.float8_e8m0fnu)
+        == "negative values would lose their sign in float8_e8m0fnu"
+    )
 
 
-EIGHT_BITS = [dtype for name, dtype in vars(torch).items() if name.startswith("float8_") and isinstance(dtype, torch.dtype)]
+EIGHT_BITS = [
+    dtype
+    for name, dtype in vars(torch).items()
+    if name.startswith("float8_") and isinstance(dtype, torch.dtype)
+]
 
 
 @pytest.mark.parametrize("saved", EIGHT_BITS, ids=str)
 @pytest.mark.parametrize("own", EIGHT_BITS, ids=str)
-def test_a_conversion_between_types_of_eight_bits_is_narrowing_if_it_changes_a_value(saved: torch.dtype, own: torch.dtype) -> None:
+def test_a_conversion_between_types_of_eight_bits_is_narrowing_if_it_changes_a_value(
+    saved: torch.dtype, own: torch.dtype
+) -> None:
     values = torch.arange(256, dtype=torch.uint8).view(saved)
     before, after = values.to(F32), values.to(own).to(F32)
     assert narrows(saved, own) is not torch.equal(before.nan_to_num(-1e30), after.nan_to_num(-1e30))
@@ -145,8 +182,17 @@ def test_a_conversion_between_types_of_eight_bits_is_narrowing_if_it_changes_a_v
 
 def test_values_are_read_in_batches_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only tensors that are narrowed are read."""
-    checkpoint = Checkpoint({"a": torch.full((4,), 1e9), "b": torch.ones(4), "c": torch.full((4,), 1e9), "d": torch.ones(2, dtype=F16)})
-    wanted: dict[str, Any] = {name: (torch.zeros(checkpoint.tensors[name].shape, dtype=F16), F16) for name in "abcd"}
+    checkpoint = Checkpoint(
+        {
+            "a": torch.full((4,), 1e9),
+            "b": torch.ones(4),
+            "c": torch.full((4,), 1e9),
+            "d": torch.ones(2, dtype=F16),
+        }
+    )
+    wanted: dict[str, Any] = {
+        name: (torch.zeros(checkpoint.tensors[name].shape, dtype=F16), F16) for name in "abcd"
+    }
     read: list[list[str]] = []
 
     def reading(places: Mapping[str, torch.Tensor]) -> None:
@@ -175,17 +221,40 @@ def weight(value: torch.Tensor) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("saved", "own", "words"),
     [
-        (torch.ones(2, dtype=torch.complex64), F32, "complex64, the state float32, and its imaginary parts would be lost"),
+        (torch.ones(2, dtype=torch.complex64), F32, "complex64, the state float32, and its "
+            "imaginary "
+            "parts "
+            "would "
+            "be "
+            "lost"),
         (torch.ones(2), torch.int64, "float32, the state int64, and its fractions would be lost"),
-        (torch.full((2,), 1e6), F16, "float32, the state float16, and finite values would become infinite in float16"),
-        (torch.full((2,), 300), torch.uint8, "int64, the state uint8, and integers would change in uint8"),
-        (torch.full((2,), 2**24 + 1), F32, "int64, the state float32, and integers would change in float32"),
-        (torch.full((2,), 1e6), torch.float8_e4m3fn, "float32, the state float8_e4m3fn, and float8_e4m3fn holds no values beyond 448"),
+        (torch.full((2,), 1e6), F16, "float32, the state float16, and finite values would become "
+            "infinite "
+            "in "
+            "float16"),
+        (torch.full((2,), 300), torch.uint8, "int64, the state uint8, and integers would change in "
+            "uint8"),
+        (torch.full((2,), 2**24 + 1), F32, "int64, the state float32, and integers would change in "
+            "float32"),
+        (torch.full((2,), 1e6), torch.float8_e4m3fn, "float32, the state float8_e4m3fn, and "
+            "float8_e4m3fn "
+            "holds "
+            "no "
+            "values "
+            "beyond "
+            "448"),
     ],
 )  # fmt: skip
-def test_a_loss_is_refused_by_key_and_the_given_call_recovers_the_rest(saved: torch.Tensor, own: torch.dtype, words: str) -> None:
+def test_a_loss_is_refused_by_key_and_the_given_call_recovers_the_rest(
+    saved: torch.Tensor, own: torch.dtype, words: str
+) -> None:
     state = weight(torch.zeros(2, dtype=own))
-    refuses(Checkpoint({**weight(saved), "epoch": 7}), state, f"net.w: the checkpoint has {words}", {"keep": ["net.w"]})
+    refuses(
+        Checkpoint({**weight(saved), "epoch": 7}),
+        state,
+        f"net.w: the checkpoint has {words}",
+        {"keep": ["net.w"]},
+    )
     assert (state["net"].w.tolist(), state["epoch"]) == ([0, 0], 7)
     same = weight(torch.zeros(2, dtype=saved.dtype))
     Checkpoint(weight(saved)).recover(same)
@@ -195,17 +264,23 @@ def test_a_loss_is_refused_by_key_and_the_given_call_recovers_the_rest(saved: to
 @pytest.mark.parametrize(
     ("saved", "own"),
     [
-        ("float32", "float4_e2m1fn_x2"), ("int64", "uint4"), ("int64", "bits8"), ("uint8", "bits8"), ("bool", "int2"),
-        ("bits8", "float32"), ("bits8", "uint8"), ("bits8", "bits1x8"), ("float4_e2m1fn_x2", "float8_e5m2"),
+        ("float32", "float4_e2m1fn_x2"), ("int64", "uint4"), ("int64", "bits8"), ("uint8", "bits8"),
+        ("bool", "int2"), ("bits8", "float32"), ("bits8", "uint8"), ("bits8", "bits1x8"),
+        ("float4_e2m1fn_x2", "float8_e5m2"),
     ],
 )  # fmt: skip
 def test_dtypes_that_torch_does_not_convert_are_refused_by_key(saved: str, own: str) -> None:
-    values, place = (torch.zeros(8, dtype=torch.uint8).view(getattr(torch, name))[:1] for name in (saved, own))
+    values, place = (
+        torch.zeros(8, dtype=torch.uint8).view(getattr(torch, name))[:1] for name in (saved, own)
+    )
     checkpoint = Checkpoint({"x": values, "epoch": 7})
     state: dict[str, Any] = {"x": place, "epoch": 0}
     with pytest.raises(StructureMismatch) as caught:
         checkpoint.recover(state)
-    assert str(caught.value).startswith(f"x: the checkpoint has {saved}, the state {own}, and torch does not convert one to the other;")
+    assert str(caught.value).startswith(
+        f"x: the checkpoint has {saved}, the state {own}, and torch does not convert one to the "
+        f"other;"
+    )
     assert exit_of(caught.value) == {"keep": ["x"]}
     assert state["epoch"] == 0
     checkpoint.recover(state, keep=["x"])
@@ -225,7 +300,8 @@ def test_moments_that_would_become_infinite_are_refused_by_key() -> None:
     state = trained(F16, 1.0)
     words, call = refusal(Checkpoint(trained(F32, 1e5)), state)
     assert words == (
-        "optim.state.weight.square_avg: the checkpoint has float32, the state float16, and finite values would become infinite in float16"
+        "optim.state.weight.square_avg: the checkpoint has float32, the state float16, and finite "
+        "values would become infinite in float16"
     )
     assert call == {"keep": ["optim.state.weight"]}
     before = state["optim"].state[state["model"].weight]["square_avg"].clone()
@@ -257,7 +333,11 @@ def pair(*, tied: bool, optimizer: bool = False) -> dict[str, Any]:
     return {"net": model, "optim": made}
 
 
-TIED = "net.a.weight and net.b.weight share memory in the state, and differ in the checkpoint: untie them, or save them tied"
+TIED = (
+    "net.a.weight and net.b.weight share memory in the state, and differ in the checkpoint: "
+    "untie "
+    "them, or save them tied"
+)
 
 
 @pytest.mark.parametrize("optimizer", [False, True], ids=["model", "model and optimizer"])
@@ -285,18 +365,32 @@ def test_views_that_overlap_are_refused_where_they_differ() -> None:
     """Two values of NaN with the same bits do not differ."""
     whole = torch.zeros(6)
     state = {"head": whole[:4], "tail": whole[2:], "apart": torch.zeros(1)}
-    saved = {"head": torch.tensor([1.0, 2, torch.nan, 4]), "tail": torch.tensor([torch.nan, 4, 5, 6]), "apart": torch.ones(1)}
+    saved = {
+        "head": torch.tensor([1.0, 2, torch.nan, 4]),
+        "tail": torch.tensor([torch.nan, 4, 5, 6]),
+        "apart": torch.ones(1),
+    }
     Checkpoint(saved).recover(state)
     assert whole[[0, 1, 3, 4, 5]].tolist() == [1, 2, 4, 5, 6]
     saved["tail"][1] = 9
     words, call = refusal(Checkpoint(saved), state)
-    assert words == "head and tail share memory in the state, and differ in the checkpoint: untie them, or save them tied"
+    assert (
+        words
+        == "head and tail share memory in the state, and differ in the checkpoint: untie them, "
+        "or save them tied"
+    )
     assert call == {"keep": ["tail"]}
 
 
 def test_destinations_that_share_memory_are_found() -> None:
     memory = torch.zeros(4, 4)
-    places = {"row": memory[1], "all": memory, "other": torch.zeros(3), "none": torch.zeros(0), "column": memory[:, 3]}
+    places = {
+        "row": memory[1],
+        "all": memory,
+        "other": torch.zeros(3),
+        "none": torch.zeros(0),
+        "column": memory[:, 3],
+    }
     assert [sorted(group) for group in sharing(places)] == [["all", "column", "row"]]
     assert sharing({"a": memory[0], "b": memory[1]}) == []
     assert reach(memory[:, 3]) == 13 * 4

@@ -1,4 +1,6 @@
-"""Tests that an error about differences names all of them, and groups keys that differ in their numbers only."""
+"""Tests that an error about differences names all of them, and groups keys that differ
+in their numbers only.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +23,58 @@ LAYERS = [f"layers.{number}.{name}" for number in range(3) for name in ("weight"
     ("found", "words"),
     [
         (Differences(missing=["a"]), "key a is in the state and not in the checkpoint"),
-        (Differences(unused=["a", "b"]), "2 keys (a, b) are in the checkpoint and not in the state"),
-        (Differences(["x"], [], ["other", "other"]), "other; key x is in the state and not in the checkpoint"),
-        (Differences(missing=LAYERS), "6 keys (layers.*.weight (3 of them), layers.*.bias (3 of them)) are in the state and "
+        (Differences(unused=["a", "b"]), "2 keys (a, b) are in the checkpoint and not in the "
+            "state"),
+        (Differences(["x"], [], ["other", "other"]), "other; key x is in the state and not in the "
+            "checkpoint"),
+        (Differences(missing=LAYERS), "6 keys (layers.*.weight (3 of them), layers.*.bias (3 of "
+            "them)) "
+            "are "
+            "in "
+            "the "
+            "state "
+            "and "
                                       "not in the checkpoint"),
     ],
 )  # fmt: skip
 def test_one_error_names_all_differences(found: Differences, words: str) -> None:
-    assert str(found.error()) == f"{words}; nothing was written. To recover the rest, call recover(state, strict=False)"
+    assert (
+        str(found.error())
+        == f"{words}; nothing was written. To recover the rest, call recover(state, strict=False)"
+    )
 
 
 @pytest.mark.parametrize(
     ("found", "call"),
     [
         (Differences(others=["a: other"], to_keep=["a", "a"]), "recover(state, keep=['a'])"),
-        (Differences(missing=["b"], others=["a: other"], to_keep=["a"]), "recover(state, strict=False, keep=['a'])"),
-        (Differences(others=["other"], to_keep=[f"{layer}.x" for layer in range(9)]), "recover(state, keep=['*.x'])"),
-        (Differences(others=["apart"], loose=True), "recover(state, strict=False)"),
-        (Differences(others=["a: other"], to_keep=["a"], options=Options(False)), "recover(state, strict=False, keep=['a'])"),
-        (Differences(unused=["b"], options=Options(keep=("a",))), "recover(state, strict=False, keep=['a'])"),
-        (Differences(unused=["b"], options=Options(step=3)), "recover(state, step=3, strict=False)"),
         (
-            Differences(others=["a: other"], to_keep=["a"], options=Options(on_reshape=fold, same_partition=True, step=0)),
+            Differences(missing=["b"], others=["a: other"], to_keep=["a"]),
+            "recover(state, strict=False, keep=['a'])",
+        ),
+        (
+            Differences(others=["other"], to_keep=[f"{layer}.x" for layer in range(9)]),
+            "recover(state, keep=['*.x'])",
+        ),
+        (Differences(others=["apart"], loose=True), "recover(state, strict=False)"),
+        (
+            Differences(others=["a: other"], to_keep=["a"], options=Options(False)),
+            "recover(state, strict=False, keep=['a'])",
+        ),
+        (
+            Differences(unused=["b"], options=Options(keep=("a",))),
+            "recover(state, strict=False, keep=['a'])",
+        ),
+        (
+            Differences(unused=["b"], options=Options(step=3)),
+            "recover(state, step=3, strict=False)",
+        ),
+        (
+            Differences(
+                others=["a: other"],
+                to_keep=["a"],
+                options=Options(on_reshape=fold, same_partition=True, step=0),
+            ),
             "recover(state, step=0, keep=['a'], on_reshape=fold, same_partition=True)",
         ),
         (Differences(others=["other"], to_keep=["a[0].*"]), "recover(state, keep=['a[[]0].[*]'])"),
@@ -53,8 +85,16 @@ def test_an_error_says_how_to_recover_the_rest(found: Differences, call: str) ->
 
 
 def test_a_difference_without_a_way_out_promises_none() -> None:
-    assert str(Differences(others=["other"], options=Options(False, ("a",))).error()) == "other; nothing was written"
+    assert (
+        str(Differences(others=["other"], options=Options(False, ("a",))).error())
+        == "other; nothing was written"
+    )
 
 
 def test_only_whole_numbers_between_dots_are_grouped() -> None:
-    assert grouped(["fc1.weight", "fc2.weight", "0.x", "1.x", "a.7"]) == ["fc1.weight", "fc2.weight", "*.x (2 of them)", "a.7"]
+    assert grouped(["fc1.weight", "fc2.weight", "0.x", "1.x", "a.7"]) == [
+        "fc1.weight",
+        "fc2.weight",
+        "*.x (2 of them)",
+        "a.7",
+    ]

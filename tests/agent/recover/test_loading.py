@@ -1,4 +1,6 @@
-"""Tests recoveries on real ranks and with a real daemon: every shard comes back, and what would be lost is refused before a write."""
+"""Tests recoveries on real ranks and with a real daemon: every shard comes back, and
+what would be lost is refused before a write.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,18 @@ def test_shards_come_back_from_memory() -> None:
 
 
 def refused(socket: Path) -> tuple[str, bool]:
-    """Return the error of a recovery with the same partition, and True if the model is as it was."""
+    """Return the error of a recovery with the same partition, and True if the model is
+    as it was.
+    """
     before = [part.detach().clone() for part in HERE["model"].parameters()]
     try:
         sharded.recover(socket, True)
     except StructureMismatch as error:
         after = list(HERE["model"].parameters())
-        return str(error), all(torch.equal(one.to_local(), other.to_local()) for one, other in zip(before, after, strict=True))
+        return str(error), all(
+            torch.equal(one.to_local(), other.to_local())
+            for one, other in zip(before, after, strict=True)
+        )
     return "", False
 
 
@@ -54,7 +61,9 @@ def test_another_number_of_ranks_is_refused() -> None:
     with sharded.saved("fsdp2", 4, "storage") as saved, Ranks(2) as ranks:
         ranks.call(sharded.build, "fsdp2", 2)
         for error, same in ranks.call(refused, saved.place.socket):
-            assert error.endswith("saved on 4 ranks, and this job has 2: recover without same_partition")
+            assert error.endswith(
+                "saved on 4 ranks, and this job has 2: recover without same_partition"
+            )
             assert same
 
 
@@ -82,7 +91,9 @@ def on_mesh(order: list[int], value: torch.Tensor) -> Any:
 
 def save_on_mesh(socket: Path, order: list[int]) -> None:
     agent = Agent("job", socket=socket)
-    agent.snapshot({"w": on_mesh(order, torch.arange(8.0)), "own": per_rank(agent.rank)}, step=1).wait("durable", timeout=60)
+    agent.snapshot(
+        {"w": on_mesh(order, torch.arange(8.0)), "own": per_rank(agent.rank)}, step=1
+    ).wait("durable", timeout=60)
 
 
 def recover_on_mesh(socket: Path, order: list[int], same: bool) -> str:
@@ -114,12 +125,17 @@ def test_ranks_must_agree_on_the_promise(daemon: Daemon) -> None:
         agent.snapshot({"w": torch.ones(2)}, step=1).wait("durable", timeout=60)
     with Ranks(2) as ranks:
         for error in ranks.call(recover_unlike, daemon.home.socket):
-            assert error.endswith("some ranks recover with same_partition and others without: pass the same on all ranks")
+            assert error.endswith(
+                "some ranks recover with same_partition and others without: pass the same on all "
+                "ranks"
+            )
 
 
 def test_a_planner_has_its_own_way(daemon: Daemon) -> None:
     agent = Agent("job", socket=daemon.home.socket, load_planner=DefaultLoadPlanner())
-    with pytest.raises(InvalidRequest, match="^keep and same_partition cannot be combined with a load_planner"):
+    with pytest.raises(
+        InvalidRequest, match="^keep and same_partition cannot be combined with a load_planner"
+    ):
         agent.recover({}, same_partition=True)
     agent.close()
 
@@ -127,7 +143,10 @@ def test_a_planner_has_its_own_way(daemon: Daemon) -> None:
 def test_keys_without_a_place_are_refused(daemon: Daemon) -> None:
     agent = Agent("job", socket=daemon.home.socket)
     agent.snapshot({"a": torch.ones(2), "b": 3}, step=1).wait("durable", timeout=60)
-    with pytest.raises(StructureMismatch, match="^key b is in the checkpoint and not in the state; nothing was written"):
+    with pytest.raises(
+        StructureMismatch,
+        match="^key b is in the checkpoint and not in the state; nothing was written",
+    ):
         agent.recover({"a": torch.zeros(2)}, same_partition=True)
     state: dict[str, Any] = {"a": torch.zeros(2), "b": 0}
     agent.recover(state, same_partition=True)
@@ -167,15 +186,21 @@ def trained(dtype: torch.dtype = torch.float32, fill: float = 1.0) -> dict[str, 
 
 def train(state: dict[str, Any]) -> None:
     dtype = next(state["model"].parameters()).dtype
-    state["model"](torch.arange(8.0, device="cpu").reshape(4, 2).to(dtype)).square().mean().backward()
+    state["model"](
+        torch.arange(8.0, device="cpu").reshape(4, 2).to(dtype)
+    ).square().mean().backward()
     state["optim"].step()
     state["optim"].zero_grad()
     state["epoch"] += 1
 
 
-@pytest.mark.parametrize("where", [torch.inference_mode, lambda: torch.device("meta"), torch.no_grad])
+@pytest.mark.parametrize(
+    "where", [torch.inference_mode, lambda: torch.device("meta"), torch.no_grad]
+)
 @pytest.mark.parametrize("stepped", [False, True], ids=["before its first step", "after it"])
-def test_a_recovery_does_not_depend_on_where_it_is_called(daemon: Daemon, where: Callable[[], Any], stepped: bool) -> None:
+def test_a_recovery_does_not_depend_on_where_it_is_called(
+    daemon: Daemon, where: Callable[[], Any], stepped: bool
+) -> None:
     saved, state = trained(), trained(fill=0.0)
     if not stepped:
         state["optim"] = torch.optim.Adam(state["model"].parameters(), lr=0.5)
@@ -216,13 +241,23 @@ def failure(agent: Agent, state: dict[str, Any], **options: Any) -> StructureMis
 
 def test_what_would_become_infinite_is_refused_before_anything_is_written(daemon: Daemon) -> None:
     with closing(Agent("job", socket=daemon.home.socket)) as agent:
-        agent.snapshot({"a": torch.ones(3), "w": torch.tensor([1.0, 1e6]), "epoch": 4}, step=1).wait("durable", timeout=60)
+        agent.snapshot(
+            {"a": torch.ones(3), "w": torch.tensor([1.0, 1e6]), "epoch": 4}, step=1
+        ).wait("durable", timeout=60)
         state = {"a": torch.zeros(3), "w": torch.zeros(2, dtype=torch.float16), "epoch": 0}
         error = failure(agent, state)
-        words = "w: the checkpoint has float32, the state float16, and finite values would become infinite in float16; nothing was written"
+        words = (
+            "w: the checkpoint has float32, the state float16, and finite values would "
+            "become "
+            "infinite in float16; nothing was written"
+        )
         assert str(error) == f"{words}. To recover the rest, call recover(state, keep=['w'])"
         agent.recover(state, **exit_of(error))
-        assert (state["a"].tolist(), state["w"].tolist(), state["epoch"]) == ([1.0] * 3, [0.0] * 2, 4)  # type: ignore[attr-defined]
+        assert (state["a"].tolist(), state["w"].tolist(), state["epoch"]) == (  # type: ignore[attr-defined]
+            [1.0] * 3,
+            [0.0] * 2,
+            4,
+        )
 
 
 def fold(key: str, values: list[Any]) -> Any:
@@ -230,21 +265,34 @@ def fold(key: str, values: list[Any]) -> Any:
 
 
 def test_the_call_of_a_refusal_repeats_the_arguments_of_the_caller(daemon: Daemon) -> None:
-    """Otherwise it would bring back the newest step, and not the one that was asked for."""
+    """Otherwise it would bring back the newest step, and not the one that was asked
+    for.
+    """
     with closing(Agent("job", socket=daemon.home.socket)) as agent:
         for step in (1, 2):
-            agent.snapshot({"a": torch.full((3,), float(step)), "t": torch.ones(2), "more": 1}, step=step).wait("durable", timeout=60)
+            agent.snapshot(
+                {"a": torch.full((3,), float(step)), "t": torch.ones(2), "more": 1}, step=step
+            ).wait("durable", timeout=60)
         state = {"a": torch.zeros(3), "t": torch.zeros(5)}
         error = failure(agent, state, step=1, on_reshape=fold)
         assert str(error).endswith("call recover(state, step=1, keep=['t'], on_reshape=fold)")
         error = failure(agent, state, step=1, keep=["t"], on_reshape=fold, same_partition=True)
-        call = "recover(state, step=1, strict=False, keep=['t'], on_reshape=fold, same_partition=True)"
-        assert str(error) == f"key more is in the checkpoint and not in the state; nothing was written. To recover the rest, call {call}"
-        assert eval(call, {"recover": agent.recover, "state": state, "fold": fold}) is not None  # as its reader would
+        call = (
+            "recover(state, step=1, strict=False, keep=['t'], on_reshape=fold, same_partition=True)"
+        )
+        assert (
+            str(error)
+            == f"key more is in the checkpoint and not in the state; nothing was written. To "
+            f"recover the rest, call {call}"
+        )
+        # As its reader would.
+        assert eval(call, {"recover": agent.recover, "state": state, "fold": fold}) is not None
         assert state["a"].tolist() == [1.0] * 3
 
 
-def test_untied_into_tied_is_refused_with_both_keys_and_the_calls_lead_to_the_end(daemon: Daemon) -> None:
+def test_untied_into_tied_is_refused_with_both_keys_and_the_calls_lead_to_the_end(
+    daemon: Daemon,
+) -> None:
     def program(tied: bool) -> dict[str, Any]:
         model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in "ab"})
         if tied:
@@ -255,14 +303,21 @@ def test_untied_into_tied_is_refused_with_both_keys_and_the_calls_lead_to_the_en
     with closing(Agent("job", socket=daemon.home.socket)) as agent:
         agent.snapshot(saved, step=1).wait("durable", timeout=60)
         error = failure(agent, state)
-        assert str(error).startswith("net.a.weight and net.b.weight share memory in the state, and differ in the checkpoint: ")
+        assert str(error).startswith(
+            "net.a.weight and net.b.weight share memory in the state, and differ in the "
+            "checkpoint: "
+        )
         error = failure(agent, state, **exit_of(error))
-        assert str(error).startswith("key optim.param_groups.b.weight is in the checkpoint and not in the state; ")
+        assert str(error).startswith(
+            "key optim.param_groups.b.weight is in the checkpoint and not in the state; "
+        )
         agent.recover(state, **exit_of(error))
         assert torch.equal(state["net"]["b"].weight, saved["net"]["a"].weight)
 
 
-def test_memory_that_was_saved_as_one_is_not_read_for_a_comparison(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_was_saved_as_one_is_not_read_for_a_comparison(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = torch.arange(6.0)
     other = torch.zeros(6)
     state = {"head": other[:4], "tail": other[2:]}
@@ -278,8 +333,10 @@ def test_a_state_of_which_nothing_matches_is_refused_although_strict_is_off(daem
         agent.snapshot({"a": torch.ones(3), "epoch": 4}, step=1).wait("durable", timeout=60)
         error = failure(agent, {"b": torch.zeros(3)}, strict=False)
         assert str(error) == (
-            "no key of the state (b) is in the checkpoint, which has a, epoch; nothing was written: compare the keys of the state with "
-            "those that `ckptd show` lists, or use another job name if this training is not the one that saved the checkpoint"
+            "no key of the state (b) is in the checkpoint, which has a, epoch; nothing was "
+            "written: compare the keys of the state with "
+            "those that `ckptd show` lists, or use another job name if this training is not the "
+            "one that saved the checkpoint"
         )
         with closing(Agent("another", socket=daemon.home.socket)) as another:
             assert another.recover({"b": torch.zeros(3)}, strict=False) is None
@@ -287,7 +344,9 @@ def test_a_state_of_which_nothing_matches_is_refused_although_strict_is_off(daem
 
 def test_a_grown_vocabulary_goes_on_from_a_checkpoint(daemon: Daemon) -> None:
     def program(rows: int) -> dict[str, Any]:
-        model = torch.nn.ModuleDict({"emb": torch.nn.Embedding(rows, 2), "head": torch.nn.Linear(2, rows)})
+        model = torch.nn.ModuleDict(
+            {"emb": torch.nn.Embedding(rows, 2), "head": torch.nn.Linear(2, rows)}
+        )
         return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=0.1)}
 
     def step(state: dict[str, Any]) -> None:
@@ -307,6 +366,8 @@ def test_a_grown_vocabulary_goes_on_from_a_checkpoint(daemon: Daemon) -> None:
     with closing(Agent("optimizer", socket=daemon.home.socket)) as agent:
         agent.snapshot({"optim": saved["optim"]}, step=1).wait("durable", timeout=60)
         error = failure(agent, {"optim": alone["optim"]})
-        assert str(error).startswith("optim.state.0: the parameter had shape [3, 2] when it was saved, and has [4, 2] now; ")
+        assert str(error).startswith(
+            "optim.state.0: the parameter had shape [3, 2] when it was saved, and has [4, 2] now; "
+        )
         agent.recover({"optim": alone["optim"]}, **exit_of(error))
         step(alone)

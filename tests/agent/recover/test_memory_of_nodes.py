@@ -1,4 +1,6 @@
-"""Recoveries of jobs on several nodes: each rank reads from the memory of its node what that still holds, and the rest from storage."""
+"""Recoveries of jobs on several nodes: each rank reads from the memory of its node what
+that still holds, and the rest from storage.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ def _take(persist: bool) -> str:
 
 
 def recovered(two: Nodes, *where: int) -> list[int]:
-    """Recover on ranks of these nodes. Return the bytes that each rank has read from memory."""
+    """Recover on ranks of these nodes.
+
+    Return the bytes that each rank has read from memory.
+    """
     with Ranks(len(where)) as ranks:
         return ranks.call(_recover, sockets(two, *where))
 
@@ -82,7 +87,9 @@ def test_ranks_on_the_same_nodes_read_their_shards_from_memory(two: Nodes, persi
 
 
 def test_a_node_that_reads_from_memory_does_not_depend_on_its_parts(two: Nodes) -> None:
-    """The values documents of all ranks are read by all of them, so that the parts of the other node must be sound."""
+    """The values documents of all ranks are read by all of them, so that the parts of
+    the other node must be sound.
+    """
     repository = saved(two)
     for rank in (0, 1):
         damage(repository, rank)
@@ -91,7 +98,9 @@ def test_a_node_that_reads_from_memory_does_not_depend_on_its_parts(two: Nodes) 
     assert min(recovered(two, 0, 0)) >= SHARD
 
 
-def test_a_node_that_was_replaced_reads_from_storage_and_the_other_one_from_memory(two: Nodes) -> None:
+def test_a_node_that_was_replaced_reads_from_storage_and_the_other_one_from_memory(
+    two: Nodes,
+) -> None:
     saved(two)
     two[1].lose()
     two[1].start()
@@ -101,7 +110,9 @@ def test_a_node_that_was_replaced_reads_from_storage_and_the_other_one_from_memo
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_a_step_that_was_only_in_the_memory_of_a_lost_node_is_named_on_all_ranks(two: Nodes, aborted: bool) -> None:
+def test_a_step_that_was_only_in_the_memory_of_a_lost_node_is_named_on_all_ranks(
+    two: Nodes, aborted: bool
+) -> None:
     """Also if a launch between the two runs has ended before it recovered."""
     with Ranks(4) as ranks:
         ranks.call(begin, sockets(two, 0, 0, 1, 1))
@@ -156,7 +167,9 @@ def test_one_damaged_slot_costs_the_others_nothing_even_after_a_restart(two: Nod
 
 
 @pytest.mark.parametrize("where", [(1, 1, 0, 0), (0, 1, 0), (1, 0), (0,)])
-def test_other_nodes_and_other_numbers_of_ranks_read_what_their_node_holds(two: Nodes, where: tuple[int, ...]) -> None:
+def test_other_nodes_and_other_numbers_of_ranks_read_what_their_node_holds(
+    two: Nodes, where: tuple[int, ...]
+) -> None:
     saved(two)
     found = recovered(two, *where)
     if len(where) < 4:  # every rank needs shards that its node holds

@@ -1,4 +1,6 @@
-"""Tests that a module is given its saved state in its own way, and ends as after torch's own round trip, bit for bit."""
+"""Tests that a module is given its saved state in its own way, and ends as after
+torch's own round trip, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def linear(fill: float) -> nn.Linear:
 
 
 class Renames(nn.Module):
-    """Loads a state of its former version too, which had the parameter under another name and half as large."""
+    """Loads a state of its former version too, which had the parameter under another
+    name and half as large.
+    """
 
     def __init__(self, fill: float) -> None:
         super().__init__()
@@ -56,7 +60,9 @@ class Halves(nn.Module):
     @staticmethod
     def _times(factor: float) -> Callable[..., None]:
         def hook(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-            state.update({key: value * factor for key, value in state.items() if key.startswith(prefix)})
+            state.update(
+                {key: value * factor for key, value in state.items() if key.startswith(prefix)}
+            )
 
         return hook
 
@@ -160,17 +166,25 @@ KINDS: dict[str, tuple[Callable[[float], nn.Module], Callable[[float], nn.Module
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside of another"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_module_that_loads_in_its_own_way_ends_as_after_torchs_round_trip(kind: str, inside: bool) -> None:
+def test_a_module_that_loads_in_its_own_way_ends_as_after_torchs_round_trip(
+    kind: str, inside: bool
+) -> None:
     def wrapped(module: nn.Module, fill: float) -> nn.Module:
         return nn.Sequential(linear(fill), module, linear(fill + 1)) if inside else module
 
     saves, loads = KINDS[kind]
-    saved, ours, theirs = wrapped(saves(3.0), 3.0), wrapped(loads(0.0), 0.0), wrapped(loads(0.0), 0.0)
+    saved, ours, theirs = (
+        wrapped(saves(3.0), 3.0),
+        wrapped(loads(0.0), 0.0),
+        wrapped(loads(0.0), 0.0),
+    )
     round_trip(saved, theirs)
     Checkpoint({"net": saved}).recover({"net": ours})
     assert text(ours) == text(theirs)
     assert list(map(type, ours.parameters())) == list(map(type, theirs.parameters()))
-    assert [getattr(part, "found", None) for part in ours.modules()] == [getattr(part, "found", None) for part in theirs.modules()]
+    assert [getattr(part, "found", None) for part in ours.modules()] == [
+        getattr(part, "found", None) for part in theirs.modules()
+    ]
 
 
 def test_a_module_with_methods_of_its_own_gets_its_state_in_its_own_form() -> None:
@@ -183,12 +197,22 @@ def test_a_module_with_methods_of_its_own_gets_its_state_in_its_own_form() -> No
 def test_what_is_kept_stays_in_a_module_that_loads_by_itself() -> None:
     for make in (Resizes, Extra, Counts):
         module: Any = nn.Sequential(make(0.0), linear(0.0))
-        Checkpoint({"net": nn.Sequential(make(3.0), linear(3.0))}).recover({"net": module}, keep=["net.0.inner.weight", "net.1.bias"])
-        assert (module[0].inner.weight.unique().tolist(), module[0].inner.bias.unique().tolist()) == ([0.0], [3.5])
-        assert (module[1].weight.unique().tolist(), module[1].bias.unique().tolist()) == ([3.0], [0.5])
+        Checkpoint({"net": nn.Sequential(make(3.0), linear(3.0))}).recover(
+            {"net": module}, keep=["net.0.inner.weight", "net.1.bias"]
+        )
+        assert (
+            module[0].inner.weight.unique().tolist(),
+            module[0].inner.bias.unique().tolist(),
+        ) == ([0.0], [3.5])
+        assert (module[1].weight.unique().tolist(), module[1].bias.unique().tolist()) == (
+            [3.0],
+            [0.5],
+        )
 
 
-def test_a_plain_module_is_written_in_place_and_its_method_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_module_is_written_in_place_and_its_method_is_not_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     called: list[str] = []
     monkeypatch.setattr(module_binding, "load_into", lambda *args, **kwargs: called.append("load"))
     plain = linear(0.0)
@@ -203,12 +227,16 @@ def test_an_error_in_a_loader_of_the_caller_says_that_the_state_is_partly_overwr
             raise ValueError("not ready")
 
     with pytest.raises(
-        RecoveryFailed, match=r"^net: load_state_dict\(\) of .*Raises raised ValueError\('not ready'\); .*keep=\['net'\]"
+        RecoveryFailed,
+        match=r"^net: load_state_dict\(\) of .*Raises raised ValueError\('not ready'\); "
+        r".*keep=\['net'\]",
     ) as caught:
         Checkpoint({"net": nn.Linear(2, 2)}).recover({"net": Raises(2, 2)})
     assert caught.value.overwritten
     untouched = Raises(2, 2)
-    Checkpoint({"net": nn.Linear(2, 2), "epoch": 3}).recover(state := {"net": untouched, "epoch": 0}, keep=["net"])
+    Checkpoint({"net": nn.Linear(2, 2), "epoch": 3}).recover(
+        state := {"net": untouched, "epoch": 0}, keep=["net"]
+    )
     assert state["epoch"] == 3
 
 
@@ -228,7 +256,10 @@ def test_a_module_whose_state_dict_raises_is_refused_by_its_key() -> None:
     with pytest.raises(StructureMismatch) as caught:
         saved.recover(state)
     assert str(caught.value).startswith("net: the state_dict() of ")
-    assert "Unready raised KeyError('not yet'): call it when it works, or leave it out; nothing was written. To " in str(caught.value)
+    assert (
+        "Unready raised KeyError('not yet'): call it when it works, or leave it out; nothing was "
+        "written. To " in str(caught.value)
+    )
     assert state["epoch"] == 0
     saved.recover(state, keep=["net"])
     assert state["epoch"] == 4
@@ -236,18 +267,26 @@ def test_a_module_whose_state_dict_raises_is_refused_by_its_key() -> None:
 
 def test_a_module_without_a_match_is_refused_although_strict_is_off() -> None:
     saved, state = {"net": linear(3.0), "epoch": 4}, {"net": nn.Sequential(linear(0.0)), "epoch": 0}
-    words = "net: no key of the module is in the checkpoint, which has weight, bias, while the state has 0.weight, 0.bias"
+    words = (
+        "net: no key of the module is in the checkpoint, which has weight, bias, while the "
+        "state "
+        "has 0.weight, 0.bias"
+    )
     refuses(Checkpoint(saved), state, words, {"strict": False, "keep": ["net"]}, strict=False)
     assert state["epoch"] == 4
     assert text(state["net"]) == text(nn.Sequential(linear(0.0)))
 
 
 @pytest.mark.parametrize("made", [linear, Resizes])
-def test_a_module_that_was_saved_without_state_does_not_match_one_with_parameters(made: Callable[[float], nn.Module]) -> None:
+def test_a_module_that_was_saved_without_state_does_not_match_one_with_parameters(
+    made: Callable[[float], nn.Module],
+) -> None:
     """The training would go on from random weights without a word."""
     saved, state = Checkpoint({"net": nn.Dropout(), "epoch": 4}), {"net": made(0.0), "epoch": 0}
     words, call = refusal(saved, state, strict=False)
-    assert words.startswith("net: no key of the module is in the checkpoint, which has none, while the state has ")
+    assert words.startswith(
+        "net: no key of the module is in the checkpoint, which has none, while the state has "
+    )
     assert call == {"strict": False, "keep": ["net"]}
     saved.recover(state, strict=False, keep=["net"])
     assert state["epoch"] == 4
@@ -257,7 +296,8 @@ def test_a_module_of_parts_with_loaders_without_a_match_is_refused_although_stri
     saved = {"net": nn.ModuleDict({"first": Resizes(3.0)}), "epoch": 4}
     state = {"net": nn.ModuleDict({"renamed": Resizes(0.0)}), "epoch": 0}
     words = (
-        "net: no key of the module is in the checkpoint, which has first.seen, first.inner.weight, first.inner.bias, "
+        "net: no key of the module is in the checkpoint, which has first.seen, "
+        "first.inner.weight, first.inner.bias, "
         "while the state has renamed.seen, renamed.inner.weight, renamed.inner.bias"
     )
     refuses(Checkpoint(saved), state, words, {"strict": False, "keep": ["net"]}, strict=False)
@@ -267,7 +307,8 @@ def test_a_module_of_parts_with_loaders_without_a_match_is_refused_although_stri
 def test_a_module_with_a_loader_without_a_match_is_refused_although_strict_is_off() -> None:
     saved, state = {"net": nn.ModuleDict({"first": Resizes(3.0)})}, {"net": Resizes(0.0)}
     words = (
-        "net: no key of the module is in the checkpoint, which has first.seen, first.inner.weight, first.inner.bias, "
+        "net: no key of the module is in the checkpoint, which has first.seen, "
+        "first.inner.weight, first.inner.bias, "
         "while the state has seen, inner.weight, inner.bias"
     )
     assert refusal(Checkpoint(saved), state, strict=False)[0] == words
@@ -299,7 +340,11 @@ def test_a_module_on_the_meta_device_is_refused_until_it_has_memory() -> None:
     with torch.device("meta"):
         module = nn.Linear(2, 2)
     words, call = refusal(Checkpoint({"net": linear(3.0)}), {"net": module})
-    say = "the state's tensor is on the meta device; give it memory first (module.to_empty(device=...))"
+    say = (
+        "the state's tensor is on the meta device; give it memory "
+        "first "
+        "(module.to_empty(device=...))"
+    )
     assert (words, call) == (f"net.weight: {say}; net.bias: {say}", {})
     module = module.to_empty(device="cpu")
     Checkpoint({"net": linear(3.0)}).recover({"net": module})
@@ -310,7 +355,10 @@ def test_a_freed_storage_is_refused_until_it_has_memory() -> None:
     module = linear(0.0)
     module.weight.untyped_storage().resize_(0)
     words, call = refusal(Checkpoint({"net": linear(3.0)}), {"net": module})
-    assert (words, call) == ("net.weight: the tensor needs 16 bytes, and its storage has 0: give it memory first", {})
+    assert (words, call) == (
+        "net.weight: the tensor needs 16 bytes, and its storage has 0: give it memory first",
+        {},
+    )
     module.weight.untyped_storage().resize_(16)
     Checkpoint({"net": linear(3.0)}).recover({"net": module})
     assert text(module) == text(linear(3.0))
@@ -331,7 +379,11 @@ def test_a_fake_tensor_is_refused() -> None:
         module = nn.Linear(2, 2)
     with pytest.raises(StructureMismatch) as caught:
         Checkpoint({"net": linear(3.0)}).recover({"net": module})
-    say = "the state's tensor is a fake tensor, which has no memory; make it outside of FakeTensorMode"
+    say = (
+        "the state's tensor is a fake tensor, which has no memory; make it outside "
+        "of "
+        "FakeTensorMode"
+    )
     assert str(caught.value) == f"net.weight: {say}; net.bias: {say}; nothing was written"
 
 
@@ -339,7 +391,10 @@ def test_an_uninitialized_parameter_is_refused_until_it_has_memory() -> None:
     """One in a lazy module is made by the module's own loader, as torch does it."""
     state = {"w": nn.UninitializedParameter(), "epoch": 0}
     words, call = refusal(Checkpoint({"w": torch.ones(2), "epoch": 1}), state)
-    assert (words, call) == ("w: the state's tensor has no memory yet; run one forward pass of the lazy module first", {})
+    assert (words, call) == (
+        "w: the state's tensor has no memory yet; run one forward pass of the lazy module first",
+        {},
+    )
     state["w"].materialize((2,))  # type: ignore[attr-defined]
     Checkpoint({"w": torch.ones(2), "epoch": 1}).recover(state)
     assert (state["w"].tolist(), state["epoch"]) == ([1.0, 1.0], 1)  # type: ignore[attr-defined]
@@ -350,7 +405,8 @@ def test_another_shape_is_refused_whatever_strict_says() -> None:
     for options in ({}, {"strict": False}):
         words, call = refusal(Checkpoint(saved), state, **options)
         assert (
-            words == "net.weight: the checkpoint has shape [2, 2], the state [3, 2]; net.bias: the checkpoint has shape [2], the state [3]"
+            words == "net.weight: the checkpoint has shape [2, 2], the state [3, 2]; net.bias: the "
+            "checkpoint has shape [2], the state [3]"
         )
         assert call == {**options, "keep": ["net.weight", "net.bias"]}
         Checkpoint(saved).recover(state, **call)

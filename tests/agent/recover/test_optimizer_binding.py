@@ -1,4 +1,6 @@
-"""An optimizer is compared with a saved one and filled from it: by the names of its parameters, and only if both are of one kind."""
+"""An optimizer is compared with a saved one and filled from it: by the names of its
+parameters, and only if both are of one kind.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,25 @@ from tests.support.saved_states import Checkpoint
 Trained = tuple[torch.nn.ParameterDict, torch.optim.Adam]
 
 
-def trained(names: tuple[str, ...] = ("a", "b"), *, lr: float = 0.1, groups: bool = False) -> Trained:
-    """A model, and its optimizer after one step, each parameter in a group of its own if `groups`."""
-    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(2) * (number + 1)) for number, name in enumerate(names)})
+def trained(
+    names: tuple[str, ...] = ("a", "b"), *, lr: float = 0.1, groups: bool = False
+) -> Trained:
+    """A model, and its optimizer after one step, each parameter in a group of its own
+    if `groups`.
+    """
+    model = torch.nn.ParameterDict(
+        {
+            name: torch.nn.Parameter(torch.ones(2) * (number + 1))
+            for number, name in enumerate(names)
+        }
+    )
     parameters = list(model.values())
-    optimizer = torch.optim.Adam([{"params": [p], "lr": lr * (n + 1)} for n, p in enumerate(parameters)] if groups else parameters, lr=lr)
+    optimizer = torch.optim.Adam(
+        [{"params": [p], "lr": lr * (n + 1)} for n, p in enumerate(parameters)]
+        if groups
+        else parameters,
+        lr=lr,
+    )
     sum(p.square().sum() for p in parameters).backward()
     optimizer.step()
     return model, optimizer
@@ -44,7 +60,11 @@ def fresh(names: tuple[str, ...] = ("a", "b"), **options: Any) -> Trained:
 
 
 def moments(model: torch.nn.ParameterDict, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {name: {key: value.tolist() for key, value in optimizer.state[p].items()} for name, p in model.items() if p in optimizer.state}
+    return {
+        name: {key: value.tolist() for key, value in optimizer.state[p].items()}
+        for name, p in model.items()
+        if p in optimizer.state
+    }
 
 
 @pytest.mark.parametrize("stepped", [False, True], ids=["before its first step", "after it"])
@@ -59,7 +79,9 @@ def test_an_optimizer_gets_its_state_by_the_names_of_its_parameters(stepped: boo
         assert into.state[parameter]["exp_avg"] is state["exp_avg"]
 
 
-def test_a_parameter_keeps_the_settings_that_it_was_saved_with_in_whatever_group_it_is_now() -> None:
+def test_a_parameter_keeps_the_settings_that_it_was_saved_with_in_whatever_group_it_is_now() -> (
+    None
+):
     model, optimizer = trained(groups=True)
     other, into = trained(groups=True)
     into.param_groups.reverse()
@@ -67,11 +89,17 @@ def test_a_parameter_keeps_the_settings_that_it_was_saved_with_in_whatever_group
     assert [group["lr"] for group in into.param_groups] == [0.2, 0.1]
 
 
-def test_state_that_an_optimizer_of_torch_cannot_take_is_refused_before_anything_is_written() -> None:
-    """With `strict=False` the class is not compared, and Adam's `__setstate__` looks for a step in the state of each parameter."""
+def test_state_that_an_optimizer_of_torch_cannot_take_is_refused_before_anything_is_written() -> (
+    None
+):
+    """With `strict=False` the class is not compared, and Adam's `__setstate__` looks
+    for a step in the state of each parameter.
+    """
 
     def of(fill: float, make: Callable[[Any], torch.optim.Optimizer]) -> dict[str, Any]:
-        model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.full((2,), fill)) for name in "ab"})
+        model = torch.nn.ParameterDict(
+            {name: torch.nn.Parameter(torch.full((2,), fill)) for name in "ab"}
+        )
         for parameter in model.values():
             parameter.grad = torch.ones(2)
         return {"model": model, "optim": make(model.values())}
@@ -79,7 +107,11 @@ def test_state_that_an_optimizer_of_torch_cannot_take_is_refused_before_anything
     saving = of(1.0, lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9))
     saving["optim"].step()
     state = of(7.0, lambda parameters: torch.optim.Adam(parameters, lr=0.25))
-    words = "optim: torch.optim.adam.Adam cannot take the state that the checkpoint has: KeyError('step')"
+    words = (
+        "optim: torch.optim.adam.Adam cannot take the state that the checkpoint "
+        "has: "
+        "KeyError('step')"
+    )
     refuses(Checkpoint(saving), state, words, {"strict": False, "keep": ["optim"]}, strict=False)
     assert state["model"]["a"].tolist() == [0.5, 0.5]
     assert (dict(state["optim"].state), state["optim"].param_groups[0]["lr"]) == ({}, 0.25)
@@ -102,7 +134,8 @@ def test_an_optimizer_whose_state_dict_raises_is_refused_before_anything_is_writ
     with pytest.raises(StructureMismatch) as caught:
         saved.recover(state, strict=False)
     assert str(caught.value) == (
-        f"optim: the state_dict() of {__name__}.Unready raised KeyError('not yet'): call it when it works, or leave it out; nothing was "
+        f"optim: the state_dict() of {__name__}.Unready raised KeyError('not yet'): call it when "
+        f"it works, or leave it out; nothing was "
         "written. To recover the rest, call recover(state, strict=False, keep=['optim'])"
     )
     assert (weight.tolist(), state["optim"].param_groups[0]["lr"]) == ([0.5, 0.5], 0.5)
@@ -111,20 +144,30 @@ def test_an_optimizer_whose_state_dict_raises_is_refused_before_anything_is_writ
 
 
 def quantized_into_shards(kind: str) -> tuple[str, list[float], list[str]]:
-    """Runs on a rank. Return the refusal, the local weight after it, and the keys of the moments that the remedy leaves alone."""
+    """Runs on a rank.
+
+    Return the refusal, the local weight after it, and the keys of the moments that the
+    remedy leaves alone.
+    """
     logging.getLogger("ckptd").setLevel(logging.ERROR)
 
     state: dict[str, Any]
 
     def of(parameter: torch.nn.Parameter) -> dict[str, Any]:
-        return {"model": torch.nn.ParameterDict({"a": parameter}), "optim": EightBitMomentum([parameter], lr=0.1)}
+        return {
+            "model": torch.nn.ParameterDict({"a": parameter}),
+            "optim": EightBitMomentum([parameter], lr=0.1),
+        }
 
     saving = of(torch.nn.Parameter(torch.ones(4)))
     saving["model"]["a"].grad = torch.ones(4)
     saving["optim"].step()
     saved, mesh = Checkpoint(saving), init_device_mesh("cpu", (dist.get_world_size(),))
     if kind == "fsdp1":
-        whole = FullyShardedDataParallel(torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.zeros(4))}), device_id=torch.device("cpu"))
+        whole = FullyShardedDataParallel(
+            torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.zeros(4))}),
+            device_id=torch.device("cpu"),
+        )
         state = {"model": whole, "optim": EightBitMomentum(whole.parameters(), lr=0.1)}
     else:
         state = of(torch.nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)])))
@@ -140,26 +183,38 @@ def quantized_into_shards(kind: str) -> tuple[str, list[float], list[str]]:
     [
         (
             "dtensor",
-            "optim.state.a.momentum: the checkpoint has a tensor of class tests.oracle.tensors.EightBit, which consists of several "
-            "tensors, and the parameter is a DTensor: it cannot be divided as the parameter is; nothing was written. To recover the "
+            "optim.state.a.momentum: the checkpoint has a tensor of class "
+            "tests.oracle.tensors.EightBit, which consists of several "
+            "tensors, and the parameter is a DTensor: it cannot be divided as the parameter is; "
+            "nothing was written. To recover the "
             "rest, call recover(state, keep=['optim.state.a'])",
         ),
         (
             "fsdp1",
-            "optim: the state_dict() of tests.oracle.optimizers.EightBitMomentum raised NotImplementedError(",
+            "optim: the state_dict() of tests.oracle.optimizers.EightBitMomentum raised "
+            "NotImplementedError(",
         ),
     ],
 )  # fmt: skip
-def test_a_quantized_moment_is_refused_where_its_parameter_is_divided_now(kind: str, sentence: str) -> None:
-    """Otherwise each rank would have the whole moment of a parameter of which it has a shard, and the next step would raise."""
+def test_a_quantized_moment_is_refused_where_its_parameter_is_divided_now(
+    kind: str, sentence: str
+) -> None:
+    """Otherwise each rank would have the whole moment of a parameter of which it has a
+    shard, and the next step would raise.
+    """
     with Ranks(1) as ranks:
         (found,) = ranks.call(quantized_into_shards, kind)
     assert found[0].startswith(sentence)
     assert found[1:] == ([0.0] * 4, [])
 
 
-def flat_without_state(saved_groups: list[dict[str, Any]], groups: list[dict[str, Any]], strict: bool) -> tuple[str, list[Any]]:
-    """Runs on a rank. Recover SGD that has not stepped into one over an FSDP1 module. Return the refusal and the settings then.
+def flat_without_state(
+    saved_groups: list[dict[str, Any]], groups: list[dict[str, Any]], strict: bool
+) -> tuple[str, list[Any]]:
+    """Runs on a rank.
+
+    Recover SGD that has not stepped into one over an FSDP1 module. Return the refusal
+    and the settings then.
 
     The parameters are in the first group.
     """
@@ -167,9 +222,14 @@ def flat_without_state(saved_groups: list[dict[str, Any]], groups: list[dict[str
 
     def of(settings: list[dict[str, Any]]) -> dict[str, Any]:
         torch.manual_seed(0)
-        module = FullyShardedDataParallel(torch.nn.Linear(2, 2), use_orig_params=True, device_id=torch.device("cpu"))
+        module = FullyShardedDataParallel(
+            torch.nn.Linear(2, 2), use_orig_params=True, device_id=torch.device("cpu")
+        )
         first, *others = settings
-        made = [{"params": list(module.parameters()), **first}, *({"params": [], **one} for one in others)]
+        made = [
+            {"params": list(module.parameters()), **first},
+            *({"params": [], **one} for one in others),
+        ]
         return {"model": module, "optim": torch.optim.SGD(made, lr=0.1)}
 
     state = of(groups)
@@ -190,7 +250,8 @@ def flat_without_state(saved_groups: list[dict[str, Any]], groups: list[dict[str
             [{"momentum": 0.9}],
             [{}],
             True,
-            "optim.param_groups.0.momentum: the checkpoint has 0.9, the state 0; the two keep different state",
+            "optim.param_groups.0.momentum: the checkpoint has 0.9, the state 0; the two keep "
+            "different state",
             [(0.1, 0)],
         ),
         ([{"momentum": 0.9}], [{}], False, "", [(0.1, 0.9)]),
@@ -198,13 +259,18 @@ def flat_without_state(saved_groups: list[dict[str, Any]], groups: list[dict[str
             [{}, {"lr": 0.5}],
             [{}],
             False,
-            "optim.param_groups: the checkpoint has 2 groups, the optimizer 1, and no state that says which parameters are in which",
+            "optim.param_groups: the checkpoint has 2 groups, the optimizer 1, and no state that "
+            "says which parameters are in which",
             [(0.1, 0)],
         ),
     ],
 )  # fmt: skip
 def test_settings_of_an_optimizer_over_flat_parameters_are_compared_before_its_first_step(
-    saved: list[dict[str, Any]], own: list[dict[str, Any]], strict: bool, said: str, settings: list[Any]
+    saved: list[dict[str, Any]],
+    own: list[dict[str, Any]],
+    strict: bool,
+    said: str,
+    settings: list[Any],
 ) -> None:
     with Ranks(1) as ranks:
         assert ranks.call(flat_without_state, saved, own, strict) == [(said, settings)]
@@ -216,8 +282,10 @@ def test_parameters_of_different_settings_cannot_come_into_one_group() -> None:
     with pytest.raises(StructureMismatch) as caught:
         Checkpoint({"model": model, "optim": optimizer}).bind({"model": other, "optim": into})
     assert str(caught.value) == (
-        "optim.param_groups.0: the checkpoint has the parameters of this group in groups with different settings (it has 2 groups, the "
-        "optimizer 1); nothing was written. To recover the rest, call recover(state, keep=['optim'])"
+        "optim.param_groups.0: the checkpoint has the parameters of this group in groups with "
+        "different settings (it has 2 groups, the "
+        "optimizer 1); nothing was written. To recover the rest, call recover(state, "
+        "keep=['optim'])"
     )
 
 
@@ -230,7 +298,9 @@ def test_parameters_of_different_settings_cannot_come_into_one_group() -> None:
         ((torch.tensor(0.5), torch.tensor([0.5])), False),
     ],
 )
-def test_groups_whose_settings_are_equal_tensors_may_be_merged(rates: tuple[torch.Tensor, ...], merged: bool) -> None:
+def test_groups_whose_settings_are_equal_tensors_may_be_merged(
+    rates: tuple[torch.Tensor, ...], merged: bool
+) -> None:
     model, optimizer = trained(groups=True)
     other, into = fresh(lr=torch.tensor(9.0), foreach=False)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -238,7 +308,8 @@ def test_groups_whose_settings_are_equal_tensors_may_be_merged(rates: tuple[torc
     saved, state = Checkpoint({"model": model, "optim": optimizer}), {"model": other, "optim": into}
     if not merged:
         words = (
-            "optim.param_groups.0: the checkpoint has the parameters of this group in groups with different settings (it has 2 groups, the "
+            "optim.param_groups.0: the checkpoint has the parameters of this group in groups with "
+            "different settings (it has 2 groups, the "
             "optimizer 1)"
         )
         refuses(saved, state, words, {"keep": ["optim"]})
@@ -253,18 +324,29 @@ def test_settings_may_be_arrays(second: float) -> None:
     """NumPy compares arrays element by element, so that `==` gives no answer."""
 
     def of(groups: int, fill: float) -> dict[str, Any]:
-        model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.full((2,), fill)) for name in "ab"})
+        model = torch.nn.ParameterDict(
+            {name: torch.nn.Parameter(torch.full((2,), fill)) for name in "ab"}
+        )
         parts = [[one] for one in model.values()] if groups == 2 else [list(model.values())]
-        made = [{"params": part, "scales": np.arange(3.0) + second * number, "none": np.zeros(0)} for number, part in enumerate(parts)]
+        made = [
+            {"params": part, "scales": np.arange(3.0) + second * number, "none": np.zeros(0)}
+            for number, part in enumerate(parts)
+        ]
         return {"model": model, "optim": torch.optim.SGD(made, lr=fill)}
 
     saved, state = Checkpoint(of(2, 0.5)), of(2, 0.25)
     state["optim"].param_groups[0]["scales"] = np.zeros(2)
     saved.recover(state)
-    assert [group["scales"].tolist() for group in state["optim"].param_groups] == [[0, 1, 2], [second, 1 + second, 2 + second]]
+    assert [group["scales"].tolist() for group in state["optim"].param_groups] == [
+        [0, 1, 2],
+        [second, 1 + second, 2 + second],
+    ]
     one = of(1, 0.25)
     if second:
-        with pytest.raises(StructureMismatch, match=r"^optim\.param_groups\.0: .* in groups with different settings"):
+        with pytest.raises(
+            StructureMismatch,
+            match=r"^optim\.param_groups\.0: .* in groups with different settings",
+        ):
             saved.recover(one)
     else:
         saved.recover(one)
@@ -283,19 +365,25 @@ def test_parameters_without_a_name_are_matched_by_their_numbers() -> None:
 
 def test_an_optimizer_that_was_saved_without_state_has_none_afterwards() -> None:
     other, into = trained()
-    Checkpoint(dict(zip(("model", "optim"), fresh(), strict=True))).recover({"model": other, "optim": into})
+    Checkpoint(dict(zip(("model", "optim"), fresh(), strict=True))).recover(
+        {"model": other, "optim": into}
+    )
     assert (len(into.state), into.param_groups[0]["lr"]) == (0, 9.0)
 
 
 def test_state_of_another_dtype_replaces_the_optimizers_own() -> None:
-    """In the dtype in which it was saved, on the device of its parameter; a step counter stays on the CPU."""
+    """In the dtype in which it was saved, on the device of its parameter; a step
+    counter stays on the CPU.
+    """
     model, optimizer = trained()
     for state in optimizer.state.values():
         state["exp_avg"] = state["exp_avg"].double()
     other, into = trained()
     Checkpoint({"model": model, "optim": optimizer}).recover({"model": other, "optim": into})
     assert {state["exp_avg"].dtype for state in into.state.values()} == {torch.float64}
-    binding = Checkpoint({"model": model, "optim": optimizer}).bind(dict(zip(("model", "optim"), fresh(), strict=True)))
+    binding = Checkpoint({"model": model, "optim": optimizer}).bind(
+        dict(zip(("model", "optim"), fresh(), strict=True))
+    )
     assert set(binding.fresh.values()) == {torch.device("cpu")}
 
 
@@ -307,14 +395,19 @@ def test_a_setting_that_is_a_tensor_is_filled_in_place_if_the_optimizer_has_one(
     assert into.param_groups[0]["lr"] is rate
     assert rate.item() == 0.25
     plain = fresh()
-    Checkpoint({"model": model, "optim": optimizer}).recover(dict(zip(("model", "optim"), plain, strict=True)))
+    Checkpoint({"model": model, "optim": optimizer}).recover(
+        dict(zip(("model", "optim"), plain, strict=True))
+    )
     assert plain[1].param_groups[0]["lr"].item() == 0.25
 
 
 def test_a_tensor_that_is_a_setting_of_two_groups_is_not_filled_with_the_settings_of_both() -> None:
     def program(*rates: torch.Tensor) -> dict[str, Any]:
         model = torch.nn.Linear(2, 2)
-        groups = [{"params": [parameter], "lr": rate} for parameter, rate in zip(model.parameters(), rates, strict=True)]
+        groups = [
+            {"params": [parameter], "lr": rate}
+            for parameter, rate in zip(model.parameters(), rates, strict=True)
+        ]
         return {"model": model, "optim": torch.optim.SGD(groups)}
 
     common = torch.tensor(9.0)
@@ -327,7 +420,9 @@ def test_an_optimizer_with_other_parameters_is_refused_by_name() -> None:
     model, optimizer = trained()
     other, into = fresh(("a", "c"))
     with pytest.raises(
-        StructureMismatch, match=r"^2 keys \(model\.c, optim\.param_groups\.c\) are in the state and not in the checkpoint;"
+        StructureMismatch,
+        match=r"^2 keys \(model\.c, optim\.param_groups\.c\) are in the state and not in the "
+        r"checkpoint;",
     ):
         Checkpoint({"model": model, "optim": optimizer}).bind({"model": other, "optim": into})
 
@@ -335,9 +430,15 @@ def test_an_optimizer_with_other_parameters_is_refused_by_name() -> None:
 def test_entries_of_no_parameter_keep_their_key_as_in_torch() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     into = torch.optim.SGD([parameter], lr=1.0)
-    saved = {"state": {0: "not a dict", 7: {"of": "nobody"}}, "param_groups": [{"params": [0], "lr": 0.5}]}
+    saved = {
+        "state": {0: "not a dict", 7: {"of": "nobody"}},
+        "param_groups": [{"params": [0], "lr": 0.5}],
+    }
     Checkpoint({"optim": saved}).recover({"optim": into})
-    assert (dict(into.state), into.param_groups[0]["lr"]) == ({parameter: {}, 7: {"of": "nobody"}}, 0.5)
+    assert (dict(into.state), into.param_groups[0]["lr"]) == (
+        {parameter: {}, 7: {"of": "nobody"}},
+        0.5,
+    )
 
 
 # -- optimizers of another kind
@@ -345,7 +446,9 @@ def test_entries_of_no_parameter_keep_their_key_as_in_torch() -> None:
 
 def of_kind(make: Callable[..., torch.optim.Optimizer], **options: Any) -> dict[str, Any]:
     """Return a model and an optimizer that has taken a step."""
-    model = torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.ones(2)), "b": torch.nn.Parameter(torch.ones(3))})
+    model = torch.nn.ParameterDict(
+        {"a": torch.nn.Parameter(torch.ones(2)), "b": torch.nn.Parameter(torch.ones(3))}
+    )
     optimizer = make(model.parameters(), lr=0.1, **options)
     for parameter in model.values():
         parameter.grad = torch.ones_like(parameter)
@@ -356,12 +459,26 @@ def of_kind(make: Callable[..., torch.optim.Optimizer], **options: Any) -> dict[
 @pytest.mark.parametrize(
     ("saved", "place", "words"),
     [
-        (of_kind(torch.optim.AdamW), of_kind(torch.optim.SGD), "optim: the checkpoint has the optimizer AdamW"),
-        (of_kind(torch.optim.AdamW, amsgrad=True), of_kind(torch.optim.AdamW), "optim.param_groups.0.amsgrad: the checkpoint has True"),
-        (of_kind(torch.optim.SGD), of_kind(torch.optim.SGD, momentum=0.9), "optim.param_groups.0.momentum: the checkpoint has 0"),
+        (of_kind(torch.optim.AdamW), of_kind(torch.optim.SGD), "optim: the checkpoint has the "
+            "optimizer "
+            "AdamW"),
+        (of_kind(torch.optim.AdamW, amsgrad=True), of_kind(torch.optim.AdamW),
+        "optim.param_groups.0.amsgrad: "
+            "the "
+            "checkpoint "
+            "has "
+            "True"),
+        (of_kind(torch.optim.SGD), of_kind(torch.optim.SGD, momentum=0.9),
+        "optim.param_groups.0.momentum: "
+            "the "
+            "checkpoint "
+            "has "
+            "0"),
     ],
 )  # fmt: skip
-def test_an_optimizer_of_another_kind_is_refused_unless_strict_is_off(saved: dict[str, Any], place: dict[str, Any], words: str) -> None:
+def test_an_optimizer_of_another_kind_is_refused_unless_strict_is_off(
+    saved: dict[str, Any], place: dict[str, Any], words: str
+) -> None:
     with pytest.raises(StructureMismatch, match=f"^{words}"):
         Checkpoint(saved).bind(place)
     Checkpoint(saved).bind(place, strict=False)
@@ -370,16 +487,23 @@ def test_an_optimizer_of_another_kind_is_refused_unless_strict_is_off(saved: dic
 def test_one_group_cannot_become_two() -> None:
     model, optimizer = trained()
     other, into = trained(groups=True)
-    with pytest.raises(StructureMismatch, match=r"^optim\.param_groups: the checkpoint has the parameters of its group 0 together"):
+    with pytest.raises(
+        StructureMismatch,
+        match=r"^optim\.param_groups: the checkpoint has the parameters of its group 0 together",
+    ):
         Checkpoint({"model": model, "optim": optimizer}).bind({"model": other, "optim": into})
-    Checkpoint({"model": model, "optim": optimizer}).recover({"model": other, "optim": into}, strict=False)
+    Checkpoint({"model": model, "optim": optimizer}).recover(
+        {"model": other, "optim": into}, strict=False
+    )
 
 
 def test_a_scheduler_of_another_class_is_refused() -> None:
     optimizer = of_kind(torch.optim.SGD)["optim"]
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
     step = torch.optim.lr_scheduler.StepLR(optimizer, 5)
-    with pytest.raises(StructureMismatch, match="^sched: the checkpoint has the scheduler CosineAnnealingLR"):
+    with pytest.raises(
+        StructureMismatch, match="^sched: the checkpoint has the scheduler CosineAnnealingLR"
+    ):
         Checkpoint({"sched": cosine}).bind({"sched": step})
     assert step.state_dict()["step_size"] == 5
 
@@ -395,7 +519,10 @@ def test_restored_settings_are_named_and_kept_ones_stay() -> None:
     assert binding._leaves.changed == ["optim.param_groups.0.weight_decay 0.5 (was 0)"]
     assert binding.kept == {"optim.*.lr"}
     Checkpoint(saved).recover(place, keep=["optim.*.lr"])
-    assert (place["optim"].param_groups[0]["lr"], place["optim"].param_groups[0]["weight_decay"]) == (7.0, 0.5)
+    assert (
+        place["optim"].param_groups[0]["lr"],
+        place["optim"].param_groups[0]["weight_decay"],
+    ) == (7.0, 0.5)
 
 
 def test_any_key_may_be_kept_even_one_that_the_checkpoint_lacks() -> None:
@@ -405,7 +532,9 @@ def test_any_key_may_be_kept_even_one_that_the_checkpoint_lacks() -> None:
 
 
 def two_modules(model: int, head: int, fill: float) -> dict[str, Any]:
-    """Two modules with so many layers each, which are numbered, and one optimizer after a step."""
+    """Two modules with so many layers each, which are numbered, and one optimizer after
+    a step.
+    """
     state: dict[str, Any] = {
         key: torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(layers)))
         for key, layers in (("model", model), ("head", head))
@@ -431,16 +560,24 @@ def moments_by_key(state: dict[str, Any]) -> dict[str, float]:
     ("before", "after"),
     [((2, 1), (2, 2)), ((2, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 2), (2, 1)), ((1, 1), (2, 1))],
 )
-def test_moments_follow_their_parameter_whatever_names_the_other_modules_have(before: tuple[int, int], after: tuple[int, int]) -> None:
-    """An optimizer has a name that two modules have with the key of the module, and a name of one module without it."""
+def test_moments_follow_their_parameter_whatever_names_the_other_modules_have(
+    before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """An optimizer has a name that two modules have with the key of the module, and a
+    name of one module without it.
+    """
     saved, state = two_modules(*before, 1.0), two_modules(*after, 50.0)
     wanted, own = moments_by_key(saved), moments_by_key(state)
     Checkpoint(saved).recover(state, strict=False)
     assert moments_by_key(state) == {key: wanted.get(key, value) for key, value in own.items()}
 
 
-def test_moments_stay_with_their_parameter_beside_a_module_whose_parameters_have_another_form() -> None:
-    """The other module has a plain tensor of the same name, and no part in the optimizer."""
+def test_moments_stay_with_their_parameter_beside_a_module_whose_parameters_have_another_form() -> (
+    None
+):
+    """The other module has a plain tensor of the same name, and no part in the
+    optimizer.
+    """
 
     def made(fill: float) -> dict[str, Any]:
         plain, parts = torch.nn.Linear(2, 1, bias=False), torch.nn.Module()
@@ -456,7 +593,9 @@ def test_moments_stay_with_their_parameter_beside_a_module_whose_parameters_have
 
 
 def test_a_step_that_two_parameters_shared_is_counted_apart(daemon: Daemon) -> None:
-    """In checkpoints of earlier versions, all parameters of a flat one have the same `step`."""
+    """In checkpoints of earlier versions, all parameters of a flat one have the same
+    `step`.
+    """
     model, optimizer = trained()
     first, second = model.values()
     optimizer.state[second]["step"] = optimizer.state[first]["step"]
@@ -471,7 +610,9 @@ def test_a_step_that_two_parameters_shared_is_counted_apart(daemon: Daemon) -> N
 
 
 def test_a_setting_that_only_the_callers_optimizer_has_may_be_kept() -> None:
-    """The group has no parameters any more, so nothing says which saved settings would be its own."""
+    """The group has no parameters any more, so nothing says which saved settings would
+    be its own.
+    """
     model, optimizer = trained()
     other = torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.zeros(2))})
     into = torch.optim.Adam([{"params": [], "lr": 9.0}])
@@ -487,8 +628,13 @@ def test_an_optimizer_of_which_no_parameter_is_in_the_checkpoint_is_refused() ->
     other, into = trained(lr=0.5)
     before = moments(other, into)
     renamed = torch.nn.ModuleDict({"block": other})
-    with pytest.raises(StructureMismatch, match=r"^optim: no parameter of the optimizer is in the checkpoint, .*keep=\['optim'\]"):
-        Checkpoint({"model": model, "optim": optimizer}).bind({"other": renamed, "optim": into}, strict=False)
+    with pytest.raises(
+        StructureMismatch,
+        match=r"^optim: no parameter of the optimizer is in the checkpoint, .*keep=\['optim'\]",
+    ):
+        Checkpoint({"model": model, "optim": optimizer}).bind(
+            {"other": renamed, "optim": into}, strict=False
+        )
     assert moments(other, into) == before != {}
     assert into.param_groups[0]["lr"] == 0.5
 
@@ -510,7 +656,9 @@ class Rounds(torch.optim.Adam):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rounds = state_dict["rounds"]
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "rounds"})
+        super().load_state_dict(
+            {key: value for key, value in state_dict.items() if key != "rounds"}
+        )
 
 
 class Wrapped(torch.optim.Adam):
@@ -524,14 +672,23 @@ class Wrapped(torch.optim.Adam):
 
 
 def doubled_rate(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    return {**state, "param_groups": [{**group, "lr": group["lr"] * 2} for group in state["param_groups"]]}
+    return {
+        **state,
+        "param_groups": [{**group, "lr": group["lr"] * 2} for group in state["param_groups"]],
+    }
 
 
 HOOKS: dict[str, Callable[[torch.optim.Optimizer], object]] = {
     "load pre hook": lambda optimizer: optimizer.register_load_state_dict_pre_hook(doubled_rate),
-    "load post hook": lambda optimizer: optimizer.register_load_state_dict_post_hook(lambda one: one.param_groups[0].update(lr=7.0)),
-    "state-dict pre hook": lambda optimizer: optimizer.register_state_dict_pre_hook(lambda one: one.param_groups[0].update(seen=1)),
-    "state-dict post hook": lambda optimizer: optimizer.register_state_dict_post_hook(lambda one, state: {**state, "note": 5}),
+    "load post hook": lambda optimizer: optimizer.register_load_state_dict_post_hook(
+        lambda one: one.param_groups[0].update(lr=7.0)
+    ),
+    "state-dict pre hook": lambda optimizer: optimizer.register_state_dict_pre_hook(
+        lambda one: one.param_groups[0].update(seen=1)
+    ),
+    "state-dict post hook": lambda optimizer: optimizer.register_state_dict_post_hook(
+        lambda one, state: {**state, "note": 5}
+    ),
 }
 
 
@@ -556,8 +713,14 @@ def go_on(state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("steps", [0, 3], ids=["before its first step", "after it"])
 @pytest.mark.parametrize("kind", [*HOOKS, "own methods", "own form", "plain"])
-def test_an_optimizer_that_loads_in_its_own_way_ends_as_after_torchs_round_trip(kind: str, steps: int) -> None:
-    saved, ours, theirs = own_way(kind, 0.1, 2), own_way(kind, 0.5, steps), own_way(kind, 0.5, steps)
+def test_an_optimizer_that_loads_in_its_own_way_ends_as_after_torchs_round_trip(
+    kind: str, steps: int
+) -> None:
+    saved, ours, theirs = (
+        own_way(kind, 0.1, 2),
+        own_way(kind, 0.5, steps),
+        own_way(kind, 0.5, steps),
+    )
     file = io.BytesIO()
     torch.save({key: value.state_dict() for key, value in saved.items()}, file)
     file.seek(0)
@@ -576,8 +739,13 @@ def test_what_is_kept_stays_in_an_optimizer_that_loads_by_itself() -> None:
     state = own_way("state-dict post hook", 0.5, 3)
     weight, bias = state["model"].parameters()
     before = text(state["optim"].state[weight])
-    Checkpoint(own_way("state-dict post hook", 0.1, 1)).recover(state, keep=["optim.param_groups.*.lr", "optim.state.weight"])
-    assert (state["optim"].param_groups[0]["lr"], text(state["optim"].state[weight])) == (0.5, before)
+    Checkpoint(own_way("state-dict post hook", 0.1, 1)).recover(
+        state, keep=["optim.param_groups.*.lr", "optim.state.weight"]
+    )
+    assert (state["optim"].param_groups[0]["lr"], text(state["optim"].state[weight])) == (
+        0.5,
+        before,
+    )
     assert state["optim"].state[bias]["step"].item() == 1
 
 
@@ -588,7 +756,9 @@ def test_the_state_of_one_parameter_may_be_kept() -> None:
     model, optimizer = trained()
     other, into = trained(lr=0.5)
     before = moments(other, into)
-    Checkpoint({"model": model, "optim": optimizer}).recover({"model": other, "optim": into}, keep=["optim.state.a"])
+    Checkpoint({"model": model, "optim": optimizer}).recover(
+        {"model": other, "optim": into}, keep=["optim.state.a"]
+    )
     assert moments(other, into) == {"a": before["a"], "b": moments(model, optimizer)["b"]}
     assert other["a"].tolist() == model["a"].tolist()
 
@@ -597,12 +767,16 @@ def test_the_state_of_one_parameter_may_be_kept() -> None:
     ("saved", "place", "words"),
     [
         (of_kind(torch.optim.AdamW), of_kind(torch.optim.SGD),
-         "optim: the checkpoint has the optimizer AdamW (torch.optim.adamw.AdamW), the state SGD (torch.optim.sgd.SGD)"),
+         "optim: the checkpoint has the optimizer AdamW (torch.optim.adamw.AdamW), the state SGD "
+         "(torch.optim.sgd.SGD)"),
         (of_kind(torch.optim.AdamW, amsgrad=True), of_kind(torch.optim.AdamW),
-         "optim.param_groups.0.amsgrad: the checkpoint has True, the state False; the two keep different state"),
+         "optim.param_groups.0.amsgrad: the checkpoint has True, the state False; the two keep "
+         "different state"),
     ],
 )  # fmt: skip
-def test_an_optimizer_of_another_kind_may_be_kept_as_a_whole(saved: dict[str, Any], place: dict[str, Any], words: str) -> None:
+def test_an_optimizer_of_another_kind_may_be_kept_as_a_whole(
+    saved: dict[str, Any], place: dict[str, Any], words: str
+) -> None:
     with torch.no_grad():
         saved["model"]["a"].fill_(9)
     before = text(place["optim"])
@@ -615,10 +789,16 @@ def test_groups_that_were_split_come_back_with_strict_off() -> None:
     model, optimizer = trained()
     other, into = trained(groups=True)
     words = (
-        "optim.param_groups: the checkpoint has the parameters of its group 0 together, the state has them in groups 0, 1 (1 groups in the "
+        "optim.param_groups: the checkpoint has the parameters of its group 0 together, the state "
+        "has them in groups 0, 1 (1 groups in the "
         "checkpoint, 2 in the state)"
     )
-    refuses(Checkpoint({"model": model, "optim": optimizer}), {"model": other, "optim": into}, words, {"strict": False})
+    refuses(
+        Checkpoint({"model": model, "optim": optimizer}),
+        {"model": other, "optim": into},
+        words,
+        {"strict": False},
+    )
     assert moments(other, into) == moments(model, optimizer)
 
 
@@ -626,10 +806,20 @@ def test_an_optimizer_without_a_match_may_be_kept() -> None:
     model, optimizer = trained()
     other, into = trained(lr=0.5)
     state = {"other": torch.nn.ModuleDict({"block": other}), "optim": into, "epoch": 0}
-    words = "optim: no parameter of the optimizer is in the checkpoint, which has a, b, while the optimizer has block.a, block.b"
+    words = (
+        "optim: no parameter of the optimizer is in the checkpoint, which has a, b, while "
+        "the "
+        "optimizer has block.a, block.b"
+    )
     call = {"strict": False, "keep": ["optim"]}
     before = moments(other, into)
-    refuses(Checkpoint({"model": model, "optim": optimizer, "epoch": 5}), state, words, call, strict=False)
+    refuses(
+        Checkpoint({"model": model, "optim": optimizer, "epoch": 5}),
+        state,
+        words,
+        call,
+        strict=False,
+    )
     assert (state["epoch"], moments(other, into)) == (5, before)
 
 
@@ -657,7 +847,8 @@ def test_layers_that_were_unfrozen_begin_without_state() -> None:
 def test_another_number_of_parameters_without_names_is_refused() -> None:
     saved, state = trained(("a", "b", "c")), {"optim": fresh()[1], "epoch": 0}
     words = (
-        "optim: the checkpoint has 3 parameters without names in this optimizer, the state 2: put the module that holds them into the "
+        "optim: the checkpoint has 3 parameters without names in this optimizer, the state 2: put "
+        "the module that holds them into the "
         "state, too"
     )
     refuses(Checkpoint({"optim": saved[1], "epoch": 4}), state, words, {"keep": ["optim"]})

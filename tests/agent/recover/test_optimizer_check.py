@@ -1,4 +1,6 @@
-"""Tests what makes two optimizers different, and what is only a setting that is restored."""
+"""Tests what makes two optimizers different, and what is only a setting that is
+restored.
+"""
 
 from __future__ import annotations
 
@@ -37,22 +39,31 @@ class Wrapper(torch.optim.SGD):
         (SGD, "my.SGD", ""),
         (SGD, "", ""),
         (Wrapper(SGD), "torch.optim.sgd.SGD", ""),
-        (SGD, "torch.optim.adamw.AdamW", "o: the checkpoint has the optimizer AdamW (torch.optim.adamw.AdamW), "
+        (SGD, "torch.optim.adamw.AdamW", "o: the checkpoint has the optimizer AdamW "
+            "(torch.optim.adamw.AdamW), "
                                        "the state SGD (torch.optim.sgd.SGD)"),
-        (COSINE, "torch.optim.lr_scheduler.StepLR", "o: the checkpoint has the scheduler StepLR (torch.optim.lr_scheduler.StepLR), "
-                                                    "the state CosineAnnealingLR (torch.optim.lr_scheduler.CosineAnnealingLR)"),
+        (COSINE, "torch.optim.lr_scheduler.StepLR", "o: the checkpoint has the scheduler StepLR "
+            "(torch.optim.lr_scheduler.StepLR), "
+                                                    "the state CosineAnnealingLR "
+                                                    "(torch.optim.lr_scheduler.CosineAnnealingLR)"),
         (object(), "x.Loader", ""),
     ],
 )  # fmt: skip
-def test_optimizers_and_schedulers_must_be_of_the_saved_class(place: Any, saved: str, words: str) -> None:
+def test_optimizers_and_schedulers_must_be_of_the_saved_class(
+    place: Any, saved: str, words: str
+) -> None:
     assert class_difference(place, saved, "o") == ([words] if words else [])
 
 
 def test_settings_that_decide_about_the_state_must_agree() -> None:
     saved = [{"lr": 1.0, "momentum": 0.9, "amsgrad": True}, {"momentum": 0.5}]
-    assert settings_differences([{"lr": 2.0, "momentum": 0.1, "amsgrad": False}, {"momentum": 0.0}], saved, "o") == [
-        "o.param_groups.0.amsgrad: the checkpoint has True, the state False; the two keep different state",
-        "o.param_groups.1.momentum: the checkpoint has 0.5, the state 0.0; the two keep different state",
+    assert settings_differences(
+        [{"lr": 2.0, "momentum": 0.1, "amsgrad": False}, {"momentum": 0.0}], saved, "o"
+    ) == [
+        "o.param_groups.0.amsgrad: the checkpoint has True, the state False; the two keep "
+        "different state",
+        "o.param_groups.1.momentum: the checkpoint has 0.5, the state 0.0; the two keep different "
+        "state",
     ]
     assert settings_differences([{"betas": (0.9, 0.99)}], [{"momentum": 0.5}], "o") == []
 
@@ -60,12 +71,15 @@ def test_settings_that_decide_about_the_state_must_agree() -> None:
 def test_state_may_come_later_but_not_be_of_another_kind() -> None:
     adam = {"step": 1, "exp_avg": 2}
     assert state_difference({}, adam, "o") == state_difference(adam, {"step": 1}, "o") == []
-    assert state_difference({"step": 1, "sum": 2}, adam, "o") == ["o: the checkpoint has exp_avg, step, the state step, sum"]
+    assert state_difference({"step": 1, "sum": 2}, adam, "o") == [
+        "o: the checkpoint has exp_avg, step, the state step, sum"
+    ]
 
 
 def test_a_group_may_not_be_split() -> None:
     assert group_differences([["a"], ["b"]], [["a", "b"]], "o") == [
-        "o.param_groups: the checkpoint has the parameters of its group 0 together, the state has them in groups 0, 1 "
+        "o.param_groups: the checkpoint has the parameters of its group 0 together, the state has "
+        "them in groups 0, 1 "
         "(1 groups in the checkpoint, 2 in the state)"
     ]
     assert group_differences([["a", "b"]], [["a"], ["b"]], "o") == []
@@ -76,16 +90,22 @@ def test_state_of_another_class_is_tried_on_a_copy() -> None:
     adam = torch.optim.Adam([PARAMETER], lr=0.1)
     adam.state[PARAMETER] = {"step": torch.tensor(3.0)}
     tensor = TensorRef("o.state.w.exp_avg")
-    assert not_taken(adam, "torch.optim.RMSprop", {PARAMETER: {"step": 5, "exp_avg": tensor}}, "o") == []
+    assert (
+        not_taken(adam, "torch.optim.RMSprop", {PARAMETER: {"step": 5, "exp_avg": tensor}}, "o")
+        == []
+    )
     assert not_taken(adam, "torch.optim.SGD", {PARAMETER: {"exp_avg": tensor}}, "o") == [
         "o: torch.optim.adam.Adam cannot take the state that the checkpoint has: KeyError('step')"
     ]
-    assert not_taken(adam, "torch.optim.Adam", {PARAMETER: {"exp_avg": tensor}}, "o") == []  # its own class is not tried
+    # Its own class is not tried.
+    assert not_taken(adam, "torch.optim.Adam", {PARAMETER: {"exp_avg": tensor}}, "o") == []
     assert not_taken(Wrapper(SGD), "", {PARAMETER: {"exp_avg": tensor}}, "o") == []
     assert adam.state == {PARAMETER: {"step": torch.tensor(3.0)}}
 
 
 def test_changed_settings_are_named_with_both_values() -> None:
     own = {"lr": 0.1, "betas": (0.9, 0.99), "params": [1], "rate": torch.tensor(1.0)}
-    assert changed_settings(own, {"lr": 0.2, "betas": (0.9, 0.99), "params": [2], "rate": 5.0, "new": 1}, "o") == ["o.lr 0.2 (was 0.1)"]
+    assert changed_settings(
+        own, {"lr": 0.2, "betas": (0.9, 0.99), "params": [2], "rate": 5.0, "new": 1}, "o"
+    ) == ["o.lr 0.2 (was 0.1)"]
     assert changed_settings(own, {"lr": TensorRef("o.lr")}, "o") == []

@@ -1,4 +1,6 @@
-"""Tests that the call in an error or a warning has all options of the caller's own call, and can be pasted."""
+"""Tests that the call in an error or a warning has all options of the caller's own
+call, and can be pasted.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,14 @@ def fold(key: str, values: list[Any]) -> Any:
         (Options(step=0), "recover(state, step=0)"),
         (Options(step=np.int64(7)), "recover(state, step=7)"),  # type: ignore[arg-type]
         (Options(False, ("a", "b.*")), "recover(state, strict=False, keep=['a', 'b.*'])"),
-        (Options(on_reshape=fold, same_partition=True), "recover(state, on_reshape=fold, same_partition=True)"),
-        (Options(on_reshape=lambda key, values: values[0]), "recover(state, on_reshape=on_reshape)"),
+        (
+            Options(on_reshape=fold, same_partition=True),
+            "recover(state, on_reshape=fold, same_partition=True)",
+        ),
+        (
+            Options(on_reshape=lambda key, values: values[0]),
+            "recover(state, on_reshape=on_reshape)",
+        ),
         (Options(on_reshape=partial(fold)), "recover(state, on_reshape=on_reshape)"),
     ],
 )
@@ -37,12 +45,23 @@ def test_the_text_of_a_call_makes_the_same_call() -> None:
         return {"state": state, **options}
 
     options = Options(False, ("a",), fold, True, 3)
-    made = eval(options.call(step=2), {"recover": recover, "state": "mine", "fold": fold})  # as its reader would
-    assert made == {"state": "mine", "step": 2, "strict": False, "keep": ["a"], "on_reshape": fold, "same_partition": True}
+    # As its reader would.
+    made = eval(options.call(step=2), {"recover": recover, "state": "mine", "fold": fold})
+    assert made == {
+        "state": "mine",
+        "step": 2,
+        "strict": False,
+        "keep": ["a"],
+        "on_reshape": fold,
+        "same_partition": True,
+    }
 
 
 def test_one_more_key_is_kept() -> None:
-    assert Options(keep=("a",), step=1).call_that_keeps("b[0]") == "recover(state, step=1, keep=['a', 'b[[]0]'])"
+    assert (
+        Options(keep=("a",), step=1).call_that_keeps("b[0]")
+        == "recover(state, step=1, keep=['a', 'b[[]0]'])"
+    )
 
 
 @pytest.mark.parametrize("key", ["a.b", "a[0].*", "what?", "[x]"])

@@ -1,4 +1,6 @@
-"""Tests that an error in a loader of the caller's says that the state is partly overwritten, and that ckptd's own errors pass."""
+"""Tests that an error in a loader of the caller's says that the state is partly
+overwritten, and that ckptd's own errors pass.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,15 @@ def test_an_error_of_the_caller_names_the_key_and_the_class() -> None:
         load_into(Place(ValueError("no")), {}, "loader.x", Options(step=4, keep=("a",)))
     assert caught.value.overwritten
     assert str(caught.value) == (
-        f"loader.x: load_state_dict() of {__name__}.Place raised ValueError('no'); the state is partly overwritten: rebuild it, and make "
+        f"loader.x: load_state_dict() of {__name__}.Place raised ValueError('no'); the state is "
+        f"partly overwritten: rebuild it, and make "
         "this object ready for its state before the recovery. To leave this object as it is, call "
         "recover(state, step=4, keep=['a', 'loader.x'])"
     )
-    with pytest.raises(RecoveryFailed, match=r"^the state: load_state_dict"), loader_of(Place(), "", Options()):
+    with (
+        pytest.raises(RecoveryFailed, match=r"^the state: load_state_dict"),
+        loader_of(Place(), "", Options()),
+    ):
         raise KeyError("step")
 
 

@@ -1,4 +1,6 @@
-"""Which candidate is recovered, and what damage, differences and errors do, without a daemon and without other processes."""
+"""Which candidate is recovered, and what damage, differences and errors do, without a
+daemon and without other processes.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ from tests.support.tmpfs import tmpfs
 
 
 def candidate(step: int, source: str = "storage", attempt: int = 1) -> m.RecoveryCandidate:
-    return m.RecoveryCandidate(attempt=attempt, step=step, tag=f"step-{step:08}.a{attempt:04}", source=source)
+    return m.RecoveryCandidate(
+        attempt=attempt, step=step, tag=f"step-{step:08}.a{attempt:04}", source=source
+    )
 
 
 class FakeClient:
@@ -52,30 +56,53 @@ class FakeClient:
 
     connected = True
 
-    def __init__(self, *candidates: m.RecoveryCandidate, root: Path | str = "/ckpts", damaged: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        *candidates: m.RecoveryCandidate,
+        root: Path | str = "/ckpts",
+        damaged: tuple[str, ...] = (),
+    ) -> None:
         self.welcome = m.Welcome(re=0, version=1, root=str(root))
         self.found = m.Found(re=0, candidates=list(candidates), damaged=list(damaged))
         self.error: CkptdError | None = None
         self.descriptors: list[Descriptor] = []
         self.asked: list[m.Request] = []
 
-    def call(self, make: Callable[[int], m.Request], kind: type[m.Reply], timeout: float) -> tuple[m.Reply, list[Descriptor]]:
+    def call(
+        self, make: Callable[[int], m.Request], kind: type[m.Reply], timeout: float
+    ) -> tuple[m.Reply, list[Descriptor]]:
         self.asked.append(make(0))
         if self.error is not None:
             raise self.error
-        return (self.found, []) if kind is m.Found else (m.Fetched(re=0, ranks=[0]), self.descriptors)
+        return (
+            (self.found, []) if kind is m.Found else (m.Fetched(re=0, ranks=[0]), self.descriptors)
+        )
 
 
 class FakeRanks:
-    """In the place of an Exchange of rank 0. `others` makes what each other rank says in a round, from its topic and what rank 0 says."""
+    """In the place of an Exchange of rank 0.
+
+    `others` makes what each other rank says in a round, from its topic and what rank 0
+    says.
+    """
 
     rank = 0
 
-    def __init__(self, others: Callable[[str, dict[str, Any]], list[dict[str, Any] | CkptdError]], world_size: int = 2) -> None:
+    def __init__(
+        self,
+        others: Callable[[str, dict[str, Any]], list[dict[str, Any] | CkptdError]],
+        world_size: int = 2,
+    ) -> None:
         self.others, self.world_size = others, world_size
         self.topics: list[str] = []
 
-    def round(self, topic: str, mine: bytes | CkptdError, decide: Callable[[list[bytes]], list[bytes]], seconds: float) -> bytes:
+    def round(
+        self,
+        topic: str,
+        mine: bytes | CkptdError,
+        decide: Callable[[list[bytes]], list[bytes]],
+        seconds: float,
+    ) -> bytes:
         self.topics.append(topic)
         if isinstance(mine, CkptdError):
             raise type(mine)(f"rank 0: {mine}")
@@ -91,10 +118,21 @@ def same(topic: str, mine: dict[str, Any]) -> list[dict[str, Any] | CkptdError]:
 
 
 class Told(Recovery):
-    """A recovery whose candidates are loaded as told. `told` has, by step and phase, the result of the phase, or its error."""
+    """A recovery whose candidates are loaded as told.
 
-    def __init__(self, client: FakeClient, told: dict[tuple[int, str], Any] | None = None, ranks: Any = None, strict: bool = True) -> None:
-        super().__init__(cast(Client, client), ranks or Alone(), "gpt", "recover/1", Options(strict))
+    `told` has, by step and phase, the result of the phase, or its error.
+    """
+
+    def __init__(
+        self,
+        client: FakeClient,
+        told: dict[tuple[int, str], Any] | None = None,
+        ranks: Any = None,
+        strict: bool = True,
+    ) -> None:
+        super().__init__(
+            cast(Client, client), ranks or Alone(), "gpt", "recover/1", Options(strict)
+        )
         self.told, self.done = told or {}, list[tuple[int, str]]()
 
     def _loading(self, candidate: m.RecoveryCandidate, topic: str) -> Any:
@@ -119,7 +157,9 @@ class FakeLoading:
         return self._do("open", {"damaged": ""})
 
     def bind(self, state: Any) -> dict[str, Any]:
-        return self._do("bind", {"unused": [], "kept": [], "lacking": [], "matched": 1, "damaged": ""})
+        return self._do(
+            "bind", {"unused": [], "kept": [], "lacking": [], "matched": 1, "damaged": ""}
+        )
 
     def load(self) -> dict[str, Any]:
         return self._do("load", {"damaged": "", "writing": True})
@@ -133,7 +173,13 @@ class FakeLoading:
     @property
     def opened(self) -> Any:
         plan = SimpleNamespace(writer={})
-        return SimpleNamespace(metrics={}, user_content=None, created=math.nan, manifest=None, sources=[SimpleNamespace(plan=plan)])
+        return SimpleNamespace(
+            metrics={},
+            user_content=None,
+            created=math.nan,
+            manifest=None,
+            sources=[SimpleNamespace(plan=plan)],
+        )
 
     rng = None
 
@@ -145,12 +191,19 @@ ALL = ["open", "bind", "load", "finish", "close"]
 
 
 def said(*candidates: m.RecoveryCandidate, asked: int | None = None) -> dict[str, Any]:
-    return {"candidates": [msgspec.to_builtins(one) for one in candidates], "asked": asked, "same_partition": False, "incomplete": []}
+    return {
+        "candidates": [msgspec.to_builtins(one) for one in candidates],
+        "asked": asked,
+        "same_partition": False,
+        "incomplete": [],
+    }
 
 
 def test_only_candidates_of_all_ranks_are_tried_in_the_order_of_rank_0() -> None:
     one, two, three, memory = candidate(1), candidate(2), candidate(3), candidate(3, "memory")
-    assert recovery._common_candidates([said(memory, three, two, one), said(three, one, two), said(memory, one, three)]) == [three, one]
+    assert recovery._common_candidates(
+        [said(memory, three, two, one), said(three, one, two), said(memory, one, three)]
+    ) == [three, one]
     assert recovery._common_candidates([said(memory, three)] * 3) == [memory, three]
     assert recovery._common_candidates([said(), said()]) == []
 
@@ -165,7 +218,9 @@ def test_the_newest_checkpoint_that_a_rank_does_not_see_is_named() -> None:
     assert recovery._unseen([newest, older | {"asked": 1}]) == ""
 
 
-def test_a_checkpoint_that_a_rank_does_not_see_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_a_rank_does_not_see_yet_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(recovery, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(recovery, "_LOOKS", 3)
     late = 2
@@ -181,13 +236,23 @@ def test_a_checkpoint_that_a_rank_does_not_see_yet_is_waited_for(monkeypatch: py
     assert recovered.step == 2
     late = 3
     made = Told(FakeClient(candidate(2), candidate(1)), ranks=FakeRanks(other))
-    with pytest.raises(RecoveryFailed, match="^only some ranks see .*, the newest checkpoint: check that all nodes have the same storage"):
+    with pytest.raises(
+        RecoveryFailed,
+        match="^only some ranks see .*, the newest checkpoint: check that all nodes have the same "
+        "storage",
+    ):
         made.run({}, step=None, last_step=3)
 
 
 def test_candidates_that_no_two_ranks_share_are_an_error() -> None:
-    """None would mean that the job has no checkpoint, and training would start from the beginning."""
-    with pytest.raises(RecoveryFailed, match="^the ranks have found different checkpoints, because some were saved or deleted meanwhile"):
+    """None would mean that the job has no checkpoint, and training would start from the
+    beginning.
+    """
+    with pytest.raises(
+        RecoveryFailed,
+        match="^the ranks have found different checkpoints, because some were saved or deleted "
+        "meanwhile",
+    ):
         recovery._common_candidates([said(candidate(1)), said(candidate(2))])
     with pytest.raises(RecoveryFailed):
         recovery._common_candidates([said(), said(candidate(2))])
@@ -199,7 +264,10 @@ def test_the_same_step_of_another_attempt_is_another_candidate() -> None:
 
 
 def test_ranks_that_want_different_steps_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="^the ranks want to recover step 7 and None: pass the same step on all ranks$"):
+    with pytest.raises(
+        InvalidRequest,
+        match="^the ranks want to recover step 7 and None: pass the same step on all ranks$",
+    ):
         recovery._common_candidates([said(candidate(7), asked=7), said(candidate(7))])
 
 
@@ -207,27 +275,55 @@ def test_nodes_have_long_to_save_what_they_hold_before_the_others_give_up() -> N
     limits = dict[str, float]()
 
     class Patient(FakeClient):
-        def call(self, make: Callable[[int], m.Request], kind: type[m.Reply], timeout: float) -> tuple[m.Reply, list[Descriptor]]:
+        def call(
+            self, make: Callable[[int], m.Request], kind: type[m.Reply], timeout: float
+        ) -> tuple[m.Reply, list[Descriptor]]:
             limits[kind.__name__] = timeout
-            return (m.Delivered(re=0), []) if kind is m.Delivered else super().call(make, kind, timeout)
+            return (
+                (m.Delivered(re=0), [])
+                if kind is m.Delivered
+                else super().call(make, kind, timeout)
+            )
 
     class Timed(FakeRanks):
-        def round(self, topic: str, mine: bytes | CkptdError, decide: Callable[[list[bytes]], list[bytes]], seconds: float) -> bytes:
+        def round(
+            self,
+            topic: str,
+            mine: bytes | CkptdError,
+            decide: Callable[[list[bytes]], list[bytes]],
+            seconds: float,
+        ) -> bytes:
             limits[topic.rpartition("/")[2]] = seconds
             return super().round(topic, mine, decide, seconds)
 
-    made = Recovery(cast(Client, Patient()), cast(Ranks, Timed(same)), "gpt", "recover/1", Options(strict=True), nodes=True)
+    made = Recovery(
+        cast(Client, Patient()),
+        cast(Ranks, Timed(same)),
+        "gpt",
+        "recover/1",
+        Options(strict=True),
+        nodes=True,
+    )
     assert made.run({}, step=None, last_step=-1) is None
     hour = loading.DELIVER_SECONDS
     assert (limits["Delivered"], limits["deliver"]) == (hour, hour)
     assert max(limits["decide"], limits["find"]) < hour
 
 
-def test_steps_that_were_lost_with_a_node_are_told(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_that_were_lost_with_a_node_are_told(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     client = FakeClient(candidate(2), root=root)
-    client.found = m.Found(re=0, candidates=[candidate(2)], incomplete=["gpt/step-00000003.a0001: rank 1 did not deliver"])
+    client.found = m.Found(
+        re=0,
+        candidates=[candidate(2)],
+        incomplete=["gpt/step-00000003.a0001: rank 1 did not deliver"],
+    )
     assert recover(client, {"w": torch.zeros(4)}) is not None
-    assert "gpt/step-00000003.a0001: rank 1 did not deliver: this step is not complete, and cannot be recovered" in caplog.messages
+    assert (
+        "gpt/step-00000003.a0001: rank 1 did not deliver: this step is not complete, and cannot "
+        "be recovered" in caplog.messages
+    )
 
 
 # -- one candidate after the other
@@ -243,18 +339,33 @@ def test_the_first_candidate_is_recovered() -> None:
     assert client.asked == [m.Find(id=0, step=None)]
 
 
-def test_a_damaged_candidate_is_passed_over_before_the_state_is_touched(caplog: pytest.LogCaptureFixture) -> None:
-    made = Told(FakeClient(candidate(3), candidate(2), damaged=("gpt/step-4: no manifest",)), {(3, "open"): {"damaged": "bit rot"}})
+def test_a_damaged_candidate_is_passed_over_before_the_state_is_touched(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = Told(
+        FakeClient(candidate(3), candidate(2), damaged=("gpt/step-4: no manifest",)),
+        {(3, "open"): {"damaged": "bit rot"}},
+    )
     found = made.run({}, step=None, last_step=-1)
     assert found is not None
-    assert (found.step, found.passed_over) == (2, ["gpt/step-4: no manifest", "gpt/step-00000003.a0001 in storage: bit rot"])
+    assert (found.step, found.passed_over) == (
+        2,
+        ["gpt/step-4: no manifest", "gpt/step-00000003.a0001 in storage: bit rot"],
+    )
     assert made.done == [(3, "open"), (3, "close"), *((2, phase) for phase in ALL)]
-    assert "gpt/step-00000003.a0001 in storage cannot be recovered and is skipped: bit rot" in caplog.messages
+    assert (
+        "gpt/step-00000003.a0001 in storage cannot be recovered and is skipped: bit rot"
+        in caplog.messages
+    )
 
 
 def test_damage_that_is_found_during_the_load_sends_all_ranks_to_the_next_candidate() -> None:
     def others(topic: str, mine: dict[str, Any]) -> list[dict[str, Any] | CkptdError]:
-        return [{**mine, "damaged": "rank 1 reads rot"}] if topic == "load" and mine["damaged"] == "" and not seen else [mine]
+        return (
+            [{**mine, "damaged": "rank 1 reads rot"}]
+            if topic == "load" and mine["damaged"] == "" and not seen
+            else [mine]
+        )
 
     seen: list[str] = []
 
@@ -267,8 +378,17 @@ def test_damage_that_is_found_during_the_load_sends_all_ranks_to_the_next_candid
     made = Once(FakeClient(candidate(3), candidate(2)), ranks=FakeRanks(others))
     found = made.run({}, step=None, last_step=-1)
     assert found is not None
-    assert (found.step, found.passed_over) == (2, ["gpt/step-00000003.a0001 in storage: rank 1 reads rot"])
-    assert made.done == [(3, "open"), (3, "bind"), (3, "load"), (3, "close"), *((2, phase) for phase in ALL)]
+    assert (found.step, found.passed_over) == (
+        2,
+        ["gpt/step-00000003.a0001 in storage: rank 1 reads rot"],
+    )
+    assert made.done == [
+        (3, "open"),
+        (3, "bind"),
+        (3, "load"),
+        (3, "close"),
+        *((2, phase) for phase in ALL),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -276,7 +396,11 @@ def test_damage_that_is_found_during_the_load_sends_all_ranks_to_the_next_candid
     [
         ({(1, "open"): {"damaged": "rot"}}, False, "the state is unchanged"),
         ({(1, "load"): {"damaged": "rot", "writing": False}}, False, "the state is unchanged"),
-        ({(1, "load"): {"damaged": "rot", "writing": True}}, True, "the state is partly overwritten: rebuild it before training"),
+        (
+            {(1, "load"): {"damaged": "rot", "writing": True}},
+            True,
+            "the state is partly overwritten: rebuild it before training",
+        ),
     ],
     ids=["at the open", "before the first write", "after it"],
 )
@@ -285,12 +409,19 @@ def test_if_every_candidate_is_damaged_the_error_says_whether_the_state_is_whole
 ) -> None:
     with pytest.raises(RecoveryFailed) as caught:
         Told(FakeClient(candidate(1)), told).run({}, step=None, last_step=-1)
-    assert str(caught.value) == f"no sound checkpoint of job 'gpt' is left: gpt/step-00000001.a0001 in storage: rot; {words}"
+    assert (
+        str(caught.value)
+        == f"no sound checkpoint of job 'gpt' is left: gpt/step-00000001.a0001 in storage: rot; "
+        f"{words}"
+    )
     assert caught.value.overwritten == overwritten
 
 
 def test_a_state_that_was_overwritten_once_is_not_whole_again() -> None:
-    told = {(2, "load"): {"damaged": "rot", "writing": True}, (1, "load"): {"damaged": "rot", "writing": False}}
+    told = {
+        (2, "load"): {"damaged": "rot", "writing": True},
+        (1, "load"): {"damaged": "rot", "writing": False},
+    }
     with pytest.raises(RecoveryFailed, match="partly overwritten") as caught:
         Told(FakeClient(candidate(2), candidate(1)), told).run({}, step=None, last_step=-1)
     assert caught.value.overwritten
@@ -300,7 +431,11 @@ def test_one_rank_that_has_begun_to_write_is_enough_for_a_state_that_is_not_whol
     def others(topic: str, mine: dict[str, Any]) -> list[dict[str, Any] | CkptdError]:
         return [{**mine, "writing": True}] if topic == "load" else [mine]
 
-    made = Told(FakeClient(candidate(1)), {(1, "load"): {"damaged": "rot", "writing": False}}, ranks=FakeRanks(others))
+    made = Told(
+        FakeClient(candidate(1)),
+        {(1, "load"): {"damaged": "rot", "writing": False}},
+        ranks=FakeRanks(others),
+    )
     with pytest.raises(RecoveryFailed, match="partly overwritten"):
         made.run({}, step=None, last_step=-1)
 
@@ -309,20 +444,27 @@ def test_without_a_candidate_there_is_nothing_to_recover() -> None:
     assert Told(FakeClient()).run({}, step=None, last_step=-1) is None
     with pytest.raises(NotFound, match="^job 'gpt' has no checkpoint of step 7$"):
         Told(FakeClient()).run({}, step=7, last_step=-1)
-    with pytest.raises(RecoveryFailed, match="no sound checkpoint of job 'gpt' is left: gpt/step-1: rot; the state is unchanged"):
+    with pytest.raises(
+        RecoveryFailed,
+        match="no sound checkpoint of job 'gpt' is left: gpt/step-1: rot; the state is unchanged",
+    ):
         Told(FakeClient(damaged=("gpt/step-1: rot",))).run({}, step=7, last_step=-1)
 
 
 @pytest.mark.parametrize("step", [-1, True, 1.5, "7"])
 def test_a_step_that_cannot_be_is_refused(step: Any) -> None:
     client = FakeClient(candidate(1))
-    with pytest.raises(InvalidRequest, match=r"^step is .*; expected an integer from 0 to 10\*\*18 - 1$"):
+    with pytest.raises(
+        InvalidRequest, match=r"^step is .*; expected an integer from 0 to 10\*\*18 - 1$"
+    ):
         Told(client).run({}, step=step, last_step=-1)
     assert client.asked == []
 
 
 def test_the_highest_step_of_any_rank_counts() -> None:
-    """A rank that has captured less must begin the next attempt together with the others."""
+    """A rank that has captured less must begin the next attempt together with the
+    others.
+    """
     ranks = FakeRanks(lambda topic, mine: [{**mine, "last_step": 9}] if topic == "find" else [mine])
     made = Told(FakeClient(candidate(1)), ranks=ranks)
     made.run({}, step=None, last_step=3)
@@ -335,7 +477,9 @@ def test_the_highest_step_of_any_rank_counts() -> None:
 @pytest.mark.parametrize("phase", ALL[:-1])
 def test_an_error_ends_the_recovery_and_closes_the_candidate(phase: str) -> None:
     """It is no damage. An older checkpoint would lose one that may be sound."""
-    made = Told(FakeClient(candidate(2), candidate(1)), {(2, phase): StorageError("the disk is gone")})
+    made = Told(
+        FakeClient(candidate(2), candidate(1)), {(2, phase): StorageError("the disk is gone")}
+    )
     with pytest.raises(StorageError, match="^the disk is gone$"):
         made.run({}, step=None, last_step=-1)
     assert made.done[-2:] == [(2, phase), (2, "close")]
@@ -343,7 +487,11 @@ def test_an_error_ends_the_recovery_and_closes_the_candidate(phase: str) -> None
 
 def test_an_error_of_another_rank_is_raised_here() -> None:
     def others(topic: str, mine: dict[str, Any]) -> list[dict[str, Any] | CkptdError]:
-        return [StructureMismatch("w: the checkpoint has shape [2], the state [3]")] if topic == "bind" else [mine]
+        return (
+            [StructureMismatch("w: the checkpoint has shape [2], the state [3]")]
+            if topic == "bind"
+            else [mine]
+        )
 
     made = Told(FakeClient(candidate(1)), ranks=FakeRanks(others))
     with pytest.raises(StructureMismatch, match="^rank 1: w: "):
@@ -359,7 +507,9 @@ def test_the_other_ranks_hear_of_a_bug_and_this_one_raises_it_as_it_is() -> None
             heard.append(mine)
             return super().round(topic, mine, *more)
 
-    made = Told(FakeClient(candidate(1)), {(1, "bind"): ZeroDivisionError("a bug")}, ranks=Listening(same))
+    made = Told(
+        FakeClient(candidate(1)), {(1, "bind"): ZeroDivisionError("a bug")}, ranks=Listening(same)
+    )
     with pytest.raises(ZeroDivisionError, match="^a bug$"):
         made.run({}, step=None, last_step=-1)
     assert (type(heard[-1]), str(heard[-1])) == (InternalError, "ZeroDivisionError: a bug")
@@ -371,9 +521,20 @@ def unused(*keys: str) -> dict[str, Any]:
 
 def test_a_key_must_have_a_place_on_some_rank() -> None:
     ranks = FakeRanks(lambda topic, mine: [unused("b", "c")] if topic == "bind" else [mine])
-    assert Told(FakeClient(candidate(1)), {(1, "bind"): unused("a")}, ranks).run({}, step=None, last_step=-1) is not None
-    with pytest.raises(StructureMismatch, match=r"^2 keys \(b, c\) are in the checkpoint and not in the state; nothing was written\. "):
-        Told(FakeClient(candidate(1)), {(1, "bind"): unused("a", "b", "c")}, ranks).run({}, step=None, last_step=-1)
+    assert (
+        Told(FakeClient(candidate(1)), {(1, "bind"): unused("a")}, ranks).run(
+            {}, step=None, last_step=-1
+        )
+        is not None
+    )
+    with pytest.raises(
+        StructureMismatch,
+        match=r"^2 keys \(b, c\) are in the checkpoint and not in the state; nothing was "
+        r"written\. ",
+    ):
+        Told(FakeClient(candidate(1)), {(1, "bind"): unused("a", "b", "c")}, ranks).run(
+            {}, step=None, last_step=-1
+        )
     made = Told(FakeClient(candidate(1)), {(1, "bind"): unused("a", "b")}, ranks, strict=False)
     assert made.run({}, step=None, last_step=-1) is not None
 
@@ -381,9 +542,17 @@ def test_a_key_must_have_a_place_on_some_rank() -> None:
 def test_a_state_of_which_no_rank_has_a_key_in_the_checkpoint_is_refused() -> None:
     nothing = unused() | {"matched": 0}
     ranks = FakeRanks(lambda topic, mine: [nothing] if topic == "bind" else [mine])
-    assert Told(FakeClient(candidate(1)), {}, ranks, strict=False).run({}, step=None, last_step=-1) is not None
-    with pytest.raises(StructureMismatch, match="^no key of the state is in the checkpoint; nothing was written: compare the keys"):
-        Told(FakeClient(candidate(1)), {(1, "bind"): nothing}, ranks, strict=False).run({}, step=None, last_step=-1)
+    assert (
+        Told(FakeClient(candidate(1)), {}, ranks, strict=False).run({}, step=None, last_step=-1)
+        is not None
+    )
+    with pytest.raises(
+        StructureMismatch,
+        match="^no key of the state is in the checkpoint; nothing was written: compare the keys",
+    ):
+        Told(FakeClient(candidate(1)), {(1, "bind"): nothing}, ranks, strict=False).run(
+            {}, step=None, last_step=-1
+        )
 
 
 def test_a_daemon_that_cannot_be_asked_is_an_error() -> None:
@@ -417,19 +586,27 @@ def test_a_checkpoint_is_recovered_from_storage(root: Path) -> None:
     state = {"w": torch.zeros(4)}
     found = recover(FakeClient(candidate(2), candidate(1), root=root), state)
     assert found is not None
-    assert (found.step, found.attempt, found.tag, found.source, found.metrics, found.user_content) == (
+    assert (found.step, found.attempt, found.tag, found.source, found.metrics,
+        found.user_content) == (
         2, 1, "step-00000002.a0001", "storage", {}, None,
     )  # fmt: skip
     assert state["w"].tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize("connected", [True, False])
-def test_a_daemon_that_answers_is_asked_for_the_slots_unchecked(root: Path, connected: bool) -> None:
-    """The checksums of a part say which slot is sound. So the daemon need not read the slots, and a busy one is not waited for."""
+def test_a_daemon_that_answers_is_asked_for_the_slots_unchecked(
+    root: Path, connected: bool
+) -> None:
+    """The checksums of a part say which slot is sound.
+
+    So the daemon need not read the slots, and a busy one is not waited for.
+    """
     client = FakeClient(candidate(2), root=root)
     client.connected = connected
     assert recover(client, {"w": torch.zeros(4)}) is not None
-    assert [one for one in client.asked if isinstance(one, m.Fetch)] == [m.Fetch(id=0, attempt=1, step=2, check=False)] * connected
+    assert [one for one in client.asked if isinstance(one, m.Fetch)] == [
+        m.Fetch(id=0, attempt=1, step=2, check=False)
+    ] * connected
 
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "a missing part", "a missing checkpoint"])
@@ -448,7 +625,9 @@ def test_damage_in_storage_is_passed_over(root: Path, damage: str) -> None:
     assert (found.step, len(found.passed_over), state["w"].tolist()) == (1, 1, [1.0] * 4)
 
 
-def test_a_shortage_of_this_machine_is_no_damage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shortage_of_this_machine_is_no_damage(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run_out(*_: Any, **__: Any) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -457,16 +636,23 @@ def test_a_shortage_of_this_machine_is_no_damage(root: Path, monkeypatch: pytest
         recover(FakeClient(candidate(2), candidate(1), root=root), {"w": torch.zeros(4)})
 
 
-def test_a_checkpoint_of_a_newer_ckptd_is_no_damage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_a_newer_ckptd_is_no_damage(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise NewerFormat("part was written by a newer ckptd")
 
     monkeypatch.setattr(loading, "open_checkpoint", refuse)
-    with pytest.raises(NewerFormat, match=r"^gpt/step-00000002\.a0001: part was written by a newer ckptd; .* with step=$"):
+    with pytest.raises(
+        NewerFormat,
+        match=r"^gpt/step-00000002\.a0001: part was written by a newer ckptd; .* with step=$",
+    ):
         recover(FakeClient(candidate(2), candidate(1), root=root), {"w": torch.zeros(4)})
 
 
-def test_damage_that_the_load_finds_leaves_no_value_of_that_checkpoint(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_that_the_load_finds_leaves_no_value_of_that_checkpoint(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tensors of an older one overwrite all that was written before."""
     steps: list[int] = []
 
@@ -493,16 +679,22 @@ def test_an_empty_state_takes_the_tensors_that_were_saved(root: Path) -> None:
 
 def test_a_difference_leaves_the_state_and_the_checkpoint_as_they_were(root: Path) -> None:
     state = {"w": torch.zeros(5)}
-    with pytest.raises(StructureMismatch, match=r"w: the checkpoint has shape \[4\], the state \[5\]"):
+    with pytest.raises(
+        StructureMismatch, match=r"w: the checkpoint has shape \[4\], the state \[5\]"
+    ):
         recover(FakeClient(candidate(2), candidate(1), root=root), state)
     assert state["w"].tolist() == [0.0] * 5
 
 
-def test_generators_of_another_number_of_ranks_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_generators_of_another_number_of_ranks_are_left_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     made = Loading(cast(Client, FakeClient()), Alone(), "gpt", candidate(1), Options(), set())
     made._documents = [{"state": {}, "rng": {"torch": b""}}, {"state": {}, "rng": None}]
     assert (made._own_document(), made.rng) == (None, None)
-    assert caplog.messages == ["random generators are left as they are: they were saved on 2 ranks, and this job has 1"]
+    assert caplog.messages == [
+        "random generators are left as they are: they were saved on 2 ranks, and this job has 1"
+    ]
     made._documents = [{"state": {}, "rng": None}] * 2
     assert made._own_document() is None
     assert len(caplog.messages) == 1
@@ -523,7 +715,14 @@ def test_generators_are_set_last(monkeypatch: pytest.MonkeyPatch, root: Path) ->
     happened: list[str] = []
     monkeypatch.setattr(loading, "set_rng_state", lambda rng: happened.append(f"set {rng}"))
     monkeypatch.setattr(Drawing, "load_state_dict", lambda self, state: happened.append("loaded"))
-    made = Loading(cast(Client, FakeClient(root=root)), Alone(), "gpt", candidate(2), Options(strict=False), set())
+    made = Loading(
+        cast(Client, FakeClient(root=root)),
+        Alone(),
+        "gpt",
+        candidate(2),
+        Options(strict=False),
+        set(),
+    )
     assert made.open() == {"damaged": ""}
     made._documents[0]["state"]["loader"] = {}
     made._documents[0]["rng"] = "generators"
@@ -545,7 +744,10 @@ def slot() -> Iterator[Descriptor]:
         data, lock = shm.make("a.seg", 1 << 16)
         header = seal(data.fileno(), read_header(data.fileno()), plan)
         crcs = []
-        for chunk in chunk_ranges(with_values(plan.regions, (header.values.offset, header.values.length)), header.chunk_size):
+        for chunk in chunk_ranges(
+            with_values(plan.regions, (header.values.offset, header.values.length)),
+            header.chunk_size,
+        ):
             with open(data.fileno(), "rb", closefd=False) as file:
                 file.seek(header.data_offset + chunk.offset)
                 crcs.append(crc32c(file.read(chunk.length)))
@@ -558,7 +760,9 @@ def slot() -> Iterator[Descriptor]:
 def loading_of(slot: Descriptor, step: int = 5, attempt: int = 1) -> Loading:
     client = FakeClient()
     client.descriptors = [slot]
-    return Loading(cast(Client, client), Alone(), "gpt", candidate(step, "memory", attempt), Options(), set())
+    return Loading(
+        cast(Client, client), Alone(), "gpt", candidate(step, "memory", attempt), Options(), set()
+    )
 
 
 def opened(slot: Descriptor, step: int = 5, attempt: int = 1) -> str:
@@ -581,20 +785,30 @@ def test_every_chunk_of_a_slot_is_verified_as_it_is_read(slot: Descriptor) -> No
     with open(slot.fileno(), "r+b", closefd=False) as file:
         file.seek(header.data_offset + 70)
         file.write(b"!")
-    with pytest.raises(IntegrityError, match="^chunk 1 of step 5 has changed in memory since it was sealed$"):
+    with pytest.raises(
+        IntegrityError, match="^chunk 1 of step 5 has changed in memory since it was sealed$"
+    ):
         materialize(saved, saved.names())
     made.close()
     assert slot.closed
 
 
 @pytest.mark.parametrize(("step", "attempt"), [(6, 1), (5, 2)])
-def test_a_slot_that_holds_another_step_is_passed_over(slot: Descriptor, step: int, attempt: int) -> None:
+def test_a_slot_that_holds_another_step_is_passed_over(
+    slot: Descriptor, step: int, attempt: int
+) -> None:
     assert opened(slot, step, attempt) == f"the slot of step {step} has been filled again"
     assert slot.closed
 
 
 def test_where_a_training_begins_and_to_which_step_it_could_go_back() -> None:
-    found = [candidate(85, attempt=3), candidate(79, "memory", 2), candidate(79, attempt=2), candidate(79), candidate(69)]
+    found = [
+        candidate(85, attempt=3),
+        candidate(79, "memory", 2),
+        candidate(79, attempt=2),
+        candidate(79),
+        candidate(69),
+    ]
     options = Options(strict=False)
 
     def back_to(step: int) -> str:
@@ -605,7 +819,11 @@ def test_where_a_training_begins_and_to_which_step_it_could_go_back() -> None:
     assert restart(found, 1, [], options) == Restart("step 79 of attempt 2", 3, back_to(69))
     assert restart(found[3:], 0, [], options) == Restart("step 79 of attempt 1", 1, back_to(69))
     damaged = ["step-00000085.a0005: its manifest is damaged", "x"]
-    assert restart(found[3:], 0, damaged, options) == Restart("step 79 of attempt 1", 5, back_to(69))
+    assert restart(found[3:], 0, damaged, options) == Restart(
+        "step 79 of attempt 1", 5, back_to(69)
+    )
     best = m.RecoveryCandidate(attempt=4, step=None, tag="best.a0004", source="storage")
-    assert restart([best, *found], 0, [], options) == Restart("checkpoint best.a0004", 4, back_to(85))
+    assert restart([best, *found], 0, [], options) == Restart(
+        "checkpoint best.a0004", 4, back_to(85)
+    )
     assert restart([best], 0, [], options) == Restart("checkpoint best.a0004", 4, "")

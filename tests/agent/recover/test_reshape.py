@@ -9,11 +9,29 @@ from tests.agent.test_resharding import Cursor
 
 def test_values_are_changed_in_place_where_possible() -> None:
     tensor, cursor, inner, items = torch.zeros(3), Cursor(0), Cursor(0), [Cursor(0), 5]
-    place = {"tensor": tensor, "cursor": cursor, "deep": {"inner": inner}, "items": items, "gone": 1, "n": 1}
-    made = {"tensor": torch.ones(3), "cursor": {"position": 1}, "deep": {"inner": {"position": 2}, "new": 3}, "n": 2}
+    place = {
+        "tensor": tensor,
+        "cursor": cursor,
+        "deep": {"inner": inner},
+        "items": items,
+        "gone": 1,
+        "n": 1,
+    }
+    made = {
+        "tensor": torch.ones(3),
+        "cursor": {"position": 1},
+        "deep": {"inner": {"position": 2}, "new": 3},
+        "n": 2,
+    }
     made["items"] = [{"position": 3}, 6]
     assert put_into(per_rank(place), made) is place
-    assert place == {"tensor": tensor, "cursor": cursor, "deep": {"inner": inner, "new": 3}, "items": items, "n": 2}
+    assert place == {
+        "tensor": tensor,
+        "cursor": cursor,
+        "deep": {"inner": inner, "new": 3},
+        "items": items,
+        "n": 2,
+    }
     assert torch.equal(tensor, torch.ones(3))
     assert [cursor.position, inner.position, items[0].position, items[1]] == [1, 2, 3, 6]  # type: ignore[attr-defined]
 

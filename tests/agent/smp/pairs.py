@@ -24,4 +24,8 @@ def pair(seed: int, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
 def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     found = {name: sharded.plain(tensor) for name, tensor in model.state_dict().items()}
     states = optimizer.state_dict()["state"]
-    return found | {f"{number}.{key}": sharded.plain(value) for number, state in states.items() for key, value in state.items()}
+    return found | {
+        f"{number}.{key}": sharded.plain(value)
+        for number, state in states.items()
+        for key, value in state.items()
+    }

@@ -15,13 +15,25 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ckptd.agent import smp
 from ckptd.agent.smp.objects import load, save
-from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidName, InvalidRequest, NotFound, UnsavableValue
+from ckptd.shared.errors import (
+    AlreadyExists,
+    IntegrityError,
+    InvalidName,
+    InvalidRequest,
+    NotFound,
+    UnsavableValue,
+)
 from tests.agent.convert.saved import assert_same
 from tests.support.daemons import Daemon
 from tests.support.ranks import Ranks
 from tests.support.storage import part_in
 
-OBJECT = {"state": {"w": torch.arange(6.0).reshape(2, 3)}, "epoch": 3, "seen": [(1, "x"), None], "groups": [{"lr": 0.1}]}
+OBJECT = {
+    "state": {"w": torch.arange(6.0).reshape(2, 3)},
+    "epoch": 3,
+    "seen": [(1, "x"), None],
+    "groups": [{"lr": 0.1}],
+}
 
 
 def test_an_object_comes_back(root: Path) -> None:
@@ -43,7 +55,9 @@ def test_the_newest_of_a_name_is_loaded(root: Path) -> None:
         load(root / "c")
 
 
-@pytest.mark.parametrize("value", [torch.ones(3), [1, 2], "text", {"w": torch.ones(2, dtype=torch.bfloat16)}])
+@pytest.mark.parametrize(
+    "value", [torch.ones(3), [1, 2], "text", {"w": torch.ones(2, dtype=torch.bfloat16)}]
+)
 def test_every_kind_of_object(root: Path, value: Any) -> None:
     for partial in (True, False):
         save(value, root / f"x{partial}", partial)
@@ -53,7 +67,9 @@ def test_every_kind_of_object(root: Path, value: Any) -> None:
 def test_a_full_object_is_a_file_of_torch(root: Path) -> None:
     save(OBJECT, root / "whole.pt", partial=False)
     assert_same(torch.load(root / "whole.pt", weights_only=True), OBJECT)
-    with pytest.raises(AlreadyExists, match="whole.pt exists already: choose another name, or remove it first"):
+    with pytest.raises(
+        AlreadyExists, match="whole.pt exists already: choose another name, or remove it first"
+    ):
         save(OBJECT, root / "whole.pt", partial=False)
     with pytest.raises(NotFound, match="^no object 'whole.pt' in .*; there are none$"):
         load(root / "whole.pt")
@@ -81,7 +97,9 @@ def test_bad_input_is_refused(tmp_path: Path, root: Path) -> None:
     save({}, root / "empty")
     with pytest.raises(UnsavableValue):
         save({"f": print}, root / "x")
-    with pytest.raises(InvalidRequest, match="^the object has a module or an optimizer: save its state_dict"):
+    with pytest.raises(
+        InvalidRequest, match="^the object has a module or an optimizer: save its state_dict"
+    ):
         save({"model": torch.nn.Linear(1, 1)}, root / "x")
     with pytest.raises(NotFound, match="no object 'x' in .*; there are none"):
         load(tmp_path / "x")
@@ -109,7 +127,9 @@ def test_damage_is_found(root: Path) -> None:
 
 def sharded(first: float) -> DTensor:
     mesh = DeviceMesh("cpu", list(range(torch.distributed.get_world_size())))
-    return DTensor.from_local(torch.full((1, 2), first + mesh.get_local_rank()), mesh, [Shard(0)], run_check=False)
+    return DTensor.from_local(
+        torch.full((1, 2), first + mesh.get_local_rank()), mesh, [Shard(0)], run_check=False
+    )
 
 
 def save_on_rank(socket: Path, place: Path, partial: bool) -> int:
@@ -150,20 +170,35 @@ def test_containers_of_shards_keep_their_types(daemon: Daemon) -> None:
     with Ranks(2) as ranks:
         seconds = []
         for first, second in ranks.call(save_containers, daemon.home.socket, daemon.home.root):
-            assert first == "a Pair has a sharded tensor in it: save it in a dict, a list or a tuple"
+            assert (
+                first == "a Pair has a sharded tensor in it: save it in a dict, a list or a tuple"
+            )
             seconds.append(second)
-        words = "holder.inside: a tensor that is sharded over ranks is no rank's own: take it out of per_rank(...)"
+        words = (
+            "holder.inside: a tensor that is sharded over ranks is no rank's own: take it out "
+            "of "
+            "per_rank(...)"
+        )
         own = [f"object@{number}.{words}" for number in (0, 1)]
-        told = [f"rank {1 - number}: {own[1 - number]}" for number in (0, 1)]  # if the other rank has failed the step first
+        # If the other rank has failed the step first.
+        told = [f"rank {1 - number}: {own[1 - number]}" for number in (0, 1)]
         assert seconds in (own, [own[0], told[1]], [told[0], own[1]])
     found = load(daemon.home.root / "x")
     assert (type(found), list(found)) == (OrderedDict, ["b", "a"])
-    assert (found["b"][0].tolist(), found["b"][1:], found["a"]) == ([[1.0, 1.0], [2.0, 2.0]], (1,), 2)
+    assert (found["b"][0].tolist(), found["b"][1:], found["a"]) == (
+        [[1.0, 1.0], [2.0, 2.0]],
+        (1,),
+        2,
+    )
 
 
 def load_on_rank(place: Path, partial: bool) -> Any:
     return {
-        key: value.tolist() if isinstance(value, torch.Tensor) else [one.tolist() for one in value] if isinstance(value, list) else value
+        key: value.tolist()
+        if isinstance(value, torch.Tensor)
+        else [one.tolist() for one in value]
+        if isinstance(value, list)
+        else value
         for key, value in load(place / "x", partial=partial).items()
     }
 
@@ -183,7 +218,9 @@ def test_each_rank_gets_its_own_object(daemon: Daemon) -> None:
 
 
 def save_differing(socket: Path, place: Path) -> list[str]:
-    """Save an object that differs between ranks, each rank's own first, and return the errors of full saves."""
+    """Save an object that differs between ranks, each rank's own first, and return the
+    errors of full saves.
+    """
     os.environ["CKPTD_SOCKET"] = str(socket)
     own = {"w": sharded(1.0), "rank": torch.distributed.get_rank()}
     save(own, place / "own")

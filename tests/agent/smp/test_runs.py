@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from ckptd.agent import smp
-from ckptd.agent.smp.runs import JobPlace, job_place, known_run, manifests, run_in, source_rank, tag_of
+from ckptd.agent.smp.runs import (
+    JobPlace,
+    job_place,
+    known_run,
+    manifests,
+    run_in,
+    source_rank,
+    tag_of,
+)
 from ckptd.shared.errors import NotFound
 
 
@@ -29,9 +37,13 @@ def test_a_run_is_made_once_and_again_after_close(root: Path) -> None:
 def test_manifests_are_in_order_and_damaged_ones_are_left_out(root: Path) -> None:
     run = run_in(root, "partial")
     for step, tag in ((1, "a"), (5, "b"), (7, "c")):
-        run.agent.snapshot({"w": torch.ones(1)}, step=step, user_content={"tag": tag}).wait("durable", timeout=60)
+        run.agent.snapshot({"w": torch.ones(1)}, step=step, user_content={"tag": tag}).wait(
+            "durable", timeout=60
+        )
     next((root / "partial").glob("step-00000005.*/manifest.json")).write_bytes(b"{}")
-    assert [(found.step, tag_of(found.user_content)) for found in manifests(JobPlace(root, "partial"))] == [(1, "a"), (7, "c")]
+    assert [
+        (found.step, tag_of(found.user_content)) for found in manifests(JobPlace(root, "partial"))
+    ] == [(1, "a"), (7, "c")]
     smp.close()
     assert run_in(root, "partial").highest == 7
     assert manifests(JobPlace(root, "none")) == []
@@ -43,7 +55,9 @@ def test_content_of_other_tools_has_no_tag(root: Path) -> None:
     assert [tag_of(found.user_content) for found in manifests(JobPlace(root, "partial"))] == [""]
 
 
-def test_values_of_fewer_ranks_are_shared_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_values_of_fewer_ranks_are_shared_and_a_warning_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert [source_rank("data", 2, rank) for rank in range(2)] == [0, 1]
     assert caplog.messages == []
     assert source_rank("data", 2, 3) == 1
@@ -73,7 +87,8 @@ def test_two_paths_have_two_jobs(root: Path, tmp_path: Path) -> None:
     assert job_place(root, "partial") == JobPlace(root, "partial")
     for name, job in (("a/b", "a..b..partial"), ("a.b", "a.b..partial")):
         assert job_place(root / name, "partial", ask=True) == JobPlace(root, job)
-        assert job_place(root / name, "partial") == JobPlace(root / name, "partial")  # nothing is there yet
+        # Nothing is there yet.
+        assert job_place(root / name, "partial") == JobPlace(root / name, "partial")
     for path in (root / "no name", tmp_path / "elsewhere"):
         assert job_place(path, "partial", ask=True) == JobPlace(path, "partial")
 
@@ -83,6 +98,10 @@ def test_a_directory_that_is_a_root_stays_one(root: Path) -> None:
     assert job_place(root / "inner", "partial", ask=True) == JobPlace(root / "inner", "partial")
 
 
-def test_below_a_root_that_no_daemon_of_the_node_serves_a_directory_is_a_root(tmp_path: Path, root: Path) -> None:
+def test_below_a_root_that_no_daemon_of_the_node_serves_a_directory_is_a_root(
+    tmp_path: Path, root: Path
+) -> None:
     (tmp_path / "old" / ".ckptd").mkdir(parents=True)
-    assert job_place(tmp_path / "old" / "new", "partial", ask=True) == JobPlace(tmp_path / "old" / "new", "partial")
+    assert job_place(tmp_path / "old" / "new", "partial", ask=True) == JobPlace(
+        tmp_path / "old" / "new", "partial"
+    )

@@ -1,4 +1,6 @@
-"""Capturing a state changes nothing in it, and refuses by key what could not be restored."""
+"""Capturing a state changes nothing in it, and refuses by key what could not be
+restored.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def test_tensors_are_taken_by_name_and_the_rest_is_encoded() -> None:
     assert found.tensors["w"] is tensor
     assert found.tensors["object.deep.0"] is inner
     assert decode(found.state) == {
-        "w": TensorRef("w"), "n": 5, "object": ObjectNode("stateful", {"deep": [TensorRef("object.deep.0"), "x"]}, f"{__name__}.Stateful"),
+        "w": TensorRef("w"), "n": 5, "object": ObjectNode("stateful",
+        {"deep": [TensorRef("object.deep.0"), "x"]}, f"{__name__}.Stateful"),
     }  # fmt: skip
 
 
@@ -55,7 +58,9 @@ def test_an_optimizer_is_not_made_to_step() -> None:
     assert tree["optim"].tree["state"] == {}
     assert tree["optim"].tree["param_groups"][0]["params"] == ["weight", "bias"]
     assert len(optimizer.state) == 0
-    assert tree["model"] == ObjectNode("module", {"weight": TensorRef("model.weight"), "bias": TensorRef("model.bias")})
+    assert tree["model"] == ObjectNode(
+        "module", {"weight": TensorRef("model.weight"), "bias": TensorRef("model.bias")}
+    )
 
 
 def test_only_objects_with_both_methods_are_expanded() -> None:
@@ -64,7 +69,9 @@ def test_only_objects_with_both_methods_are_expanded() -> None:
             return {}
 
     assert expand_object(Stateful({"a": 1}), Names()) == ("stateful", {"a": 1})
-    assert [expand_object(value, Names()) for value in (Half(), Stateful, 5, {"a": 1})] == [None] * 4
+    assert [expand_object(value, Names()) for value in (Half(), Stateful, 5, {"a": 1})] == [
+        None
+    ] * 4
 
 
 def test_the_document_has_the_generators_if_they_are_wanted() -> None:
@@ -94,7 +101,10 @@ def nested(levels: int) -> Any:
     ("state", "words"),
     [
         ({"a": nested(200)}, "a.0.0"),
-        ({"a": Endless(None)}, "the state: a state_dict in it is nested too deep, or contains itself; nest it less"),
+        (
+            {"a": Endless(None)},
+            "the state: a state_dict in it is nested too deep, or contains itself; nest it less",
+        ),
         ({"n": 10**5000}, "n: an integer of about"),
         ({"a": Stateful({"n": 10**5000})}, "a.n: an integer of about"),
     ],
@@ -110,7 +120,10 @@ def test_an_error_of_a_state_dict_is_told_with_its_key() -> None:
         def state_dict(self) -> Any:
             raise ValueError("not yet")
 
-    with pytest.raises(UnsavableValue, match=r"^a: the state_dict\(\) of .*Failing raised ValueError\('not yet'\): ") as caught:
+    with pytest.raises(
+        UnsavableValue,
+        match=r"^a: the state_dict\(\) of .*Failing raised ValueError\('not yet'\): ",
+    ) as caught:
         capture({"a": Failing(None)})
     assert isinstance(caught.value.__cause__, ValueError)
 
@@ -131,12 +144,18 @@ class FailingModule(torch.nn.Linear):
 
 
 def test_an_error_of_a_modules_state_dict_is_told_with_its_key() -> None:
-    words = r"^net\.head: the state_dict\(\) of .*FailingModule raised KeyError\('not yet'\): call it when it works, or leave it out$"
+    words = (
+        r"^net\.head: the state_dict\(\) of .*FailingModule raised KeyError\('not yet'\): "
+        r"call "
+        r"it "
+        r"when it works, or leave it out$"
+    )
     failing = FailingModule()
     with pytest.raises(UnsavableValue, match=words) as caught:
         capture({"net": {"head": failing}})
     assert isinstance(caught.value.__cause__, KeyError)
-    assert failing.asked == 1  # once only, because a state_dict may wait for those of the other ranks
+    # Once only, because a state_dict may wait for those of the other ranks.
+    assert failing.asked == 1
 
 
 def test_a_module_whose_state_dict_raises_can_be_left_out() -> None:
@@ -148,13 +167,20 @@ def test_a_module_whose_state_dict_raises_can_be_left_out() -> None:
     assert "FailingModule raised KeyError('not yet')" in unsaved["head"]
 
 
-def test_a_state_that_a_reader_would_refuse_for_its_size_is_refused_whatever_was_captured_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_a_reader_would_refuse_for_its_size_is_refused_whatever_was_captured_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The number of texts counts, not the length of the document."""
     monkeypatch.setattr(bounds, "MAX_OBJECTS", 10_000)
     habits = Habits()
     capture({"data": b"\x00" * 100_000}, habits=habits)
     for texts in (["ab"] * 9_990, ["ab"] * 20_000):
-        with pytest.raises(UnsavableValue, match="^the state has more than .* maps and texts, the most that ckptd writes or reads: save "):
+        with pytest.raises(
+            UnsavableValue,
+            match="^the state has more than .* maps and texts, the most that ckptd writes or "
+            "reads: "
+            "save ",
+        ):
             capture({"texts": texts}, habits=habits)
     captured = capture({"texts": ["ab"] * 4_000, "numbers": [[1.5]] * 200_000}, habits=habits)
     decode(values_document(captured, rng=True))
@@ -164,13 +190,24 @@ def test_a_state_that_a_reader_would_refuse_for_its_size_is_refused_whatever_was
     ("tensor", "problem"),
     [
         (torch.ones(2).to_sparse(), "a tensor of layout torch.sparse_coo"),
-        (torch.ones(2, dtype=torch.uint8).view(torch.qint8), "a view in the quantized dtype torch.qint8 cannot be saved"),
+        (
+            torch.ones(2, dtype=torch.uint8).view(torch.qint8),
+            "a view in the quantized dtype torch.qint8 cannot be saved",
+        ),
         (torch.ones(2, device="meta"), "a tensor on the meta device, which has no values"),
-        (torch.ones((1,) * 65), "a tensor of 65 dimensions cannot be saved; reshape() it to at most 64"),
-        (torch.ones(2).as_subclass(type("Own", (torch.Tensor,), {})), "a tensor of type tests.agent.state.test_capture.Own"),
+        (
+            torch.ones((1,) * 65),
+            "a tensor of 65 dimensions cannot be saved; reshape() it to at most 64",
+        ),
+        (
+            torch.ones(2).as_subclass(type("Own", (torch.Tensor,), {})),
+            "a tensor of type tests.agent.state.test_capture.Own",
+        ),
     ],
 )
-def test_a_tensor_whose_memory_does_not_hold_its_values_is_refused(tensor: torch.Tensor, problem: str) -> None:
+def test_a_tensor_whose_memory_does_not_hold_its_values_is_refused(
+    tensor: torch.Tensor, problem: str
+) -> None:
     with pytest.raises(UnsavableValue) as caught:
         check_tensor("w", tensor)
     assert str(caught.value).startswith(f"w: {problem}")
@@ -182,14 +219,24 @@ def test_lazy_views_are_resolved() -> None:
     assert plain is tensor
     for lazy in (tensor.conj(), tensor.conj().imag):
         found = check_tensor("w", lazy)
-        assert (found.is_conj(), found.is_neg(), torch.equal(found, lazy.clone())) == (False, False, True)
+        assert (found.is_conj(), found.is_neg(), torch.equal(found, lazy.clone())) == (
+            False,
+            False,
+            True,
+        )
 
 
 # -- generators
 
 
 def draw() -> tuple[float, ...]:
-    return (random.random(), random.gauss(0, 1), torch.rand(1).item(), float(np.random.rand()), float(np.random.standard_normal()))
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        torch.rand(1).item(),
+        float(np.random.rand()),
+        float(np.random.standard_normal()),
+    )
 
 
 def test_generators_draw_again_what_they_drew() -> None:
@@ -211,7 +258,9 @@ def test_numpys_generator_as_ckptd_0_1_0_saved_it() -> None:
 
 def test_states_of_devices_that_are_not_there_are_ignored() -> None:
     state = {key: value for key, value in rng_state().items() if key != "numpy"}
-    set_rng_state({**state, "devices": [b"\0" * 16] * 8} if not torch.accelerator.is_available() else state)
+    set_rng_state(
+        {**state, "devices": [b"\0" * 16] * 8} if not torch.accelerator.is_available() else state
+    )
 
 
 # -- what is to come

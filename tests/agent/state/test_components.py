@@ -1,4 +1,6 @@
-"""Tests that sparse, nested and wrapper tensors are taken apart and made again, and that forged parts are refused."""
+"""Tests that sparse, nested and wrapper tensors are taken apart and made again, and
+that forged parts are refused.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,16 @@ from ckptd.agent.state.tree import ObjectNode, filled
 from ckptd.shared.errors import IntegrityError, NotFound
 from tests.support.wrapped import Scaled
 
-pytestmark = [pytest.mark.filterwarnings("ignore:Sparse"), pytest.mark.filterwarnings("ignore:The PyTorch API of nested")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested"),
+]
 
 
 def coo() -> torch.Tensor:
-    return torch.sparse_coo_tensor(torch.tensor([[0, 3], [1, 0]]), torch.tensor([1.5, 2.5]), (4, 4), check_invariants=True)
+    return torch.sparse_coo_tensor(
+        torch.tensor([[0, 3], [1, 0]]), torch.tensor([1.5, 2.5]), (4, 4), check_invariants=True
+    )
 
 
 SPARSE: dict[str, Callable[[], torch.Tensor]] = {
@@ -45,7 +52,9 @@ def test_a_sparse_tensor_is_made_again_and_put_in_place(name: str) -> None:
     restored = kind.restore(place, fields)
     assert isinstance(restored, torch.nn.Parameter)
     assert torch.equal(restored.detach().to_dense(), tensor.to_dense())
-    assert kind.differs(place, {**fields, "size": [5, 4]}).endswith("of shape [5, 4], the state a " + f"{tensor.layout} one of [4, 4]")
+    assert kind.differs(place, {**fields, "size": [5, 4]}).endswith(
+        "of shape [5, 4], the state a " + f"{tensor.layout} one of [4, 4]"
+    )
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
@@ -59,7 +68,10 @@ def test_a_nested_tensor_is_made_again(layout: torch.layout) -> None:
 
 
 def test_a_wrapper_keeps_its_identity_and_its_components_too() -> None:
-    place, saved = Scaled(torch.zeros(3), torch.zeros(1), 2), Scaled(torch.arange(3.0), torch.ones(1), 2)
+    place, saved = (
+        Scaled(torch.zeros(3), torch.zeros(1), 2),
+        Scaled(torch.arange(3.0), torch.ones(1), 2),
+    )
     kind = TENSOR_KINDS[kind_of_tensor(place)]
     fields = kind.fields(saved)
     assert kind.differs(place, fields) == ""
@@ -68,7 +80,10 @@ def test_a_wrapper_keeps_its_identity_and_its_components_too() -> None:
     assert isinstance(made, Scaled)
     assert (made.data_part.tolist(), made.scale.tolist(), made.bits) == ([0.0, 1.0, 2.0], [1.0], 2)
     other = Scaled(torch.zeros(3), torch.zeros(1), 4)
-    assert kind.differs(other, fields) == "the checkpoint has a Scaled of settings {'bits': 2}, the state one of {'bits': 4}"
+    assert (
+        kind.differs(other, fields)
+        == "the checkpoint has a Scaled of settings {'bits': 2}, the state one of {'bits': 4}"
+    )
 
 
 def test_a_new_component_is_put_into_the_wrapper() -> None:
@@ -80,30 +95,50 @@ def test_a_new_component_is_put_into_the_wrapper() -> None:
     assert place.scale is not scale  # it was filled in place
 
 
-@pytest.mark.parametrize("name", ["os.system", "torch.Tensor", "nowhere.Scaled", "", "tests.support.wrapped.NotATensor"])
+@pytest.mark.parametrize(
+    "name", ["os.system", "torch.Tensor", "nowhere.Scaled", "", "tests.support.wrapped.NotATensor"]
+)
 def test_a_wrapper_is_made_only_of_a_class_that_is_imported_and_wraps_tensors(name: str) -> None:
     fields = TENSOR_KINDS["subclass"].fields(Scaled(torch.zeros(3), torch.zeros(1), 2))
-    with pytest.raises(NotFound, match=f"^the checkpoint holds a tensor of class {name}: import module"):
+    with pytest.raises(
+        NotFound, match=f"^the checkpoint holds a tensor of class {name}: import module"
+    ):
         TENSOR_KINDS["subclass"].alone(fields, name)
 
 
 def test_plain_and_sharded_tensors_are_not_taken_apart() -> None:
-    for tensor in (torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.ones(2, device="meta"), torch.ones(2, dtype=torch.complex64)):
+    for tensor in (
+        torch.ones(2),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.ones(2, device="meta"),
+        torch.ones(2, dtype=torch.complex64),
+    ):
         assert kind_of_tensor(tensor) == ""
 
 
 FORGED: list[tuple[str, dict[str, Any]]] = [
     (
         "sparse",
-        {"layout": "torch.sparse_coo", "size": [2, 2], "coalesced": False, "indices": torch.tensor([[9], [9]]), "values": torch.ones(1)},
+        {
+            "layout": "torch.sparse_coo",
+            "size": [2, 2],
+            "coalesced": False,
+            "indices": torch.tensor([[9], [9]]),
+            "values": torch.ones(1),
+        },
     ),
     ("sparse", {"layout": "torch.strided", "size": [2, 2]}),
-    ("sparse", {"layout": "torch.sparse_csr", "size": [2, 2], "crow_indices": torch.tensor([0, 9, 9])}),
+    (
+        "sparse",
+        {"layout": "torch.sparse_csr", "size": [2, 2], "crow_indices": torch.tensor([0, 9, 9])},
+    ),
     ("nested", {"jagged": False, "parts": "text"}),
 ]
 
 
 @pytest.mark.parametrize(("kind", "fields"), FORGED)
 def test_forged_parts_are_damage(kind: str, fields: dict[str, Any]) -> None:
-    with pytest.raises(IntegrityError, match=f"^a value of kind {kind} cannot be made from its fields: "):
+    with pytest.raises(
+        IntegrityError, match=f"^a value of kind {kind} cannot be made from its fields: "
+    ):
         filled(ObjectNode(kind, fields), lambda name: torch.empty(0))

@@ -1,4 +1,6 @@
-"""Tests which objects are found to load their state in a way of their own, and that plain ones are proved to be plain."""
+"""Tests which objects are found to load their state in a way of their own, and that
+plain ones are proved to be plain.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from ckptd.agent.state.customized import loads_by_itself, needs_loading, optimizer_loads_by_itself, parts_with_loaders
+from ckptd.agent.state.customized import (
+    loads_by_itself,
+    needs_loading,
+    optimizer_loads_by_itself,
+    parts_with_loaders,
+)
 
 
 class OwnLoader(nn.Linear):
@@ -66,7 +73,11 @@ PLAIN: list[Callable[[], nn.Module]] = [
 @pytest.mark.parametrize("make", PLAIN)
 def test_a_module_of_torch_is_plain(make: Callable[[], nn.Module]) -> None:
     module = nn.Sequential(make())
-    assert (loads_by_itself(module), parts_with_loaders(module), needs_loading(module)) == (False, [], False)
+    assert (loads_by_itself(module), parts_with_loaders(module), needs_loading(module)) == (
+        False,
+        [],
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +90,9 @@ def test_a_module_of_torch_is_plain(make: Callable[[], nn.Module]) -> None:
         lambda: nn.LazyLinear(1),
     ],
 )
-def test_a_part_that_changes_what_is_loaded_is_found_by_its_prefix(make: Callable[[], nn.Module]) -> None:
+def test_a_part_that_changes_what_is_loaded_is_found_by_its_prefix(
+    make: Callable[[], nn.Module],
+) -> None:
     part = make()
     assert parts_with_loaders(part) == [""]
     assert parts_with_loaders(nn.Sequential(nn.Linear(1, 1), nn.Sequential(part))) == ["1.0."]
@@ -88,7 +101,9 @@ def test_a_part_that_changes_what_is_loaded_is_found_by_its_prefix(make: Callabl
 def test_parts_inside_of_a_loader_are_its_own_affair() -> None:
     outer = OwnLoader(1, 1)
     outer.inner = hooked("register_load_state_dict_pre_hook")
-    assert parts_with_loaders(nn.ModuleDict({"outer": outer, "outer2": nn.Sequential(OwnLoader(1, 1))})) == ["outer.", "outer2.0."]
+    assert parts_with_loaders(
+        nn.ModuleDict({"outer": outer, "outer2": nn.Sequential(OwnLoader(1, 1))})
+    ) == ["outer.", "outer2.0."]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +123,12 @@ def test_a_part_that_sees_what_is_loaded_is_found(make: Callable[[], nn.Module])
 
 
 def test_only_the_outermost_module_is_asked_by_torch() -> None:
-    for module in (OwnState(1, 1), OwnLoad(1, 1), with_own_method("state_dict"), with_own_method("load_state_dict")):
+    for module in (
+        OwnState(1, 1),
+        OwnLoad(1, 1),
+        with_own_method("state_dict"),
+        with_own_method("load_state_dict"),
+    ):
         assert loads_by_itself(module)
         assert not loads_by_itself(nn.Sequential(module))
 

@@ -1,4 +1,6 @@
-"""Dtypes and their names in a plan document: also of a dtype that the format does not list, or that this torch does not have."""
+"""Dtypes and their names in a plan document: also of a dtype that the format does not
+list, or that this torch does not have.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,20 @@ from ckptd.shared.errors import IntegrityError, NotFound
 from ckptd.shared.formats.plan import BLOB, ITEM_SIZES, element_size
 
 DTYPES = sorted(
-    {found for found in vars(torch).values() if isinstance(found, torch.dtype) and not str(found).startswith("torch.q")}, key=str
+    {
+        found
+        for found in vars(torch).values()
+        if isinstance(found, torch.dtype) and not str(found).startswith("torch.q")
+    },
+    key=str,
 )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("listed", [True, False])
-def test_a_name_leads_back_to_its_dtype(dtype: torch.dtype, listed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_leads_back_to_its_dtype(
+    dtype: torch.dtype, listed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not listed:
         monkeypatch.delitem(ITEM_SIZES, str(dtype).removeprefix("torch."), raising=False)
     name = dtype_name(dtype)
@@ -37,7 +46,9 @@ def test_a_blob_is_bytes() -> None:
 
 @pytest.mark.parametrize("name", ["novel32", "Tensor"])
 def test_a_dtype_that_torch_does_not_have(name: str) -> None:
-    sentence = f"^torch {torch.__version__} has no dtype '{name}': install a newer torch$".replace("+", r"\+")
+    sentence = f"^torch {torch.__version__} has no dtype '{name}': install a newer torch$".replace(
+        "+", r"\+"
+    )
     with pytest.raises(NotFound, match=sentence):
         torch_dtype(name)
     with pytest.raises(NotFound, match=sentence):
@@ -64,5 +75,11 @@ def test_a_copyable_view_has_the_same_bytes(dtype: torch.dtype) -> None:
 
 
 def test_dtypes_whose_size_dcp_cannot_tell() -> None:
-    assert [name for name in ("int4", "uint1", "bits8", "bits2x4", "novel32/4") if not sizeless(name)] == []
-    assert [name for name in ("int64", "uint8", "bool", "bfloat16", "float8_e5m2", "complex64") if sizeless(name)] == []
+    assert [
+        name for name in ("int4", "uint1", "bits8", "bits2x4", "novel32/4") if not sizeless(name)
+    ] == []
+    assert [
+        name
+        for name in ("int64", "uint8", "bool", "bfloat16", "float8_e5m2", "complex64")
+        if sizeless(name)
+    ] == []

@@ -1,4 +1,6 @@
-"""Tests optimizers over FSDP1's flat parameters on two ranks whose shards are not alike. `test_sharding.py` tests those that are."""
+"""Tests optimizers over FSDP1's flat parameters on two ranks whose shards are not
+alike. `test_sharding.py` tests those that are.
+"""
 
 from __future__ import annotations
 
@@ -25,24 +27,30 @@ from tests.support.sharded import (
 )
 
 QUANTIZED = (
-    "optimizer: FullyShardedDataParallel cannot gather state that consists of several tensors, such as quantized moments; rank 0 has such "
+    "optimizer: FullyShardedDataParallel cannot gather state that consists of several tensors, "
+    "such as quantized moments; rank 0 has such "
     "state: use fully_shard, or an optimizer with plain tensors"
 )
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp1-flat"])
 def test_a_quantized_shard_on_one_rank_is_refused_on_all(daemon: Daemon, kind: str) -> None:
-    """FSDP1 raises on the rank whose shard is quantized, and the other rank waits for it in the gather."""
+    """FSDP1 raises on the rank whose shard is quantized, and the other rank waits for
+    it in the gather.
+    """
     with Ranks(2) as ranks:
         ranks.call(build, kind, 1, "eight-bit", Three)
         ranks.call(train, 1)
-        for refusal in ranks.call(refusal_of_save, daemon.home.socket, 1, timeout=60):  # its own, or that of another rank
+        # Its own, or that of another rank.
+        for refusal in ranks.call(refusal_of_save, daemon.home.socket, 1, timeout=60):
             assert refusal.startswith("UnsavableValue: "), refusal
             assert refusal.endswith(QUANTIZED), refusal
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp1-flat"])
-def test_a_recovery_into_a_quantized_shard_on_one_rank_is_refused_on_all(daemon: Daemon, kind: str) -> None:
+def test_a_recovery_into_a_quantized_shard_on_one_rank_is_refused_on_all(
+    daemon: Daemon, kind: str
+) -> None:
     with Ranks(2) as ranks:
         ranks.call(build, "ddp", 1, "eight-bit", Three)
         ranks.call(train, 1)
@@ -50,7 +58,9 @@ def test_a_recovery_into_a_quantized_shard_on_one_rank_is_refused_on_all(daemon:
     with Ranks(2) as ranks:
         ranks.call(build, kind, 1, "eight-bit", Three)
         for refusal in ranks.call(refusal_of_recovery, daemon.home.socket, timeout=60):
-            assert refusal.startswith(f"StructureMismatch: {QUANTIZED}; nothing was written. "), refusal
+            assert refusal.startswith(f"StructureMismatch: {QUANTIZED}; nothing was written. "), (
+                refusal
+            )
         assert ranks.call(optimizer_entries) == [0] * 2
 
 
@@ -68,7 +78,9 @@ def test_quantized_moments_of_one_rank_are_not_gathered_and_come_back(daemon: Da
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp1-flat"])
 def test_a_rank_whose_shard_is_empty_takes_part(daemon: Daemon, kind: str) -> None:
-    """Gathering the state of one rank needs both, although the optimizer of the other has no state."""
+    """Gathering the state of one rank needs both, although the optimizer of the other
+    has no state.
+    """
     with Ranks(2) as ranks:
         ranks.call(build, kind, 1, "sgd", One)
         ranks.call(train, 2)

@@ -1,4 +1,6 @@
-"""What torch's own `load_state_dict` does to an optimizer, done to one that is written into directly."""
+"""What torch's own `load_state_dict` does to an optimizer, done to one that is written
+into directly.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from ckptd.agent.state.optimizers import class_of, steps_on_device, tell, unshared, without_state, without_wrappers
+from ckptd.agent.state.optimizers import (
+    class_of,
+    steps_on_device,
+    tell,
+    unshared,
+    without_state,
+    without_wrappers,
+)
 
 
 def parameter() -> torch.nn.Parameter:
@@ -16,10 +25,16 @@ def parameter() -> torch.nn.Parameter:
     return made
 
 
-@pytest.mark.parametrize(("option", "expected"), [({}, False), ({"capturable": True}, True), ({"fused": True}, True)])
-def test_a_step_counter_is_on_the_device_as_torch_has_it(option: dict[str, Any], expected: bool) -> None:
+@pytest.mark.parametrize(
+    ("option", "expected"), [({}, False), ({"capturable": True}, True), ({"fused": True}, True)]
+)
+def test_a_step_counter_is_on_the_device_as_torch_has_it(
+    option: dict[str, Any], expected: bool
+) -> None:
     first, second = parameter(), parameter()
-    optimizer = torch.optim.Adam([{"params": [first]}, {"params": [second], **option}], foreach=False)
+    optimizer = torch.optim.Adam(
+        [{"params": [first]}, {"params": [second], **option}], foreach=False
+    )
     assert [steps_on_device(optimizer, p) for p in (first, second)] == [False, expected]
 
 
@@ -49,7 +64,8 @@ def test_an_optimizer_that_was_saved_before_its_first_step_keeps_its_parameters(
     optimizer = torch.optim.Adam([{"params": [first]}, {"params": [second]}])
     optimizer.step()
     without_state(optimizer, [{"params": ["x"], "lr": 0.5}])
-    assert (dict(optimizer.state), optimizer.param_groups[0]["params"], [g["lr"] for g in optimizer.param_groups]) == (
+    assert (dict(optimizer.state), optimizer.param_groups[0]["params"],
+    [g["lr"] for g in optimizer.param_groups]) == (
         {}, [first], [0.5, 0.001],
     )  # fmt: skip
 
@@ -74,7 +90,9 @@ def test_wrappers_of_optimizers_and_schedulers_are_known_by_what_they_hold() -> 
 
     assert without_wrappers(Wrapper(scheduler)) is scheduler
     assert class_of(Wrapper(scheduler)) == class_of(scheduler) == "torch.optim.lr_scheduler.StepLR"
-    sequence = torch.optim.lr_scheduler.SequentialLR(optimizer, [scheduler, torch.optim.lr_scheduler.StepLR(optimizer, 2)], [1])
+    sequence = torch.optim.lr_scheduler.SequentialLR(
+        optimizer, [scheduler, torch.optim.lr_scheduler.StepLR(optimizer, 2)], [1]
+    )
     for other in (Trainer(scheduler), Wrapper(None), sequence, scheduler, optimizer, Wrapper, 5):
         assert without_wrappers(other) is other
 

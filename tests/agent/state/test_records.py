@@ -1,4 +1,6 @@
-"""Tests the kinds of records: which objects they are, and how their fields come back into an object of the caller's."""
+"""Tests the kinds of records: which objects they are, and how their fields come back
+into an object of the caller's.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +148,12 @@ def test_a_generator_of_another_type_is_refused() -> None:
 
 
 def test_records_of_the_standard_library_are_made_without_an_object_of_the_callers() -> None:
-    for value in (argparse.Namespace(a=1), SimpleNamespace(a=1), ChainMap({"a": 1}, {"b": 2}), slice(1, None, 2)):
+    for value in (
+        argparse.Namespace(a=1),
+        SimpleNamespace(a=1),
+        ChainMap({"a": 1}, {"b": 2}),
+        slice(1, None, 2),
+    ):
         made = KINDS[kind_of(value)].alone(fields(value), "")
         assert (type(made), made) == (type(value), value)
     assert KINDS["dataclass"].alone({"a": 1}, f"{__name__}.Open") == {"a": 1}

@@ -24,7 +24,10 @@ from tests.support.ranks import Ranks
 def test_text_that_utf_8_cannot_encode_is_refused() -> None:
     for text in ("", "plain", "é", "\U0001f600"):
         check_text(text, "a.b")
-    with pytest.raises(UnsavableValue, match=r"^a\.b: a text or key holds surrogates, which UTF-8 cannot encode: 'x\\ud800'$"):
+    with pytest.raises(
+        UnsavableValue,
+        match=r"^a\.b: a text or key holds surrogates, which UTF-8 cannot encode: 'x\\ud800'$",
+    ):
         check_text("x\ud800", "a.b")
     with pytest.raises(UnsavableValue, match="^the state: a text or key holds surrogates"):
         check_text("\udfff" * 100, "")
@@ -33,12 +36,15 @@ def test_text_that_utf_8_cannot_encode_is_refused() -> None:
 def test_a_container_that_contains_itself_is_told_from_deep_nesting() -> None:
     deep = [(number, "x" * number) for number in range(MAX_DEPTH)]
     assert str(too_deep(deep, "x" * 200)) == (
-        f"{'x' * 80}...: it lies in more than {MAX_DEPTH} containers; nest the state less, or save the inner part under a key of its own"
+        f"{'x' * 80}...: it lies in more than {MAX_DEPTH} containers; nest the state less, or "
+        f"save the inner part under a key of its own"
     )
     assert str(too_deep([(1, "a"), (2, "a.b"), (1, "a.b.c")], "")) == (
         "a.b.c: it is the same object as a, which contains itself; save a copy, or leave it out"
     )
-    assert str(too_deep([(1, ""), (1, "self")], "")).startswith("self: it is the same object as the state, which contains itself")
+    assert str(too_deep([(1, ""), (1, "self")], "")).startswith(
+        "self: it is the same object as the state, which contains itself"
+    )
 
 
 def test_an_integer_is_saved_with_as_many_digits_as_python_writes() -> None:
@@ -46,7 +52,9 @@ def test_an_integer_is_saved_with_as_many_digits_as_python_writes() -> None:
     assert digits(-(10**5), "n") == b"-100000"
     assert len(digits(10 ** (most - 1), "n")) == most
     with pytest.raises(
-        UnsavableValue, match=r"^n: an integer of about [\d,]+ digits; expected at most 4,300, as many as Python converts to text"
+        UnsavableValue,
+        match=r"^n: an integer of about [\d,]+ digits; expected at most 4,300, as many as Python "
+        r"converts to text",
     ):
         digits(10**most, "n")
     with pytest.raises(UnsavableValue, match="^the state: "):
@@ -54,7 +62,11 @@ def test_an_integer_is_saved_with_as_many_digits_as_python_writes() -> None:
 
 
 def test_a_value_that_python_cannot_write_is_named_by_its_type() -> None:
-    assert (said(str, [1]), said(repr, "x"), said(str, [10 ** (sys.get_int_max_str_digits() + 1)])) == ("[1]", "'x'", "list")
+    assert (
+        said(str, [1]),
+        said(repr, "x"),
+        said(str, [10 ** (sys.get_int_max_str_digits() + 1)]),
+    ) == ("[1]", "'x'", "list")
 
 
 class Quantized(torch.Tensor):
@@ -65,7 +77,9 @@ class Quantized(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Quantized:
-        made: Quantized = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+        made: Quantized = torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=torch.float32, device=codes.device
+        )
         made.codes, made.scale = codes, scale
         return made
 
@@ -73,21 +87,33 @@ class Quantized(torch.Tensor):
         return ["codes", "scale"], {}
 
     @staticmethod
-    def __tensor_unflatten__(parts: dict[str, Any], context: Any, size: Any, stride: Any) -> Quantized:
+    def __tensor_unflatten__(
+        parts: dict[str, Any], context: Any, size: Any, stride: Any
+    ) -> Quantized:
         return Quantized(**parts)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return cls(args[0].codes, args[0].scale)  # of `detach` and `view`, the only functions that are called
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # Of `detach` and `view`, the only functions that are called.
+        return cls(args[0].codes, args[0].scale)
 
 
 def snapshot_of_quantized_shards(socket: Path) -> tuple[str, dict[str, str], list[float]]:
-    """Runs on a rank. Return the refusal, what is left out with `unsavable`, and what comes back of the rest."""
+    """Runs on a rank.
+
+    Return the refusal, what is left out with `unsavable`, and what comes back of the
+    rest.
+    """
     shard = Quantized(torch.ones(4, dtype=torch.int8), torch.ones(1))
     weight = torch.nn.Parameter(torch.full((4,), 3.0))
     optimizer = torch.optim.AdamW([weight])
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    optimizer.state[weight] = {"step": torch.tensor(1.0), "exp_avg": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False)}
+    optimizer.state[weight] = {
+        "step": torch.tensor(1.0),
+        "exp_avg": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False),
+    }
     agent, state = Agent("gpt", socket=socket), {"w": weight, "optim": optimizer}
     with pytest.raises(UnsavableValue) as caught:
         agent.snapshot(state, step=1)
@@ -100,13 +126,18 @@ def snapshot_of_quantized_shards(socket: Path) -> tuple[str, dict[str, str], lis
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_dtensor_of_wrapper_subclasses_is_refused_at_the_first_snapshot(daemon: Daemon, world_size: int) -> None:
+def test_a_dtensor_of_wrapper_subclasses_is_refused_at_the_first_snapshot(
+    daemon: Daemon, world_size: int
+) -> None:
     with Ranks(world_size) as ranks:
         for refusal, unsaved, rest in ranks.call(snapshot_of_quantized_shards, daemon.home.socket):
             sentence = (
-                f"optim.state.w.exp_avg: a DTensor cannot be saved if its shards are of class {__name__}.Quantized, which consists of "
-                "several tensors, because these tensors need not be divided as the DTensor is: use plain tensors, such as those of an "
-                "optimizer whose state is not quantized, or leave such values out (unsavable='skip')"
+                f"optim.state.w.exp_avg: a DTensor cannot be saved if its shards are of class "
+                f"{__name__}.Quantized, which consists of "
+                "several tensors, because these tensors need not be divided as the DTensor is: "
+                "use plain tensors, such as those of an "
+                "optimizer whose state is not quantized, or leave such values out "
+                "(unsavable='skip')"
             )
             assert refusal.removeprefix("rank 0: ").removeprefix("rank 1: ") == sentence
             assert unsaved == {"optim.state.w.exp_avg": sentence}
@@ -118,13 +149,20 @@ def quantized(values: torch.Tensor, *, by_channel: bool) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if by_channel:
-            scales, zeros = torch.full((len(values),), 0.5), torch.zeros(len(values), dtype=torch.int64)
+            scales, zeros = (
+                torch.full((len(values),), 0.5),
+                torch.zeros(len(values), dtype=torch.int64),
+            )
             return torch.quantize_per_channel(values, scales, zeros, 0, torch.qint8)
         return torch.quantize_per_tensor(values, 0.5, 3, torch.quint8)
 
 
-@pytest.mark.skipif(not hasattr(torch, "quantize_per_tensor"), reason="this torch has no quantized dtypes any more")
-def test_a_quantized_tensor_is_refused_by_its_key_and_its_parts_can_be_saved(daemon: Daemon) -> None:
+@pytest.mark.skipif(
+    not hasattr(torch, "quantize_per_tensor"), reason="this torch has no quantized dtypes any more"
+)
+def test_a_quantized_tensor_is_refused_by_its_key_and_its_parts_can_be_saved(
+    daemon: Daemon,
+) -> None:
     tensor = quantized(torch.tensor([1.0, -1.5]), by_channel=False)
     model = torch.nn.Module()
     model.register_buffer("weight", tensor)
@@ -133,7 +171,8 @@ def test_a_quantized_tensor_is_refused_by_its_key_and_its_parts_can_be_saved(dae
     with pytest.raises(UnsavableValue) as caught:
         agent.snapshot(state, step=1)
     sentence = (
-        "net.weight: a quantized tensor (torch.quint8) cannot be saved: save its parts instead, which are int_repr(), q_scale() "
+        "net.weight: a quantized tensor (torch.quint8) cannot be saved: save its parts instead, "
+        "which are int_repr(), q_scale() "
         "and q_zero_point(), or its values, dequantize(), or leave it out (unsavable='skip')"
     )
     assert str(caught.value) == sentence
@@ -141,22 +180,32 @@ def test_a_quantized_tensor_is_refused_by_its_key_and_its_parts_can_be_saved(dae
     pending.wait("durable", timeout=60)
     assert pending.unsaved == {"net.weight": sentence}
     parts = {"codes": tensor.int_repr(), "scale": tensor.q_scale(), "zero": tensor.q_zero_point()}
-    agent.snapshot({"weight": parts, "values": tensor.dequantize()}, step=3).wait("durable", timeout=60)
+    agent.snapshot({"weight": parts, "values": tensor.dequantize()}, step=3).wait(
+        "durable", timeout=60
+    )
     found: dict[str, Any] = {"weight": {}, "values": torch.zeros(2)}
     assert agent.recover(found) is not None
     agent.close()
-    assert (found["weight"]["codes"].tolist(), found["weight"]["scale"], found["weight"]["zero"]) == ([5, 0], 0.5, 3)
+    assert (
+        found["weight"]["codes"].tolist(),
+        found["weight"]["scale"],
+        found["weight"]["zero"],
+    ) == ([5, 0], 0.5, 3)
     assert found["values"].tolist() == [1.0, -1.5]
 
 
-@pytest.mark.skipif(not hasattr(torch, "quantize_per_channel"), reason="this torch has no quantized dtypes any more")
+@pytest.mark.skipif(
+    not hasattr(torch, "quantize_per_channel"), reason="this torch has no quantized dtypes any more"
+)
 def test_the_parts_of_a_tensor_that_is_quantized_by_channel_are_named() -> None:
     tensor = quantized(torch.ones(2, 2), by_channel=True)
     with pytest.raises(UnsavableValue) as caught:
         check_tensor("w", tensor)
     assert str(caught.value) == (
-        "w: a quantized tensor (torch.qint8) cannot be saved: save its parts instead, which are int_repr(), "
-        "q_per_channel_scales(), q_per_channel_zero_points() and q_per_channel_axis(), or its values, dequantize(), or leave it "
+        "w: a quantized tensor (torch.qint8) cannot be saved: save its parts instead, which are "
+        "int_repr(), "
+        "q_per_channel_scales(), q_per_channel_zero_points() and q_per_channel_axis(), or its "
+        "values, dequantize(), or leave it "
         "out (unsavable='skip')"
     )
     for part in ("int_repr", "q_per_channel_scales", "q_per_channel_zero_points", "dequantize"):
@@ -174,12 +223,26 @@ VIEW = torch.ones(2, dtype=torch.uint8).view(torch.qint8)
     ("tensor", "problem", "remedy"),
     [
         (VIEW, "a view in the quantized dtype torch.qint8", "the tensor that it is a view of"),
-        (torch.ones(2, device="meta"), "a tensor on the meta device, which has no values,", "a tensor with values"),
-        (torch.ones(2).as_subclass(Own), f"a tensor of type {__name__}.Own", "a torch.Tensor of its values"),
+        (
+            torch.ones(2, device="meta"),
+            "a tensor on the meta device, which has no values,",
+            "a tensor with values",
+        ),
+        (
+            torch.ones(2).as_subclass(Own),
+            f"a tensor of type {__name__}.Own",
+            "a torch.Tensor of its values",
+        ),
     ],
     ids=["view", "meta", "subclass"],
 )
-def test_a_tensor_that_cannot_be_saved_is_refused_with_what_to_save(tensor: torch.Tensor, problem: str, remedy: str) -> None:
+def test_a_tensor_that_cannot_be_saved_is_refused_with_what_to_save(
+    tensor: torch.Tensor, problem: str, remedy: str
+) -> None:
     with pytest.raises(UnsavableValue) as caught:
         check_tensor("w", tensor)
-    assert str(caught.value) == f"w: {problem} cannot be saved: save {remedy} instead, or leave it out (unsavable='skip')"
+    assert (
+        str(caught.value)
+        == f"w: {problem} cannot be saved: save {remedy} instead, or leave it out "
+        f"(unsavable='skip')"
+    )

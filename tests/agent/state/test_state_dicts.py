@@ -1,4 +1,6 @@
-"""Tests that the state dicts of modules among the values of a state keep their versions, as torch's own round trip does it."""
+"""Tests that the state dicts of modules among the values of a state keep their
+versions, as torch's own round trip does it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def metadata(state: Any) -> dict[str, dict[str, Any]]:
 
 
 def stack(*parts: type[Any]) -> torch.nn.Module:
-    return torch.nn.Sequential(*(part() for part in parts), torch.nn.ReLU(), torch.nn.BatchNorm1d(2))
+    return torch.nn.Sequential(
+        *(part() for part in parts), torch.nn.ReLU(), torch.nn.BatchNorm1d(2)
+    )
 
 
 def loaded(module: torch.nn.Module, state: Any) -> dict[str, list[float]]:
@@ -43,10 +47,14 @@ def loaded(module: torch.nn.Module, state: Any) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("place", ["state dict", "empty"])
 def test_a_state_dict_among_the_values_comes_back_with_its_versions(place: str) -> None:
-    """The metadata, and the result of `load_state_dict`, are those of torch's round trip."""
+    """The metadata, and the result of `load_state_dict`, are those of torch's round
+    trip.
+    """
     saved, module = stack(Same, LaterSame).state_dict(), stack(LaterSame, LaterSame)
     expected = loaded(stack(LaterSame, LaterSame), round_trip(saved))
-    state: dict[str, Any] = {"list": [{"sd": module.state_dict() if place == "state dict" else OrderedDict()}]}
+    state: dict[str, Any] = {
+        "list": [{"sd": module.state_dict() if place == "state dict" else OrderedDict()}]
+    }
     Checkpoint({"list": [{"sd": saved}]}).recover(state)
     found = state["list"][0]["sd"]
     assert metadata(found) == metadata(round_trip(saved)) == metadata(saved)
@@ -56,7 +64,9 @@ def test_a_state_dict_among_the_values_comes_back_with_its_versions(place: str) 
 
 
 class Trainer:
-    """An object whose state dict has that of its model, as those of many libraries have."""
+    """An object whose state dict has that of its model, as those of many libraries
+    have.
+    """
 
     def __init__(self, *parts: type[Any]) -> None:
         self.model = stack(*parts)
@@ -89,7 +99,10 @@ def test_a_state_dict_comes_back_into_a_module_and_that_of_a_module_into_a_state
 
 
 def test_a_key_that_only_the_state_has_keeps_its_own_version() -> None:
-    saved, module = stack(Same).state_dict(), torch.nn.Sequential(LaterSame(), torch.nn.ReLU(), torch.nn.BatchNorm1d(2), LaterSame())
+    saved, module = (
+        stack(Same).state_dict(),
+        torch.nn.Sequential(LaterSame(), torch.nn.ReLU(), torch.nn.BatchNorm1d(2), LaterSame()),
+    )
     state = {"sd": module.state_dict()}
     Checkpoint({"sd": saved}).recover(state, strict=False)
     assert metadata(state["sd"]) == {**metadata(saved), "3": {"version": 2}}
@@ -99,11 +112,18 @@ def test_a_key_that_only_the_state_has_keeps_its_own_version() -> None:
 
 
 def test_versions_of_state_dicts_on_several_ranks(daemon: Daemon) -> None:
-    """The stages of a pipeline have state dicts with different keys, and each rank may have one of its own."""
+    """The stages of a pipeline have state dicts with different keys, and each rank may
+    have one of its own.
+    """
     stages = [stack(LaterSame).state_dict(), OrderedDict({"9.w": torch.ones(1)})]
     stages[1]._metadata = {"": {"version": 1}, "9": {"version": 4}}  # type: ignore[attr-defined]
-    own = [per_rank({"sd": stack(Same).state_dict()}), per_rank({"sd": stack(LaterSame).state_dict()})]
-    checkpoint = Checkpoint(*({"sd": stage, "own": one} for stage, one in zip(stages, own, strict=True)))
+    own = [
+        per_rank({"sd": stack(Same).state_dict()}),
+        per_rank({"sd": stack(LaterSame).state_dict()}),
+    ]
+    checkpoint = Checkpoint(
+        *({"sd": stage, "own": one} for stage, one in zip(stages, own, strict=True))
+    )
     state: dict[str, Any] = {"sd": OrderedDict(), "own": per_rank({"sd": OrderedDict()})}
     checkpoint.recover(state, own=1, strict=False)
     assert metadata(state["sd"])["9"] == {"version": 4}
@@ -112,7 +132,9 @@ def test_versions_of_state_dicts_on_several_ranks(daemon: Daemon) -> None:
 
 def test_a_checkpoint_is_loaded_with_the_versions_of_its_state_dicts(daemon: Daemon) -> None:
     agent, model = Agent("gpt", socket=daemon.home.socket), stack(Same, LaterSame)
-    agent.snapshot({"sd": model.state_dict(), "model": model, "own": per_rank([model.state_dict()])}, step=1).wait("durable", timeout=60)
+    agent.snapshot(
+        {"sd": model.state_dict(), "model": model, "own": per_rank([model.state_dict()])}, step=1
+    ).wait("durable", timeout=60)
     agent.close()
     tree = Package.open(daemon.home.root / "gpt").load()
     expected = of_torch(model, stack(LaterSame, LaterSame))
@@ -122,8 +144,14 @@ def test_a_checkpoint_is_loaded_with_the_versions_of_its_state_dicts(daemon: Dae
 
 
 def test_versions_go_through_the_file_of_torch(daemon: Daemon) -> None:
-    """A module and a state dict keep their versions in an export, and a state dict does in an import."""
-    agent, model, work = Agent("gpt", socket=daemon.home.socket), stack(Same, LaterSame), daemon.home.path
+    """A module and a state dict keep their versions in an export, and a state dict does
+    in an import.
+    """
+    agent, model, work = (
+        Agent("gpt", socket=daemon.home.socket),
+        stack(Same, LaterSame),
+        daemon.home.path,
+    )
     agent.snapshot({"sd": model.state_dict(), "model": model}, step=1).wait("durable", timeout=60)
     agent.close()
     export(daemon.home.root / "gpt", "torch", work / "out.pt")
@@ -138,8 +166,19 @@ def test_versions_go_through_the_file_of_torch(daemon: Daemon) -> None:
 def test_the_state_dicts_in_a_decoded_tree_are_found_by_their_keys() -> None:
     """Keys may contain dots. A dict that is no state dict of a module stays as it is."""
     inner, plain = OrderedDict({"w": 1}), {"w": 1}
-    tree = {"a.b": [({"c": inner},)], "p": PerRank(OrderedDict()), "m": ObjectNode("module", {"x.w": 1}), "d": plain, 3: OrderedDict()}
-    versions = {"a.b.0.0.c": {"": {"version": 5}}, "p@2": {"": {"version": 6}}, "m": {"x": {"version": 7}}, "d": {"": {"version": 8}}}
+    tree = {
+        "a.b": [({"c": inner},)],
+        "p": PerRank(OrderedDict()),
+        "m": ObjectNode("module", {"x.w": 1}),
+        "d": plain,
+        3: OrderedDict(),
+    }
+    versions = {
+        "a.b.0.0.c": {"": {"version": 5}},
+        "p@2": {"": {"version": 6}},
+        "m": {"x": {"version": 7}},
+        "d": {"": {"version": 8}},
+    }
     found = attach_versions(tree, {**versions, "3": {}}, 2)
     assert found["a.b"][0][0]["c"] is inner
     assert metadata(inner) == {"": {"version": 5}}

@@ -1,4 +1,6 @@
-"""Tests the functions over decoded trees: what they find in containers of each kind, and that containers keep their types."""
+"""Tests the functions over decoded trees: what they find in containers of each kind,
+and that containers keep their types.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from ckptd.agent.state.tree import ObjectNode, PerRank, TensorRef, filled, inside, like, per_rank, tensor_names
+from ckptd.agent.state.tree import (
+    ObjectNode,
+    PerRank,
+    TensorRef,
+    filled,
+    inside,
+    like,
+    per_rank,
+    tensor_names,
+)
 
 A, B = TensorRef("a"), TensorRef("b")
 
@@ -26,7 +37,9 @@ A, B = TensorRef("a"), TensorRef("b")
         ("text", [], "text"),
     ],
 )
-def test_tensors_are_found_and_filled_in_every_container(tree: Any, names: list[str], whole: Any) -> None:
+def test_tensors_are_found_and_filled_in_every_container(
+    tree: Any, names: list[str], whole: Any
+) -> None:
     assert tensor_names(tree) == names
     made = filled(tree, {"a": 1, "b": 2}.__getitem__)
     assert made == whole
@@ -45,5 +58,6 @@ def test_inside_gives_the_contents_of_containers_only() -> None:
     assert list(inside(ObjectNode("module", 5)) or ()) == [5]
     assert list(inside(per_rank(5)) or ()) == [5]
     assert list(inside((1, {2})) or ()) == [1, {2}]
-    assert (inside([1, 2.5, None]), inside({"a": b""}), inside(set())) == ((), (), ())  # no need to look into them
+    # No need to look into them.
+    assert (inside([1, 2.5, None]), inside({"a": b""}), inside(set())) == ((), (), ())
     assert inside("text") is None

@@ -1,4 +1,6 @@
-"""Tests that submodules are loaded with the versions that they were saved with, as torch's own round trip does it."""
+"""Tests that submodules are loaded with the versions that they were saved with, as
+torch's own round trip does it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ import torch
 from ckptd.agent import Agent
 from ckptd.agent.state.capture import Habits, capture, values_document
 from ckptd.agent.state.values import decode
-from ckptd.agent.state.versions import merged_versions, metadata_for_loading, plain_metadata, versions_of
+from ckptd.agent.state.versions import (
+    merged_versions,
+    metadata_for_loading,
+    plain_metadata,
+    versions_of,
+)
 from tests.support.daemons import Daemon
 from tests.support.saved_states import Checkpoint
 from tests.support.versioned import LaterSame, LaterScale, Same, Scale, of_torch, weights
@@ -23,8 +30,13 @@ class Whole(torch.nn.Sequential):
 
 
 @pytest.mark.parametrize("outer", [torch.nn.Sequential, Whole])
-@pytest.mark.parametrize(("before", "after"), [(Scale, LaterScale), (Same, LaterSame), (LaterScale, LaterScale), (LaterSame, LaterSame)])
-def test_a_class_migrates_what_its_older_version_has_saved(outer: type[Any], before: type[Any], after: type[Any]) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(Scale, LaterScale), (Same, LaterSame), (LaterScale, LaterScale), (LaterSame, LaterSame)],
+)
+def test_a_class_migrates_what_its_older_version_has_saved(
+    outer: type[Any], before: type[Any], after: type[Any]
+) -> None:
     saved = outer(torch.nn.Linear(2, 2), before(), torch.nn.BatchNorm1d(2))
     with torch.no_grad():
         for parameter in saved[1].parameters():
@@ -38,7 +50,10 @@ def test_a_class_migrates_what_its_older_version_has_saved(outer: type[Any], bef
 
 @pytest.mark.parametrize("outer", [False, True])
 def test_versions_do_not_depend_on_wrappers(outer: bool) -> None:
-    before, after = torch.nn.Sequential(Same(), LaterSame()), torch.nn.Sequential(LaterSame(), LaterSame())
+    before, after = (
+        torch.nn.Sequential(Same(), LaterSame()),
+        torch.nn.Sequential(LaterSame(), LaterSame()),
+    )
     expected = of_torch(before, torch.nn.Sequential(LaterSame(), LaterSame()))
     saved = torch.compile(before, backend="eager") if outer else before
     module = after if outer else torch.compile(after, backend="eager")
@@ -47,7 +62,10 @@ def test_versions_do_not_depend_on_wrappers(outer: bool) -> None:
 
 
 def test_a_submodule_that_is_new_has_no_metadata() -> None:
-    saved, module = torch.nn.Sequential(LaterScale()), torch.nn.Sequential(LaterScale(), LaterSame(), Same())
+    saved, module = (
+        torch.nn.Sequential(LaterScale()),
+        torch.nn.Sequential(LaterScale(), LaterSame(), Same()),
+    )
     Checkpoint({"model": saved}).recover({"model": module}, strict=False)
     own = module.state_dict()
     found = metadata_for_loading(module, own, ["0.factor"], {"0": {"version": 2}})
@@ -73,15 +91,23 @@ def test_only_unusual_versions_are_saved_and_only_plain_values() -> None:
 
 
 def test_versions_of_several_ranks_are_united() -> None:
-    first, second = {"versions": {"m": {"0": {"version": 2}, "1": {"version": 5}}}}, {"versions": {"m": {"1": {"version": 3}}, "n": {}}}
-    assert merged_versions([first, second, {}], None) == {"m": {"0": {"version": 2}, "1": {"version": 5}}, "n": {}}
+    first, second = (
+        {"versions": {"m": {"0": {"version": 2}, "1": {"version": 5}}}},
+        {"versions": {"m": {"1": {"version": 3}}, "n": {}}},
+    )
+    assert merged_versions([first, second, {}], None) == {
+        "m": {"0": {"version": 2}, "1": {"version": 5}},
+        "n": {},
+    }
     assert merged_versions([first, second], 1)["m"] == {"0": {"version": 2}, "1": {"version": 3}}
     assert merged_versions([{}], 0) == {}
 
 
 def test_versions_come_back_from_a_checkpoint(daemon: Daemon) -> None:
     agent = Agent("gpt", socket=daemon.home.socket)
-    agent.snapshot({"model": torch.nn.Sequential(Scale(), LaterSame())}, step=1).wait("durable", timeout=60)
+    agent.snapshot({"model": torch.nn.Sequential(Scale(), LaterSame())}, step=1).wait(
+        "durable", timeout=60
+    )
     module = torch.nn.Sequential(LaterScale(), LaterSame())
     assert agent.recover({"model": module}) is not None
     assert weights(module) == {"0.factor": [1.0, 1.0], "1.w": [1.0, 1.0]}

@@ -1,4 +1,6 @@
-"""Wrappers at any depth leave no trace in the names of a module, and no other part of a name is lost."""
+"""Wrappers at any depth leave no trace in the names of a module, and no other part of a
+name is lost.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim.swa_utils import AveragedModel
 
 from ckptd.agent.state import wrappers
-from ckptd.agent.state.wrappers import canonical_keys, canonical_names, current_names, flattens, raw_names, unwrapped
+from ckptd.agent.state.wrappers import (
+    canonical_keys,
+    canonical_names,
+    current_names,
+    flattens,
+    raw_names,
+    unwrapped,
+)
 
 compiled: Any = partial(torch.compile, backend="eager")
 WRAPPERS = {
@@ -37,12 +46,17 @@ def model(wrap: Any = lambda module: module) -> nn.Module:
 def test_wrappers_leave_no_trace_at_any_depth(wrap: Any) -> None:
     plain, made = list(model().state_dict()), model(wrap)
     assert canonical_names(made, made.state_dict()) == plain
-    assert canonical_names(made, [name for name, _ in nn.Module.named_parameters(made)]) == [name for name, _ in model().named_parameters()]
+    assert canonical_names(made, [name for name, _ in nn.Module.named_parameters(made)]) == [
+        name for name, _ in model().named_parameters()
+    ]
     assert raw_names(made, made.state_dict()) == dict(zip(plain, made.state_dict(), strict=True))
 
 
 def test_the_name_of_a_wrapper_class_is_that_of_torch() -> None:
-    """The wrappers are known by name. A class that torch has moved or renamed would no longer be one."""
+    """The wrappers are known by name.
+
+    A class that torch has moved or renamed would no longer be one.
+    """
     from torch._dynamo.eval_frame import OptimizedModule
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -60,22 +74,46 @@ def test_the_name_of_a_wrapper_class_is_that_of_torch() -> None:
 
 def test_attributes_of_the_users_own_stay_in_the_names() -> None:
     made = nn.ModuleDict(
-        {"module": nn.ModuleDict({"_orig_mod": nn.Linear(1, 1)}), "_orig_mod": nn.DataParallel(nn.Linear(1, 1, bias=False))}
+        {
+            "module": nn.ModuleDict({"_orig_mod": nn.Linear(1, 1)}),
+            "_orig_mod": nn.DataParallel(nn.Linear(1, 1, bias=False)),
+        }
     )
-    assert canonical_names(made, made.state_dict()) == ["module._orig_mod.weight", "module._orig_mod.bias", "_orig_mod.weight"]
+    assert canonical_names(made, made.state_dict()) == [
+        "module._orig_mod.weight",
+        "module._orig_mod.bias",
+        "_orig_mod.weight",
+    ]
     outer = nn.DataParallel(made)
-    assert canonical_names(outer, outer.state_dict()) == ["module._orig_mod.weight", "module._orig_mod.bias", "_orig_mod.weight"]
+    assert canonical_names(outer, outer.state_dict()) == [
+        "module._orig_mod.weight",
+        "module._orig_mod.bias",
+        "_orig_mod.weight",
+    ]
 
 
 def test_the_average_of_a_model_has_the_names_of_the_model() -> None:
-    for average in (AveragedModel(model()), AveragedModel(nn.DataParallel(model())), AveragedModel(model(compiled))):
-        assert canonical_names(average, average.state_dict()) == ["n_averaged", *model().state_dict()]
+    for average in (
+        AveragedModel(model()),
+        AveragedModel(nn.DataParallel(model())),
+        AveragedModel(model(compiled)),
+    ):
+        assert canonical_names(average, average.state_dict()) == [
+            "n_averaged",
+            *model().state_dict(),
+        ]
 
 
 def test_a_wrapper_that_would_make_two_names_equal_stays() -> None:
-    inner = nn.ParameterDict({"n_averaged": nn.Parameter(torch.ones(1)), "w": nn.Parameter(torch.ones(1))})
+    inner = nn.ParameterDict(
+        {"n_averaged": nn.Parameter(torch.ones(1)), "w": nn.Parameter(torch.ones(1))}
+    )
     for average in (AveragedModel(inner), AveragedModel(nn.DataParallel(inner))):
-        assert canonical_names(average, average.state_dict()) == ["n_averaged", "module.n_averaged", "module.w"]
+        assert canonical_names(average, average.state_dict()) == [
+            "n_averaged",
+            "module.n_averaged",
+            "module.w",
+        ]
 
     class Counted(nn.DataParallel[nn.Module]):
         def __init__(self, module: nn.Module) -> None:
@@ -83,7 +121,10 @@ def test_a_wrapper_that_would_make_two_names_equal_stays() -> None:
             self.weight = nn.Parameter(torch.ones(1))
             self.extra = nn.Parameter(torch.ones(1))
 
-    clash, apart = Counted(nn.Linear(1, 1)), Counted(nn.ParameterDict({"w": nn.Parameter(torch.ones(1))}))
+    clash, apart = (
+        Counted(nn.Linear(1, 1)),
+        Counted(nn.ParameterDict({"w": nn.Parameter(torch.ones(1))})),
+    )
     assert canonical_names(clash, clash.state_dict()) == list(clash.state_dict())
     assert canonical_names(apart, apart.state_dict()) == ["weight", "extra", "w"]
 
@@ -96,7 +137,13 @@ def test_two_keys_never_become_one_name() -> None:
 
 def test_keys_that_no_submodule_explains_keep_what_is_not_a_wrapper() -> None:
     made = nn.Sequential(nn.DataParallel(nn.Linear(1, 1)))
-    raw = ["0.module._extra_state", "0.module.added.module.by_a_hook", "module.weight", "elsewhere.module.weight", "0.module"]
+    raw = [
+        "0.module._extra_state",
+        "0.module.added.module.by_a_hook",
+        "module.weight",
+        "elsewhere.module.weight",
+        "0.module",
+    ]
     assert canonical_names(made, raw) == [
         "0._extra_state",
         "0.added.module.by_a_hook",
@@ -107,7 +154,9 @@ def test_keys_that_no_submodule_explains_keep_what_is_not_a_wrapper() -> None:
 
 
 @wrapped
-def test_the_names_of_a_state_dict_are_kept_while_they_hold(wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_names_of_a_state_dict_are_kept_while_they_hold(
+    wrap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     look_up = mock.Mock(side_effect=wrappers._names)
     monkeypatch.setattr(wrappers, "_names", look_up)
     made, plain = model(wrap), list(model().state_dict())
@@ -134,7 +183,8 @@ def test_raw_and_former_names_are_understood() -> None:
     }
     assert current_names(raw_of, ["0._orig_mod.weight"]) == {"0._orig_mod.weight": "0.weight"}
     assert current_names(raw_of, ["1.module.weight", "0.module.weight", "0.weight"]) == {
-        "1.module.weight": "1.module.weight", "0.module.weight": "0.module.weight", "0.weight": "0.weight",
+        "1.module.weight": "1.module.weight", "0.module.weight": "0.module.weight",
+        "0.weight": "0.weight",
     }  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""Tests that one call runs at a time: threads wait, nested calls are refused, and interrupted calls do not keep the lock."""
+"""Tests that one call runs at a time: threads wait, nested calls are refused, and
+interrupted calls do not keep the lock.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,10 @@ def test_a_nested_call_is_refused_and_the_outer_one_goes_on() -> None:
         with (
             pytest.raises(
                 Busy,
-                match=r"^close\(\) was called while snapshot\(\) of the same thread is still running, from a signal handler or from the "
-                r"state being saved: set a flag in the handler, and call close\(\) once the running call has returned$",
+                match=r"^close\(\) was called while snapshot\(\) of the same thread is still "
+                r"running, from a signal handler or from the "
+                r"state being saved: set a flag in the handler, and call close\(\) once the "
+                r"running call has returned$",
             ),
             lock("close"),
         ):
@@ -163,9 +167,13 @@ done.set()
 for thread in threads:
     thread.join()
 print(call.over())
-"""
+"""  # noqa: E501
 
 
-def test_threads_that_start_while_a_waiting_call_looks_for_another_do_not_stop_the_process() -> None:
-    ended = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=90)
+def test_threads_that_start_while_a_waiting_call_looks_for_another_do_not_stop_the_process() -> (
+    None
+):
+    ended = subprocess.run(
+        [sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=90
+    )
     assert (ended.stdout, ended.stderr) == ("True\n", "")

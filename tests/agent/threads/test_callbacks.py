@@ -37,7 +37,9 @@ def test_an_exception_is_logged_and_the_next_call_comes(caplog: pytest.LogCaptur
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_an_interpreter_that_is_ending_runs_the_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_that_is_ending_runs_the_call_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def ending(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
@@ -57,7 +59,14 @@ made.call(lambda: (time.sleep(%s), print("told")), "on_failure")
 
 
 @pytest.mark.parametrize(("most", "takes", "said"), [("60.0", "0.5", "told\n"), ("0.1", "60", "")])
-def test_the_end_of_the_process_waits_for_a_call_but_not_for_ever(most: str, takes: str, said: str) -> None:
-    ended = subprocess.run([sys.executable, "-c", SCRIPT % (most, takes)], capture_output=True, text=True, timeout=60)
+def test_the_end_of_the_process_waits_for_a_call_but_not_for_ever(
+    most: str, takes: str, said: str
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT % (most, takes)], capture_output=True, text=True, timeout=60
+    )
     assert (ended.returncode, ended.stdout) == (0, said)
-    assert ("on_failure has not returned after 0.1 s, and ends with the process (calls: 1)" in ended.stderr) == (not said)
+    assert (
+        "on_failure has not returned after 0.1 s, and ends with the process (calls: 1)"
+        in ended.stderr
+    ) == (not said)

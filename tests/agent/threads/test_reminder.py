@@ -14,11 +14,16 @@ from tests.support.daemons import until
 log = logging.getLogger("ckptd.agent")
 
 
-def test_a_long_call_is_explained_until_it_ends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_call_is_explained_until_it_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(reminder_module, "REMINDER_SECONDS", 0.01)
     with reminder(log, "waits for storage"):
         until(lambda: len(caplog.records) > 2, "reminders")
-    until(lambda: all(thread.name != "ckptd-reminder" for thread in threading.enumerate()), "end of the thread")
+    until(
+        lambda: all(thread.name != "ckptd-reminder" for thread in threading.enumerate()),
+        "end of the thread",
+    )
     assert {record.getMessage() for record in caplog.records} == {"waits for storage"}
 
 

@@ -10,8 +10,19 @@ def cost(step: int, seconds: float) -> list[TrainingCost]:
     return [TrainingCost(step=step, seconds=seconds, usual=0.5)]
 
 
-def after(governor: Governor, step: int, lost: float, *, seconds: float = 1.0, held: float = 0.1, every: float = 100.0) -> int:
-    """Report a save that took so long, and what it has cost. Return the threads of the next save."""
+def after(
+    governor: Governor,
+    step: int,
+    lost: float,
+    *,
+    seconds: float = 1.0,
+    held: float = 0.1,
+    every: float = 100.0,
+) -> int:
+    """Report a save that took so long, and what it has cost.
+
+    Return the threads of the next save.
+    """
     governor.saved(step, step * every, seconds, held)
     governor.hear(cost(step, lost))
     return governor.threads

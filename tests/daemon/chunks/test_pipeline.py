@@ -1,4 +1,6 @@
-"""Tests the way from a sealed slot to a durable part: what is read is checked, and a part is whole or not there."""
+"""Tests the way from a sealed slot to a durable part: what is read is checked, and a
+part is whole or not there.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from tests.support.storage import files_in, source
 
 PLAN = sample_plan(50_000)  # several chunks
 TAG = "step-00000005.a0001"
-HEADER = SegmentHeader(job="gpt", attempt=1, rank=0, world_size=1, slot=0, capacity=300_000, chunk_size=MIN_CHUNK)
+HEADER = SegmentHeader(
+    job="gpt", attempt=1, rank=0, world_size=1, slot=0, capacity=300_000, chunk_size=MIN_CHUNK
+)
 
 
 @pytest.fixture
@@ -45,9 +49,18 @@ def pipeline() -> Iterator[Pipeline]:
 
 
 def part(
-    pipeline: Pipeline, slot: SealedSlot, directory: Path, *, codec_name: str = "raw", change: bool = False, fs: FileSystem | None = None
+    pipeline: Pipeline,
+    slot: SealedSlot,
+    directory: Path,
+    *,
+    codec_name: str = "raw",
+    change: bool = False,
+    fs: FileSystem | None = None,
 ) -> PartReader:
-    """Make the checksums, then the part. With `change`, a byte of the slot changes in between."""
+    """Make the checksums, then the part.
+
+    With `change`, a byte of the slot changes in between.
+    """
 
     async def save() -> str:
         found = await pipeline.checksum(slot)
@@ -57,7 +70,9 @@ def part(
         async def checks() -> list[ChunkCheck]:
             return found
 
-        entry, _ = await pipeline.write_part(slot, PartWriter(files_in(directory, fs), NONCE, codec.encoder(codec_name)), TAG, checks)
+        entry, _ = await pipeline.write_part(
+            slot, PartWriter(files_in(directory, fs), NONCE, codec.encoder(codec_name)), TAG, checks
+        )
         return entry.file
 
     file = asyncio.run(save())
@@ -65,8 +80,12 @@ def part(
 
 
 @pytest.mark.parametrize("codec_name", ["raw", "zstd:1", "planes"])
-def test_a_part_holds_the_slot_and_its_documents(fd: int, pipeline: Pipeline, tmp_path: Path, codec_name: str) -> None:
-    slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN, request=SnapshotRequest(tag="mine", metrics={"loss": 0.5})))
+def test_a_part_holds_the_slot_and_its_documents(
+    fd: int, pipeline: Pipeline, tmp_path: Path, codec_name: str
+) -> None:
+    slot = SealedSlot.read(
+        fd, seal(fd, HEADER, PLAN, request=SnapshotRequest(tag="mine", metrics={"loss": 0.5}))
+    )
     assert len(slot.ranges) > 3
     reader = part(pipeline, slot, tmp_path, codec_name=codec_name)
     wanted = packed_slot(PLAN, values_after(PLAN))
@@ -74,13 +93,23 @@ def test_a_part_holds_the_slot_and_its_documents(fd: int, pipeline: Pipeline, tm
         raw = bytearray(chunk.length)
         reader.read_chunk(number, memoryview(raw))
         assert raw == wanted[chunk.offset : chunk.offset + chunk.length]
-    assert (reader.plan, SnapshotRequest.decode(reader.index.request)) == (PLAN, SnapshotRequest(tag="mine", metrics={"loss": 0.5}))
-    assert (reader.index.job, reader.index.attempt, reader.index.step, reader.index.tag) == ("gpt", 1, 5, TAG)
+    assert (reader.plan, SnapshotRequest.decode(reader.index.request)) == (
+        PLAN,
+        SnapshotRequest(tag="mine", metrics={"loss": 0.5}),
+    )
+    assert (reader.index.job, reader.index.attempt, reader.index.step, reader.index.tag) == (
+        "gpt",
+        1,
+        5,
+        TAG,
+    )
     assert pipeline.bytes_read == sum(chunk.length for chunk in slot.ranges)
     reader.close()
 
 
-def test_a_slot_with_larger_chunks_than_the_present_setting_is_saved(fd: int, pipeline: Pipeline, tmp_path: Path) -> None:
+def test_a_slot_with_larger_chunks_than_the_present_setting_is_saved(
+    fd: int, pipeline: Pipeline, tmp_path: Path
+) -> None:
     """The slot was made before a restart with another chunk_size."""
     header = replace(HEADER, chunk_size=4 * MIN_CHUNK)
     slot = SealedSlot.read(fd, seal(fd, header, PLAN))
@@ -113,13 +142,19 @@ def test_documents_that_overlap_the_tensors_are_refused(fd: int) -> None:
 def test_a_segment_cut_short_is_refused(fd: int, pipeline: Pipeline) -> None:
     slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
     os.ftruncate(fd, HEADER.data_offset + 90_000)
-    with pytest.raises(IntegrityError, match="the slot of step 5 has been cut short: that copy in memory is lost"):
+    with pytest.raises(
+        IntegrityError, match="the slot of step 5 has been cut short: that copy in memory is lost"
+    ):
         asyncio.run(pipeline.checksum(slot))
 
 
-def test_memory_that_changes_after_the_checksums_leaves_no_part(fd: int, pipeline: Pipeline, tmp_path: Path) -> None:
+def test_memory_that_changes_after_the_checksums_leaves_no_part(
+    fd: int, pipeline: Pipeline, tmp_path: Path
+) -> None:
     slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
-    with pytest.raises(IntegrityError, match="chunk [0-9] of gpt step 5 has changed in memory since it was sealed"):
+    with pytest.raises(
+        IntegrityError, match="chunk [0-9] of gpt step 5 has changed in memory since it was sealed"
+    ):
         part(pipeline, slot, tmp_path, change=True)
     assert os.listdir(tmp_path) == []
 
@@ -143,11 +178,15 @@ def test_a_changed_chunk_is_not_linked_because_its_old_checksum_is_that_of_the_p
         again = PartWriter(files_in(tmp_path), NONCE[::-1], codec.encoder("raw"))
         await pipeline.write_part(slot, again, TAG, checks, before=before, with_digests=True)
 
-    with pytest.raises(IntegrityError, match="chunk [0-9] of gpt step 5 has changed in memory since it was sealed"):
+    with pytest.raises(
+        IntegrityError, match="chunk [0-9] of gpt step 5 has changed in memory since it was sealed"
+    ):
         asyncio.run(save_twice())
 
 
-def test_every_chunk_has_a_result_or_nothing_is_written(fd: int, pipeline: Pipeline, tmp_path: Path) -> None:
+def test_every_chunk_has_a_result_or_nothing_is_written(
+    fd: int, pipeline: Pipeline, tmp_path: Path
+) -> None:
     slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
     pipeline._memory.threads = 0  # no worker does anything, and none fails
     with pytest.raises(IntegrityError, match=f"0 of {len(slot.ranges)} chunks have a result"):
@@ -156,7 +195,9 @@ def test_every_chunk_has_a_result_or_nothing_is_written(fd: int, pipeline: Pipel
 
 
 def test_an_error_of_any_worker_fails_the_part(fd: int, tmp_path: Path) -> None:
-    """pytorch/pytorch#191391: DCP's threads lost the error, and the checkpoint lacked tensors."""
+    """pytorch/pytorch#191391: DCP's threads lost the error, and the checkpoint lacked
+    tensors.
+    """
 
     class Full(PosixFileSystem):
         writes = 0

@@ -1,4 +1,6 @@
-"""Tests what the daemon checks before it acknowledges a seal: the documents of a slot, and those of all ranks together."""
+"""Tests what the daemon checks before it acknowledges a seal: the documents of a slot,
+and those of all ranks together.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,18 @@ from tests.support.daemons import Home, home, running
 Ext = msgspec.msgpack.Ext
 
 
-def contents(name: str = "w", signature: bytes = b"one", named: tuple[str, ...] = ("w",), **changes: Any) -> SlotContents:
+def contents(
+    name: str = "w", signature: bytes = b"one", named: tuple[str, ...] = ("w",), **changes: Any
+) -> SlotContents:
     metadata: Any = {name: {"dtype": "float32", "size": [4], "chunks": [[[0], [4]]], **changes}}
-    plan = Plan([Region(0, 16, 4)], [Item(name, "float32", (4,), (0,), (4,), None, 0)], [], metadata, WRITER, bytes(32))
+    plan = Plan(
+        [Region(0, 16, 4)],
+        [Item(name, "float32", (4,), (0,), (4,), None, 0)],
+        [],
+        metadata,
+        WRITER,
+        bytes(32),
+    )
     return SlotContents(signature, plan, set(named))
 
 
@@ -34,7 +45,9 @@ def test_values_may_name_only_what_is_stored() -> None:
     check = SealCheck()
     check.compare({0: contents()}, 1)
     for _ in range(2):  # the plan is known to be sound by then
-        with pytest.raises(IntegrityError, match="the values of rank 0 name the tensor 'v', which no rank stores"):
+        with pytest.raises(
+            IntegrityError, match="the values of rank 0 name the tensor 'v', which no rank stores"
+        ):
             check.compare({0: contents(named=("w", "v"))}, 1)
 
 
@@ -68,7 +81,10 @@ def place() -> Iterator[Home]:
 def answers(clients: list[Client], step: int, case: Case) -> list[Any]:
     """Seal a case as step `step`, and return what the daemon answers to each rank."""
     granted = [client.acquire(step) for client in clients]
-    numbers = [client.seal(step, each.segment, part) for client, each, part in zip(clients, granted, case.parts, strict=True)]
+    numbers = [
+        client.seal(step, each.segment, part)
+        for client, each, part in zip(clients, granted, case.parts, strict=True)
+    ]
     return [client.outcome(number) for client, number in zip(clients, numbers, strict=True)]
 
 
@@ -77,21 +93,62 @@ def change(**changes: Any) -> Any:
 
 
 REFUSED = [
-    (lambda case: case.parts[0].items.pop(), "the metadata say that rank 0 stores the shard [4, 2] at [0, 0] of 'w'; the plan"),
-    (lambda case: case.parts[0].items[0].__setitem__(4, [3, 2]), "w: only 6 of 8 elements are stored"),
-    (change(metadata=None), "the metadata in the plan of rank 0 are missing: they must describe 'w', which rank 0 stores"),
-    (lambda case: case.parts[0].metadata["w"].update(size=[5, 2]), "the metadata say that 'w' has the dtype float32 and the size [5, 2]"),
-    (lambda case: case.parts[0].metadata["w"].update(dtype="int32"), "the metadata say that 'w' has the dtype int32"),
-    (lambda case: case.parts[0].metadata.update(v={"dtype": "bytes"}), "the metadata say that rank 0 stores 'v'"),
+    (lambda case: case.parts[0].items.pop(), "the metadata say that rank 0 stores the shard [4, 2] "
+        "at "
+        "[0, "
+        "0] "
+        "of "
+        "'w'; "
+        "the "
+        "plan"),
+    (lambda case: case.parts[0].items[0].__setitem__(4, [3, 2]), "w: only 6 of 8 elements are "
+        "stored"),
+    (change(metadata=None), "the metadata in the plan of rank 0 are missing: they must describe "
+        "'w', "
+        "which "
+        "rank "
+        "0 "
+        "stores"),
+    (lambda case: case.parts[0].metadata["w"].update(size=[5, 2]), "the metadata say that 'w' has "
+        "the "
+        "dtype "
+        "float32 "
+        "and "
+        "the "
+        "size "
+        "[5, "
+        "2]"),
+    (lambda case: case.parts[0].metadata["w"].update(dtype="int32"), "the metadata say that 'w' "
+        "has "
+        "the "
+        "dtype "
+        "int32"),
+    (lambda case: case.parts[0].metadata.update(v={"dtype": "bytes"}), "the metadata say that rank "
+        "0 "
+        "stores "
+        "'v'"),
     (change(raw_values=b"garbage"), "values document is not a map"),
     (change(values={"rng": None}), "values document has no member 'state'"),
-    (change(values={"state": {"a": Ext(1, b"v")}}), "the values of rank 0 name the tensor 'v', which no rank stores"),
-    (change(values={"state": {"a": [Ext(3, b"\x91\x90")]}}), "values document: 'state.a.0.0' has a list as an item of a set"),
+    (change(values={"state": {"a": Ext(1, b"v")}}), "the values of rank 0 name the tensor 'v', "
+        "which "
+        "no "
+        "rank "
+        "stores"),
+    (change(values={"state": {"a": [Ext(3, b"\x91\x90")]}}), "values document: 'state.a.0.0' has a "
+        "list "
+        "as "
+        "an "
+        "item "
+        "of "
+        "a "
+        "set"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("wrong", "words"), REFUSED, ids=range(len(REFUSED)))
-def test_a_seal_that_could_not_be_loaded_is_refused_in_one_sentence(place: Home, wrong: Any, words: str) -> None:
+def test_a_seal_that_could_not_be_loaded_is_refused_in_one_sentence(
+    place: Home, wrong: Any, words: str
+) -> None:
     with running(place) as daemon:
         client = Client(place, "job", 0, 1)
         case = simple_case(("w", "float32", [4, 2]))
@@ -114,9 +171,16 @@ def test_the_ranks_of_a_step_are_compared_when_the_last_one_has_sealed(place: Ho
         wrong = simple_case(("w", "float32", [4, 2]), ranks=2)
         wrong.parts[1].values = {"state": {"v": Ext(1, b"v")}}
         found = answers(clients, 1, wrong)
-        assert any(isinstance(answer, m.Error) and "the values of rank 1 name the tensor 'v'" in answer.message for answer in found)
+        assert any(
+            isinstance(answer, m.Error)
+            and "the values of rank 1 name the tensor 'v'" in answer.message
+            for answer in found
+        )
         assert [client.wait(1).state for client in clients] == ["failed"] * 2
-        assert all(isinstance(answer, m.Sealed) for answer in answers(clients, 2, simple_case(("w", "float32", [4, 2]), ranks=2)))
+        assert all(
+            isinstance(answer, m.Sealed)
+            for answer in answers(clients, 2, simple_case(("w", "float32", [4, 2]), ranks=2))
+        )
         assert [client.wait(2).state for client in clients] == ["durable"] * 2
         for client in clients:
             client.close()

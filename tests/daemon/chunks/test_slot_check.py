@@ -1,4 +1,7 @@
-"""Test the check of a slot, and the checksums that it leaves in the segment. `test_saver.py` has whole saves."""
+"""Test the check of a slot, and the checksums that it leaves in the segment.
+
+`test_saver.py` has whole saves.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,10 @@ def test_checksums_are_written_once_and_then_compared(world: World) -> None:
 
 
 def test_several_callers_share_one_check(world: World) -> None:
-    checks, read = SlotCheck(world.catalog, world.slots, world.pipeline, link_unchanged=True), list[object]()
+    checks, read = (
+        SlotCheck(world.catalog, world.slots, world.pipeline, link_unchanged=True),
+        list[object](),
+    )
     checksum = world.pipeline.checksum
 
     async def counting(sealed: SealedSlot, *, with_digests: bool) -> list[ChunkCheck]:

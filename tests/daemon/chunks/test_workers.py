@@ -1,4 +1,6 @@
-"""Chunks on worker threads: all of them, in order, within a budget of memory, and none after a failure."""
+"""Chunks on worker threads: all of them, in order, within a budget of memory, and none
+after a failure.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,16 @@ def test_results_come_in_the_order_of_the_chunks(workers: Workers) -> None:
     assert asyncio.run(workers.each([], lambda number, buffers: number)) == []
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages"
+)
 def test_the_buffers_ask_for_huge_pages() -> None:
     workers, size = Workers("test", 1, 64 << 20, 8 << 20, 2), 8 << 20
 
     def flags(number: int, buffers: Buffers) -> list[bool]:
-        """Return for each buffer if its mapping has the flag of MADV_HUGEPAGE (proc_pid_smaps(5))."""
+        """Return for each buffer if its mapping has the flag of MADV_HUGEPAGE
+        (proc_pid_smaps(5)).
+        """
         found, maps = [], Path("/proc/self/smaps").read_text().split("VmFlags:")
         for buffer in buffers:
             address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
@@ -73,7 +79,11 @@ def test_the_threads_have_a_low_priority_and_never_a_higher_one_than_the_process
 def test_the_threads_run_on_the_cpus_that_they_are_given() -> None:
     own = os.sched_getaffinity(0)
     workers = Workers("test", 1, 1 << 20, CHUNK, 1, cpus={max(own)})
-    assert asyncio.run(workers.each(ranges(1), lambda number, buffers: os.sched_getaffinity(threading.get_native_id()))) == [{max(own)}]
+    assert asyncio.run(
+        workers.each(
+            ranges(1), lambda number, buffers: os.sched_getaffinity(threading.get_native_id())
+        )
+    ) == [{max(own)}]
     workers.close()
     assert os.sched_getaffinity(0) == own
 
@@ -91,7 +101,12 @@ def test_no_two_chunks_share_a_buffer_at_once(workers: Workers) -> None:
 @pytest.mark.parametrize(("memory", "most"), [(1, 1), (2 * 2 * CHUNK, 2), (1 << 30, 3)])
 def test_the_budget_of_memory_limits_the_chunks_at_once(memory: int, most: int) -> None:
     """One chunk can always be processed, and never more of them than there are threads."""
-    workers, running, seen, lock = Workers("test", 3, memory, CHUNK, 2), 0, list[int](), threading.Lock()
+    workers, running, seen, lock = (
+        Workers("test", 3, memory, CHUNK, 2),
+        0,
+        list[int](),
+        threading.Lock(),
+    )
 
     def work(number: int, buffers: Buffers) -> None:
         nonlocal running
@@ -124,7 +139,11 @@ def test_buffers_are_used_again_and_give_their_pages_back(workers: Workers) -> N
 
 
 def test_larger_chunks_of_an_earlier_daemon_get_buffers_of_their_own(workers: Workers) -> None:
-    sizes = asyncio.run(workers.each(ranges(2, 3 * CHUNK), lambda number, buffers: [len(buffer) for buffer in buffers]))
+    sizes = asyncio.run(
+        workers.each(
+            ranges(2, 3 * CHUNK), lambda number, buffers: [len(buffer) for buffer in buffers]
+        )
+    )
     assert sizes == [[align(3 * CHUNK)] * 2] * 2
     assert workers._free == []
 

@@ -1,4 +1,6 @@
-"""Tests the `ckptd` command as a user types it: real processes, exit codes, and one sentence for each mistake."""
+"""Tests the `ckptd` command as a user types it: real processes, exit codes, and one
+sentence for each mistake.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,14 @@ from tests.support.daemons import Daemon, Home, home, running, until
 NOTHING: dict[str, str] = {}
 
 
-def ckptd(*arguments: object, environment: dict[str, str] = NOTHING) -> subprocess.CompletedProcess[str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("CKPTD_", "XDG_RUNTIME"))}
+def ckptd(
+    *arguments: object, environment: dict[str, str] = NOTHING
+) -> subprocess.CompletedProcess[str]:
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("CKPTD_", "XDG_RUNTIME"))
+    }
     return subprocess.run(
         [sys.executable, "-m", "ckptd.daemon", *map(str, arguments)],
         env={**clean, **environment},
@@ -61,7 +69,9 @@ def trained() -> Iterator[Daemon]:
 def train(daemon: Daemon) -> None:
     agent = Agent("gpt", socket=daemon.home.socket)
     for step in (1, 2):
-        agent.snapshot({"w": torch.arange(1000.0) * step}, step=step, metrics={"loss": 1 / step}).wait("durable", timeout=60)
+        agent.snapshot(
+            {"w": torch.arange(1000.0) * step}, step=step, metrics={"loss": 1 / step}
+        ).wait("durable", timeout=60)
     agent.close()
 
 
@@ -102,11 +112,16 @@ def test_status_tells_how_far_a_save_has_come(place: Home) -> None:
     with running(place, "--codec", "zstd:19", environment={"CKPTD_CHUNK_SIZE": "256Ki"}) as daemon:
         agent = Agent("gpt", socket=place.socket)
         agent.snapshot({"w": torch.randn(10 << 20)}, step=1)
-        until(lambda: (daemon.status()["jobs"][0]["saving"] or [{"done_bytes": 0}])[0]["done_bytes"], "the first chunk")
+        until(
+            lambda: (daemon.status()["jobs"][0]["saving"] or [{"done_bytes": 0}])[0]["done_bytes"],
+            "the first chunk",
+        )
         text = ckptd("status", "--socket", place.socket).stdout
         (saving,) = daemon.status()["jobs"][0]["saving"]
         agent._link.let_go()
-    assert re.search(r"  step-00000001\.a0001 \(\d+ %, \d+\.\d [kM]B/s, (\d+ min|\d+ s) left\)", text), text
+    assert re.search(
+        r"  step-00000001\.a0001 \(\d+ %, \d+\.\d [kM]B/s, (\d+ min|\d+ s) left\)", text
+    ), text
     assert saving["tag"] == "step-00000001.a0001"
     assert 0 < saving["done_bytes"] < saving["total_bytes"] == pytest.approx(40 << 20, rel=0.01)
 
@@ -114,27 +129,45 @@ def test_status_tells_how_far_a_save_has_come(place: Home) -> None:
 def test_the_log_says_when_attempts_begin_and_what_is_deleted(place: Home) -> None:
     with running(place, "--keep-last", "1") as daemon:
         train(daemon)
-        until(lambda: "checkpoint gpt/step-00000001.a0001: deleted" in place.log_text(), "retention")
+        until(
+            lambda: "checkpoint gpt/step-00000001.a0001: deleted" in place.log_text(), "retention"
+        )
     assert "job gpt: attempt 1 begins with 1 rank, 1 here\n" in place.log_text()
 
 
 def test_ls_and_show_list_and_describe_checkpoints(full: Daemon) -> None:
     root = full.home.root
     rows = json.loads(ckptd("ls", root, "--json").stdout)
-    assert [(row["job"], row["step"], row["newest"], row["damaged"]) for row in rows] == [("gpt", 1, False, None), ("gpt", 2, True, None)]
+    assert [(row["job"], row["step"], row["newest"], row["damaged"]) for row in rows] == [
+        ("gpt", 1, False, None),
+        ("gpt", 2, True, None),
+    ]
     assert json.loads(ckptd("ls", root / "gpt", "--json").stdout) == rows
     assert json.loads(ckptd("ls", "--socket", full.home.socket, "--json").stdout) == rows
     assert "step-00000002.a0001" in ckptd("ls", root).stdout
     shown = json.loads(ckptd("show", root / "gpt", "--json").stdout)
     assert (shown["step"], shown["seq"], shown["metrics"]) == (2, 2, {"loss": 0.5})
-    assert shown["metadata"]["state_dict_metadata"]["w"] == {"dtype": "float32", "size": [1000], "chunks": [[[0], [1000]]]}
+    assert shown["metadata"]["state_dict_metadata"]["w"] == {
+        "dtype": "float32",
+        "size": [1000],
+        "chunks": [[[0], [1000]]],
+    }
     assert json.loads(ckptd("show", root / "gpt" / "step-00000001", "--json").stdout)["step"] == 1
     text = ckptd("show", root / "gpt" / "step-00000001.a0001", "--keys").stdout
     assert "w       [1000]  float32" in text
 
 
 def test_a_checkpoint_of_several_files_is_shown_and_verified(place: Home) -> None:
-    with running(place, "--files-per-rank", "3", "--bytes-per-file", "1M", "--codec", "raw", environment={"CKPTD_CHUNK_SIZE": "256Ki"}):
+    with running(
+        place,
+        "--files-per-rank",
+        "3",
+        "--bytes-per-file",
+        "1M",
+        "--codec",
+        "raw",
+        environment={"CKPTD_CHUNK_SIZE": "256Ki"},
+    ):
         agent = Agent("gpt", socket=place.socket)
         state = {"w": torch.arange(1 << 20)}  # 8 MiB
         agent.snapshot(state, step=1).wait("durable", timeout=60)
@@ -163,9 +196,18 @@ def test_commands_accept_a_directory_that_is_one_checkpoint(full: Daemon, tmp_pa
         assert ckptd("verify", path).stdout.startswith(f"{path}: sound, ")
         assert ckptd("show", path, "--keys").stdout.startswith(f"{path}\n")
         shown = json.loads(ckptd("show", path, "--json").stdout)
-        assert (shown["job"], shown["step"], list(shown["metadata"]["state_dict_metadata"])) == (job, step, ["w"])
+        assert (shown["job"], shown["step"], list(shown["metadata"]["state_dict_metadata"])) == (
+            job,
+            step,
+            ["w"],
+        )
         (row,) = json.loads(ckptd("ls", path, "--json").stdout)
-        assert (row["tag"], row["step"], row["newest"], row["damaged"]) == (path.name, step, False, None)
+        assert (row["tag"], row["step"], row["newest"], row["damaged"]) == (
+            path.name,
+            step,
+            False,
+            None,
+        )
         for verb in ("forget", "pin"):
             refused = ckptd(verb, path)
             assert refused.returncode == 2
@@ -185,14 +227,20 @@ def test_a_copy_of_any_name_is_a_checkpoint(full: Daemon, tmp_path: Path) -> Non
     one = full.home.root / "gpt" / "step-00000002.a0001"
     made = tmp_path / "job" / "made.a0001"
     dcp.save({"w": torch.arange(1000.0)}, storage_writer=StorageWriter(made))
-    for copy in (made, tmp_path / "best.a0001", tmp_path / "gpt" / "step-00005000.a0002", tmp_path / "gpt" / one.name):
+    for copy in (
+        made,
+        tmp_path / "best.a0001",
+        tmp_path / "gpt" / "step-00005000.a0002",
+        tmp_path / "gpt" / one.name,
+    ):
         if not copy.exists():
             shutil.copytree(one, copy)
         verified = ckptd("verify", copy)
         assert verified.returncode == 0, verified.stdout
     misplaced = full.home.root / "gpt" / "step-00005000.a0002"
     shutil.copytree(one, misplaced)
-    assert "DAMAGED: " in ckptd("verify", misplaced).stdout  # in a root the name would stand for that step
+    # In a root the name would stand for that step.
+    assert "DAMAGED: " in ckptd("verify", misplaced).stdout
 
 
 def test_a_file_called_manifest_hides_no_checkpoint(full: Daemon) -> None:
@@ -211,22 +259,33 @@ def test_the_manifest_says_how_many_files_there_are(full: Daemon) -> None:
     path = full.home.root / "gpt" / "step-00000002.a0001" / "manifest.json"
     manifest = Manifest.decode(path.read_bytes())
     (part,) = manifest.parts
-    changed = msgspec.structs.replace(manifest, features=["files"], parts=[msgspec.structs.replace(part, files=3)])
+    changed = msgspec.structs.replace(
+        manifest, features=["files"], parts=[msgspec.structs.replace(part, files=3)]
+    )
     path.write_bytes(changed.encode())
-    assert "does not have the sizes and counts that the manifest says" in ckptd("verify", path.parent).stdout
+    assert (
+        "does not have the sizes and counts that the manifest says"
+        in ckptd("verify", path.parent).stdout
+    )
     with pytest.raises(IntegrityError, match="is not the part that the manifest describes"):
         Checkpoint.open(path.parent)
 
 
-def test_a_checkpoint_deleted_during_a_listing_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_deleted_during_a_listing_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "manifest.json").write_text("{}")
-    monkeypatch.setattr(report, "find_job_or_checkpoint", lambda path: (open_root(path.parent), path.name, None))
+    monkeypatch.setattr(
+        report, "find_job_or_checkpoint", lambda path: (open_root(path.parent), path.name, None)
+    )
     with pytest.raises(NotFound, match="no longer holds a checkpoint"):
         report.listing(tmp_path)
 
 
 def test_ls_lists_one_checkpoint(full: Daemon) -> None:
-    (row,) = json.loads(ckptd("ls", full.home.root / "gpt" / "step-00000002.a0001", "--json").stdout)
+    (row,) = json.loads(
+        ckptd("ls", full.home.root / "gpt" / "step-00000002.a0001", "--json").stdout
+    )
     assert (row["job"], row["tag"], row["newest"]) == ("gpt", "step-00000002.a0001", True)
 
 
@@ -257,7 +316,9 @@ def test_verify_finds_a_flipped_byte_in_each_checkpoint_that_links_the_file(daem
     agent = Agent("gpt", socket=daemon.home.socket)
     frozen = torch.rand(100_000)
     for step in (1, 2):
-        agent.snapshot({"frozen": frozen, "w": torch.full((10,), step)}, step=step).wait("durable", timeout=60)
+        agent.snapshot({"frozen": frozen, "w": torch.full((10,), step)}, step=step).wait(
+            "durable", timeout=60
+        )
     agent.close()
     job = daemon.home.root / "gpt"
     parts = {path: path.stat().st_nlink for path in job.glob("*/rank-*.ckpt")}
@@ -289,22 +350,47 @@ def flip(part: Path, offset: int = ALIGN) -> None:
         (["ls", "{root}/nope"], 10, "does not exist, or is not a directory"),
         (["verify", "{root}/nope"], 10, "no checkpoint"),
         (["status", "--socket", "{root}/nobody"], 14, "no daemon listens at"),
-        (["status", "--socket", "{root}/nobody", "--job", "gpt"], 14, "without a daemon, name the root: `ckptd status ROOT --job gpt`"),
-        (["ls", "--socket", "{root}/nobody"], 14, "without a daemon, name the root: `ckptd ls ROOT`"),
+        (["status", "--socket", "{root}/nobody", "--job", "gpt"], 14, "without a daemon, name the "
+            "root: "
+            "`ckptd "
+            "status "
+            "ROOT "
+            "--job "
+            "gpt`"),
+        (["ls", "--socket", "{root}/nobody"], 14, "without a daemon, name the root: `ckptd ls "
+            "ROOT`"),
         (["stop", "--socket", "{root}/nobody"], 14, "no daemon listens at"),
         (["status"], 14, "start one with `ckptd run --root DIR`"),
         (["run", "--root", "{root}", "--socket", "{root}/s2"], 11, "another ckptd already serves"),
         (["run", "--root", "{root}2", "--socket", "{socket}"], 11, "another ckptd listens at"),
         (["run", "--socket", "{root}/s2"], 2, "no root: say where checkpoints go with --root DIR"),
-        (["run", "--root", "/proc/nope", "--socket", "{root}/s2"], 1, "cannot use /proc/nope as the root for checkpoints"),
-        (["run", "--root", "{root}", "--socket", "{root}/s2", "--codec", "lz5"], 2, "codec 'lz5' is not known"),
-        (["run", "--root", "{root}", "--socket", "{root}/s2", "--config", "{root}/none.toml"], 2, "cannot read the config file"),
-        (["run", "--root", "{root}", "--socket", "/" + "x" * 200], 2, "an absolute path of at most 107 bytes"),
+        (["run", "--root", "/proc/nope", "--socket", "{root}/s2"], 1, "cannot use /proc/nope as "
+            "the "
+            "root "
+            "for "
+            "checkpoints"),
+        (["run", "--root", "{root}", "--socket", "{root}/s2", "--codec", "lz5"], 2, "codec 'lz5' "
+            "is "
+            "not "
+            "known"),
+        (["run", "--root", "{root}", "--socket", "{root}/s2", "--config", "{root}/none.toml"], 2,
+        "cannot "
+            "read "
+            "the "
+            "config "
+            "file"),
+        (["run", "--root", "{root}", "--socket", "/" + "x" * 200], 2, "an absolute path of at most "
+            "107 "
+            "bytes"),
         (["frobnicate"], 2, "No such command 'frobnicate'"),
     ],
 )  # fmt: skip
-def test_each_mistake_gives_one_sentence_and_its_exit_code(trained: Daemon, arguments: list[str], code: int, words: str) -> None:
-    result = ckptd(*(a.format(root=trained.home.root, socket=trained.home.socket) for a in arguments))
+def test_each_mistake_gives_one_sentence_and_its_exit_code(
+    trained: Daemon, arguments: list[str], code: int, words: str
+) -> None:
+    result = ckptd(
+        *(a.format(root=trained.home.root, socket=trained.home.socket) for a in arguments)
+    )
     assert (result.returncode, words in result.stderr) == (code, True), result.stderr
     assert "Traceback" not in result.stderr
     assert trained.status()["ready"]
@@ -338,7 +424,9 @@ def test_help_shows_the_first_commands_of_a_newcomer() -> None:
         (["ver"], "plain,verify"),
     ],
 )
-def test_the_shell_is_offered_paths_and_words(typed: list[str], offered: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shell_is_offered_paths_and_words(
+    typed: list[str], offered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a path, bash would not even complete the names of files after `ckptd ls`."""
     monkeypatch.setenv("COMP_WORDS", " ".join(["ckptd", *typed]))
     monkeypatch.setenv("COMP_CWORD", str(len(typed)))

@@ -1,4 +1,6 @@
-"""Tests `ckptd copy` between directories and object stores: what is copied, verified, continued and refused."""
+"""Tests `ckptd copy` between directories and object stores: what is copied, verified,
+continued and refused.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ STEPS = (5, 6, 7)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A root with three checkpoints of one job, of which one is pinned, and one of another job."""
+    """A root with three checkpoints of one job, of which one is pinned, and one of
+    another job.
+    """
     with home() as place, running(place, "--codec", "raw", "--keep-last", "0"):
         for job in ("gpt", "bert"):
             agent = Agent(job, socket=place.socket)
@@ -48,7 +52,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(params=["directory", "store"])
-def target(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Location:
+def target(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Location:
     """The place of a new root."""
     if request.param == "directory":
         return tmp_path / "copies"
@@ -99,7 +105,9 @@ def test_a_root_is_copied_with_its_jobs_pins_and_hint(saved: Home, target: Locat
     assert repository.identity() != locate.open_root(saved.root).identity()
     assert_sound(target)
     for tag in steps(*STEPS):
-        assert repository.read_manifest_document("gpt", tag) == locate.open_root(saved.root).read_manifest_document("gpt", tag)
+        assert repository.read_manifest_document("gpt", tag) == locate.open_root(
+            saved.root
+        ).read_manifest_document("gpt", tag)
     assert copied(saved.root, target) == []
 
 
@@ -135,7 +143,9 @@ def test_an_interrupted_copy_goes_on(saved: Home, target: Location, ends_after: 
 
 
 def test_what_a_killed_copy_has_left_is_verified(saved: Home, tmp_path: Path) -> None:
-    """A file of the right length may have a hole: its room was allocated before its bytes came."""
+    """A file of the right length may have a hole: its room was allocated before its
+    bytes came.
+    """
     copied(saved.root / "gpt", tmp_path)
     tag = tmp_path / "gpt" / steps(6)[0]
     (tag / "manifest.json").unlink()
@@ -195,7 +205,9 @@ def test_a_damaged_checkpoint_is_told_and_leaves_nothing(own: Path, target: Loca
     assert_sound(target)
 
 
-def test_a_copy_that_the_destination_damages_is_made_again_once(saved: Home, tmp_path: Path) -> None:
+def test_a_copy_that_the_destination_damages_is_made_again_once(
+    saved: Home, tmp_path: Path
+) -> None:
     calls = list[str]()
 
     def damage(self: CheckpointCopier, one: Any, part: Any) -> None:
@@ -214,13 +226,20 @@ def test_a_copy_that_the_destination_damages_is_made_again_once(saved: Home, tmp
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_another_checkpoint_of_the_same_name_is_refused(own: Path, target: Location, damaged: bool) -> None:
+def test_another_checkpoint_of_the_same_name_is_refused(
+    own: Path, target: Location, damaged: bool
+) -> None:
     copied(own / "gpt" / "step-00000005", target)
     repository = locate.open_root(target)
-    other = msgspec.structs.replace(repository.read_manifest("gpt", *steps(5)), created="2020-01-01T00:00:00+00:00")
+    other = msgspec.structs.replace(
+        repository.read_manifest("gpt", *steps(5)), created="2020-01-01T00:00:00+00:00"
+    )
     repository.delete_files("gpt", steps(5)[0], ["manifest.json"])
     repository.publish_manifest("gpt", steps(5)[0], b"damaged" if damaged else other.encode())
-    with pytest.raises(AlreadyExists, match=r"step-00000005\.a0001 is another checkpoint than .*: copy to another root$"):
+    with pytest.raises(
+        AlreadyExists,
+        match=r"step-00000005\.a0001 is another checkpoint than .*: copy to another root$",
+    ):
         Copier(own / "gpt", target)
 
 
@@ -236,13 +255,18 @@ def test_what_cannot_be_copied_is_refused(own: Path, tmp_path: Path) -> None:
         Copier(tmp_path / "empty", tmp_path / "x")
     alone = tmp_path / "alone"
     (own / "gpt" / steps(5)[0]).rename(alone)
-    with pytest.raises(InvalidRequest, match="is a checkpoint outside every root, which belongs to no job: `ckptd adopt`"):
+    with pytest.raises(
+        InvalidRequest,
+        match="is a checkpoint outside every root, which belongs to no job: `ckptd adopt`",
+    ):
         Copier(alone, tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
 def test_a_job_is_no_destination(own: Path, saved: Home) -> None:
-    with pytest.raises(InvalidRequest, match=f"{own / 'gpt'} is a job of the root {own}: name a root"):
+    with pytest.raises(
+        InvalidRequest, match=f"{own / 'gpt'} is a job of the root {own}: name a root"
+    ):
         Copier(saved.root, own / "gpt")
 
 
@@ -256,7 +280,9 @@ def test_a_second_copy_to_the_same_root_is_refused_meanwhile(saved: Home, target
 
 
 def test_a_checkpoint_that_another_copy_has_committed_stays(own: Path, target: Location) -> None:
-    """Plan two copies of one checkpoint, and delete the checkpoint at the source between them."""
+    """Plan two copies of one checkpoint, and delete the checkpoint at the source
+    between them.
+    """
     late = Copier(own / "gpt" / "step-00000005", target)
     copied(own / "gpt" / "step-00000005", target)
     repository = locate.open_root(own)
@@ -265,7 +291,9 @@ def test_a_checkpoint_that_another_copy_has_committed_stays(own: Path, target: L
     assert_sound(target)
 
 
-def test_a_checkpoint_that_is_deleted_before_it_is_copied_is_told(own: Path, target: Location) -> None:
+def test_a_checkpoint_that_is_deleted_before_it_is_copied_is_told(
+    own: Path, target: Location
+) -> None:
     late = Copier(own / "gpt" / "step-00000006", target)
     repository = locate.open_root(own)
     repository.delete_files("gpt", steps(6)[0], repository.files("gpt", steps(6)[0]))
@@ -280,13 +308,17 @@ def ckptd(*arguments: object) -> Result:
 
 def test_the_command_prints_a_line_or_a_row_for_each(own: Path, tmp_path: Path) -> None:
     done = ckptd(own / "gpt" / "step-00000005", tmp_path / "x")
-    assert (done.exit_code, done.stdout.partition(" (")[0]) == (0, "gpt/step-00000005.a0001: copied")
+    assert (done.exit_code, done.stdout.partition(" (")[0]) == (
+        0,
+        "gpt/step-00000005.a0001: copied",
+    )
     done = ckptd(own / "gpt" / "step-00000005", tmp_path / "x")
     assert (done.exit_code, done.stdout) == (0, "gpt/step-00000005.a0001: is there already\n")
     (own / "gpt" / steps(6)[0] / "manifest.json").write_bytes(b"{}")
     done = ckptd(own / "gpt", tmp_path / "x", "--json")
     rows = json.loads(done.stdout)
-    assert (done.exit_code, [(row["tag"], row["copied"], row["error"] is None) for row in rows]) == (
+    assert (done.exit_code, [(row["tag"], row["copied"],
+        row["error"] is None) for row in rows]) == (
         13, [(steps(6)[0], False, False), (steps(5)[0], False, True), (steps(7)[0], True, True)],
     )  # fmt: skip
     assert ckptd(own / "gpt", own).exit_code == 2

@@ -1,4 +1,6 @@
-"""Tests each check of `ckptd doctor`, with given values and on this machine, and the command itself."""
+"""Tests each check of `ckptd doctor`, with given values and on this machine, and the
+command itself.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
         (resource.RLIM_INFINITY, 256, OK, 107374178, "ranks fit"),
     ],
 )
-def test_the_limit_of_open_files_is_checked(hard: int, most: int, level: str, fit: int, words: str) -> None:
+def test_the_limit_of_open_files_is_checked(
+    hard: int, most: int, level: str, fit: int, words: str
+) -> None:
     check = doctor.check_files(PLAN, 20, hard, most)
     assert (check.level, check.values["ranks_fit"]) == (level, fit)
     assert words in check.message
@@ -54,16 +58,31 @@ def test_the_size_of_shared_memory_is_checked(tmp_path: Path) -> None:
     assert check.level == WARNING  # little shared memory is free
     assert doctor.check_shared_memory(Path("/dev/shm"), 2, 0).values["slots"] == 2
     assert doctor.check_shared_memory(tmp_path / "nowhere", 2, 0).level == FAILED
-    assert "it is not a tmpfs" in doctor.check_shared_memory(Path("/proc"), 2, 0).message or os.geteuid()
+    assert (
+        "it is not a tmpfs" in doctor.check_shared_memory(Path("/proc"), 2, 0).message
+        or os.geteuid()
+    )
 
 
 def test_a_usable_root_passes(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     before = list(tmp_path.iterdir())
     found = by_name(list(doctor.check_root(tmp_path)))
-    assert set(found) == {"root", "permissions", "O_DIRECT", "fsync of a directory", "flock", "OFD locks"}
+    assert set(found) == {
+        "root",
+        "permissions",
+        "O_DIRECT",
+        "fsync of a directory",
+        "flock",
+        "OFD locks",
+    }
     assert {name for name, check in found.items() if check.level == FAILED} == set()
-    assert found["flock"].level == found["fsync of a directory"].level == found["OFD locks"].level == OK
+    assert (
+        found["flock"].level
+        == found["fsync of a directory"].level
+        == found["OFD locks"].level
+        == OK
+    )
     assert found["root"].values["exists"]
     assert list(tmp_path.iterdir()) == before
 
@@ -82,14 +101,34 @@ def test_a_root_that_cannot_be_written_fails(tmp_path: Path) -> None:
 
 
 def test_a_stage_is_checked_as_a_root_is(tmp_path: Path) -> None:
-    config = load({"root": str(tmp_path / "root"), "socket": str(tmp_path / "s"), "stage": str(tmp_path / "stage")}, {}, None)
+    config = load(
+        {
+            "root": str(tmp_path / "root"),
+            "socket": str(tmp_path / "s"),
+            "stage": str(tmp_path / "stage"),
+        },
+        {},
+        None,
+    )
     found = by_name(list(doctor.check_all(config)))
-    assert {"root", "flock", "stage", "stage: permissions", "stage: flock", "stage: fsync of a directory"} <= set(found)
+    assert {
+        "root",
+        "flock",
+        "stage",
+        "stage: permissions",
+        "stage: flock",
+        "stage: fsync of a directory",
+    } <= set(found)
     assert str(tmp_path / "stage") in found["stage"].message
     (tmp_path / "file").write_bytes(b"")
     assert [check.level for check in doctor.check_stage(tmp_path / "file")] == [doctor.FAILED]
-    volatile = by_name(list(doctor.check_stage(Path("/dev/shm/ckptd-test-no-such-stage"))))["stage: kind"]
-    assert (volatile.level, "not uploaded yet are then lost" in volatile.message) == (doctor.WARNING, True)
+    volatile = by_name(list(doctor.check_stage(Path("/dev/shm/ckptd-test-no-such-stage"))))[
+        "stage: kind"
+    ]
+    assert (volatile.level, "not uploaded yet are then lost" in volatile.message) == (
+        doctor.WARNING,
+        True,
+    )
 
 
 def test_a_root_with_little_room_is_a_warning() -> None:
@@ -115,7 +154,9 @@ def test_a_root_with_little_room_is_a_warning() -> None:
         (0o777, 0o077, WARNING, "every user may write there"),
     ],
 )
-def test_the_permissions_of_the_root_are_checked(tmp_path: Path, mode: int, mask: int, level: str, words: str) -> None:
+def test_the_permissions_of_the_root_are_checked(
+    tmp_path: Path, mode: int, mask: int, level: str, words: str
+) -> None:
     tmp_path.chmod(mode)
     before = os.umask(mask)
     try:
@@ -157,22 +198,35 @@ def test_the_command_prints_the_checks(tmp_path: Path) -> None:
     done = ckptd("doctor", "--root", tmp_path, "--socket", tmp_path / "s")
     assert done.returncode == 0, done.stdout
     assert "open files" in done.stdout
-    done = ckptd("doctor", "--socket", tmp_path / "s", "--json", environment={"CKPTD_SHM_DIR": "/nowhere"})
+    done = ckptd(
+        "doctor", "--socket", tmp_path / "s", "--json", environment={"CKPTD_SHM_DIR": "/nowhere"}
+    )
     found = json.loads(done.stdout)
     assert (done.returncode, found["ok"]) == (1, False)
-    assert [check["name"] for check in found["checks"] if check["level"] == FAILED] == ["shared memory"]
+    assert [check["name"] for check in found["checks"] if check["level"] == FAILED] == [
+        "shared memory"
+    ]
     assert not [check for check in found["checks"] if check["name"] == "root"]
 
 
 def test_the_state_directory_is_to_be_written_and_to_last(tmp_path: Path) -> None:
-    assert doctor.check_state_dir(tmp_path / "state").level in (OK, WARNING)  # a test's directory may be on a tmpfs or an overlay
+    # A test's directory may be on a tmpfs or an overlay.
+    assert doctor.check_state_dir(tmp_path / "state").level in (OK, WARNING)
     volatile = doctor.check_state_dir(Path("/dev/shm/state"))
-    assert (volatile.level, "a tmpfs, which a reboot empties" in volatile.message) == (WARNING, True)
+    assert (volatile.level, "a tmpfs, which a reboot empties" in volatile.message) == (
+        WARNING,
+        True,
+    )
     refused = doctor.check_state_dir(Path("/proc/1/nowhere/state"))
-    assert (refused.level, "set state_dir to a directory of yours" in refused.message) == (FAILED, True) or os.geteuid() == 0
+    assert (refused.level, "set state_dir to a directory of yours" in refused.message) == (
+        FAILED,
+        True,
+    ) or os.geteuid() == 0
 
 
-def test_a_state_directory_on_nfs_gets_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_directory_on_nfs_gets_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, "_file_system", lambda path: 0x6969)
     found = doctor.check_state_dir(tmp_path)
     assert (found.level, f"{tmp_path} is on NFS: " in found.message) == (WARNING, True)

@@ -1,5 +1,5 @@
-"""Tests `ckptd forget` and `ckptd pin`, retention as the job or the settings choose it, and readers that keep a checkpoint from being
-deleted.
+"""Tests `ckptd forget` and `ckptd pin`, retention as the job or the settings choose it,
+and readers that keep a checkpoint from being deleted.
 """
 
 from __future__ import annotations
@@ -32,10 +32,18 @@ from tests.support.ranks import HERE, Ranks
 from tests.support.strangers import KINDS, NOBODY, holding, is_another_user
 
 
-def ckptd(*arguments: object, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command in this process, because a hundred other processes would take minutes."""
-    clean: dict[str, str | None] = {key: None for key in os.environ if key.startswith(("CKPTD_", "XDG_RUNTIME"))}
-    found = CliRunner().invoke(main, [str(argument) for argument in arguments], env={**clean, **(environment or {})})
+def ckptd(
+    *arguments: object, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command in this process, because a hundred other processes would take
+    minutes.
+    """
+    clean: dict[str, str | None] = {
+        key: None for key in os.environ if key.startswith(("CKPTD_", "XDG_RUNTIME"))
+    }
+    found = CliRunner().invoke(
+        main, [str(argument) for argument in arguments], env={**clean, **(environment or {})}
+    )
     assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
     return subprocess.CompletedProcess([], found.exit_code, found.stdout, found.stderr)
 
@@ -44,12 +52,16 @@ def train(place: Home, steps: Sequence[int], **options: Any) -> None:
     agent = Agent("gpt", socket=place.socket, **options)
     for step in steps:
         metrics = {"loss": abs(step - 4.0)}
-        agent.snapshot({"w": torch.arange(100.0) + step}, step=step, metrics=metrics).wait("durable", timeout=60)
+        agent.snapshot({"w": torch.arange(100.0) + step}, step=step, metrics=metrics).wait(
+            "durable", timeout=60
+        )
     agent.close()
 
 
 def steps(place: Home) -> list[int]:
-    return sorted(storage(place).read_manifest("gpt", tag).step or 0 for tag in storage(place).tags("gpt"))
+    return sorted(
+        storage(place).read_manifest("gpt", tag).step or 0 for tag in storage(place).tags("gpt")
+    )
 
 
 def storage(place: Home) -> Repository:
@@ -58,7 +70,13 @@ def storage(place: Home) -> Repository:
 
 def settled(place: Home, wanted: list[int]) -> None:
     """Wait until only these steps are left. Retention runs after the answer."""
-    until(lambda: sorted(path.name for path in (place.root / "gpt").glob("*.a*")) == [tag(step) for step in wanted], "retention")
+    until(
+        lambda: (
+            sorted(path.name for path in (place.root / "gpt").glob("*.a*"))
+            == [tag(step) for step in wanted]
+        ),
+        "retention",
+    )
 
 
 def rows(run: Any) -> list[tuple[str, bool, str | None]]:
@@ -71,7 +89,10 @@ def tag(step: int, attempt: int = 1) -> str:
 
 @pytest.fixture(params=["daemon", "none"])
 def socket(request: pytest.FixtureRequest, place: Home) -> Any:
-    """Make six checkpoints. Return the options that name the daemon of their root, which runs or has ended."""
+    """Make six checkpoints.
+
+    Return the options that name the daemon of their root, which runs or has ended.
+    """
     if request.param == "none":
         with running(place, forked=True):
             train(place, range(1, 7))
@@ -88,7 +109,10 @@ def test_forget_deletes_one_checkpoint(place: Home, socket: list[Any]) -> None:
     ckptd = test_cli.ckptd
     path = place.root / "gpt" / "step-00000003"
     assert rows(ckptd("forget", path, "--dry-run", "--json", *socket)) == [(tag(3), False, None)]
-    assert "step-00000003.a0001: would be deleted (" in ckptd("forget", path, "--dry-run", *socket).stdout
+    assert (
+        "step-00000003.a0001: would be deleted ("
+        in ckptd("forget", path, "--dry-run", *socket).stdout
+    )
     assert steps(place) == [1, 2, 3, 4, 5, 6]
     run = ckptd("forget", path, *socket)
     assert (run.returncode, run.stderr) == (0, "")
@@ -108,12 +132,18 @@ def test_forget_deletes_what_no_policy_keeps(place: Home, socket: list[Any]) -> 
         (tag(2), False, None),
         (tag(5), False, None),
     ]
-    assert rows(ckptd("forget", job, *keep, "--json", *socket)) == [(tag(1), True, None), (tag(2), True, None), (tag(5), True, None)]
+    assert rows(ckptd("forget", job, *keep, "--json", *socket)) == [
+        (tag(1), True, None),
+        (tag(2), True, None),
+        (tag(5), True, None),
+    ]
     assert steps(place) == [3, 4, 6]
     assert ckptd("forget", job, *keep, *socket).stdout == "nothing to delete\n"
 
 
-def test_the_newest_is_forgotten_and_newest_names_the_one_before(place: Home, socket: list[Any]) -> None:
+def test_the_newest_is_forgotten_and_newest_names_the_one_before(
+    place: Home, socket: list[Any]
+) -> None:
     for step in (6, 5, 4, 3, 2):
         assert ckptd("forget", place.root / "gpt" / tag(step), *socket).returncode == 0
         assert storage(place).read_newest("gpt") == tag(step - 1)
@@ -127,7 +157,9 @@ def test_a_pinned_checkpoint_is_never_deleted(place: Home, socket: list[Any]) ->
     path = place.root / "gpt" / tag(2)
     assert ckptd("pin", path).stdout == "gpt/step-00000002.a0001: pinned\n"
     assert ckptd("pin", path).returncode == 0
-    assert [line.endswith("pinned") for line in ckptd("ls", place.root).stdout.splitlines()[1:]] == [
+    assert [
+        line.endswith("pinned") for line in ckptd("ls", place.root).stdout.splitlines()[1:]
+    ] == [
         False,
         True,
         False,
@@ -152,7 +184,9 @@ def test_a_checkpoint_that_is_being_read_is_never_deleted(place: Home, socket: l
     path = place.root / "gpt" / tag(2)
     with Checkpoint.open(path) as checkpoint:
         run = ckptd("forget", path, *socket)
-        why = f"checkpoint gpt/step-00000002.a0001 is being read, or deleted, by pid {os.getpid()} ("
+        why = (
+            f"checkpoint gpt/step-00000002.a0001 is being read, or deleted, by pid {os.getpid()} ("
+        )
         assert run.returncode == 11
         assert run.stdout.startswith(f"gpt/step-00000002.a0001: not deleted: {why}")
         assert run.stdout.endswith(f", uid {os.getuid()})\n")
@@ -161,7 +195,9 @@ def test_a_checkpoint_that_is_being_read_is_never_deleted(place: Home, socket: l
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_forget_names_the_process_that_keeps_a_checkpoint(place: Home, socket: list[Any], kind: str) -> None:
+def test_forget_names_the_process_that_keeps_a_checkpoint(
+    place: Home, socket: list[Any], kind: str
+) -> None:
     place.path.chmod(0o755)
     path = place.root / "gpt" / tag(2)
     with holding(kind, path / "manifest.json") as pid:
@@ -169,14 +205,16 @@ def test_forget_names_the_process_that_keeps_a_checkpoint(place: Home, socket: l
             run = ckptd("forget", path, *options, *socket)
             assert run.returncode == 11
             assert (
-                f"gpt/step-00000002.a0001: not deleted: checkpoint gpt/step-00000002.a0001 is being read, or deleted, by pid {pid} ("
-                in run.stdout
+                f"gpt/step-00000002.a0001: not deleted: checkpoint gpt/step-00000002.a0001 is "
+                f"being read, or deleted, by pid {pid} (" in run.stdout
             )
             assert run.stdout.endswith(f", uid {NOBODY if is_another_user() else os.getuid()})\n")
     assert ckptd("forget", path, *socket).returncode == 0
 
 
-def test_verify_does_not_call_a_checkpoint_damaged_that_a_deleter_has_locked(place: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_does_not_call_a_checkpoint_damaged_that_a_deleter_has_locked(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with running(place, forked=True):
         train(place, [1])
     monkeypatch.setattr(locks, "SECONDS", 0.1)
@@ -190,7 +228,10 @@ def test_verify_does_not_call_a_checkpoint_damaged_that_a_deleter_has_locked(pla
 def test_a_damaged_checkpoint_can_be_forgotten(place: Home, socket: list[Any]) -> None:
     manifest = place.root / "gpt" / tag(2) / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-5])
-    assert ckptd("forget", place.root / "gpt" / tag(2), *socket).stdout == "gpt/step-00000002.a0001: deleted\n"
+    assert (
+        ckptd("forget", place.root / "gpt" / tag(2), *socket).stdout
+        == "gpt/step-00000002.a0001: deleted\n"
+    )
     assert not manifest.parent.exists()
 
 
@@ -204,16 +245,32 @@ def test_forget_leaves_files_of_other_programs(place: Home, socket: list[Any]) -
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["gpt"], 2, "is a job: say which of its checkpoints to keep, like --keep 'LatestN(5)', or name one"),
-        (["gpt/step-00000001", "--keep", "LatestN(1)"], 2, "is one checkpoint, and --keep needs a job"),
-        (["gpt", "--keep", "LatestM(1)"], 2, "--keep: there is no retention policy 'LatestM'; did you mean 'LatestN'?"),
+        (
+            ["gpt"],
+            2,
+            "is a job: say which of its checkpoints to keep, like --keep 'LatestN(5)', or name one",
+        ),
+        (
+            ["gpt/step-00000001", "--keep", "LatestN(1)"],
+            2,
+            "is one checkpoint, and --keep needs a job",
+        ),
+        (
+            ["gpt", "--keep", "LatestM(1)"],
+            2,
+            "--keep: there is no retention policy 'LatestM'; did you mean 'LatestN'?",
+        ),
         (["gpt/step-00000009"], 10, "no checkpoint 'step-00000009' of job 'gpt'"),
     ],
 )
-def test_each_wrong_argument_gives_one_sentence(place: Home, arguments: list[str], code: int, words: str) -> None:
+def test_each_wrong_argument_gives_one_sentence(
+    place: Home, arguments: list[str], code: int, words: str
+) -> None:
     with running(place, forked=True) as daemon:
         train(place, [1, 2])
-        run = ckptd("forget", place.root / arguments[0], *arguments[1:], "--socket", daemon.home.socket)
+        run = ckptd(
+            "forget", place.root / arguments[0], *arguments[1:], "--socket", daemon.home.socket
+        )
         assert (run.returncode, run.stdout) == (code, "")
         assert words in run.stderr
         assert run.stderr.count("\n") == 1
@@ -241,7 +298,9 @@ def test_a_named_socket_of_another_root_is_refused(place: Home, tmp_path: Path) 
 
 
 def test_forget_without_a_daemon_deletes_nothing_else(place: Home) -> None:
-    """Whatever the settings of the root's daemon are, more checkpoints stay than the ten of the default."""
+    """Whatever the settings of the root's daemon are, more checkpoints stay than the
+    ten of the default.
+    """
     with running(place, "--keep-last", "0", forked=True):
         train(place, range(1, 13))
     assert ckptd("forget", place.root / "gpt" / tag(5)).returncode == 0
@@ -271,7 +330,9 @@ def test_a_checkpoint_in_the_memory_of_a_running_trainer_is_not_deleted(place: H
 
         def save(*numbers: int) -> None:
             for step in numbers:
-                agent.snapshot({"w": torch.full((10,), float(step))}, step=step).wait("durable", timeout=60)
+                agent.snapshot({"w": torch.full((10,), float(step))}, step=step).wait(
+                    "durable", timeout=60
+                )
 
         save(1, 2)
         why = (
@@ -279,12 +340,17 @@ def test_a_checkpoint_in_the_memory_of_a_running_trainer_is_not_deleted(place: H
             "try again after its next snapshot, or after it has ended"
         )
         run = ckptd("forget", path, "--socket", place.socket)
-        assert (run.returncode, run.stdout) == (11, f"gpt/step-00000002.a0001: not deleted: {why}\n")
+        assert (run.returncode, run.stdout) == (
+            11,
+            f"gpt/step-00000002.a0001: not deleted: {why}\n",
+        )
         save(3, 4)
         assert ckptd("forget", path, "--socket", place.socket).returncode == 0
         assert steps(place) == [1, 3, 4]
         agent.close()
-        assert ckptd("forget", place.root / "gpt" / tag(4), "--socket", place.socket).returncode == 0
+        assert (
+            ckptd("forget", place.root / "gpt" / tag(4), "--socket", place.socket).returncode == 0
+        )
 
 
 def leave(steps: Sequence[int], socket: Path) -> None:
@@ -321,7 +387,10 @@ def test_a_forgotten_checkpoint_is_not_saved_again_from_memory(place: Home, by: 
 
 
 def test_a_step_that_one_dead_rank_alone_had_sealed_can_be_forgotten(place: Home) -> None:
-    """Of two ranks, killed with their daemon, one still has step 1 in its slot. The other has filled its slots with later steps."""
+    """Of two ranks, killed with their daemon, one still has step 1 in its slot.
+
+    The other has filled its slots with later steps.
+    """
     with running(place, "--slots", "2", forked=True) as daemon, Ranks(2) as ranks:
         ranks.call(work, place.socket)
         daemon.kill()
@@ -348,7 +417,10 @@ def test_a_damaged_segment_does_not_keep_a_checkpoint_from_being_deleted(place: 
         for slot in place.segment_files():
             with slot.open("r+b") as file:
                 file.write(b"x" * 8192)
-        assert ckptd("forget", place.root / "gpt" / tag(1), "--socket", daemon.home.socket).returncode == 0
+        assert (
+            ckptd("forget", place.root / "gpt" / tag(1), "--socket", daemon.home.socket).returncode
+            == 0
+        )
         agent._link.client.close()
 
 
@@ -364,11 +436,17 @@ def test_the_pin_of_a_damaged_checkpoint_can_be_removed(place: Home) -> None:
     assert steps(place) == [2]
 
 
-def test_forget_looks_through_the_shared_memory_that_the_environment_names(place: Home, tmp_path: Path) -> None:
+def test_forget_looks_through_the_shared_memory_that_the_environment_names(
+    place: Home, tmp_path: Path
+) -> None:
     """`CKPTD_SHM_DIR` may name another directory than the default."""
     environment = {"CKPTD_SHM_DIR": str(tmp_path / "gone"), "CKPTD_OVERFLOW": "false"}
     refused = ckptd("forget", saved_once(place), "--yes", environment=environment).stderr
-    assert refused == f"ckptd: there is no directory {tmp_path}/gone: mount a tmpfs there, or set shm_dir to another one\n"
+    assert (
+        refused
+        == f"ckptd: there is no directory {tmp_path}/gone: mount a tmpfs there, or set shm_dir "
+        f"to another one\n"
+    )
     assert steps(place) == [1]
 
 
@@ -381,8 +459,14 @@ def saved_once(place: Home) -> Path:
 # -- a small mistake deletes nothing
 
 
-@pytest.mark.parametrize("more", [[], ["--keep", "LatestN(1)"], ["--dry-run"], ["--yes"]], ids=["alone", "two", "dry run", "yes"])
-def test_a_policy_over_a_metric_that_no_checkpoint_has_is_an_error(place: Home, socket: list[Any], more: list[str]) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [[], ["--keep", "LatestN(1)"], ["--dry-run"], ["--yes"]],
+    ids=["alone", "two", "dry run", "yes"],
+)
+def test_a_policy_over_a_metric_that_no_checkpoint_has_is_an_error(
+    place: Home, socket: list[Any], more: list[str]
+) -> None:
     run = ckptd("forget", place.root / "gpt", "--keep", "BestN('los', 2)", *more, *socket)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr == (
@@ -392,7 +476,9 @@ def test_a_policy_over_a_metric_that_no_checkpoint_has_is_an_error(place: Home, 
     assert steps(place) == [1, 2, 3, 4, 5, 6]
 
 
-def test_most_checkpoints_of_a_job_are_deleted_only_if_somebody_has_confirmed_it(place: Home, socket: list[Any]) -> None:
+def test_most_checkpoints_of_a_job_are_deleted_only_if_somebody_has_confirmed_it(
+    place: Home, socket: list[Any]
+) -> None:
     job = place.root / "gpt"
     run = ckptd("forget", job, "--keep", "LatestN(2)", *socket)
     assert (run.returncode, run.stdout) == (2, "")
@@ -403,11 +489,19 @@ def test_most_checkpoints_of_a_job_are_deleted_only_if_somebody_has_confirmed_it
     run = ckptd("forget", job, "--keep", "LatestN(2)", "--json", *socket)
     assert (run.returncode, json.loads(run.stdout)["exit"]) == (2, 2)
     assert steps(place) == [1, 2, 3, 4, 5, 6]
-    assert len(rows(ckptd("forget", job, "--keep", "LatestN(2)", "--dry-run", "--json", *socket))) == 4
+    assert (
+        len(rows(ckptd("forget", job, "--keep", "LatestN(2)", "--dry-run", "--json", *socket))) == 4
+    )
     assert ckptd("forget", job, "--keep", "LatestN(3)", *socket).returncode == 0  # half of them
     assert steps(place) == [4, 5, 6]
-    assert rows(ckptd("forget", job, "--keep", "LatestN(1)", "--yes", "--json", *socket)) == [(tag(4), True, None), (tag(5), True, None)]
-    assert "this would delete the only checkpoint of job gpt: pass --yes" in ckptd("forget", job / tag(6), *socket).stderr
+    assert rows(ckptd("forget", job, "--keep", "LatestN(1)", "--yes", "--json", *socket)) == [
+        (tag(4), True, None),
+        (tag(5), True, None),
+    ]
+    assert (
+        "this would delete the only checkpoint of job gpt: pass --yes"
+        in ckptd("forget", job / tag(6), *socket).stderr
+    )
     assert steps(place) == [6]
 
 
@@ -417,25 +511,49 @@ def test_checkpoints_that_stay_do_not_count_as_deleted(place: Home, socket: list
     assert (run.returncode, steps(place)) == (11, [2, 5, 6])
 
 
-def test_damaged_checkpoints_do_not_hide_that_most_of_the_intact_ones_would_be_deleted(place: Home, socket: list[Any]) -> None:
+def test_damaged_checkpoints_do_not_hide_that_most_of_the_intact_ones_would_be_deleted(
+    place: Home, socket: list[Any]
+) -> None:
     for step in (1, 2, 3):
         (place.root / "gpt" / tag(step) / "manifest.json").write_bytes(b"{}")
     run = ckptd("forget", place.root / "gpt", "--keep", "LatestN(1)", *socket)
-    assert (run.returncode, "this would delete 2 of the 3 checkpoints of job gpt" in run.stderr) == (2, True)
+    assert (
+        run.returncode,
+        "this would delete 2 of the 3 checkpoints of job gpt" in run.stderr,
+    ) == (2, True)
     for step in (1, 2, 3):  # nothing is lost with a damaged one
         assert ckptd("forget", place.root / "gpt" / tag(step), *socket).returncode == 0
     assert steps(place) == [4, 5, 6]
 
 
-@pytest.mark.parametrize(("answer", "left", "code"), [("y", [6], 0), ("", [1, 2, 3, 4, 5, 6], 1), ("n", [1, 2, 3, 4, 5, 6], 1)])
-def test_on_a_terminal_the_command_lists_and_asks(place: Home, answer: str, left: list[int], code: int) -> None:
+@pytest.mark.parametrize(
+    ("answer", "left", "code"),
+    [("y", [6], 0), ("", [1, 2, 3, 4, 5, 6], 1), ("n", [1, 2, 3, 4, 5, 6], 1)],
+)
+def test_on_a_terminal_the_command_lists_and_asks(
+    place: Home, answer: str, left: list[int], code: int
+) -> None:
     """This case runs on a pseudo-terminal, as a user does it."""
     with running(place, forked=True):
         train(place, range(1, 7))
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "ckptd.daemon", "forget", str(place.root / "gpt"), "--keep", "LatestN(1)"]
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("CKPTD_", "XDG_RUNTIME"))}
-    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, env=clean) as run:
+    command = [
+        sys.executable,
+        "-m",
+        "ckptd.daemon",
+        "forget",
+        str(place.root / "gpt"),
+        "--keep",
+        "LatestN(1)",
+    ]
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("CKPTD_", "XDG_RUNTIME"))
+    }
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, env=clean
+    ) as run:
         os.close(theirs)
         said = b""
         while not said.endswith(b"[y/N]: "):
@@ -447,21 +565,31 @@ def test_on_a_terminal_the_command_lists_and_asks(place: Home, answer: str, left
     for step in range(1, 6):
         assert f"gpt/{tag(step)}: would be deleted (".encode() in said
     assert b"Delete 5 of the 6 checkpoints of job gpt? [y/N]: " in said
-    assert (run.returncode, deleted.count(": deleted ("), steps(place)) == (code, 6 - len(left), left)
+    assert (run.returncode, deleted.count(": deleted ("), steps(place)) == (
+        code,
+        6 - len(left),
+        left,
+    )
 
 
 # -- the job's own policy
 
 
-def test_a_policy_of_a_job_over_a_metric_that_no_checkpoint_has_deletes_nothing(place: Home) -> None:
+def test_a_policy_of_a_job_over_a_metric_that_no_checkpoint_has_deletes_nothing(
+    place: Home,
+) -> None:
     with running(place, "--keep-last", "1", forked=True) as daemon:
         train(place, range(1, 9), retention=[BestN("los", 2), LatestN(1)])
         until(lambda: daemon.status()["jobs"][0]["announced"] != "", "retention")
         said = daemon.status()["jobs"][0]["announced"]
         assert said.startswith(
-            "nothing is deleted, because BestN('los', 2) cannot choose: no checkpoint has the metric 'los' (their metrics"
+            "nothing is deleted, because BestN('los', 2) cannot choose: no checkpoint has the "
+            "metric 'los' (their metrics"
         )
-        assert "RETENTION      gpt: nothing is deleted, because BestN('los', 2)" in ckptd("status", "--socket", place.socket).stdout
+        assert (
+            "RETENTION      gpt: nothing is deleted, because BestN('los', 2)"
+            in ckptd("status", "--socket", place.socket).stdout
+        )
     assert steps(place) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert place.log_text().count("cannot choose") == 1
 
@@ -483,11 +611,23 @@ def test_the_policies_of_a_job_hold_across_restarts_until_newer_ones_come(place:
         train(place, [4])
         assert steps(place) == [1, 2, 3, 4]
         train(place, [5, 6], retention=LatestN(1))
-        until(lambda: [path.name for path in (place.root / "gpt").glob("*.a*")] == [tag(6, 3)], "retention")
+        until(
+            lambda: [path.name for path in (place.root / "gpt").glob("*.a*")] == [tag(6, 3)],
+            "retention",
+        )
 
 
 def test_a_job_without_policies_is_kept_by_the_settings(place: Home) -> None:
-    with running(place, "--keep-last", "1", "--keep", "EveryNSteps(4)", "--keep", "BestN('loss', 1)", forked=True):
+    with running(
+        place,
+        "--keep-last",
+        "1",
+        "--keep",
+        "EveryNSteps(4)",
+        "--keep",
+        "BestN('loss', 1)",
+        forked=True,
+    ):
         train(place, range(1, 8))
         settled(place, [4, 7])
 
@@ -514,7 +654,9 @@ def test_retention_skips_a_pinned_or_read_checkpoint_and_retries_later(place: Ho
 
 def test_a_pin_set_after_the_death_of_the_daemon_stops_its_deletion(place: Home) -> None:
     """The daemon had already journaled that it would delete this checkpoint."""
-    with running(place, "--keep-last", "1", failpoints="retire.intended=kill@1", forked=True) as daemon:
+    with running(
+        place, "--keep-last", "1", failpoints="retire.intended=kill@1", forked=True
+    ) as daemon:
         agent = Agent("gpt", socket=place.socket)
         for step in (1, 2):
             agent.snapshot({"w": torch.ones(3)}, step=step)
@@ -524,13 +666,19 @@ def test_a_pin_set_after_the_death_of_the_daemon_stops_its_deletion(place: Home)
     with running(place, "--keep-last", "1", forked=True):
         assert steps(place) == [1, 2]
         assert ckptd("pin", place.root / "gpt" / tag(1), "--remove").returncode == 0
-        train(place, [3, 4], takeover=True)  # two checkpoints are beyond the policy; the daemon does not delete several at its first commit
+        # Two checkpoints are beyond the policy; the daemon does not delete several at
+        # its first commit.
+        train(place, [3, 4], takeover=True)
         until(lambda: not (place.root / "gpt" / tag(1)).exists(), "retention")
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [([], "retention has 0 policies"), ("LatestN(5)", "retention has 'LatestN"), (5, "'int' object is not iterable")],
+    [
+        ([], "retention has 0 policies"),
+        ("LatestN(5)", "retention has 'LatestN"),
+        (5, "'int' object is not iterable"),
+    ],
 )
 def test_an_invalid_policy_is_refused(place: Home, given: Any, words: str) -> None:
     with running(place, forked=True) as daemon, pytest.raises(InvalidRequest, match=words):

@@ -19,8 +19,13 @@ from tests.shared.formats.test_receipt import receipt
 from tests.support.forged import Shards, forge
 
 
-def deliver(root: Path, step: int, *ranks: int, attempt: int = 1, number: int = 1, **changes: Any) -> str:
-    """Publish the receipt of a node whose lowest rank names it. Return the name of the try's directory."""
+def deliver(
+    root: Path, step: int, *ranks: int, attempt: int = 1, number: int = 1, **changes: Any
+) -> str:
+    """Publish the receipt of a node whose lowest rank names it.
+
+    Return the name of the try's directory.
+    """
     tag = names.try_directory(names.tag_directory(step, None, attempt), number)
     open_root(root).publish_receipt(receipt(*ranks, attempt=attempt, step=step, tag=tag, **changes))
     return tag
@@ -33,7 +38,9 @@ def abandon(root: Path, tag: str, step: int, reason: str) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Return a root whose job has a checkpoint of two nodes, step 3, and one of one node before it."""
+    """Return a root whose job has a checkpoint of two nodes, step 3, and one of one
+    node before it.
+    """
     whole: Shards = [((0,), (4,))]
     forge(tmp_path, (4,), [whole], step=2, seq=1)
     forge(tmp_path, (4,), [whole], step=3, seq=2)
@@ -45,25 +52,45 @@ def root(tmp_path: Path) -> Path:
 
 def rows(root: Path) -> list[tuple[str, str, list[tuple[str | None, list[int], str]]]]:
     return [
-        (save["tag"], save["state"], [(node["node"], node["ranks"], node["state"]) for node in save["nodes"]])
+        (
+            save["tag"],
+            save["state"],
+            [(node["node"], node["ranks"], node["state"]) for node in save["nodes"]],
+        )
         for save in job_report(root, "gpt")["saves"]
     ]
 
 
-NEWEST = ("step-00000003.a0001", "committed", [("node0", [0, 1], "delivered"), ("node2", [2, 3], "delivered")])
+NEWEST = (
+    "step-00000003.a0001",
+    "committed",
+    [("node0", [0, 1], "delivered"), ("node2", [2, 3], "delivered")],
+)
 
 
 def test_the_newest_checkpoint_names_its_nodes(root: Path) -> None:
     report = job_report(root, "gpt")
-    assert (report["job"], report["root"], report["attempt"], report["newest"]) == ("gpt", str(root), 1, NEWEST[0])
+    assert (report["job"], report["root"], report["attempt"], report["newest"]) == (
+        "gpt",
+        str(root),
+        1,
+        NEWEST[0],
+    )
     assert rows(root) == [NEWEST]
 
 
 def test_a_node_that_has_not_delivered_is_named_by_its_last_receipt(root: Path) -> None:
     tag = deliver(root, 5, 0, 1)
-    assert rows(root) == [NEWEST, (tag, "undecided", [("node0", [0, 1], "delivered"), ("node2", [2, 3], "missing")])]
+    assert rows(root) == [
+        NEWEST,
+        (tag, "undecided", [("node0", [0, 1], "delivered"), ("node2", [2, 3], "missing")]),
+    ]
     tag = deliver(root, 6, 0, 1, world_size=5)
-    assert rows(root)[-1][2] == [("node0", [0, 1], "delivered"), ("node2", [2, 3], "missing"), (None, [4], "missing")]
+    assert rows(root)[-1][2] == [
+        ("node0", [0, 1], "delivered"),
+        ("node2", [2, 3], "missing"),
+        (None, [4], "missing"),
+    ]
 
 
 def test_a_save_that_no_node_has_delivered_is_shown(root: Path) -> None:
@@ -71,14 +98,29 @@ def test_a_save_that_no_node_has_delivered_is_shown(root: Path) -> None:
     assert rows(root) == [NEWEST]
     (root / "gpt" / "step-00000004.a0001" / "rank-00000.00.part").touch()
     assert rows(root) == [NEWEST, ("step-00000004.a0001", "undecided", [])]
-    assert "step-00000004.a0001  undecided  -      -      no node has delivered yet" in job_text(job_report(root, "gpt")).splitlines()
+    assert (
+        "step-00000004.a0001  undecided  -      -      no node has delivered yet"
+        in job_text(job_report(root, "gpt")).splitlines()
+    )
 
 
 def test_an_abandoned_try_says_why_and_the_next_one_follows(root: Path) -> None:
-    first = deliver(root, 5, 2, 3, code="storage", reason="ranks 2, 3 on node2: No space left on device", parts=[])
+    first = deliver(
+        root,
+        5,
+        2,
+        3,
+        code="storage",
+        reason="ranks 2, 3 on node2: No space left on device",
+        parts=[],
+    )
     abandon(root, first, 5, "ranks 2, 3 on node2: No space left on device")
     second = deliver(root, 5, 0, 1, number=2)
-    assert [row[:2] for row in rows(root)] == [NEWEST[:2], (first, "abandoned"), (second, "undecided")]
+    assert [row[:2] for row in rows(root)] == [
+        NEWEST[:2],
+        (first, "abandoned"),
+        (second, "undecided"),
+    ]
     assert job_text(job_report(root, "gpt")).splitlines() == [
         f"job gpt in {root}, attempt 1: newest checkpoint step-00000003.a0001",
         "SAVE                    STATE      NODE   RANKS",
@@ -92,7 +134,9 @@ def test_an_abandoned_try_says_why_and_the_next_one_follows(root: Path) -> None:
 
 
 def test_a_deleted_checkpoint_is_not_shown(root: Path) -> None:
-    """A newer attempt has deleted it, and has left an abandonment for the daemons of the older one."""
+    """A newer attempt has deleted it, and has left an abandonment for the daemons of
+    the older one.
+    """
     open_root(root).bury("gpt", deliver(root, 5, 0, 1), 1, 5)
     assert rows(root) == [NEWEST]
 
@@ -106,7 +150,9 @@ def test_damage_is_shown(root: Path) -> None:
 
 
 @pytest.mark.parametrize("tag", [NEWEST[0], "step-00000005.a0001"])
-def test_a_damaged_receipt_hides_neither_the_checkpoint_nor_the_other_receipts(root: Path, tag: str) -> None:
+def test_a_damaged_receipt_hides_neither_the_checkpoint_nor_the_other_receipts(
+    root: Path, tag: str
+) -> None:
     if tag != NEWEST[0]:
         deliver(root, 5, 0, 1)
         deliver(root, 5, 2, 3)
@@ -140,12 +186,20 @@ def test_text_from_storage_cannot_write_to_the_terminal(root: Path) -> None:
 def test_a_job_without_a_checkpoint(tmp_path: Path) -> None:
     tag = deliver(tmp_path, 5, 0, 1)
     report = job_report(tmp_path, "gpt")
-    assert (report["newest"], report["attempt"], [save["tag"] for save in report["saves"]]) == (None, 1, [tag])
-    assert job_text(report).startswith(f"job gpt in {tmp_path}, attempt 1: newest checkpoint none\n")
+    assert (report["newest"], report["attempt"], [save["tag"] for save in report["saves"]]) == (
+        None,
+        1,
+        [tag],
+    )
+    assert job_text(report).startswith(
+        f"job gpt in {tmp_path}, attempt 1: newest checkpoint none\n"
+    )
 
 
 def test_a_job_that_is_not_there(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=f"^there is no job 'bert' in {root}; `ckptd ls {root}` lists the jobs$"):
+    with pytest.raises(
+        NotFound, match=f"^there is no job 'bert' in {root}; `ckptd ls {root}` lists the jobs$"
+    ):
         job_report(root, "bert")
     with pytest.raises(NotFound, match="does not exist"):
         job_report(tmp_path / "nowhere", "gpt")
@@ -153,7 +207,9 @@ def test_a_job_that_is_not_there(root: Path, tmp_path: Path) -> None:
 
 def test_the_command_prints_text_and_json(root: Path) -> None:
     def ckptd(*arguments: str) -> str:
-        result = CliRunner().invoke(main, ["status", str(root), "--job", "gpt", *arguments], catch_exceptions=False)
+        result = CliRunner().invoke(
+            main, ["status", str(root), "--job", "gpt", *arguments], catch_exceptions=False
+        )
         assert result.exit_code == 0
         return result.stdout
 

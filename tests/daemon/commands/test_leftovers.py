@@ -1,4 +1,6 @@
-"""Tests that what dead daemons have left is found with its size and contents, and that nothing in use is deleted."""
+"""Tests that what dead daemons have left is found with its size and contents, and that
+nothing in use is deleted.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def only(shm: Path) -> list[Leftover]:
     return [found for found in leftovers.find(shm) if found.path.parent == shm]
 
 
-def test_what_a_killed_pair_has_left_is_listed_and_deleted_on_request(killed: tuple[Home, Agent, Daemon], shm: Path) -> None:
+def test_what_a_killed_pair_has_left_is_listed_and_deleted_on_request(
+    killed: tuple[Home, Agent, Daemon], shm: Path
+) -> None:
     _, agent, daemon = killed
     assert only(shm) == []  # the daemon has locked the directory
     daemon.kill()
@@ -56,7 +60,10 @@ def test_what_a_killed_pair_has_left_is_listed_and_deleted_on_request(killed: tu
     for options in ([], ["--json"]):
         refused = ckptd("gc", "--shm-dir", shm, "--delete", *options)
         assert refused.returncode == 2
-        assert "nothing was deleted, because this would delete 1 sealed snapshot" in refused.stdout + refused.stderr
+        assert (
+            "nothing was deleted, because this would delete 1 sealed snapshot"
+            in refused.stdout + refused.stderr
+        )
         assert "pass --yes to delete" in refused.stdout + refused.stderr
     assert found.path.exists()
     rows = json.loads(ckptd("gc", "--shm-dir", shm, "--delete", "--yes", "--json").stdout)
@@ -64,7 +71,9 @@ def test_what_a_killed_pair_has_left_is_listed_and_deleted_on_request(killed: tu
     assert not found.path.exists()
 
 
-def test_a_directory_that_came_into_use_is_not_deleted(killed: tuple[Home, Agent, Daemon], shm: Path) -> None:
+def test_a_directory_that_came_into_use_is_not_deleted(
+    killed: tuple[Home, Agent, Daemon], shm: Path
+) -> None:
     place, agent, daemon = killed
     daemon.kill()
     (path,) = [path for path in shm.iterdir() if path.name.startswith("ckptd-")]
@@ -91,12 +100,19 @@ def test_other_names_and_links_are_left_alone(shm: Path) -> None:
         os.chown(strange, 65534, 65534)
         (other,) = only(shm)
         assert (other.path, other.nbytes) == (strange, None)
-    assert list(leftovers.find(shm / "missing")) == [found for found in leftovers.find(shm / "missing") if found.path.is_socket()]
+    assert list(leftovers.find(shm / "missing")) == [
+        found for found in leftovers.find(shm / "missing") if found.path.is_socket()
+    ]
 
 
-def test_a_socket_without_a_listener_is_a_leftover(place: Home, monkeypatch: pytest.MonkeyPatch, shm: Path) -> None:
+def test_a_socket_without_a_listener_is_a_leftover(
+    place: Home, monkeypatch: pytest.MonkeyPatch, shm: Path
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(place.path))
-    stale, live = place.path / "ckptd-0123456789abcdef.sock", place.path / "ckptd-0123456789abcde0.sock"
+    stale, live = (
+        place.path / "ckptd-0123456789abcdef.sock",
+        place.path / "ckptd-0123456789abcde0.sock",
+    )
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(stale))
     with socket.socket(socket.AF_UNIX) as server:

@@ -29,13 +29,22 @@ def served(place: Home) -> Iterator[Daemon]:
 
 def test_a_daemon_is_listed_with_its_root_and_jobs(served: Daemon) -> None:
     with closing(Agent("gpt", socket=served.home.socket)):
-        (row,) = [row for row in json.loads(ckptd("ps", "--json").stdout) if row["pid"] == served.process.pid]
+        (row,) = [
+            row
+            for row in json.loads(ckptd("ps", "--json").stdout)
+            if row["pid"] == served.process.pid
+        ]
         assert row.pop("uptime_seconds") >= 0
         assert row == {
-            "pid": served.process.pid, "root": str(served.home.root), "socket": str(served.home.socket), "private": False, "jobs": ["gpt"],
-            "clients": 2, "problem": None,
+            "pid": served.process.pid, "root": str(served.home.root),
+            "socket": str(served.home.socket), "private": False, "jobs": ["gpt"], "clients": 2,
+            "problem": None,
         }  # fmt: skip
-        (line,) = [line for line in ckptd("ps").stdout.splitlines() if line.startswith(str(served.process.pid))]
+        (line,) = [
+            line
+            for line in ckptd("ps").stdout.splitlines()
+            if line.startswith(str(served.process.pid))
+        ]
         assert line.split() == [
             str(served.process.pid),
             str(served.home.root),
@@ -53,7 +62,10 @@ def test_stop_saves_what_is_in_memory_and_ends_the_daemon_of_the_root(served: Da
         with closing(Agent("gpt", socket=served.home.socket)) as agent:
             agent.snapshot({"x": torch.ones(3)}, step=1, persist=False).wait("sealed", timeout=60)
             found = ckptd("stop", served.home.root)
-            assert (found.returncode, found.stdout) == (0, f"stopped pid {served.process.pid}, which served {served.home.root}\n")
+            assert (found.returncode, found.stdout) == (
+                0,
+                f"stopped pid {served.process.pid}, which served {served.home.root}\n",
+            )
             assert served.died() == 0
             assert (served.home.root / "gpt" / "step-00000001.a0001" / "manifest.json").exists()
             agent._link.let_go()
@@ -65,10 +77,14 @@ def test_stop_saves_what_is_in_memory_and_ends_the_daemon_of_the_root(served: Da
 
 
 def test_status_finds_the_daemon_of_a_root_and_names_the_one_above(served: Daemon) -> None:
-    assert json.loads(ckptd("status", served.home.root, "--json").stdout)["pid"] == served.process.pid
+    assert (
+        json.loads(ckptd("status", served.home.root, "--json").stdout)["pid"] == served.process.pid
+    )
     found = ckptd("status", served.home.root / "gpt")
     assert (found.returncode, found.stdout) == (14, "")
-    assert found.stderr.endswith(f"serves {served.home.root / 'gpt'}: did you mean {served.home.root}?\n")
+    assert found.stderr.endswith(
+        f"serves {served.home.root / 'gpt'}: did you mean {served.home.root}?\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +102,9 @@ def test_a_process_is_known_as_a_daemon_by_its_command(command: list[str], daemo
     assert neighbours._is_daemon(command) is daemon
 
 
-@pytest.mark.parametrize("problem", [IndexError("list index out of range"), psutil.AccessDenied(), OSError(), None])
+@pytest.mark.parametrize(
+    "problem", [IndexError("list index out of range"), psutil.AccessDenied(), OSError(), None]
+)
 def test_where_sockets_are_hidden_the_command_names_the_socket(
     served: Daemon, monkeypatch: pytest.MonkeyPatch, problem: Exception | None
 ) -> None:
@@ -103,7 +121,9 @@ def test_without_a_root_nothing_is_stopped_unless_a_socket_or_the_environment_na
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CKPTD_ROOT", raising=False)
-    with pytest.raises(InvalidConfig, match="^name the root of the daemon to stop; `ckptd ps` lists the daemons$"):
+    with pytest.raises(
+        InvalidConfig, match="^name the root of the daemon to stop; `ckptd ps` lists the daemons$"
+    ):
         neighbours.named(None, None)
     assert neighbours.named(None, daemon.home.socket).pid == daemon.process.pid
     monkeypatch.setenv("CKPTD_ROOT", str(daemon.home.root.parent / "other"))

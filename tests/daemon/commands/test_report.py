@@ -27,7 +27,9 @@ EVIL = "w\x1b[2J\x07\n\x9b31m\u202ehtap"
 
 @steady
 @given(JSON, JSON, JSON, st.text(), st.dictionaries(st.text(), st.text(), max_size=2))
-def test_a_manifest_of_any_shape_is_shown_or_refused(metadata: Any, entry: Any, content: Any, text: str, writer: dict[str, str]) -> None:
+def test_a_manifest_of_any_shape_is_shown_or_refused(
+    metadata: Any, entry: Any, content: Any, text: str, writer: dict[str, str]
+) -> None:
     tensors = {text: entry, "w": {"dtype": text, "size": [1]}}
     entries: list[Any] = [metadata, tensors, {text: {}}]
     shapes: list[Any] = [metadata, *({"state_dict_metadata": found} for found in entries)]
@@ -38,7 +40,9 @@ def test_a_manifest_of_any_shape_is_shown_or_refused(metadata: Any, entry: Any, 
             manifest = Manifest.decode(data)
         except IntegrityError:
             continue
-        shown = report.manifest_text(manifest, text, manifest.metadata.get("state_dict_metadata", {}))
+        shown = report.manifest_text(
+            manifest, text, manifest.metadata.get("state_dict_metadata", {})
+        )
         assert all(line.isprintable() for line in shown.split("\n"))
         assert report.manifest_json(manifest)["user_content"] == manifest.user_content
 
@@ -53,11 +57,18 @@ def test_control_characters_for_terminals_are_escaped(tmp_path: Path) -> None:
         "created": EVIL,
     }
     place = forge(tmp_path, (8,), [[((0,), (8,))]], name=EVIL, **changes)
-    for arguments in (["show", str(place)], ["show", "--keys", str(place)], ["ls", str(place.parent)]):
+    for arguments in (
+        ["show", str(place)],
+        ["show", "--keys", str(place)],
+        ["ls", str(place.parent)],
+    ):
         said = CliRunner().invoke(main, arguments)
         assert said.exit_code == 0, said.output
         assert all(line.isprintable() for line in said.output.split("\n")), said.output
-    assert "w\\x1b[2J\\x07\\n\\x9b31m\\u202ehtap" in CliRunner().invoke(main, ["show", "--keys", str(place)]).output
+    assert (
+        "w\\x1b[2J\\x07\\n\\x9b31m\\u202ehtap"
+        in CliRunner().invoke(main, ["show", "--keys", str(place)]).output
+    )
 
 
 def test_a_damaged_tensor_is_named_without_its_escapes(tmp_path: Path) -> None:
@@ -65,12 +76,17 @@ def test_a_damaged_tensor_is_named_without_its_escapes(tmp_path: Path) -> None:
     said = CliRunner().invoke(main, ["verify", str(place)])
     assert said.exit_code == 13
     name = "w\\x1b[2J\\x07\\n\\x9b31m\\u202ehtap"
-    assert f"DAMAGED: gpt/step-00000001.a0001: {name}: the shards [4] at [0] and [4] at [2] overlap" in said.output
+    assert (
+        f"DAMAGED: gpt/step-00000001.a0001: {name}: the shards [4] at [0] and [4] at [2] overlap"
+        in said.output
+    )
     assert all(line.isprintable() for line in said.output.split("\n"))
 
 
 @pytest.mark.parametrize("verb", ["show", "verify", "ls"])
-def test_a_manifest_that_claims_2_to_the_62_ranks_is_refused_at_no_cost(tmp_path: Path, verb: str) -> None:
+def test_a_manifest_that_claims_2_to_the_62_ranks_is_refused_at_no_cost(
+    tmp_path: Path, verb: str
+) -> None:
     place = forge(tmp_path, (8,), [[((0,), (8,))]], world_size=(1 << 62) - 1)
     said = CliRunner().invoke(main, [verb, str(place)])
     assert said.exit_code == (0 if verb == "ls" else 13)
@@ -79,7 +95,10 @@ def test_a_manifest_that_claims_2_to_the_62_ranks_is_refused_at_no_cost(tmp_path
 
 def test_verify_says_what_only_torch_can_check(tmp_path: Path) -> None:
     case = simple_case(("w", "float32", [4, 2]))
-    case.parts[0].values["state"] |= {"odd": msgspec.msgpack.Ext(18, b"garbage"), "new": [msgspec.msgpack.Ext(31, b"?")] * 2}
+    case.parts[0].values["state"] |= {
+        "odd": msgspec.msgpack.Ext(18, b"garbage"),
+        "new": [msgspec.msgpack.Ext(31, b"?")] * 2,
+    }
     assert forge_case(case, tmp_path, 1)
     (found,) = report.verification(tmp_path / "gpt")
     unchecked = ["1 value that only torch can decode", "2 values of a newer version of ckptd"]
@@ -91,7 +110,10 @@ def test_verify_says_what_only_torch_can_check(tmp_path: Path) -> None:
 WRONG_VALUES = [
     (msgspec.msgpack.Ext(1, b"nobody"), "the values name the tensor 'nobody', which no part has"),
     (msgspec.msgpack.Ext(1, b"~x"), "the values name the tensor '~x', which no part has"),
-    (msgspec.msgpack.Ext(3, b"\x91\x90"), "values document: 'state.odd.0' has a list as an item of a set"),
+    (
+        msgspec.msgpack.Ext(3, b"\x91\x90"),
+        "values document: 'state.odd.0' has a list as an item of a set",
+    ),
 ]
 
 

@@ -1,4 +1,6 @@
-"""Tests `ckptd run` as a user or systemd starts it: signals, sockets, and the daemons that are there already."""
+"""Tests `ckptd run` as a user or systemd starts it: signals, sockets, and the daemons
+that are there already.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +52,22 @@ def test_an_unknown_setting_names_the_nearest(place: Home, tmp_path: Path) -> No
 
 
 def test_twenty_daemons_at_once_leave_one(place: Home) -> None:
-    command = [sys.executable, "-m", "ckptd.daemon", "run", "--root", str(place.root), "--socket", str(place.socket)]
+    command = [
+        sys.executable,
+        "-m",
+        "ckptd.daemon",
+        "run",
+        "--root",
+        str(place.root),
+        "--socket",
+        str(place.socket),
+    ]
     with place.log.open("ab") as log:
         started = [subprocess.Popen(command, stderr=log) for _ in range(20)]
-    until(lambda: sum(process.poll() is not None for process in started) >= 19, "19 daemons that have ended")
+    until(
+        lambda: sum(process.poll() is not None for process in started) >= 19,
+        "19 daemons that have ended",
+    )
     (left,) = [process for process in started if process.returncode is None]
     assert [process.returncode for process in started if process is not left] == [11] * 19
     assert json.loads(ckptd("status", "--socket", place.socket, "--json").stdout)["pid"] == left.pid
@@ -97,12 +111,17 @@ def test_a_daemon_serves_the_socket_that_systemd_passes(place: Home) -> None:
     listener.bind(str(place.socket))
     listener.listen()
     script = (
-        "import os, sys; os.dup2(int(sys.argv[1]), 3); os.environ['LISTEN_PID'] = str(os.getpid()); os.environ['LISTEN_FDS'] = '1';"
+        "import os, sys; os.dup2(int(sys.argv[1]), 3); os.environ['LISTEN_PID'] = "
+        "str(os.getpid()); os.environ['LISTEN_FDS'] = '1';"
         "os.execv(sys.executable, [sys.executable, '-m', 'ckptd.daemon', 'run', "
         f"'--root', {str(place.root)!r}, '--socket', {str(place.socket)!r}])"
     )
     with place.log.open("ab") as log:
-        daemon = subprocess.Popen([sys.executable, "-c", script, str(listener.fileno())], pass_fds=[listener.fileno()], stderr=log)
+        daemon = subprocess.Popen(
+            [sys.executable, "-c", script, str(listener.fileno())],
+            pass_fds=[listener.fileno()],
+            stderr=log,
+        )
     listener.close()
     found = json.loads(ckptd("status", "--socket", place.socket, "--json").stdout)
     assert found["ready"]

@@ -1,4 +1,6 @@
-"""What becomes of slots without a request of their rank: after a death, a restart, a deletion, and at the end."""
+"""What becomes of slots without a request of their rank: after a death, a restart, a
+deletion, and at the end.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def complete(ranks: ConnectedRanks, step: int, *, persist: bool = True) -> None:
         slot = ranks.grant(rank, step)
         slot.persist = persist
         ranks.write_seal(slot, step)
-        ranks.core.spawn(ranks.core.engine.seal(ranks.owner(ranks.clients[rank]), slot.name, 1, step))
+        ranks.core.spawn(
+            ranks.core.engine.seal(ranks.owner(ranks.clients[rank]), slot.name, 1, step)
+        )
     ranks.core.finish()
 
 
@@ -36,9 +40,14 @@ def test_the_unreported_seals_of_a_dead_trainer_count(ranks: ConnectedRanks) -> 
     owner = ranks.lose(1)
     assert ranks.core.run(ranks.core.custody.end_owner(owner)) is ranks.job
     assert ranks.job.is_durable(1, 5)
-    assert ranks.clients[0].failures(1, 6) == ["step 6 failed: rank 1 ended before it sealed the step"]
+    assert ranks.clients[0].failures(1, 6) == [
+        "step 6 failed: rank 1 ended before it sealed the step"
+    ]
     assert len(ranks.core.segments.of(*owner.identity)) == 1  # that of step 5
-    assert (ranks.job.ranks.gone, ranks.core.run(ranks.core.custody.end_owner(owner))) == ({1: "ended"}, None)
+    assert (ranks.job.ranks.gone, ranks.core.run(ranks.core.custody.end_owner(owner))) == (
+        {1: "ended"},
+        None,
+    )
 
 
 def test_an_owner_whose_memory_cannot_be_read_stays_until_it_can(ranks: ConnectedRanks) -> None:
@@ -71,7 +80,9 @@ def test_a_new_daemon_leaves_a_slot_alone_that_it_cannot_read(ranks: ConnectedRa
     assert ranks.job.is_durable(1, 5)
 
 
-def test_a_daemon_that_stops_leaves_a_slot_that_it_cannot_read_to_the_next_one(ranks: ConnectedRanks) -> None:
+def test_a_daemon_that_stops_leaves_a_slot_that_it_cannot_read_to_the_next_one(
+    ranks: ConnectedRanks,
+) -> None:
     complete(ranks, 5, persist=False)
     slot = ranks.grant(1, 6)
     ranks.write_seal(slot, 6)
@@ -90,7 +101,9 @@ def test_a_memory_only_snapshot_is_saved_when_its_trainer_is_dead(ranks: Connect
     assert (ranks.job.is_durable(1, 5), snapshot.unasked) == (True, True)
 
 
-def test_a_save_that_a_rank_has_requested_is_not_called_unasked(ranks: ConnectedRanks, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_that_a_rank_has_requested_is_not_called_unasked(
+    ranks: ConnectedRanks, caplog: pytest.LogCaptureFixture
+) -> None:
     for rank in (0, 1):
         ranks.seal(rank, 5)
     with caplog.at_level("INFO"):
@@ -102,7 +115,9 @@ def test_a_save_that_a_rank_has_requested_is_not_called_unasked(ranks: Connected
     assert "unasked" not in caplog.text
 
 
-def test_a_failed_save_is_tried_again_and_only_then_the_memory_is_freed(ranks: ConnectedRanks) -> None:
+def test_a_failed_save_is_tried_again_and_only_then_the_memory_is_freed(
+    ranks: ConnectedRanks,
+) -> None:
     for rank in (0, 1):
         ranks.seal(rank, 5)
     ranks.core.finish("read", "check")
@@ -124,16 +139,22 @@ def test_a_new_daemon_goes_on_with_what_is_in_memory(ranks: ConnectedRanks) -> N
     ranks.core.finish("journal")
     ranks.core = core = Core(ranks.core.close())
     core.start()
-    assert [(owner.rank, owner.attempt) for owner in ranks.job.ranks.owners.values()] == [(0, 1), (1, 1)]
+    assert [(owner.rank, owner.attempt) for owner in ranks.job.ranks.owners.values()] == [
+        (0, 1),
+        (1, 1),
+    ]
     assert ranks.job.is_durable(1, 5)
     assert ranks.job.step((1, 6)).slots == {"gpt1r0n2": 0}
     assert ranks.job.step((1, 6)).snapshot is None
 
 
-def test_a_new_daemon_keeps_no_unsealed_slot_of_an_attempt_that_is_over(ranks: ConnectedRanks) -> None:
+def test_a_new_daemon_keeps_no_unsealed_slot_of_an_attempt_that_is_over(
+    ranks: ConnectedRanks,
+) -> None:
     ranks.grant(0, 5)
     left = ranks.core.close()
-    left.journal.jobs["gpt"].attempt = 2  # the record of the next attempt was the last that the daemon did
+    # The record of the next attempt was the last that the daemon did.
+    left.journal.jobs["gpt"].attempt = 2
     ranks.core = core = Core(left)
     core.start()
     assert (core.segments.slots, ranks.job.steps, ranks.job.ranks.owners) == ({}, {}, {})
@@ -158,7 +179,10 @@ def test_a_daemon_that_stops_saves_the_newest_of_each_job(ranks: ConnectedRanks)
     complete(ranks, 5, persist=False)
     ranks.seal(0, 6)  # rank 1 does not seal it
     ranks.core.run(ranks.core.custody.drain())
-    assert ([checkpoint.step for checkpoint in ranks.job.checkpoints.values()], ranks.core.loop.timers()) == ([5], [])
+    assert (
+        [checkpoint.step for checkpoint in ranks.job.checkpoints.values()],
+        ranks.core.loop.timers(),
+    ) == ([5], [])
 
 
 def test_a_step_that_is_sealed_while_the_daemon_stops_is_saved_too(ranks: ConnectedRanks) -> None:
@@ -179,7 +203,11 @@ def test_who_is_absent_and_who_holds_a_lock(ranks: ConnectedRanks) -> None:
     first, second = (ranks.owner(client) for client in ranks.clients)
     assert (ranks.core.custody.absent(), ranks.core.custody.holds_lock(first)) == ([], True)
     ranks.lose(0)
-    assert (ranks.core.custody.absent(), ranks.core.custody.holds_lock(first), ranks.core.custody.holds_lock(second)) == (
+    assert (
+        ranks.core.custody.absent(),
+        ranks.core.custody.holds_lock(first),
+        ranks.core.custody.holds_lock(second),
+    ) == (
         [first],
         False,
         True,

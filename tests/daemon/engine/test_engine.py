@@ -1,4 +1,6 @@
-"""The requests of ranks, one by one, and all that the engine moves in a thousand random orders of events. No processes, no files."""
+"""The requests of ranks, one by one, and all that the engine moves in a thousand random
+orders of events. No processes, no files.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ from ckptd.daemon.engine.engine import MOST_JOBS
 from ckptd.daemon.job.ranks import Process
 from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.journal import records as r
-from ckptd.shared.errors import AlreadyExists, Busy, CkptdError, Fenced, InvalidRequest, JobRunning, NotFound, SnapshotFailed, StorageError
+from ckptd.shared.errors import (
+    AlreadyExists,
+    Busy,
+    CkptdError,
+    Fenced,
+    InvalidRequest,
+    JobRunning,
+    NotFound,
+    SnapshotFailed,
+    StorageError,
+)
 from ckptd.shared.formats.segment import SlotState
 from ckptd.shared.wire.lifecycle import Event, SnapshotState
 from tests.support.core import MEMORY_TTL, RANK_TIMEOUT, Client, ConnectedRanks
@@ -32,7 +44,9 @@ def _quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
-def test_invariants_hold_in_every_order_of_events(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invariants_hold_in_every_order_of_events(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     move, counts, world = Snapshot.move, Counter[str](), World(0)
 
     def moved(snapshot: Snapshot, event: Event) -> None:
@@ -47,7 +61,11 @@ def test_invariants_hold_in_every_order_of_events(batch: int, monkeypatch: pytes
         world.drain() if seed % 4 == 0 else world.end()
         counts += world.counts
     assert (
-        min(counts[kind] for kind in ("granted", "skipped", "steps failed", "seal", "commit", "release")) > WORLDS
+        min(
+            counts[kind]
+            for kind in ("granted", "skipped", "steps failed", "seal", "commit", "release")
+        )
+        > WORLDS
     )  # they do get somewhere
 
 
@@ -81,14 +99,22 @@ def refused(ranks: ConnectedRanks, work: Callable[[], Any]) -> CkptdError:
         (0, 3, 1, InvalidRequest, "attempt 1 of job 'gpt' has 2 ranks, but this rank says 3"),
     ],
 )
-def test_what_a_rank_cannot_begin(ranks: ConnectedRanks, rank: int, size: int, attempt: int, error: type[CkptdError], text: str) -> None:
-    found = refused(ranks, lambda: ranks.core.engine.begin("gpt", rank, size, attempt, lambda message: None))
+def test_what_a_rank_cannot_begin(
+    ranks: ConnectedRanks, rank: int, size: int, attempt: int, error: type[CkptdError], text: str
+) -> None:
+    found = refused(
+        ranks, lambda: ranks.core.engine.begin("gpt", rank, size, attempt, lambda message: None)
+    )
     assert (type(found), str(found).startswith(text)) == (error, True)
 
 
 def other_run(ranks: ConnectedRanks, pid: int, wait: float | None, run: str = "") -> Any:
-    """Begin the next attempt from a process, with `wait` seconds for the end of the run that is alive."""
-    return ranks.core.engine.begin("gpt", 0, 2, 0, lambda message: None, Process(pid, run=run), wait)
+    """Begin the next attempt from a process, with `wait` seconds for the end of the run
+    that is alive.
+    """
+    return ranks.core.engine.begin(
+        "gpt", 0, 2, 0, lambda message: None, Process(pid, run=run), wait
+    )
 
 
 def test_another_run_is_refused_while_the_ranks_of_a_job_are_alive(ranks: ConnectedRanks) -> None:
@@ -96,9 +122,13 @@ def test_another_run_is_refused_while_the_ranks_of_a_job_are_alive(ranks: Connec
         ranks.owner(client).process = Process(10 + rank, run="launch")
     found = refused(ranks, lambda: other_run(ranks, 20, 0.0))
     assert isinstance(found, JobRunning)
-    assert str(found).startswith("job 'gpt' is running already, in processes 10, 11: stop that run, or give this one another job name")
+    assert str(found).startswith(
+        "job 'gpt' is running already, in processes 10, 11: stop that run, or give this one "
+        "another job name"
+    )
     assert ranks.job.attempt == 1
-    assert ranks.core.run(other_run(ranks, 20, 0.0, "launch")).attempt == 2  # torchrun has started its workers again
+    # Torchrun has started its workers again.
+    assert ranks.core.run(other_run(ranks, 20, 0.0, "launch")).attempt == 2
 
 
 def test_taking_over_is_logged(ranks: ConnectedRanks, caplog: pytest.LogCaptureFixture) -> None:
@@ -106,7 +136,10 @@ def test_taking_over_is_logged(ranks: ConnectedRanks, caplog: pytest.LogCaptureF
     for rank, client in enumerate(ranks.clients):
         ranks.owner(client).process = Process(10 + rank)
     assert ranks.core.run(other_run(ranks, 20, None)).attempt == 2
-    assert caplog.messages == ["job 'gpt' is running already, in processes 10, 11; pid 20 takes over, and that run can no longer save"]
+    assert caplog.messages == [
+        "job 'gpt' is running already, in processes 10, 11; pid 20 takes over, and that run can "
+        "no longer save"
+    ]
 
 
 def test_another_run_begins_as_soon_as_the_last_rank_has_left(ranks: ConnectedRanks) -> None:
@@ -136,7 +169,10 @@ def test_of_two_runs_that_wait_one_is_refused(ranks: ConnectedRanks) -> None:
 
 
 def test_a_new_attempt_ends_the_older_one(ranks: ConnectedRanks) -> None:
-    """What all ranks have sealed is saved, even if a seal was not reported. The rest fails, and the slots are unlinked."""
+    """What all ranks have sealed is saved, even if a seal was not reported.
+
+    The rest fails, and the slots are unlinked.
+    """
     ranks.seal(0, 5)
     ranks.write_seal(ranks.grant(1, 5), 5)
     ranks.grant(0, 6)
@@ -145,10 +181,18 @@ def test_a_new_attempt_ends_the_older_one(ranks: ConnectedRanks) -> None:
     assert (ranks.job.attempt, ranks.job.is_durable(1, 5), before.failures(1, 6)) == (
         2,
         True,
-        ["a newer attempt of job 'gpt' has begun: this run can no longer save; stop it, or use another job name"],
+        [
+            "a newer attempt of job 'gpt' has begun: this run can no longer save; stop it, or use "
+            "another job name"
+        ],
     )
     assert {slot.written.step for slot in ranks.core.segments.slots.values()} == {5}
-    assert [type(record) for record in ranks.core.journal.records] == [r.Begun, r.RankSealed, r.Begun, r.RankSealed]
+    assert [type(record) for record in ranks.core.journal.records] == [
+        r.Begun,
+        r.RankSealed,
+        r.Begun,
+        r.RankSealed,
+    ]
     assert "attempt 1 of job 'gpt' has ended, because attempt 2 has begun" in str(
         refused(ranks, lambda: ranks.core.engine.plan(ranks.owner(before), 7, ""))
     )
@@ -157,7 +201,9 @@ def test_a_new_attempt_ends_the_older_one(ranks: ConnectedRanks) -> None:
 def test_a_daemon_that_stops_begins_nothing_and_takes_seals(ranks: ConnectedRanks) -> None:
     sealing, owner = ranks.seal(0, 5), ranks.owner(ranks.clients[1])
     ranks.core.engine.stopping = True
-    assert isinstance(refused(ranks, lambda: ranks.core.engine.begin("gpt", 0, 2, 1, lambda message: None)), Busy)
+    assert isinstance(
+        refused(ranks, lambda: ranks.core.engine.begin("gpt", 0, 2, 1, lambda message: None)), Busy
+    )
     assert isinstance(refused(ranks, lambda: ranks.core.engine.acquire(owner, 5, None, 0.0)), Busy)
     assert sealing.result() is False
 
@@ -165,10 +211,14 @@ def test_a_daemon_that_stops_begins_nothing_and_takes_seals(ranks: ConnectedRank
 def test_a_daemon_knows_only_so_many_jobs(ranks: ConnectedRanks) -> None:
     for number in range(MOST_JOBS):
         ranks.core.catalog.job(f"job{number}")
-    assert isinstance(refused(ranks, lambda: ranks.core.engine.begin("new", 0, 1, 0, lambda message: None)), Busy)
+    assert isinstance(
+        refused(ranks, lambda: ranks.core.engine.begin("new", 0, 1, 0, lambda message: None)), Busy
+    )
 
 
-def test_an_attempt_that_another_daemon_has_claimed_ends_and_its_memory_is_freed_in_time(ranks: ConnectedRanks) -> None:
+def test_an_attempt_that_another_daemon_has_claimed_ends_and_its_memory_is_freed_in_time(
+    ranks: ConnectedRanks,
+) -> None:
     ranks.seal(0, 5)
     ranks.seal(1, 5)
     ranks.core.finish()
@@ -200,9 +250,12 @@ def test_durable_snapshots_of_older_attempts_make_room(ranks: ConnectedRanks) ->
     assert "no room" in str(refused(ranks, lambda: ranks.core.engine.allocate(other, 1000, 1, -1)))
 
 
-def test_a_rank_that_asked_twice_gives_one_slot_back_and_the_step_goes_on(ranks: ConnectedRanks) -> None:
+def test_a_rank_that_asked_twice_gives_one_slot_back_and_the_step_goes_on(
+    ranks: ConnectedRanks,
+) -> None:
     owner, slots = ranks.owner(ranks.clients[0]), [ranks.grant(0, 5), ranks.grant(0, 5)]
-    ranks.call(lambda: ranks.core.engine.abandon(owner, slots[0].name, 4))  # it is not granted for that step
+    # It is not granted for that step.
+    ranks.call(lambda: ranks.core.engine.abandon(owner, slots[0].name, 4))
     assert list(ranks.job.step((1, 5)).slots) == [slot.name for slot in slots]
     ranks.call(lambda: ranks.core.engine.abandon(owner, slots[0].name, 5))
     assert list(ranks.job.step((1, 5)).slots) == [slots[1].name]
@@ -210,11 +263,16 @@ def test_a_rank_that_asked_twice_gives_one_slot_back_and_the_step_goes_on(ranks:
     assert ranks.clients[1].failures(1, 5) == ["rank 0 could not copy its state"]
 
 
-def test_a_slot_that_was_cleared_while_the_daemon_was_down_is_free_again(ranks: ConnectedRanks) -> None:
+def test_a_slot_that_was_cleared_while_the_daemon_was_down_is_free_again(
+    ranks: ConnectedRanks,
+) -> None:
     slot = ranks.grant(0, 5)
     slot.write(SlotState.FREE)
     ranks.begin(0, 1)
-    assert (ranks.job.step_in(slot.name), ranks.clients[1].failures(1, 5)) == (None, ["rank 0 could not copy its state"])
+    assert (ranks.job.step_in(slot.name), ranks.clients[1].failures(1, 5)) == (
+        None,
+        ["rank 0 could not copy its state"],
+    )
 
 
 def test_a_seal_needs_the_ranks_own_slot_with_that_step(ranks: ConnectedRanks) -> None:
@@ -234,14 +292,18 @@ def test_a_seal_needs_the_ranks_own_slot_with_that_step(ranks: ConnectedRanks) -
     assert ranks.core.run(seal(owner, slot.name, 1, 5)) is True
 
 
-def test_a_seal_that_is_reported_again_after_its_save_failed_is_told_so(ranks: ConnectedRanks) -> None:
+def test_a_seal_that_is_reported_again_after_its_save_failed_is_told_so(
+    ranks: ConnectedRanks,
+) -> None:
     ranks.seal(0, 5)
     ranks.seal(1, 5)
     ranks.core.finish("read", "check")
     next(work for work in ranks.core.work if work.what == "save").end(StorageError("full"))
     ranks.core.finish()
     slot = next(name for name, rank in ranks.job.step((1, 5)).slots.items() if rank == 0)
-    assert ranks.core.run(ranks.core.engine.seal(ranks.owner(ranks.clients[0]), slot, 1, 5)) is False
+    assert (
+        ranks.core.run(ranks.core.engine.seal(ranks.owner(ranks.clients[0]), slot, 1, 5)) is False
+    )
     assert ranks.clients[0].failures(1, 5) == ["full", "full"]
 
 
@@ -251,7 +313,9 @@ def test_a_tag_is_refused_before_a_slot_is_granted(ranks: ConnectedRanks) -> Non
     known = ranks.job.step((1, 5)).snapshot
     assert known is not None
     known.tag = "best.a0001"
-    assert isinstance(refused(ranks, lambda: ranks.core.engine.acquire(owner, 6, "best", 0.0)), AlreadyExists)
+    assert isinstance(
+        refused(ranks, lambda: ranks.core.engine.acquire(owner, 6, "best", 0.0)), AlreadyExists
+    )
     assert ranks.job.step_in("gpt1r0n2") is None
 
 
@@ -264,7 +328,8 @@ def test_persist_waits_for_the_other_ranks_until_their_time_is_over(ranks: Conne
     ranks.core.advance(2)
     assert waiting.result() is None  # nothing is sealed by all ranks, so nothing is owed
     assert ranks.clients[0].failures(1, 5) == [
-        "step 5 failed: rank 1 did not seal it within 60 s: every rank must call snapshot(step=5), not only some of them"
+        "step 5 failed: rank 1 did not seal it within 60 s: every rank must call "
+        "snapshot(step=5), not only some of them"
     ]
 
 
@@ -315,17 +380,23 @@ def test_a_rank_that_detaches_frees_what_is_durable(ranks: ConnectedRanks) -> No
     ranks.grant(1, 6)
     ranks.call(lambda: ranks.core.engine.detach(ranks.owner(ranks.clients[0])))
     assert (ranks.job.snapshots, ranks.job.ranks.gone) == ([], {0: "closed"})
-    assert ranks.clients[1].failures(1, 6) == ["step 6 failed: rank 0 closed before it sealed the step"]
+    assert ranks.clients[1].failures(1, 6) == [
+        "step 6 failed: rank 0 closed before it sealed the step"
+    ]
     assert {slot.owner[2] for slot in ranks.core.segments.slots.values()} == {1}
     assert "rank 0 of attempt 1 of job 'gpt' has closed" in str(
-        refused(ranks, lambda: ranks.core.engine.acquire(ranks.owner(ranks.clients[1]), 7, None, 0.0))
+        refused(
+            ranks, lambda: ranks.core.engine.acquire(ranks.owner(ranks.clients[1]), 7, None, 0.0)
+        )
     )
 
 
 def test_a_replaced_connection_is_fenced(ranks: ConnectedRanks) -> None:
     before: Client = ranks.clients[0]
     ranks.begin(0, 1)
-    assert isinstance(refused(ranks, lambda: ranks.core.engine.acquire(ranks.owner(before), 5, None, 0.0)), Fenced)
+    assert isinstance(
+        refused(ranks, lambda: ranks.core.engine.acquire(ranks.owner(before), 5, None, 0.0)), Fenced
+    )
 
 
 def test_a_state_that_was_released_is_not_in_memory(ranks: ConnectedRanks) -> None:
@@ -341,12 +412,16 @@ def test_a_step_that_all_ranks_skip_counts_once(ranks: ConnectedRanks) -> None:
         for rank in (0, 1):
             ranks.seal(rank, step)
     for rank in (0, 1):
-        said = ranks.core.run(ranks.core.engine.acquire(ranks.owner(ranks.clients[rank]), 7, None, 0.0))
+        said = ranks.core.run(
+            ranks.core.engine.acquire(ranks.owner(ranks.clients[rank]), 7, None, 0.0)
+        )
         assert isinstance(said, str), said
     assert ranks.core.steps.counters["skipped"] == 1
 
 
-def test_a_step_that_is_skipped_while_ranks_plan_it_counts_as_failed_alone(ranks: ConnectedRanks) -> None:
+def test_a_step_that_is_skipped_while_ranks_plan_it_counts_as_failed_alone(
+    ranks: ConnectedRanks,
+) -> None:
     for step in (5, 6):
         for rank in (0, 1):
             ranks.seal(rank, step)

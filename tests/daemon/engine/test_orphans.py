@@ -41,7 +41,11 @@ def test_a_trainer_is_dead_when_the_kernel_says_so(ranks: ConnectedRanks) -> Non
     ranks.core.advance(10 * CHECK_SECONDS)
     assert ranks.job.ranks.is_here(owner)
     die(ranks, process)
-    assert (ranks.job.ranks.owners, ranks.core.segments.slots, ranks.core.loop.readers) == ({}, {}, {})
+    assert (ranks.job.ranks.owners, ranks.core.segments.slots, ranks.core.loop.readers) == (
+        {},
+        {},
+        {},
+    )
     assert (ranks.core.orphans.busy, ranks.core.changes > 0) == (False, True)
 
 
@@ -56,7 +60,9 @@ def test_a_trainer_that_comes_back_is_watched_once(ranks: ConnectedRanks) -> Non
     assert ranks.core.loop.readers == {}
 
 
-def test_the_memory_of_a_dead_trainer_is_tried_again_until_it_can_be_read(ranks: ConnectedRanks, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_memory_of_a_dead_trainer_is_tried_again_until_it_can_be_read(
+    ranks: ConnectedRanks, caplog: pytest.LogCaptureFixture
+) -> None:
     slot = ranks.grant(0, 5)
     ranks.write_seal(slot, 5)
     process = guard(ranks, ranks.owner(ranks.clients[0]))
@@ -66,7 +72,8 @@ def test_the_memory_of_a_dead_trainer_is_tried_again_until_it_can_be_read(ranks:
     for _ in range(3):
         ranks.core.advance(CHECK_SECONDS)
     assert [record.getMessage() for record in caplog.records if record.name == "ckptd.orphans"] == [
-        f"job gpt rank 0: the trainer is gone; cannot read the segment {slot.name}; it is tried again every second"
+        f"job gpt rank 0: the trainer is gone; cannot read the segment {slot.name}; it is tried "
+        f"again every second"
     ]
     slot.unreadable = False
     ranks.core.advance(CHECK_SECONDS)
@@ -108,7 +115,11 @@ def test_the_memory_of_a_dead_trainer_is_kept_for_its_time(ranks: ConnectedRanks
     ranks.core.advance(MEMORY_TTL - 1)
     assert len(ranks.job.snapshots) == 1
     ranks.core.advance(2)
-    assert (ranks.job.snapshots, ranks.core.segments.slots, ranks.core.loop.timers()) == ([], {}, [])
+    assert (ranks.job.snapshots, ranks.core.segments.slots, ranks.core.loop.timers()) == (
+        [],
+        {},
+        [],
+    )
 
 
 def test_memory_that_could_not_be_saved_is_kept_for_another_time(ranks: ConnectedRanks) -> None:
@@ -157,5 +168,9 @@ def test_nothing_is_watched_once_the_daemon_stops(ranks: ConnectedRanks) -> None
     ranks.call(ranks.core.orphans.watch)
     ranks.core.run(ranks.core.orphans.drain())
     ranks.core.tick(3)
-    assert (ranks.core.loop.readers, ranks.core.loop.timers(), ranks.core.orphans.busy) == ({}, [], False)
+    assert (ranks.core.loop.readers, ranks.core.loop.timers(), ranks.core.orphans.busy) == (
+        {},
+        [],
+        False,
+    )
     assert ranks.job.is_durable(1, 5)

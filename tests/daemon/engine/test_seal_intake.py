@@ -8,7 +8,14 @@ import pytest
 
 from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.journal import records as r
-from ckptd.shared.errors import AlreadyExists, InvalidName, NotFound, SnapshotFailed, StorageError, StructureChanged
+from ckptd.shared.errors import (
+    AlreadyExists,
+    InvalidName,
+    NotFound,
+    SnapshotFailed,
+    StorageError,
+    StructureChanged,
+)
 from ckptd.shared.formats.reuse import ChunkCheck
 from ckptd.shared.wire.lifecycle import SnapshotState
 from tests.support.core import ConnectedRanks, Segment
@@ -23,7 +30,11 @@ def ranks() -> Iterator[ConnectedRanks]:
 
 def journaled(ranks: ConnectedRanks) -> list[tuple[int, int]]:
     """The step and the rank of each seal in the journal."""
-    return [(record.step, record.rank) for record in ranks.core.journal.records if isinstance(record, r.RankSealed)]
+    return [
+        (record.step, record.rank)
+        for record in ranks.core.journal.records
+        if isinstance(record, r.RankSealed)
+    ]
 
 
 def sealed(ranks: ConnectedRanks, rank: int, step: int) -> Segment:
@@ -36,16 +47,26 @@ def sealed(ranks: ConnectedRanks, rank: int, step: int) -> Segment:
 
 def test_the_save_begins_with_the_last_seal(ranks: ConnectedRanks) -> None:
     snapshot: Snapshot = ranks.core.run(ranks.core.seals.record(sealed(ranks, 0, 5)))  # type: ignore[arg-type]
-    assert (snapshot.state, snapshot.missing, ranks.core.saver.running) == (SnapshotState.FILLING, [1], {})
+    assert (snapshot.state, snapshot.missing, ranks.core.saver.running) == (
+        SnapshotState.FILLING,
+        [1],
+        {},
+    )
     last = ranks.seal(1, 5)
     ranks.core.finish("read")
-    assert (last.result(), snapshot.state, list(ranks.core.saver.running)) == (False, SnapshotState.SEALED, [snapshot])
+    assert (last.result(), snapshot.state, list(ranks.core.saver.running)) == (
+        False,
+        SnapshotState.SEALED,
+        [snapshot],
+    )
     assert journaled(ranks) == [(5, 0), (5, 1)]
     assert [seal.segment for seal in snapshot.seals.values()] == list(ranks.job.step((1, 5)).slots)
 
 
 @pytest.mark.parametrize("adopted", [False, True])
-def test_checksums_that_came_with_the_seal_count_unless_it_is_old(ranks: ConnectedRanks, adopted: bool) -> None:
+def test_checksums_that_came_with_the_seal_count_unless_it_is_old(
+    ranks: ConnectedRanks, adopted: bool
+) -> None:
     slot = sealed(ranks, 0, 5)
     slot.crcs = [1, 2]
     snapshot: Snapshot = ranks.core.run(ranks.core.seals.record(slot, adopted=adopted))  # type: ignore[arg-type]
@@ -101,10 +122,13 @@ def test_the_ranks_are_compared_once_the_last_of_them_has_sealed(ranks: Connecte
     assert ranks.core.compared == []
     snapshot: Snapshot = ranks.core.run(ranks.core.seals.record(sealed(ranks, 1, 5)))  # type: ignore[arg-type]
     assert ranks.core.compared == [[0, 1]]
-    assert [seal.contents for seal in snapshot.seals.values()] == [None, None]  # a large plan is kept no longer than needed
+    # A large plan is kept no longer than needed.
+    assert [seal.contents for seal in snapshot.seals.values()] == [None, None]
 
 
-def test_ranks_that_do_not_fit_together_fail_the_step_before_the_seal_is_journaled(ranks: ConnectedRanks) -> None:
+def test_ranks_that_do_not_fit_together_fail_the_step_before_the_seal_is_journaled(
+    ranks: ConnectedRanks,
+) -> None:
     first, last = sealed(ranks, 0, 5), sealed(ranks, 1, 5)
     ranks.core.run(ranks.core.seals.record(first))  # type: ignore[arg-type]
     last.misfit = True
@@ -113,13 +137,21 @@ def test_ranks_that_do_not_fit_together_fail_the_step_before_the_seal_is_journal
     assert [str(task.exception()) for task in tasks] == ["'w' has a hole"] * 2
     assert [client.failures(1, 5) for client in ranks.clients] == [["'w' has a hole"]] * 2
     assert journaled(ranks) == [(5, 0)]
-    assert (ranks.job.step_in(first.name), ranks.job.step_in(last.name), ranks.job.snapshots) == (None, None, [])
+    assert (ranks.job.step_in(first.name), ranks.job.step_in(last.name), ranks.job.snapshots) == (
+        None,
+        None,
+        [],
+    )
 
 
 def test_a_step_that_fails_while_its_seal_is_read_does_not_come_back(ranks: ConnectedRanks) -> None:
     """The slot has been granted for the next step by then, and stays in it."""
     sealing, slot = ranks.seal(0, 5), ranks.core.segments.slots["gpt1r0n1"]
-    ranks.call(lambda: ranks.core.engine.pass_over(ranks.owner(ranks.clients[1]), 5, "no memory left", "storage"))
+    ranks.call(
+        lambda: ranks.core.engine.pass_over(
+            ranks.owner(ranks.clients[1]), 5, "no memory left", "storage"
+        )
+    )
     assert ranks.job.step_in(slot.name) is None
     reading = next(work for work in ranks.core.work if work.what == "read")
     ranks.job.occupy(slot.name, 0, (1, 6))
@@ -133,7 +165,9 @@ def test_a_step_that_fails_while_its_seal_is_read_does_not_come_back(ranks: Conn
 def test_a_job_of_one_rank_whose_slot_is_taken_back_while_its_seal_is_read() -> None:
     ranks = ConnectedRanks(1)
     sealing = ranks.seal(0, 5)
-    ranks.call(lambda: ranks.core.engine.pass_over(ranks.owner(ranks.clients[0]), 5, "interrupted", ""))
+    ranks.call(
+        lambda: ranks.core.engine.pass_over(ranks.owner(ranks.clients[0]), 5, "interrupted", "")
+    )
     ranks.core.finish()
     assert isinstance(sealing.exception(), NotFound)
     assert (journaled(ranks), ranks.job.snapshots, ranks.job.steps) == ([], [], {})
@@ -149,7 +183,9 @@ def test_a_job_of_one_rank_whose_slot_is_taken_back_while_its_seal_is_read() -> 
         ("tag", "../x", InvalidName),
     ],
 )
-def test_a_rank_that_differs_fails_the_step(ranks: ConnectedRanks, name: str, value: object, error: type[Exception]) -> None:
+def test_a_rank_that_differs_fails_the_step(
+    ranks: ConnectedRanks, name: str, value: object, error: type[Exception]
+) -> None:
     ranks.seal(0, 5)
     ranks.core.finish("read")
     slot = sealed(ranks, 1, 5)
@@ -174,9 +210,14 @@ def test_a_taken_tag_fails_the_step(ranks: ConnectedRanks) -> None:
 
 def test_what_is_not_sealed_or_not_granted_is_not_recorded(ranks: ConnectedRanks) -> None:
     filling = ranks.grant(0, 5)
-    free = next(slot for slot in ranks.core.segments.slots.values() if ranks.job.step_in(slot.name) is None)
+    free = next(
+        slot for slot in ranks.core.segments.slots.values() if ranks.job.step_in(slot.name) is None
+    )
     ranks.write_seal(free, 6)
     released = ranks.grant(1, 5)
     ranks.write_seal(released, 5)
     ranks.core.segments.release(released)
-    assert [ranks.core.run(ranks.core.seals.record_unreported(slot)) for slot in (filling, free, released)] == [False] * 3  # type: ignore[arg-type]
+    assert [
+        ranks.core.run(ranks.core.seals.record_unreported(slot))  # type: ignore[arg-type]
+        for slot in (filling, free, released)
+    ] == [False] * 3

@@ -24,7 +24,10 @@ KEY = (1, 5)
 
 
 class Made:
-    """A job of two ranks, both connected. Each has two slots, and one of them is in step 5."""
+    """A job of two ranks, both connected.
+
+    Each has two slots, and one of them is in step 5.
+    """
 
     def __init__(self) -> None:
         self.core = Core()
@@ -36,14 +39,26 @@ class Made:
             client.owner = Owner("gpt", 1, rank, 2, client.notify)
             self.job.ranks.join(client.owner)
             for number in range(2):
-                header = SegmentHeader(job="gpt", attempt=1, rank=rank, world_size=2, slot=number, capacity=1000, chunk_size=MIN_CHUNK)
+                header = SegmentHeader(
+                    job="gpt",
+                    attempt=1,
+                    rank=rank,
+                    world_size=2,
+                    slot=number,
+                    capacity=1000,
+                    chunk_size=MIN_CHUNK,
+                )
                 self.slots.append(self.core.segments.add(self.core.segments.create(header, -1)))
             self.job.occupy(self.slots[-1].name, rank, KEY)
         self.step = self.job.step(KEY)
 
     def snapshot(self, *sealed: int, state: SnapshotState = SnapshotState.FILLING) -> Snapshot:
-        self.step.snapshot = Snapshot("gpt", *KEY, "step-00000005.a0001", 2, persist=True, state=state)
-        self.step.snapshot.seals = {rank: RankSeal(rank, self.slots[2 * rank + 1].name, 1, bytes(32)) for rank in sealed}
+        self.step.snapshot = Snapshot(
+            "gpt", *KEY, "step-00000005.a0001", 2, persist=True, state=state
+        )
+        self.step.snapshot.seals = {
+            rank: RankSeal(rank, self.slots[2 * rank + 1].name, 1, bytes(32)) for rank in sealed
+        }
         return self.step.snapshot
 
     def perform(self, *actions: d.Action) -> None:
@@ -65,7 +80,11 @@ def test_a_timer_fails_its_step_when_it_ends(made: Made) -> None:
     made.core.advance(RANK_TIMEOUT + 14.0)
     assert made.step.failure is None
     made.core.advance(2.0)
-    reason = "step 5 failed: ranks 0, 1 did not seal it within 60 s: every rank must call snapshot(step=5), not only some of them"
+    reason = (
+        "step 5 failed: ranks 0, 1 did not seal it within 60 s: every rank must "
+        "call "
+        "snapshot(step=5), not only some of them"
+    )
     assert made.step.failure == ("snapshot-failed", reason)
     assert [client.failures(1, 5) for client in made.clients] == [[reason]] * 2
     assert (made.step.slots, made.step.timer, made.core.loop.timers()) == ({}, None, [])
@@ -77,7 +96,9 @@ def test_ranks_are_told_once_which_rank_has_not_come(made: Made) -> None:
     made.core.advance(steps.WAIT_SECONDS - 0.1)
     assert [client.warned for client in made.clients] == [[], []]
     made.core.advance(0.2)
-    assert [client.warned for client in made.clients] == [[Waiting(re=0, attempt=1, step=5, ranks=[1])]] * 2
+    assert [client.warned for client in made.clients] == [
+        [Waiting(re=0, attempt=1, step=5, ranks=[1])]
+    ] * 2
     made.core.advance(steps.WAIT_SECONDS + 1)
     assert [len(client.warned) for client in made.clients] == [1, 1]
     assert (made.step.failure, [client.told for client in made.clients]) == (None, [[], []])
@@ -89,7 +110,9 @@ def test_a_rank_that_has_a_slot_and_copies_is_not_missing(made: Made) -> None:
     assert [client.warned for client in made.clients] == [[], []]
 
 
-def test_nobody_is_missing_in_a_step_that_all_ranks_have_sealed_or_that_has_failed(made: Made) -> None:
+def test_nobody_is_missing_in_a_step_that_all_ranks_have_sealed_or_that_has_failed(
+    made: Made,
+) -> None:
     made.job.occupy(made.slots[3].name, 1, (1, 4))
     made.perform(d.StartTimer(KEY))
     made.perform(d.Settle(KEY))
@@ -100,12 +123,16 @@ def test_nobody_is_missing_in_a_step_that_all_ranks_have_sealed_or_that_has_fail
 
 
 def shown(made: Made) -> list[tuple[dict[int, list[int]], list[int]]]:
-    """Return, for each holding that was sent to the board, the ranks that have not come and the overdue steps."""
+    """Return, for each holding that was sent to the board, the ranks that have not come
+    and the overdue steps.
+    """
     return [(each.begun, each.overdue) for each in made.clients[0].holdings]
 
 
 def test_a_node_shows_others_that_it_has_begun_a_step_and_later_that_it_waits(made: Made) -> None:
-    """The other nodes must know that the node has begun, before they may ask for its ranks."""
+    """The other nodes must know that the node has begun, before they may ask for its
+    ranks.
+    """
     made.job.node, made.job.world_size = Membership(claim="0a" * 16, ranks=[0, 1]), 4
     made.job.occupy(made.slots[3].name, 1, (1, 4))
     made.perform(d.StartTimer(KEY))
@@ -127,7 +154,9 @@ def test_the_answer_from_the_board_says_which_ranks_of_all_nodes_have_not_come(m
 
     missing = Answer(missing={5: [1, 2, 3]})
     made.core.loop.run_until_complete(hear(missing, missing, Answer(missing={5: [3]})))
-    assert [client.warned for client in made.clients] == [[Waiting(re=0, attempt=1, step=5, ranks=[1, 2, 3])]] * 2
+    assert [client.warned for client in made.clients] == [
+        [Waiting(re=0, attempt=1, step=5, ranks=[1, 2, 3])]
+    ] * 2
 
 
 def test_a_settled_step_has_no_timer_and_nobody_plans_it(made: Made) -> None:
@@ -135,14 +164,23 @@ def test_a_settled_step_has_no_timer_and_nobody_plans_it(made: Made) -> None:
     made.step.plan_again(0, "w grew")
     made.step.keep_plan(1)
     made.perform(d.Settle(KEY))
-    assert (made.step.timer, made.step.planned, made.step.kept, made.core.loop.timers()) == (None, {}, set(), [])
+    assert (made.step.timer, made.step.planned, made.step.kept, made.core.loop.timers()) == (
+        None,
+        {},
+        set(),
+        [],
+    )
     assert made.job.moved.is_set()
 
 
 def test_the_last_seal_moves_the_watermark_of_the_job(made: Made) -> None:
     snapshot = made.snapshot(0, 1)
     made.perform(d.Move(KEY, Event.SEAL))
-    assert (snapshot.state, made.job.sealed, made.core.steps.counters["sealed"]) == (SnapshotState.SEALED, KEY, 1)
+    assert (snapshot.state, made.job.sealed, made.core.steps.counters["sealed"]) == (
+        SnapshotState.SEALED,
+        KEY,
+        1,
+    )
     made.perform(d.Move(KEY, Event.COMMIT))
     assert (snapshot.state, made.core.steps.counters["sealed"]) == (SnapshotState.DURABLE, 1)
 
@@ -152,7 +190,11 @@ def test_the_reason_of_a_failure_is_kept_for_late_ranks(made: Made, size: int) -
     made.job.world_size = size
     snapshot = made.snapshot(0)
     made.perform(d.Fail(KEY, "storage", "full"))
-    assert (snapshot.state, snapshot.reason, snapshot.code) == (SnapshotState.FAILED, "full", "storage")
+    assert (snapshot.state, snapshot.reason, snapshot.code) == (
+        SnapshotState.FAILED,
+        "full",
+        "storage",
+    )
     assert made.step.failure == (("storage", "full") if size > 1 else None)
     assert made.core.steps.counters["failed"] == 1
 
@@ -167,10 +209,16 @@ def test_every_connected_rank_is_told(made: Made) -> None:
 def test_a_freed_slot_stays_with_its_owner(made: Made) -> None:
     slot = made.slots[1]
     made.perform(d.Free(KEY, slot.name))
-    assert (slot.released, made.job.step_in(slot.name), made.job.moved.is_set()) == (False, None, True)
+    assert (slot.released, made.job.step_in(slot.name), made.job.moved.is_set()) == (
+        False,
+        None,
+        True,
+    )
 
 
-def test_a_freed_slot_is_unlinked_if_a_larger_one_has_replaced_it_or_its_owner_has_left(made: Made) -> None:
+def test_a_freed_slot_is_unlinked_if_a_larger_one_has_replaced_it_or_its_owner_has_left(
+    made: Made,
+) -> None:
     outgrown, ownerless = made.slots[1], made.slots[3]
     outgrown.outgrown = True
     made.job.ranks.owners.pop(1)
@@ -194,14 +242,21 @@ def test_a_released_snapshot_leaves_memory_with_all_its_slots(made: Made) -> Non
 
 
 def test_a_step_in_memory_that_is_sealed_after_another_node_has_failed_it_fails(made: Made) -> None:
-    """The answer of the board came before the step began here, so that there was nothing to fail then."""
+    """The answer of the board came before the step began here, so that there was
+    nothing to fail then.
+    """
     made.job.node = Membership(claim="0a" * 16, ranks=[0, 1])
     made.job.answer = Answer(dead={5: ("storage", "rank 2 on node1: disk full")})
     snapshot = made.snapshot(0, 1, state=SnapshotState.SEALED)
     snapshot.persist = False
     made.core.steps.release_replaced(made.job)
-    assert (snapshot.state, snapshot.reason) == (SnapshotState.RELEASED, "rank 2 on node1: disk full")
-    assert [(message.step, message.state, message.code) for message in made.clients[0].told] == [(5, "failed", "storage")]
+    assert (snapshot.state, snapshot.reason) == (
+        SnapshotState.RELEASED,
+        "rank 2 on node1: disk full",
+    )
+    assert [(message.step, message.state, message.code) for message in made.clients[0].told] == [
+        (5, "failed", "storage")
+    ]
     assert made.job.step_in(made.slots[1].name) is None
 
 
@@ -210,13 +265,18 @@ def test_a_save_is_started_once(made: Made) -> None:
     made.perform(d.Save(KEY), d.Save(KEY))
     assert list(made.core.saver.running) == [snapshot]
     made.core.finish()
-    assert (snapshot.state, [len(client.told) for client in made.clients]) == (SnapshotState.DURABLE, [1, 1])
+    assert (snapshot.state, [len(client.told) for client in made.clients]) == (
+        SnapshotState.DURABLE,
+        [1, 1],
+    )
 
 
 def test_an_error_is_raised_after_the_actions_before_it(made: Made) -> None:
     error = SnapshotFailed("no")
     with pytest.raises(SnapshotFailed) as caught:
-        made.perform(d.Free(KEY, made.slots[1].name), d.Free(KEY, made.slots[3].name), d.Raise(error))
+        made.perform(
+            d.Free(KEY, made.slots[1].name), d.Free(KEY, made.slots[3].name), d.Raise(error)
+        )
     assert caught.value is error
     assert made.job.steps == {}
 
@@ -230,7 +290,8 @@ def test_an_owner_that_ends_leaves_no_free_slot(made: Made) -> None:
         made.core.steps.end(made.job, owner, "ended")
 
     made.core.loop.run_until_complete(end())
-    assert [slot.released for slot in made.slots] == [True, False, False, False]  # the other one holds a seal
+    # The other one holds a seal.
+    assert [slot.released for slot in made.slots] == [True, False, False, False]
     assert made.job.ranks.gone == {0: "ended"}
 
 

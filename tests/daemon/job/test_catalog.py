@@ -1,4 +1,6 @@
-"""Tests what the catalog knows of snapshots and checkpoints, and the decisions that follow from it."""
+"""Tests what the catalog knows of snapshots and checkpoints, and the decisions that
+follow from it.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,27 @@ def snapshot(
     seals: int | None = None,
     persist: bool = True,
 ) -> Snapshot:
-    made = Snapshot("gpt", attempt, step, f"step-{step:08d}.a{attempt:04d}", world_size, persist, state)
+    made = Snapshot(
+        "gpt", attempt, step, f"step-{step:08d}.a{attempt:04d}", world_size, persist, state
+    )
     made.seals = {rank: rank_seal(rank) for rank in range(world_size if seals is None else seals)}
     return made
 
 
-def checkpoint(step: int | None, attempt: int = 1, seq: int = 1, tag: str | None = None) -> StoredCheckpoint:
-    return StoredCheckpoint("gpt", tag or f"step-{step or 0:08d}.a{attempt:04d}", attempt, step, seq, 10, ("x",), tag is not None, 100.0)
+def checkpoint(
+    step: int | None, attempt: int = 1, seq: int = 1, tag: str | None = None
+) -> StoredCheckpoint:
+    return StoredCheckpoint(
+        "gpt",
+        tag or f"step-{step or 0:08d}.a{attempt:04d}",
+        attempt,
+        step,
+        seq,
+        10,
+        ("x",),
+        tag is not None,
+        100.0,
+    )
 
 
 def job(*snapshots: Snapshot) -> Job:
@@ -58,13 +74,20 @@ def test_jobs_are_made_when_asked_for() -> None:
 
 
 def test_a_snapshot_is_complete_with_all_its_ranks() -> None:
-    assert [snapshot(1, world_size=3, seals=n).complete for n in range(4)] == [False, False, False, True]
+    assert [snapshot(1, world_size=3, seals=n).complete for n in range(4)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     assert snapshot(7, attempt=2).key == (2, 7)
 
 
 @pytest.mark.parametrize("state", SnapshotState)
 def test_a_complete_snapshot_is_in_memory_until_its_release(state: SnapshotState) -> None:
-    assert snapshot(1, state).in_memory is (state not in (SnapshotState.FILLING, SnapshotState.RELEASED))
+    assert snapshot(1, state).in_memory is (
+        state not in (SnapshotState.FILLING, SnapshotState.RELEASED)
+    )
     assert snapshot(1, state, world_size=2, seals=1).in_memory is False
 
 
@@ -74,7 +97,10 @@ def test_moves_follow_the_table_and_are_logged(caplog: pytest.LogCaptureFixture)
         made.move(Event.SEAL)
         made.move(Event.WRITE)
     assert made.state is SnapshotState.WRITING
-    assert caplog.messages == ["snapshot gpt/step-00000005.a0001: filling -> sealed", "snapshot gpt/step-00000005.a0001: sealed -> writing"]
+    assert caplog.messages == [
+        "snapshot gpt/step-00000005.a0001: filling -> sealed",
+        "snapshot gpt/step-00000005.a0001: sealed -> writing",
+    ]
     with pytest.raises(IllegalStep):
         made.move(Event.COMMIT)
     assert made.state is SnapshotState.WRITING
@@ -126,11 +152,16 @@ def test_which_ranks_plan_a_step_again() -> None:
         (SnapshotState.FAILED, 2, False, False, True),
     ],
 )
-def test_how_far_a_step_is(state: SnapshotState | None, seals: int, incomplete: bool, filling: bool, sealed: bool) -> None:
+def test_how_far_a_step_is(
+    state: SnapshotState | None, seals: int, incomplete: bool, filling: bool, sealed: bool
+) -> None:
     step = Job("gpt").step((1, 5))
     step.snapshot = None if state is None else snapshot(5, state, world_size=2, seals=seals)
     assert step.incomplete is incomplete
-    assert (step.filling, step.sealed_by(0)) == (step.snapshot if filling else None, step.snapshot if sealed else None)
+    assert (step.filling, step.sealed_by(0)) == (
+        step.snapshot if filling else None,
+        step.snapshot if sealed else None,
+    )
 
 
 def test_a_record_goes_when_nothing_needs_it() -> None:
@@ -140,7 +171,11 @@ def test_a_record_goes_when_nothing_needs_it() -> None:
         "reading": lambda step: step.reading.append("b"),
         "timer": lambda step: setattr(step, "timer", SimpleNamespace(cancel=lambda: None)),
         "snapshot": lambda step: setattr(step, "snapshot", snapshot(3)),
-        "decision": lambda step: setattr(step, "decision", SlotDecision(SimpleNamespace(done=lambda: False))),  # type: ignore[arg-type]
+        "decision": lambda step: setattr(
+            step,
+            "decision",
+            SlotDecision(SimpleNamespace(done=lambda: False)),  # type: ignore[arg-type]
+        ),
         "failure": lambda step: setattr(step, "failure", ("storage", "full")),
         "refusal": lambda step: setattr(step, "refusal", "busy"),
     }
@@ -168,16 +203,34 @@ def test_the_reasons_of_the_last_64_steps_are_kept() -> None:
 def test_a_checkpoint_has_the_fields_of_its_manifest() -> None:
     parts = [
         PartEntry(
-            rank=rank, file=part_file(rank, bytes(16)), bytes=100 + rank, raw_bytes=5, items=1, index_sha256="0" * 64, linked_bytes=60
+            rank=rank,
+            file=part_file(rank, bytes(16)),
+            bytes=100 + rank,
+            raw_bytes=5,
+            items=1,
+            index_sha256="0" * 64,
+            linked_bytes=60,
         )
         for rank in (0, 1)
     ]
     manifest = Manifest(
-        job="gpt", attempt=2, step=1000, tag="best.a0002", seq=7, world_size=2, created="1970-01-01T00:01:40+00:00", parts=parts,
-        metadata={}, metrics={}, user_content=None, writer={},
+        job="gpt", attempt=2, step=1000, tag="best.a0002", seq=7, world_size=2,
+        created="1970-01-01T00:01:40+00:00", parts=parts, metadata={}, metrics={},
+        user_content=None, writer={},
     )  # fmt: skip
     made = StoredCheckpoint.of(manifest, user_tag=True)
-    assert made == StoredCheckpoint("gpt", "best.a0002", 2, 1000, 7, 201, (parts[0].file, parts[1].file), True, 100.0, new_bytes=81)
+    assert made == StoredCheckpoint(
+        "gpt",
+        "best.a0002",
+        2,
+        1000,
+        7,
+        201,
+        (parts[0].file, parts[1].file),
+        True,
+        100.0,
+        new_bytes=81,
+    )
     assert made.order == (2, 1000, 7) == manifest.order
     assert checkpoint(None, seq=4).order == (1, -1, 4)
 
@@ -185,7 +238,12 @@ def test_a_checkpoint_has_the_fields_of_its_manifest() -> None:
 def test_the_newest_checkpoint_is_by_attempt_and_step() -> None:
     made = Job("gpt")
     assert made.newest_checkpoint() is None
-    for c in (checkpoint(900, 1, 8), checkpoint(10, 2, 9), checkpoint(20, 2, 3), checkpoint(15, 2, 11, "best.a0002")):
+    for c in (
+        checkpoint(900, 1, 8),
+        checkpoint(10, 2, 9),
+        checkpoint(20, 2, 3),
+        checkpoint(15, 2, 11, "best.a0002"),
+    ):
         made.commit(c)
     assert made.newest_checkpoint() == checkpoint(20, 2, 3)
     assert made.seq == 11
@@ -210,7 +268,12 @@ def test_a_retiring_checkpoint_is_not_durable() -> None:
 def test_the_newest_in_memory_is_complete() -> None:
     assert job().newest_in_memory() is None
     four, five = snapshot(4), snapshot(5)
-    assert job(four, snapshot(6, world_size=2, seals=1), five, snapshot(7, SnapshotState.FILLING)).newest_in_memory() is five
+    assert (
+        job(
+            four, snapshot(6, world_size=2, seals=1), five, snapshot(7, SnapshotState.FILLING)
+        ).newest_in_memory()
+        is five
+    )
     assert job(snapshot(900, attempt=1), snapshot(3, attempt=2)).newest_in_memory() is not None
     newest = job(snapshot(900, attempt=1), snapshot(3, attempt=2)).newest_in_memory()
     assert newest is not None
@@ -232,7 +295,9 @@ def test_the_newest_in_memory_is_complete() -> None:
         (SnapshotState.RELEASED, True, False),
     ],
 )
-def test_slots_are_released_only_behind_a_newer_seal_and_once_durable(state: SnapshotState, persist: bool, settled: bool) -> None:
+def test_slots_are_released_only_behind_a_newer_seal_and_once_durable(
+    state: SnapshotState, persist: bool, settled: bool
+) -> None:
     old = snapshot(4, state, persist=persist)
     made = job(old, snapshot(5))
     assert made.is_settled(old) is settled
@@ -246,7 +311,9 @@ def test_only_abandoned_tries_of_later_steps_than_the_best_candidate_are_named()
     made = job()
     for attempt, step in ((1, 9), (2, 4), (2, 5)):
         tag = f"step-{step:08d}.a{attempt:04d}"
-        made.abandoned[tag] = Abandonment(job="gpt", attempt=attempt, step=step, tag=tag, code="snapshot-failed", reason="late")
+        made.abandoned[tag] = Abandonment(
+            job="gpt", attempt=attempt, step=step, tag=tag, code="snapshot-failed", reason="late"
+        )
     assert [(one.attempt, one.step) for one in made.abandoned_beyond((2, 4))] == [(2, 5)]
     assert [(one.attempt, one.step) for one in made.abandoned_beyond((1, 9))] == [(2, 4), (2, 5)]
     assert len(made.abandoned_beyond((0, -1))) == 3
@@ -256,7 +323,9 @@ def test_only_abandoned_tries_of_later_steps_than_the_best_candidate_are_named()
 def test_a_step_of_which_two_tries_were_abandoned_is_named_once() -> None:
     made = job()
     for number, tag in enumerate(("step-00000005.a0002", "step-00000005.a0002.t2")):
-        made.abandoned[tag] = Abandonment(job="gpt", attempt=2, step=5, tag=tag, code="snapshot-failed", reason=f"reason {number}")
+        made.abandoned[tag] = Abandonment(
+            job="gpt", attempt=2, step=5, tag=tag, code="snapshot-failed", reason=f"reason {number}"
+        )
     assert [one.reason for one in made.abandoned_beyond((2, 4))] == ["reason 0"]
 
 
@@ -272,7 +341,12 @@ def test_slots_that_are_being_read_are_not_released() -> None:
 
 
 def test_slots_of_a_detached_rank_are_released_once_durable() -> None:
-    for state in (SnapshotState.SEALED, SnapshotState.WRITING, SnapshotState.FAILED, SnapshotState.DURABLE):
+    for state in (
+        SnapshotState.SEALED,
+        SnapshotState.WRITING,
+        SnapshotState.FAILED,
+        SnapshotState.DURABLE,
+    ):
         newest = snapshot(5, state)
         newest.unwanted = True
         assert job(newest).releasable() == ([newest] if state is SnapshotState.DURABLE else [])
@@ -283,13 +357,25 @@ def test_the_newest_copy_in_memory_is_never_released() -> None:
     assert [s.step for s in made.releasable()] == [3, 4]
 
 
-@pytest.mark.parametrize("state", [s for s in SnapshotState if s not in (SnapshotState.NEW, SnapshotState.STAGED, SnapshotState.SKIPPED)])
-def test_the_newest_complete_snapshot_is_owed_when_the_trainer_is_gone(state: SnapshotState) -> None:
+@pytest.mark.parametrize(
+    "state",
+    [
+        s
+        for s in SnapshotState
+        if s not in (SnapshotState.NEW, SnapshotState.STAGED, SnapshotState.SKIPPED)
+    ],
+)
+def test_the_newest_complete_snapshot_is_owed_when_the_trainer_is_gone(
+    state: SnapshotState,
+) -> None:
     newest = snapshot(5, state, persist=False)
     made = job(snapshot(4), newest)
-    expected: list[Snapshot | None] = [newest] if state in (SnapshotState.SEALED, SnapshotState.FAILED) else []
+    expected: list[Snapshot | None] = (
+        [newest] if state in (SnapshotState.SEALED, SnapshotState.FAILED) else []
+    )
     if state in (SnapshotState.FILLING, SnapshotState.RELEASED):
-        expected = [made.snapshot((1, 4))]  # the newest is not in memory, so the one before it counts
+        # The newest is not in memory, so the one before it counts.
+        expected = [made.snapshot((1, 4))]
     assert made.owed() == expected
     made.commit(checkpoint(5))
     made.commit(checkpoint(4))

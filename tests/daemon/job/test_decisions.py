@@ -1,4 +1,6 @@
-"""What follows from each event of a step, as tables: the step before, the event, and the actions."""
+"""What follows from each event of a step, as tables: the step before, the event, and
+the actions.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ def step(
     key: tuple[int, int] = KEY,
     persist: bool = True,
 ) -> Step:
-    """A step of a job of two ranks. `sealed`: the ranks that have sealed it; None if no slot was granted."""
+    """A step of a job of two ranks.
+
+    `sealed`: the ranks that have sealed it; None if no slot was granted.
+    """
     made = Step(key, failure=failure)
     for rank in planned:
         made.plan_again(rank, "w grew")
@@ -62,7 +67,9 @@ def step(
     made.timer = Timer() if timer else None  # type: ignore[assignment]
     if sealed is not None:
         made.slots = {f"slot{rank}": rank for rank in range(size)}
-        made.snapshot = Snapshot("gpt", *key, f"step-{key[1]:08d}.a{key[0]:04d}", size, persist, state)
+        made.snapshot = Snapshot(
+            "gpt", *key, f"step-{key[1]:08d}.a{key[0]:04d}", size, persist, state
+        )
         made.snapshot.seals = {rank: rank_seal(rank) for rank in sealed}
     return made
 
@@ -92,7 +99,12 @@ FAILED = ["Fail", "Tell", "Release", "Settle"]
 
 def test_a_failed_step_is_marked_told_released_and_settled_in_this_order() -> None:
     message = Progress(re=0, attempt=1, step=5, state="failed", reason="no", code="snapshot-failed")
-    expected = [d.Fail(KEY, "snapshot-failed", "no"), d.Tell(message), d.Release(KEY), d.Settle(KEY)]
+    expected = [
+        d.Fail(KEY, "snapshot-failed", "no"),
+        d.Tell(message),
+        d.Release(KEY),
+        d.Settle(KEY),
+    ]
     assert d.fail(step(sealed=(0,)), SnapshotFailed("no")) == expected
 
 
@@ -108,7 +120,9 @@ def test_a_failed_step_is_marked_told_released_and_settled_in_this_order() -> No
         (step(failure=("storage", "before")), ["Settle"]),
     ],
 )
-def test_only_a_step_that_is_incomplete_can_fail_and_only_once(before: Step, actions: list[str]) -> None:
+def test_only_a_step_that_is_incomplete_can_fail_and_only_once(
+    before: Step, actions: list[str]
+) -> None:
     assert kinds(d.fail(before, SnapshotFailed("no"))) == actions
 
 
@@ -122,7 +136,9 @@ def test_only_a_step_that_is_incomplete_can_fail_and_only_once(before: Step, act
         ((0,), (1,), Fenced("no"), "fenced"),
     ],
 )
-def test_ranks_plan_again_if_only_some_of_them_did(planned: tuple[int, ...], kept: tuple[int, ...], error: CkptdError, code: str) -> None:
+def test_ranks_plan_again_if_only_some_of_them_did(
+    planned: tuple[int, ...], kept: tuple[int, ...], error: CkptdError, code: str
+) -> None:
     assert told(d.fail(step(planned=planned, kept=kept), error)) == [("failed", code, "no")]
 
 
@@ -139,7 +155,8 @@ def test_ranks_plan_again_if_only_some_of_them_did(planned: tuple[int, ...], kep
 def test_a_timeout_names_the_ranks_that_are_late(before: Step, late: str) -> None:
     found = told(d.expired(job(before), before, 60.0))
     assert [reason for _, _, reason in found] == [
-        f"step 5 failed: {late} did not seal it within 60 s: every rank must call snapshot(step=5), not only some of them"
+        f"step 5 failed: {late} did not seal it within 60 s: every rank must call "
+        f"snapshot(step=5), not only some of them"
     ]
 
 
@@ -197,7 +214,9 @@ def test_only_ranks_of_this_node_are_told_as_missing_by_this_node() -> None:
         ("x", "of a newer ckptd", ("snapshot-failed", "rank 1: x")),
     ],
 )
-def test_a_rank_that_passes_over_a_step_gives_the_reason(reason: str, code: str, expected: tuple[str, str]) -> None:
+def test_a_rank_that_passes_over_a_step_gives_the_reason(
+    reason: str, code: str, expected: tuple[str, str]
+) -> None:
     assert told(d.passed_over(job(), step(sealed=(0,)), 1, reason, code)) == [("failed", *expected)]
 
 
@@ -211,7 +230,9 @@ def test_a_rank_that_passes_over_a_step_gives_the_reason(reason: str, code: str,
         (step(failure=("storage", "x")), ["Settle"]),
     ],
 )
-def test_a_rank_that_has_sealed_a_step_cannot_pass_over_it(before: Step, actions: list[str]) -> None:
+def test_a_rank_that_has_sealed_a_step_cannot_pass_over_it(
+    before: Step, actions: list[str]
+) -> None:
     assert kinds(d.passed_over(job(), before, 0, "x", "")) == actions
 
 
@@ -277,10 +298,16 @@ def gone(made: Job) -> Job:
         (job(step(key=(0, 6), sealed=())), -1, None),
         (job(step(key=(1, 6))), -1, None),
         (job(step(failure=("storage", "the disk is full"))), -1, "the disk is full"),
-        (gone(job()), -1, "rank 1 of attempt 1 of job 'gpt' has closed: no snapshot can be complete without it"),
+        (
+            gone(job()),
+            -1,
+            "rank 1 of attempt 1 of job 'gpt' has closed: no snapshot can be complete without it",
+        ),
     ],
 )
-def test_steps_only_rise_and_a_failed_one_is_not_taken_again(made: Job, last_sealed: int, error: str | None) -> None:
+def test_steps_only_rise_and_a_failed_one_is_not_taken_again(
+    made: Job, last_sealed: int, error: str | None
+) -> None:
     if error is None:
         d.check_turn(made, 0, KEY, last_sealed)
     else:
@@ -294,12 +321,18 @@ def test_a_tag_belongs_to_one_step() -> None:
     d.check_tag(made, KEY, TAG, "best")
     with pytest.raises(AlreadyExists, match="tag 'best' is taken in attempt 1 of job 'gpt'"):
         d.check_tag(made, (1, 6), TAG, "best")
-    made.checkpoints["best.a0001"] = StoredCheckpoint("gpt", "best.a0001", 1, 2, 1, 1, (), user_tag=True)
+    made.checkpoints["best.a0001"] = StoredCheckpoint(
+        "gpt", "best.a0001", 1, 2, 1, 1, (), user_tag=True
+    )
     with pytest.raises(AlreadyExists):
         d.check_tag(made, KEY, "best.a0001", "best")
 
 
-CHANGED = "step 5 failed, because the structure of the state changed on some ranks only (rank 0: w grew; not on rank 1)"
+CHANGED = (
+    "step 5 failed, because the structure of the state changed on some ranks only (rank 0: "
+    "w "
+    "grew; not on rank 1)"
+)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +342,11 @@ CHANGED = "step 5 failed, because the structure of the state changed on some ran
         (step(planned=(0,)), [], []),
         (step(planned=(0,), kept=(1,), sealed=()), [], []),
         (step(planned=(0,), sealed=(1,)), [], []),
-        (step(planned=(0,), kept=(1,), sealed=(1,)), [*FAILED, "Raise"], [(StructureChanged, CHANGED)]),
+        (
+            step(planned=(0,), kept=(1,), sealed=(1,)),
+            [*FAILED, "Raise"],
+            [(StructureChanged, CHANGED)],
+        ),
     ],
 )
 def test_a_rank_that_plans_again_waits_unless_another_has_sealed_its_old_plan(
@@ -317,8 +354,12 @@ def test_a_rank_that_plans_again_waits_unless_another_has_sealed_its_old_plan(
 ) -> None:
     found = d.planned(before, 15.0)
     assert kinds(found) == actions
-    assert [(kind, text.split(";")[0] + ";" + text.split(";")[1]) for kind, text in raised(found)] == errors
-    assert [action.more for action in found if isinstance(action, d.StartTimer)] == [15.0] * ("StartTimer" in actions)
+    assert [
+        (kind, text.split(";")[0] + ";" + text.split(";")[1]) for kind, text in raised(found)
+    ] == errors
+    assert [action.more for action in found if isinstance(action, d.StartTimer)] == [15.0] * (
+        "StartTimer" in actions
+    )
 
 
 @pytest.mark.parametrize(
@@ -333,7 +374,11 @@ def test_a_rank_that_plans_again_waits_unless_another_has_sealed_its_old_plan(
 def test_all_ranks_give_a_step_one_tag(before: Step, tag: str, actions: list[str]) -> None:
     found = d.requested(before, 1, tag)
     assert kinds(found) == actions
-    reason = "rank 1 saves step 5 as 'best.a0001', another rank as 'step-00000005.a0001': pass the same tag on all ranks"
+    reason = (
+        "rank 1 saves step 5 as 'best.a0001', another rank as 'step-00000005.a0001': pass "
+        "the "
+        "same tag on all ranks"
+    )
     assert raised(found) == ([(SnapshotFailed, reason)] if "Raise" in actions else [])
 
 
@@ -345,13 +390,17 @@ def test_all_ranks_give_a_step_one_tag(before: Step, tag: str, actions: list[str
         (step(sealed=(0,)), []),
     ],
 )
-def test_a_skipped_step_is_waited_for_only_by_ranks_that_have_sealed_it(before: Step, actions: list[d.Action]) -> None:
+def test_a_skipped_step_is_waited_for_only_by_ranks_that_have_sealed_it(
+    before: Step, actions: list[d.Action]
+) -> None:
     assert d.skipped(before, "every slot is still being saved") == actions
 
 
 def test_a_skipped_step_fails_if_ranks_plan_it() -> None:
     found = d.skipped(step(planned=(1,)), "every slot is still being saved")
-    assert told(found) == [("failed", "snapshot-failed", "step 5 is skipped: every slot is still being saved")]
+    assert told(found) == [
+        ("failed", "snapshot-failed", "step 5 is skipped: every slot is still being saved")
+    ]
 
 
 # -- a rank has sealed its slot
@@ -371,13 +420,26 @@ TAKEN_BACK = "segment slot0 was taken back while its seal of step 5 was being re
         (step(sealed=()), None, [], None),
         (step(sealed=()), ("other", 5), [], None),
         (step(sealed=()), (TAG, 5), [], None),  # this step, from before a restart of the daemon
-        (step(sealed=()), (TAG, 4), [*FAILED, "Free", "Raise"], (AlreadyExists, f"tag '{TAG}' of job 'gpt' is taken; choose another tag")),
-        (step(failure=("storage", "full")), None, ["Settle", "Free", "Raise"], (StorageError, "full")),
+        (
+            step(sealed=()),
+            (TAG, 4),
+            [*FAILED, "Free", "Raise"],
+            (AlreadyExists, f"tag '{TAG}' of job 'gpt' is taken; choose another tag"),
+        ),
+        (
+            step(failure=("storage", "full")),
+            None,
+            ["Settle", "Free", "Raise"],
+            (StorageError, "full"),
+        ),
         (step(), None, ["Raise"], (NotFound, TAKEN_BACK)),
     ],
 )
 def test_a_seal_that_has_been_read_is_refused_if_its_step_or_its_tag_is_gone(
-    before: Step, stored: tuple[str, int] | None, actions: list[str], error: tuple[type[CkptdError], str] | None
+    before: Step,
+    stored: tuple[str, int] | None,
+    actions: list[str],
+    error: tuple[type[CkptdError], str] | None,
 ) -> None:
     made = in_storage(job(before), *stored) if stored else job(before)
     found = d.seal_read(made, before, 0, "slot0", TAG)
@@ -405,16 +467,26 @@ def test_a_damaged_seal_fails_the_step_and_frees_the_slot() -> None:
         (step(sealed=()), rank_seal(1), None),
         (step(sealed=(0,)), rank_seal(1), None),
         (step(sealed=(0,), planned=(0, 1)), rank_seal(1), None),
-        (step(sealed=(0,)), rank_seal(1, plan=b"another"), (StructureChanged, "step 5 failed: rank 1 sealed another plan than rank 0")),
+        (
+            step(sealed=(0,)),
+            rank_seal(1, plan=b"another"),
+            (StructureChanged, "step 5 failed: rank 1 sealed another plan than rank 0"),
+        ),
         (
             step(sealed=(0,)),
             rank_seal(1, persist=False),
             (SnapshotFailed, "step 5 has persist=False on rank 1, but persist=True on rank 0"),
         ),
-        (step(sealed=(), planned=(0,), kept=(1,)), rank_seal(1), (StructureChanged, "step 5 failed, because the structure")),
+        (
+            step(sealed=(), planned=(0,), kept=(1,)),
+            rank_seal(1),
+            (StructureChanged, "step 5 failed, because the structure"),
+        ),
     ],
 )
-def test_all_ranks_seal_one_plan_with_one_persist(before: Step, seal: RankSeal, error: tuple[type[CkptdError], str] | None) -> None:
+def test_all_ranks_seal_one_plan_with_one_persist(
+    before: Step, seal: RankSeal, error: tuple[type[CkptdError], str] | None
+) -> None:
     found = d.seal_journaled(before, seal)
     assert kinds(found) == ([*FAILED, "Free", "Raise"] if error else [])
     for kind, text in raised(found):
@@ -428,8 +500,16 @@ def test_all_ranks_seal_one_plan_with_one_persist(before: Step, seal: RankSeal, 
         (step(sealed=(0,), timer=False), False, [d.StartTimer(KEY)]),
         (step(sealed=(0,)), False, []),
         (step(sealed=(0, 1)), False, [d.Settle(KEY), d.Move(KEY, Event.SEAL), d.Save(KEY)]),
-        (step(sealed=(0, 1)), True, [d.Settle(KEY), d.Move(KEY, Event.SEAL), d.Move(KEY, Event.COMMIT)]),
-        (step(sealed=(0, 1), persist=False), False, [d.Settle(KEY), d.Move(KEY, Event.SEAL), d.Save(KEY)]),
+        (
+            step(sealed=(0, 1)),
+            True,
+            [d.Settle(KEY), d.Move(KEY, Event.SEAL), d.Move(KEY, Event.COMMIT)],
+        ),
+        (
+            step(sealed=(0, 1), persist=False),
+            False,
+            [d.Settle(KEY), d.Move(KEY, Event.SEAL), d.Save(KEY)],
+        ),
         (step(sealed=(0, 1), state=S.WRITING), False, []),
     ],
 )
@@ -439,12 +519,17 @@ def test_the_last_seal_starts_the_save(before: Step, stored: bool, actions: list
 
 
 def test_news_of_a_snapshot() -> None:
-    durable, failed = step(sealed=(0, 1), state=S.DURABLE).snapshot, step(sealed=(0, 1), state=S.FAILED).snapshot
+    durable, failed = (
+        step(sealed=(0, 1), state=S.DURABLE).snapshot,
+        step(sealed=(0, 1), state=S.FAILED).snapshot,
+    )
     assert durable is not None
     assert failed is not None
     failed.reason, failed.code = "full", "storage"
     assert d.news(durable) == Progress(re=0, attempt=1, step=5, state="durable")
-    assert d.news(failed) == Progress(re=0, attempt=1, step=5, state="failed", reason="full", code="storage")
+    assert d.news(failed) == Progress(
+        re=0, attempt=1, step=5, state="failed", reason="full", code="storage"
+    )
 
 
 # -- slots
@@ -452,7 +537,10 @@ def test_news_of_a_snapshot() -> None:
 
 def memory(*states: SnapshotState, attempt: int = 1) -> Job:
     """A job whose steps 1, 2, ... of attempt 1 are in these states."""
-    made = [step(key=(1, number), sealed=(0, 1), state=state, timer=False) for number, state in enumerate(states, 1)]
+    made = [
+        step(key=(1, number), sealed=(0, 1), state=state, timer=False)
+        for number, state in enumerate(states, 1)
+    ]
     return job(*made, attempt=attempt)
 
 
@@ -472,7 +560,11 @@ def test_a_snapshot_that_is_being_read_is_not_released() -> None:
     first = made.snapshot((1, 1))
     assert first is not None
     with first.held():
-        assert (d.replaced(made), d.closed(made, 1), d.durable(made)) == ([], [d.Release((1, 2))], [d.Release((1, 2))])
+        assert (d.replaced(made), d.closed(made, 1), d.durable(made)) == (
+            [],
+            [d.Release((1, 2))],
+            [d.Release((1, 2))],
+        )
 
 
 def with_slots(**segments: int) -> Job:
@@ -493,7 +585,9 @@ def with_slots(**segments: int) -> Job:
         ({}, None, []),
     ],
 )
-def test_which_steps_keep_a_slot_from_a_rank(usable: dict[int, list[str]], granted: Any, blocking: list[tuple[int, int]]) -> None:
+def test_which_steps_keep_a_slot_from_a_rank(
+    usable: dict[int, list[str]], granted: Any, blocking: list[tuple[int, int]]
+) -> None:
     assert d.blocking(with_slots(a0=2, b0=3, a1=2), 1, usable, granted) == blocking
 
 
@@ -529,7 +623,12 @@ def test_a_rank_may_have_two_slots_for_a_step() -> None:
 
 @pytest.mark.parametrize(
     ("numbers", "text"),
-    [([2], "rank 2"), ([1, 2], "ranks 1, 2"), (list(range(11)), "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more"), ([], "ranks ")],
+    [
+        ([2], "rank 2"),
+        ([1, 2], "ranks 1, 2"),
+        (list(range(11)), "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more"),
+        ([], "ranks "),
+    ],
 )
 def test_ranks_in_words(numbers: list[int], text: str) -> None:
     assert d.ranks(numbers) == text

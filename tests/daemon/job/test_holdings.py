@@ -1,4 +1,6 @@
-"""Test the board of a node: its holdings, the consequences of the answer, and that the rules together keep every promise."""
+"""Test the board of a node: its holdings, the consequences of the answer, and that the
+rules together keep every promise.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,12 @@ def job(*snapshots: Snapshot, **changes: Any) -> Job:
 
 
 def snapshot(
-    step: int, state: SnapshotState = SnapshotState.SEALED, *, sealed: tuple[int, ...] = (2, 3), persist: bool = True, checked: bool = True
+    step: int,
+    state: SnapshotState = SnapshotState.SEALED,
+    *,
+    sealed: tuple[int, ...] = (2, 3),
+    persist: bool = True,
+    checked: bool = True,
 ) -> Snapshot:
     made = Snapshot("gpt", 1, step, f"step-{step:08d}.a0001", 4, persist, state=state, node=NODE)
     checks = [ChunkCheck(1)] if checked else None
@@ -51,7 +58,11 @@ def snapshot(
 
 
 def test_steps_that_all_ranks_of_the_node_have_sealed_are_held() -> None:
-    made = job(snapshot(4, SnapshotState.DURABLE), snapshot(5), snapshot(6, SnapshotState.FILLING, sealed=(2,)))
+    made = job(
+        snapshot(4, SnapshotState.DURABLE),
+        snapshot(5),
+        snapshot(6, SnapshotState.FILLING, sealed=(2,)),
+    )
     made.sealed = (1, 5)
     assert holdings.holding(made, "node1") == Holding(held=[4, 5], done=5, ranks=[2, 3])
 
@@ -99,7 +110,10 @@ def test_steps_of_earlier_attempts_are_not_shown() -> None:
 
 
 def slow(step: int, *, came: tuple[int, ...], overdue: bool = True) -> Step:
-    """Return a step that ranks of the node came to a while ago. None of them has sealed it."""
+    """Return a step that ranks of the node came to a while ago.
+
+    None of them has sealed it.
+    """
     made = Step((1, step), begun=True, overdue=overdue, came=set(came))
     made.slots = {f"{step}/{rank}": rank for rank in came}
     return made
@@ -143,7 +157,9 @@ def test_a_step_is_overdue_until_it_is_settled() -> None:
 
 def test_the_missing_ranks_of_a_step_are_told_once() -> None:
     made = job(answer=Answer(missing={5: [0, 3]}))
-    assert holdings.missing(made, Answer()) == [d.Tell(Waiting(re=0, attempt=1, step=5, ranks=[0, 3]))]
+    assert holdings.missing(made, Answer()) == [
+        d.Tell(Waiting(re=0, attempt=1, step=5, ranks=[0, 3]))
+    ]
     assert holdings.missing(made, Answer(missing={5: [0, 1, 3]})) == []
     assert holdings.missing(job(), Answer()) == []
 
@@ -152,8 +168,17 @@ def test_the_missing_ranks_of_a_step_are_told_once() -> None:
 
 
 def test_a_dead_step_fails_with_the_reason_of_the_other_node() -> None:
-    filling, memory, saving = snapshot(5, SnapshotState.FILLING, sealed=(2,)), snapshot(6, persist=False), snapshot(7)
-    made = job(filling, memory, saving, answer=Answer(dead=dict.fromkeys((5, 6, 7, 8), ("storage", "disk full (on node0)"))))
+    filling, memory, saving = (
+        snapshot(5, SnapshotState.FILLING, sealed=(2,)),
+        snapshot(6, persist=False),
+        snapshot(7),
+    )
+    made = job(
+        filling,
+        memory,
+        saving,
+        answer=Answer(dead=dict.fromkeys((5, 6, 7, 8), ("storage", "disk full (on node0)"))),
+    )
     actions = holdings.heard(made)
     assert {action.key for action in actions if isinstance(action, d.Fail)} == {(1, 5), (1, 6)}
     messages = [a.message for a in actions if isinstance(a, d.Tell)]
@@ -194,7 +219,11 @@ def test_a_snapshot_in_memory_only_stays_until_all_nodes_hold_a_newer_one() -> N
 
 
 def test_all_that_is_held_is_owed_when_a_trainer_is_gone() -> None:
-    old, new, dead = snapshot(5, persist=False), snapshot(6, persist=False), snapshot(7, SnapshotState.FAILED)
+    old, new, dead = (
+        snapshot(5, persist=False),
+        snapshot(6, persist=False),
+        snapshot(7, SnapshotState.FAILED),
+    )
     made = job(old, new, dead, answer=Answer(dead={7: ("snapshot-failed", "x")}))
     assert made.owed() == [old, new]
     made.commit(StoredCheckpoint("gpt", "step-00000005.a0001", 1, 5, 1, 1, (), user_tag=False))
@@ -245,9 +274,15 @@ def test_what_a_node_gives_up_at_the_end_of_memory_ttl() -> None:
 
 
 @pytest.mark.parametrize("losses", [0, 1])
-@pytest.mark.parametrize("persist", [(True, True, True), (False, False, False), (True, False, True)], ids=["saved", "memory", "mixed"])
+@pytest.mark.parametrize(
+    "persist",
+    [(True, True, True), (False, False, False), (True, False, True)],
+    ids=["saved", "memory", "mixed"],
+)
 def test_no_order_of_events_breaks_a_promise(persist: tuple[bool, ...], losses: int) -> None:
-    """Without a lost node, these are all states of two nodes that take three steps, 3.8 x 10^5 in all. None of them is stuck."""
+    """Without a lost node, these are all states of two nodes that take three steps, 3.8
+    x 10^5 in all. None of them is stuck.
+    """
     visited, problem = Model(persist, losses=losses).explore(140_000 if not losses else 30_000)
     assert problem == ""
     assert visited >= 30_000
@@ -259,15 +294,30 @@ def _local(job: Job, snapshot: Snapshot, newest: Snapshot) -> bool:
 
 def _newest(job: Job) -> list[Snapshot]:
     newest = job.newest_in_memory()
-    return [newest] if newest is not None and newest.state is SnapshotState.SEALED and not job.is_durable(*newest.key) else []
+    return (
+        [newest]
+        if newest is not None
+        and newest.state is SnapshotState.SEALED
+        and not job.is_durable(*newest.key)
+        else []
+    )
 
 
 def _hasty(nodes: dict[str, Holding], before: Answer) -> Answer:
-    return board.answer({name: Holding(held=node.held, done=10**6, durable=node.durable) for name, node in nodes.items()}, before)
+    return board.answer(
+        {
+            name: Holding(held=node.held, done=10**6, durable=node.durable)
+            for name, node in nodes.items()
+        },
+        before,
+    )
 
 
 def _forgetful(nodes: dict[str, Holding], before: Answer) -> Answer:
-    return board.answer({name: Holding(held=node.held, done=node.done) for name, node in nodes.items()}, Answer(dead=before.dead))
+    return board.answer(
+        {name: Holding(held=node.held, done=node.done) for name, node in nodes.items()},
+        Answer(dead=before.dead),
+    )
 
 
 def _silent(holding: Holding, written: Holding | None, heard: Answer) -> bool:
@@ -295,8 +345,12 @@ def _partial(receipts: list[Any], world_size: int, *, late: bool) -> CommitTry |
         (Rules(answer=_patient), True, "waits for ever"),
         (Rules(answer=_patient), False, "has no slot for another step"),
     ],
-    ids=["a node frees by itself", "a node saves only its newest", "a step is called dead too early", "durable steps do not count",
-         "missing receipts do not count", "failures are not told", "failures of steps in memory are not told", "no step is dead",
+    ids=["a node frees by "
+        "itself", "a node saves only its "
+            "newest", "a step is called dead too early", "durable steps do not count",
+         "missing receipts do not "
+         "count", "failures are not "
+             "told", "failures of steps in memory are not told", "no step is dead",
          "no step in memory is dead"],
 )  # fmt: skip
 def test_every_rule_that_is_switched_off_is_found(rules: Rules, persist: bool, found: str) -> None:

@@ -30,7 +30,12 @@ def test_a_rank_that_has_left_is_gone_until_it_comes_back() -> None:
     ranks.leave(first, "closed")
     assert (ranks.owners, ranks.gone, ranks.has(1, 0)) == ({}, {0: "closed"}, False)
     ranks.join(owner())
-    assert (ranks.gone, ranks.has(1, 0), ranks.has(2, 0), ranks.has(1, 1)) == ({}, True, False, False)
+    assert (ranks.gone, ranks.has(1, 0), ranks.has(2, 0), ranks.has(1, 1)) == (
+        {},
+        True,
+        False,
+        False,
+    )
 
 
 def test_a_rank_whose_seals_are_still_being_read_is_removed_and_not_yet_gone() -> None:
@@ -73,7 +78,15 @@ def test_connected_ranks_are_told_those_of_earlier_attempts_too() -> None:
 def run_of(*pids: int, launch: str = "") -> Ranks:
     ranks = Ranks()
     for rank, pid in enumerate(pids):
-        ranks.join(Owner("gpt", 1, rank, len(pids), process=Process(pid, 1000.0 - pid, launch) if pid else NOT_KNOWN))
+        ranks.join(
+            Owner(
+                "gpt",
+                1,
+                rank,
+                len(pids),
+                process=Process(pid, 1000.0 - pid, launch) if pid else NOT_KNOWN,
+            )
+        )
     return ranks
 
 
@@ -91,7 +104,9 @@ def run_of(*pids: int, launch: str = "") -> Ranks:
         (run_of(0), Process(7), 1),
     ],
 )
-def test_the_ranks_of_another_run_share_neither_process_nor_launch(ranks: Ranks, process: Process, others: int) -> None:
+def test_the_ranks_of_another_run_share_neither_process_nor_launch(
+    ranks: Ranks, process: Process, others: int
+) -> None:
     assert [owner.rank for owner in ranks.others(process)] == list(range(others))
 
 
@@ -101,7 +116,11 @@ def test_the_ranks_of_another_run_share_neither_process_nor_launch(ranks: Ranks,
         (run_of(7), "process 7 since 1970-01-01 00:16:33 UTC"),
         (run_of(9, 7), "processes 7, 9 since 1970-01-01 00:16:31 UTC"),
         (run_of(1, 2, 3, 4, 5, 6), "processes 1, 2, 3, 4 and 2 more since 1970-01-01 00:16:34 UTC"),
-        (run_of(0), "a process that this daemon cannot see, or that has not reconnected since the daemon started"),
+        (
+            run_of(0),
+            "a process that this daemon cannot see, or that has not reconnected since the daemon "
+            "started",
+        ),
         (Ranks(owners={0: Owner("gpt", 1, 0, 1, process=Process(7))}), "process 7"),
     ],
 )

@@ -18,7 +18,9 @@ def to_retire(checkpoints: list[StoredCheckpoint], keep_last: int) -> list[Store
     return retention.to_retire(checkpoints, [LatestN(keep_last) if keep_last else PreserveAll()])
 
 
-def make(attempt: int, step: int | None, user_tag: str | None = None, seq: int = 0) -> StoredCheckpoint:
+def make(
+    attempt: int, step: int | None, user_tag: str | None = None, seq: int = 0
+) -> StoredCheckpoint:
     tag = tag_directory(step or 0, user_tag, attempt)
     return StoredCheckpoint("gpt", tag, attempt, step, seq, 1, (), user_tag is not None)
 
@@ -55,7 +57,11 @@ def test_an_older_attempt_stays_until_its_step_is_passed() -> None:
     assert to_retire([*older, make(2, 99)], 1) == []
     assert keys(to_retire([*older, make(2, 100)], 1)) == [(1, 100)]
     assert keys(to_retire([*older, make(2, 150)], 1)) == [(1, 100)]
-    assert keys(to_retire([*older, make(2, 150), make(2, 250)], 1)) == [(1, 100), (1, 200), (2, 150)]
+    assert keys(to_retire([*older, make(2, 150), make(2, 250)], 1)) == [
+        (1, 100),
+        (1, 200),
+        (2, 150),
+    ]
 
 
 def test_a_user_tag_does_not_pass_a_step() -> None:
@@ -83,24 +89,35 @@ def measured(step: int, **metrics: float) -> StoredCheckpoint:
 SAVED = [measured(step, val_loss=float(step), train=1.0) for step in range(1, 9)]
 WRONG = BestN("valloss", 2)
 WHY = (
-    "BestN('valloss', 2) cannot choose: no checkpoint has the metric 'valloss' (their metrics are 'train', 'val_loss')"
+    "BestN('valloss', 2) cannot choose: no checkpoint has the metric 'valloss' (their metrics are "
+    "'train', 'val_loss')"
     "; did you mean 'val_loss'?"
 )
 
 
 def test_a_policy_over_a_metric_that_no_checkpoint_has_deletes_nothing() -> None:
-    several: list[list[Policy]] = [[WRONG], [WRONG, LatestN(1)], [LatestN(1), EveryNSteps(4), WRONG]]
+    several: list[list[Policy]] = [
+        [WRONG],
+        [WRONG, LatestN(1)],
+        [LatestN(1), EveryNSteps(4), WRONG],
+    ]
     for policies in several:
         assert retention.to_retire(SAVED, policies) == []
         assert retention.obstacle(SAVED, policies) == WHY
         own = [*SAVED[:-1], dataclasses.replace(SAVED[-1], retention=tuple(policies))]
-        assert (retention.to_retire(own, [LatestN(1)]), retention.obstacle(own, [LatestN(1)])) == ([], WHY)
+        assert (retention.to_retire(own, [LatestN(1)]), retention.obstacle(own, [LatestN(1)])) == (
+            [],
+            WHY,
+        )
         assert keys(retention.to_retire(own, [LatestN(7)], insisted=True)) == [(1, 1)]
     assert retention.obstacle(SAVED, [BestN("val_loss", 2)]) == ""
 
 
 def test_a_policy_that_cannot_choose_is_no_obstacle_while_nothing_would_be_deleted_anyway() -> None:
-    """A young job has not measured anything yet. A person at the command line is told of a wrong name in any case."""
+    """A young job has not measured anything yet.
+
+    A person at the command line is told of a wrong name in any case.
+    """
     assert retention.obstacle(SAVED, [WRONG, LatestN(8)]) == ""
     assert retention.obstacle(SAVED[:1], [WRONG]) == ""
     assert retention.obstacle(SAVED[:2], [WRONG], pinned=[SAVED[0].tag]) == ""
@@ -115,8 +132,17 @@ def test_a_metric_that_only_a_user_tag_has_does_not_count() -> None:
 
 
 @steady
-@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 30), st.booleans()), unique_by=lambda t: t[:2], max_size=25), st.integers(1, 6))
-def test_user_tags_the_newest_and_unpassed_steps_are_never_deleted(shapes: list[tuple[int, int, bool]], keep: int) -> None:
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 4), st.integers(0, 30), st.booleans()),
+        unique_by=lambda t: t[:2],
+        max_size=25,
+    ),
+    st.integers(1, 6),
+)
+def test_user_tags_the_newest_and_unpassed_steps_are_never_deleted(
+    shapes: list[tuple[int, int, bool]], keep: int
+) -> None:
     checkpoints = [make(attempt, step, "mine" if user else None) for attempt, step, user in shapes]
     gone = to_retire(checkpoints, keep)
     assert not [c for c in gone if c.user_tag]
@@ -124,6 +150,9 @@ def test_user_tags_the_newest_and_unpassed_steps_are_never_deleted(shapes: list[
     assert not set(keys(gone)) & set(keys(own[-keep:]))
     assert keys(gone) == sorted(keys(gone))
     for c in gone:
-        assert any(k.attempt > c.attempt and (k.step or 0) >= (c.step or 0) for k in own) or c.attempt == own[-1].attempt
+        assert (
+            any(k.attempt > c.attempt and (k.step or 0) >= (c.step or 0) for k in own)
+            or c.attempt == own[-1].attempt
+        )
     again = [c for c in checkpoints if c not in gone]
     assert to_retire(again, keep) == []  # a second run deletes nothing more

@@ -6,7 +6,12 @@ from ckptd.daemon.job.save_progress import SaveProgress
 
 
 def test_nothing_is_said_of_the_speed_before_the_first_chunk() -> None:
-    assert SaveProgress(100, 5.0).report(6.0) == {"done_bytes": 0, "total_bytes": 100, "bytes_per_second": None, "seconds_left": None}
+    assert SaveProgress(100, 5.0).report(6.0) == {
+        "done_bytes": 0,
+        "total_bytes": 100,
+        "bytes_per_second": None,
+        "seconds_left": None,
+    }
 
 
 def test_the_parts_of_all_ranks_count() -> None:
@@ -15,7 +20,12 @@ def test_the_parts_of_all_ranks_count() -> None:
         if rank not in progress._done:
             progress.begin_part(rank)
         progress.add(rank, nbytes)
-    assert progress.report(12.0) == {"done_bytes": 100, "total_bytes": 400, "bytes_per_second": 50, "seconds_left": 6.0}
+    assert progress.report(12.0) == {
+        "done_bytes": 100,
+        "total_bytes": 400,
+        "bytes_per_second": 50,
+        "seconds_left": 6.0,
+    }
 
 
 def test_a_part_that_is_written_again_counts_once() -> None:

@@ -12,7 +12,9 @@ from ckptd.shared.wire.lifecycle import Event, IllegalStep, SnapshotState
 NODE = Membership(claim="0" * 32, ranks=[2, 5])
 
 
-def snapshot(*sealed: int, node: Membership | None = None, state: SnapshotState = SnapshotState.SEALED) -> Snapshot:
+def snapshot(
+    *sealed: int, node: Membership | None = None, state: SnapshotState = SnapshotState.SEALED
+) -> Snapshot:
     made = Snapshot("gpt", 1, 7, "best.a0001", 6, persist=True, state=state, node=node)
     made.seals = {rank: RankSeal(rank, f"{rank}", 1, b"") for rank in sealed}
     return made

@@ -1,17 +1,28 @@
-"""Tests what a stage uploads next, which local copies it deletes, and what it tells the ranks, as pure decisions."""
+"""Tests what a stage uploads next, which local copies it deletes, and what it tells the
+ranks, as pure decisions.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 from ckptd.daemon.job.catalog import Job
-from ckptd.daemon.job.stage_decisions import needless, next_job, next_upload, spare, uploads, waiting
+from ckptd.daemon.job.stage_decisions import (
+    needless,
+    next_job,
+    next_upload,
+    spare,
+    uploads,
+    waiting,
+)
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.wire import messages as m
 
 
 def checkpoint(step: int, attempt: int = 1) -> StoredCheckpoint:
-    return StoredCheckpoint("gpt", f"step-{step:08d}.a{attempt:04d}", attempt, step, step, 10, (), False)
+    return StoredCheckpoint(
+        "gpt", f"step-{step:08d}.a{attempt:04d}", attempt, step, step, 10, (), False
+    )
 
 
 def job(stage: list[int], root: list[int], retiring: list[int] | None = None) -> Job:
@@ -38,7 +49,9 @@ def steps(checkpoints: list[StoredCheckpoint]) -> list[int | None]:
         ([3, 4, 5], [5], [3, 4], 3),
     ],
 )
-def test_what_is_uploaded_next(stage: list[int], root: list[int], wait: list[int], upload: int | None) -> None:
+def test_what_is_uploaded_next(
+    stage: list[int], root: list[int], wait: list[int], upload: int | None
+) -> None:
     found = waiting(job(stage, root))
     assert steps(found) == wait
     following = next_upload(found)
@@ -68,7 +81,13 @@ def test_only_what_is_in_the_root_may_leave_the_stage(
 
 
 def test_jobs_take_turns() -> None:
-    assert [next_job(["a", "b", "c"], last) for last in ("", "a", "b", "c", "d")] == ["a", "b", "c", "a", "a"]
+    assert [next_job(["a", "b", "c"], last) for last in ("", "a", "b", "c", "d")] == [
+        "a",
+        "b",
+        "c",
+        "a",
+        "a",
+    ]
     assert next_job(["b"], "b") == "b"
     assert next_job([], "b") is None
 
@@ -78,4 +97,6 @@ def test_ranks_are_told_of_their_own_attempt() -> None:
     here.checkpoints |= {c.tag: c for c in [checkpoint(9, attempt=2)]}
     assert uploads(here, 1) == m.Uploads(re=0, attempt=1, uploaded=[1, 3], waiting=[4])
     assert uploads(here, 2) == m.Uploads(re=0, attempt=2, uploaded=[], waiting=[9])
-    assert uploads(here, 1, {checkpoint(4).tag}) == m.Uploads(re=0, attempt=1, uploaded=[1, 3], waiting=[])
+    assert uploads(here, 1, {checkpoint(4).tag}) == m.Uploads(
+        re=0, attempt=1, uploaded=[1, 3], waiting=[]
+    )

@@ -11,7 +11,9 @@ from tests.shared.samples import write_checkpoint
 
 
 def stored(attempt: int, step: int | None, seq: int) -> StoredCheckpoint:
-    return StoredCheckpoint("gpt", f"{attempt}.{step}.{seq}", attempt, step, seq, 1, (), user_tag=False)
+    return StoredCheckpoint(
+        "gpt", f"{attempt}.{step}.{seq}", attempt, step, seq, 1, (), user_tag=False
+    )
 
 
 def test_it_says_what_the_manifest_says(tmp_path: Path) -> None:
@@ -19,15 +21,31 @@ def test_it_says_what_the_manifest_says(tmp_path: Path) -> None:
     (tag,) = open_root(tmp_path).tags("gpt")
     manifest = open_root(tmp_path).read_manifest("gpt", tag)
     found = StoredCheckpoint.of(manifest, user_tag=True)
-    assert (found.job, found.tag, found.attempt, found.step, found.seq) == ("gpt", tag, 2, 7, manifest.seq)
-    assert (found.nbytes, found.files, found.user_tag) == (manifest.nbytes, tuple(manifest.files), True)
+    assert (found.job, found.tag, found.attempt, found.step, found.seq) == (
+        "gpt",
+        tag,
+        2,
+        7,
+        manifest.seq,
+    )
+    assert (found.nbytes, found.files, found.user_tag) == (
+        manifest.nbytes,
+        tuple(manifest.files),
+        True,
+    )
     assert found.nbytes > 0
     assert found.files
     assert found.retention is None
 
 
 def test_checkpoints_are_ordered_by_attempt_and_step_and_then_by_seq() -> None:
-    first, *others = [stored(1, 9, 5), stored(2, None, 9), stored(2, 3, 1), stored(2, 3, 2), stored(2, 4, 1)]
+    first, *others = [
+        stored(1, 9, 5),
+        stored(2, None, 9),
+        stored(2, 3, 1),
+        stored(2, 3, 2),
+        stored(2, 4, 1),
+    ]
     assert sorted([*others, first], key=lambda checkpoint: checkpoint.order) == [first, *others]
 
 

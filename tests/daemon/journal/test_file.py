@@ -1,7 +1,8 @@
 """Tests one journal file as bytes, and how the reader sees any damage to it.
 
-The oracle knows what was written. All records before the first damaged one must be found, and no others. The rest of the file is clean if
-it holds only zeros, corrupt if a later record says that the damaged one was durable, and a torn tail otherwise.
+The oracle knows what was written. All records before the first damaged one must be
+found, and no others. The rest of the file is clean if it holds only zeros, corrupt if a
+later record says that the damaged one was durable, and a torn tail otherwise.
 """
 
 from __future__ import annotations
@@ -34,9 +35,14 @@ HEADER = FileHeader(number=7, salt=bytes(range(16)), previous_crc=0x1234)
 
 
 class Written:
-    """A journal with known contents. `places` has the offsets of its records, padding included."""
+    """A journal with known contents.
 
-    def __init__(self, batches: list[list[bytes]], tail: int = 0, header: FileHeader = HEADER) -> None:
+    `places` has the offsets of its records, padding included.
+    """
+
+    def __init__(
+        self, batches: list[list[bytes]], tail: int = 0, header: FileHeader = HEADER
+    ) -> None:
         self.records: list[RawRecord] = []
         self.places: list[tuple[int, int]] = []
         self.crcs: list[int] = []
@@ -57,12 +63,18 @@ class Written:
     def check(self, damaged: bytes) -> Ending:
         """Compare what `scan` returns with what is known."""
         found = scan(damaged, 7)
-        intact = [damaged[start:end].ljust(end - start, b"\0") == self.data[start:end] for start, end in self.places]
+        intact = [
+            damaged[start:end].ljust(end - start, b"\0") == self.data[start:end]
+            for start, end in self.places
+        ]
         good = next((n for n, ok in enumerate(intact) if not ok), len(intact))
         end = self.places[good - 1][1] if good else HEADER_SIZE
         if not any(damaged[end:]):
             ending = Ending.CLEAN
-        elif any(ok and record.durable > good for ok, record in zip(intact[good:], self.records[good:], strict=True)):
+        elif any(
+            ok and record.durable > good
+            for ok, record in zip(intact[good:], self.records[good:], strict=True)
+        ):
             ending = Ending.CORRUPT
         else:
             ending = Ending.TORN
@@ -91,16 +103,18 @@ def test_the_sample_has_4_kb_and_payloads_of_every_length_modulo_8() -> None:
 
 def test_header_is_as_documented() -> None:
     data = HEADER.encode()
-    assert data == b"CKPTDJNL\x01\0\0\0\0\0\0\0" + struct.pack("<Q", 7) + bytes(range(16)) + struct.pack("<II", 0x1234, HEADER.crc) + bytes(
-        16
-    )
+    assert data == b"CKPTDJNL\x01\0\0\0\0\0\0\0" + struct.pack("<Q", 7) + bytes(
+        range(16)
+    ) + struct.pack("<II", 0x1234, HEADER.crc) + bytes(16)
     assert crc32c(data[:44]) == HEADER.crc
     assert len(data) == HEADER_SIZE == 64
 
 
 def test_record_is_as_documented() -> None:
     data, crc = encode_record(b"s" * 16, 0xAABBCCDD, RawRecord(5, IGNORABLE, 9, 8, b"payload"))
-    assert data == struct.pack("<IIIBBHQQ", crc, 7, 0xAABBCCDD, 5, 1, 1, 9, 8) + b"payload" + bytes(1)
+    assert data == struct.pack("<IIIBBHQQ", crc, 7, 0xAABBCCDD, 5, 1, 1, 9, 8) + b"payload" + bytes(
+        1
+    )
     assert crc == crc32c(b"s" * 16 + data[4:39])
     assert len(data) % 8 == 0
     assert RECORD_SIZE == 32
@@ -111,7 +125,12 @@ def test_record_is_as_documented() -> None:
 def test_written_records_are_read(batches: list[list[bytes]], tail: int) -> None:
     written = Written(batches, tail)
     found = scan(written.data, 7)
-    assert (found.header, found.records, found.ending, found.end) == (HEADER, written.records, Ending.CLEAN, written.end)
+    assert (found.header, found.records, found.ending, found.end) == (
+        HEADER,
+        written.records,
+        Ending.CLEAN,
+        written.end,
+    )
 
 
 def test_the_largest_payload_is_written_and_a_larger_one_refused() -> None:
@@ -152,11 +171,16 @@ def test_every_zero_filled_tail() -> None:
         with pytest.raises(IntegrityError):
             scan(JOURNAL.data[:length].ljust(len(JOURNAL.data), b"\0"), 7)
     for length in range(48, len(JOURNAL.data)):
-        assert JOURNAL.check(JOURNAL.data[:length].ljust(len(JOURNAL.data), b"\0")) is not Ending.CORRUPT
+        assert (
+            JOURNAL.check(JOURNAL.data[:length].ljust(len(JOURNAL.data), b"\0"))
+            is not Ending.CORRUPT
+        )
 
 
 def test_every_lost_sector() -> None:
-    """Wherever 512 bytes come back as zeros, the loss of an acknowledged record is reported."""
+    """Wherever 512 bytes come back as zeros, the loss of an acknowledged record is
+    reported.
+    """
     for start in range(HEADER_SIZE, JOURNAL.end, 8):
         damaged = JOURNAL.data[:start] + bytes(512) + JOURNAL.data[start + 512 :]
         ending = JOURNAL.check(damaged[: len(JOURNAL.data)])
@@ -165,9 +189,19 @@ def test_every_lost_sector() -> None:
 
 
 def test_a_torn_last_write_is_never_taken_for_corruption() -> None:
-    """Any subset of the sectors of the last batch may have reached the disk. No record of it was acknowledged as durable."""
+    """Any subset of the sectors of the last batch may have reached the disk.
+
+    No record of it was acknowledged as durable.
+    """
     noise = random.Random(5)
-    written = Written([[noise.randbytes(90)] * 3, [noise.randbytes(100)] * 4, [noise.randbytes(400) for _ in range(8)]], tail=600)
+    written = Written(
+        [
+            [noise.randbytes(90)] * 3,
+            [noise.randbytes(100)] * 4,
+            [noise.randbytes(400) for _ in range(8)],
+        ],
+        tail=600,
+    )
     first = written.places[7][0]
     sectors = range(first // 512, written.end // 512 + 1)
     assert len(sectors) >= 7
@@ -208,24 +242,35 @@ def test_records_in_another_order_are_not_read() -> None:
 
 
 def test_records_of_another_file_are_not_read() -> None:
-    """Blocks of an old file may come back behind the end. The old file has another salt."""
+    """Blocks of an old file may come back behind the end.
+
+    The old file has another salt.
+    """
     old = Written([[b"old"] * 5] * 5, header=FileHeader(6, b"another salt....", 0))
     for cut in (HEADER_SIZE, JOURNAL.places[7][1], JOURNAL.end):
         spliced = JOURNAL.data[:cut] + old.data[HEADER_SIZE:]
         found = scan(spliced, 7)
-        assert found.records == JOURNAL.records[: len([1 for _, end in JOURNAL.places if end <= cut])]
+        assert (
+            found.records == JOURNAL.records[: len([1 for _, end in JOURNAL.places if end <= cut])]
+        )
         assert found.ending is Ending.TORN
 
 
 @pytest.mark.parametrize(
-    ("crc", "sequence"), [(0, 0), (1, 0), (0, 1), (0, -1)], ids=["right", "another chain", "one left out", "one again"]
+    ("crc", "sequence"),
+    [(0, 0), (1, 0), (0, 1), (0, -1)],
+    ids=["right", "another chain", "one left out", "one again"],
 )
 def test_a_record_follows_the_one_before_in_chain_and_number(crc: int, sequence: int) -> None:
     last = JOURNAL.records[-1]
     record = RawRecord(2, 0, last.sequence + 1 + sequence, last.sequence - 1, b"next")
-    data = JOURNAL.data[: JOURNAL.end] + encode_record(HEADER.salt, JOURNAL.crcs[-1] ^ crc, record)[0]
+    data = (
+        JOURNAL.data[: JOURNAL.end] + encode_record(HEADER.salt, JOURNAL.crcs[-1] ^ crc, record)[0]
+    )
     found = scan(data, 7)
-    assert found.records == ([*JOURNAL.records, record] if (crc, sequence) == (0, 0) else JOURNAL.records)
+    assert found.records == (
+        [*JOURNAL.records, record] if (crc, sequence) == (0, 0) else JOURNAL.records
+    )
     assert (found.ending is Ending.CLEAN) == ((crc, sequence) == (0, 0))
 
 
@@ -240,13 +285,17 @@ def test_a_newer_file_is_not_called_damaged(at: int, value: int) -> None:
         scan(resealed(JOURNAL.data, at, value, start=0, body=44), 7)
     damaged = bytearray(JOURNAL.data)
     damaged[at] = value
-    with pytest.raises(IntegrityError, match="^journal header does not match its checksum$") as caught:
+    with pytest.raises(
+        IntegrityError, match="^journal header does not match its checksum$"
+    ) as caught:
         scan(bytes(damaged), 7)
     assert type(caught.value) is IntegrityError
 
 
 @pytest.mark.parametrize(
-    "data", [b"", bytes(10), bytes(64), bytes(4096), b"CKPTDJNL" + bytes(56)], ids=["none", "10", "64", "4096", "magic"]
+    "data",
+    [b"", bytes(10), bytes(64), bytes(4096), b"CKPTDJNL" + bytes(56)],
+    ids=["none", "10", "64", "4096", "magic"],
 )
 def test_anything_but_a_journal_is_refused(data: bytes) -> None:
     with pytest.raises(IntegrityError):
@@ -255,6 +304,8 @@ def test_anything_but_a_journal_is_refused(data: bytes) -> None:
 
 def test_a_record_that_claims_too_many_bytes_is_a_torn_tail() -> None:
     for length in (1, MAX_PAYLOAD, MAX_PAYLOAD + 1, (1 << 32) - 1):
-        damaged = JOURNAL.data[: JOURNAL.end] + struct.pack("<IIIBBHQQ", 1, length, JOURNAL.crcs[-1], 2, 0, 1, 99, 98)
+        damaged = JOURNAL.data[: JOURNAL.end] + struct.pack(
+            "<IIIBBHQQ", 1, length, JOURNAL.crcs[-1], 2, 0, 1, 99, 98
+        )
         found = scan(damaged, 7)
         assert (found.records, found.ending) == (JOURNAL.records, Ending.TORN)

@@ -31,8 +31,10 @@ HANG = 5.0  # seconds after which a call counts as hanging
 
 
 class FaultyFileSystem(PosixFileSystem):
-    """A file system with faults. `faults[call]` is called before each such call, and may raise. `calls` lists the calls that changed
-    anything.
+    """A file system with faults.
+
+    `faults[call]` is called before each such call, and may raise. `calls` lists the
+    calls that changed anything.
     """
 
     def __init__(self) -> None:
@@ -99,12 +101,16 @@ class Place:
         self._opened: list[Journal] = []
 
     def open(self, *, strict: bool = False, fs: FileSystem | None = None) -> Journal:
-        journal = Journal.open(fs or self.fs, self.fd, self.pool, strict=strict, on_broken=self.told.append)
+        journal = Journal.open(
+            fs or self.fs, self.fd, self.pool, strict=strict, on_broken=self.told.append
+        )
         self._opened.append(journal)
         return journal
 
     def started(self, *live: str) -> Journal:
-        """Open and start a journal, as a daemon does whose storage holds the jobs `live`."""
+        """Open and start a journal, as a daemon does whose storage holds the jobs
+        `live`.
+        """
         journal = self.open()
         journal.start(live or ("gpt",))
         return journal
@@ -124,7 +130,9 @@ class Place:
         return jf.scan((self.path / name).read_bytes(), int(name[:16], 16))
 
     def add(self, *records: jf.RawRecord, name: str = FIRST, version: int = 1) -> None:
-        """Append records to a file while no journal has it open, as another version of ckptd would."""
+        """Append records to a file while no journal has it open, as another version of
+        ckptd would.
+        """
         data, found = bytearray((self.path / name).read_bytes()), self.scan(name)
         end, crc = found.end, found.last_crc
         for record in records:
@@ -132,7 +140,9 @@ class Place:
             if version != 1:
                 head = bytearray(encoded)
                 head[14:16] = version.to_bytes(2, "little")
-                crc = crc32c(bytes(head[4 : jf.RECORD_SIZE + len(record.payload)]), crc32c(found.header.salt))
+                crc = crc32c(
+                    bytes(head[4 : jf.RECORD_SIZE + len(record.payload)]), crc32c(found.header.salt)
+                )
                 head[:4] = crc.to_bytes(4, "little")
                 encoded = bytes(head)
             data[end : end + len(encoded)] = encoded
@@ -160,12 +170,21 @@ def begun(attempt: int, job: str = "gpt") -> r.Begun:
 
 
 def staging(number: int) -> r.Staging:
-    return r.Staging(job="gpt", attempt=1, step=number, rank=0, tag=f"step-{number:08d}.a0001", file=f"file-{number}")
+    return r.Staging(
+        job="gpt",
+        attempt=1,
+        step=number,
+        rank=0,
+        tag=f"step-{number:08d}.a0001",
+        file=f"file-{number}",
+    )
 
 
 def bulky(number: int, length: int = 900_000) -> r.Dropped:
     """Return a large record that leaves nothing in the state."""
-    return r.Dropped(job="gpt", attempt=1, step=number, tag=f"t{number}", reason=f"{number}" + "x" * length)
+    return r.Dropped(
+        job="gpt", attempt=1, step=number, tag=f"t{number}", reason=f"{number}" + "x" * length
+    )
 
 
 def decoded(scan: jf.Scan) -> list[r.Record]:
@@ -174,7 +193,10 @@ def decoded(scan: jf.Scan) -> list[r.Record]:
 
 
 async def ended(journal: Journal, call: asyncio.Task[None]) -> BaseException | None:
-    """Return what a call raised. Fails the test if the call neither returned nor raised."""
+    """Return what a call raised.
+
+    Fails the test if the call neither returned nor raised.
+    """
     await asyncio.wait([call], timeout=HANG)
     if not call.done():
         writer = journal._writer
@@ -212,7 +234,12 @@ async def test_appended_records_survive_a_death(place: Place) -> None:
     assert state.jobs["gpt"].attempt == 1
     assert set(state.staged) == {"gpt/step-00000005.a0001", "gpt/step-00000006.a0001"}
     found = place.scan()
-    assert [(record.sequence, record.durable) for record in found.records] == [(1, 0), (2, 1), (3, 2), (4, 2)]
+    assert [(record.sequence, record.durable) for record in found.records] == [
+        (1, 0),
+        (2, 1),
+        (3, 2),
+        (4, 2),
+    ]
     assert decoded(found) == [begun(1), staging(5), staging(6)]
 
     again = place.open()  # the first journal was never closed
@@ -281,7 +308,10 @@ async def test_nothing_is_acknowledged_before_the_sync(place: Place) -> None:
 
 async def test_a_cancelled_append_does_not_fail_the_others(place: Place) -> None:
     journal = place.started()
-    first, second = asyncio.create_task(journal.append(begun(1))), asyncio.create_task(journal.append(staging(1)))
+    first, second = (
+        asyncio.create_task(journal.append(begun(1))),
+        asyncio.create_task(journal.append(staging(1))),
+    )
     await asyncio.sleep(0)
     first.cancel()
     await second
@@ -327,7 +357,9 @@ async def test_a_full_file_is_followed_by_another(place: Place) -> None:
 
 
 async def test_files_are_chained(place: Place) -> None:
-    """FORMAT.md, section 7: the header holds the crc of the last record of the file before."""
+    """FORMAT.md, section 7: the header holds the crc of the last record of the file
+    before.
+    """
     journal = place.started()
     for number in range(4):
         await journal.append(bulky(number))
@@ -350,10 +382,21 @@ async def test_the_new_file_is_durable_before_the_old_one_is_removed(place: Plac
     await journal.append(begun(1))
     place.fs.calls.clear()
     place.started()
-    assert place.fs.calls == ["create", "allocate", "write", "sync", "rename", "sync_directory", "unlink", "sync_directory"]
+    assert place.fs.calls == [
+        "create",
+        "allocate",
+        "write",
+        "sync",
+        "rename",
+        "sync_directory",
+        "unlink",
+        "sync_directory",
+    ]
 
 
-async def test_a_death_between_the_new_file_and_the_removal_of_the_old_loses_nothing(place: Place) -> None:
+async def test_a_death_between_the_new_file_and_the_removal_of_the_old_loses_nothing(
+    place: Place,
+) -> None:
     journal = place.started()
     await journal.append(begun(1))
     old = (place.path / FIRST).read_bytes()
@@ -376,7 +419,9 @@ async def test_strange_files_are_left_alone(place: Place) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-async def test_without_room_for_a_new_file_and_without_a_spare_the_caller_may_retry(place: Place, number: int) -> None:
+async def test_without_room_for_a_new_file_and_without_a_spare_the_caller_may_retry(
+    place: Place, number: int
+) -> None:
     journal = place.started()
     await journal.append(begun(1))
     for n in range(4):
@@ -421,11 +466,15 @@ async def test_the_first_start_without_room_raises_the_systems_error(place: Plac
 
 
 def no_room(place: Place, number: int = errno.ENOSPC) -> None:
-    """Make the disk full: files cannot be created or grow, and only allocated space can be written."""
+    """Make the disk full: files cannot be created or grow, and only allocated space can
+    be written.
+    """
     place.fs.faults = {"create": fail(number), "allocate": fail(number)}
 
 
-async def test_a_first_start_makes_a_spare_and_a_later_file_takes_its_place_only_on_a_full_disk(place: Place) -> None:
+async def test_a_first_start_makes_a_spare_and_a_later_file_takes_its_place_only_on_a_full_disk(
+    place: Place,
+) -> None:
     journal = place.started()
     made = ["create", "allocate", "write", "sync", "rename", "sync_directory"]
     assert place.fs.calls == made * 2
@@ -440,7 +489,9 @@ async def test_a_first_start_makes_a_spare_and_a_later_file_takes_its_place_only
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("call", ["create", "allocate"])
-async def test_on_a_full_disk_the_spare_becomes_the_new_file_and_the_old_one_the_spare(place: Place, call: str, number: int) -> None:
+async def test_on_a_full_disk_the_spare_becomes_the_new_file_and_the_old_one_the_spare(
+    place: Place, call: str, number: int
+) -> None:
     journal = place.started()
     await journal.append(begun(1))
     spare, first = place.spare.stat().st_ino, (place.path / FIRST).stat().st_ino
@@ -449,9 +500,22 @@ async def test_on_a_full_disk_the_spare_becomes_the_new_file_and_the_old_one_the
     place.fs.calls.clear()
     again = place.started()
     made = {"create": [], "allocate": ["allocate", "unlink"]}[call]
-    steps = ["rename", "sync_directory", "write", "sync", "rename", "sync_directory", "rename", "sync_directory"]
+    steps = [
+        "rename",
+        "sync_directory",
+        "write",
+        "sync",
+        "rename",
+        "sync_directory",
+        "rename",
+        "sync_directory",
+    ]
     assert place.fs.calls == ["create", *made, *steps]
-    assert (place.names(), (place.path / SECOND).stat().st_ino, place.spare.stat().st_ino) == ([SECOND], spare, first)
+    assert (place.names(), (place.path / SECOND).stat().st_ino, place.spare.stat().st_ino) == (
+        [SECOND],
+        spare,
+        first,
+    )
     for n in range(30):  # several times in a row
         await again.append(begun(n), bulky(n))
     assert place.open().state.jobs["gpt"].attempt == 29
@@ -459,7 +523,9 @@ async def test_on_a_full_disk_the_spare_becomes_the_new_file_and_the_old_one_the
     assert int(place.names()[0][:16], 16) > 5
 
 
-async def test_a_half_made_file_from_the_spare_becomes_the_spare_again_after_a_death(place: Place) -> None:
+async def test_a_half_made_file_from_the_spare_becomes_the_spare_again_after_a_death(
+    place: Place,
+) -> None:
     journal = place.started()
     await journal.append(begun(1))
     place.spare.rename(place.path / f"{SECOND}.tmp")
@@ -472,7 +538,9 @@ async def test_a_half_made_file_from_the_spare_becomes_the_spare_again_after_a_d
 
 
 async def test_a_superseded_file_is_used_as_a_spare(place: Place) -> None:
-    """A death came between the publication of the second file and the removal of the first."""
+    """A death came between the publication of the second file and the removal of the
+    first.
+    """
     journal = place.started()
     old = (place.path / FIRST).read_bytes()
     await journal.append(begun(1))
@@ -483,8 +551,18 @@ async def test_a_superseded_file_is_used_as_a_spare(place: Place) -> None:
     no_room(place)
     place.fs.calls.clear()
     third = place.started()
-    # The name of the second file is durable before the first one is renamed, and the new name is durable before the file is overwritten.
-    assert place.fs.calls[:8] == ["create", "sync_directory", "rename", "sync_directory", "rename", "sync_directory", "write", "sync"]
+    # The name of the second file is durable before the first one is renamed, and the
+    # new name is durable before the file is overwritten.
+    assert place.fs.calls[:8] == [
+        "create",
+        "sync_directory",
+        "rename",
+        "sync_directory",
+        "rename",
+        "sync_directory",
+        "write",
+        "sync",
+    ]
     assert place.names() == [THIRD]
     assert place.spare.exists()
     assert third.state.jobs["gpt"].attempt == 2
@@ -519,11 +597,20 @@ def sabotage_directory(place: Place) -> None:
     place.spare.mkdir()
 
 
-SABOTAGE = [sabotage_link, sabotage_second_name, sabotage_fifo, sabotage_length, sabotage_owner, sabotage_directory]
+SABOTAGE = [
+    sabotage_link,
+    sabotage_second_name,
+    sabotage_fifo,
+    sabotage_length,
+    sabotage_owner,
+    sabotage_directory,
+]
 
 
 @pytest.mark.parametrize("sabotage", SABOTAGE)
-async def test_a_file_that_is_unfit_as_a_spare_is_not_written_to(place: Place, sabotage: Callable[[Place], None]) -> None:
+async def test_a_file_that_is_unfit_as_a_spare_is_not_written_to(
+    place: Place, sabotage: Callable[[Place], None]
+) -> None:
     if sabotage is sabotage_owner and os.getuid():
         pytest.skip("only root gives a file to somebody else")
     journal = place.started()
@@ -551,7 +638,9 @@ async def test_a_file_that_is_unfit_as_a_spare_is_not_written_to(place: Place, s
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("call", ["create", "allocate", "sync", "rename", "sync_directory"])
-async def test_a_spare_that_cannot_be_made_is_no_error(place: Place, call: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_spare_that_cannot_be_made_is_no_error(
+    place: Place, call: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make = JournalDirectory.make_spare
 
     def failing(self: JournalDirectory) -> None:
@@ -588,7 +677,12 @@ async def test_without_a_spare_the_journal_continues_in_its_last_file(place: Pla
     assert (place.names(), again.state) == ([FIRST], journal.state)
     await again.append(begun(2))
     found = place.scan()
-    assert [(record.sequence, record.durable) for record in found.records] == [(1, 0), (2, 1), (3, 1), (4, 3)]
+    assert [(record.sequence, record.durable) for record in found.records] == [
+        (1, 0),
+        (2, 1),
+        (3, 1),
+        (4, 3),
+    ]
     assert found.ending is jf.Ending.CLEAN
     third = place.started()
     assert third.state.jobs["gpt"].attempt == 2
@@ -604,7 +698,10 @@ async def test_a_last_file_that_is_continued_is_rewritten_and_synced(place: Plac
     no_room(place)
     written: list[tuple[int, bytes]] = []
     write = PosixFileSystem.write
-    place.fs.write = lambda fd, data, offset: (written.append((offset, bytes(data))), write(place.fs, fd, data, offset))[1]  # type: ignore[func-returns-value, method-assign]
+    place.fs.write = lambda fd, data, offset: (  # type: ignore[method-assign]
+        written.append((offset, bytes(data))),  # type: ignore[func-returns-value]
+        write(place.fs, fd, data, offset),
+    )[1]
     place.fs.calls.clear()
     place.started()
     assert written == [(0, data)]
@@ -614,7 +711,9 @@ async def test_a_last_file_that_is_continued_is_rewritten_and_synced(place: Plac
 async def test_a_torn_tail_is_zeroed_before_the_last_file_is_continued(place: Place) -> None:
     data = await _written(place)
     end = place.scan().end
-    (place.path / FIRST).write_bytes(data[:end] + b"half a record" + b"\xff" * (len(data) - end - 13))
+    (place.path / FIRST).write_bytes(
+        data[:end] + b"half a record" + b"\xff" * (len(data) - end - 13)
+    )
     place.spare.unlink()
     no_room(place)
     journal = place.started()
@@ -628,7 +727,9 @@ async def test_a_torn_tail_is_zeroed_before_the_last_file_is_continued(place: Pl
 async def test_a_corrupt_file_is_continued_behind_its_readable_records(place: Place) -> None:
     data = await _written(place)
     records = place.scan().records
-    third = jf.HEADER_SIZE + sum(-(-(jf.RECORD_SIZE + len(record.payload)) // 8) * 8 for record in records[:3])
+    third = jf.HEADER_SIZE + sum(
+        -(-(jf.RECORD_SIZE + len(record.payload)) // 8) * 8 for record in records[:3]
+    )
     (place.path / FIRST).write_bytes(flip(data, 8 * (third + 40)))
     place.spare.unlink()
     no_room(place)
@@ -636,7 +737,10 @@ async def test_a_corrupt_file_is_continued_behind_its_readable_records(place: Pl
     assert (journal.corrupt, journal.records, place.names()) == (1, 3, [FIRST])
     await journal.append(begun(2))
     again = place.open(strict=True)
-    assert (again.state.jobs["gpt"].attempt, list(again.state.staged)) == (2, ["gpt/step-00000000.a0001"])
+    assert (again.state.jobs["gpt"].attempt, list(again.state.staged)) == (
+        2,
+        ["gpt/step-00000000.a0001"],
+    )
 
 
 async def test_a_file_without_readable_records_becomes_the_new_file(place: Place) -> None:
@@ -650,7 +754,9 @@ async def test_a_file_without_readable_records_becomes_the_new_file(place: Place
 
 
 @pytest.mark.parametrize("damage", ["unreadable with a spare", "cut"])
-async def test_a_corrupt_file_is_moved_aside_where_it_cannot_be_copied(place: Place, damage: str) -> None:
+async def test_a_corrupt_file_is_moved_aside_where_it_cannot_be_copied(
+    place: Place, damage: str
+) -> None:
     data = await _written(place)
     (place.path / FIRST).write_bytes(bytes(len(data)) if damage != "cut" else bytes(1000))
     no_room(place)
@@ -678,12 +784,16 @@ async def test_a_copy_that_fails_half_way_is_removed(place: Place) -> None:
     assert place.open().torn == 1
     assert place.names() == [FIRST]
     place.fs.faults = {"write": fail(errno.EIO)}
-    with pytest.raises(StorageError, match=f"cannot read the journal file {FIRST}: Input/output error"):
+    with pytest.raises(
+        StorageError, match=f"cannot read the journal file {FIRST}: Input/output error"
+    ):
         place.open()
 
 
 @pytest.mark.parametrize("call", ["write", "sync", "sync_directory"])
-async def test_a_last_file_that_cannot_be_continued_raises_the_systems_error(place: Place, call: str) -> None:
+async def test_a_last_file_that_cannot_be_continued_raises_the_systems_error(
+    place: Place, call: str
+) -> None:
     await _written(place)
     place.spare.unlink()
     no_room(place)
@@ -695,7 +805,9 @@ async def test_a_last_file_that_cannot_be_continued_raises_the_systems_error(pla
 
 
 async def test_a_full_disk_after_the_new_file_has_its_name_breaks_the_journal(place: Place) -> None:
-    """Records appended to the old file would be lost then, because the new one is read after it."""
+    """Records appended to the old file would be lost then, because the new one is read
+    after it.
+    """
     journal = place.started()
     for n in range(4):
         await journal.append(bulky(n))
@@ -708,8 +820,12 @@ async def test_a_full_disk_after_the_new_file_has_its_name_breaks_the_journal(pl
     assert place.names() == [FIRST, SECOND]
 
 
-@pytest.mark.parametrize("call", ["create", "allocate", "write", "sync", "rename", "sync_directory"])
-async def test_an_error_of_the_disk_while_rotating_breaks_the_journal(place: Place, call: str) -> None:
+@pytest.mark.parametrize(
+    "call", ["create", "allocate", "write", "sync", "rename", "sync_directory"]
+)
+async def test_an_error_of_the_disk_while_rotating_breaks_the_journal(
+    place: Place, call: str
+) -> None:
     journal = place.started()
     for n in range(4):
         await journal.append(bulky(n))
@@ -730,13 +846,19 @@ async def test_a_batch_larger_than_a_file_is_spread_over_files(place: Place) -> 
 
 
 @pytest.mark.parametrize(
-    "record", [bulky(0, 1 << 20), r.Retiring(job="gpt", tag="t", files=["f" * 70] * 16_000)], ids=["dropped", "retiring"]
+    "record",
+    [bulky(0, 1 << 20), r.Retiring(job="gpt", tag="t", files=["f" * 70] * 16_000)],
+    ids=["dropped", "retiring"],
 )
-async def test_a_record_beyond_the_limit_is_refused_and_breaks_nothing(place: Place, record: r.Record) -> None:
+async def test_a_record_beyond_the_limit_is_refused_and_breaks_nothing(
+    place: Place, record: r.Record
+) -> None:
     journal = place.started()
     await journal.append(begun(1))
     with pytest.raises(
-        StorageError, match=r"^the journal cannot hold a (Dropped|Retiring) record of 1,\d+,\d+ bytes; expected at most 1,048,576$"
+        StorageError,
+        match=r"^the journal cannot hold a (Dropped|Retiring) record of 1,\d+,\d+ bytes; expected "
+        r"at most 1,048,576$",
     ):
         await journal.append(record)
     await journal.append(begun(2))
@@ -746,7 +868,10 @@ async def test_a_record_beyond_the_limit_is_refused_and_breaks_nothing(place: Pl
 async def test_a_state_is_larger_than_other_records_may_be(place: Place) -> None:
     """15,000 parts under way make a STATE record of 2 MiB."""
     journal = place.started()
-    parts = [r.Staging(job="gpt", attempt=1, step=1, rank=n, tag="t", file=f"{n:0100d}") for n in range(15_000)]
+    parts = [
+        r.Staging(job="gpt", attempt=1, step=1, rank=n, tag="t", file=f"{n:0100d}")
+        for n in range(15_000)
+    ]
     await journal.append(*parts)
     assert jf.MAX_PAYLOAD < len(r.encode_state(journal.state)) < jf.MAX_STATE
     for number in range(4):
@@ -763,14 +888,20 @@ async def test_a_state_that_is_larger_than_a_record_spans_several(place: Place) 
     assert place.names() == [SECOND]
     found = place.scan(SECOND)
     assert [record.type for record in found.records[:2]] == [r.STATE, r.NUMBERS[r.Retiring]]
-    assert [record.durable for record in found.records] == [0] * (len(found.records) - 1) + [len(found.records) - 1]
+    assert [record.durable for record in found.records] == [0] * (len(found.records) - 1) + [
+        len(found.records) - 1
+    ]
     again = place.started()
     assert again.state == journal.state
     assert place.open().state == journal.state
 
 
-async def test_a_state_too_large_for_a_file_loses_files_of_failed_saves_and_starts(place: Place) -> None:
-    """The journal of an older ckptd may hold such a state. Until these files are deleted, no save begins; records that shrink the state are
+async def test_a_state_too_large_for_a_file_loses_files_of_failed_saves_and_starts(
+    place: Place,
+) -> None:
+    """The journal of an older ckptd may hold such a state.
+
+    Until these files are deleted, no save begins; records that shrink the state are
     accepted.
     """
     journal = place.started()
@@ -781,7 +912,9 @@ async def test_a_state_too_large_for_a_file_loses_files_of_failed_saves_and_star
     kept = place.open().state.staged
     assert 3500 < len(kept) < 4200
     assert kept == {key: again.state.staged[key] for key in kept}
-    with pytest.raises(StorageError, match="the journal is full of 4,200 failed saves and 0 deletions"):
+    with pytest.raises(
+        StorageError, match="the journal is full of 4,200 failed saves and 0 deletions"
+    ):
         await again.append(bulky(1))
     for n in range(4200):
         await again.append(r.Dropped(job="gpt", attempt=1, step=1, tag=f"t{n}", reason="x"))
@@ -797,12 +930,16 @@ async def test_too_many_failed_saves_refuse_new_ones_and_nothing_else(place: Pla
     for refused in (staging(30_000), retiring):
         with pytest.raises(
             StorageError,
-            match="^the journal is full of 30,000 failed saves and 0 deletions whose files could not be deleted: "
+            match="^the journal is full of 30,000 failed saves and 0 deletions whose files could "
+            "not be deleted: "
             "see the daemon's log for the reason, fix it, and restart ckptd$",
         ):
             await journal.append(begun(1), refused)
     assert "gpt" not in journal.state.jobs  # of the records of one call, all or none are written
-    dropped = [r.Dropped(job="gpt", attempt=1, step=n, tag=staging(n).tag, reason="x") for n in range(30_000)]
+    dropped = [
+        r.Dropped(job="gpt", attempt=1, step=n, tag=staging(n).tag, reason="x")
+        for n in range(30_000)
+    ]
     await journal.append(begun(2), *dropped[:15_000])
     assert journal.state.jobs["gpt"].attempt == 2
     await journal.append(staging(30_000), retiring)
@@ -815,16 +952,28 @@ async def test_ten_thousand_failed_saves_leave_nothing(place: Place) -> None:
     journal = place.started()
     for n in range(0, 10_000, 100):
         await journal.append(*(staging(k) for k in range(n, n + 100)))
-        await journal.append(*(r.Dropped(job="gpt", attempt=1, step=k, tag=staging(k).tag, reason="no space") for k in range(n, n + 100)))
-    assert (journal.state.staged, journal.state.retiring, len(r.encode_state(journal.state))) == ({}, {}, 25)
+        await journal.append(
+            *(
+                r.Dropped(job="gpt", attempt=1, step=k, tag=staging(k).tag, reason="no space")
+                for k in range(n, n + 100)
+            )
+        )
+    assert (journal.state.staged, journal.state.retiring, len(r.encode_state(journal.state))) == (
+        {},
+        {},
+        25,
+    )
     assert place.open().state == journal.state
 
 
 async def test_jobs_that_storage_does_not_have_are_forgotten_at_a_start(place: Place) -> None:
     journal = place.started()
-    await journal.append(begun(1, "live"), begun(2, "gone"), begun(3, "staging"), begun(4, "retiring"))
     await journal.append(
-        r.Staging(job="staging", attempt=3, step=1, rank=0, tag="t", file="f"), r.Retiring(job="retiring", tag="t", files=[])
+        begun(1, "live"), begun(2, "gone"), begun(3, "staging"), begun(4, "retiring")
+    )
+    await journal.append(
+        r.Staging(job="staging", attempt=3, step=1, rank=0, tag="t", file="f"),
+        r.Retiring(job="retiring", tag="t", files=[]),
     )
     again = place.started("live")
     expected = {"live": 1, "staging": 3, "retiring": 4}
@@ -833,7 +982,10 @@ async def test_jobs_that_storage_does_not_have_are_forgotten_at_a_start(place: P
 
 
 async def test_a_commit_of_a_job_unknown_to_the_journal_is_accepted(place: Place) -> None:
-    """This happens after a journal was set aside. The manifests are the truth, and later records are still accepted."""
+    """This happens after a journal was set aside.
+
+    The manifests are the truth, and later records are still accepted.
+    """
     journal = place.started()
     committed = r.Committed(job="gpt", attempt=1, step=5, tag="t", seq=3)
     assert await ended(journal, asyncio.create_task(journal.append(committed))) is None
@@ -846,7 +998,9 @@ async def test_a_commit_of_a_job_unknown_to_the_journal_is_accepted(place: Place
 
 @pytest.mark.parametrize("call", ["write", "sync_data"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS])
-async def test_a_failed_write_or_sync_breaks_the_journal_for_good(place: Place, call: str, number: int) -> None:
+async def test_a_failed_write_or_sync_breaks_the_journal_for_good(
+    place: Place, call: str, number: int
+) -> None:
     journal = place.started()
     await journal.append(begun(1))
     place.fs.faults = {call: fail(number)}
@@ -907,7 +1061,12 @@ async def test_failpoints_of_a_write(place: Place, point: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("point", "names"), [("journal.rotating", [FIRST]), ("journal.renamed", [FIRST, SECOND]), ("journal.rotated", [FIRST, SECOND])]
+    ("point", "names"),
+    [
+        ("journal.rotating", [FIRST]),
+        ("journal.renamed", [FIRST, SECOND]),
+        ("journal.rotated", [FIRST, SECOND]),
+    ],
 )
 async def test_failpoints_of_a_rotation(place: Place, point: str, names: list[str]) -> None:
     journal = place.started()
@@ -996,7 +1155,9 @@ DAMAGE: dict[str, Callable[[Place, bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-async def test_a_corrupt_file_is_set_aside_and_counted(place: Place, damage: Callable[[Place, bytes], bytes]) -> None:
+async def test_a_corrupt_file_is_set_aside_and_counted(
+    place: Place, damage: Callable[[Place, bytes], bytes]
+) -> None:
     damaged = damage(place, await _written(place))
     (place.path / FIRST).write_bytes(damaged)
     journal = place.open()
@@ -1014,25 +1175,37 @@ async def test_a_corrupt_file_is_set_aside_and_counted(place: Place, damage: Cal
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-async def test_a_strict_journal_refuses_and_changes_nothing(place: Place, damage: Callable[[Place, bytes], bytes]) -> None:
+async def test_a_strict_journal_refuses_and_changes_nothing(
+    place: Place, damage: Callable[[Place, bytes], bytes]
+) -> None:
     (place.path / FIRST).write_bytes(damage(place, await _written(place)))
     before = place.contents()
-    with pytest.raises(IntegrityError, match=f"journal {FIRST} is corrupt .* start without --strict-journal"):
+    with pytest.raises(
+        IntegrityError, match=f"journal {FIRST} is corrupt .* start without --strict-journal"
+    ):
         place.open(strict=True)
     assert place.contents() == before
 
 
-async def test_a_file_that_cannot_be_read_ends_it_in_one_sentence(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_that_cannot_be_read_ends_it_in_one_sentence(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await _written(place)
     monkeypatch.setattr("ckptd.daemon.journal.journal.read_small", lambda *_: fail(errno.EIO)())
-    with pytest.raises(StorageError, match=f"^cannot read the journal file {FIRST}: Input/output error$"):
+    with pytest.raises(
+        StorageError, match=f"^cannot read the journal file {FIRST}: Input/output error$"
+    ):
         place.open()
     assert place.names() == [FIRST]
 
 
-async def test_a_directory_that_cannot_be_listed_ends_it_in_one_sentence(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_directory_that_cannot_be_listed_ends_it_in_one_sentence(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(place.fs, "entries", lambda _: fail(errno.EIO)())
-    with pytest.raises(StorageError, match="^cannot list the journal's directory: Input/output error$"):
+    with pytest.raises(
+        StorageError, match="^cannot list the journal's directory: Input/output error$"
+    ):
         place.open()
 
 
@@ -1041,7 +1214,9 @@ def link_nowhere(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, link_nowhere])
-async def test_anything_but_a_regular_file_is_set_aside_as_corrupt(place: Place, make: Callable[[Path], None]) -> None:
+async def test_anything_but_a_regular_file_is_set_aside_as_corrupt(
+    place: Place, make: Callable[[Path], None]
+) -> None:
     make(place.path / FIRST)
     with pytest.raises(IntegrityError, match="is not a regular file|it is a symbolic link"):
         place.open(strict=True)
@@ -1053,7 +1228,9 @@ async def test_anything_but_a_regular_file_is_set_aside_as_corrupt(place: Place,
 
 
 @pytest.mark.parametrize("number", [1 << 63, (1 << 64) - 1])
-async def test_a_file_of_a_number_that_was_never_given_is_set_aside(place: Place, number: int) -> None:
+async def test_a_file_of_a_number_that_was_never_given_is_set_aside(
+    place: Place, number: int
+) -> None:
     (place.path / f"{number:016x}.log").write_bytes(b"somebody's")
     journal = place.started()
     assert journal.corrupt == 1
@@ -1086,7 +1263,9 @@ async def test_a_file_set_aside_is_synced(place: Place) -> None:
     assert place.fs.calls == ["create", "write", "sync"]
 
 
-async def test_a_file_set_aside_earlier_is_not_replaced(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_set_aside_earlier_is_not_replaced(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ckptd.daemon.journal.journal.secrets.token_hex", lambda _: "same")
     (place.path / FIRST).write_bytes(await _written(place) + bytes(10))  # the file has grown
     (place.path / f"{FIRST}.corrupt.same").write_bytes(b"evidence")
@@ -1098,7 +1277,9 @@ async def test_a_file_set_aside_earlier_is_not_replaced(place: Place, monkeypatc
 async def test_the_readable_records_of_a_corrupt_file_count(place: Place) -> None:
     data = await _written(place)
     records = place.scan().records
-    third = jf.HEADER_SIZE + sum(-(-(jf.RECORD_SIZE + len(record.payload)) // 8) * 8 for record in records[:3])
+    third = jf.HEADER_SIZE + sum(
+        -(-(jf.RECORD_SIZE + len(record.payload)) // 8) * 8 for record in records[:3]
+    )
     (place.path / FIRST).write_bytes(flip(data, 8 * (third + 40)))
     journal = place.open()
     assert journal.records == 3
@@ -1131,7 +1312,10 @@ async def test_a_newer_record_is_refused_and_nothing_changed(place: Place) -> No
 
 async def test_a_newer_record_that_may_be_ignored_is_ignored(place: Place) -> None:
     await _written(place)
-    place.add(jf.RawRecord(77, jf.IGNORABLE, 7, 6, b"anything at all"), jf.RawRecord(*_raw(begun(5)), 8, 7, r.encode(begun(5))[1]))
+    place.add(
+        jf.RawRecord(77, jf.IGNORABLE, 7, 6, b"anything at all"),
+        jf.RawRecord(*_raw(begun(5)), 8, 7, r.encode(begun(5))[1]),
+    )
     journal = place.open(strict=True)
     assert (journal.state.jobs["gpt"].attempt, journal.records, journal.corrupt) == (5, 8, 0)
 
@@ -1151,7 +1335,9 @@ async def test_a_newer_payload_is_refused_and_nothing_changed(place: Place) -> N
 
 
 @pytest.mark.parametrize(("at", "value"), [(8, 2), (12, 1)])
-async def test_a_newer_file_is_refused_and_nothing_changed(place: Place, at: int, value: int) -> None:
+async def test_a_newer_file_is_refused_and_nothing_changed(
+    place: Place, at: int, value: int
+) -> None:
     data = resealed(await _written(place), at, value, start=0, body=44)
     (place.path / FIRST).write_bytes(data)
     before = place.contents()

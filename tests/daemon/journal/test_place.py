@@ -1,4 +1,6 @@
-"""Tests the directory of a journal: each root has its own, and only one daemon at a time and only its user may use it."""
+"""Tests the directory of a journal: each root has its own, and only one daemon at a
+time and only its user may use it.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,11 @@ def test_a_copy_of_a_root_has_another_journal(tmp_path: Path) -> None:
 
 def test_a_second_daemon_cannot_open_the_directory(tmp_path: Path) -> None:
     with opened(tmp_path / "state", tmp_path / "root"):
-        with pytest.raises(Busy, match="another ckptd uses the journal in .*: stop it, or set state_dir to another directory"):
+        with pytest.raises(
+            Busy,
+            match="another ckptd uses the journal in .*: stop it, or set state_dir to another "
+            "directory",
+        ):
             place_of(tmp_path / "state", tmp_path / "root")
         place_of(tmp_path / "state", tmp_path / "other")
     place_of(tmp_path / "state", tmp_path / "root")
@@ -60,7 +66,11 @@ def test_a_second_daemon_cannot_open_the_directory(tmp_path: Path) -> None:
 
 def test_the_error_for_a_directory_that_cannot_be_made_names_the_setting(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file")
-    with pytest.raises(StorageError, match=r"cannot keep the journal in .*/state/.*: .* set state_dir \(--state-dir, CKPTD_STATE_DIR\)"):
+    with pytest.raises(
+        StorageError,
+        match=r"cannot keep the journal in .*/state/.*: .* set state_dir \(--state-dir, "
+        r"CKPTD_STATE_DIR\)",
+    ):
         place_of(tmp_path / "state", tmp_path / "root")
 
 
@@ -76,7 +86,10 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
         os.chown(first, 65534, 65534)
         first.chmod(0o777)
         os.seteuid(12345)
-        with pytest.raises(StorageError, match="belongs to uid 65534, .* who could replace the journal: set state_dir"):
+        with pytest.raises(
+            StorageError,
+            match="belongs to uid 65534, .* who could replace the journal: set state_dir",
+        ):
             place_of(tmp_path / "state", tmp_path / "root")
     finally:
         os.seteuid(0)

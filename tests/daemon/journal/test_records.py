@@ -20,17 +20,18 @@ TAGS = st.sampled_from(["t.a0001", "u.a0001"])
 RECORDS: dict[type[r.Record], st.SearchStrategy[r.Record]] = {
     r.Begun: st.builds(r.Begun, job=NAMES, attempt=SMALL, world_size=SMALL),
     r.RankSealed: st.builds(
-        r.RankSealed, job=NAMES, attempt=SMALL, step=SMALL, rank=SMALL, world_size=SMALL, tag=TAGS, segment=FILES, generation=SMALL,
-        persist=st.booleans(),
+        r.RankSealed, job=NAMES, attempt=SMALL, step=SMALL, rank=SMALL, world_size=SMALL, tag=TAGS,
+        segment=FILES, generation=SMALL, persist=st.booleans(),
     ),
-    r.Staging: st.builds(r.Staging, job=NAMES, attempt=SMALL, step=SMALL, rank=SMALL, tag=TAGS, file=FILES),
-    r.PartDurable: st.builds(
-        r.PartDurable, job=NAMES, attempt=SMALL, step=SMALL, rank=SMALL, tag=TAGS, file=FILES, bytes=SMALL, index_sha256=FILES
+    r.Staging: st.builds(r.Staging, job=NAMES, attempt=SMALL, step=SMALL, rank=SMALL, tag=TAGS,
+    file=FILES), r.PartDurable: st.builds(
+        r.PartDurable, job=NAMES, attempt=SMALL, step=SMALL, rank=SMALL, tag=TAGS, file=FILES,
+        bytes=SMALL, index_sha256=FILES
     ),
-    r.Committed: st.builds(r.Committed, job=NAMES, attempt=SMALL, step=st.none() | SMALL, tag=TAGS, seq=SMALL),
-    r.Dropped: st.builds(r.Dropped, job=NAMES, attempt=SMALL, step=SMALL, tag=TAGS, reason=st.text()),
-    r.Retiring: st.builds(r.Retiring, job=NAMES, tag=TAGS, files=st.lists(FILES, max_size=2)),
-    r.Retired: st.builds(r.Retired, job=NAMES, tag=TAGS),
+    r.Committed: st.builds(r.Committed, job=NAMES, attempt=SMALL, step=st.none() | SMALL, tag=TAGS,
+    seq=SMALL), r.Dropped: st.builds(r.Dropped, job=NAMES, attempt=SMALL, step=SMALL, tag=TAGS,
+    reason=st.text()), r.Retiring: st.builds(r.Retiring, job=NAMES, tag=TAGS, files=st.lists(FILES,
+    max_size=2)), r.Retired: st.builds(r.Retired, job=NAMES, tag=TAGS),
 }  # fmt: skip
 ANY = st.one_of(*RECORDS.values())
 
@@ -47,12 +48,29 @@ def staging(file: str, tag: str = "t.a0001") -> r.Staging:
 
 
 def durable(file: str, tag: str = "t.a0001", nbytes: int = 10) -> r.PartDurable:
-    return r.PartDurable(job="gpt", attempt=1, step=5, rank=0, tag=tag, file=file, bytes=nbytes, index_sha256="0" * 64)
+    return r.PartDurable(
+        job="gpt",
+        attempt=1,
+        step=5,
+        rank=0,
+        tag=tag,
+        file=file,
+        bytes=nbytes,
+        index_sha256="0" * 64,
+    )
 
 
 def sealed(attempt: int, step: int, world_size: int = 1) -> r.RankSealed:
     return r.RankSealed(
-        job="gpt", attempt=attempt, step=step, rank=0, world_size=world_size, tag="t", segment="s", generation=1, persist=True
+        job="gpt",
+        attempt=attempt,
+        step=step,
+        rank=0,
+        world_size=world_size,
+        tag="t",
+        segment="s",
+        generation=1,
+        persist=True,
     )
 
 
@@ -66,7 +84,8 @@ def begun(attempt: int, world_size: int = 1) -> r.Begun:
 def test_types_are_those_of_the_format() -> None:
     assert r.STATE == 1
     assert {number: cls.__name__ for number, cls in r.TYPES.items()} == {
-        2: "Begun", 3: "RankSealed", 4: "Staging", 5: "PartDurable", 6: "Committed", 7: "Dropped", 8: "Retiring", 9: "Retired",
+        2: "Begun", 3: "RankSealed", 4: "Staging", 5: "PartDurable", 6: "Committed", 7: "Dropped",
+        8: "Retiring", 9: "Retired",
     }  # fmt: skip
     assert set(RECORDS) == set(r.TYPES.values())
 
@@ -98,7 +117,9 @@ def test_a_record_that_is_not_of_its_type_is_refused() -> None:
 
 
 def test_unknown_keys_are_ignored() -> None:
-    assert r.decode(9, msgspec.msgpack.encode({"job": "gpt", "tag": "t", "novelty": [1]})) == r.Retired(job="gpt", tag="t")
+    assert r.decode(
+        9, msgspec.msgpack.encode({"job": "gpt", "tag": "t", "novelty": [1]})
+    ) == r.Retired(job="gpt", tag="t")
 
 
 def test_states_share_nothing() -> None:
@@ -109,7 +130,11 @@ def test_states_share_nothing() -> None:
 
 
 def test_jobs_with_nothing_under_way_are_forgotten_unless_they_live() -> None:
-    state = r.JournalState(jobs={name: r.JobState(attempt=1) for name in "abcd"}, staged={"b/t": {"f": None}}, retiring={"c/t": ["f"]})
+    state = r.JournalState(
+        jobs={name: r.JobState(attempt=1) for name in "abcd"},
+        staged={"b/t": {"f": None}},
+        retiring={"c/t": ["f"]},
+    )
     state.forget_all_but({"a", "x"})
     assert sorted(state.jobs) == ["a", "b", "c"]
     assert (state.staged, state.retiring) == ({"b/t": {"f": None}}, {"c/t": ["f"]})
@@ -134,8 +159,13 @@ def test_seq_only_increases() -> None:
 
 
 def test_files_are_staged_until_the_save_is_committed_or_dropped() -> None:
-    state = state_of(staging("f"), staging("g"), durable("f"), staging("f"), staging("h", "u.a0001"))
-    assert state.staged == {"gpt/t.a0001": {"f": durable("f"), "g": None}, "gpt/u.a0001": {"h": None}}
+    state = state_of(
+        staging("f"), staging("g"), durable("f"), staging("f"), staging("h", "u.a0001")
+    )
+    assert state.staged == {
+        "gpt/t.a0001": {"f": durable("f"), "g": None},
+        "gpt/u.a0001": {"h": None},
+    }
     state.apply(r.Committed(job="gpt", attempt=1, step=5, tag="t.a0001", seq=1))
     assert state.staged == {"gpt/u.a0001": {"h": None}}
     state.apply(r.Dropped(job="gpt", attempt=1, step=5, tag="u.a0001", reason="x"))
@@ -147,18 +177,22 @@ def test_a_part_is_known_without_its_staging() -> None:
 
 
 def test_a_checkpoint_is_retiring_until_it_is_retired() -> None:
-    state = state_of(r.Retiring(job="gpt", tag="t", files=["f", "g"]), r.Retiring(job="gpt", tag="u", files=[]))
+    state = state_of(
+        r.Retiring(job="gpt", tag="t", files=["f", "g"]), r.Retiring(job="gpt", tag="u", files=[])
+    )
     assert state.retiring == {"gpt/t": ["f", "g"], "gpt/u": []}
     state.apply(r.Retired(job="gpt", tag="t"))
     state.apply(r.Retired(job="gpt", tag="never heard of"))
     assert state.retiring == {"gpt/u": []}
     state.apply(r.Retiring(job="gpt", tag="t.a0001", files=["f"]))
-    state.apply(r.Committed(job="gpt", attempt=1, step=5, tag="t.a0001", seq=1))  # the name is taken again, so it must have been free
+    # The name is taken again, so it must have been free.
+    state.apply(r.Committed(job="gpt", attempt=1, step=5, tag="t.a0001", seq=1))
     assert state.retiring == {"gpt/u": []}
 
 
 @steady
-@example([sealed(1, 5), begun(1)])  # where the journal was lost, a seal may be recorded before its attempt
+# Where the journal was lost, a seal may be recorded before its attempt.
+@example([sealed(1, 5), begun(1)])
 @given(st.lists(ANY, max_size=30))
 def test_replay_is_idempotent(records: list[r.Record]) -> None:
     assert state_of(*records, *records) == state_of(*records)
@@ -224,13 +258,19 @@ def test_a_state_that_fits_is_one_record() -> None:
 
 
 def test_files_that_were_never_durable_are_left_out_first() -> None:
-    state = state_of(begun(2), durable("d", "u.a0001"), *(staging(f"f{n}", f"t.a{n:04d}") for n in range(100)))
+    state = state_of(
+        begun(2), durable("d", "u.a0001"), *(staging(f"f{n}", f"t.a{n:04d}") for n in range(100))
+    )
     state.retiring = {"gpt/r": ["f"]}
     encoded, left_out = r.encode_whole(state, 64, 2000)
     assert 0 < left_out < 100
     assert sum(len(payload) + 40 for _, payload in encoded) <= 2000
     kept = again(encoded)
-    assert (kept.jobs, kept.retiring, kept.staged["gpt/u.a0001"]) == (state.jobs, state.retiring, {"d": durable("d", "u.a0001")})
+    assert (kept.jobs, kept.retiring, kept.staged["gpt/u.a0001"]) == (
+        state.jobs,
+        state.retiring,
+        {"d": durable("d", "u.a0001")},
+    )
     assert len(kept.staged) == 101 - left_out
 
 

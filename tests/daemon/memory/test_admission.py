@@ -1,4 +1,6 @@
-"""Tests which slot a snapshot gets, and what happens to slots whose owner ends while they are being made. No processes are started."""
+"""Tests which slot a snapshot gets, and what happens to slots whose owner ends while
+they are being made. No processes are started.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from ckptd.shared.system.fs import PosixFileSystem
 
 
 class Rank:
-    """An admission with one owner. `between` runs on the event loop after the segment with this number has been made."""
+    """An admission with one owner.
+
+    `between` runs on the event loop after the segment with this number has been made.
+    """
 
     def __init__(self, path: Path) -> None:
         self.slots = Slots(PosixFileSystem(), path, "ckptd-test", 1 << 30)
@@ -49,14 +54,20 @@ class Rank:
         self.steps.end(self.job, self.owner, "ended")
 
     def allocate(self, count: int) -> list[Slot]:
-        return asyncio.run(self.admission.allocate(self.owner, self.job, 1000, count, -1, lambda: False))
+        return asyncio.run(
+            self.admission.allocate(self.owner, self.job, 1000, count, -1, lambda: False)
+        )
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_trainer_that_dies_while_its_slots_are_made_closes_no_descriptor_of_others(tmp_path: Path, number: int) -> None:
-    """The dead trainer's slots are released when its death is noticed, and once more when the allocation fails.
+def test_a_trainer_that_dies_while_its_slots_are_made_closes_no_descriptor_of_others(
+    tmp_path: Path, number: int
+) -> None:
+    """The dead trainer's slots are released when its death is noticed, and once more
+    when the allocation fails.
 
-    Other files are opened in between. They get the numbers of the descriptors that the first release has closed.
+    Other files are opened in between. They get the numbers of the descriptors that the
+    first release has closed.
     """
     rank = Rank(tmp_path)
     others: list[int] = []
@@ -70,7 +81,11 @@ def test_a_trainer_that_dies_while_its_slots_are_made_closes_no_descriptor_of_ot
     with pytest.raises(Fenced):
         rank.allocate(3)
     assert [os.read(fd, 2) for fd in others] == [b"\0\0"] * len(others)
-    assert (rank.slots.slots, rank.slots.used, list((tmp_path / "ckptd-test").iterdir())) == ({}, 0, [])
+    assert (rank.slots.slots, rank.slots.used, list((tmp_path / "ckptd-test").iterdir())) == (
+        {},
+        0,
+        [],
+    )
     for fd in others:
         os.close(fd)
     rank.slots.close()
@@ -81,7 +96,10 @@ def test_slots_that_are_replaced_are_released_once_they_are_free(tmp_path: Path)
     first = rank.allocate(2)
     rank.job.occupy(first[0].name, 0, (1, 5))
     second = rank.allocate(2)
-    assert {slot.name for slot in rank.slots.slots.values()} == {first[0].name, *(slot.name for slot in second)}
+    assert {slot.name for slot in rank.slots.slots.values()} == {
+        first[0].name,
+        *(slot.name for slot in second),
+    }
     rank.steps.perform(rank.job, [Free((1, 5), first[0].name)])
     assert set(rank.slots.slots) == {slot.name for slot in second}
     assert all(slot.released for slot in first)
@@ -92,7 +110,9 @@ def test_slots_that_are_replaced_are_released_once_they_are_free(tmp_path: Path)
 def test_a_segment_goes_to_the_disk_only_after_room_was_made_in_vain(tmp_path: Path) -> None:
     rank, room = Rank(tmp_path), []
     rank.slots.close()
-    rank.slots = rank.admission._slots = Slots(PosixFileSystem(), tmp_path, "ckptd-test", 0, tmp_path / "disk")
+    rank.slots = rank.admission._slots = Slots(
+        PosixFileSystem(), tmp_path, "ckptd-test", 0, tmp_path / "disk"
+    )
 
     def allocate(frees: bool) -> list[bool]:
         def make_room() -> bool:
@@ -123,7 +143,8 @@ class Grants:
     def __init__(self) -> None:
         made = [self._slot(rank, name) for rank in (0, 1) for name in "ab"]
         found: Any = SimpleNamespace(
-            slots={one.name: one for one in made}, of=lambda *identity: [one for one in made if one.owner == identity]
+            slots={one.name: one for one in made},
+            of=lambda *identity: [one for one in made if one.owner == identity],
         )
         self.slots = found
         catalog = Catalog()
@@ -138,7 +159,10 @@ class Grants:
     @staticmethod
     def _slot(rank: int, name: str) -> Any:
         return SimpleNamespace(
-            name=f"{name}{rank}", owner=("job", 1, rank), outgrown=False, header=SimpleNamespace(job="job", attempt=1, rank=rank)
+            name=f"{name}{rank}",
+            owner=("job", 1, rank),
+            outgrown=False,
+            header=SimpleNamespace(job="job", attempt=1, rank=rank),
         )
 
     def occupy(self, **steps: int) -> None:
@@ -149,7 +173,9 @@ class Grants:
         self.steps.perform(self.job, [Free((1, step), name)])
 
     def acquire(self, rank: int, step: int, wait: float = 0.5) -> asyncio.Task[Any]:
-        return asyncio.create_task(self.admission.acquire(self.owners[rank], self.job, (1, step), wait))
+        return asyncio.create_task(
+            self.admission.acquire(self.owners[rank], self.job, (1, step), wait)
+        )
 
 
 async def settle() -> None:
@@ -158,7 +184,10 @@ async def settle() -> None:
 
 
 async def test_a_rank_that_gets_its_slot_while_another_waits_does_not_block_the_other() -> None:
-    """Slots become free. Before the waiting rank gets its decision, the other rank takes its own slot."""
+    """Slots become free.
+
+    Before the waiting rank gets its decision, the other rank takes its own slot.
+    """
     made = Grants()
     made.occupy(a0=2, b0=3, a1=2)
     first = made.acquire(0, 4)
@@ -173,7 +202,11 @@ async def test_a_rank_that_gets_its_slot_while_another_waits_does_not_block_the_
 
 
 async def test_one_decision_counts_for_all_ranks_and_for_those_that_come_late() -> None:
-    """Rank 0 has no free slot in time. Rank 1 has one, and skips the step for the same reason, as it does when it asks again later."""
+    """Rank 0 has no free slot in time.
+
+    Rank 1 has one, and skips the step for the same reason, as it does when it asks
+    again later.
+    """
     made = Grants()
     made.occupy(a0=2, b0=3)
     both = made.acquire(0, 4, 0.01), made.acquire(1, 4, 0.01)
@@ -206,12 +239,16 @@ async def test_a_rank_without_slots_is_told_so_and_one_beside_it_waits() -> None
 
 
 async def test_a_rank_does_not_wait_for_the_slots_of_a_rank_that_has_failed_the_step() -> None:
-    """A rank that fails a save before it has made slots will not make them for this step. The other rank waited for them for 600 s."""
+    """A rank that fails a save before it has made slots will not make them for this
+    step. The other rank waited for them for 600 s.
+    """
     made = Grants()
     made.slots.of = lambda *identity: [] if identity[2] == 1 else [made.slots.slots["a0"]]
     waiting = made.acquire(0, 4, 3600)
     await settle()
     assert not waiting.done()
-    made.steps.perform(made.job, fail(made.job.step((1, 4)), SnapshotFailed("rank 1: the planner's own")))
+    made.steps.perform(
+        made.job, fail(made.job.step((1, 4)), SnapshotFailed("rank 1: the planner's own"))
+    )
     with pytest.raises(SnapshotFailed, match="rank 1: the planner's own"):
         await asyncio.wait_for(waiting, 60)

@@ -1,4 +1,6 @@
-"""Tests that memory saved for one root never gets into another root unasked: real daemons whose roots are deleted, replaced or moved."""
+"""Tests that memory saved for one root never gets into another root unasked: real
+daemons whose roots are deleted, replaced or moved.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,23 @@ from ckptd.agent.link.launch import start_private
 from ckptd.daemon.commands.doctor import check_memory
 from ckptd.daemon.commands.neighbours import daemon_status
 from ckptd.daemon.commands.report import status_text
-from ckptd.daemon.memory.foreign_memory import ForeignMemoryKeeper, HeldSnapshot, described, read_held
+from ckptd.daemon.memory.foreign_memory import (
+    ForeignMemoryKeeper,
+    HeldSnapshot,
+    described,
+    read_held,
+)
 from ckptd.daemon.memory.slots import Slot, Slots
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, ForeignMemory
-from ckptd.shared.formats.segment import RootMark, SegmentHeader, SlotState, read_header, read_root_mark, write_header
+from ckptd.shared.formats.segment import (
+    RootMark,
+    SegmentHeader,
+    SlotState,
+    read_header,
+    read_root_mark,
+    write_header,
+)
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.system.fs import PosixFileSystem
 from tests.support import stores
@@ -67,7 +81,12 @@ def test_memory_of_a_root_that_is_gone_is_refused_until_a_person_decides(
     with running(place, forked=True) as daemon:
         refused(place)
         (held,) = daemon.status()["foreign_memory"]
-        assert (held["job"], held["attempt"], held["step"], held["root"]) == ("job", 1, LAST, str(place.root))
+        assert (held["job"], held["attempt"], held["step"], held["root"]) == (
+            "job",
+            1,
+            LAST,
+            str(place.root),
+        )
         if way == "the right root":
             shutil.rmtree(place.root)
             (place.path / "gone").rename(place.root)
@@ -117,13 +136,17 @@ def test_a_run_may_overrule_the_daemon(place: Home, monkeypatch: pytest.MonkeyPa
             Agent("job", socket=place.socket)
         with (
             choice(monkeypatch, "adapt"),
-            pytest.raises(CkptdError, match="CKPTD_FOREIGN_MEMORY is 'adapt'; expected refuse, adopt or drop"),
+            pytest.raises(
+                CkptdError, match="CKPTD_FOREIGN_MEMORY is 'adapt'; expected refuse, adopt or drop"
+            ),
         ):
             Agent("job", socket=place.socket)
         refused(place)
 
 
-def test_the_stop_of_a_daemon_neither_saves_nor_frees_the_memory_of_another_root(place: Home) -> None:
+def test_the_stop_of_a_daemon_neither_saves_nor_frees_the_memory_of_another_root(
+    place: Home,
+) -> None:
     with running(place, "--memory-ttl", "0", forked=True) as daemon:
         train_and_die(place, 1)
         until(lambda: not place.segment_files(), "end of memory_ttl")
@@ -153,7 +176,9 @@ def test_other_jobs_of_the_new_root_are_not_asked(place: Home) -> None:
             Agent("job", socket=place.socket)
 
 
-def test_what_was_adopted_is_the_new_roots_for_every_later_daemon(place: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_adopted_is_the_new_roots_for_every_later_daemon(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with running(place, forked=True) as daemon:
         train_and_die(place)
         daemon.kill()
@@ -174,7 +199,9 @@ def test_what_was_adopted_is_the_new_roots_for_every_later_daemon(place: Home, m
         agent.close()
 
 
-def test_a_run_that_is_alive_cannot_save_into_another_root(place: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_alive_cannot_save_into_another_root(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with running(place, forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
         for step in range(1, LAST + 1):
@@ -189,7 +216,10 @@ def test_a_run_that_is_alive_cannot_save_into_another_root(place: Home, monkeypa
             with pytest.raises(ForeignMemory, match=SENTENCE):
                 agent.recover(blank(SIZE))
         assert contents(place.root) == []
-        with choice(monkeypatch, "drop"), pytest.raises(ForeignMemory, match="that is still running: end that trainer first"):
+        with (
+            choice(monkeypatch, "drop"),
+            pytest.raises(ForeignMemory, match="that is still running: end that trainer first"),
+        ):
             Agent("job", socket=place.socket)
         with pytest.raises(ForeignMemory, match=SENTENCE):
             agent.close()
@@ -235,7 +265,8 @@ def test_memory_of_a_version_without_root_marks_is_recovered_as_before(place: Ho
         daemon.kill()
     for path in place.segment_files():
         with path.open("r+b") as file:
-            file.truncate(read_header(file.fileno()).file_length)  # that is all that this version adds
+            # That is all that this version adds.
+            file.truncate(read_header(file.fileno()).file_length)
     (place.root / names.CONTROL / names.IDENTITY).unlink()  # the root is older still
     with running(place, forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
@@ -248,7 +279,9 @@ def test_memory_of_a_version_without_root_marks_is_recovered_as_before(place: Ho
 
 
 @pytest.mark.parametrize("kind", ["directory", "object store"])
-def test_nodes_that_give_a_root_its_identity_at_the_same_time_agree(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_that_give_a_root_its_identity_at_the_same_time_agree(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(names, "host", lambda: threading.current_thread().name)
     count, found = 16, set[str]()
     with ExitStack() as held:
@@ -256,7 +289,9 @@ def test_nodes_that_give_a_root_its_identity_at_the_same_time_agree(kind: str, t
         if kind == "object store":
             if stores.program("weed") is None:
                 pytest.skip("SeaweedFS is not installed")
-            root = held.enter_context(stores.home_in(held.enter_context(stores.seaweed(tmp_path / "store")))).root
+            root = held.enter_context(
+                stores.home_in(held.enter_context(stores.seaweed(tmp_path / "store")))
+            ).root
         roots = [open_root(root) for _ in range(count)]
         for number, each in enumerate(roots):
             held.callback(each.storage.serve(f"node{number}").close)
@@ -266,7 +301,10 @@ def test_nodes_that_give_a_root_its_identity_at_the_same_time_agree(kind: str, t
             together.wait()
             found.add(roots[number].identity())
 
-        threads = [threading.Thread(target=start, args=[number], name=f"node{number}") for number in range(count)]
+        threads = [
+            threading.Thread(target=start, args=[number], name=f"node{number}")
+            for number in range(count)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -285,7 +323,9 @@ def test_an_adoption_that_a_daemon_did_not_finish_is_asked_about_again(tmp_path:
 
     slots = opened("ab" * 16)
     for rank in range(3):
-        header = SegmentHeader(job="job", attempt=1, rank=rank, world_size=3, slot=0, capacity=100, chunk_size=65536)
+        header = SegmentHeader(
+            job="job", attempt=1, rank=rank, world_size=3, slot=0, capacity=100, chunk_size=65536
+        )
         made = slots.create(header)
         write_header(made.fd, header.next(SlotState.SEALED, step=7))
         made.descriptor.close()
@@ -300,12 +340,18 @@ def test_an_adoption_that_a_daemon_did_not_finish_is_asked_about_again(tmp_path:
         keeper = ForeignMemoryKeeper(slots, "/ckpts", setting, none)
         keeper.start()
         assert (len(slots.foreign), len(slots.slots)) == (foreign, 3 - foreign)
-        assert [(held.job, held.step) for held in keeper.held()] == ([("job", 7)] if foreign else [])
-        assert slots.used == sum(path.stat().st_size for path in (tmp_path / "ckptd-test").iterdir())
+        assert [(held.job, held.step) for held in keeper.held()] == (
+            [("job", 7)] if foreign else []
+        )
+        assert slots.used == sum(
+            path.stat().st_size for path in (tmp_path / "ckptd-test").iterdir()
+        )
         slots.close()
 
 
-async def test_an_adoption_that_fails_leaves_all_of_it_foreign_and_may_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_adoption_that_fails_leaves_all_of_it_foreign_and_may_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken: list[list[int]] = []
 
     async def take(slots: list[Slot]) -> None:
@@ -314,7 +360,9 @@ async def test_an_adoption_that_fails_leaves_all_of_it_foreign_and_may_be_repeat
     slots = Slots(PosixFileSystem(), tmp_path, "ckptd-test", 1 << 30)
     slots.mark = RootMark("ab" * 16, "/ckpts")
     for rank in range(3):
-        header = SegmentHeader(job="job", attempt=1, rank=rank, world_size=3, slot=0, capacity=100, chunk_size=65536)
+        header = SegmentHeader(
+            job="job", attempt=1, rank=rank, world_size=3, slot=0, capacity=100, chunk_size=65536
+        )
         made = slots.create(header)
         write_header(made.fd, header.next(SlotState.SEALED, step=7))
         made.descriptor.close()
@@ -350,7 +398,8 @@ def test_the_sentence_says_where_the_root_was_and_what_is_there() -> None:
     held = HeldSnapshot("gpt", 2, 89, RootMark("ab" * 16, "/old"), 4096)
     said = described(held, "/ckpts", "cd" * 16)
     assert said.startswith(
-        "the memory of this node holds step 89 of attempt 2 of job 'gpt', saved for root abababab, which was at /old, but "
+        "the memory of this node holds step 89 of attempt 2 of job 'gpt', saved for root "
+        "abababab, which was at /old, but "
         "/ckpts has another root now, cdcdcdcd: "
     )
     assert "but there is no root at /ckpts now: " in described(held, "/ckpts", None)
@@ -382,7 +431,9 @@ def test_status_and_doctor_show_the_identity_and_the_foreign_memory(place: Home)
         identity = daemon.status()["identity"]
         assert identity != was
         text = status_text(daemon.status())
-        assert re.search(rf"job step 3 \(attempt 1\), saved for root {was[:8]}: .*CKPTD_FOREIGN_MEMORY", text), text
+        assert re.search(
+            rf"job step 3 \(attempt 1\), saved for root {was[:8]}: .*CKPTD_FOREIGN_MEMORY", text
+        ), text
         found = check_memory(place.root, Path("/dev/shm"))
         assert (found.level, found.values["identity"]) == ("warning", identity)
 
@@ -418,12 +469,15 @@ os.kill(os.getpid(), 9) if last != 9 else ckptd.close()
 
 
 def script(home: Home, first: int, last: int, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run the script as a user does. It kills itself at its end, unless its last step is 9."""
+    """Run the script as a user does.
+
+    It kills itself at its end, unless its last step is 9.
+    """
     path = home.path / "train.py"
     path.write_text(SCRIPT)
     return subprocess.run(
-        [sys.executable, str(path), str(first), str(last)], env={**os.environ, **environ}, capture_output=True, text=True, timeout=300,
-        check=False,
+        [sys.executable, str(path), str(first), str(last)], env={**os.environ, **environ},
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
@@ -442,16 +496,20 @@ def test_rm_rf_between_two_runs_of_a_private_daemon(private: Home, killed: bool,
     ended = script(private, 4, 9, CKPTD_FOREIGN_MEMORY=way)
     if "this daemon is about to end" in ended.stderr:
         ended = script(private, 4, 9, CKPTD_FOREIGN_MEMORY=way)
-    assert ended.stdout == ("recovered None [0.0, 0.0, 0.0, 0.0]\n" if way == "drop" else "recovered 3 [3.0, 3.0, 3.0, 3.0]\n"), (
-        ended.stderr
-    )
+    assert ended.stdout == (
+        "recovered None [0.0, 0.0, 0.0, 0.0]\n"
+        if way == "drop"
+        else "recovered 3 [3.0, 3.0, 3.0, 3.0]\n"
+    ), ended.stderr
     assert ended.returncode == 0
     tags = sorted(path.name for path in (private.root / "train").glob("step-*"))
     assert tags[-1] == ("step-00000009.a0001" if way == "drop" else "step-00000009.a0002")
     assert ("step-00000003.a0001" in tags) == (way == "adopt")
 
 
-def test_a_private_daemon_does_not_keep_the_choice_of_one_run(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_daemon_does_not_keep_the_choice_of_one_run(
+    private: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CKPTD_FOREIGN_MEMORY", "drop")
     given: list[dict[str, Any]] = []
     popen = subprocess.Popen

@@ -1,4 +1,6 @@
-"""Tests that a root that was moved finds its memory, and that a copy of a root does not take it."""
+"""Tests that a root that was moved finds its memory, and that a copy of a root does not
+take it.
+"""
 
 from __future__ import annotations
 
@@ -60,10 +62,17 @@ MARK = RootMark("ab" * 16, "")
 
 
 def segment_of(shm: Path, directory: str, mark: RootMark) -> str:
-    """Make a segment as the daemon of a root did, which is dead now. Return the name of its file."""
+    """Make a segment as the daemon of a root did, which is dead now.
+
+    Return the name of its file.
+    """
     slots = Slots(PosixFileSystem(), shm, directory, 1 << 30)
     slots.mark = mark
-    made = slots.create(SegmentHeader(job="job", attempt=1, rank=0, world_size=1, slot=0, capacity=100, chunk_size=65536))
+    made = slots.create(
+        SegmentHeader(
+            job="job", attempt=1, rank=0, world_size=1, slot=0, capacity=100, chunk_size=65536
+        )
+    )
     made.descriptor.close()
     slots.close()
     return made.name
@@ -76,8 +85,12 @@ def root_at(path: Path) -> Path:
     return path
 
 
-def gathered(shm: Path, root: Path, disks: Path | None = None, overflow: Path | None = None) -> list[str]:
-    """Gather the segments of a root, and return the names of those that its daemon has then."""
+def gathered(
+    shm: Path, root: Path, disks: Path | None = None, overflow: Path | None = None
+) -> list[str]:
+    """Gather the segments of a root, and return the names of those that its daemon has
+    then.
+    """
     slots = Slots(PosixFileSystem(), shm, names.segment_directory(root), 1 << 30, overflow)
     slots.mark = RootMark(MARK.identity, str(root))
     try:
@@ -91,9 +104,17 @@ def test_only_segments_of_this_identity_whose_root_is_gone_are_moved(tmp_path: P
     shm = tmp_path / "shm"
     shm.mkdir()
     root = root_at(tmp_path / "new")
-    mine = segment_of(shm, f"ckptd-{os.getuid()}-{'1' * 16}", RootMark(MARK.identity, str(tmp_path / "old")))
-    other = segment_of(shm, f"ckptd-{os.getuid()}-{'1' * 16}", RootMark("cd" * 16, str(tmp_path / "old")))
-    segment_of(shm, f"ckptd-{os.getuid()}-{'2' * 16}", RootMark(MARK.identity, str(root_at(tmp_path / "copied"))))
+    mine = segment_of(
+        shm, f"ckptd-{os.getuid()}-{'1' * 16}", RootMark(MARK.identity, str(tmp_path / "old"))
+    )
+    other = segment_of(
+        shm, f"ckptd-{os.getuid()}-{'1' * 16}", RootMark("cd" * 16, str(tmp_path / "old"))
+    )
+    segment_of(
+        shm,
+        f"ckptd-{os.getuid()}-{'2' * 16}",
+        RootMark(MARK.identity, str(root_at(tmp_path / "copied"))),
+    )
     assert gathered(shm, root) == [mine]
     assert [path.name for path in (shm / f"ckptd-{os.getuid()}-{'1' * 16}").iterdir()] == [other]
     assert gathered(shm, root) == [mine]  # again, as the next daemon does
@@ -104,7 +125,9 @@ def test_a_root_behind_another_name_is_the_same_root(tmp_path: Path) -> None:
     shm.mkdir()
     root = root_at(tmp_path / "disk")
     (tmp_path / "link").symlink_to(root)
-    mine = segment_of(shm, f"ckptd-{os.getuid()}-{'1' * 16}", RootMark(MARK.identity, str(tmp_path / "link")))
+    mine = segment_of(
+        shm, f"ckptd-{os.getuid()}-{'1' * 16}", RootMark(MARK.identity, str(tmp_path / "link"))
+    )
     assert gathered(shm, root) == [mine]
     assert not (shm / f"ckptd-{os.getuid()}-{'1' * 16}").exists()
 

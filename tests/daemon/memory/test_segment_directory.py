@@ -1,4 +1,6 @@
-"""Tests that one daemon of the machine has a directory for segments, and that no other user may enter it."""
+"""Tests that one daemon of the machine has a directory for segments, and that no other
+user may enter it.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,15 @@ def claim(path: Path) -> SegmentDirectory:
 
 def test_a_directory_is_claimed_once_and_removed_if_it_is_empty(tmp_path: Path) -> None:
     first = claim(tmp_path / "a")
-    assert (first.path, first.path.stat().st_mode & 0o777, first.on_disk) == (tmp_path / "a", 0o700, False)
-    with pytest.raises(Busy, match=f"^another ckptd on this machine, .* uses {tmp_path}/a for a root with the same path"):
+    assert (first.path, first.path.stat().st_mode & 0o777, first.on_disk) == (
+        tmp_path / "a",
+        0o700,
+        False,
+    )
+    with pytest.raises(
+        Busy,
+        match=f"^another ckptd on this machine, .* uses {tmp_path}/a for a root with the same path",
+    ):
         claim(tmp_path / "a")
     first.close()
     assert not first.path.exists()
@@ -48,5 +57,9 @@ def test_a_link_of_this_user_in_its_place_is_not_followed(tmp_path: Path) -> Non
 
 
 def test_a_missing_tmpfs_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=f"^there is no directory {tmp_path}/gone: mount a tmpfs there, or set shm_dir to another one$"):
+    with pytest.raises(
+        StorageError,
+        match=f"^there is no directory {tmp_path}/gone: mount a tmpfs there, or set shm_dir to "
+        f"another one$",
+    ):
         claim(tmp_path / "gone" / "a")

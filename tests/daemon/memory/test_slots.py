@@ -1,4 +1,6 @@
-"""Tests segments: they are made within the quota, passed on, adopted and released, and their holders are known."""
+"""Tests segments: they are made within the quota, passed on, adopted and released, and
+their holders are known.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,22 @@ import pytest
 from ckptd.daemon.memory import segment_directory
 from ckptd.daemon.memory.slots import Slot, Slots
 from ckptd.shared import names
-from ckptd.shared.errors import Busy, IntegrityError, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
+from ckptd.shared.errors import (
+    Busy,
+    IntegrityError,
+    NotFound,
+    QuotaExceeded,
+    SharedMemoryFull,
+    StorageError,
+)
 from ckptd.shared.formats.plan import MIN_CHUNK
-from ckptd.shared.formats.segment import SegmentHeader, SlotState, read_header, this_boot, write_header
+from ckptd.shared.formats.segment import (
+    SegmentHeader,
+    SlotState,
+    read_header,
+    this_boot,
+    write_header,
+)
 from ckptd.shared.system.fs import PosixFileSystem
 from tests.shared.samples import resealed
 
@@ -32,12 +47,23 @@ STRANGE = "0123456789abcdef0123456789abcdef.seg"
 
 
 def header(slot: int = 0, **changes: Any) -> SegmentHeader:
-    fields: dict[str, Any] = {"job": "gpt", "attempt": 2, "rank": 0, "world_size": 2, "capacity": 1000, "chunk_size": MIN_CHUNK, **changes}
+    fields: dict[str, Any] = {
+        "job": "gpt",
+        "attempt": 2,
+        "rank": 0,
+        "world_size": 2,
+        "capacity": 1000,
+        "chunk_size": MIN_CHUNK,
+        **changes,
+    }
     return SegmentHeader(slot=slot, **fields)
 
 
 def open_descriptors() -> int:
-    """Return this process's descriptors of segments. Others come and go with objects of earlier tests."""
+    """Return this process's descriptors of segments.
+
+    Others come and go with objects of earlier tests.
+    """
     found = 0
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -56,7 +82,9 @@ class Shm:
         self._opened: list[Slots] = []
 
     def open(self, quota: int = 1 << 30, fs: PosixFileSystem | None = None) -> Slots:
-        """Open the slots as a daemon does that starts after the earlier daemons have died."""
+        """Open the slots as a daemon does that starts after the earlier daemons have
+        died.
+        """
         for dead in self._opened:
             with suppress(OSError):  # a test has closed it itself
                 fcntl.flock(dead._memory.fd, fcntl.LOCK_UN)
@@ -85,8 +113,17 @@ def shm(tmp_path: Path) -> Iterator[Shm]:
 @contextmanager
 def trainer(path: Path) -> Iterator[subprocess.Popen[str]]:
     """Context manager. Run a process that holds an flock on `path`."""
-    code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
-    process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    code = (
+        "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); "
+        "print('held', "
+        "flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     with process:
@@ -109,7 +146,9 @@ def test_the_directory_is_accessible_to_its_user_only(shm: Shm) -> None:
 
 
 def take(path: Path, kind: str) -> None:
-    """Take the name `path` before its owner needs it, as another user may in a directory like /dev/shm."""
+    """Take the name `path` before its owner needs it, as another user may in a
+    directory like /dev/shm.
+    """
     if os.getuid():
         pytest.skip("giving a file away needs root")
     if kind == "directory":
@@ -128,7 +167,9 @@ def take(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "open directory", "link", "FIFO", "file"])
-def test_a_name_taken_by_another_user_is_left_alone_and_the_substitute_is_found_again(shm: Shm, kind: str) -> None:
+def test_a_name_taken_by_another_user_is_left_alone_and_the_substitute_is_found_again(
+    shm: Shm, kind: str
+) -> None:
     take(shm.inside, kind)
     slots = shm.open()
     made = slots.add(slots.create(header()))
@@ -148,10 +189,16 @@ def test_a_name_taken_by_another_user_is_left_alone_and_the_substitute_is_found_
 
 
 def test_a_second_daemon_of_the_machine_is_refused_the_directory(shm: Shm) -> None:
-    """A daemon under another host name has another lock in the root. It would remove the segments that it cannot read."""
+    """A daemon under another host name has another lock in the root.
+
+    It would remove the segments that it cannot read.
+    """
     slots = shm.open()
     made = slots.add(slots.create(header()))
-    with pytest.raises(Busy, match=f"uses {shm.inside} for a root with the same path: use that daemon, stop it first"):
+    with pytest.raises(
+        Busy,
+        match=f"uses {shm.inside} for a root with the same path: use that daemon, stop it first",
+    ):
         Slots(PosixFileSystem(), shm.path, "ckptd-test", 1 << 30)
     assert shm.files() == [made.name]
     slots.close()
@@ -176,7 +223,11 @@ def test_create_makes_a_segment_with_its_header(shm: Shm) -> None:
     assert shm.files() == [made.name]
     assert names.is_segment_file(made.name)
     status = (shm.inside / made.name).stat()
-    assert (status.st_size, status.st_mode & 0o777, status.st_blocks * 512 >= SIZE) == (SIZE, 0o600, True)
+    assert (status.st_size, status.st_mode & 0o777, status.st_blocks * 512 >= SIZE) == (
+        SIZE,
+        0o600,
+        True,
+    )
     assert read_header(made.fd) == header() == made.header
     assert (made.nbytes, slots.used, made.owner) == (SIZE, SIZE, ("gpt", 2, 0))
     assert slots.get(made.name) is made
@@ -186,8 +237,12 @@ def test_create_makes_a_segment_with_its_header(shm: Shm) -> None:
     assert slots.used == 2 * SIZE
 
 
-def test_a_segment_is_allocated_near_the_requested_node(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel zeroes the pages on the thread that allocates them, and takes them from near that thread."""
+def test_a_segment_is_allocated_near_the_requested_node(
+    shm: Shm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel zeroes the pages on the thread that allocates them, and takes them
+    from near that thread.
+    """
     asked: list[int] = []
 
     @contextmanager
@@ -234,7 +289,9 @@ def test_the_quota_counts_whole_files(shm: Shm) -> None:
     slots = shm.open(quota=2 * SIZE)
     first = slots.add(slots.create(header()))
     slots.add(slots.create(header(1)))
-    with pytest.raises(QuotaExceeded, match=r"a slot of \d+\.\d kB does not fit: .* are taken; raise shm_quota"):
+    with pytest.raises(
+        QuotaExceeded, match=r"a slot of \d+\.\d kB does not fit: .* are taken; raise shm_quota"
+    ):
         slots.create(header(2))
     assert len(shm.files()) == 2
     slots.release(first)
@@ -243,7 +300,10 @@ def test_the_quota_counts_whole_files(shm: Shm) -> None:
 
 
 def test_the_quota_names_both_sizes(shm: Shm) -> None:
-    with pytest.raises(QuotaExceeded, match=r"a slot of 2\.5 GB does not fit: 0 B of the quota of 1\.0 GB are taken"):
+    with pytest.raises(
+        QuotaExceeded,
+        match=r"a slot of 2\.5 GB does not fit: 0 B of the quota of 1\.0 GB are taken",
+    ):
         shm.open(quota=10**9).create(header(capacity=2_500_000_000))
 
 
@@ -261,7 +321,9 @@ def test_a_full_tmpfs_leaves_nothing_behind(shm: Shm, number: int) -> None:
     fs = Full()
     slots = shm.open(fs=fs)
     before = open_descriptors()
-    with pytest.raises(SharedMemoryFull, match=rf"no room for a slot of \d+\.\d kB in {shm.path}: .* are free"):
+    with pytest.raises(
+        SharedMemoryFull, match=rf"no room for a slot of \d+\.\d kB in {shm.path}: .* are free"
+    ):
         slots.create(header())
     assert (shm.files(), slots.used, slots.slots) == ([], 0, {})
     assert open_descriptors() == before
@@ -270,8 +332,12 @@ def test_a_full_tmpfs_leaves_nothing_behind(shm: Shm, number: int) -> None:
     assert slots.used == SIZE
 
 
-@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, SharedMemoryFull), (errno.EMFILE, StorageError)])
-def test_a_segment_whose_file_cannot_be_made_is_an_error(shm: Shm, number: int, kind: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.ENOSPC, SharedMemoryFull), (errno.EMFILE, StorageError)]
+)
+def test_a_segment_whose_file_cannot_be_made_is_an_error(
+    shm: Shm, number: int, kind: type[Exception]
+) -> None:
     class Full(PosixFileSystem):
         def create(self, *_: Any, **__: Any) -> int:
             raise OSError(number, os.strerror(number))
@@ -282,7 +348,9 @@ def test_a_segment_whose_file_cannot_be_made_is_an_error(shm: Shm, number: int, 
     assert (shm.files(), slots.slots) == ([], {})
 
 
-def test_a_tmpfs_without_locks_is_refused_in_one_sentence(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tmpfs_without_locks_is_refused_in_one_sentence(
+    shm: Shm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(fd: int, kind: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -338,7 +406,8 @@ def test_a_removed_or_replaced_segment_is_reported_as_lost(shm: Shm, how: str) -
     else:
         path.unlink()
         if how != "removed":
-            (os.mkfifo if how == "fifo" else os.mkdir)(path)  # opening a FIFO for reading would wait for a writer
+            # Opening a FIFO for reading would wait for a writer.
+            (os.mkfifo if how == "fifo" else os.mkdir)(path)
     before = open_descriptors()
     for write in (False, True):
         with pytest.raises(NotFound, match=f"segment {made.name} has been re(mov|plac)ed"):
@@ -373,7 +442,9 @@ def test_a_test_of_the_lock_leaves_no_lock(shm: Shm) -> None:
         assert slots.is_held(made) is True
 
 
-def test_a_lack_of_descriptors_is_not_taken_for_a_lost_segment(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_descriptors_is_not_taken_for_a_lost_segment(
+    shm: Shm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slots = shm.open()
     made = slots.add(slots.create(header()))
 
@@ -382,7 +453,9 @@ def test_a_lack_of_descriptors_is_not_taken_for_a_lost_segment(shm: Shm, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", full)
-        with pytest.raises(StorageError, match=f"cannot open the segment {made.name}: Too many open files"):
+        with pytest.raises(
+            StorageError, match=f"cannot open the segment {made.name}: Too many open files"
+        ):
             slots.open_again(made, write=False)
         assert slots.is_held(made) is True  # True, because the lock could not be tested
     assert slots.is_held(made) is False
@@ -400,7 +473,16 @@ def test_refresh_sees_what_the_trainer_wrote(shm: Shm) -> None:
     assert made.refresh() == filling == made.header
 
 
-@pytest.mark.parametrize("changes", [{"job": "bert"}, {"attempt": 3}, {"rank": 1}, {"capacity": 1001}, {"chunk_size": 2 * MIN_CHUNK}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"job": "bert"},
+        {"attempt": 3},
+        {"rank": 1},
+        {"capacity": 1001},
+        {"chunk_size": 2 * MIN_CHUNK},
+    ],
+)
 def test_a_header_of_another_segment_is_refused(shm: Shm, changes: dict[str, Any]) -> None:
     slots = shm.open()
     made = slots.add(slots.create(header()))
@@ -418,7 +500,9 @@ def test_a_damaged_header_is_refused(shm: Shm) -> None:
         made.refresh()
 
 
-def test_an_error_while_a_segment_is_read_names_it_and_is_no_damage_of_the_snapshot(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_a_segment_is_read_names_it_and_is_no_damage_of_the_snapshot(
+    shm: Shm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slots = shm.open()
     made = slots.add(slots.create(header()))
 
@@ -486,7 +570,9 @@ def test_a_released_slot_cannot_be_read(shm: Shm) -> None:
     assert slots.is_held(made) is False
 
 
-def test_a_creation_that_fails_in_any_way_leaves_nothing_behind(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_creation_that_fails_in_any_way_leaves_nothing_behind(
+    shm: Shm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slots = shm.open()
     before = open_descriptors()
 
@@ -514,7 +600,10 @@ def test_a_slot_that_is_read_keeps_its_descriptor(shm: Shm) -> None:
 
 
 class Held(PosixFileSystem):
-    """A tmpfs that is full as long as the memory of a freed segment is not free. `freeing` says when that begins, `may` when it may end."""
+    """A tmpfs that is full as long as the memory of a freed segment is not free.
+
+    `freeing` says when that begins, `may` when it may end.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.freeing, self.may, self.is_full = threading.Event(), threading.Event(), False
@@ -540,7 +629,9 @@ class Held(PosixFileSystem):
 def test_a_release_does_not_wait_until_the_memory_is_free_and_the_next_segment_does(
     shm: Shm, monkeypatch: pytest.MonkeyPatch, read: bool
 ) -> None:
-    """Freeing tens of gigabytes takes seconds, in which the event loop must serve the other jobs."""
+    """Freeing tens of gigabytes takes seconds, in which the event loop must serve the
+    other jobs.
+    """
     fs = Held(monkeypatch)
     slots = shm.open(fs=fs)
     made = slots.add(slots.create(header()))
@@ -602,7 +693,9 @@ def test_adopt_registers_the_segments_of_an_earlier_daemon(shm: Shm) -> None:
     slots = shm.open()
     assert slots.used == 0
     adopted = {slot.name: slot for slot in slots.adopt()}
-    assert {name: slot.header for name, slot in adopted.items()} == dict(zip(left, [header(), sealed], strict=True))
+    assert {name: slot.header for name, slot in adopted.items()} == dict(
+        zip(left, [header(), sealed], strict=True)
+    )
     assert slots.slots == adopted
     assert slots.used == 2 * SIZE
     assert all(isinstance(slot, Slot) and slot.nbytes == SIZE for slot in adopted.values())
@@ -648,7 +741,9 @@ def test_adopt_removes_damaged_segments(shm: Shm) -> None:
     assert shm.files() == []
 
 
-def test_adopt_leaves_a_segment_alone_that_cannot_be_read(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adopt_leaves_a_segment_alone_that_cannot_be_read(
+    shm: Shm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error of a disk may pass, and a later daemon finds the snapshot."""
     (name,) = _left(shm, header())
     pread = os.pread
@@ -664,7 +759,9 @@ def test_adopt_leaves_a_segment_alone_that_cannot_be_read(shm: Shm, monkeypatch:
 
 
 def test_adopt_leaves_a_newer_ckptds_segment_alone(shm: Shm) -> None:
-    """FORMAT.md, section 0: the error is "written by a newer ckptd", and nothing is changed."""
+    """FORMAT.md, section 0: the error is "written by a newer ckptd", and nothing is
+    changed.
+    """
     (name,) = _left(shm, header())
     path = shm.inside / name
     data = resealed(path.read_bytes(), 4096 + 8, 2, start=4096, body=320)
@@ -718,12 +815,19 @@ def overflowing(shm: Shm, quota: int = 0) -> Slots:
 def test_segments_on_the_disk_do_not_count_for_the_quota_and_are_adopted(shm: Shm) -> None:
     slots = overflowing(shm)
     assert slots.remark([]) == ""
-    made = [slots.add(slots.create(header())), slots.add(slots.create_on_disk(header())), slots.add(slots.create_on_disk(header()))]
+    made = [
+        slots.add(slots.create(header())),
+        slots.add(slots.create_on_disk(header())),
+        slots.add(slots.create_on_disk(header())),
+    ]
     assert (slots.used, slots.on_disk) == (SIZE, 2 * SIZE)
     assert len(list((shm.path / "disk" / "segments").iterdir())) == 2
     assert (shm.path / "disk" / "segments").stat().st_mode & 0o777 == 0o700
     assert slots.remark(made[:1]) == ""
-    assert slots.remark(made).startswith(f"the slots do not fit into {shm.path}, and are files in {shm.path / 'disk' / 'segments'} now")
+    assert slots.remark(made).startswith(
+        f"the slots do not fit into {shm.path}, and are files in {shm.path / 'disk' / 'segments'} "
+        f"now"
+    )
     for slot in made:
         slot.descriptor.close()
     for directory in slots._directories():
@@ -767,19 +871,26 @@ def test_a_full_disk_is_named_beside_the_tmpfs(shm: Shm) -> None:
             raise OSError(errno.ENOSPC, "full")
 
     slots = Slots(Full(), shm.path, "ckptd-test", 0, shm.path / "segments")
-    with pytest.raises(SharedMemoryFull, match=rf"^no room for a slot of .* are free, and .* in {shm.path}/segments on the disk; "):
+    with pytest.raises(
+        SharedMemoryFull,
+        match=rf"^no room for a slot of .* are free, and .* in {shm.path}/segments on the disk; ",
+    ):
         slots.create_on_disk(header())
     assert list((shm.path / "segments").iterdir()) == []
     slots.close()
 
 
-def test_without_a_tmpfs_all_segments_go_to_the_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_tmpfs_all_segments_go_to_the_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shm, overflow = tmp_path / "gone", tmp_path / "state" / "segments"
     slots = Slots(PosixFileSystem(), shm, "ckptd-test", 0, overflow)
     made = slots.add(slots.create(header()))
     assert [path.name for path in overflow.iterdir()] == [made.name]
     assert (slots.used, slots.on_disk, slots.disk_directory) == (0, SIZE, str(overflow))
-    assert slots.remark([made]).startswith("there is no shared memory that can be used, so the slots are files in ")
+    assert slots.remark([made]).startswith(
+        "there is no shared memory that can be used, so the slots are files in "
+    )
     assert f"there is no directory {shm}: mount a tmpfs there" in caplog.text
     slots.close()
     again = Slots(PosixFileSystem(), shm, "ckptd-test", 0, overflow)

@@ -1,4 +1,6 @@
-"""Tests that the end of a daemon says which snapshots are in memory only: in its log, and in the output of `ckptd stop`."""
+"""Tests that the end of a daemon says which snapshots are in memory only: in its log,
+and in the output of `ckptd stop`.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,22 @@ def sealed(place: Home, step: int, *, persist: bool = False) -> Agent:
 
 @pytest.mark.parametrize("alive", [True, False], ids=["trainer lives", "trainer is gone"])
 @pytest.mark.parametrize("persist", [True, False], ids=["failed before", "fails at the stop"])
-def test_stop_on_a_full_disk_says_what_is_in_memory_only_and_the_next_daemon_saves_it(place: Home, alive: bool, persist: bool) -> None:
+def test_stop_on_a_full_disk_says_what_is_in_memory_only_and_the_next_daemon_saves_it(
+    place: Home, alive: bool, persist: bool
+) -> None:
     with running(place, failpoints=FULL) as daemon:
         agent = sealed(place, 8, persist=persist)
         if not alive:
             agent._link.let_go()
         run = ckptd("stop", place.root)
-        assert (run.returncode, run.stdout) == (15, f"stopped pid {daemon.process.pid}, which served {place.root}\n")
-        assert run.stderr.startswith(f"ckptd: NOT SAVED: step 8 of job gpt (attempt 1) is in memory only, in {place.segments}")
+        assert (run.returncode, run.stdout) == (
+            15,
+            f"stopped pid {daemon.process.pid}, which served {place.root}\n",
+        )
+        assert run.stderr.startswith(
+            f"ckptd: NOT SAVED: step 8 of job gpt (attempt 1) is in memory only, in "
+            f"{place.segments}"
+        )
         for words in (
             "stays there until the machine or the container restarts",
             "`ckptd gc --delete`",
@@ -68,8 +78,17 @@ def test_stop_as_json_lists_what_is_in_memory_only(place: Home) -> None:
     with running(place, failpoints=FULL) as daemon:
         agent = sealed(place, 8)
         run = ckptd("stop", place.root, "--json")
-        row = {"job": "gpt", "attempt": 1, "step": 8, "directories": [str(place.segments)], "reason": "the daemon's log says why"}
-        assert (run.returncode, json.loads(run.stdout)) == (15, {"pid": daemon.process.pid, "stopped": True, "unsaved": [row]})
+        row = {
+            "job": "gpt",
+            "attempt": 1,
+            "step": 8,
+            "directories": [str(place.segments)],
+            "reason": "the daemon's log says why",
+        }
+        assert (run.returncode, json.loads(run.stdout)) == (
+            15,
+            {"pid": daemon.process.pid, "stopped": True, "unsaved": [row]},
+        )
         agent._link.let_go()
 
 
@@ -79,7 +98,9 @@ def test_nothing_is_said_of_what_is_saved(place: Home, tag: str | None) -> None:
     with running(place) as daemon:
         agent = Agent("gpt", socket=place.socket)
         for step in (1, 2):
-            agent.snapshot(STATE, step=step, tag=tag if step == 2 else None).wait("durable", timeout=60)
+            agent.snapshot(STATE, step=step, tag=tag if step == 2 else None).wait(
+                "durable", timeout=60
+            )
         run = ckptd("stop", place.root)
         assert (run.returncode, run.stderr) == (0, "")
         assert len(place.segment_files()) == 2
@@ -90,7 +111,9 @@ def test_nothing_is_said_of_what_is_saved(place: Home, tag: str | None) -> None:
 
 def test_what_is_on_the_stage_is_saved(place: Home) -> None:
     """The root is not needed for that."""
-    with running(place, "--stage", str(place.path / "stage"), failpoints="upload.intended=error(EIO)") as daemon:
+    with running(
+        place, "--stage", str(place.path / "stage"), failpoints="upload.intended=error(EIO)"
+    ) as daemon:
         agent = sealed(place, 8)
         run = ckptd("stop", place.root, "--json")
         assert (run.returncode, json.loads(run.stdout)["unsaved"]) == (0, [])
@@ -114,11 +137,17 @@ def test_stop_that_does_not_wait_longer_says_what_is_in_memory_only_until_then(p
         agent = sealed(place, 8)
         run = ckptd("stop", place.root, "--timeout", "0.5")
         assert (run.returncode, run.stdout) == (11, "")
-        assert f"until then, step 8 of job gpt (attempt 1) is in memory only, in {place.segments}: wait for it" in run.stderr
+        assert (
+            f"until then, step 8 of job gpt (attempt 1) is in memory only, in {place.segments}: "
+            f"wait for it" in run.stderr
+        )
         daemon.process.terminate()
         assert daemon.died() == 130
         agent._link.let_go()
-    assert "a second signal ends this daemon at once. NOT SAVED: step 8 of job gpt (attempt 1) is in memory only" in last_line(place)
+    assert (
+        "a second signal ends this daemon at once. NOT SAVED: step 8 of job gpt (attempt 1) is in "
+        "memory only" in last_line(place)
+    )
 
 
 def test_the_line_at_the_signal_names_what_is_being_saved(place: Home) -> None:
@@ -128,7 +157,11 @@ def test_the_line_at_the_signal_names_what_is_being_saved(place: Home) -> None:
         until(lambda: daemon.status()["jobs"][0]["last_sealed"] is not None, "the seal")
         assert daemon.stop() == 0
         agent._link.let_go()
-    said = "stopping: saving the newest snapshots that are not durable yet (step 8 of job gpt (attempt 1) is in memory only, in "
+    said = (
+        "stopping: saving the newest snapshots that are not durable yet (step 8 of job "
+        "gpt "
+        "(attempt 1) is in memory only, in "
+    )
     assert said in place.log_text()
 
 
@@ -143,8 +176,18 @@ def status(place: Home, directory: Path, **job: Any) -> dict[str, Any]:
     return {"root": str(place.root), "stage": None, "shared_memory": memory, "jobs": [known]}
 
 
-def segment(directory: Path, name: str, step: int, rank: int = 0, world_size: int = 1, **fields: Any) -> None:
-    made = SegmentHeader(job="gpt", attempt=1, rank=rank, world_size=world_size, slot=0, capacity=4096, chunk_size=1 << 20)
+def segment(
+    directory: Path, name: str, step: int, rank: int = 0, world_size: int = 1, **fields: Any
+) -> None:
+    made = SegmentHeader(
+        job="gpt",
+        attempt=1,
+        rank=rank,
+        world_size=world_size,
+        slot=0,
+        capacity=4096,
+        chunk_size=1 << 20,
+    )
     header = replace(made, state=SlotState.SEALED, step=step, **fields)
     directory.mkdir(exist_ok=True)
     with (directory / f"{name * 32}.seg").open("w+b") as file:
@@ -156,7 +199,9 @@ def left(found: list[UnsavedSnapshot]) -> list[tuple[int, tuple[str, ...], str]]
     return [(each.step, each.directories, each.reason) for each in found]
 
 
-def test_only_the_newest_snapshot_that_all_ranks_have_sealed_counts(place: Home, tmp_path: Path) -> None:
+def test_only_the_newest_snapshot_that_all_ranks_have_sealed_counts(
+    place: Home, tmp_path: Path
+) -> None:
     segment(tmp_path, "a", 7, 0, 2)
     segment(tmp_path, "b", 7, 1, 2)
     segment(tmp_path / "disk", "c", 8, 0, 2)
@@ -165,21 +210,36 @@ def test_only_the_newest_snapshot_that_all_ranks_have_sealed_counts(place: Home,
     error = {"step": 8, "reason": "the disk is full"}
     found = unsaved.left_behind(status(place, tmp_path, last_error=error))
     assert left(found) == [(8, (str(tmp_path), str(tmp_path / "disk")), "the disk is full")]
-    assert unsaved.left_behind(status(place, tmp_path, last_durable={"attempt": 1, "step": 8})) == []
+    assert (
+        unsaved.left_behind(status(place, tmp_path, last_durable={"attempt": 1, "step": 8})) == []
+    )
 
 
 def test_of_several_nodes_every_step_of_this_node_counts(place: Home, tmp_path: Path) -> None:
     for name, step in (("a", 7), ("b", 8)):
         segment(tmp_path, name, step, 2, 4)
-    assert left(unsaved.left_behind(status(place, tmp_path, ranks_here=[2]))) == [(7, (str(tmp_path),), WHY), (8, (str(tmp_path),), WHY)]
+    assert left(unsaved.left_behind(status(place, tmp_path, ranks_here=[2]))) == [
+        (7, (str(tmp_path),), WHY),
+        (8, (str(tmp_path),), WHY),
+    ]
     assert unsaved.left_behind(status(place, tmp_path, ranks_here=[2, 3])) == []
     assert [
-        step for step, _, _ in left(unsaved.left_behind(status(place, tmp_path, ranks_here=[2], last_durable={"attempt": 1, "step": 7})))
+        step
+        for step, _, _ in left(
+            unsaved.left_behind(
+                status(place, tmp_path, ranks_here=[2], last_durable={"attempt": 1, "step": 7})
+            )
+        )
     ] == [8]
 
 
-def test_a_step_that_this_node_has_delivered_is_left_to_the_next_daemon(place: Home, tmp_path: Path) -> None:
-    """Its parts are on storage, and the receipt says so. An abandonment takes that back."""
+def test_a_step_that_this_node_has_delivered_is_left_to_the_next_daemon(
+    place: Home, tmp_path: Path
+) -> None:
+    """Its parts are on storage, and the receipt says so.
+
+    An abandonment takes that back.
+    """
     segment(tmp_path, "a", 7, 2, 4)
     told = status(place, tmp_path, ranks_here=[2])
     repository = open_root(place.root)
@@ -206,7 +266,9 @@ def test_a_segment_of_an_earlier_boot_is_lost_already(place: Home, tmp_path: Pat
     assert unsaved.left_behind(status(place, tmp_path)) == []
 
 
-def test_a_root_that_does_not_answer_does_not_hold_the_command(place: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_that_does_not_answer_does_not_hold_the_command(
+    place: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers = threading.Event()
 
     def hang(place: object) -> None:
@@ -218,24 +280,35 @@ def test_a_root_that_does_not_answer_does_not_hold_the_command(place: Home, tmp_
     monkeypatch.setattr(unsaved, "STORAGE_SECONDS", 0.1)
     (found,) = unsaved.left_behind(status(place, tmp_path))
     answers.set()
-    assert found.reason == f"{place.root} did not answer within 0.1 s, so that it may be saved or not"
+    assert (
+        found.reason == f"{place.root} did not answer within 0.1 s, so that it may be saved or not"
+    )
 
 
-def test_a_storage_that_cannot_be_read_is_named(place: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_that_cannot_be_read_is_named(
+    place: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(place: object) -> None:
         raise PermissionError(13, "Permission denied", str(place))
 
     segment(tmp_path, "a", 7)
     monkeypatch.setattr(unsaved, "existing_root", fail)
     (found,) = unsaved.left_behind(status(place, tmp_path))
-    assert found.reason.startswith(f"storage cannot be read, so that it may be saved or not: cannot read {place.root}: Permission denied")
+    assert found.reason.startswith(
+        f"storage cannot be read, so that it may be saved or not: cannot read {place.root}: "
+        f"Permission denied"
+    )
 
 
 def test_several_snapshots_are_one_line(place: Home) -> None:
-    found = [UnsavedSnapshot("a", 1, 8, ("/dev/shm/x",), "the disk is full"), UnsavedSnapshot("b", 2, 9, ("/dev/shm/x", "/var/y"))]
+    found = [
+        UnsavedSnapshot("a", 1, 8, ("/dev/shm/x",), "the disk is full"),
+        UnsavedSnapshot("b", 2, 9, ("/dev/shm/x", "/var/y")),
+    ]
     said = unsaved.text(found, "/ckpts")
     assert said.startswith(
-        "NOT SAVED: step 8 of job a (attempt 1) is in memory only, in /dev/shm/x: the disk is full; "
+        "NOT SAVED: step 8 of job a (attempt 1) is in memory only, in /dev/shm/x: the disk is "
+        "full; "
         "step 9 of job b (attempt 2) is in memory only, in /dev/shm/x, /var/y. "
     )
     assert "\n" not in said

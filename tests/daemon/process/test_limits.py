@@ -42,7 +42,8 @@ def test_as_many_clients_are_accepted_as_the_plan_says(slots: int) -> None:
     plan = limits.DescriptorPlan(slots)
     for limit in range(plan.least, 400):
         fit = plan.ranks(limit)
-        for segments in (0, slots * fit):  # no segments of an earlier run are left, or those of as many ranks are
+        # No segments of an earlier run are left, or those of as many ranks are.
+        for segments in (0, slots * fit):
             accepted = 0
             while plan.fits(limit, accepted, accepted, segments):
                 accepted += 1
@@ -58,10 +59,14 @@ def test_segments_beyond_the_plan_leave_less_room() -> None:
 def test_a_limit_that_is_too_low_is_named() -> None:
     plan = limits.DescriptorPlan(2)
     assert plan.warning(61, 2) == ""
-    assert plan.warning(51, 2).startswith("max_connections is 2, but only 1 of them fit into the limit of 51 open files")
+    assert plan.warning(51, 2).startswith(
+        "max_connections is 2, but only 1 of them fit into the limit of 51 open files"
+    )
     assert "2 clients need a limit of 61" in plan.warning(51, 2)
     limits.check(plan, 51)
-    with pytest.raises(errors.InvalidConfig, match="needs 51 for one rank and 10 more for each other one"):
+    with pytest.raises(
+        errors.InvalidConfig, match="needs 51 for one rank and 10 more for each other one"
+    ):
         limits.check(plan, 50)
 
 
@@ -103,7 +108,10 @@ def test_a_daemon_raises_its_own_limit(place: Home) -> None:
     told = daemon.status()["descriptors"]
     assert (told["limit"], told["clients"], told["accepting_paused"]) == (500, 1, None)
     assert told["clients_fit"] == (fit := limits.DescriptorPlan(2, 2).ranks(500))
-    assert f"max_connections is 256, but only {fit} of them fit into the limit of 500 open files" in place.log_text()
+    assert (
+        f"max_connections is 256, but only {fit} of them fit into the limit of 500 open files"
+        in place.log_text()
+    )
     daemon.stop()
 
 
@@ -116,7 +124,10 @@ def test_a_daemon_without_room_for_one_rank_does_not_start(place: Home) -> None:
 
 @pytest.mark.parametrize("slots", [2, 4])
 def test_descriptors_of_a_rank_are_as_planned(place: Home, slots: int) -> None:
-    """One idle rank takes one descriptor for its connection and one for each slot. The daemon itself takes at most `OWN`."""
+    """One idle rank takes one descriptor for its connection and one for each slot.
+
+    The daemon itself takes at most `OWN`.
+    """
     with running(place, "--slots", str(slots)) as daemon:
         until(lambda: opened(daemon) <= limits.OWN, "rest")
         own, agents = opened(daemon), []
@@ -134,7 +145,11 @@ def test_descriptors_of_a_rank_are_as_planned(place: Home, slots: int) -> None:
 def test_clients_beyond_the_limit_get_an_error_before_descriptors_run_out(place: Home) -> None:
     daemon = limited(place, 96, 96).wait_ready()  # room for five ranks
     held = [Channel(place.socket, 30) for _ in range(5)]
-    with pytest.raises(errors.Busy, match="has 5 clients and no room for another one within its limit of 96 open files.*LimitNOFILE="):
+    with pytest.raises(
+        errors.Busy,
+        match="has 5 clients and no room for another one within its limit of 96 open "
+        "files.*LimitNOFILE=",
+    ):
         Channel(place.socket, 30)
     assert opened(daemon) < 96 - limits.SPARE
     for channel in held:
@@ -152,18 +167,25 @@ def reaches(place: Home) -> bool:
     return True
 
 
-def test_ranks_that_fit_reconnect_after_a_restart_and_fit_in_a_new_run(place: Home, tmp_path: Path) -> None:
+def test_ranks_that_fit_reconnect_after_a_restart_and_fit_in_a_new_run(
+    place: Home, tmp_path: Path
+) -> None:
     """The segments of the previous run still exist when all ranks start again."""
     limit = limits.DescriptorPlan(2, 2).needed(3)
     for run in (1, 2):
         daemon = limited(place, limit, limit).wait_ready()
-        agents = [Agent(f"job-{rank}", socket=place.socket, takeover=True) for rank in range(3)]  # this process holds the locks of run 1
+        # This process holds the locks of run 1.
+        agents = [Agent(f"job-{rank}", socket=place.socket, takeover=True) for rank in range(3)]
         for rank, agent in enumerate(agents):
             state = {"x": torch.zeros(3)}
             recovered = agent.recover(state)
             assert (recovered and recovered.step) == (run - 1 or None)
-            assert torch.equal(state["x"], torch.full((3,), float(recovered.step if recovered else 0)))
-            agent.snapshot({"x": torch.full((3,), float(run))}, step=run).wait("durable", timeout=60)
+            assert torch.equal(
+                state["x"], torch.full((3,), float(recovered.step if recovered else 0))
+            )
+            agent.snapshot({"x": torch.full((3,), float(run))}, step=run).wait(
+                "durable", timeout=60
+            )
             assert rank < 3
         daemon.kill()
         again = limited(place, limit, limit).wait_ready()
@@ -178,14 +200,22 @@ def test_a_daemon_that_ran_out_of_descriptors_accepts_clients_again(place: Home)
     daemon = Daemon(place).wait_ready()
     pid = daemon.process.pid
     _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))  # the numbers below 3 belong to the standard streams
+    # The numbers below 3 belong to the standard streams.
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
     waiting = [socket.socket(socket.AF_UNIX) for _ in range(10)]
     for client in waiting:
         client.connect(str(place.socket))
-    until(lambda: "no client can be accepted: Too many open files" in place.log_text(), "word in the log")
+    until(
+        lambda: "no client can be accepted: Too many open files" in place.log_text(),
+        "word in the log",
+    )
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
     status = daemon.status()  # behind the earlier clients
-    assert (status["ready"], status["descriptors"]["accepting_paused"], status["counters"]["accept_pauses"]) == (True, None, 1)
+    assert (
+        status["ready"],
+        status["descriptors"]["accepting_paused"],
+        status["counters"]["accept_pauses"],
+    ) == (True, None, 1)
     for client in waiting:
         client.close()
     until(lambda: opened(daemon) <= limits.OWN, "return to the start")

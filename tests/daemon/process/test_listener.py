@@ -1,4 +1,6 @@
-"""Tests the listening socket: only a dead daemon's own socket is ever removed, and no other user can replace it."""
+"""Tests the listening socket: only a dead daemon's own socket is ever removed, and no
+other user can replace it.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,18 @@ def test_a_new_socket_is_accessible_to_its_user_only(path: Path) -> None:
 
 
 def test_a_file_at_the_sockets_name_is_left_alone(place: Home) -> None:
-    """`--socket FILE` once deleted any file, because a file refuses connections as a dead daemon's socket does."""
+    """`--socket FILE` once deleted any file, because a file refuses connections as a
+    dead daemon's socket does.
+    """
     place.socket.write_text("a thesis")
     daemon = Daemon(place)
     assert not daemon.reached_ready()
     assert daemon.died() == 1
     daemon.close()
-    assert "a file that is not a socket has this name and was left alone; name another --socket" in place.log_text()
+    assert (
+        "a file that is not a socket has this name and was left alone; name another --socket"
+        in place.log_text()
+    )
     assert place.socket.read_text() == "a thesis"
 
 
@@ -52,7 +59,9 @@ def test_anything_but_a_socket_is_left_alone(path: Path, kind: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
             dead.bind(str(target))
     before = path.lstat().st_ino, sorted(path.parent.iterdir())
-    with pytest.raises(StorageError, match=f"^cannot listen at {path}: a file that is not a socket has this name"):
+    with pytest.raises(
+        StorageError, match=f"^cannot listen at {path}: a file that is not a socket has this name"
+    ):
         listen(path)
     assert (path.lstat().st_ino, sorted(path.parent.iterdir())) == before
 
@@ -67,10 +76,15 @@ def test_a_dead_daemons_socket_is_replaced(path: Path) -> None:
     listener.close()
 
 
-def test_a_live_daemon_with_a_full_queue_is_not_replaced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_daemon_with_a_full_queue_is_not_replaced(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its queue is full, so connect(2) would wait for ever."""
     monkeypatch.setattr("ckptd.daemon.process.listener._PROBE_SECONDS", 0.05)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as live, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as live,
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first,
+    ):
         live.bind(str(path))
         live.listen(0)
         first.connect(str(path))
@@ -85,14 +99,18 @@ def test_a_dead_socket_of_another_user_is_left_alone(path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
     os.chown(path, 65534, 65534)
-    with pytest.raises(StorageError, match="this socket belongs to uid 65534, not to uid 0, and was left alone"):
+    with pytest.raises(
+        StorageError, match="this socket belongs to uid 65534, not to uid 0, and was left alone"
+    ):
         listen(path)
     assert path.is_socket()
 
 
 def test_a_directory_where_others_may_replace_it_is_refused(path: Path) -> None:
     path.parent.chmod(0o777)
-    with pytest.raises(Forbidden, match="has mode 777, so that other users could replace the socket"):
+    with pytest.raises(
+        Forbidden, match="has mode 777, so that other users could replace the socket"
+    ):
         listen(path)
     assert not path.exists()
     path.parent.chmod(0o1777)
@@ -101,7 +119,10 @@ def test_a_directory_where_others_may_replace_it_is_refused(path: Path) -> None:
 
 
 def test_many_ranks_may_connect_at_once(path: Path) -> None:
-    """More than 128 ranks connect before the daemon accepts the first. The kernel allows net.core.somaxconn."""
+    """More than 128 ranks connect before the daemon accepts the first.
+
+    The kernel allows net.core.somaxconn.
+    """
     listener, _ = listen(path)
     count = min(1000, int(Path("/proc/sys/net/core/somaxconn").read_text()))
     assert count > 128

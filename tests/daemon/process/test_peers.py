@@ -1,4 +1,6 @@
-"""Tests that a peer is the process at the other end of a socket, and that its descriptors are closed."""
+"""Tests that a peer is the process at the other end of a socket, and that its
+descriptors are closed.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,32 @@ import pytest
 from ckptd.daemon.process import peers
 from ckptd.daemon.process.peers import Peer
 
-CHILD = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); sys.stdin.read()"
+CHILD = (
+    "import socket, sys; s = socket.socket(socket.AF_UNIX); "
+    "s.connect(sys.argv[1]); "
+    "sys.stdin.read()"
+)
 
 
-def test_a_peer_is_the_process_that_connected_and_its_pidfd_tells_of_its_death(tmp_path: Path) -> None:
+def test_a_peer_is_the_process_that_connected_and_its_pidfd_tells_of_its_death(
+    tmp_path: Path,
+) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))
         listener.listen()
         begun = time.time()
-        child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "socket")], stdin=subprocess.PIPE)
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(tmp_path / "socket")], stdin=subprocess.PIPE
+        )
         connection, _ = listener.accept()
         with connection:
             peer = Peer(connection)
-            assert (peer.pid, peer.uid, str(peer), peer.lacks_descriptor) == (child.pid, os.geteuid(), f"pid {child.pid}", False)
+            assert (peer.pid, peer.uid, str(peer), peer.lacks_descriptor) == (
+                child.pid,
+                os.geteuid(),
+                f"pid {child.pid}",
+                False,
+            )
             assert abs(peer.started() - begun) < 60
             watch = peer.watch()
             peer.close()

@@ -27,14 +27,18 @@ os.write(2, b"a traceback")
 def test_standard_error_follows_to_the_new_file(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("a") as stream:
-        subprocess.run([sys.executable, "-c", SPEAK, log], stdout=stream, stderr=stream, check=True, timeout=60)
+        subprocess.run(
+            [sys.executable, "-c", SPEAK, log], stdout=stream, stderr=stream, check=True, timeout=60
+        )
     assert log.read_text() == f"line 4 {'x' * 60}\na traceback"
     assert (tmp_path / "log.1").read_text() == f"line 3 {'x' * 60}\n"
     assert sorted(os.listdir(tmp_path)) == ["log", "log.1"]
 
 
 def test_standard_error_that_is_another_file_stays(tmp_path: Path) -> None:
-    said = subprocess.run([sys.executable, "-c", SPEAK, tmp_path / "log"], capture_output=True, check=True, timeout=60)
+    said = subprocess.run(
+        [sys.executable, "-c", SPEAK, tmp_path / "log"], capture_output=True, check=True, timeout=60
+    )
     assert said.stderr == b"a traceback"
     assert (tmp_path / "log").read_text() == f"line 4 {'x' * 60}\n"
 

@@ -1,4 +1,6 @@
-"""Tests hostile and broken clients against a real daemon: they get one sentence or nothing, and other clients do not notice."""
+"""Tests hostile and broken clients against a real daemon: they get one sentence or
+nothing, and other clients do not notice.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,10 @@ def test_a_rank_that_hangs_up_while_its_attempt_begins_is_not_connected(place: H
         channel = Channel(place.socket, 30.0)
         channel.send(m.Begin(id=channel.new_id(), job="gpt", rank=0, world_size=1))
         channel.close()
-        until(lambda: daemon.status()["jobs"] and daemon.status()["jobs"][0]["attempt"] == 1, "attempt")
+        until(
+            lambda: daemon.status()["jobs"] and daemon.status()["jobs"][0]["attempt"] == 1,
+            "attempt",
+        )
         until(lambda: daemon.status()["jobs"][0]["ranks_connected"] == 0, "end of the connection")
 
 
@@ -78,13 +83,17 @@ def next_of(channel: Channel, kind: type[Any]) -> tuple[Any, list[Any]]:
             before.append(message)
 
 
-def test_a_client_that_does_not_know_waiting_does_not_get_it(place: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_know_waiting_does_not_get_it(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with running(place, forked=warn_soon):
         new = Channel(place.socket, 30.0)
         monkeypatch.setattr("ckptd.shared.wire.session.WAITING", "another feature")
         old = Channel(place.socket, 30.0)
         for rank, channel in enumerate((old, new)):
-            channel.send(m.Begin(id=channel.new_id(), job="gpt", rank=rank, world_size=2, attempt=rank))
+            channel.send(
+                m.Begin(id=channel.new_id(), job="gpt", rank=rank, world_size=2, attempt=rank)
+            )
             next_of(channel, m.Began)
         old.send(m.Replan(id=old.new_id(), step=5))
         assert next_of(new, m.Waiting) == (m.Waiting(re=0, attempt=1, step=5, ranks=[1]), [])
@@ -94,7 +103,9 @@ def test_a_client_that_does_not_know_waiting_does_not_get_it(place: Home, monkey
             channel.close()
 
 
-def test_each_message_comes_once_however_many_attempts_a_connection_has_begun(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_message_comes_once_however_many_attempts_a_connection_has_begun(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each rollback begins an attempt on the same connection."""
     heard: list[m.Progress] = []
     got = Client._got
@@ -118,8 +129,12 @@ def test_each_message_comes_once_however_many_attempts_a_connection_has_begun(da
 
 
 def test_progress_after_a_failed_begin_is_kept_until_the_next_begin(place: Home) -> None:
-    """A rank that begins its next attempt still waits for the snapshot of the attempt before."""
-    with running(place, failpoints="persist.intended=sleep(1)@1,attempt.claiming=error(EIO)@2") as daemon:
+    """A rank that begins its next attempt still waits for the snapshot of the attempt
+    before.
+    """
+    with running(
+        place, failpoints="persist.intended=sleep(1)@1,attempt.claiming=error(EIO)@2"
+    ) as daemon:
         agent = Agent("gpt", socket=place.socket)
         pending = agent.snapshot({"x": torch.ones(3)}, step=1)
         with pytest.raises(errors.StorageError, match="cannot claim an attempt"):
@@ -135,17 +150,28 @@ def test_progress_after_a_failed_begin_is_kept_until_the_next_begin(place: Home)
     ("sent", "words"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "this is not ckptd's protocol"),
-        (struct.pack("<I", 0xFFFFFFFF), "a frame claims 4294967295 bytes; 1 to 1048576 are allowed"),
+        (
+            struct.pack("<I", 0xFFFFFFFF),
+            "a frame claims 4294967295 bytes; 1 to 1048576 are allowed",
+        ),
         (struct.pack("<I", 0), "a frame claims 0 bytes"),
         (frames.encode(b"\xc1" * 10), "a message cannot be decoded"),
         (frames.encode(msgspec.msgpack.encode({"type": "begin"})), "a message cannot be decoded"),
-        (frames.encode(msgspec.msgpack.encode({"type": "status", "id": 1})), "Status is not allowed while the session is new"),
-        (hello() + frames.encode(m.encode(m.Find(id=2))), "Find is not allowed while the session is"),
+        (
+            frames.encode(msgspec.msgpack.encode({"type": "status", "id": 1})),
+            "Status is not allowed while the session is new",
+        ),
+        (
+            hello() + frames.encode(m.encode(m.Find(id=2))),
+            "Find is not allowed while the session is",
+        ),
         (hello() + hello(2), "Hello is not allowed while the session is"),
         (frames.encode(m.encode(m.Done(re=1))), "Done does not go from agent to daemon"),
     ],
 )
-def test_broken_protocol_ends_the_connection_with_a_sentence(daemon: Daemon, sent: bytes, words: str) -> None:
+def test_broken_protocol_ends_the_connection_with_a_sentence(
+    daemon: Daemon, sent: bytes, words: str
+) -> None:
     with connect(daemon) as client:
         client.sendall(sent)
         last = answers(client)[-1]
@@ -169,13 +195,20 @@ def without_uvloop() -> None:
 
 
 @pytest.mark.parametrize("event_loop", ["uvloop", "asyncio"])
-def test_the_next_client_with_the_same_descriptor_number_gets_answers(place: Home, event_loop: str) -> None:
-    """The daemon closes a connection while it waits for that client's next bytes. The next client gets the same descriptor number."""
+def test_the_next_client_with_the_same_descriptor_number_gets_answers(
+    place: Home, event_loop: str
+) -> None:
+    """The daemon closes a connection while it waits for that client's next bytes.
+
+    The next client gets the same descriptor number.
+    """
     daemon = Daemon(place, forked=without_uvloop if event_loop == "asyncio" else True).wait_ready()
     try:
         for _ in range(3):
             with connect(daemon) as refused:
-                refused.sendall(frames.encode(m.encode(m.Hello(id=1, min_version=7, max_version=9))))
+                refused.sendall(
+                    frames.encode(m.encode(m.Hello(id=1, min_version=7, max_version=9)))
+                )
                 answers(refused)
             with connect(daemon) as client:
                 client.sendall(hello())
@@ -201,7 +234,11 @@ def test_random_bytes_and_mutated_frames_disturb_no_other_client(daemon: Daemon)
     process = psutil.Process(daemon.process.pid)
     before = process.num_fds()
     for _ in range(300):
-        data = bytearray(b"".join(chance.sample(valid, chance.randint(1, len(valid)))) if chance.random() < 0.5 else b"".join(valid))
+        data = bytearray(
+            b"".join(chance.sample(valid, chance.randint(1, len(valid))))
+            if chance.random() < 0.5
+            else b"".join(valid)
+        )
         for _ in range(chance.randint(0, 6)):
             data[chance.randrange(len(data))] = chance.randrange(256)
         with connect(daemon) as client:
@@ -209,7 +246,8 @@ def test_random_bytes_and_mutated_frames_disturb_no_other_client(daemon: Daemon)
             client.shutdown(socket.SHUT_WR)
             answers(client)
     still_serves(daemon)
-    assert process.num_fds() <= before + 16  # only the segments that the mutated requests were granted
+    # Only the segments that the mutated requests were granted.
+    assert process.num_fds() <= before + 16
 
 
 def test_descriptors_sent_along_are_dropped(daemon: Daemon) -> None:
@@ -219,7 +257,9 @@ def test_descriptors_sent_along_are_dropped(daemon: Daemon) -> None:
         client.recv(65536)
         before = process.num_fds()
         for number in range(1, 20):
-            socket.send_fds(client, [frames.encode(m.encode(m.Status(id=number + 1)))], [null.fileno()] * 50)
+            socket.send_fds(
+                client, [frames.encode(m.encode(m.Status(id=number + 1)))], [null.fileno()] * 50
+            )
         decoder, seen = frames.Decoder(), 0
         while seen < 19:
             seen += len(decoder.feed(client.recv(65536)))
@@ -289,7 +329,10 @@ def test_a_client_cannot_seal_a_slot_whose_header_is_not_sealed(daemon: Daemon) 
     assert isinstance(granted, m.Granted)
     answer = ask(m.Seal(id=liar.new_id(), segment=granted.segment, attempt=1, step=1))
     assert isinstance(answer, m.Error)
-    assert (answer.code, "does not hold a sealed snapshot of step 1" in answer.message) == ("invalid", True)
+    assert (answer.code, "does not hold a sealed snapshot of step 1" in answer.message) == (
+        "invalid",
+        True,
+    )
     answer = ask(m.Acquire(id=liar.new_id(), step=2, name="../x", wait=0.0))
     assert isinstance(answer, m.Error)
     assert answer.code == "invalid"
@@ -309,10 +352,17 @@ def test_a_copy_that_does_not_match_the_checksums_of_its_seal_is_not_used(
     agent.snapshot(state, step=1).wait("durable", timeout=60)
     right = CheckedCopy.checks
     with monkeypatch.context() as patch:
-        patch.setattr(CheckedCopy, "checks", lambda self, values: [crc ^ 1 for crc in right(self, values) or []])
+        patch.setattr(
+            CheckedCopy,
+            "checks",
+            lambda self, values: [crc ^ 1 for crc in right(self, values) or []],
+        )
         pending = agent.snapshot(state, step=2, persist=persist)
         if persist:
-            with pytest.raises(errors.CkptdError, match="chunk 0 of job step 2 has changed in memory since it was sealed"):
+            with pytest.raises(
+                errors.CkptdError,
+                match="chunk 0 of job step 2 has changed in memory since it was sealed",
+            ):
                 pending.wait("durable", timeout=60)
         else:
             pending.wait("sealed", timeout=60)
@@ -329,7 +379,8 @@ def test_a_segment_that_is_tampered_with_is_noticed(daemon: Daemon, damage: str)
     agent.snapshot({"x": torch.arange(100_000) + 1}, step=2, persist=False).wait("sealed")
     victim = max(daemon.home.segment_files(), key=lambda path: path.stat().st_mtime_ns)
     with victim.open("rb") as file:
-        # A change before the daemon has read the seal would make step 2 fail. One before there are checksums is not noticed.
+        # A change before the daemon has read the seal would make step 2 fail. One
+        # before there are checksums is not noticed.
         until(lambda: daemon.status()["jobs"][0]["last_sealed"]["step"] == 2, "seal of step 2")
         until(lambda: read_check(file.fileno(), read_header(file.fileno())), "checksums")
     if damage == "unlink":
@@ -344,7 +395,8 @@ def test_a_segment_that_is_tampered_with_is_noticed(daemon: Daemon, damage: str)
         with victim.open("r+b") as file:
             file.seek(40_000)
             file.write(b"\xff\xfe")
-    reader = Agent("job", socket=daemon.home.socket)  # a new attempt: the old trainer is fenced from now on
+    # A new attempt: the old trainer is fenced from now on.
+    reader = Agent("job", socket=daemon.home.socket)
     state = {"x": torch.zeros(100_000, dtype=torch.int64)}
     recovered = reader.recover(state)
     assert recovered is not None
@@ -372,11 +424,16 @@ def test_a_huge_name_in_a_foreign_manifest_does_not_break_recover(daemon: Daemon
     strange = Manifest.decode(source.read_bytes())
     place = daemon.home.root / "job" / "step-00000009.a0001"
     place.mkdir()
-    (place / "manifest.json").write_bytes(msgspec.structs.replace(strange, job="j" * 2_000_000).encode())
+    (place / "manifest.json").write_bytes(
+        msgspec.structs.replace(strange, job="j" * 2_000_000).encode()
+    )
     recovered = agent.recover({"x": torch.zeros(1)})
     assert recovered is not None
     assert recovered.step == 1
-    assert "step-00000009.a0001: manifest cannot be read: Expected `str` of length <= 256" in recovered.passed_over[0]
+    assert (
+        "step-00000009.a0001: manifest cannot be read: Expected `str` of length <= 256"
+        in recovered.passed_over[0]
+    )
     agent.close()
 
 
@@ -417,7 +474,11 @@ def test_a_slot_that_cannot_be_passed_on_leaves_no_descriptor_open() -> None:
         opened.append(os.open("/dev/null", os.O_RDONLY))
         return opened[-1]
 
-    connection = SimpleNamespace(_server=SimpleNamespace(engine=SimpleNamespace(slots=SimpleNamespace(open_again=open_again))))
+    connection = SimpleNamespace(
+        _server=SimpleNamespace(
+            engine=SimpleNamespace(slots=SimpleNamespace(open_again=open_again))
+        )
+    )
     with pytest.raises(errors.StorageError):
         Connection._pass_on(cast(Connection, connection), 1, cast(list[Slot], ["a", "b"]))
     for fd in opened:

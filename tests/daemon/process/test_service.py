@@ -1,4 +1,6 @@
-"""Tests how a recovery waits for the saves of a job of several nodes, with a saver whose saves end as each test says."""
+"""Tests how a recovery waits for the saves of a job of several nodes, with a saver
+whose saves end as each test says.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,22 @@ from ckptd.shared.wire.lifecycle import SnapshotState
 
 
 class Saver:
-    """In the place of the saver. `ends` says how the saves of each step end, one after the other; a save without an entry does not end.
+    """In the place of the saver.
 
-    An end is "durable", "delivered", or the code of the error. After "delivered", the save waits for the outcome until `refuse`.
+    `ends` says how the saves of each step end, one after the other; a save without an
+    entry does not end.
+
+    An end is "durable", "delivered", or the code of the error. After "delivered", the
+    save waits for the outcome until `refuse`.
     """
 
     def __init__(self, job: Any, ends: dict[int, list[str]], refused: bool = False) -> None:
         self.job, self.ends, self.refused, self.started = job, ends, refused, list[int]()
-        self.joint, self._running, self._waiting = self, dict[int, asyncio.Task[None]](), asyncio.Event()
+        self.joint, self._running, self._waiting = (
+            self,
+            dict[int, asyncio.Task[None]](),
+            asyncio.Event(),
+        )
 
     def start(self, snapshot: Held) -> asyncio.Task[None]:
         task = self._running.get(snapshot.key[1])
@@ -68,8 +78,17 @@ class Held:
 
 
 async def deliver(ends: dict[int, list[str]], *snapshots: Held, refused: bool = False) -> list[int]:
-    """Have the daemon deliver these snapshots of a job in attempt 2. Return the steps whose saves were started, in order."""
-    job = SimpleNamespace(attempt=2, moved=asyncio.Event(), newest=None, is_dead=lambda s: False, is_durable=lambda *key: False)
+    """Have the daemon deliver these snapshots of a job in attempt 2.
+
+    Return the steps whose saves were started, in order.
+    """
+    job = SimpleNamespace(
+        attempt=2,
+        moved=asyncio.Event(),
+        newest=None,
+        is_dead=lambda s: False,
+        is_durable=lambda *key: False,
+    )
     job.newest_durable = lambda: job.newest
     saver = Saver(job, ends, refused)
     service = Service(SimpleNamespace(saver=saver))  # type: ignore[arg-type]
@@ -77,7 +96,9 @@ async def deliver(ends: dict[int, list[str]], *snapshots: Held, refused: bool = 
     return saver.started
 
 
-async def test_a_step_that_no_other_node_holds_is_not_waited_for_once_a_newer_one_is_durable() -> None:
+async def test_a_step_that_no_other_node_holds_is_not_waited_for_once_a_newer_one_is_durable() -> (
+    None
+):
     assert await deliver({6: ["durable"]}, Held(5), Held(6)) == [5, 6]
 
 
@@ -89,9 +110,16 @@ async def test_a_step_that_was_to_be_saved_is_waited_for_although_a_newer_one_is
 
 
 @pytest.mark.parametrize(
-    ("ends", "started"), [(["storage", "durable"], [5, 5]), (["storage", "storage", "durable"], [5, 5]), (["integrity", "durable"], [5])]
+    ("ends", "started"),
+    [
+        (["storage", "durable"], [5, 5]),
+        (["storage", "storage", "durable"], [5, 5]),
+        (["integrity", "durable"], [5]),
+    ],
 )
-async def test_a_save_that_failed_on_storage_is_tried_once_more(ends: list[str], started: list[int]) -> None:
+async def test_a_save_that_failed_on_storage_is_tried_once_more(
+    ends: list[str], started: list[int]
+) -> None:
     assert await deliver({5: ends}, Held(5)) == started
 
 
@@ -120,15 +148,33 @@ async def test_what_is_durable_or_no_longer_in_memory_is_left_alone() -> None:
     ],
 )
 async def test_memory_is_offered_alone_only_if_nothing_newer_can_be_on_storage(
-    monkeypatch: pytest.MonkeyPatch, node: Membership | None, in_memory: Key | None, stored: Key | None, raises: bool
+    monkeypatch: pytest.MonkeyPatch,
+    node: Membership | None,
+    in_memory: Key | None,
+    stored: Key | None,
+    raises: bool,
 ) -> None:
-    """The storage does not answer. Snapshots of several nodes are not offered from memory, and an older step must not come back."""
+    """The storage does not answer.
+
+    Snapshots of several nodes are not offered from memory, and an older step must not
+    come back.
+    """
     catalog = Catalog()
     job = catalog.job("gpt")
     job.attempt, job.node = 3, node
     if stored is not None:
-        job.in_root["x.a0002"] = StoredCheckpoint("gpt", "x.a0002", *stored, 1, 1, (), user_tag=True)
-    snapshot = Snapshot("gpt", *(in_memory or (2, 5)), "step", 1, persist=True, state=SnapshotState.SEALED, node=node)
+        job.in_root["x.a0002"] = StoredCheckpoint(
+            "gpt", "x.a0002", *stored, 1, 1, (), user_tag=True
+        )
+    snapshot = Snapshot(
+        "gpt",
+        *(in_memory or (2, 5)),
+        "step",
+        1,
+        persist=True,
+        state=SnapshotState.SEALED,
+        node=node,
+    )
     offered = [snapshot] if in_memory and node is None else []
 
     async def scan_job(*_: Any, **__: Any) -> None:
@@ -152,4 +198,6 @@ async def test_memory_is_offered_alone_only_if_nothing_newer_can_be_on_storage(
         with pytest.raises(StorageError, match="has not answered"):
             await service.find("gpt", None)
     else:
-        assert [(c.attempt, c.step, c.source) for c in (await service.find("gpt", None)).candidates] == [(2, 5, "memory")]
+        assert [
+            (c.attempt, c.step, c.source) for c in (await service.find("gpt", None)).candidates
+        ] == [(2, 5, "memory")]

@@ -1,4 +1,6 @@
-"""What the daemon measures of itself: with a loop that is held up, a disk that hangs, and a save that stands still."""
+"""What the daemon measures of itself: with a loop that is held up, a disk that hangs,
+and a save that stands still.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,15 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     (tmp_path / "root").mkdir()
     with ThreadPoolExecutor(1) as pool:
         yield SimpleNamespace(
-            saver=SimpleNamespace(busy=False), pipelines=[SimpleNamespace(chunks_done=0)], calls=SimpleNamespace(pool=pool),
-            config=SimpleNamespace(storage_timeout=0.0), repository=open_root(tmp_path / "root"),
+            saver=SimpleNamespace(busy=False), pipelines=[SimpleNamespace(chunks_done=0)],
+            calls=SimpleNamespace(pool=pool), config=SimpleNamespace(storage_timeout=0.0),
+            repository=open_root(tmp_path / "root"),
         )  # fmt: skip
 
 
-def watched(found: Vitals, condition: Callable[[], object], meanwhile: Callable[[], object] = lambda: None) -> None:
+def watched(
+    found: Vitals, condition: Callable[[], object], meanwhile: Callable[[], object] = lambda: None
+) -> None:
     """Watch until the condition is true."""
 
     async def watch() -> None:
@@ -51,7 +56,9 @@ def watched(found: Vitals, condition: Callable[[], object], meanwhile: Callable[
     asyncio.run(watch())
 
 
-def test_the_disk_is_measured_and_systemd_is_told(parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_is_measured_and_systemd_is_told(
+    parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[str] = []
     monkeypatch.setattr(notify, "notify", told.append)
     found = Vitals(parts, time.monotonic() - 100)
@@ -84,7 +91,9 @@ def test_a_root_that_is_gone_has_no_free_space(parts: Any, tmp_path: Path) -> No
     watched(found, lambda: found.disk_free is None and not root.exists(), remove)
 
 
-def test_a_disk_that_hangs_is_measured_once_and_counts_as_gone(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_hangs_is_measured_once_and_counts_as_gone(
+    parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found, go, asked = Vitals(parts, time.monotonic()), threading.Event(), list[int]()
 
     def hang() -> int:
@@ -109,9 +118,16 @@ def test_a_disk_that_hangs_is_measured_once_and_counts_as_gone(parts: Any, monke
     asyncio.run(watch())
 
 
-@pytest.mark.parametrize(("busy", "writes", "warns"), [(True, False, True), (True, True, False), (False, False, False)])
+@pytest.mark.parametrize(
+    ("busy", "writes", "warns"), [(True, False, True), (True, True, False), (False, False, False)]
+)
 def test_a_save_that_stands_still_is_logged(
-    parts: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, busy: bool, writes: bool, warns: bool
+    parts: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    busy: bool,
+    writes: bool,
+    warns: bool,
 ) -> None:
     monkeypatch.setattr(vitals, "_STUCK_SECONDS", 0.02)
     told: list[str] = []

@@ -1,4 +1,6 @@
-"""Tests that attempts are claimed even without a free inode, and that no attempt is claimed twice."""
+"""Tests that attempts are claimed even without a free inode, and that no attempt is
+claimed twice.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ async def test_the_first_claim_of_a_job_is_a_link_to_the_lock_file(place: Place)
 
 
 @pytest.mark.parametrize("full", [False, True])
-async def test_a_number_that_is_claimed_already_is_not_used(place: Place, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_number_that_is_claimed_already_is_not_used(
+    place: Place, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place.claims.joinpath("a0001").touch()
     place.claims.joinpath("a0002").touch()
     place.fs.fault = errno.ENOSPC if full else 0
@@ -105,7 +109,9 @@ async def test_a_number_that_is_claimed_already_is_not_used(place: Place, full: 
 async def test_without_links_the_error_is_that_there_is_no_room(place: Place, number: int) -> None:
     place.claims.joinpath("a0001").touch()
     place.fs.fault, place.fs.no_links = errno.ENOSPC, number
-    with pytest.raises(StorageError, match="cannot claim an attempt of job 'gpt' under .*: No space left on device") as caught:
+    with pytest.raises(
+        StorageError, match="cannot claim an attempt of job 'gpt' under .*: No space left on device"
+    ) as caught:
         await place.claim(0)
     assert caught.value.errno == errno.ENOSPC
     assert place.claimed() == ["a0001"]
@@ -133,11 +139,14 @@ async def test_exactly_one_number_is_claimed_and_by_one_daemon(place: Place) -> 
     other = Attempts(place.storage, place.calls)
     assert await place.attempts.claim("gpt", 3) is True
     assert await other.claim("gpt", 3) is False
-    assert await place.attempts.claim("gpt", 3) is False  # the claim is durable: another run has it now
+    # The claim is durable: another run has it now.
+    assert await place.attempts.claim("gpt", 3) is False
     assert place.claimed() == ["a0003"]
 
 
-async def test_a_claim_whose_sync_failed_still_belongs_to_this_daemon(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_claim_whose_sync_failed_still_belongs_to_this_daemon(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(directory: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -149,7 +158,9 @@ async def test_a_claim_whose_sync_failed_still_belongs_to_this_daemon(place: Pla
     assert place.claimed() == ["a0001"]
 
 
-async def test_a_node_that_could_make_the_claim_of_another_node_does_not_share_its_root(place: Place, tmp_path: Path) -> None:
+async def test_a_node_that_could_make_the_claim_of_another_node_does_not_share_its_root(
+    place: Place, tmp_path: Path
+) -> None:
     """The other node has a copy of the root, with its identity, as after `rsync`."""
     copy = tmp_path / "copy"
     shutil.copytree(place.root, copy)
@@ -160,13 +171,17 @@ async def test_a_node_that_could_make_the_claim_of_another_node_does_not_share_i
     with pytest.raises(InvalidRequest) as caught:
         await other.attempts.check_shared("gpt", attempt)
     assert str(caught.value) == (
-        f"{names.host()} could claim attempt 1 of job 'gpt', which the node of rank 0 has claimed: {copy} is another directory on this "
-        "node, or its file system lets several nodes create one file; use a shared file system such as NFS or Lustre, or an object store"
+        f"{names.host()} could claim attempt 1 of job 'gpt', which the node of rank 0 has "
+        f"claimed: {copy} is another directory on this "
+        "node, or its file system lets several nodes create one file; use a shared file system "
+        "such as NFS or Lustre, or an object store"
     )
     other.calls.close()
 
 
-async def test_a_node_that_joins_after_newer_attempts_have_begun_is_not_told_that_it_shares_no_root(place: Place) -> None:
+async def test_a_node_that_joins_after_newer_attempts_have_begun_is_not_told_that_it_shares_no_root(
+    place: Place,
+) -> None:
     """The claim of the attempt that it joins is deleted by then."""
     for _ in range(3):
         await place.claim(0)

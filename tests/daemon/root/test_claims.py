@@ -1,4 +1,6 @@
-"""Tests attempts that begin in memory while the disk hangs, and are claimed once it answers."""
+"""Tests attempts that begin in memory while the disk hangs, and are claimed once it
+answers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ JOB = Job("gpt", attempt=2)
 class Storage:
     """Plays `Attempts`, and answers once `answers` is set.
 
-    taken: numbers of other daemons. fails: number of claims that fail before one succeeds.
+    taken: numbers of other daemons. fails: number of claims that fail before one
+    succeeds.
     """
 
     def __init__(self, newest: int = 2, *taken: int) -> None:
@@ -45,7 +48,11 @@ class Made(Claims):
 
     def __init__(self, storage: Storage) -> None:
         self.losses: list[int] = []
-        super().__init__(storage, seconds=0.01, on_loss=lambda job, attempt: self.losses.append(attempt))  # type: ignore[arg-type]
+        super().__init__(
+            storage,  # type: ignore[arg-type]
+            seconds=0.01,
+            on_loss=lambda job, attempt: self.losses.append(attempt),
+        )
 
 
 async def test_storage_that_answers_decides_the_number() -> None:
@@ -71,7 +78,9 @@ async def test_a_job_in_memory_begins_without_the_disk_and_saves_once_it_answers
 
 
 async def test_an_unknown_job_cannot_begin_without_the_disk() -> None:
-    with pytest.raises(StorageError, match="cannot claim an attempt of job 'gpt': the storage has not answered"):
+    with pytest.raises(
+        StorageError, match="cannot claim an attempt of job 'gpt': the storage has not answered"
+    ):
         await Made(Storage(0)).claim(Job("gpt"), 0)
 
 
@@ -106,7 +115,10 @@ async def test_a_claim_for_a_run_that_was_refused_and_failed_is_made_again() -> 
 
 
 async def test_two_attempts_begun_in_one_outage_both_belong_to_this_daemon() -> None:
-    """The trainer came back twice. Whichever claim reaches the disk first, neither counts as another daemon's."""
+    """The trainer came back twice.
+
+    Whichever claim reaches the disk first, neither counts as another daemon's.
+    """
     storage = Storage()
     made = Made(storage)
     storage.each[3], storage.each[4] = asyncio.Event(), asyncio.Event()
@@ -138,13 +150,17 @@ async def test_a_number_that_another_daemon_has_claimed_is_lost_for_every_save()
     assert await made.claim(JOB, 2) == 3
     storage.answers.set()
     for _ in range(2):
-        with pytest.raises(Fenced, match="attempt 3 of job 'gpt' was claimed by another daemon first"):
+        with pytest.raises(
+            Fenced, match="attempt 3 of job 'gpt' was claimed by another daemon first"
+        ):
             await made.claimed(JOB, 3)
     assert (made.losses, made.is_lost(JOB, 3), made.is_lost(JOB, 4)) == ([3], True, False)
 
 
 @pytest.mark.parametrize(("newest", "claims"), [(1, [2]), (2, []), (5, [])])
-async def test_an_attempt_that_an_earlier_daemon_did_not_claim_is_claimed_at_the_start(newest: int, claims: list[int]) -> None:
+async def test_an_attempt_that_an_earlier_daemon_did_not_claim_is_claimed_at_the_start(
+    newest: int, claims: list[int]
+) -> None:
     storage = Storage(newest)
     storage.answers.set()
     made = Made(storage)

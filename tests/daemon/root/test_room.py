@@ -17,7 +17,9 @@ from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.shared.storage.locate import open_root
 
 
-def test_each_smaller_number_of_checkpoints_that_fit_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_smaller_number_of_checkpoints_that_fit_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     repository, calls = open_root(tmp_path), StorageCalls(60.0)
     room = Room(Config(root=tmp_path, socket=tmp_path / "s"), repository, calls)
     job = Job("gpt")
@@ -33,7 +35,14 @@ def test_each_smaller_number_of_checkpoints_that_fit_is_logged_once(tmp_path: Pa
 
 def test_the_remark_says_what_to_do(tmp_path: Path) -> None:
     job = Job("gpt")
-    for make_room, advice in ((False, "delete some (`ckptd forget`)"), (True, "the oldest ones are then deleted early")):
-        room = Room(Config(root=tmp_path, socket=tmp_path / "s", make_room=make_room), mock.Mock(), mock.Mock())
+    for make_room, advice in (
+        (False, "delete some (`ckptd forget`)"),
+        (True, "the oldest ones are then deleted early"),
+    ):
+        room = Room(
+            Config(root=tmp_path, socket=tmp_path / "s", make_room=make_room),
+            mock.Mock(),
+            mock.Mock(),
+        )
         assert advice in room.remark(job, 2, 250)
         assert room.remark(job, 5, 1000) == ""

@@ -1,4 +1,6 @@
-"""Tests that a daemon checks its root before anything of its memory could get into another one, also before it notices by itself."""
+"""Tests that a daemon checks its root before anything of its memory could get into
+another one, also before it notices by itself.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,21 @@ from ckptd.shared.formats.segment import RootMark
 from ckptd.shared.storage.locate import open_root
 from tests.support import stores
 from tests.support.daemons import Home, running, until
-from tests.support.replaced_roots import LAST, SENTENCE, SIZE, choice, recovered_by, take_away, train_and_die
+from tests.support.replaced_roots import (
+    LAST,
+    SENTENCE,
+    SIZE,
+    choice,
+    recovered_by,
+    take_away,
+    train_and_die,
+)
 from tests.support.trainers import expected
 
 
 def test_a_daemon_that_has_not_noticed_yet_refuses_too(place: Home) -> None:
-    with running(place, forked=True, environment={"WATCHDOG_USEC": "600000000"}) as daemon:  # it looks at its root every few minutes
+    # It looks at its root every few minutes.
+    with running(place, forked=True, environment={"WATCHDOG_USEC": "600000000"}) as daemon:
         train_and_die(place)
         until(lambda: daemon.status()["disk_free_bytes"] is not None, "first look at the disk")
         take_away(place)
@@ -41,7 +52,11 @@ def test_a_daemon_that_has_not_noticed_yet_saves_nothing_into_another_root(place
         agent.snapshot(expected(1, SIZE), step=1).wait("durable", timeout=60)
         take_away(place)
         place.root.mkdir()
-        with pytest.raises(StorageError, match=r"the root .* has been deleted, moved or replaced, and this daemon is about to end"):
+        with pytest.raises(
+            StorageError,
+            match=r"the root .* has been deleted, moved or replaced, and this daemon is about to "
+            r"end",
+        ):
             agent.snapshot(expected(2, SIZE), step=2).wait("durable", timeout=60)
         assert list(place.root.iterdir()) == []
         daemon.kill()
@@ -65,13 +80,19 @@ def delete_all(home: Home) -> None:
 
 
 @pytest.mark.skipif(stores.program("weed") is None, reason="SeaweedFS is not installed")
-def test_a_root_in_an_object_store_has_an_identity_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_in_an_object_store_has_an_identity_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with stores.seaweed(tmp_path / "store") as server, stores.home_in(server) as place:
         with running(place, forked=True, environment=place.environ) as daemon:
             train_and_die(place)
-            until(lambda: open_root(place.root).read_newest("job") == "step-00000003.a0001", "hint, which follows the answer")
+            until(
+                lambda: open_root(place.root).read_newest("job") == "step-00000003.a0001",
+                "hint, which follows the answer",
+            )
             delete_all(place)
-            with pytest.raises(ForeignMemory, match=SENTENCE):  # nothing but a new run makes this daemon look
+            # Nothing but a new run makes this daemon look.
+            with pytest.raises(ForeignMemory, match=SENTENCE):
                 Agent("job", socket=place.socket)
             assert daemon.died() == 1
             assert open_root(place.root).known_identity() is None
@@ -80,8 +101,12 @@ def test_a_root_in_an_object_store_has_an_identity_too(tmp_path: Path, monkeypat
                 with pytest.raises(ForeignMemory, match=SENTENCE):
                     Agent("job", socket=place.socket)
             there = open_root(place.root)
-            assert [file for tag in there.tags("job") for file in there.files("job", tag)] == []  # this store keeps empty prefixes
-            assert (there.read_newest("job"), there.storage.children(names.attempts("job"))) == (None, [])
+            # This store keeps empty prefixes.
+            assert [file for tag in there.tags("job") for file in there.files("job", tag)] == []
+            assert (there.read_newest("job"), there.storage.children(names.attempts("job"))) == (
+                None,
+                [],
+            )
             with choice(monkeypatch, "adopt"):
                 agent = Agent("job", socket=place.socket)
             assert recovered_by(agent) == (LAST, "memory")
@@ -95,7 +120,9 @@ def test_a_root_in_an_object_store_has_an_identity_too(tmp_path: Path, monkeypat
 
 
 class Told:
-    """The storage of a root whose identity each look may find to be another one, and what the daemon then did."""
+    """The storage of a root whose identity each look may find to be another one, and
+    what the daemon then did.
+    """
 
     def __init__(self, *found: str | Exception | None, staged: bool = False) -> None:
         self.found, self.ended = list(found), False
@@ -124,16 +151,27 @@ class Told:
         (TimeoutError(),),
         (None, OSError(5, "I/O error")),
     ],
-    ids=["there", "moved away and back", "replaced and back", "unreadable", "hung", "gone, then unreadable"],
+    ids=[
+        "there",
+        "moved away and back",
+        "replaced and back",
+        "unreadable",
+        "hung",
+        "gone, then unreadable",
+    ],
 )
-async def test_a_root_counts_as_lost_only_if_two_looks_say_so(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_root_counts_as_lost_only_if_two_looks_say_so(
+    found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(served_root, "AGAIN_SECONDS", 0.0)
     told = Told(*found)
     await told.root.check(Job("job"))
     assert (told.found, told.ended) == ([], False)
 
 
-async def test_a_root_behind_a_stage_may_be_missing_but_not_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_root_behind_a_stage_may_be_missing_but_not_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(served_root, "AGAIN_SECONDS", 0.0)
     told = Told(None, "cd" * 16, "cd" * 16, staged=True)
     await told.root.check(Job("job"))
@@ -144,11 +182,15 @@ async def test_a_root_behind_a_stage_may_be_missing_but_not_another_one(monkeypa
 
 
 @pytest.mark.parametrize("found", [None, "cd" * 16])
-async def test_a_job_that_is_not_in_memory_gets_an_error_that_a_retry_helps_against(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_that_is_not_in_memory_gets_an_error_that_a_retry_helps_against(
+    found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(served_root, "AGAIN_SECONDS", 0.0)
     told = Told(found, found)
     with pytest.raises(
-        StorageError, match="the root /ckpts has been deleted, moved or replaced, and this daemon is about to end"
+        StorageError,
+        match="the root /ckpts has been deleted, moved or replaced, and this daemon is about to "
+        "end",
     ) as caught:
         await told.root.check(Job("job"))
     assert (caught.value.retry, told.ended) == (True, True)
@@ -158,5 +200,7 @@ async def test_a_save_does_not_begin_without_its_root() -> None:
     await Told("ab" * 16).root.check_before_save()
     with pytest.raises(StorageError, match="has been deleted, moved or replaced"):
         await Told(None).root.check_before_save()
-    with pytest.raises(StorageError, match="cannot read the identity of the root /ckpts: Input/output error"):
+    with pytest.raises(
+        StorageError, match="cannot read the identity of the root /ckpts: Input/output error"
+    ):
         await Told(OSError(5, "I/O error")).root.check_before_save()

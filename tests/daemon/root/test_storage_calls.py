@@ -1,4 +1,6 @@
-"""Tests calls to a disk that hangs: reads time out, changes wait, and the event loop continues."""
+"""Tests calls to a disk that hangs: reads time out, changes wait, and the event loop
+continues.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def disk() -> Iterator[threading.Event]:
 
 async def test_a_read_times_out_with_an_error(disk: threading.Event) -> None:
     calls = StorageCalls(0.05)
-    with pytest.raises(StorageError, match=r"cannot list /ckpts/gpt: the storage has not answered for 0\.05 s") as caught:
+    with pytest.raises(
+        StorageError, match=r"cannot list /ckpts/gpt: the storage has not answered for 0\.05 s"
+    ) as caught:
         await calls.read("list /ckpts/gpt", disk.wait)
     assert (caught.value.errno, caught.value.retry) == (errno.ETIMEDOUT, True)
     calls.seconds = 60.0  # a busy machine may need more than 0.05 s for a thread

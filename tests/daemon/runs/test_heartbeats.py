@@ -1,4 +1,6 @@
-"""Heartbeats are kept while the trainers of rank 0's node live, and deleted afterwards, whatever the storage does."""
+"""Heartbeats are kept while the trainers of rank 0's node live, and deleted afterwards,
+whatever the storage does.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ PROCESS = Process(4711, 1000.0, "gpt-7")
 
 
 class Place:
-    """A root, a job in its second attempt whose rank 0 is here, and the heartbeats of a daemon. `claimed`: the attempt is claimed."""
+    """A root, a job in its second attempt whose rank 0 is here, and the heartbeats of a
+    daemon. `claimed`: the attempt is claimed.
+    """
 
     def __init__(self, root: Path) -> None:
         root.mkdir()
@@ -72,12 +76,20 @@ async def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     await made.kept.close()
 
 
-async def test_a_heartbeat_names_the_process_changes_and_ends_with_the_last_rank(place: Place) -> None:
+async def test_a_heartbeat_names_the_process_changes_and_ends_with_the_last_rank(
+    place: Place,
+) -> None:
     first, second = place.join(), place.join(Process(4712), rank=1)
     await place.until(place.read)
     seen = place.read()
     assert seen is not None
-    assert (seen.host, seen.pid, seen.since, seen.run, seen.attempt) == (names.host(), 4711, 1000.0, "gpt-7", 2)
+    assert (seen.host, seen.pid, seen.since, seen.run, seen.attempt) == (
+        names.host(),
+        4711,
+        1000.0,
+        "gpt-7",
+        2,
+    )
     await place.until(lambda: place.read() != seen)
     place.leave(first)
     await place.until(lambda: (now := place.read()) is not None and now.pid == 4712)
@@ -85,7 +97,9 @@ async def test_a_heartbeat_names_the_process_changes_and_ends_with_the_last_rank
     await place.until(lambda: place.store.attempts("gpt") == [])
 
 
-async def test_a_heartbeat_is_deleted_at_once_and_not_at_the_next_renewal(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_heartbeat_is_deleted_at_once_and_not_at_the_next_renewal(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "RENEWAL_SECONDS", 3600.0)
     owner = place.join()
     await place.until(place.read)
@@ -123,7 +137,9 @@ async def test_an_attempt_without_a_durable_claim_has_none(place: Place) -> None
 
 async def test_heartbeats_of_dead_runs_are_deleted_once_there_is_a_new_one(place: Place) -> None:
     for attempt in (1, 2):
-        place.store.publish(Heartbeat(job="gpt", attempt=attempt, host="there", boot="0" * 32, beat="0" * 32))
+        place.store.publish(
+            Heartbeat(job="gpt", attempt=attempt, host="there", boot="0" * 32, beat="0" * 32)
+        )
     place.join()
     place.kept.keep(place.job, [1, 2])
     await place.until(lambda: place.store.attempts("gpt") == [2])
@@ -156,7 +172,9 @@ async def test_a_daemon_that_ends_waits_for_the_deletion(place: Place) -> None:
     assert place.read() is None
 
 
-async def test_a_heartbeat_of_a_newer_attempt_ends_that_of_this_one(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_heartbeat_of_a_newer_attempt_ends_that_of_this_one(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
     place.join()
     await place.until(place.read)
     newer = Heartbeat(job="gpt", attempt=3, host="there", boot="0" * 32, beat="0" * 32)
@@ -165,10 +183,15 @@ async def test_a_heartbeat_of_a_newer_attempt_ends_that_of_this_one(place: Place
     for _ in range(20):
         await asyncio.sleep(0.002)
     assert (place.read(), place.read(3)) == (None, newer)
-    assert caplog.text.count("attempt 3 has begun on another node, while attempt 2 is running here") == 1
+    assert (
+        caplog.text.count("attempt 3 has begun on another node, while attempt 2 is running here")
+        == 1
+    )
 
 
-async def test_an_outage_is_logged_once_and_ends(place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_outage_is_logged_once_and_ends(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "ckptd")
     publish, tries = HeartbeatStore.publish, list[int]()
 
@@ -182,7 +205,12 @@ async def test_an_outage_is_logged_once_and_ends(place: Place, monkeypatch: pyte
     place.join()
     await place.until(place.read)
     await place.until(lambda: "is kept again" in caplog.text)
-    assert caplog.text.count("cannot be kept, so that a second run on another node would not be refused: [Errno 5]") == 1
+    assert (
+        caplog.text.count(
+            "cannot be kept, so that a second run on another node would not be refused: [Errno 5]"
+        )
+        == 1
+    )
 
 
 async def test_a_bug_ends_the_heartbeat_and_not_the_daemon(
@@ -203,7 +231,9 @@ async def test_a_bug_ends_the_heartbeat_and_not_the_daemon(
     assert errors == []
 
 
-async def test_a_storage_that_hangs_holds_nothing_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_storage_that_hangs_holds_nothing_up(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer, publish = threading.Event(), HeartbeatStore.publish
 
     def hang(self: HeartbeatStore, heartbeat: Heartbeat) -> None:
@@ -228,16 +258,25 @@ async def test_of_two_runs_that_begin_at_once_the_older_attempt_keeps_no_heartbe
     monkeypatch.setattr(module, "RENEWAL_SECONDS", 3600.0)
     place.store.publish(Heartbeat(job="gpt", attempt=3, host="there", boot="0" * 32, beat="0" * 32))
     place.join()
-    await place.until(lambda: "attempt 3 has begun on another node" in caplog.text and place.read() is None)
+    await place.until(
+        lambda: "attempt 3 has begun on another node" in caplog.text and place.read() is None
+    )
 
 
 async def test_a_daemon_that_ends_lets_the_heartbeats_of_living_trainers_stay(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "RENEWAL_SECONDS", 3600.0)
-    config = Config(root=tmp_path / "root", socket=tmp_path / "s", state_dir=tmp_path / "state", shm_dir=tmp_path)
+    config = Config(
+        root=tmp_path / "root",
+        socket=tmp_path / "s",
+        state_dir=tmp_path / "state",
+        shm_dir=tmp_path,
+    )
     before, errors = asyncio.all_tasks(), list[BaseException]()
-    async with opened(config, PosixFileSystem(), failed=errors.append, changed=lambda: None) as parts:
+    async with opened(
+        config, PosixFileSystem(), failed=errors.append, changed=lambda: None
+    ) as parts:
         for job in ("living", "ended"):
             await parts.engine.begin(job, 0, 1, 0, lambda message: None, PROCESS, 0.0)
         await place.until(lambda: all(place.store.attempts(job) for job in ("living", "ended")))

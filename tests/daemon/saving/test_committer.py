@@ -1,4 +1,7 @@
-"""Test commits and drops: storage, journal and catalog afterwards. `test_saver.py` and `test_joint.py` have whole saves."""
+"""Test commits and drops: storage, journal and catalog afterwards.
+
+`test_saver.py` and `test_joint.py` have whole saves.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +33,25 @@ class Made:
     """A committer, and the durable parts of a snapshot of two ranks."""
 
     def __init__(self, root: Path) -> None:
-        self.repository, self.calls, self.journal, self.catalog = open_root(root), StorageCalls(60.0), Journal(), Catalog()
+        self.repository, self.calls, self.journal, self.catalog = (
+            open_root(root),
+            StorageCalls(60.0),
+            Journal(),
+            Catalog(),
+        )
         self.job = self.catalog.job("gpt")
         self.told: list[SnapshotState] = []
         self.committer = Committer(
-            "raw", self.journal, self.repository, self.catalog, self.calls, lambda s: self.told.append(s.state)  # type: ignore[arg-type]
+            "raw", self.journal, self.repository, self.catalog, self.calls,  # type: ignore[arg-type]
+            lambda s: self.told.append(s.state)
         )  # fmt: skip
         self.snapshot = Snapshot("gpt", 2, 1000, TAG, 2, persist=True, state=SnapshotState.WRITTEN)
         written = write_parts(self.repository.part_files("gpt", TAG), world_size=2)
         self.documents: list[Document] = [(part, PLAN, SnapshotRequest()) for part in written.parts]
         for part in written.parts:
-            record = r.Staging(job="gpt", attempt=2, step=1000, rank=part.rank, tag=TAG, file=part.file)
+            record = r.Staging(
+                job="gpt", attempt=2, step=1000, rank=part.rank, tag=TAG, file=part.file
+            )
             self.journal.state.apply(record)
 
     def commit(self, documents: list[Document]) -> None:
@@ -59,20 +70,33 @@ def test_a_commit_is_published_journaled_and_told(made: Made) -> None:
     made.commit(made.documents)
     assert made.repository.read_manifest("gpt", TAG).seq == 7
     assert made.journal.records == [r.Committed(job="gpt", attempt=2, step=1000, tag=TAG, seq=7)]
-    assert (made.told, made.job.is_durable(2, 1000), made.job.seq) == ([SnapshotState.DURABLE], True, 7)
+    assert (made.told, made.job.is_durable(2, 1000), made.job.seq) == (
+        [SnapshotState.DURABLE],
+        True,
+        7,
+    )
 
 
-def test_a_commit_that_the_journal_has_no_room_for_is_a_commit(made: Made, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_commit_that_the_journal_has_no_room_for_is_a_commit(
+    made: Made, caplog: pytest.LogCaptureFixture
+) -> None:
     """The manifest is published, and the next start finds it."""
     made.journal.refuses = (r.Committed,)
     made.commit(made.documents)
     assert (made.told, made.job.is_durable(2, 1000)) == ([SnapshotState.DURABLE], True)
-    assert f"gpt/{TAG} is committed, and the journal lacks the record: cannot begin a new journal file" in caplog.text
+    assert (
+        f"gpt/{TAG} is committed, and the journal lacks the record: cannot begin a new journal file"
+        in caplog.text
+    )
 
 
 def test_a_commit_needs_the_parts_of_all_ranks_and_one_plan(made: Made) -> None:
     other = msgspec.structs.replace(PLAN, global_plan=b"other")
-    for documents in (made.documents[:1], made.documents[::-1], [made.documents[0], (made.documents[1][0], other, SnapshotRequest())]):
+    for documents in (
+        made.documents[:1],
+        made.documents[::-1],
+        [made.documents[0], (made.documents[1][0], other, SnapshotRequest())],
+    ):
         with pytest.raises(IntegrityError):
             made.commit(documents)
     assert not made.repository.has_manifest("gpt", TAG)
@@ -91,7 +115,9 @@ def drop(made: Made) -> None:
 def test_a_dropped_save_leaves_nothing(made: Made) -> None:
     drop(made)
     assert made.repository.tags("gpt") == []
-    assert made.journal.records == [r.Dropped(job="gpt", attempt=2, step=1000, tag=TAG, reason="a reason")]
+    assert made.journal.records == [
+        r.Dropped(job="gpt", attempt=2, step=1000, tag=TAG, reason="a reason")
+    ]
     drop(made)
     assert len(made.journal.records) == 1
 
@@ -99,7 +125,14 @@ def test_a_dropped_save_leaves_nothing(made: Made) -> None:
 def test_parts_that_a_receipt_names_are_dropped_only_after_an_abandonment(made: Made) -> None:
     parts = [part for part, _, _ in made.documents]
     receipt = Receipt(
-        job="gpt", attempt=2, step=1000, tag=TAG, node=Membership(claim="0" * 32, ranks=[0, 1]), host="a", world_size=4, parts=parts
+        job="gpt",
+        attempt=2,
+        step=1000,
+        tag=TAG,
+        node=Membership(claim="0" * 32, ranks=[0, 1]),
+        host="a",
+        world_size=4,
+        parts=parts,
     )
     made.repository.publish_receipt(receipt)
     drop(made)

@@ -37,9 +37,12 @@ def world(tmp_path: Path) -> Iterator[World]:
 # -- what follows a commit
 
 
-def test_a_changed_policy_deletes_several_only_at_the_second_commit(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """The checkpoints may have been trained under another policy. A person who changed it by mistake has until the second commit to undo
-    that.
+def test_a_changed_policy_deletes_several_only_at_the_second_commit(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoints may have been trained under another policy.
+
+    A person who changed it by mistake has until the second commit to undo that.
     """
     tags = [write_checkpoint(world.root, step=step, attempt=1).tag for step in (1, 2, 3, 4)]
     asyncio.run(scan_job(world.storage, world.job, world.calls))
@@ -47,7 +50,8 @@ def test_a_changed_policy_deletes_several_only_at_the_second_commit(world: World
     assert world.storage.tags("gpt") == [*tags, world.snapshot.tag]
     assert world.job.announced in caplog.text
     assert world.job.announced.startswith(
-        f"4 checkpoints ({tags[0]} to {tags[3]}) are not kept by LatestN(n=1), and will be deleted at the next commit"
+        f"4 checkpoints ({tags[0]} to {tags[3]}) are not kept by LatestN(n=1), and will be "
+        f"deleted at the next commit"
     )
     asyncio.run(world.saver.root.deleter.retain(world.job))
     assert world.storage.tags("gpt") == [world.snapshot.tag]
@@ -64,7 +68,9 @@ def test_a_changed_policy_deletes_a_single_checkpoint_at_the_first_commit(world:
 def test_a_policy_over_a_metric_that_no_checkpoint_has_deletes_nothing_and_says_so_once(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once a checkpoint has the metric, the deletion is announced at one commit, and follows at the next."""
+    """Once a checkpoint has the metric, the deletion is announced at one commit, and
+    follows at the next.
+    """
     manifests = [write_checkpoint(world.root, step=step, attempt=1) for step in (1, 2, 3, 4)]
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     for step, manifest in enumerate(manifests):
@@ -74,7 +80,8 @@ def test_a_policy_over_a_metric_that_no_checkpoint_has_deletes_nothing_and_says_
         )
     deleter = world.saver.root.deleter
     said = (
-        "nothing is deleted, because BestN('valloss', 1) cannot choose: no checkpoint has the metric 'valloss' "
+        "nothing is deleted, because BestN('valloss', 1) cannot choose: no checkpoint has the "
+        "metric 'valloss' "
         "(their metrics are 'val_loss'); did you mean 'val_loss'?"
     )
     for _ in range(3):
@@ -82,7 +89,9 @@ def test_a_policy_over_a_metric_that_no_checkpoint_has_deletes_nothing_and_says_
         assert (len(world.storage.tags("gpt")), world.job.announced) == (4, said)
     assert caplog.text.count(said) == 1
     for step, manifest in enumerate(manifests):
-        world.job.checkpoints[manifest.tag] = dataclasses.replace(world.job.checkpoints[manifest.tag], metrics={"valloss": float(step)})
+        world.job.checkpoints[manifest.tag] = dataclasses.replace(
+            world.job.checkpoints[manifest.tag], metrics={"valloss": float(step)}
+        )
     asyncio.run(deleter.retain(world.job))
     assert len(world.storage.tags("gpt")) == 4
     assert "2 checkpoints" in world.job.announced
@@ -91,11 +100,15 @@ def test_a_policy_over_a_metric_that_no_checkpoint_has_deletes_nothing_and_says_
     assert world.job.announced == ""
 
 
-def test_a_metric_that_only_checkpoints_in_the_root_have_is_known_on_the_stage(world: World) -> None:
+def test_a_metric_that_only_checkpoints_in_the_root_have_is_known_on_the_stage(
+    world: World,
+) -> None:
     manifests = [write_checkpoint(world.root, step=step, attempt=1) for step in (1, 2, 3)]
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     for manifest in manifests:
-        known = dataclasses.replace(world.job.checkpoints[manifest.tag], metrics={}, retention=(BestN("loss", 1),))
+        known = dataclasses.replace(
+            world.job.checkpoints[manifest.tag], metrics={}, retention=(BestN("loss", 1),)
+        )
         world.job.checkpoints[manifest.tag] = known
     older = dataclasses.replace(known, tag="step-00000000.a0001", step=0, metrics={"loss": 1.0})
     world.job.in_root = {older.tag: older}
@@ -103,17 +116,23 @@ def test_a_metric_that_only_checkpoints_in_the_root_have_is_known_on_the_stage(w
     assert (len(world.storage.tags("gpt")), world.job.announced) == (3, "")
     world.job.in_root = {}
     asyncio.run(world.saver.root.deleter.retain(world.job))
-    assert "no checkpoint has the metric 'loss' (they have no metrics at all)" in world.job.announced
+    assert (
+        "no checkpoint has the metric 'loss' (they have no metrics at all)" in world.job.announced
+    )
 
 
 def test_room_is_not_made_if_it_would_not_be_enough(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The older checkpoints share all but 5 bytes of their files with the newest, which stays."""
+    """The older checkpoints share all but 5 bytes of their files with the newest, which
+    stays.
+    """
     manifests = [write_checkpoint(world.root, step=step, attempt=1) for step in (1, 2, 3)]
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     for manifest in manifests:
-        world.job.checkpoints[manifest.tag] = dataclasses.replace(world.job.checkpoints[manifest.tag], new_bytes=5)
+        world.job.checkpoints[manifest.tag] = dataclasses.replace(
+            world.job.checkpoints[manifest.tag], new_bytes=5
+        )
     monkeypatch.setattr(world.storage.storage, "free", lambda: 100)
     assert not asyncio.run(world.saver.root.deleter.make_room(world.job, 111))
     assert "would not make enough room" in caplog.text
@@ -122,17 +141,27 @@ def test_room_is_not_made_if_it_would_not_be_enough(
     assert len(world.storage.tags("gpt")) == 2
 
 
-@pytest.mark.parametrize("features", [[], ["chunk-references"]], ids=["readable", "for a newer reader"])
+@pytest.mark.parametrize(
+    "features", [[], ["chunk-references"]], ids=["readable", "for a newer reader"]
+)
 def test_nothing_is_deleted_where_a_checkpoint_has_a_feature_for_deleters_that_is_not_known(
     world: World, caplog: pytest.LogCaptureFixture, features: list[str]
 ) -> None:
     """A newer ckptd may have made a checkpoint whose chunks lie in an older one."""
     older, newer = (write_checkpoint(world.root, step=step, attempt=1) for step in (3, 4))
     path = world.root / "gpt" / newer.tag / "manifest.json"
-    path.write_bytes(msgspec.structs.replace(newer, deleter_features=["chunk-references"], features=features).encode())
+    path.write_bytes(
+        msgspec.structs.replace(
+            newer, deleter_features=["chunk-references"], features=features
+        ).encode()
+    )
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.run()
-    why = f"nothing is deleted in job 'gpt', because {newer.tag} has the feature 'chunk-references' for deleters"
+    why = (
+        f"nothing is deleted in job 'gpt', because {newer.tag} has the feature "
+        f"'chunk-references' "
+        f"for deleters"
+    )
     assert features or why in caplog.text  # that a checkpoint is newer is a reason of its own
     assert asyncio.run(world.saver.root.deleter.forget(world.job, older.tag)).startswith(why)
     assert not asyncio.run(world.saver.root.deleter.make_room(world.job, 1))
@@ -162,12 +191,21 @@ def test_a_deletion_that_fails_is_retried_after_the_next_commit(world: World, ca
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.fs.faults[call] = 1, errno.EIO
     world.run()
-    assert (world.told, world.counters["tidy_failures"], world.job.retiring) == ([SnapshotState.DURABLE], 1, set())
+    assert (world.told, world.counters["tidy_failures"], world.job.retiring) == (
+        [SnapshotState.DURABLE],
+        1,
+        set(),
+    )
     asyncio.run(world.saver.root.deleter.retain(world.job))
-    assert (world.storage.tags("gpt"), world.storage.read_newest("gpt")) == ([world.snapshot.tag], world.snapshot.tag)
+    assert (world.storage.tags("gpt"), world.storage.read_newest("gpt")) == (
+        [world.snapshot.tag],
+        world.snapshot.tag,
+    )
 
 
-def test_a_storage_error_during_retention_is_counted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_error_during_retention_is_counted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def retire(*_: Any) -> None:
         raise StorageError("no room for the journal")
 
@@ -199,7 +237,9 @@ def forget(world: World, tag: str) -> str:
     return asyncio.run(world.saver.root.deleter.forget(world.job, tag))
 
 
-def test_newest_moves_before_the_newest_checkpoint_is_deleted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newest_moves_before_the_newest_checkpoint_is_deleted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new = saved_twice(world)
     seen = []
     delete = world.storage.delete_files
@@ -218,7 +258,9 @@ def test_newest_moves_before_the_newest_checkpoint_is_deleted(world: World, monk
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_the_newest_is_deleted_on_a_disk_without_room_for_another_hint(world: World, number: int) -> None:
+def test_the_newest_is_deleted_on_a_disk_without_room_for_another_hint(
+    world: World, number: int
+) -> None:
     old, new = saved_twice(world)
     world.fs.faults["create"] = 1, number
     assert forget(world, new) == ""
@@ -247,7 +289,9 @@ def test_a_pinned_or_read_checkpoint_cannot_be_forgotten(world: World) -> None:
     assert forget(world, old) == f"checkpoint gpt/{old} is pinned"
     world.storage.unpin("gpt", old)
     held = world.storage.lease("gpt", old)
-    assert forget(world, old).startswith(f"checkpoint gpt/{old} is being read, or deleted, by pid {os.getpid()} (")
+    assert forget(world, old).startswith(
+        f"checkpoint gpt/{old} is being read, or deleted, by pid {os.getpid()} ("
+    )
     asyncio.run(world.saver.root.deleter.retain(world.job))
     assert world.storage.tags("gpt") == [old, new]
     held.close()
@@ -279,7 +323,9 @@ def test_a_checkpoint_that_cannot_be_deleted_is_unchanged(world: World, damaged:
     assert world.job.retiring == set()
 
 
-@pytest.mark.parametrize("error", [StorageError("no room for the journal"), JournalBroken("cannot write the journal")])
+@pytest.mark.parametrize(
+    "error", [StorageError("no room for the journal"), JournalBroken("cannot write the journal")]
+)
 def test_a_deletion_that_the_journal_cannot_record_leaves_the_checkpoint_visible(
     world: World, monkeypatch: pytest.MonkeyPatch, error: StorageError
 ) -> None:
@@ -303,7 +349,11 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_stop_the_others(world: Wor
     world.job.policies = (LatestN(1),)
     asyncio.run(world.saver.root.deleter.retain(world.job))
     assert world.storage.tags("gpt") == ["step-00000002.a0001", new]
-    assert (world.counters["tidy_failures"], world.counters["retired"], world.job.retiring) == (1, 1, set())
+    assert (world.counters["tidy_failures"], world.counters["retired"], world.job.retiring) == (
+        1,
+        1,
+        set(),
+    )
 
 
 def test_a_directory_in_the_place_of_newest_is_left_alone(world: World) -> None:
@@ -332,11 +382,15 @@ def test_a_damaged_checkpoint_of_many_files_is_forgotten_by_its_parts(tmp_path: 
 
 
 def delivered(world: World, attempt: int = 1) -> str:
-    """Write a committed checkpoint that has a receipt, and claim the next attempt. Return its tag."""
+    """Write a committed checkpoint that has a receipt, and claim the next attempt.
+
+    Return its tag.
+    """
     tag = write_checkpoint(world.root, step=1, attempt=attempt).tag
     receipt = Receipt(
-        job="gpt", attempt=attempt, step=1, tag=tag, node=Membership(claim="0" * 32, ranks=[0]), host="node0", world_size=2,
-        global_plan="0" * 64, parts=[], code="storage", reason="no room",
+        job="gpt", attempt=attempt, step=1, tag=tag, node=Membership(claim="0" * 32, ranks=[0]),
+        host="node0", world_size=2, global_plan="0" * 64, parts=[], code="storage",
+        reason="no room",
     )  # fmt: skip
     world.storage.publish_receipt(receipt)
     asyncio.run(scan_job(world.storage, world.job, world.calls))
@@ -348,7 +402,9 @@ def retire(world: World, tag: str) -> str:
     return asyncio.run(world.saver.root.deleter.retire(world.job, world.job.checkpoints[tag]))
 
 
-def test_a_deletion_that_failed_once_leaves_the_abandonment_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deletion_that_failed_once_leaves_the_abandonment_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tag, delete_files = delivered(world), Repository.delete_files
 
     def fail(*_: Any) -> None:
@@ -363,7 +419,9 @@ def test_a_deletion_that_failed_once_leaves_the_abandonment_too(world: World, mo
     assert not world.storage.is_committed("gpt", tag)
 
 
-def test_a_full_disk_keeps_no_checkpoint_from_being_deleted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_no_checkpoint_from_being_deleted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tag = delivered(world)
 
     def fail(*_: Any) -> None:
@@ -382,7 +440,9 @@ def test_a_checkpoint_of_one_node_leaves_nothing(world: World) -> None:
     assert world.storage.tags("gpt") == []
 
 
-def test_a_manifest_that_cannot_be_read_can_be_deleted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_that_cannot_be_read_can_be_deleted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tag = write_checkpoint(world.root, step=1, attempt=1).tag
 
     def fail(*_: Any) -> None:

@@ -1,4 +1,6 @@
-"""Tests daemons with two destinations: a stage for jobs of one node, and the root behind it for jobs of several nodes."""
+"""Tests daemons with two destinations: a stage for jobs of one node, and the root
+behind it for jobs of several nodes.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ def wait_long_after_a_failed_upload() -> None:
 
 @pytest.fixture
 def two() -> Iterator[Nodes]:
-    """Two nodes that share a root, each with a stage of its own. An upload that fails is not tried again by itself."""
+    """Two nodes that share a root, each with a stage of its own.
+
+    An upload that fails is not tried again by itself.
+    """
     with nodes(2, *KEEP, staged=True, first=wait_long_after_a_failed_upload) as made:
         yield made
 
@@ -53,7 +58,11 @@ def two() -> Iterator[Nodes]:
 def steps(root: Path) -> list[int]:
     """Return the steps of the checkpoints in a root."""
     repository = open_root(root)
-    found = [names.parse_tag_directory(tag) for tag in repository.tags(JOB) if repository.is_committed(JOB, tag)]
+    found = [
+        names.parse_tag_directory(tag)
+        for tag in repository.tags(JOB)
+        if repository.is_committed(JOB, tag)
+    ]
     return sorted(parsed[1] or 0 for parsed in found if parsed)
 
 
@@ -79,7 +88,10 @@ def upload(step: int) -> str:
 
 
 def leave_on_stage(two: Nodes, *later: int) -> None:
-    """Save step 5 on node 1 and upload it. Then move the root to `away`, and save the later steps, which stay on the stage."""
+    """Save step 5 on node 1 and upload it.
+
+    Then move the root to `away`, and save the later steps, which stay on the stage.
+    """
     with Ranks(2) as ranks:
         ranks.call(begin, sockets(two, 1, 1))
         assert ranks.call(upload, 5) == ["uploaded"] * 2
@@ -91,16 +103,31 @@ def leave_on_stage(two: Nodes, *later: int) -> None:
 
 
 def test_a_destination_deletes_only_what_it_has_itself(tmp_path: Path) -> None:
-    """The two destinations of a daemon have the same jobs, and each has checkpoints of its own."""
-    calls, config = StorageCalls(60.0), Config(root=tmp_path / "root", socket=tmp_path / "s", keep_last=1)
+    """The two destinations of a daemon have the same jobs, and each has checkpoints of
+    its own.
+    """
+    calls, config = (
+        StorageCalls(60.0),
+        Config(root=tmp_path / "root", socket=tmp_path / "s", keep_last=1),
+    )
     made = []
     for name, known in (("stage", [1, 2]), ("root", [3, 4, 5])):
         for step in known:
             write_checkpoint(tmp_path / name, JOB, step=step)
         journal: Any = Journal()
-        one = Destination(config, open_root(tmp_path / name), journal, Catalog(), calls, mock.Mock(), Counter(), lambda snapshot: None)
+        one = Destination(
+            config,
+            open_root(tmp_path / name),
+            journal,
+            Catalog(),
+            calls,
+            mock.Mock(),
+            Counter(),
+            lambda snapshot: None,
+        )
         asyncio.run(scan_job(one.repository, one.catalog.job(JOB), calls))
-        one.catalog.job(JOB).policies = tuple(config.retention)  # as if they had been applied before
+        # As if they had been applied before.
+        one.catalog.job(JOB).policies = tuple(config.retention)
         made.append(one)
     stage, root = made
     asyncio.run(root.retain(JOB))
@@ -121,11 +148,15 @@ def test_a_job_of_several_nodes_is_saved_straight_to_the_root(two: Nodes) -> Non
         assert steps(root_of(two)) == [3, 4]
         now = status(two[0])
         assert (now["stage"]["waiting"], now["counters"]["uploaded"]) == (0, 0)
-        assert now["jobs"][0]["last_durable"]["step"] == now["jobs"][0]["last_uploaded"]["step"] == 4
+        assert (
+            now["jobs"][0]["last_durable"]["step"] == now["jobs"][0]["last_uploaded"]["step"] == 4
+        )
         ranks.call(close)
     assert [steps(stage_of(node)) for node in two] == [[], []]
     with Ranks(3) as ranks:
-        assert ranks.call(recover, sockets(two, 1, 0, 1)) == [(4, names.tag_directory(4, None, 1))] * 3
+        assert (
+            ranks.call(recover, sockets(two, 1, 0, 1)) == [(4, names.tag_directory(4, None, 1))] * 3
+        )
 
 
 def test_it_may_move_to_one_node_and_back(two: Nodes) -> None:
@@ -144,7 +175,9 @@ def test_it_may_move_to_one_node_and_back(two: Nodes) -> None:
 
 
 def test_several_nodes_recover_what_only_the_stage_of_one_node_has(two: Nodes) -> None:
-    """The node does not have rank 0, and its daemon does not upload the checkpoint by itself yet."""
+    """The node does not have rank 0, and its daemon does not upload the checkpoint by
+    itself yet.
+    """
     leave_on_stage(two, 6)
     (two.path / "away").rename(root_of(two))
     assert steps(root_of(two)) == [5]
@@ -161,7 +194,8 @@ def test_a_damaged_checkpoint_on_a_stage_gives_way_to_the_one_before(two: Nodes)
     part.write_bytes(data)
     (two.path / "away").rename(root_of(two))
     with Ranks(2) as ranks:
-        assert ranks.call(recover, sockets(two, 1, 1)) == [(6, names.tag_directory(6, None, 1))] * 2  # on one node, with its stage
+        # On one node, with its stage.
+        assert ranks.call(recover, sockets(two, 1, 1)) == [(6, names.tag_directory(6, None, 1))] * 2
     with Ranks(2) as ranks:
         assert ranks.call(passed_over, sockets(two, 1, 0)) == [(6, 1)] * 2
 
@@ -174,7 +208,9 @@ def passed_over(where: list[Path]) -> tuple[int, int]:
 
 
 def test_a_save_that_cannot_be_undone_holds_up_its_job_only(two: Nodes) -> None:
-    """An earlier daemon has left a save to the root, and its files cannot be deleted now."""
+    """An earlier daemon has left a save to the root, and its files cannot be deleted
+    now.
+    """
     two[0].kill()
     two[0].start(*KEEP, failpoints="persist.intended=kill@2")
     with Ranks(2) as ranks:
@@ -188,7 +224,10 @@ def test_a_save_that_cannot_be_undone_holds_up_its_job_only(two: Nodes) -> None:
             ranks.kill(rank)
     two[0].start(*KEEP, first=delete_nothing_unfinished)
     other = Agent("other", socket=two[0].home.socket)
-    assert other.snapshot(trainers.expected(1), step=1).wait("uploaded", timeout=60).state == "uploaded"
+    assert (
+        other.snapshot(trainers.expected(1), step=1).wait("uploaded", timeout=60).state
+        == "uploaded"
+    )
     other.close()
     assert "could not be finished or undone" in two[0].home.log_text()
     two[0].kill()
@@ -216,7 +255,10 @@ def test_an_upload_of_another_job_holds_up_no_recovery(two: Nodes) -> None:
     other.snapshot(trainers.expected(1), step=1).wait("durable", timeout=60)
     until(lambda: status(two[0])["stage"]["uploading"], "upload")
     with Ranks(2) as ranks:
-        assert ranks.call(recover, sockets(two, 0, 1), timeout=60.0) == [(5, names.tag_directory(5, None, 1))] * 2
+        assert (
+            ranks.call(recover, sockets(two, 0, 1), timeout=60.0)
+            == [(5, names.tag_directory(5, None, 1))] * 2
+        )
     other.close()
 
 
@@ -231,7 +273,10 @@ def test_a_root_that_hangs_holds_up_no_save_to_the_stage(two: Nodes) -> None:
         hung.touch()
         ranks.begin(take, 6)
         for step in range(1, 4):
-            assert other.snapshot(trainers.expected(step), step=step).wait("durable", timeout=60).state == "durable"
+            assert (
+                other.snapshot(trainers.expected(step), step=step).wait("durable", timeout=60).state
+                == "durable"
+            )
         hung.unlink()
         assert ranks.results() == [""] * 2
         other.close()
@@ -253,7 +298,9 @@ def test_a_root_that_is_gone_gets_no_files(two: Nodes) -> None:
         assert ranks.call(take, 7) == [""] * 2
 
 
-def test_a_deleted_checkpoint_of_an_older_attempt_leaves_an_abandonment_behind_a_stage(two: Nodes) -> None:
+def test_a_deleted_checkpoint_of_an_older_attempt_leaves_an_abandonment_behind_a_stage(
+    two: Nodes,
+) -> None:
     for attempt in (1, 2):
         with Ranks(2) as ranks:
             ranks.call(recover, sockets(two, 0, 1))
@@ -265,7 +312,16 @@ def test_a_deleted_checkpoint_of_an_older_attempt_leaves_an_abandonment_behind_a
     assert outcome.code == DELETED
 
 
-@pytest.mark.parametrize("point", ["persist.intended", "persist.journaled", "receipt.starting", "receipt.durable", "outcome.known"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "persist.intended",
+        "persist.journaled",
+        "receipt.starting",
+        "receipt.durable",
+        "outcome.known",
+    ],
+)
 def test_a_daemon_that_dies_during_a_save_goes_on_with_it(two: Nodes, point: str) -> None:
     two[1].kill()
     two[1].start(*KEEP, failpoints=f"{point}=kill@2")
@@ -283,7 +339,9 @@ def test_a_daemon_that_dies_during_a_save_goes_on_with_it(two: Nodes, point: str
     for tag in repository.tags(JOB):
         kept = set(repository.read_manifest(JOB, tag).files)
         parts = {names.part_of(file) for file in repository.files(JOB, tag)}
-        assert {part for part in parts if part} == {names.part_of(file) for file in kept if names.part_of(file)}
+        assert {part for part in parts if part} == {
+            names.part_of(file) for file in kept if names.part_of(file)
+        }
 
 
 def test_an_upload_leaves_a_save_of_several_nodes_that_is_under_way_alone(two: Nodes) -> None:
@@ -295,7 +353,10 @@ def test_an_upload_leaves_a_save_of_several_nodes_that_is_under_way_alone(two: N
         ranks.begin(take, 6)
         until(lambda: [job["saving"] for job in status(two[0])["jobs"]] != [[]], "save of step 6")
         other = Agent("other", socket=two[0].home.socket)
-        assert other.snapshot(trainers.expected(1), step=1).wait("uploaded", timeout=60).state == "uploaded"
+        assert (
+            other.snapshot(trainers.expected(1), step=1).wait("uploaded", timeout=60).state
+            == "uploaded"
+        )
         other.close()
         assert ranks.results() == [""] * 2
     Checkpoint.open(root_of(two) / JOB).verify()

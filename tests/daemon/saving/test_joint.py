@@ -1,4 +1,6 @@
-"""Commits of steps of several nodes: each node has its own `Joint`, and all share one storage."""
+"""Commits of steps of several nodes: each node has its own `Joint`, and all share one
+storage.
+"""
 
 from __future__ import annotations
 
@@ -44,22 +46,34 @@ PLAN = sample_plan(3 << 16)
 
 
 class Node:
-    """A node that knows the job as attempt 2 of four ranks. `told` has the states in which its ranks heard of the snapshot."""
+    """A node that knows the job as attempt 2 of four ranks.
 
-    def __init__(self, storage: Storage, *ranks: int, claim: str = CLAIM, timeout: float = 60.0) -> None:
-        self.repository, self.calls, self.journal = Repository(storage), StorageCalls(60.0), Journal()
+    `told` has the states in which its ranks heard of the snapshot.
+    """
+
+    def __init__(
+        self, storage: Storage, *ranks: int, claim: str = CLAIM, timeout: float = 60.0
+    ) -> None:
+        self.repository, self.calls, self.journal = (
+            Repository(storage),
+            StorageCalls(60.0),
+            Journal(),
+        )
         self.told: list[SnapshotState] = []
         self.stopping = False
         self.catalog = Catalog()
         self.root = Destination(
-            Config(root=Path("/root"), socket=Path("/s"), codec="raw"), self.repository, self.journal, self.catalog,  # type: ignore[arg-type]
+            Config(root=Path("/root"), socket=Path("/s"), codec="raw"), self.repository,
+            self.journal, self.catalog,  # type: ignore[arg-type]
             self.calls, mock.Mock(), Counter(), lambda s: self.told.append(s.state),
         )  # fmt: skip
         self.joint = Joint(self.root, timeout, remote=False, stopping=lambda: self.stopping)
         self.share = Membership(claim=claim, ranks=list(ranks))
         self.job = self.catalog.job("gpt")
         self.job.attempt, self.job.world_size, self.job.node = 2, 4, self.share
-        self.snapshot = Snapshot("gpt", *KEY, TAG, 4, persist=True, state=SnapshotState.WRITTEN, node=self.share)
+        self.snapshot = Snapshot(
+            "gpt", *KEY, TAG, 4, persist=True, state=SnapshotState.WRITTEN, node=self.share
+        )
 
     def write(self, ranks: list[int] | None = None) -> list[tuple[PartEntry, Any, SnapshotRequest]]:
         """Write parts into the directory of the try, and return their documents."""
@@ -88,7 +102,11 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     made: list[Node] = []
 
     def node(*ranks: int, **options: Any) -> Node:
-        shared = ObjectStorage(Bucket(store, "memory://root"), "digest") if request.param == "memory" else PosixStorage(tmp_path)
+        shared = (
+            ObjectStorage(Bucket(store, "memory://root"), "digest")
+            if request.param == "memory"
+            else PosixStorage(tmp_path)
+        )
         made.append(Node(shared, *ranks, **options))
         return made[-1]
 
@@ -114,11 +132,18 @@ async def test_a_checkpoint_exists_once_all_nodes_have_delivered(make: Make) -> 
     await settling
     manifest = first.repository.read_manifest("gpt", TAG)
     assert [part.rank for part in manifest.parts] == [0, 1, 2, 3]
-    assert (manifest.tag, manifest.attempt, manifest.step, manifest.seq, manifest.world_size) == (TAG, *KEY, 1, 4)
+    assert (manifest.tag, manifest.attempt, manifest.step, manifest.seq, manifest.world_size) == (
+        TAG,
+        *KEY,
+        1,
+        4,
+    )
     for node in (first, second):
         assert node.told == [SnapshotState.DURABLE]
         assert node.job.is_durable(*KEY)
-        assert node.journal.records == [r.Committed(job="gpt", attempt=2, step=1000, tag=TAG, seq=1)]
+        assert node.journal.records == [
+            r.Committed(job="gpt", attempt=2, step=1000, tag=TAG, seq=1)
+        ]
 
 
 async def test_a_node_that_does_not_have_rank_0_decides_nothing(make: Make) -> None:
@@ -161,16 +186,23 @@ async def test_a_step_that_is_committed_is_not_saved_again(make: Make) -> None:
 # -- failures
 
 
-async def test_a_failure_of_one_node_ends_the_try_for_all_and_the_next_try_has_its_own_directory(make: Make) -> None:
+async def test_a_failure_of_one_node_ends_the_try_for_all_and_the_next_try_has_its_own_directory(
+    make: Make,
+) -> None:
     first, second = make(0, 1), make(2, 3)
     await first.deliver()
     assert await second.joint.open_try(second.job, second.snapshot) is None
-    assert await second.joint.refuse(second.job, second.snapshot, StorageError("cannot save it: No space left on device"))
+    assert await second.joint.refuse(
+        second.job, second.snapshot, StorageError("cannot save it: No space left on device")
+    )
     for node in (first, second):
         with pytest.raises(Abandoned) as error:
             await node.settle()
         assert isinstance(error.value.error, StorageError)
-        assert str(error.value.error) == f"ranks 2, 3 on {names.host()}: cannot save it: No space left on device"
+        assert (
+            str(error.value.error)
+            == f"ranks 2, 3 on {names.host()}: cannot save it: No space left on device"
+        )
         with pytest.raises(NotFound):
             node.repository.read_manifest("gpt", TAG)
     for node in (first, second):
@@ -193,7 +225,9 @@ async def test_a_node_that_has_delivered_cannot_refuse_any_more(make: Make) -> N
 
 async def test_a_refusal_is_repeated_until_the_storage_takes_it(make: Make) -> None:
     node = make(2, 3)
-    with mock.patch.object(node.repository, "publish_receipt", side_effect=[OSError(5, "I/O error")] * 3 + [None]) as publish:
+    with mock.patch.object(
+        node.repository, "publish_receipt", side_effect=[OSError(5, "I/O error")] * 3 + [None]
+    ) as publish:
         assert await node.joint.refuse(node.job, node.snapshot, StorageError("no"))
     assert publish.call_count == 4
     node.job.attempt = 3
@@ -206,22 +240,33 @@ async def test_a_node_that_does_not_deliver_in_time_is_named(make: Make) -> None
     await first.deliver()
     with pytest.raises(Abandoned) as error:
         await first.settle()
-    assert str(error.value.error) == f"ranks 2, 3 did not deliver (delivered: ranks 0, 1 on {names.host()})"
+    assert (
+        str(error.value.error)
+        == f"ranks 2, 3 did not deliver (delivered: ranks 0, 1 on {names.host()})"
+    )
     late = make(2, 3)
     assert await late.joint.open_try(late.job, late.snapshot) is None
     assert late.snapshot.directory == f"{TAG}.t2"
 
 
-async def test_a_node_that_hears_nothing_does_not_know(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_node_that_hears_nothing_does_not_know(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(joint_module, "LATE_SECONDS", 0.05)
     second = make(2, 3, timeout=0.05)
     await second.deliver()
-    with pytest.raises(Undecided, match=r"is not known to be durable after 0 s: ranks 2, 3 on .* delivered, and the daemon of "):
+    with pytest.raises(
+        Undecided,
+        match=r"is not known to be durable after 0 s: ranks 2, 3 on .* delivered, and the daemon "
+        r"of ",
+    ):
         await second.settle()
     assert second.repository.receipts("gpt", TAG) != []
 
 
-async def test_a_daemon_that_stops_leaves_its_parts_and_its_receipt(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_daemon_that_stops_leaves_its_parts_and_its_receipt(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(joint_module, "_STOP_SECONDS", 0.1)
     first, second = make(0, 1), make(2, 3)
     for node in (first, second):
@@ -252,8 +297,12 @@ async def test_parts_that_are_gone_are_not_committed(make: Make) -> None:
     assert "is missing" in first.outcome.reason
 
 
-async def test_a_node_that_has_reported_a_failure_goes_on_with_the_next_try_by_itself(make: Make) -> None:
-    """Even if the daemon of rank 0 has not abandoned the try yet: no other outcome is possible."""
+async def test_a_node_that_has_reported_a_failure_goes_on_with_the_next_try_by_itself(
+    make: Make,
+) -> None:
+    """Even if the daemon of rank 0 has not abandoned the try yet: no other outcome is
+    possible.
+    """
     node = make(2, 3)
     assert await node.joint.refuse(node.job, node.snapshot, StorageError("no space"))
     again = make(2, 3)
@@ -262,7 +311,9 @@ async def test_a_node_that_has_reported_a_failure_goes_on_with_the_next_try_by_i
     assert isinstance(again.repository.outcome("gpt", TAG), rc.Abandonment)
 
 
-async def test_a_failure_that_is_reported_while_the_parts_are_written_again_counts(make: Make) -> None:
+async def test_a_failure_that_is_reported_while_the_parts_are_written_again_counts(
+    make: Make,
+) -> None:
     node = make(2, 3)
     assert await node.joint.open_try(node.job, node.snapshot) is None
     documents = node.write()
@@ -290,7 +341,9 @@ async def test_steps_that_share_a_tag_are_never_joined(make: Make) -> None:
 async def test_a_receipt_that_cannot_be_read_ends_the_try(make: Make) -> None:
     first = make(0, 1)
     await first.deliver()
-    first.repository.storage.publish(f"gpt/{TAG}/{names.receipt_file(2)}", b"no receipt", replace=False)
+    first.repository.storage.publish(
+        f"gpt/{TAG}/{names.receipt_file(2)}", b"no receipt", replace=False
+    )
     with pytest.raises(Abandoned):
         await first.settle()
     assert isinstance(first.outcome, rc.Abandonment)
@@ -303,8 +356,12 @@ async def test_a_receipt_in_the_directory_of_another_try_is_damage(make: Make) -
     (receipt,) = node.repository.receipts("gpt", TAG)
     node.snapshot.directory = f"{TAG}.t2"
     node.write()
-    node.repository.storage.publish(f"gpt/{TAG}.t2/{names.receipt_file(0)}", rc.encode(receipt), replace=False)
-    with pytest.raises(IntegrityError, match=f"the receipt there is that of ranks 0, 1 on .* for gpt/{TAG}$"):
+    node.repository.storage.publish(
+        f"gpt/{TAG}.t2/{names.receipt_file(0)}", rc.encode(receipt), replace=False
+    )
+    with pytest.raises(
+        IntegrityError, match=f"the receipt there is that of ranks 0, 1 on .* for gpt/{TAG}$"
+    ):
         node.repository.receipts("gpt", f"{TAG}.t2")
 
 
@@ -346,7 +403,9 @@ async def test_an_outcome_that_another_daemon_has_published_counts(make: Make) -
     first, second = make(0, 1), make(2, 3)
     for node in (first, second):
         await node.deliver()
-    ended = rc.Abandonment(job="gpt", attempt=2, step=1000, tag=TAG, code="snapshot-failed", reason="too late")
+    ended = rc.Abandonment(
+        job="gpt", attempt=2, step=1000, tag=TAG, code="snapshot-failed", reason="too late"
+    )
     publish = first.repository.publish_manifest
 
     def lose(job: str, tag: str, data: bytes, **more: Any) -> None:
@@ -379,7 +438,9 @@ async def test_the_next_attempt_commits_what_is_complete(make: Make) -> None:
     assert [part.rank for part in late.repository.read_manifest("gpt", TAG).parts] == [0, 1, 2, 3]
 
 
-async def test_the_next_attempt_abandons_what_is_not_complete_at_once_if_all_nodes_have_delivered(make: Make) -> None:
+async def test_the_next_attempt_abandons_what_is_not_complete_at_once_if_all_nodes_have_delivered(
+    make: Make,
+) -> None:
     await make(0, 1).deliver()
     late = await newer(make, 0, delivered=2)
     assert late.repository.files("gpt", TAG) == [names.MANIFEST]
@@ -404,7 +465,8 @@ async def test_a_deleted_checkpoint_of_an_older_attempt_is_not_committed_again(m
     assert not late.repository.is_committed("gpt", TAG)
     verdict = rc.decide(receipts, 4, late=False)
     assert isinstance(verdict, rc.CommitTry)
-    with mock.patch.object(Joint, "_first_part", return_value=(PLAN, SnapshotRequest())):  # it has read the part of rank 0, too
+    # It has read the part of rank 0, too.
+    with mock.patch.object(Joint, "_first_part", return_value=(PLAN, SnapshotRequest())):
         await slow.joint._decide(slow.snapshot, verdict)
     assert not late.repository.is_committed("gpt", TAG)
     again = await newer(make, 0)
@@ -439,7 +501,9 @@ async def test_directories_without_receipts_are_left_alone(make: Make) -> None:
     assert (await newer(make, 0, delivered=2)).repository.files("gpt", TAG) == before
 
 
-async def test_the_next_attempt_waits_for_the_first_receipt_of_a_step_that_is_being_saved(make: Make) -> None:
+async def test_the_next_attempt_waits_for_the_first_receipt_of_a_step_that_is_being_saved(
+    make: Make,
+) -> None:
     first, second = make(0, 1), make(2, 3)
     first.write()
     deciding = asyncio.create_task(newer(make, 0, delivered=1))
@@ -450,7 +514,9 @@ async def test_the_next_attempt_waits_for_the_first_receipt_of_a_step_that_is_be
     assert (await deciding).job.is_durable(*KEY)
 
 
-async def test_a_try_that_another_node_has_refused_is_abandoned_by_one_that_has_delivered(make: Make) -> None:
+async def test_a_try_that_another_node_has_refused_is_abandoned_by_one_that_has_delivered(
+    make: Make,
+) -> None:
     first, second = make(0, 1), make(2, 3)
     await first.deliver()
     assert not await first.joint.abandon_refused(first.snapshot)
@@ -479,7 +545,9 @@ async def test_a_restarted_daemon_delivers_nothing_that_is_not_needed(make: Make
     assert node.repository.receipts("gpt", TAG) == []
 
 
-async def test_a_restarted_daemon_does_not_keep_parts_whose_failure_it_has_reported(make: Make) -> None:
+async def test_a_restarted_daemon_does_not_keep_parts_whose_failure_it_has_reported(
+    make: Make,
+) -> None:
     node = make(2, 3)
     documents = node.write()
     assert await node.joint.refuse(node.job, node.snapshot, StorageError("no space"))
@@ -494,7 +562,10 @@ async def test_a_receipt_is_read_once(make: Make) -> None:
         await asyncio.sleep(0.3)
         await second.deliver()
         await settling
-    assert sorted(call.args[2] for call in read.call_args_list) == [names.receipt_file(0), names.receipt_file(2)]
+    assert sorted(call.args[2] for call in read.call_args_list) == [
+        names.receipt_file(0),
+        names.receipt_file(2),
+    ]
 
 
 async def test_ranks_of_a_node_that_sealed_different_plans_deliver_nothing(make: Make) -> None:
@@ -502,7 +573,9 @@ async def test_ranks_of_a_node_that_sealed_different_plans_deliver_nothing(make:
     documents = node.write()
     other = msgspec.structs.replace(PLAN, global_plan=b"other")
     with pytest.raises(Exception, match="its ranks sealed different plans"):
-        await node.joint.deliver(node.job, node.snapshot, [documents[0], (documents[1][0], other, SnapshotRequest())])
+        await node.joint.deliver(
+            node.job, node.snapshot, [documents[0], (documents[1][0], other, SnapshotRequest())]
+        )
     assert node.repository.receipts("gpt", TAG) == []
 
 

@@ -1,4 +1,6 @@
-"""Tests how parts are written: at the same time, again after an error that may pass, and within the room that there is."""
+"""Tests how parts are written: at the same time, again after an error that may pass,
+and within the room that there is.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.close()
 
 
-def test_the_progress_of_a_save_counts_every_byte_and_starts_again_with_the_part(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_of_a_save_counts_every_byte_and_starts_again_with_the_part(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world.fs.faults["create"] = 1, errno.EIO
     seen: list[tuple[float | int | None, ...]] = []
     before = world.pipeline.write_part
@@ -50,11 +54,19 @@ def test_the_progress_of_a_save_counts_every_byte_and_starts_again_with_the_part
     assert seen == [(7, total, 7, round((total - 7) / 7, 1))] * 2
     assert world.snapshot.progress is not None
     chunks = SealedSlot.read(world.held[0].fd, world.held[0].header).ranges
-    assert world.snapshot.progress.report(0.0)["done_bytes"] == 7 + sum(chunk.length for chunk in chunks)
+    assert world.snapshot.progress.report(0.0)["done_bytes"] == 7 + sum(
+        chunk.length for chunk in chunks
+    )
 
 
-def test_the_parts_are_written_while_the_slots_are_checked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    writing, checksum, write_part = asyncio.Event(), world.pipeline.checksum, world.pipeline.write_part
+def test_the_parts_are_written_while_the_slots_are_checked(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, checksum, write_part = (
+        asyncio.Event(),
+        world.pipeline.checksum,
+        world.pipeline.write_part,
+    )
 
     async def slow_checksum(slot: SealedSlot, **options: Any) -> list[ChunkCheck]:
         await writing.wait()
@@ -70,7 +82,9 @@ def test_the_parts_are_written_while_the_slots_are_checked(world: World, monkeyp
     assert world.told == [SnapshotState.DURABLE]
 
 
-def test_the_parts_of_all_ranks_are_written_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parts_of_all_ranks_are_written_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world, meeting = World(tmp_path, world_size=2), asyncio.Barrier(2)
     write_part = world.pipeline.write_part
 
@@ -84,8 +98,13 @@ def test_the_parts_of_all_ranks_are_written_at_the_same_time(tmp_path: Path, mon
     assert world.told == [SnapshotState.DURABLE]
 
 
-def test_a_part_that_finds_no_room_beside_the_others_is_written_again_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part reserves the room that it would take raw. Together they may not fit, although what they store does."""
+def test_a_part_that_finds_no_room_beside_the_others_is_written_again_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part reserves the room that it would take raw.
+
+    Together they may not fit, although what they store does.
+    """
     world, writing, calls = World(tmp_path, world_size=3), 0, 0
     write_part, meeting = world.pipeline.write_part, asyncio.Barrier(3)
 
@@ -111,21 +130,32 @@ def test_a_part_that_finds_no_room_beside_the_others_is_written_again_alone(tmp_
 def test_after_an_io_error_a_part_is_written_again_under_another_name(world: World) -> None:
     world.fs.faults["create"] = 1, errno.EIO
     world.run()
-    first, second = (record.file for record in world.journal.records if isinstance(record, r.Staging))
+    first, second = (
+        record.file for record in world.journal.records if isinstance(record, r.Staging)
+    )
     assert first != second
-    assert [part.file for part in world.storage.read_manifest("gpt", world.snapshot.tag).parts] == [second]
+    assert [part.file for part in world.storage.read_manifest("gpt", world.snapshot.tag).parts] == [
+        second
+    ]
     assert (world.told, world.counters["rewrites"]) == ([SnapshotState.DURABLE], 1)
 
 
-@pytest.mark.parametrize(("count", "number", "words"), [(2, errno.EIO, "Input/output error"), (1, errno.ENOSPC, "No space left")])
-def test_a_part_that_cannot_be_written_fails_the_snapshot(world: World, count: int, number: int, words: str) -> None:
+@pytest.mark.parametrize(
+    ("count", "number", "words"),
+    [(2, errno.EIO, "Input/output error"), (1, errno.ENOSPC, "No space left")],
+)
+def test_a_part_that_cannot_be_written_fails_the_snapshot(
+    world: World, count: int, number: int, words: str
+) -> None:
     world.fs.faults["create"] = count, number
     world.run()
     world.check_failed(words)
     assert isinstance(world.journal.records[-1], r.Dropped)
 
 
-def test_an_io_error_after_room_was_made_is_tried_once_more_only(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_io_error_after_room_was_made_is_tried_once_more_only(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     faults = [errno.ENOSPC, errno.ENOSPC, errno.EIO, errno.EIO, errno.EIO]
     made: list[Job] = []
 
@@ -137,7 +167,11 @@ def test_an_io_error_after_room_was_made_is_tried_once_more_only(world: World, m
         made.append(job)
         return True
 
-    monkeypatch.setattr(world.saver.root_parts, "_config", dataclasses.replace(world.saver.root_parts._config, make_room=True))
+    monkeypatch.setattr(
+        world.saver.root_parts,
+        "_config",
+        dataclasses.replace(world.saver.root_parts._config, make_room=True),
+    )
     monkeypatch.setattr(world.pipeline, "write_part", write_part)
     monkeypatch.setattr(world.saver.root_parts, "_make_room", make_room)
     world.run()
@@ -145,7 +179,9 @@ def test_an_io_error_after_room_was_made_is_tried_once_more_only(world: World, m
     assert (made, faults) == ([world.job, world.job], [errno.EIO])
 
 
-def test_a_node_without_rank_0_deletes_nothing_on_a_full_disk(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_rank_0_deletes_nothing_on_a_full_disk(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The daemon of rank 0 alone decides about the checkpoints of several nodes."""
     parts: PartSaver = world.saver.root_parts
     made = list[Job]()

@@ -37,7 +37,11 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 def test_a_save_syncs_and_journals_in_order(world: World) -> None:
     world.run()
-    assert [type(record) for record in world.journal.records] == [r.Staging, r.PartDurable, r.Committed]
+    assert [type(record) for record in world.journal.records] == [
+        r.Staging,
+        r.PartDurable,
+        r.Committed,
+    ]
     assert world.told == [SnapshotState.DURABLE]
     assert world.storage.read_newest("gpt") == world.snapshot.tag
     manifest = world.storage.read_manifest("gpt", world.snapshot.tag)
@@ -48,12 +52,22 @@ def test_a_save_syncs_and_journals_in_order(world: World) -> None:
 def test_a_save_is_logged_in_one_line(world: World, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         world.run()
-    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "INFO" and world.snapshot.tag in record.getMessage()]
-    words = rf"saved gpt/{world.snapshot.tag}: 120\.1 kB as \d+\.\d kB \(\d+ %\), durable after \d+\.\d\d s, \d+\.\d [kM]B/s"
+    (line,) = [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelname == "INFO" and world.snapshot.tag in record.getMessage()
+    ]
+    words = (
+        rf"saved gpt/{world.snapshot.tag}: 120\.1 kB as \d+\.\d kB \(\d+ %\), durable "
+        rf"after "
+        rf"\d+\.\d\d s, \d+\.\d [kM]B/s"
+    )
     assert re.fullmatch(words, line), line
 
 
-def test_the_log_says_how_long_the_slowest_rank_was_held(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_how_long_the_slowest_rank_was_held(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     world = World(tmp_path, world_size=2)
     world.snapshot.seals[0].training_held, world.snapshot.seals[1].training_held = 0.25, 1.5
     with caplog.at_level("INFO"):
@@ -80,7 +94,9 @@ def filled_again(world: World) -> None:
     write_header(world.held[0].fd, world.held[0].header.next(SlotState.FILLING, step=6))
 
 
-def test_a_slot_that_is_filled_again_while_it_is_checked_is_not_saved(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_that_is_filled_again_while_it_is_checked_is_not_saved(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = world.pipeline.checksum
 
     async def checksum(slot: Any, **options: Any) -> list[ChunkCheck]:
@@ -107,8 +123,12 @@ def test_a_slot_that_changes_after_its_check_is_not_saved(world: World) -> None:
     world.check_failed("chunk 0 of gpt step 5 has changed in memory since it was sealed")
 
 
-def test_a_snapshot_that_is_to_be_saved_after_all_is_saved_once_it_is_checked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a snapshot wanted while it is checked, as the death of its trainer does, or a SIGTERM to the daemon."""
+def test_a_snapshot_that_is_to_be_saved_after_all_is_saved_once_it_is_checked(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Make a snapshot wanted while it is checked, as the death of its trainer does, or
+    a SIGTERM to the daemon.
+    """
     checksum = world.pipeline.checksum
     world.snapshot.persist = False
 
@@ -124,8 +144,13 @@ def test_a_snapshot_that_is_to_be_saved_after_all_is_saved_once_it_is_checked(wo
 
 
 @pytest.mark.parametrize("turns", range(10))
-def test_a_snapshot_is_saved_in_whatever_turn_of_the_event_loop_its_trainer_dies(world: World, turns: int) -> None:
-    """The check of a memory-only snapshot takes a few turns of the loop to end. A death in one of them must not be missed."""
+def test_a_snapshot_is_saved_in_whatever_turn_of_the_event_loop_its_trainer_dies(
+    world: World, turns: int
+) -> None:
+    """The check of a memory-only snapshot takes a few turns of the loop to end.
+
+    A death in one of them must not be missed.
+    """
     asyncio.run(world.saver.check(world.snapshot))  # the second check, below, then reads nothing
     world.snapshot.persist = False
 
@@ -163,7 +188,9 @@ def test_ranks_that_sealed_different_plans_are_not_committed(tmp_path: Path) -> 
         plan = msgspec.structs.replace(PLAN, global_plan=bytes(32))
         seal(slot.fd, slot.header, plan)
         slot.refresh()
-        world.snapshot.seals[1] = RankSeal(1, slot.name, slot.header.generation, slot.header.signature)
+        world.snapshot.seals[1] = RankSeal(
+            1, slot.name, slot.header.generation, slot.header.signature
+        )
 
     two(tmp_path, other_plan)
 
@@ -171,7 +198,10 @@ def test_ranks_that_sealed_different_plans_are_not_committed(tmp_path: Path) -> 
 def test_two_ranks_are_committed_together(tmp_path: Path) -> None:
     world = World(tmp_path, world_size=2)
     world.run()
-    assert [part.rank for part in world.storage.read_manifest("gpt", world.snapshot.tag).parts] == [0, 1]
+    assert [part.rank for part in world.storage.read_manifest("gpt", world.snapshot.tag).parts] == [
+        0,
+        1,
+    ]
     assert world.told == [SnapshotState.DURABLE]
     world.close()
 
@@ -183,10 +213,13 @@ def test_a_failed_save_is_reported_although_its_files_cannot_be_swept(world: Wor
     world.fs.faults |= {"create": (1, errno.ENOSPC), "remove_directory": (1, errno.EIO)}
     world.run()
     assert (world.told, world.storage.tags("gpt")) == ([SnapshotState.FAILED], [world.snapshot.tag])
-    assert list(world.journal.state.staged) == [f"gpt/{world.snapshot.tag}"]  # the next start sweeps it
+    # The next start sweeps it.
+    assert list(world.journal.state.staged) == [f"gpt/{world.snapshot.tag}"]
 
 
-def test_a_bug_is_reported_as_an_internal_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_reported_as_an_internal_error(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def write_part(*_: Any, **__: Any) -> None:
         raise RuntimeError("odd")
 
@@ -200,7 +233,9 @@ def test_a_checkpoint_that_exists_is_left_alone(world: World) -> None:
     there = write_checkpoint(world.root, step=5, attempt=1)
     world.run()
     assert "is committed already; choose another tag" in world.snapshot.reason
-    assert world.storage.files("gpt", world.snapshot.tag) == sorted([names.MANIFEST, there.parts[0].file])
+    assert world.storage.files("gpt", world.snapshot.tag) == sorted(
+        [names.MANIFEST, there.parts[0].file]
+    )
     assert world.told == [SnapshotState.FAILED]
 
 
@@ -214,7 +249,9 @@ def test_beside_a_manifest_that_cannot_be_read_nothing_is_deleted(world: World) 
 
 
 @pytest.mark.parametrize("record", [r.Staging, r.PartDurable, r.Committed])
-def test_a_journal_that_breaks_ends_a_save_without_a_report(world: World, record: type[r.Record]) -> None:
+def test_a_journal_that_breaks_ends_a_save_without_a_report(
+    world: World, record: type[r.Record]
+) -> None:
     world.journal.breaks = (record,)
     world.run()
     assert world.told == []
@@ -236,7 +273,9 @@ def test_a_journal_that_breaks_at_a_deletion_leaves_the_snapshot_durable(world: 
 
 
 def test_a_slot_is_held_as_soon_as_its_check_is_requested(world: World) -> None:
-    """Otherwise a newer seal could release it before the check runs, and the slot, filled again, would be taken for damage."""
+    """Otherwise a newer seal could release it before the check runs, and the slot,
+    filled again, would be taken for damage.
+    """
     world.snapshot.persist = False
 
     async def save() -> None:
@@ -263,7 +302,10 @@ def test_nothing_is_saved_before_its_attempt_is_claimed(world: World) -> None:
     world.told.clear()
     records = len(world.journal.records)
     world.run()
-    assert (world.told, world.snapshot.reason) == ([SnapshotState.FAILED], "claimed by another daemon")
+    assert (world.told, world.snapshot.reason) == (
+        [SnapshotState.FAILED],
+        "claimed by another daemon",
+    )
     assert len(world.journal.records) == records
 
 
@@ -273,11 +315,17 @@ def test_nothing_is_saved_before_its_attempt_is_claimed(world: World) -> None:
 def test_a_memory_only_snapshot_is_checked_and_not_saved(world: World) -> None:
     world.snapshot.persist = False
     world.run()
-    assert (world.snapshot.state, world.told, world.journal.records) == (SnapshotState.SEALED, [], [])
+    assert (world.snapshot.state, world.told, world.journal.records) == (
+        SnapshotState.SEALED,
+        [],
+        [],
+    )
     assert read_check(world.held[0].fd, world.held[0].header) is not None
 
 
-def test_a_slot_that_was_sealed_with_checksums_is_not_read_for_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_that_was_sealed_with_checksums_is_not_read_for_them(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def checksum(*_: Any, **__: Any) -> None:
         raise AssertionError("the checksums are known")
 
@@ -336,7 +384,9 @@ def test_a_job_keeps_its_governor(world: World) -> None:
 def test_a_save_that_succeeds_in_a_later_try_counts_once(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`sealed` is the sum of what was saved, what has failed and what is only in memory."""
+    """`sealed` is the sum of what was saved, what has failed and what is only in
+    memory.
+    """
     world.snapshot.unasked = True
     save = world.saver.front_parts.save
 
@@ -346,11 +396,19 @@ def test_a_save_that_succeeds_in_a_later_try_counts_once(
     monkeypatch.setattr(world.saver.front_parts, "save", full)
     for _ in range(2):
         world.run()
-        assert (world.counters["failed"], world.counters["persisted"], world.counters["saved_unasked"]) == (1, 0, 0)
+        assert (
+            world.counters["failed"],
+            world.counters["persisted"],
+            world.counters["saved_unasked"],
+        ) == (1, 0, 0)
     assert "saved unasked" not in caplog.text
     monkeypatch.setattr(world.saver.front_parts, "save", save)
     with caplog.at_level("INFO"):
         world.run()
     assert world.committed()
-    assert (world.counters["failed"], world.counters["persisted"], world.counters["saved_unasked"]) == (0, 1, 1)
+    assert (
+        world.counters["failed"],
+        world.counters["persisted"],
+        world.counters["saved_unasked"],
+    ) == (0, 1, 1)
     assert "saved unasked" in caplog.text

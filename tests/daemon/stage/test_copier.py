@@ -23,5 +23,7 @@ def test_parts_without_a_manifest_are_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         target.read_manifest("gpt", one.tag)
     copier.publish(one, one.manifest, objects)
-    assert target.read_manifest_document("gpt", one.tag) == source.read_manifest_document("gpt", one.tag)
+    assert target.read_manifest_document("gpt", one.tag) == source.read_manifest_document(
+        "gpt", one.tag
+    )
     assert (target.read_newest("gpt"), copier.planned("gpt", one.tag).there) == (one.tag, True)

@@ -1,4 +1,6 @@
-"""Tests that a stage belongs to one root: what is refused, and what is accepted while the root does not answer."""
+"""Tests that a stage belongs to one root: what is refused, and what is accepted while
+the root does not answer.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_a_stage_belongs_to_one_root(tmp_path: Path, stage: Repository, join: Jo
         join(tmp_path / "b")
     (tmp_path / "a").rename(tmp_path / "moved")
     join(tmp_path / "moved").close()  # the same root at another place
-    with pytest.raises(InvalidConfig, match=f"is the stage of {tmp_path / 'moved'}: start the daemon with"):
+    with pytest.raises(
+        InvalidConfig, match=f"is the stage of {tmp_path / 'moved'}: start the daemon with"
+    ):
         check_is_no_stage(stage)
     check_is_no_stage(open_root(tmp_path / "moved"))
 
@@ -63,7 +67,9 @@ def test_one_daemon_has_the_root(tmp_path: Path, stage: Repository, join: Join) 
     join(tmp_path / "a").close()
 
 
-def test_a_root_that_is_not_there_is_neither_made_nor_taken_for_another(tmp_path: Path, stage: Repository, join: Join) -> None:
+def test_a_root_that_is_not_there_is_neither_made_nor_taken_for_another(
+    tmp_path: Path, stage: Repository, join: Join
+) -> None:
     """As under the mount point of a file system that is not mounted."""
     first = join(tmp_path / "a")
     first.close()
@@ -80,7 +86,9 @@ def test_a_root_that_is_not_there_is_neither_made_nor_taken_for_another(tmp_path
     later.close()
 
 
-def test_the_first_start_needs_the_root(tmp_path: Path, stage: Repository, calls: StorageCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_start_needs_the_root(
+    tmp_path: Path, stage: Repository, calls: StorageCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = open_root(tmp_path / "a")
 
     def fail(host: str) -> None:
@@ -92,9 +100,14 @@ def test_the_first_start_needs_the_root(tmp_path: Path, stage: Repository, calls
     assert stage.stage_document() is None
 
 
-def test_a_root_with_checkpoints_of_its_own_is_no_stage(tmp_path: Path, stage: Repository, join: Join) -> None:
+def test_a_root_with_checkpoints_of_its_own_is_no_stage(
+    tmp_path: Path, stage: Repository, join: Join
+) -> None:
     (tmp_path / "stage" / "gpt" / "step-00000001.a0001").mkdir(parents=True)
-    with pytest.raises(InvalidConfig, match="is a root with checkpoints of its own: name an empty directory as the stage"):
+    with pytest.raises(
+        InvalidConfig,
+        match="is a root with checkpoints of its own: name an empty directory as the stage",
+    ):
         join(tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
@@ -117,7 +130,9 @@ def test_a_root_that_hangs_does_not_keep_the_daemon_from_its_start(
 
 
 @pytest.mark.parametrize("document", [b"", b"{}", b'{"root": "/a", "identity": "no"}', b"\xff"])
-def test_a_damaged_document_is_told(tmp_path: Path, stage: Repository, join: Join, document: bytes) -> None:
+def test_a_damaged_document_is_told(
+    tmp_path: Path, stage: Repository, join: Join, document: bytes
+) -> None:
     stage.publish_stage(document)
     with pytest.raises(IntegrityError, match="does not say whose stage this is"):
         join(tmp_path / "a")

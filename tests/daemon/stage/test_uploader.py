@@ -1,6 +1,8 @@
-"""Tests a real daemon with a stage: what is durable where, what is uploaded and deleted, and what a recovery reads.
+"""Tests a real daemon with a stage: what is durable where, what is uploaded and
+deleted, and what a recovery reads.
 
-The root is a directory, except where the test is about an object store. `tests/crash/test_stage.py` kills the daemon.
+The root is a directory, except where the test is about an object store.
+`tests/crash/test_stage.py` kills the daemon.
 """
 
 from __future__ import annotations
@@ -45,7 +47,15 @@ def stage(place: Home) -> Path:
 
 
 def with_stage(place: Home, *arguments: str, failpoints: str = "") -> Any:
-    return running(place, "--stage", str(place.path / "stage"), *KEEP, *arguments, failpoints=failpoints, forked=True)
+    return running(
+        place,
+        "--stage",
+        str(place.path / "stage"),
+        *KEEP,
+        *arguments,
+        failpoints=failpoints,
+        forked=True,
+    )
 
 
 def save(agent: Agent, *steps: int, wait: str = "durable") -> None:
@@ -86,8 +96,8 @@ def test_a_checkpoint_is_durable_on_the_stage_and_then_uploaded(place: Home, sta
         until(lambda: not daemon.status()["stage"]["uploading"], "end of the upload")
         status = daemon.status()
         assert status["stage"] | {"directory": ""} == {
-            "directory": "", "root_known": True, "waiting": 0, "waiting_bytes": 0, "oldest_age_seconds": None, "uploading": None,
-            "problem": "", "refused": {},
+            "directory": "", "root_known": True, "waiting": 0, "waiting_bytes": 0,
+            "oldest_age_seconds": None, "uploading": None, "problem": "", "refused": {},
         }  # fmt: skip
         assert (status["counters"]["uploaded"], status["counters"]["retired"]) == (4, 2)
         assert f"{stage} (" in status_text(status)
@@ -106,7 +116,10 @@ def test_a_failed_upload_is_tried_again_soon_and_then_less_often() -> None:
 def test_without_a_stage_what_is_durable_is_in_the_root(place: Home) -> None:
     with running(place, forked=True) as daemon:
         agent = Agent("job", socket=place.socket)
-        assert agent.snapshot(trainers.expected(1), step=1).wait("uploaded", timeout=60).state == "durable"
+        assert (
+            agent.snapshot(trainers.expected(1), step=1).wait("uploaded", timeout=60).state
+            == "durable"
+        )
         assert daemon.status()["stage"] is None
         agent.close()
 
@@ -125,7 +138,10 @@ def test_saves_go_on_while_the_root_is_away(place: Home, stage: Path) -> None:
         until(lambda: daemon.status()["stage"]["problem"], "problem")
         status = daemon.status()
         assert "is it mounted" in status["stage"]["problem"]
-        assert (status["stage"]["waiting"], status["jobs"][0]["waiting"]) == (2, ["step-00000005.a0001", "step-00000006.a0001"])
+        assert (status["stage"]["waiting"], status["jobs"][0]["waiting"]) == (
+            2,
+            ["step-00000005.a0001", "step-00000006.a0001"],
+        )
         assert status["stage"]["waiting_bytes"] > 0
         assert status["stage"]["oldest_age_seconds"] >= 0
         assert "2 checkpoints (" in status_text(status)
@@ -138,7 +154,10 @@ def test_saves_go_on_while_the_root_is_away(place: Home, stage: Path) -> None:
         without_root(place)
         last = agent.snapshot(trainers.expected(7), step=7).wait("durable", timeout=60)
         agent.close()
-        with pytest.raises(SnapshotFailed, match="the agent was closed before the upload of this checkpoint was reported"):
+        with pytest.raises(
+            SnapshotFailed,
+            match="the agent was closed before the upload of this checkpoint was reported",
+        ):
             last.wait("uploaded", timeout=60)
 
 
@@ -149,7 +168,9 @@ def test_a_step_that_is_deleted_before_its_upload_says_so(place: Home, stage: Pa
         away = without_root(place)
         pending = agent.snapshot(trainers.expected(2), step=2).wait("durable", timeout=60)
         save(agent, 3, 4, 5)
-        with pytest.raises(SnapshotFailed, match="step 2 is not in the root, and does not wait for its upload"):
+        with pytest.raises(
+            SnapshotFailed, match="step 2 is not in the root, and does not wait for its upload"
+        ):
             pending.wait("uploaded", timeout=60)
         assert pending.state == "durable"
         away.rename(place.root)
@@ -169,7 +190,10 @@ def test_a_stop_leaves_what_waits_to_the_next_daemon(place: Home, stage: Path) -
         assert daemon.status()["stage"]["waiting"] >= 1
         away.rename(place.root)
         recovered(place, 2, "stage")
-        until(lambda: daemon.status()["stage"]["waiting"] == 0 and tags(place.root) == [1, 2], "upload")
+        until(
+            lambda: daemon.status()["stage"]["waiting"] == 0 and tags(place.root) == [1, 2],
+            "upload",
+        )
         assert daemon.stop() == 0
     shutil.rmtree(stage)
     with with_stage(place):
@@ -177,7 +201,9 @@ def test_a_stop_leaves_what_waits_to_the_next_daemon(place: Home, stage: Path) -
     Checkpoint.open(place.root / "job").verify()
 
 
-def test_a_recovery_without_the_root_raises_unless_the_stage_has_the_newest(place: Home, stage: Path) -> None:
+def test_a_recovery_without_the_root_raises_unless_the_stage_has_the_newest(
+    place: Home, stage: Path
+) -> None:
     with with_stage(place):
         agent = Agent("job", socket=place.socket)
         save(agent, 1, wait="uploaded")
@@ -203,7 +229,9 @@ def test_a_recovery_without_the_root_raises_unless_the_stage_has_the_newest(plac
         recovered(place, 1, "storage")
 
 
-def test_a_damaged_copy_on_the_stage_gives_way_to_the_one_in_the_root(place: Home, stage: Path) -> None:
+def test_a_damaged_copy_on_the_stage_gives_way_to_the_one_in_the_root(
+    place: Home, stage: Path
+) -> None:
     with with_stage(place):
         agent = Agent("job", socket=place.socket)
         save(agent, 1, 2, wait="uploaded")
@@ -223,7 +251,9 @@ def test_a_damaged_copy_on_the_stage_gives_way_to_the_one_in_the_root(place: Hom
 
 
 def test_a_damaged_checkpoint_is_not_uploaded_and_stays(place: Home, stage: Path) -> None:
-    with with_stage(place, "--no-link-unchanged", failpoints="upload.intended=sleep(1)@2") as daemon:
+    with with_stage(
+        place, "--no-link-unchanged", failpoints="upload.intended=sleep(1)@2"
+    ) as daemon:
         agent = Agent("job", socket=place.socket)
         save(agent, 1, wait="uploaded")
         pending = agent.snapshot(trainers.expected(2), step=2).wait("durable", timeout=60)
@@ -248,7 +278,10 @@ def test_forget_deletes_both_copies(place: Home, stage: Path) -> None:
         agent = Agent("job", socket=place.socket)
         save(agent, 1, 2, wait="uploaded")
         agent.close()
-        done = CliRunner().invoke(main, ["forget", f"{place.root}/job/step-00000002", "--socket", str(place.socket), "--json"])
+        done = CliRunner().invoke(
+            main,
+            ["forget", f"{place.root}/job/step-00000002", "--socket", str(place.socket), "--json"],
+        )
         assert (done.exit_code, json.loads(done.stdout)[0]["error"]) == (0, None), done.output
         assert (tags(stage), tags(place.root)) == ([], [1])
         recovered(place, 1, "storage")
@@ -258,29 +291,43 @@ def test_forget_deletes_both_copies(place: Home, stage: Path) -> None:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("CKPTD_STAGE", str(stage))
         environment.setenv("CKPTD_STATE_DIR", str(place.state))
-        done = CliRunner().invoke(main, ["forget", f"{place.root}/job/step-00000003", "--json"])  # without a daemon
+        # Without a daemon.
+        done = CliRunner().invoke(main, ["forget", f"{place.root}/job/step-00000003", "--json"])
     assert (done.exit_code, json.loads(done.stdout)[0]["error"]) == (0, None), done.output
     assert (tags(stage), tags(place.root)) == ([], [1])
     open_root(place.root).pin("job", "step-00000001.a0001")
     with with_stage(place):
-        done = CliRunner().invoke(main, ["forget", f"{place.root}/job/step-00000001", "--yes", "--socket", str(place.socket)])
+        done = CliRunner().invoke(
+            main,
+            ["forget", f"{place.root}/job/step-00000001", "--yes", "--socket", str(place.socket)],
+        )
         assert "is pinned" in done.output
         assert tags(place.root) == [1]
 
 
-def test_a_client_that_knows_no_stage_is_refused(place: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_knows_no_stage_is_refused(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with with_stage(place):
         monkeypatch.setattr("ckptd.shared.wire.session.STAGE", "another feature")
-        with pytest.raises(VersionMismatch, match="knows nothing of stages, and would miss the newest checkpoints"):
+        with pytest.raises(
+            VersionMismatch, match="knows nothing of stages, and would miss the newest checkpoints"
+        ):
             Channel(place.socket, 10.0)
 
 
 @pytest.mark.parametrize("arguments", [["--root", "other"], ["--root", "stage"]])
-def test_a_stage_serves_one_daemon_and_one_root(place: Home, stage: Path, arguments: list[str]) -> None:
+def test_a_stage_serves_one_daemon_and_one_root(
+    place: Home, stage: Path, arguments: list[str]
+) -> None:
     with with_stage(place):
         place.root = place.path / arguments[1]
         second = Daemon(
-            place, *(["--stage", str(stage)] if arguments[1] != "stage" else []), "--socket", str(place.path / "t"), forked=True
+            place,
+            *(["--stage", str(stage)] if arguments[1] != "stage" else []),
+            "--socket",
+            str(place.path / "t"),
+            forked=True,
         )
         assert not second.reached_ready()
         assert second.died() != 0
@@ -320,7 +367,9 @@ def test_a_stage_that_is_full_of_what_waits_fails_the_step(place: Home, stage: P
 
 
 def test_a_job_that_has_moved_on_is_not_led_back(place: Home, stage: Path) -> None:
-    """Another node has begun the next attempt: what this node still uploads is older, and this node deletes nothing in the root."""
+    """Another node has begun the next attempt: what this node still uploads is older,
+    and this node deletes nothing in the root.
+    """
     with with_stage(place) as daemon:
         agent = Agent("job", socket=place.socket)
         save(agent, 1, 2, wait="uploaded")
@@ -340,7 +389,9 @@ def test_a_job_that_has_moved_on_is_not_led_back(place: Home, stage: Path) -> No
         agent.close()
 
 
-def test_a_checkpoint_that_somebody_has_deleted_from_the_stage_is_not_waited_for(place: Home, stage: Path) -> None:
+def test_a_checkpoint_that_somebody_has_deleted_from_the_stage_is_not_waited_for(
+    place: Home, stage: Path
+) -> None:
     with with_stage(place) as daemon:
         agent = Agent("job", socket=place.socket)
         save(agent, 1, wait="uploaded")
@@ -415,7 +466,9 @@ def test_a_store_has_every_bit_once_it_is_uploaded(place: Home, stage: Path, buc
         recovered(place, 3, "storage")
 
 
-def test_the_stage_alone_serves_while_the_store_is_down(place: Home, stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stage_alone_serves_while_the_store_is_down(
+    place: Home, stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if stores.program("weed") is None:
         pytest.skip("seaweed is not installed")
     place.root = Url("s3", "bucket", ("runs",))  # type: ignore[assignment]

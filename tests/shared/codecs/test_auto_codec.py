@@ -21,7 +21,9 @@ class Clock:
 
 
 def after_writes(seconds: float, clock: Clock) -> Auto:
-    """Return an encoder whose storage has taken `seconds` for each of some writes of a chunk."""
+    """Return an encoder whose storage has taken `seconds` for each of some writes of a
+    chunk.
+    """
     encoder = Auto(clock)
     for _ in range(40):
         with encoder.writing(len(RAW)):
@@ -40,10 +42,20 @@ def test_nothing_is_encoded_before_a_write_was_measured() -> None:
 
 @pytest.mark.parametrize(
     ("write", "encode", "beside", "alone"),
-    [(1.0, 0.5, True, False), (1.0, 0.8, False, False), (0.7, 0.4, True, False), (0.1, 0.4, False, False), (1.0, 0.1, True, True)],
+    [
+        (1.0, 0.5, True, False),
+        (1.0, 0.8, False, False),
+        (0.7, 0.4, True, False),
+        (0.1, 0.4, False, False),
+        (1.0, 0.1, True, True),
+    ],
 )
-def test_a_chunk_is_encoded_only_if_a_write_takes_longer(write: float, encode: float, beside: bool, alone: bool) -> None:
-    """Compare both with another write under way and without one, as with a single thread."""
+def test_a_chunk_is_encoded_only_if_a_write_takes_longer(
+    write: float, encode: float, beside: bool, alone: bool
+) -> None:
+    """Compare both with another write under way and without one, as with a single
+    thread.
+    """
     encoder = after_writes(write, Clock())
     encoder._encoding.add(encode, len(RAW))
     assert (encoded(encoder, RAW, 4) is not None) == alone
@@ -67,7 +79,9 @@ def test_encoding_is_measured_and_both_measurements_follow_the_present_speeds() 
         with encoder.writing(len(RAW)):
             clock.now += 6.0
     with encoder.writing(1), encoder.writing(1):
-        assert encoded(encoder, RAW, 4) is not None, "the storage has become slower than the encoder"
+        assert encoded(encoder, RAW, 4) is not None, (
+            "the storage has become slower than the encoder"
+        )
 
 
 def test_an_encoder_that_was_slow_once_is_tried_again() -> None:
@@ -86,5 +100,7 @@ def test_a_failed_write_is_over_too() -> None:
 
 
 def test_it_takes_no_option() -> None:
-    with pytest.raises(InvalidConfig, match="codec 'auto:3' is not known: use raw, .*, planes, auto"):
+    with pytest.raises(
+        InvalidConfig, match="codec 'auto:3' is not known: use raw, .*, planes, auto"
+    ):
         codec.encoder("auto:3")

@@ -32,9 +32,12 @@ def _decode(number: int, stored: bytes, length: int) -> bytes:
 
 
 def _frame(content_size: int, window_byte: int, blocks: list[tuple[int, int]]) -> bytes:
-    """Build a zstd frame by hand (RFC 8878, section 3.1.1): 4 bytes of content size, a window descriptor, RLE blocks of (length, byte)."""
+    """Build a zstd frame by hand (RFC 8878, section 3.1.1): 4 bytes of content size, a
+    window descriptor, RLE blocks of (length, byte).
+    """
     body = b"".join(
-        ((length << 3) | (1 << 1) | (number == len(blocks) - 1)).to_bytes(3, "little") + bytes([value])
+        ((length << 3) | (1 << 1) | (number == len(blocks) - 1)).to_bytes(3, "little")
+        + bytes([value])
         for number, (length, value) in enumerate(blocks)
     )
     return struct.pack("<IBBI", 0xFD2FB528, 2 << 6, window_byte, content_size) + body
@@ -109,7 +112,9 @@ HOSTILE = {
 
 
 def test_a_frame_by_hand_is_a_frame() -> None:
-    assert _decode(codec.ZSTD, _frame(len(RAW), 7 << 3, [(len(RAW), 65)]), len(RAW)) == b"A" * len(RAW)
+    assert _decode(codec.ZSTD, _frame(len(RAW), 7 << 3, [(len(RAW), 65)]), len(RAW)) == b"A" * len(
+        RAW
+    )
 
 
 @pytest.mark.parametrize("stored", HOSTILE.values(), ids=HOSTILE.keys())
@@ -173,7 +178,20 @@ def test_an_unknown_codec_number_counts_as_newer(number: int) -> None:
 
 @pytest.mark.parametrize(
     "specification",
-    ["", "lz4", "zstd:0", "zstd:20", "zstd:-1", "zstd:x", "zstd:1:2", "raw:1", "RAW", " zstd", "zstd:1.5", "zstd:²"],
+    [
+        "",
+        "lz4",
+        "zstd:0",
+        "zstd:20",
+        "zstd:-1",
+        "zstd:x",
+        "zstd:1:2",
+        "raw:1",
+        "RAW",
+        " zstd",
+        "zstd:1.5",
+        "zstd:²",
+    ],
 )
 def test_an_unknown_specification_is_refused(specification: str) -> None:
     with pytest.raises(InvalidConfig, match="is not known"):

@@ -1,4 +1,6 @@
-"""Tests the codec `planes`: what is encoded is decoded bit for bit, and hostile chunks are refused."""
+"""Tests the codec `planes`: what is encoded is decoded bit for bit, and hostile chunks
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,14 @@ def decoded(stored: bytes, length: int, element_size: int) -> bytes:
 
 
 def weights(count: int, seed: int = 1) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """Return numbers like those of a trained layer: normal, with a scale for each row of 256."""
+    """Return numbers like those of a trained layer: normal, with a scale for each row
+    of 256.
+    """
     random = np.random.default_rng(seed)
-    return (random.standard_normal(count) * np.exp(random.normal(-4, 1, -(-count // 256))).repeat(256)[:count]).astype(np.float32)
+    return (
+        random.standard_normal(count)
+        * np.exp(random.normal(-4, 1, -(-count // 256))).repeat(256)[:count]
+    ).astype(np.float32)
 
 
 def test_it_is_known_by_name_and_number() -> None:
@@ -46,10 +53,14 @@ def test_what_is_encoded_is_decoded(piece: bytes, element_size: int, times: int)
         assert decoded(stored, len(raw), element_size) == raw
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int64, np.complex64, np.complex128])
+@pytest.mark.parametrize(
+    "dtype", [np.float16, np.float32, np.float64, np.int64, np.complex64, np.complex128]
+)
 @pytest.mark.parametrize("count", [70_000, 200_003])
 def test_numbers_of_every_kind_shrink_and_come_back(dtype: type, count: int) -> None:
-    numbers: np.ndarray[Any, Any] = (weights(count) * (1000 if dtype is np.int64 else 1)).astype(dtype)
+    numbers: np.ndarray[Any, Any] = (weights(count) * (1000 if dtype is np.int64 else 1)).astype(
+        dtype
+    )
     raw = numbers.tobytes()
     stored = encoded(Planes(), raw, numbers.itemsize)
     assert stored is not None
@@ -58,9 +69,15 @@ def test_numbers_of_every_kind_shrink_and_come_back(dtype: type, count: int) -> 
 
 
 def test_every_pattern_of_bits_comes_back() -> None:
-    """All words of 16 bits, NaN payloads, infinities, zeros of both signs and denormals among them, in float32 in the upper half."""
+    """All words of 16 bits, NaN payloads, infinities, zeros of both signs and denormals
+    among them, in float32 in the upper half.
+    """
     half = np.arange(1 << 16, dtype="<u2")
-    for raw, width in ((half.tobytes() * 4, 2), ((half.astype("<u4") << 16).tobytes(), 4), ((half.astype("<u8") << 48).tobytes(), 8)):
+    for raw, width in (
+        (half.tobytes() * 4, 2),
+        ((half.astype("<u4") << 16).tobytes(), 4),
+        ((half.astype("<u8") << 48).tobytes(), 8),
+    ):
         stored = encoded(Planes(), raw, width)
         assert stored is not None
         assert decoded(stored, len(raw), width) == raw
@@ -101,11 +118,31 @@ def test_the_stored_form_is_that_of_format_md() -> None:
     frame = zstandard.ZstdCompressor().compress(b"\x7f" * 1000)
     stored = struct.pack("<4I", 1, len(frame), 1, len(frame)) + frame + frame
     assert decoded(stored, 2000, 2) == ((0x7F7F >> 1) | 0x8000).to_bytes(2, "little") * 1000
-    assert [word_size(size) for size in range(1, 17)] == [1, 2, 1, 4, 1, 1, 1, 8, 1, 1, 1, 1, 1, 1, 1, 8]
+    assert [word_size(size) for size in range(1, 17)] == [
+        1,
+        2,
+        1,
+        4,
+        1,
+        1,
+        1,
+        8,
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+        8,
+    ]
 
 
 def test_damage_is_refused_or_changes_the_bytes() -> None:
-    """A reader compares the checksum of what is decoded. Every cut is refused by the codec itself."""
+    """A reader compares the checksum of what is decoded.
+
+    Every cut is refused by the codec itself.
+    """
     raw = weights(300).tobytes() * 2
     stored = encoded(Planes(), raw, 4)
     assert stored is not None
@@ -118,7 +155,9 @@ def test_damage_is_refused_or_changes_the_bytes() -> None:
         flipped = bytearray(stored)
         flipped[bit // 8] ^= 1 << bit % 8
         try:
-            assert decoded(bytes(flipped), len(raw), 4) != raw or bit >= 8 * 32, "a bit of the table of planes does not count"
+            assert decoded(bytes(flipped), len(raw), 4) != raw or bit >= 8 * 32, (
+                "a bit of the table of planes does not count"
+            )
         except IntegrityError:
             pass
 
@@ -144,7 +183,9 @@ def test_a_hostile_chunk_is_refused(entries: tuple[int, ...], rest: bytes, words
 
 def test_a_bomb_is_refused_before_it_is_decoded() -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 26))
-    with pytest.raises(IntegrityError, match="a plane of 1000 bytes has a frame header that says 67108864"):
+    with pytest.raises(
+        IntegrityError, match="a plane of 1000 bytes has a frame header that says 67108864"
+    ):
         decoded(struct.pack("<4I", 0, 1000, 1, len(bomb)) + bytes(1000) + bomb, 2000, 2)
     with pytest.raises(IntegrityError, match="is not possible"):
         decoded(b"", 2000, 2)

@@ -1,4 +1,6 @@
-"""Tests that the compiled loops and their stand-in in NumPy do the same, and that the compiled ones refuse buffers that do not fit."""
+"""Tests that the compiled loops and their stand-in in NumPy do the same, and that the
+compiled ones refuse buffers that do not fit.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from hypothesis import strategies as st
 from ckptd.shared.codecs import planes_numpy
 from tests.shared.samples import steady
 
-compiled = pytest.importorskip("ckptd.shared.codecs._planes", reason="no compiler was found when ckptd was installed")
+compiled = pytest.importorskip(
+    "ckptd.shared.codecs._planes", reason="no compiler was found when ckptd was installed"
+)
 WIDTHS = (2, 4, 8)
 
 
@@ -40,7 +44,19 @@ def test_both_split_and_join_alike(width: int, piece: bytes, times: int, shift: 
 
 @pytest.mark.parametrize("function", ["split", "join"])
 @pytest.mark.parametrize(
-    "sizes", [(), (8,), (8, 4), (8, 4, 4, 4), (8, 4, 3), (7, 3, 3), (9, 4, 4), (16, 4, 4, 4, 5), (18,) + (2,) * 9, (8, 5, 5)]
+    "sizes",
+    [
+        (),
+        (8,),
+        (8, 4),
+        (8, 4, 4, 4),
+        (8, 4, 3),
+        (7, 3, 3),
+        (9, 4, 4),
+        (16, 4, 4, 4, 5),
+        (18,) + (2,) * 9,
+        (8, 5, 5),
+    ],
 )
 def test_buffers_that_do_not_fit_are_refused(function: str, sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="expected"):

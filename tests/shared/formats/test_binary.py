@@ -13,7 +13,10 @@ from tests.shared.samples import flip
 MAGIC = b"CKPTDXYZ"
 
 
-@pytest.mark.parametrize(("length", "rounded"), [(0, 0), (1, 4096), (4095, 4096), (4096, 4096), (4097, 8192), (1 << 40, 1 << 40)])
+@pytest.mark.parametrize(
+    ("length", "rounded"),
+    [(0, 0), (1, 4096), (4095, 4096), (4096, 4096), (4097, 8192), (1 << 40, 1 << 40)],
+)
 def test_align_rounds_up_to_the_unit_of_direct_io(length: int, rounded: int) -> None:
     assert align(length) == rounded
 
@@ -36,7 +39,9 @@ def test_preamble_is_magic_version_and_zeros() -> None:
         (MAGIC, 1, 0, 1 << 31, NewerFormat),
     ],
 )
-def test_other_preambles_are_refused(magic: bytes, version: int, zero: int, features: int, error: type[IntegrityError]) -> None:
+def test_other_preambles_are_refused(
+    magic: bytes, version: int, zero: int, features: int, error: type[IntegrityError]
+) -> None:
     with pytest.raises(IntegrityError, match=r"^it ") as caught:
         check_preamble(struct.pack("<8sHHI", magic, version, zero, features), MAGIC, "it")
     assert type(caught.value) is error

@@ -1,4 +1,6 @@
-"""Tests parts that link files of older parts: what was saved is read back, and no checkpoint needs another one."""
+"""Tests parts that link files of older parts: what was saved is read back, and no
+checkpoint needs another one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.part import Linked, PartIndex, PartReader, encode_end, encode_header
 from ckptd.shared.formats.part_writer import PartWriter, Spread
 from ckptd.shared.formats.plan import MIN_CHUNK, chunk_ranges, signature, with_values
-from ckptd.shared.formats.reuse import NOTHING, ChunkCheck, StoredPart, choose, is_steady, new_hasher
+from ckptd.shared.formats.reuse import (
+    NOTHING,
+    ChunkCheck,
+    StoredPart,
+    choose,
+    is_steady,
+    new_hasher,
+)
 from ckptd.shared.formats.scatter import scatter, verify
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.names import new_nonce, parse_part_file, part_file, tag_directory
@@ -60,7 +69,10 @@ def checks_of(slot: bytearray) -> list[ChunkCheck]:
 
 
 class Root:
-    """The checkpoints of a root. `save` writes a part as the daemon does, and remembers it for the next one."""
+    """The checkpoints of a root.
+
+    `save` writes a part as the daemon does, and remembers it for the next one.
+    """
 
     def __init__(self, repository: Repository) -> None:
         self.repository = repository
@@ -68,16 +80,23 @@ class Root:
         self.entries: dict[int, PartEntry] = {}
         self.slots: dict[int, bytearray] = {}
 
-    def save(self, step: int, slot: bytearray, *, files: int = 1, codec_name: str = "raw", most: int = 0) -> PartEntry:
+    def save(
+        self, step: int, slot: bytearray, *, files: int = 1, codec_name: str = "raw", most: int = 0
+    ) -> PartEntry:
         checks = checks_of(slot)
         reuse = choose(self.before, RANGES, checks) if self.before is not None else NOTHING
         index = PartIndex(
-            job="gpt", attempt=2, step=step, rank=0, world_size=1, tag=tag_of(step), signature=signature(PLAN.encode()),
-            plan=PLAN.encode(), request=SnapshotRequest().encode(), values=VALUES, chunk_size=MIN_CHUNK, chunks=[],
+            job="gpt", attempt=2, step=step, rank=0, world_size=1, tag=tag_of(step),
+            signature=signature(PLAN.encode()), plan=PLAN.encode(),
+            request=SnapshotRequest().encode(), values=VALUES, chunk_size=MIN_CHUNK, chunks=[],
         )  # fmt: skip
         place = "gpt", tag_of(step)
         writer = PartWriter(
-            self.repository.part_files(*place), new_nonce(), codec.encoder(codec_name), Spread(files, most), self.repository.linker(*place)
+            self.repository.part_files(*place),
+            new_nonce(),
+            codec.encoder(codec_name),
+            Spread(files, most),
+            self.repository.linker(*place),
         )
         self.writer = writer
         writer.create(index, RANGES, len(index.plan) + len(index.request), reuse)
@@ -85,9 +104,15 @@ class Root:
         for chunk in writer.ranges:
             raw, stored = mmap.mmap(-1, MIN_CHUNK), mmap.mmap(-1, MIN_CHUNK)
             raw[: chunk.length] = slot[chunk.offset : chunk.offset + chunk.length]
-            entries[chunk.offset] = writer.chunk(chunk, memoryview(raw), memoryview(stored), crc32c(memoryview(raw)[: chunk.length]))
-        entry = writer.finish(index, [entries[chunk.offset] for chunk in RANGES], items=len(PLAN.items))
-        self.before = writer.stored([check.digest for check in checks], steady=is_steady(self.before, RANGES, checks))
+            entries[chunk.offset] = writer.chunk(
+                chunk, memoryview(raw), memoryview(stored), crc32c(memoryview(raw)[: chunk.length])
+            )
+        entry = writer.finish(
+            index, [entries[chunk.offset] for chunk in RANGES], items=len(PLAN.items)
+        )
+        self.before = writer.stored(
+            [check.digest for check in checks], steady=is_steady(self.before, RANGES, checks)
+        )
         self.entries[step], self.slots[step] = entry, slot
         return entry
 
@@ -99,10 +124,16 @@ class Root:
         """Read and compare everything."""
         reader, found = self.open(step), bytearray(len(SLOT))
         try:
-            scatter(reader, [(c.offset, memoryview(found)[c.offset : c.offset + c.length]) for c in RANGES])
+            scatter(
+                reader,
+                [(c.offset, memoryview(found)[c.offset : c.offset + c.length]) for c in RANGES],
+            )
             assert found == self.slots[step]
             assert verify(reader) == self.entries[step].raw_bytes
-            assert (reader.nbytes, reader.linked_bytes) == (self.entries[step].bytes, self.entries[step].linked_bytes)
+            assert (reader.nbytes, reader.linked_bytes) == (
+                self.entries[step].bytes,
+                self.entries[step].linked_bytes,
+            )
             assert 1 + len(reader.index.files) == self.entries[step].files
         finally:
             reader.close()
@@ -115,7 +146,11 @@ class Root:
 @pytest.fixture(params=["posix", "memory"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
     return Root(
-        Repository(PosixStorage(tmp_path) if request.param == "posix" else ObjectStorage(Bucket(MemoryStore(), "memory://x"), "0" * 16))
+        Repository(
+            PosixStorage(tmp_path)
+            if request.param == "posix"
+            else ObjectStorage(Bucket(MemoryStore(), "memory://x"), "0" * 16)
+        )
     )
 
 
@@ -132,7 +167,9 @@ def path_of(disk: Root, step: int, number: int = 0) -> Path:
 
 @pytest.mark.parametrize("codec_name", ["raw", "zstd", "planes"])
 @pytest.mark.parametrize(("files", "most"), [(1, 0), (3, 0), (2, 2 * MIN_CHUNK)])
-def test_unchanged_chunks_are_linked_and_read_back(root: Root, codec_name: str, files: int, most: int) -> None:
+def test_unchanged_chunks_are_linked_and_read_back(
+    root: Root, codec_name: str, files: int, most: int
+) -> None:
     first = root.save(1, SLOT, files=files, codec_name=codec_name, most=most)
     assert (first.linked_bytes, first.new_bytes) == (0, first.bytes)
     for step in (2, 3, 4):
@@ -169,7 +206,10 @@ def test_a_linked_file_is_one_file_on_the_disk(disk: Root) -> None:
 
 
 def test_chunks_in_a_file_that_is_not_worth_a_link_are_gathered_in_one_that_is(disk: Root) -> None:
-    """A third of the chunks stays. In step 2 it gets a file of its own, and from step 3 on this file is linked."""
+    """A third of the chunks stays.
+
+    In step 2 it gets a file of its own, and from step 3 on this file is linked.
+    """
     stay = len(RANGES) // 3
     disk.save(1, SLOT)
     second = disk.save(2, changed(SLOT, *range(stay, len(RANGES))))
@@ -185,7 +225,10 @@ def test_chunks_in_a_file_that_is_not_worth_a_link_are_gathered_in_one_that_is(d
 
 
 def test_files_that_are_mostly_unused_are_not_linked_for_ever(disk: Root) -> None:
-    """Each step changes other chunks. No step keeps more than twice the bytes that it needs."""
+    """Each step changes other chunks.
+
+    No step keeps more than twice the bytes that it needs.
+    """
     chance, slot = random.Random(1), SLOT
     for step in range(1, 20):
         slot = changed(slot, *chance.sample(range(len(RANGES)), 3))
@@ -194,11 +237,16 @@ def test_files_that_are_mostly_unused_are_not_linked_for_ever(disk: Root) -> Non
         disk.check(step)
         if step > 2:
             disk.delete(step - 2)
-    assert sum(disk.entries[step].new_bytes for step in range(2, 20)) < 19 * disk.entries[1].bytes * 0.7
+    assert (
+        sum(disk.entries[step].new_bytes for step in range(2, 20))
+        < 19 * disk.entries[1].bytes * 0.7
+    )
 
 
 @pytest.mark.parametrize("why", ["gone", "another length", "a link", "no links", "no status"])
-def test_chunks_are_stored_if_their_file_cannot_be_linked(disk: Root, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_stored_if_their_file_cannot_be_linked(
+    disk: Root, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk.save(1, SLOT)
     path = path_of(disk, 1)
     if why == "gone":
@@ -235,9 +283,21 @@ def test_older_versions_refuse_a_part_and_a_manifest_with_links(disk: Root) -> N
     entry = disk.save(2, changed(SLOT, 5, 6, 7), files=3)
     assert path_of(disk, 1).read_bytes()[12:16] == bytes(4), "a part without links is as it was"
     assert path_of(disk, 2).read_bytes()[12:16] == b"\3\0\0\0"
-    own = next(n for n in range(1, entry.files) if not path_of(disk, 2, n).samefile(path_of(disk, 1)))
+    own = next(
+        n for n in range(1, entry.files) if not path_of(disk, 2, n).samefile(path_of(disk, 1))
+    )
     assert path_of(disk, 2, own).read_bytes()[12:16] == b"\1\0\0\0"
-    manifest = Manifest.of(PLAN, SnapshotRequest(), [entry], job="gpt", attempt=2, step=2, tag=tag_of(2), seq=2, codec="raw")
+    manifest = Manifest.of(
+        PLAN,
+        SnapshotRequest(),
+        [entry],
+        job="gpt",
+        attempt=2,
+        step=2,
+        tag=tag_of(2),
+        seq=2,
+        codec="raw",
+    )
     assert manifest.features == ["files", "linked-files"]
     assert Manifest.decode(manifest.encode()).parts[0] == entry
 
@@ -251,14 +311,23 @@ def refused(disk: Root, match: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "longer", "own file", "file of another job"])
-def test_another_file_in_the_place_of_a_linked_one_is_seen(disk: Root, damage: str, tmp_path: Path) -> None:
+def test_another_file_in_the_place_of_a_linked_one_is_seen(
+    disk: Root, damage: str, tmp_path: Path
+) -> None:
     disk.save(1, SLOT)
     disk.save(2, changed(SLOT, 5))
     path = path_of(disk, 2, 1)
     data = path.read_bytes()
     path.unlink()
-    others = {"cut": data[:-ALIGN], "longer": data + bytes(ALIGN), "own file": path_of(disk, 2).read_bytes().ljust(len(data), b"\0")}
-    others["file of another job"] = encode_header(msgspec.structs.replace(disk.open(1).index, job="other"), _nonce(disk, 1)) + data[ALIGN:]
+    others = {
+        "cut": data[:-ALIGN],
+        "longer": data + bytes(ALIGN),
+        "own file": path_of(disk, 2).read_bytes().ljust(len(data), b"\0"),
+    }
+    others["file of another job"] = (
+        encode_header(msgspec.structs.replace(disk.open(1).index, job="other"), _nonce(disk, 1))
+        + data[ALIGN:]
+    )
     if damage != "gone":
         path.write_bytes(others[damage])
     refused(disk, "is missing" if damage == "gone" else "its data file 1 ")
@@ -291,7 +360,9 @@ def test_a_flip_in_a_linked_chunk_is_seen_and_named(disk: Root) -> None:
         file.seek(2 * ALIGN)
         file.write(b"?")
     reader = disk.open(2)
-    with pytest.raises(IntegrityError, match=r"chunk 1 .* of data file 1\) does not match its checksum"):
+    with pytest.raises(
+        IntegrityError, match=r"chunk 1 .* of data file 1\) does not match its checksum"
+    ):
         verify(reader)
 
 
@@ -323,7 +394,9 @@ def test_a_forged_index_is_refused(disk: Root, change: Callable[[dict[str, Any]]
         forged(plain)
         document = msgspec.msgpack.encode(plain)
         try:
-            header = encode_header(msgspec.msgpack.decode(document, type=PartIndex), _nonce(disk, 2))
+            header = encode_header(
+                msgspec.msgpack.decode(document, type=PartIndex), _nonce(disk, 2)
+            )
         except msgspec.ValidationError:
             header = path.read_bytes()[:ALIGN]
         path.write_bytes(header + path.read_bytes()[ALIGN:end] + encode_end(end, document))

@@ -19,22 +19,35 @@ from ckptd.shared.names import part_file
 from tests.shared.samples import NONCE, WRITER, flip, steady
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
 
 
 def entry(rank: int) -> PartEntry:
-    return PartEntry(rank=rank, file=part_file(rank, NONCE), bytes=12288, raw_bytes=500, items=4, index_sha256=f"{rank:064x}")
+    return PartEntry(
+        rank=rank,
+        file=part_file(rank, NONCE),
+        bytes=12288,
+        raw_bytes=500,
+        items=4,
+        index_sha256=f"{rank:064x}",
+    )
 
 
 def make(ranks: int = 2, **changes: Any) -> Manifest:
     fields: dict[str, Any] = {
-        "job": "gpt", "attempt": 2, "step": 1000, "tag": "step-00001000.a0002", "seq": 7, "world_size": ranks,
-        "created": "2026-01-02T03:04:05+00:00", "parts": [entry(rank) for rank in range(ranks)],
-        "metadata": {"state_dict_metadata": {"w": {"dtype": "float32", "size": [4]}}, "planner_data": None},
-        "metrics": {"loss": 0.25, "ratio": "nan"}, "user_content": {"épochs": [1, 2.5, None]}, "writer": WRITER,
+        "job": "gpt", "attempt": 2, "step": 1000, "tag": "step-00001000.a0002", "seq": 7,
+        "world_size": ranks, "created": "2026-01-02T03:04:05+00:00",
+        "parts": [entry(rank) for rank in range(ranks)],
+        "metadata": {"state_dict_metadata": {"w": {"dtype": "float32", "size": [4]}},
+        "planner_data": None}, "metrics": {"loss": 0.25, "ratio": "nan"},
+        "user_content": {"épochs": [1, 2.5, None]}, "writer": WRITER,
     }  # fmt: skip
     return Manifest(**{**fields, **changes})
 
@@ -65,8 +78,8 @@ def test_it_is_json_with_one_member_a_line_and_the_digest_last() -> None:
     assert (lines[0], lines[-2:]) == ("{", ["}", ""])
     keys = [next(iter(json.loads("{" + line.rstrip(",") + "}"))) for line in lines[1:-2]]
     assert keys == [
-        "format", "version", "features", "job", "attempt", "step", "tag", "seq", "world_size", "created", "parts", "metadata", "metrics",
-        "user_content", "writer", "sha256",
+        "format", "version", "features", "job", "attempt", "step", "tag", "seq", "world_size",
+        "created", "parts", "metadata", "metrics", "user_content", "writer", "sha256",
     ]  # fmt: skip
     before = data[: data.index(b'"sha256"')]
     assert json.loads(data)["sha256"] == hashlib.sha256(before).hexdigest()
@@ -75,27 +88,45 @@ def test_it_is_json_with_one_member_a_line_and_the_digest_last() -> None:
 
 @steady
 @given(JSON, st.dictionaries(st.text(), st.floats()), st.integers(0, 10**17) | st.none())
-def test_user_content_and_metrics_round_trip(content: Any, metrics: dict[str, float], step: int | None) -> None:
+def test_user_content_and_metrics_round_trip(
+    content: Any, metrics: dict[str, float], step: int | None
+) -> None:
     text = json.dumps(content)
-    manifest = make(1, user_content=msgspec.json.decode(text), metrics=plain_metrics(metrics), step=step)
+    manifest = make(
+        1, user_content=msgspec.json.decode(text), metrics=plain_metrics(metrics), step=step
+    )
     again = Manifest.decode(manifest.encode())
     assert again == manifest
     assert json.dumps(again.user_content) == text
 
 
 def test_metrics_that_json_cannot_say_become_text() -> None:
-    plain = plain_metrics({"a": 0.1, "b": math.nan, "c": math.inf, "d": -math.inf, "e": -0.0, "f": 5e-324})
+    plain = plain_metrics(
+        {"a": 0.1, "b": math.nan, "c": math.inf, "d": -math.inf, "e": -0.0, "f": 5e-324}
+    )
     assert plain == {"a": 0.1, "b": "nan", "c": "inf", "d": "-inf", "e": -0.0, "f": 5e-324}
     assert Manifest.decode(make(metrics=plain).encode()).metrics == plain
-    assert b'"metrics": {"a":0.1,"b":"nan","c":"inf","d":"-inf","e":-0.0,"f":5e-324}' in make(metrics=plain).encode()
+    assert (
+        b'"metrics": {"a":0.1,"b":"nan","c":"inf","d":"-inf","e":-0.0,"f":5e-324}'
+        in make(metrics=plain).encode()
+    )
     with pytest.raises(ValueError, match="JSON"):
         make(metrics={"a": math.nan}).encode()
 
 
 def test_order_is_attempt_step_seq() -> None:
-    manifests = [make(attempt=a, step=s, seq=q) for a, s, q in [(2, 5, 1), (1, 900, 9), (2, None, 3), (2, 5, 4), (3, 0, 2)]]
+    manifests = [
+        make(attempt=a, step=s, seq=q)
+        for a, s, q in [(2, 5, 1), (1, 900, 9), (2, None, 3), (2, 5, 4), (3, 0, 2)]
+    ]
     ordered = sorted(manifests, key=lambda m: m.order)
-    assert [(m.attempt, m.step, m.seq) for m in ordered] == [(1, 900, 9), (2, None, 3), (2, 5, 1), (2, 5, 4), (3, 0, 2)]
+    assert [(m.attempt, m.step, m.seq) for m in ordered] == [
+        (1, 900, 9),
+        (2, None, 3),
+        (2, 5, 1),
+        (2, 5, 4),
+        (3, 0, 2),
+    ]
 
 
 # -- damage
@@ -129,16 +160,36 @@ def test_extra_bytes_before_or_behind_are_seen(more: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "world_size"), [([], 1), ([0], 2), ([0, 0], 2), ([1, 0], 2), ([1, 2], 2), ([0, 1, 2], 2), ([0, 2], 2), ([0, 1], 1)]
+    ("ranks", "world_size"),
+    [
+        ([], 1),
+        ([0], 2),
+        ([0, 0], 2),
+        ([1, 0], 2),
+        ([1, 2], 2),
+        ([0, 1, 2], 2),
+        ([0, 2], 2),
+        ([0, 1], 1),
+    ],
 )
 def test_a_manifest_must_list_one_part_of_each_rank(ranks: list[int], world_size: int) -> None:
     manifest = make(world_size, parts=[entry(rank) for rank in ranks])
-    with pytest.raises(IntegrityError, match=f"manifest of {world_size} ranks lists parts of ranks"):
+    with pytest.raises(
+        IntegrityError, match=f"manifest of {world_size} ranks lists parts of ranks"
+    ):
         Manifest.decode(manifest.encode())
 
 
 @pytest.mark.parametrize(
-    "file", ["", "x", "../rank-00000." + "0" * 32 + ".ckpt", "manifest.json", part_file(1, NONCE), part_file(0, NONCE) + ".tmp"]
+    "file",
+    [
+        "",
+        "x",
+        "../rank-00000." + "0" * 32 + ".ckpt",
+        "manifest.json",
+        part_file(1, NONCE),
+        part_file(0, NONCE) + ".tmp",
+    ],
 )
 def test_a_part_must_have_the_name_of_its_rank(file: str) -> None:
     with pytest.raises(IntegrityError, match="not the name of a part of rank 0"):
@@ -200,11 +251,22 @@ def test_unknown_members_are_ignored() -> None:
         sealed("{"),
         sealed("[1, "),
         sealed('{"format": "ckptd-manifest", "version": 1, "job": ' + "[" * 100_000),
-        sealed('{"format": "ckptd-manifest", "version": 1, "x": ' + "[" * 100_000 + "]" * 100_000 + ","),
+        sealed(
+            '{"format": "ckptd-manifest", "version": 1, "x": ' + "[" * 100_000 + "]" * 100_000 + ","
+        ),
         sealed(b'{"format": "ckptd-manifest", "version": 1, "job": "\xff",'),
         sealed('{"format": "ckptd-manifest", "version": 1e999,'),
     ],
-    ids=["nothing", "digest alone", "no members", "no map", "open brackets", "deep", "no UTF-8", "infinite version"],
+    ids=[
+        "nothing",
+        "digest alone",
+        "no members",
+        "no map",
+        "open brackets",
+        "deep",
+        "no UTF-8",
+        "infinite version",
+    ],
 )
 def test_anything_but_a_manifest_is_refused(data: bytes) -> None:
     with pytest.raises(IntegrityError):
@@ -234,7 +296,9 @@ def test_content_that_is_nested_too_deep_is_refused() -> None:
     """A reader of the content may be recursive, and must not run out of stack."""
 
     def nested(levels: int) -> bytes:
-        return resealed(lambda members: members.update(user_content=json.loads("[" * levels + "]" * levels)))
+        return resealed(
+            lambda members: members.update(user_content=json.loads("[" * levels + "]" * levels))
+        )
 
     assert Manifest.decode(nested(256)).user_content
     with pytest.raises(IntegrityError):
@@ -244,14 +308,24 @@ def test_content_that_is_nested_too_deep_is_refused() -> None:
 def test_a_manifest_too_large_for_readers_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     data = make().encode()
     monkeypatch.setattr("ckptd.shared.formats.manifest.MAX_MANIFEST", len(data) - 1)
-    with pytest.raises(IntegrityError, match=f"manifest would have {len(data)} bytes, and readers accept at most {len(data) - 1}"):
+    with pytest.raises(
+        IntegrityError,
+        match=f"manifest would have {len(data)} bytes, and readers accept at most {len(data) - 1}",
+    ):
         make().encode()
 
 
 def large(ranks: int = 3) -> Manifest:
     """Return a manifest that is too large for version 1 in a root."""
-    tensors = {f"layers.{number:06d}.weight": {"dtype": "float32", "size": [4], "chunks": [[[0], [4]]]} for number in range(16_000)}
-    return make(ranks, metadata={"state_dict_metadata": tensors, "planner_data": None}, retention=["LatestN(n=5)"])
+    tensors = {
+        f"layers.{number:06d}.weight": {"dtype": "float32", "size": [4], "chunks": [[[0], [4]]]}
+        for number in range(16_000)
+    }
+    return make(
+        ranks,
+        metadata={"state_dict_metadata": tensors, "planner_data": None},
+        retention=["LatestN(n=5)"],
+    )
 
 
 def test_a_small_manifest_is_not_split() -> None:
@@ -265,7 +339,12 @@ def test_a_large_manifest_is_small_beside_its_metadata_object() -> None:
     data, objects = whole.split()
     assert len(data) < 4096 < MOST_INLINE < len(whole.encode())
     small = Manifest.decode(data)
-    assert (small.version, small.features, small.metadata, small.tensors) == (2, ["metadata-object"], {}, 16_000)
+    assert (small.version, small.features, small.metadata, small.tensors) == (
+        2,
+        ["metadata-object"],
+        {},
+        16_000,
+    )
     assert small.parts == whole.parts
     assert small.retention == whole.retention
     assert small.files == [*(part.file for part in whole.parts), *objects]
@@ -274,7 +353,11 @@ def test_a_large_manifest_is_small_beside_its_metadata_object() -> None:
 
 def test_parts_in_columns_keep_every_field() -> None:
     parts = [msgspec.structs.replace(entry(0), files=3, linked_bytes=4096), entry(1)]
-    small = Manifest.decode(msgspec.structs.replace(large(2), parts=parts, features=["files", "linked-files"]).split()[0])
+    small = Manifest.decode(
+        msgspec.structs.replace(large(2), parts=parts, features=["files", "linked-files"]).split()[
+            0
+        ]
+    )
     assert small.parts == parts
     assert small.features == ["files", "linked-files", "metadata-object"]
 
@@ -295,7 +378,9 @@ def test_parts_in_columns_keep_every_field() -> None:
         lambda d: d["metadata_object"].update(index_sha256="0"),
     ],
 )
-def test_an_inconsistent_manifest_of_version_2_is_refused(change: Callable[[dict[str, Any]], object]) -> None:
+def test_an_inconsistent_manifest_of_version_2_is_refused(
+    change: Callable[[dict[str, Any]], object],
+) -> None:
     members = json.loads(large().split()[0])
     del members["sha256"]
     change(members)
@@ -307,4 +392,7 @@ def test_an_inconsistent_manifest_of_version_2_is_refused(change: Callable[[dict
 def test_features_for_deleters_do_not_concern_readers() -> None:
     manifest = make(deleter_features=["chunk-references"])
     assert Manifest.decode(manifest.encode()) == manifest
-    assert (manifest.unknown_deleter_features, make().unknown_deleter_features) == (["chunk-references"], [])
+    assert (manifest.unknown_deleter_features, make().unknown_deleter_features) == (
+        ["chunk-references"],
+        [],
+    )

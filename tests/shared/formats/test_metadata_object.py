@@ -1,4 +1,6 @@
-"""Tests the metadata object: each tensor is found in few bytes, damage is found, and entries that readers would refuse are not written."""
+"""Tests the metadata object: each tensor is found in few bytes, damage is found, and
+entries that readers would refuse are not written.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +46,29 @@ class Memory:
 
 def sample(count: int) -> dict[str, Any]:
     found: dict[str, Any] = {
-        f"layers.{number}.weight": {"dtype": "float32", "size": [8, 4], "rule": Rule(0, ((0, 0),), 1)} for number in range(count)
+        f"layers.{number}.weight": {
+            "dtype": "float32",
+            "size": [8, 4],
+            "rule": Rule(0, ((0, 0),), 1),
+        }
+        for number in range(count)
     }
     return found | {
-        "explicit": {"dtype": "int64", "size": [4], "chunks": [[[0], [2]], [[2], [2]]], "ranks": [3, 7]},
+        "explicit": {
+            "dtype": "int64",
+            "size": [4],
+            "chunks": [[[0], [2]], [[2], [2]]],
+            "ranks": [3, 7],
+        },
         "of.rank.0": {"dtype": "bool", "size": [1], "chunks": [[[0], [1]]]},
         "blob": {"dtype": "bytes", "ranks": [5]},
         "épsilon": {"dtype": "bytes"},
     }
 
 
-def opened(metadata: dict[str, Any], meshes: list[Mesh] = MESHES) -> tuple[MetadataReader, Memory, MetadataObjectEntry]:
+def opened(
+    metadata: dict[str, Any], meshes: list[Mesh] = MESHES
+) -> tuple[MetadataReader, Memory, MetadataObjectEntry]:
     data, entry = encode(metadata, meshes, 8)
     return MetadataReader(source := Memory(data), entry, 8, "metadata"), source, entry
 
@@ -63,7 +77,11 @@ def opened(metadata: dict[str, Any], meshes: list[Mesh] = MESHES) -> tuple[Metad
 def test_every_entry_is_found_and_listed_in_order(count: int) -> None:
     metadata = sample(count)
     reader, source, entry = opened(metadata)
-    assert (entry.tensors, entry.bytes, is_metadata_file(entry.file)) == (len(metadata), len(source.data), True)
+    assert (entry.tensors, entry.bytes, is_metadata_file(entry.file)) == (
+        len(metadata),
+        len(source.data),
+        True,
+    )
     assert [name for name, _ in reader.entries()] == sorted(metadata)
     assert dict(reader.entries()) == metadata
     assert reader.meshes == MESHES
@@ -78,7 +96,10 @@ def test_one_tensor_is_found_with_two_reads_of_the_object() -> None:
     metadata = sample(30_000)
     data, entry = encode(metadata, MESHES, 8)
     source = Memory(data)
-    assert MetadataReader(source, entry, 8, "metadata").find("layers.12345.weight") == metadata["layers.12345.weight"]
+    assert (
+        MetadataReader(source, entry, 8, "metadata").find("layers.12345.weight")
+        == metadata["layers.12345.weight"]
+    )
     assert len(source.reads) == 2
     assert sum(source.reads) < BLOCK
     assert len(source.reads) == 2
@@ -91,7 +112,11 @@ def test_no_entries_at_all() -> None:
 
 def test_an_entry_that_is_larger_than_a_block_has_one_of_its_own() -> None:
     chunks = [[[number], [1]] for number in range(60_000)]
-    metadata = {"a": {"dtype": "bytes"}, "large": {"dtype": "int8", "size": [60_000], "chunks": chunks}, "z": {"dtype": "bytes"}}
+    metadata = {
+        "a": {"dtype": "bytes"},
+        "large": {"dtype": "int8", "size": [60_000], "chunks": chunks},
+        "z": {"dtype": "bytes"},
+    }
     reader, _, _ = opened(metadata)
     assert [block.first for block in reader._index.blocks] == ["a", "large", "z"]
     assert dict(reader.entries()) == metadata
@@ -99,7 +124,8 @@ def test_an_entry_that_is_larger_than_a_block_has_one_of_its_own() -> None:
 
 def test_the_same_metadata_have_the_same_name_and_others_another() -> None:
     (_, one), (_, again), (_, other) = (
-        encode(metadata, MESHES, 8) for metadata in (sample(3), dict(reversed(sample(3).items())), sample(4))
+        encode(metadata, MESHES, 8)
+        for metadata in (sample(3), dict(reversed(sample(3).items())), sample(4))
     )
     assert one == again
     assert one.file != other.file
@@ -124,18 +150,33 @@ def test_an_object_that_is_cut_short_is_refused(length: int) -> None:
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ({"dtype": "int8", "size": [8, 4], "rule": [1, [[0, 0]], 0]}, "a mesh that is not described"),
-        ({"dtype": "int8", "size": [8, 4], "rule": [0, [[2, 0]], 0]}, "dimensions that its mesh does not have"),
+        (
+            {"dtype": "int8", "size": [8, 4], "rule": [1, [[0, 0]], 0]},
+            "a mesh that is not described",
+        ),
+        (
+            {"dtype": "int8", "size": [8, 4], "rule": [0, [[2, 0]], 0]},
+            "dimensions that its mesh does not have",
+        ),
         ({"dtype": "int8", "size": [8, 4], "rule": [0, [[0, 2]], 0]}, "does not fit its size"),
-        ({"dtype": "int8", "size": [8], "chunks": [[[0], [8]]], "ranks": [8]}, "ranks that the job does not have"),
-        ({"dtype": "int8", "size": [8], "chunks": [[[0], [4]], [[4], [4]]], "ranks": [1]}, "ranks that the job does not have"),
+        (
+            {"dtype": "int8", "size": [8], "chunks": [[[0], [8]]], "ranks": [8]},
+            "ranks that the job does not have",
+        ),
+        (
+            {"dtype": "int8", "size": [8], "chunks": [[[0], [4]], [[4], [4]]], "ranks": [1]},
+            "ranks that the job does not have",
+        ),
         ({"dtype": "bytes", "ranks": []}, "ranks that the job does not have"),
         ({}, "does not say what it is"),
         ({"dtype": "float32"}, "does not say what it is"),
         ({"dtype": "float32", "size": [2]}, "does not say what it is"),
         ({"dtype": "bytes", "size": [2], "chunks": [[[0], [2]]]}, "does not say what it is"),
         ({"dtype": "float32", "size": [2], "chunks": []}, "shards of other dimensions, or none"),
-        ({"dtype": "float32", "size": [2], "chunks": [[[0, 0], [2, 1]]]}, "shards of other dimensions, or none"),
+        (
+            {"dtype": "float32", "size": [2], "chunks": [[[0, 0], [2, 1]]]},
+            "shards of other dimensions, or none",
+        ),
     ],
 )
 def test_an_entry_that_readers_would_refuse_is_not_written(entry: Any, said: str) -> None:
@@ -163,7 +204,12 @@ def forged(change: Any) -> tuple[bytes, MetadataObjectEntry]:
             ("b", msgspec.msgpack.encode([["b", {"dtype": "bytes"}]])),
         ],
         [("a", msgspec.msgpack.encode([]))],
-        [("a", msgspec.msgpack.encode([["a", {"dtype": "int8", "size": [2], "rule": [9, [], 0]}]]))],
+        [
+            (
+                "a",
+                msgspec.msgpack.encode([["a", {"dtype": "int8", "size": [2], "rule": [9, [], 0]}]]),
+            )
+        ],
         [("a", msgspec.msgpack.encode("no list"))],
     ],
 )
@@ -190,7 +236,9 @@ def test_the_whole_object_is_what_its_name_says() -> None:
 
 
 def test_small_objects_that_would_take_much_memory_are_refused() -> None:
-    """A block or an index of many megabytes of zeros takes few bytes, and a file with holes takes none."""
+    """A block or an index of many megabytes of zeros takes few bytes, and a file with
+    holes takes none.
+    """
     large = [("a", bytes(metadata_object.MAX_RAW + 1))]
     data, entry = forged(large)
     assert len(data) < 4096
@@ -202,16 +250,22 @@ def test_small_objects_that_would_take_much_memory_are_refused() -> None:
         size = entry.index + metadata_object.MAX_RAW * 2
 
     with pytest.raises(IntegrityError, match="no ckptd writes one of this size"):
-        MetadataReader(Sparse(data), msgspec.structs.replace(entry, bytes=Sparse.size), 8, "metadata")
+        MetadataReader(
+            Sparse(data), msgspec.structs.replace(entry, bytes=Sparse.size), 8, "metadata"
+        )
     reader = MetadataReader(Memory(data), entry, 8, "metadata")
-    reader._index.blocks[0] = msgspec.structs.replace(reader._index.blocks[0], stored_length=len(data) - 40, raw_length=1)
+    reader._index.blocks[0] = msgspec.structs.replace(
+        reader._index.blocks[0], stored_length=len(data) - 40, raw_length=1
+    )
     with pytest.raises(IntegrityError):
         reader.find("blob")
 
 
 def test_an_entry_that_no_reader_would_accept_is_not_written() -> None:
     chunks = [[[number], [1]] for number in range(2_500_000)]
-    with pytest.raises(IntegrityError, match="^'w' has .* bytes of metadata, and readers accept at most"):
+    with pytest.raises(
+        IntegrityError, match="^'w' has .* bytes of metadata, and readers accept at most"
+    ):
         encode({"w": {"dtype": "int8", "size": [2_500_000], "chunks": chunks}}, [], 8)
 
 

@@ -19,22 +19,44 @@ from ckptd.shared.codecs import codec
 from ckptd.shared.codecs.codec import encoder
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.formats.binary import ALIGN, align
-from ckptd.shared.formats.part import TRAILER_SIZE, PartIndex, PartReader, encode_end, encode_header, end_bound
+from ckptd.shared.formats.part import (
+    TRAILER_SIZE,
+    PartIndex,
+    PartReader,
+    encode_end,
+    encode_header,
+    end_bound,
+)
 from ckptd.shared.formats.plan import MIN_CHUNK, ChunkRange, Plan, Region
 from ckptd.shared.formats.scatter import verify
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_streams import ObjectSource
-from tests.shared.samples import NONCE, WRITER, encode_part, flip, memory_file, packed_slot, resealed, sample_plan, values_after
+from tests.shared.samples import (
+    NONCE,
+    WRITER,
+    encode_part,
+    flip,
+    memory_file,
+    packed_slot,
+    resealed,
+    sample_plan,
+    values_after,
+)
 from tests.support.storage import source
 
 PLAN = sample_plan(floats=40_000)  # 160,000 bytes: three chunks of 64 KiB
 VALUES = values_after(PLAN, 70_000)
 SLOT = packed_slot(PLAN, VALUES)
-LARGE = {name: encode_part(SLOT, PLAN, VALUES, codec=name, chunk_size=MIN_CHUNK)[0] for name in ("raw", "zstd")}
+LARGE = {
+    name: encode_part(SLOT, PLAN, VALUES, codec=name, chunk_size=MIN_CHUNK)[0]
+    for name in ("raw", "zstd")
+}
 SMALL_PLAN = sample_plan()
 SMALL_VALUES = values_after(SMALL_PLAN)
-SMALL, SMALL_INDEX = encode_part(packed_slot(SMALL_PLAN, SMALL_VALUES), SMALL_PLAN, SMALL_VALUES, codec="zstd")
+SMALL, SMALL_INDEX = encode_part(
+    packed_slot(SMALL_PLAN, SMALL_VALUES), SMALL_PLAN, SMALL_VALUES, codec="zstd"
+)
 
 
 def read(data: bytes, index_sha256: str | None = None) -> dict[int, bytes]:
@@ -66,18 +88,34 @@ def test_every_byte_comes_back(name: str) -> None:
 
 def test_the_reader_has_the_index_plan_and_request() -> None:
     request = SnapshotRequest(tag="best", metrics={"loss": 0.25}, created=1.5)
-    data, index = encode_part(SLOT, PLAN, VALUES, step=None, tag="best.a0002", rank=3, world_size=8, request=request)
+    data, index = encode_part(
+        SLOT, PLAN, VALUES, step=None, tag="best.a0002", rank=3, world_size=8, request=request
+    )
     with memory_file(data) as fd:
         reader = PartReader(source(fd), "gpt/best.a0002/x")
-        assert (reader.name, reader.index, reader.plan, reader.values) == ("gpt/best.a0002/x", index, PLAN, VALUES)
+        assert (reader.name, reader.index, reader.plan, reader.values) == (
+            "gpt/best.a0002/x",
+            index,
+            PLAN,
+            VALUES,
+        )
         assert SnapshotRequest.decode(reader.index.request) == request
-        assert (index.step, index.rank, index.world_size, index.attempt, index.job) == (None, 3, 8, 2, "gpt")
+        assert (index.step, index.rank, index.world_size, index.attempt, index.job) == (
+            None,
+            3,
+            8,
+            2,
+            "gpt",
+        )
 
 
 def test_zstd_takes_less_and_chunks_that_do_not_shrink_are_raw() -> None:
     assert len(LARGE["zstd"]) < len(LARGE["raw"])
     with memory_file(LARGE["zstd"]) as fd:
-        kinds = [(c.codec, c.stored_length < c.raw_length) for c in PartReader(source(fd), "p").index.chunks]
+        kinds = [
+            (c.codec, c.stored_length < c.raw_length)
+            for c in PartReader(source(fd), "p").index.chunks
+        ]
     assert (codec.ZSTD, True) in kinds
     assert (codec.RAW, False) in kinds
     assert all((kind == codec.ZSTD) == shrunk for kind, shrunk in kinds)
@@ -85,7 +123,9 @@ def test_zstd_takes_less_and_chunks_that_do_not_shrink_are_raw() -> None:
 
 def test_chunks_may_lie_in_any_order_in_the_file() -> None:
     """Several threads write them, each as soon as it is encoded."""
-    plan = Plan(regions=[Region(0, 3 * MIN_CHUNK, 4)], items=[], aliases=[], metadata=None, writer=WRITER)
+    plan = Plan(
+        regions=[Region(0, 3 * MIN_CHUNK, 4)], items=[], aliases=[], metadata=None, writer=WRITER
+    )
     values = values_after(plan, 10)
     slot = packed_slot(plan, values)
     _, index = encode_part(slot, plan, values)
@@ -94,7 +134,9 @@ def test_chunks_may_lie_in_any_order_in_the_file() -> None:
     for number in order:
         chunk = index.chunks[number]
         moved[number] = msgspec.structs.replace(chunk, offset=len(body))
-        body += bytes(slot[chunk.raw_offset : chunk.raw_offset + chunk.raw_length]).ljust(-(-chunk.raw_length // ALIGN) * ALIGN, b"\0")
+        body += bytes(slot[chunk.raw_offset : chunk.raw_offset + chunk.raw_length]).ljust(
+            -(-chunk.raw_length // ALIGN) * ALIGN, b"\0"
+        )
     index = msgspec.structs.replace(index, chunks=[moved[n] for n in range(4)])
     body[:ALIGN] = encode_header(index, NONCE)
     found = read(bytes(body) + encode_end(len(body), index.encode()))
@@ -120,7 +162,9 @@ def test_the_file_stays_within_its_bound(name: str) -> None:
 
 
 def test_the_bound_holds_for_a_request_of_any_size() -> None:
-    """The user chooses metrics, user content and names, and the space is reserved before the first chunk is written."""
+    """The user chooses metrics, user content and names, and the space is reserved
+    before the first chunk is written.
+    """
     request = SnapshotRequest(user_content='"' + "x" * 20_000 + '"')
     data, index = encode_part(SLOT, PLAN, VALUES, job="j" * 128, request=request)
     with memory_file(data) as fd:
@@ -134,7 +178,15 @@ def test_the_bound_holds_for_a_request_of_any_size() -> None:
 @pytest.mark.parametrize("name", ["raw", "zstd"])
 def test_every_truncation_is_seen(name: str) -> None:
     data = LARGE[name]
-    lengths = {*range(0, len(data), 1021), *range(0, len(data), ALIGN), *range(len(data) - 200, len(data)), 1, 15, 16, 200}
+    lengths = {
+        *range(0, len(data), 1021),
+        *range(0, len(data), ALIGN),
+        *range(len(data) - 200, len(data)),
+        1,
+        15,
+        16,
+        200,
+    }
     for length in sorted(lengths):
         with pytest.raises(IntegrityError, match=r"^p: "):
             check(data[:length])
@@ -164,10 +216,17 @@ def test_random_flips_are_seen_across_the_file(name: str) -> None:
 
 
 def test_every_flip_is_seen_where_the_bytes_mean_most() -> None:
-    """Every bit of header, index and trailer is flipped. The rest of the first and the last page is padding."""
+    """Every bit of header, index and trailer is flipped.
+
+    The rest of the first and the last page is padding.
+    """
     used = len(SMALL_INDEX.encode())
     index_offset = len(SMALL) - -(-(used + TRAILER_SIZE) // ALIGN) * ALIGN
-    places = [range(200), range(index_offset, index_offset + used + 8), range(len(SMALL) - TRAILER_SIZE - 8, len(SMALL))]
+    places = [
+        range(200),
+        range(index_offset, index_offset + used + 8),
+        range(len(SMALL) - TRAILER_SIZE - 8, len(SMALL)),
+    ]
     with memory_file(SMALL) as fd:
         for at in (n for place in places for n in place):
             for bit in range(8):
@@ -181,7 +240,10 @@ def test_every_flip_is_seen_where_the_bytes_mean_most() -> None:
 def test_a_damaged_chunk_names_its_place() -> None:
     with memory_file(flip(SMALL, 8 * ALIGN + 1)) as fd:
         reader = PartReader(source(fd), "gpt/x")
-        with pytest.raises(IntegrityError, match=r"^gpt/x: chunk 0 \(bytes 4096 to 4112\) does not match its checksum"):
+        with pytest.raises(
+            IntegrityError,
+            match=r"^gpt/x: chunk 0 \(bytes 4096 to 4112\) does not match its checksum",
+        ):
             reader.read_chunk(0, memoryview(bytearray(16)))
         reader.read_chunk(1, memoryview(bytearray(24)))
 
@@ -209,7 +271,11 @@ def test_an_object_that_ends_within_the_padding_of_a_chunk_is_seen() -> None:
 def test_an_index_must_match_the_digest_in_the_manifest() -> None:
     right = hashlib.sha256(SMALL_INDEX.encode()).hexdigest()
     check(SMALL, right)
-    for wrong in (right[:-1] + ("0" if right[-1] != "0" else "1"), "", hashlib.sha256(b"").hexdigest()):
+    for wrong in (
+        right[:-1] + ("0" if right[-1] != "0" else "1"),
+        "",
+        hashlib.sha256(b"").hexdigest(),
+    ):
         with pytest.raises(IntegrityError, match="index does not match its digest"):
             check(SMALL, wrong)
 
@@ -221,7 +287,9 @@ def test_a_newer_part_is_not_called_damaged() -> None:
             newer = resealed(SMALL, start + at, value, start=start, body=body)
             with pytest.raises(NewerFormat, match=rf"^p: {what} was written by a newer ckptd"):
                 check(newer)
-            with pytest.raises(IntegrityError, match=f"^p: {what} does not match its checksum$") as caught:
+            with pytest.raises(
+                IntegrityError, match=f"^p: {what} does not match its checksum$"
+            ) as caught:
                 check(SMALL[: start + at] + bytes([value]) + SMALL[start + at + 1 :])
             assert type(caught.value) is IntegrityError, "a damaged version is damage"
 
@@ -230,7 +298,9 @@ def test_a_newer_part_is_not_called_damaged() -> None:
 
 
 def forge(change: Callable[[dict[str, Any]], object], *, header: bytes | None = None) -> bytes:
-    """Return the small part with another index, and with header, trailer and checksums that match it."""
+    """Return the small part with another index, and with header, trailer and checksums
+    that match it.
+    """
     plain: dict[str, Any] = msgspec.msgpack.decode(SMALL_INDEX.encode())
     change(plain)
     index = msgspec.msgpack.encode(plain)
@@ -295,7 +365,9 @@ def test_a_forged_index_is_refused(change: Callable[[dict[str, Any]], object]) -
 
 
 @pytest.mark.parametrize("field", ["attempt", "rank", "world_size", "step"])
-@pytest.mark.parametrize("value", [-1, 1 << 33, (1 << 64) - 1], ids=["negative", "33 bits", "64 bits"])
+@pytest.mark.parametrize(
+    "value", [-1, 1 << 33, (1 << 64) - 1], ids=["negative", "33 bits", "64 bits"]
+)
 def test_an_impossible_number_is_an_integrity_error(field: str, value: int) -> None:
     with pytest.raises(IntegrityError):
         check(forge(lambda d: d.update({field: value}), header=SMALL[:ALIGN]))
@@ -304,7 +376,11 @@ def test_an_impossible_number_is_an_integrity_error(field: str, value: int) -> N
 @pytest.mark.parametrize("field", ["attempt", "rank", "world_size", "step", "job"])
 def test_header_and_index_speak_of_the_same_snapshot(field: str) -> None:
     with pytest.raises(IntegrityError, match="different snapshots"):
-        check(forge(lambda d: d.update({field: "other" if field == "job" else 5}), header=SMALL[:ALIGN]))
+        check(
+            forge(
+                lambda d: d.update({field: "other" if field == "job" else 5}), header=SMALL[:ALIGN]
+            )
+        )
 
 
 def test_a_values_document_that_overlaps_the_tensors_is_refused() -> None:
@@ -320,7 +396,9 @@ def test_a_values_document_beyond_the_limit_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr("ckptd.shared.formats.part.MAX_DOCUMENT", 70_000)
     check(data)
     monkeypatch.setattr("ckptd.shared.formats.part.MAX_DOCUMENT", 69_999)
-    with pytest.raises(IntegrityError, match="p: its values document has 70,000 bytes; expected at most 69,999"):
+    with pytest.raises(
+        IntegrityError, match="p: its values document has 70,000 bytes; expected at most 69,999"
+    ):
         check(data)
 
 
@@ -345,10 +423,16 @@ def test_wrong_raw_bytes_of_a_sound_frame_are_seen() -> None:
             reader.read_chunk(0, memoryview(bytearray(16)))
 
 
-@pytest.mark.parametrize(("field", "why"), [(6, "holds other bytes than were saved"), (7, "does not match its checksum")])
+@pytest.mark.parametrize(
+    ("field", "why"), [(6, "holds other bytes than were saved"), (7, "does not match its checksum")]
+)
 @pytest.mark.parametrize("codec", ["raw", "zstd", "planes"])
-def test_a_sound_chunk_with_another_checksum_in_the_index_is_refused(codec: str, field: int, why: str) -> None:
-    """No decoder can notice this: both checksums of a chunk must be compared, whatever its codec."""
+def test_a_sound_chunk_with_another_checksum_in_the_index_is_refused(
+    codec: str, field: int, why: str
+) -> None:
+    """No decoder can notice this: both checksums of a chunk must be compared, whatever
+    its codec.
+    """
     data, index = encode_part(packed_slot(PLAN, VALUES), PLAN, VALUES, codec=codec)
     number = next(n for n, chunk in enumerate(index.chunks) if chunk.codec == encoder(codec).number)
     plain: dict[str, Any] = msgspec.msgpack.decode(index.encode())
@@ -362,14 +446,19 @@ def test_a_sound_chunk_with_another_checksum_in_the_index_is_refused(codec: str,
 
 @pytest.mark.parametrize("where", ["values", "regions"])
 def test_a_part_that_claims_an_enormous_slot_costs_no_memory(where: str) -> None:
-    """The claim is 8 GiB here. With 2^61 bytes, a reader without the check would never return."""
+    """The claim is 8 GiB here.
+
+    With 2^61 bytes, a reader without the check would never return.
+    """
     claimed = 1 << 33
 
     def change(d: dict[str, Any]) -> None:
         if where == "values":
             d["values"] = [SMALL_VALUES[0], claimed]
         else:
-            plan = Plan(regions=[Region(0, claimed, 4)], items=[], aliases=[], metadata=None, writer=WRITER).encode()
+            plan = Plan(
+                regions=[Region(0, claimed, 4)], items=[], aliases=[], metadata=None, writer=WRITER
+            ).encode()
             d.update(plan=plan, signature=hashlib.sha256(plan).digest(), values=[claimed, 0])
 
     data = forge(change)
@@ -384,9 +473,18 @@ def test_a_part_that_claims_an_enormous_slot_costs_no_memory(where: str) -> None
 
 @pytest.mark.parametrize(
     ("offset", "length", "whole"),
-    [(0, 10, None), (ALIGN + 1, 10, None), (1 << 62, 10, None), (None, 1 << 40, None), (None, None, 3 * ALIGN), (None, 0, None)],
+    [
+        (0, 10, None),
+        (ALIGN + 1, 10, None),
+        (1 << 62, 10, None),
+        (None, 1 << 40, None),
+        (None, None, 3 * ALIGN),
+        (None, 0, None),
+    ],
 )
-def test_a_trailer_that_points_elsewhere_is_refused(offset: int | None, length: int | None, whole: int | None) -> None:
+def test_a_trailer_that_points_elsewhere_is_refused(
+    offset: int | None, length: int | None, whole: int | None
+) -> None:
     trailer = bytearray(SMALL[-TRAILER_SIZE:])
     for at, value in ((16, offset), (24, length), (32, whole)):
         if value is not None:

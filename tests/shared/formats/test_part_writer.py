@@ -1,4 +1,6 @@
-"""Tests a part in one file or in several: what is written is read, and no file of it may be missing, cut or swapped."""
+"""Tests a part in one file or in several: what is written is read, and no file of it
+may be missing, cut or swapped.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,9 @@ SLOT = packed_slot(PLAN, VALUES)
 RANGES = chunk_ranges(with_values(PLAN.regions, VALUES), MIN_CHUNK)
 SMALLEST = 2 * MIN_CHUNK
 INDEX = PartIndex(
-    job="gpt", attempt=2, step=1000, rank=0, world_size=1, tag="step-00001000.a0002", signature=signature(PLAN.encode()),
-    plan=PLAN.encode(), request=SnapshotRequest().encode(), values=VALUES, chunk_size=MIN_CHUNK, chunks=[],
+    job="gpt", attempt=2, step=1000, rank=0, world_size=1, tag="step-00001000.a0002",
+    signature=signature(PLAN.encode()), plan=PLAN.encode(), request=SnapshotRequest().encode(),
+    values=VALUES, chunk_size=MIN_CHUNK, chunks=[],
 )  # fmt: skip
 
 
@@ -50,18 +53,38 @@ class Place:
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         self.fs = fs or PosixFileSystem()
 
-    def write(self, files_per_rank: int = 1, bytes_per_file: int = 0, codec_name: str = "raw", order: list[int] | None = None) -> PartEntry:
+    def write(
+        self,
+        files_per_rank: int = 1,
+        bytes_per_file: int = 0,
+        codec_name: str = "raw",
+        order: list[int] | None = None,
+    ) -> PartEntry:
         writer = PartWriter(
-            files_in(self.path, self.fs), NONCE, codec.encoder(codec_name), Spread.checked(files_per_rank, bytes_per_file, MIN_CHUNK)
+            files_in(self.path, self.fs),
+            NONCE,
+            codec.encoder(codec_name),
+            Spread.checked(files_per_rank, bytes_per_file, MIN_CHUNK),
         )
         try:
             writer.create(INDEX, RANGES, len(INDEX.plan) + len(INDEX.request))
             chunks: dict[int, Chunk] = {}
             for number in order or range(len(RANGES)):
-                chunk, raw, stored = RANGES[number], mmap.mmap(-1, MIN_CHUNK), mmap.mmap(-1, MIN_CHUNK)
+                chunk, raw, stored = (
+                    RANGES[number],
+                    mmap.mmap(-1, MIN_CHUNK),
+                    mmap.mmap(-1, MIN_CHUNK),
+                )
                 raw[: chunk.length] = SLOT[chunk.offset : chunk.offset + chunk.length]
-                chunks[number] = writer.chunk(chunk, memoryview(raw), memoryview(stored), crc32c(memoryview(raw)[: chunk.length]))
-            return writer.finish(INDEX, [chunks[number] for number in range(len(RANGES))], items=len(PLAN.items))
+                chunks[number] = writer.chunk(
+                    chunk,
+                    memoryview(raw),
+                    memoryview(stored),
+                    crc32c(memoryview(raw)[: chunk.length]),
+                )
+            return writer.finish(
+                INDEX, [chunks[number] for number in range(len(RANGES))], items=len(PLAN.items)
+            )
         except BaseException:
             writer.discard()
             raise
@@ -86,7 +109,13 @@ class Place:
         reader = self.read()
         try:
             found = bytearray(len(SLOT))
-            scatter(reader, [(chunk.offset, memoryview(found)[chunk.offset : chunk.offset + chunk.length]) for chunk in RANGES])
+            scatter(
+                reader,
+                [
+                    (chunk.offset, memoryview(found)[chunk.offset : chunk.offset + chunk.length])
+                    for chunk in RANGES
+                ],
+            )
             assert found == SLOT
             return verify(reader)
         finally:
@@ -101,7 +130,10 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.mark.parametrize("codec_name", ["raw", "zstd:1", "planes"])
-@pytest.mark.parametrize(("files", "most"), [(1, 0), (3, 0), (64, 0), (1, SMALLEST), (3, SMALLEST), (2, 5 * MIN_CHUNK), (1, 1 << 40)])
+@pytest.mark.parametrize(
+    ("files", "most"),
+    [(1, 0), (3, 0), (64, 0), (1, SMALLEST), (3, SMALLEST), (2, 5 * MIN_CHUNK), (1, 1 << 40)],
+)
 def test_what_goes_in_comes_out(place: Place, files: int, most: int, codec_name: str) -> None:
     entry = place.write(files, most, codec_name)
     lengths = place.lengths()
@@ -124,7 +156,9 @@ def test_chunks_are_spread_evenly(place: Place) -> None:
 
 def test_a_limit_of_bytes_splits_a_longer_part(place: Place) -> None:
     entry = place.write(1, 4 * MIN_CHUNK)
-    assert entry.files == 5  # three chunks of 64 KiB and a header in each; 14 chunks of that size, some smaller ones, and the index
+    # Three chunks of 64 KiB and a header in each; 14 chunks of that size, some smaller
+    # ones, and the index.
+    assert entry.files == 5
     assert place.check() == entry.raw_bytes
 
 
@@ -158,14 +192,28 @@ def test_a_part_in_several_files_has_a_feature_bit_that_older_versions_refuse(pl
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (lambda path: path.unlink(), rf"^p: its data file rank-00000\.{NONCE.hex()}\.0002\.ckpt is missing"),
-        (lambda path: os.truncate(path, path.stat().st_size - ALIGN), "^p: its data file 2 is not as long as the index says"),
-        (lambda path: os.truncate(path, path.stat().st_size + ALIGN), "^p: its data file 2 is not as long as the index says"),
-        (lambda path: path.write_bytes(path.with_name(part_file(0, NONCE, 1)).read_bytes()), "^p: its data file 2 "),
+        (
+            lambda path: path.unlink(),
+            rf"^p: its data file rank-00000\.{NONCE.hex()}\.0002\.ckpt is missing",
+        ),
+        (
+            lambda path: os.truncate(path, path.stat().st_size - ALIGN),
+            "^p: its data file 2 is not as long as the index says",
+        ),
+        (
+            lambda path: os.truncate(path, path.stat().st_size + ALIGN),
+            "^p: its data file 2 is not as long as the index says",
+        ),
+        (
+            lambda path: path.write_bytes(path.with_name(part_file(0, NONCE, 1)).read_bytes()),
+            "^p: its data file 2 ",
+        ),
     ],
     ids=["gone", "cut", "longer", "another"],
 )
-def test_a_missing_cut_long_or_swapped_data_file_is_refused(place: Place, damage: Callable[[Path], Any], why: str) -> None:
+def test_a_missing_cut_long_or_swapped_data_file_is_refused(
+    place: Place, damage: Callable[[Path], Any], why: str
+) -> None:
     place.write(3)
     damage(place.data_file(2))
     with pytest.raises(IntegrityError, match=why):
@@ -202,7 +250,11 @@ def test_random_flips_are_seen_in_every_file(place: Place) -> None:
     for path in sorted(place.path.iterdir()):
         data = path.read_bytes()
         for bit in [*chance.sample(range(8 * 200), 20), *chance.sample(range(8 * len(data)), 60)]:
-            path.write_bytes(data[: bit >> 3] + bytes([data[bit >> 3] ^ (1 << (bit & 7))]) + data[(bit >> 3) + 1 :])
+            path.write_bytes(
+                data[: bit >> 3]
+                + bytes([data[bit >> 3] ^ (1 << (bit & 7))])
+                + data[(bit >> 3) + 1 :]
+            )
             with pytest.raises(IntegrityError, match=r"^p: "):
                 verify(place.read())
         path.write_bytes(data)
@@ -215,7 +267,10 @@ def test_a_damaged_chunk_names_its_place(place: Place) -> None:
     data = bytearray(path.read_bytes())
     data[ALIGN] ^= 1
     path.write_bytes(data)
-    with pytest.raises(IntegrityError, match=r"^p: chunk \d+ \(bytes 4096 to \d+ of data file 1\) does not match its checksum"):
+    with pytest.raises(
+        IntegrityError,
+        match=r"^p: chunk \d+ \(bytes 4096 to \d+ of data file 1\) does not match its checksum",
+    ):
         verify(place.read())
 
 
@@ -240,14 +295,22 @@ def test_a_forged_index_is_refused(place: Place, change: Callable[[dict[str, Any
     place.write(2)
     reader = place.read()
     plain: dict[str, Any] = msgspec.msgpack.decode(reader.index.encode())
-    end = ALIGN + sum(align(chunk.stored_length) for chunk, file in zip(reader.index.chunks, reader.index.placed, strict=True) if file == 0)
+    end = ALIGN + sum(
+        align(chunk.stored_length)
+        for chunk, file in zip(reader.index.chunks, reader.index.placed, strict=True)
+        if file == 0
+    )
     data = place.path.joinpath(part_file(0, NONCE)).read_bytes()[:end]
     change(plain)
     try:
-        header = encode_header(msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=PartIndex), NONCE)
+        header = encode_header(
+            msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=PartIndex), NONCE
+        )
     except msgspec.ValidationError:
         header = data[:ALIGN]
-    (place.path / part_file(0, NONCE)).write_bytes(header + data[ALIGN:] + encode_end(end, msgspec.msgpack.encode(plain)))
+    (place.path / part_file(0, NONCE)).write_bytes(
+        header + data[ALIGN:] + encode_end(end, msgspec.msgpack.encode(plain))
+    )
     with pytest.raises(IntegrityError, match=r"^p: "):
         place.read()
 
@@ -314,8 +377,13 @@ class Frugal(PosixFileSystem):
         self.closed += self.rooms.pop(fd, 0)  # 0: a directory
 
 
-@pytest.mark.parametrize(("files", "most", "count"), [(1, 0, 1), (3, 0, 3), (1, SMALLEST, 13), (2, SMALLEST, 13), (2, 5 * MIN_CHUNK, 4)])
-def test_no_more_space_or_descriptors_are_used_than_needed(tmp_path: Path, files: int, most: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("files", "most", "count"),
+    [(1, 0, 1), (3, 0, 3), (1, SMALLEST, 13), (2, SMALLEST, 13), (2, 5 * MIN_CHUNK, 4)],
+)
+def test_no_more_space_or_descriptors_are_used_than_needed(
+    tmp_path: Path, files: int, most: int, count: int
+) -> None:
     fs = Frugal()
     place = Place(tmp_path, fs)
     entry = place.write(files, most)
@@ -346,15 +414,24 @@ def test_a_part_is_discarded_although_its_files_cannot_be_closed(tmp_path: Path)
 def test_every_thread_gets_the_first_error(tmp_path: Path, creations: int) -> None:
     """The error is not that of a bad descriptor of the file that could not be made."""
     place = Place(tmp_path, Full(creations))
-    writer = PartWriter(files_in(place.path, place.fs), NONCE, codec.encoder("raw"), Spread.checked(2, SMALLEST, MIN_CHUNK))
+    writer = PartWriter(
+        files_in(place.path, place.fs),
+        NONCE,
+        codec.encoder("raw"),
+        Spread.checked(2, SMALLEST, MIN_CHUNK),
+    )
     writer.create(INDEX, RANGES, len(INDEX.plan))
 
     def write(chunk: ChunkRange) -> None:
-        writer.chunk(chunk, memoryview(mmap.mmap(-1, MIN_CHUNK)), memoryview(mmap.mmap(-1, MIN_CHUNK)), 0)
+        writer.chunk(
+            chunk, memoryview(mmap.mmap(-1, MIN_CHUNK)), memoryview(mmap.mmap(-1, MIN_CHUNK)), 0
+        )
 
     with ThreadPoolExecutor(4) as pool:
         failures = {
-            type(error).__name__ + str(error) for error in (f.exception() for f in [pool.submit(write, c) for c in RANGES]) if error
+            type(error).__name__ + str(error)
+            for error in (f.exception() for f in [pool.submit(write, c) for c in RANGES])
+            if error
         }
     writer.discard()
     assert len(failures) == 1
@@ -368,20 +445,30 @@ def test_every_file_is_durable_before_its_name(tmp_path: Path) -> None:
     place = Place(tmp_path, fs)
     entry = place.write(2, 4 * MIN_CHUNK)
     assert entry.files > 2
-    calls = fs.calls[next(at for at, (kind, _) in enumerate(fs.calls) if kind == "sync") :]  # the calls before that make the directory
+    # The calls before that make the directory.
+    calls = fs.calls[next(at for at, (kind, _) in enumerate(fs.calls) if kind == "sync") :]
     synced = [name for kind, name in calls if kind == "sync"]
     assert sorted(synced) == sorted(part_file(0, NONCE, number) for number in range(entry.files))
     assert synced[-1] == part_file(0, NONCE)  # the file with the index comes last
-    assert all(calls[at + 1] == ("sync directory", "") for at, (kind, _) in enumerate(calls) if kind == "sync")
+    assert all(
+        calls[at + 1] == ("sync directory", "")
+        for at, (kind, _) in enumerate(calls)
+        if kind == "sync"
+    )
     os.close(place.fd)
 
 
 NO_COUNT: list[tuple[Any, Any]] = [
-    (0, 0), (65, 0), ("4", 0), (2.5, 0), (True, 0), (None, 0), (1, -1), (1, 1), (1, 2 * MIN_CHUNK - 1), (1, "4G"), (1, 4e9), (1, None),
+    (0, 0), (65, 0), ("4", 0), (2.5, 0), (True, 0), (None, 0), (1, -1), (1, 1), (1,
+    2 * MIN_CHUNK - 1), (1, "4G"), (1, 4e9), (1, None),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("files", "most"), NO_COUNT)
 def test_impossible_settings_are_refused(files: Any, most: Any) -> None:
-    with pytest.raises(InvalidConfig, match=r"^(files_per_rank is .*; expected 1 to 64|bytes_per_file is .*; expected 0 \(no limit\), or)"):
+    with pytest.raises(
+        InvalidConfig,
+        match=r"^(files_per_rank is .*; expected 1 to 64|bytes_per_file is .*; expected 0 \(no "
+        r"limit\), or)",
+    ):
         Spread.checked(files, most, MIN_CHUNK)

@@ -1,4 +1,6 @@
-"""Tests values that are decoded without torch: each extension type of the golden document, and the trees of several ranks."""
+"""Tests values that are decoded without torch: each extension type of the golden
+document, and the trees of several ranks.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,10 @@ def test_the_golden_document() -> None:
     found, expected = decode_plain(document, lambda name: f"tensor {name}")["state"], make.values()
     assert list(found) == list(expected)
     plain = {
-        "tensor": "tensor tensor", "object": {"epoch": 3, "seen": (1, 2)}, "ordered": dict(expected["ordered"]),
-        "deque": list(expected["deque"]), "counter": dict(expected["counter"]), "path": str(expected["path"]), "dtype": "bfloat16",
-        "device": "cuda:1",
+        "tensor": "tensor "
+            "tensor", "object": {"epoch": 3, "seen": (1, 2)}, "ordered": dict(expected["ordered"]),
+        "deque": list(expected["deque"]), "counter": dict(expected["counter"]),
+        "path": str(expected["path"]), "dtype": "bfloat16", "device": "cuda:1",
     }  # fmt: skip
     for key in found:
         if key in plain:
@@ -42,18 +45,25 @@ def test_the_golden_document() -> None:
 
 
 def test_names_stand_for_classes_and_constants_and_streams_are_streams() -> None:
-    found = decode_plain((make.PLACE / "values-with-names.msgpack").read_bytes(), lambda name: name)["state"]
+    found = decode_plain(
+        (make.PLACE / "values-with-names.msgpack").read_bytes(), lambda name: name
+    )["state"]
     data, text = found.pop("bytes"), found.pop("text")
     assert (data.getvalue(), data.tell(), text.getvalue(), text.tell()) == (b"abc", 2, "a\r\nb", 1)
     assert found == {
-        "flag": f"Mode.WRITE|{hex(1 << 70)}", "no flag": "Mode.0x0", "member": "Mode.BOTH", "layout": "sparse_coo",
-        "scheme": "per_channel_affine", "memory format": "channels_last", "finfo": "bfloat16", "iinfo": "int16", "version": "2.13.0+cpu",
+        "flag": f"Mode.WRITE|{hex(1 << 70)}", "no "
+            "flag": "Mode.0x0", "member": "Mode.BOTH", "layout": "sparse_coo",
+        "scheme": "per_channel_affine", "memory "
+            "format": "channels_last", "finfo": "bfloat16", "iinfo": "int16",
+            "version": "2.13.0+cpu",
         "class": "torch.optim.adamw.AdamW", "type": "builtins.int",
     }  # fmt: skip
 
 
 def test_a_time_in_a_zone_that_this_machine_lacks_does_not_hide_the_rest() -> None:
-    found = decoded({"when": Ext(23, msgspec.msgpack.encode(["ZoneInfo", "Mars/Olympus"])), "epoch": 3})
+    found = decoded(
+        {"when": Ext(23, msgspec.msgpack.encode(["ZoneInfo", "Mars/Olympus"])), "epoch": 3}
+    )
     assert found["epoch"] == 3
     assert found["when"].kind == "not available"
     assert b"zone 'Mars/Olympus'" in found["when"].data
@@ -86,15 +96,25 @@ def test_an_unknown_type_is_newer_and_damage_is_damage() -> None:
         decoded(deep)
 
 
-@pytest.mark.parametrize(("values", "count"), [(((1, 2), (1, 2)), 1), (((1, 2), (1, 3)), 2), (((1, 2), (1, 2, 3)), 2)])
-def test_groups_without_parameters_may_hold_arrays(values: Sequence[Sequence[int]], count: int) -> None:
-    trees = [{"state": {}, "param_groups": [{"params": [], "own": [np.array(each)]}]} for each in values]
+@pytest.mark.parametrize(
+    ("values", "count"), [(((1, 2), (1, 2)), 1), (((1, 2), (1, 3)), 2), (((1, 2), (1, 2, 3)), 2)]
+)
+def test_groups_without_parameters_may_hold_arrays(
+    values: Sequence[Sequence[int]], count: int
+) -> None:
+    trees = [
+        {"state": {}, "param_groups": [{"params": [], "own": [np.array(each)]}]} for each in values
+    ]
     assert len(bare(merge(trees))["param_groups"]) == count
     documents = [decode_plain(Packer().encode(tree), lambda name: name) for tree in trees]
     assert len(merged(documents)["param_groups"]) == count
 
 
-GROUPS = ([{"params": ["a", "b"], "lr": 1}, {"params": []}], [{"params": ["b", "c"], "lr": 2}], [{"params": ["c"], "lr": 3}])
+GROUPS = (
+    [{"params": ["a", "b"], "lr": 1}, {"params": []}],
+    [{"params": ["b", "c"], "lr": 2}],
+    [{"params": ["c"], "lr": 3}],
+)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +124,10 @@ GROUPS = ([{"params": ["a", "b"], "lr": 1}, {"params": []}], [{"params": ["b", "
         [{"own": PerRank(1)}, {"own": PerRank(2)}, {"other": PerRank(3)}],
         [[{"a": 1}, 2], [{"b": 2}, 3]],
         [({"a": 1},), ({"a": 2},)],
-        [{"optim": {"state": {f"p{rank}": rank}, "param_groups": groups}} for rank, groups in enumerate(GROUPS)],
+        [
+            {"optim": {"state": {f"p{rank}": rank}, "param_groups": groups}}
+            for rank, groups in enumerate(GROUPS)
+        ],
         [{"optim": {"state": {}, "param_groups": [{"params": [], "lr": lr}]}} for lr in (1, 1, 2)],
         [{"a": {"x": 1}}, {"a": 3}],
         [[1, 2], [3]],

@@ -1,4 +1,6 @@
-"""Tests plan documents: sound ones, everything that is not sound, and the chunks of a packed slot."""
+"""Tests plan documents: sound ones, everything that is not sound, and the chunks of a
+packed slot.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +39,49 @@ from ckptd.shared.formats.plan import (
 )
 from tests.shared.samples import WRITER, sample_plan, steady, values_after
 
-DTYPES = {width: [name for name, size in ITEM_SIZES.items() if size == width and name != BLOB] for width in (16, 8, 4, 2, 1)}
+DTYPES = {
+    width: [name for name, size in ITEM_SIZES.items() if size == width and name != BLOB]
+    for width in (16, 8, 4, 2, 1)
+}
 
 
-def make(items: list[Item], aliases: list[Alias] | None = None, regions: list[Region] | None = None, **changes: Any) -> Plan:
-    """Return a plan with one region of 4096 bytes and 4-byte elements, unless others are given."""
-    return Plan(regions=regions or [Region(0, 4096, 4)], items=items, aliases=aliases or [], metadata=None, writer=WRITER, **changes)
+def make(
+    items: list[Item],
+    aliases: list[Alias] | None = None,
+    regions: list[Region] | None = None,
+    **changes: Any,
+) -> Plan:
+    """Return a plan with one region of 4096 bytes and 4-byte elements, unless others
+    are given.
+    """
+    return Plan(
+        regions=regions or [Region(0, 4096, 4)],
+        items=items,
+        aliases=aliases or [],
+        metadata=None,
+        writer=WRITER,
+        **changes,
+    )
 
 
 def item(fqn: str = "w", offset: int = 0, sizes: tuple[int, ...] = (4,), **changes: Any) -> Item:
-    fields: dict[str, Any] = {"dtype": "float32", "size": sizes, "offsets": (0,) * len(sizes), "stride": None, **changes}
+    fields: dict[str, Any] = {
+        "dtype": "float32",
+        "size": sizes,
+        "offsets": (0,) * len(sizes),
+        "stride": None,
+        **changes,
+    }
     return Item(fqn=fqn, sizes=sizes, offset=offset, **fields)
 
 
 def alias(
-    fqn: str = "a", base: str = "w", offset: int = 0, size: tuple[int, ...] = (4,), stride: tuple[int, ...] = (1,), dtype: str = "float32"
+    fqn: str = "a",
+    base: str = "w",
+    offset: int = 0,
+    size: tuple[int, ...] = (4,),
+    stride: tuple[int, ...] = (1,),
+    dtype: str = "float32",
 ) -> Alias:
     return Alias(fqn, base, offset, dtype, size, stride)
 
@@ -70,11 +100,17 @@ SOUND = {
     "transposed": make([item(sizes=(2, 3), stride=(1, 2))]),
     "strides of dimensions of one element": make([item(sizes=(1, 3, 1), stride=(77, 1, 5))]),
     "hidden base": make([item(HIDDEN + "1")], [alias(base=HIDDEN + "1")]),
-    "dtypes that are not listed": make([item(dtype="novel32/4", sizes=(8,))], [alias(dtype="novel8/1", offset=3)]),
-    "alias of another width": make([item(sizes=(8,))], [alias(size=(2,), dtype="float64", offset=16)]),
+    "dtypes that are not listed": make(
+        [item(dtype="novel32/4", sizes=(8,))], [alias(dtype="novel8/1", offset=3)]
+    ),
+    "alias of another width": make(
+        [item(sizes=(8,))], [alias(size=(2,), dtype="float64", offset=16)]
+    ),
     "alias with broadcast": make([item()], [alias(size=(1000, 4), stride=(0, 1))]),
     "empty alias": make([item()], [alias(size=(0, 4), stride=(10**6, 1), offset=16)]),
-    "regions of every size": make([], regions=[Region(64 * n, 64, width) for n, width in enumerate((16, 8, 4, 2, 1))]),
+    "regions of every size": make(
+        [], regions=[Region(64 * n, 64, width) for n, width in enumerate((16, 8, 4, 2, 1))]
+    ),
     "older writer without a global plan": make([item()], global_plan=b""),
 }
 
@@ -93,15 +129,24 @@ UNSOUND = {
     "region of part of an element": (make([], regions=[Region(0, 66, 4)]), "misplaced"),
     "item before its region": (make([item()], regions=[Region(64, 64, 4)]), "outside its region"),
     "item behind the last region": (make([item(offset=4096)]), "outside its region"),
-    "item without any region": (Plan(regions=[], items=[item()], aliases=[], metadata=None, writer={}), "outside its region"),
+    "item without any "
+    "region": (Plan(regions=[], items=[item()], aliases=[], metadata=None, writer={}), "outside "
+        "its "
+        "region"),
     "item over the end": (make([item(sizes=(1025,))]), "outside its region"),
-    "item over two regions": (make([item(sizes=(20,))], regions=[Region(0, 64, 4), Region(64, 64, 2)]), "outside its region"),
-    "item in a gap": (make([item(offset=64)], regions=[Region(0, 64, 4), Region(128, 64, 2)]), "outside its region"),
+    "item over two "
+    "regions": (make([item(sizes=(20,))], regions=[Region(0, 64, 4), Region(64, 64, 2)]), "outside "
+        "its "
+        "region"),
+    "item in a "
+    "gap": (make([item(offset=64)], regions=[Region(0, 64, 4), Region(128, 64, 2)]), "outside its "
+        "region"),
     "items overlap": (make([item("a", sizes=(5,)), item("b", 16)]), "overlaps another item"),
     "items at one place": (make([item("a"), item("b")]), "overlaps another item"),
     "item between elements": (make([item(offset=2)]), "outside its region"),
     "item of another width": (make([item(dtype="float64")]), "outside its region"),
-    "size and sizes differ in dimensions": (make([item(sizes=(4,), size=(4, 1))]), "same number of dimensions"),
+    "size and sizes differ in "
+    "dimensions": (make([item(sizes=(4,), size=(4, 1))]), "same number of dimensions"),
     "offsets differ in dimensions": (make([item(offsets=())]), "same number of dimensions"),
     "shard outside its tensor": (make([item(size=(8,), offsets=(5,))]), "outside the tensor"),
     "strides with gaps": (make([item(sizes=(2, 2), stride=(4, 1))]), "do not cover"),
@@ -112,12 +157,15 @@ UNSOUND = {
     "alias named twice": (make([item()], [alias(), alias()]), "twice"),
     "alias of nothing": (make([item()], [alias(base="x")]), "impossible base"),
     "alias of an alias": (make([item()], [alias("a"), alias("b", base="a")]), "impossible base"),
-    "alias with too few strides": (make([item()], [alias(stride=())]), "impossible base, dtype or stride"),
+    "alias with too few "
+    "strides": (make([item()], [alias(stride=())]), "impossible base, dtype or stride"),
     "alias beyond its base": (make([item()], [alias(size=(5,))]), "beyond its base"),
     "alias beyond its base by offset": (make([item()], [alias(offset=4)]), "beyond its base"),
-    "alias beyond its base by stride": (make([item()], [alias(size=(2,), stride=(4,))]), "beyond its base"),
+    "alias beyond its base by "
+    "stride": (make([item()], [alias(size=(2,), stride=(4,))]), "beyond its base"),
     "alias between elements": (make([item()], [alias(size=(1,), offset=2)]), "beyond its base"),
-    "empty alias beyond its base": (make([item()], [alias(size=(0,), offset=20)]), "beyond its base"),
+    "empty alias beyond its "
+    "base": (make([item()], [alias(size=(0,), offset=20)]), "beyond its base"),
 }  # fmt: skip
 
 
@@ -157,7 +205,10 @@ def test_a_newer_plan_is_not_called_damaged(plan: Plan) -> None:
     ids=["thousands", "two of one size", "of no element size", "smaller elements first"],
 )
 def test_regions_are_those_that_the_format_has(regions: list[Region]) -> None:
-    """Regions have elements of 16, 8, 4, 2 and 1 bytes, in this order. `most_chunks`, and so the size of the check area, relies on it."""
+    """Regions have elements of 16, 8, 4, 2 and 1 bytes, in this order.
+
+    `most_chunks`, and so the size of the check area, relies on it.
+    """
     with pytest.raises(IntegrityError):
         Plan.decode(make([], regions=regions).encode())
 
@@ -210,14 +261,19 @@ def test_noise_is_refused(noise: bytes) -> None:
 @steady
 @given(st.integers(0, 8 * len(sample_plan().encode()) - 1))
 def test_a_flipped_bit_gives_a_sound_plan_or_an_integrity_error(bit: int) -> None:
-    """The document has no checksum itself. A damage that passes the outer checksums must still not crash the reader."""
+    """The document has no checksum itself.
+
+    A damage that passes the outer checksums must still not crash the reader.
+    """
     document = bytearray(sample_plan().encode())
     document[bit >> 3] ^= 1 << (bit & 7)
     try:
         plan = Plan.decode(bytes(document))
     except IntegrityError:
         return
-    assert all(i.offset >= 0 and i.offset + i.length <= plan.data_length for i in plan.items if i.length)
+    assert all(
+        i.offset >= 0 and i.offset + i.length <= plan.data_length for i in plan.items if i.length
+    )
 
 
 # -- sound plans of every shape
@@ -240,10 +296,22 @@ def plans(draw: st.DrawFn) -> Plan:
             name = f"layer.{len(items)}.{draw(st.text(max_size=5))}"
             dtype = draw(st.sampled_from(DTYPES[width]))
             size = tuple(a + b + c for a, b, c in zip(before, sizes, after, strict=True))
-            made = Item(name, dtype, size, before, sizes, stride, offset, draw(st.sampled_from(["cpu", "cuda"])), draw(st.booleans()))
+            made = Item(
+                name,
+                dtype,
+                size,
+                before,
+                sizes,
+                stride,
+                offset,
+                draw(st.sampled_from(["cpu", "cuda"])),
+                draw(st.booleans()),
+            )
             items.append(made)
             if made.length and draw(st.booleans()):
-                aliases.append(Alias(f"alias.{len(aliases)}", name, made.length - width, dtype, (1,), (9,)))
+                aliases.append(
+                    Alias(f"alias.{len(aliases)}", name, made.length - width, dtype, (1,), (9,))
+                )
             offset += made.length
         if offset > start:
             regions.append(Region(start, offset - start, width))
@@ -286,8 +354,16 @@ def test_the_check_area_has_room_for_every_chunk(plan: Plan, length: int) -> Non
 
 
 @steady
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300), st.sampled_from([1, 2, 4, 8, 16])), max_size=6), st.integers(1, 100))
-def test_chunks_cover_every_byte_of_every_region_exactly_once(shapes: list[tuple[int, int, int]], chunk_size: int) -> None:
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 300), st.sampled_from([1, 2, 4, 8, 16])),
+        max_size=6,
+    ),
+    st.integers(1, 100),
+)
+def test_chunks_cover_every_byte_of_every_region_exactly_once(
+    shapes: list[tuple[int, int, int]], chunk_size: int
+) -> None:
     regions, offset = [], 0
     for gap, length, width in shapes:
         regions.append(Region(offset + gap, length, width))
@@ -297,7 +373,10 @@ def test_chunks_cover_every_byte_of_every_region_exactly_once(shapes: list[tuple
     assert covered == [n for r in regions for n in range(r.offset, r.offset + r.length)]
     assert all(0 < r.length <= chunk_size for r in ranges)
     widths = {n: r.element_size for r in regions for n in range(r.offset, r.offset + r.length)}
-    assert all({widths[n] for n in range(r.offset, r.offset + r.length)} == {r.element_size} for r in ranges)
+    assert all(
+        {widths[n] for n in range(r.offset, r.offset + r.length)} == {r.element_size}
+        for r in ranges
+    )
 
 
 def test_the_last_chunk_of_a_region_is_shorter() -> None:
@@ -322,9 +401,10 @@ def test_the_values_document_is_the_last_region() -> None:
 @pytest.mark.parametrize(
     ("sizes", "stride", "dense"),
     [
-        ((), (), True), ((5,), (1,), True), ((5,), (2,), False), ((1,), (9,), True), ((2, 3), (3, 1), True), ((2, 3), (1, 2), True),
-        ((2, 3), (1, 3), False), ((2, 3), (4, 1), False), ((2, 3), (1,), False), ((2, 2, 2), (2, 1, 4), True), ((0, 3), (3, 1), True),
-        ((3,), (0,), False), ((2, 2), (1, 1), False),
+        ((), (), True), ((5,), (1,), True), ((5,), (2,), False), ((1,), (9,), True), ((2, 3), (3,
+        1), True), ((2, 3), (1, 2), True), ((2, 3), (1, 3), False), ((2, 3), (4, 1), False), ((2,
+        3), (1,), False), ((2, 2, 2), (2, 1, 4), True), ((0, 3), (3, 1), True), ((3,), (0,), False),
+        ((2, 2), (1, 1), False),
     ],
 )  # fmt: skip
 def test_is_dense(sizes: tuple[int, ...], stride: tuple[int, ...], dense: bool) -> None:
@@ -333,21 +413,42 @@ def test_is_dense(sizes: tuple[int, ...], stride: tuple[int, ...], dense: bool) 
 
 @steady
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12)), max_size=4))
-def test_is_dense_agrees_with_the_addresses_of_all_elements(dimensions: list[tuple[int, int]]) -> None:
+def test_is_dense_agrees_with_the_addresses_of_all_elements(
+    dimensions: list[tuple[int, int]],
+) -> None:
     sizes, stride = tuple(size for size, _ in dimensions), tuple(step for _, step in dimensions)
-    addresses = sorted(sum(i * s for i, s in zip(index, stride, strict=True)) for index in itertools.product(*map(range, sizes)))
+    addresses = sorted(
+        sum(i * s for i, s in zip(index, stride, strict=True))
+        for index in itertools.product(*map(range, sizes))
+    )
     assert is_dense(sizes, stride) == (addresses == list(range(math.prod(sizes))))
 
 
 def test_signature_is_the_sha256_of_the_document() -> None:
-    assert signature(b"abc").hex() == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert (
+        signature(b"abc").hex()
+        == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    )
     assert signature(sample_plan().encode()) != signature(sample_plan(7).encode())
 
 
 @pytest.mark.parametrize(
     ("width", "dtypes"),
     [
-        (1, ["bool", "uint8", "int8", "float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn_x2", "int4", "uint7", "bits8"]),
+        (
+            1,
+            [
+                "bool",
+                "uint8",
+                "int8",
+                "float8_e4m3fn",
+                "float8_e8m0fnu",
+                "float4_e2m1fn_x2",
+                "int4",
+                "uint7",
+                "bits8",
+            ],
+        ),
         (2, ["int16", "uint16", "float16", "bfloat16"]),
         (4, ["int32", "uint32", "float32", "complex32"]),
         (8, ["int64", "uint64", "float64", "complex64"]),
@@ -362,8 +463,9 @@ def test_element_sizes(width: int, dtypes: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        ("float32", 4), ("float32/4", 4), ("bcomplex32/4", 4), ("novel/16", 16), ("novel/1", 1), ("novel/2", 2), ("novel/8", 8),
-        ("novel", 0), ("novel/", 0), ("novel/3", 0), ("novel/04", 0), ("novel/4/4", 0), ("novel/-4", 0), ("/4", 0), ("float32/8", 0),
+        ("float32", 4), ("float32/4", 4), ("bcomplex32/4", 4), ("novel/16", 16), ("novel/1", 1),
+        ("novel/2", 2), ("novel/8", 8), ("novel", 0), ("novel/", 0), ("novel/3", 0), ("novel/04",
+        0), ("novel/4/4", 0), ("novel/-4", 0), ("/4", 0), ("float32/8", 0),
     ],
 )  # fmt: skip
 def test_element_size_of_a_name(name: str, size: int) -> None:
@@ -385,16 +487,30 @@ def test_the_origin_says_who_wrote_a_document_without_what_a_terminal_obeys() ->
 
 @pytest.mark.parametrize(
     ("sizes", "strides"),
-    [((), ()), ((3,), (1,)), ((2, 3, 4), (12, 4, 1)), ((0, 3), (3, 1)), ((2, 0, 3), (3, 3, 1)), ((1, 1), (1, 1))],
+    [
+        ((), ()),
+        ((3,), (1,)),
+        ((2, 3, 4), (12, 4, 1)),
+        ((0, 3), (3, 1)),
+        ((2, 0, 3), (3, 3, 1)),
+        ((1, 1), (1, 1)),
+    ],
 )
-def test_strides_in_c_order_are_those_of_torch(sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
+def test_strides_in_c_order_are_those_of_torch(
+    sizes: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
     assert c_order(sizes) == strides == torch.empty(sizes).stride()
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"items": [["w", "float32", [4], [0], [4], None, 0], ["odd", "float32", "x", [0], [4], None, 0]]},
+        {
+            "items": [
+                ["w", "float32", [4], [0], [4], None, 0],
+                ["odd", "float32", "x", [0], [4], None, 0],
+            ]
+        },
         {"aliases": [["odd", "w", -1, "float32", [4], [1]]]},
         {"metadata": {"w": {"dtype": "float32"}, "odd": {"dtype": ""}}},
         {"metadata": {"odd": 7}},
@@ -402,10 +518,28 @@ def test_strides_in_c_order_are_those_of_torch(sizes: tuple[int, ...], strides: 
 )
 def test_a_document_that_cannot_be_read_names_the_tensor(change: dict[str, Any]) -> None:
     with pytest.raises(IntegrityError, match=r"plan document cannot be read: .* \(of 'odd'\)$"):
-        Plan.decode(msgspec.msgpack.encode({**msgspec.to_builtins(sample_plan(), builtin_types=(bytes,)), **change}))
+        Plan.decode(
+            msgspec.msgpack.encode(
+                {**msgspec.to_builtins(sample_plan(), builtin_types=(bytes,)), **change}
+            )
+        )
 
 
-@pytest.mark.parametrize("change", [{"items": 7}, {"metadata": [1]}, {"regions": 7}, {"version": "x"}, {"items": [[]]}, {"items": [7]}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"items": 7},
+        {"metadata": [1]},
+        {"regions": 7},
+        {"version": "x"},
+        {"items": [[]]},
+        {"items": [7]},
+    ],
+)
 def test_a_document_that_cannot_be_read_may_name_no_tensor(change: dict[str, Any]) -> None:
     with pytest.raises(IntegrityError, match="plan document cannot be read"):
-        Plan.decode(msgspec.msgpack.encode({**msgspec.to_builtins(sample_plan(), builtin_types=(bytes,)), **change}))
+        Plan.decode(
+            msgspec.msgpack.encode(
+                {**msgspec.to_builtins(sample_plan(), builtin_types=(bytes,)), **change}
+            )
+        )

@@ -1,4 +1,6 @@
-"""Tests which plans of a snapshot are refused because they do not fit together, and which are not."""
+"""Tests which plans of a snapshot are refused because they do not fit together, and
+which are not.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,24 @@ def shard(name: str, start: int, length: int, *, total: int = 8, dtype: str = "f
     return Item(name, dtype, (total,), (start,), (length,), None, 0)
 
 
-def plan(*items: Item, aliases: tuple[Alias, ...] = (), metadata: Any = None, meshes: Any = msgspec.UNSET) -> Plan:
-    return Plan([Region(0, 64, 4)], list(items), list(aliases), metadata, WRITER, bytes(32), meshes=meshes)
+def plan(
+    *items: Item, aliases: tuple[Alias, ...] = (), metadata: Any = None, meshes: Any = msgspec.UNSET
+) -> Plan:
+    return Plan(
+        [Region(0, 64, 4)], list(items), list(aliases), metadata, WRITER, bytes(32), meshes=meshes
+    )
 
 
 def described(*ranks: int, dtype: str = "float32") -> dict[str, Any]:
-    """The entry of a tensor of 8 elements, of which each of these ranks stores one piece."""
+    """The entry of a tensor of 8 elements, of which each of these ranks stores one
+    piece.
+    """
     piece = 8 // len(ranks)
-    entry = {"dtype": dtype, "size": [8], "chunks": [[[piece * n], [piece]] for n in range(len(ranks))]}
+    entry = {
+        "dtype": dtype,
+        "size": [8],
+        "chunks": [[[piece * n], [piece]] for n in range(len(ranks))],
+    }
     return {**entry, "ranks": list(ranks)} if any(ranks) else entry
 
 
@@ -37,10 +49,12 @@ WHOLE = shard("w", 0, 8)
 
 def test_sound_plans_give_the_names_that_values_may_use() -> None:
     first = plan(
-        shard("w", 0, 4), shard("~0", 0, 8), shard("both", 0, 8), BLOB, aliases=(Alias("tied", "~0", 0, "float32", (4,), (1,)),),
-        metadata={"w": described(0, 1), "both": described(0), "blob": {"dtype": "bytes"}, "tied": TIED_ENTRY},
+        shard("w", 0, 4), shard("~0", 0, 8), shard("both", 0, 8), BLOB, aliases=(Alias("tied", "~0",
+        0, "float32", (4,), (1,)),), metadata={"w": described(0, 1), "both": described(0),
+        "blob": {"dtype": "bytes"}, "tied": TIED_ENTRY},
     )  # fmt: skip
-    second = plan(shard("w", 4, 4), shard("both", 0, 8))  # a replica that is stored twice counts once
+    # A replica that is stored twice counts once.
+    second = plan(shard("w", 4, 4), shard("both", 0, 8))
     assert check_plans({0: first, 1: second}, 2) == frozenset({"w", "both", "blob", "tied"})
 
 
@@ -48,7 +62,9 @@ def test_a_tensor_without_elements_and_an_empty_shard_are_whole() -> None:
     nothing = Item("nothing", "float32", (0, 3), (0, 0), (0, 3), None, 0)
     entry = {"dtype": "float32", "size": [0, 3], "chunks": [[[0, 0], [0, 3]]]}
     chunks = {"dtype": "float32", "size": [8], "chunks": [[[0], [8]], [[8], [0]]], "ranks": [0, 1]}
-    assert check_plans({0: plan(nothing, WHOLE, metadata={"nothing": entry, "w": chunks}), 1: plan()}, 2) == frozenset({"nothing", "w"})
+    assert check_plans(
+        {0: plan(nothing, WHOLE, metadata={"nothing": entry, "w": chunks}), 1: plan()}, 2
+    ) == frozenset({"nothing", "w"})
 
 
 MESH = Mesh((2,), 0, (1,))
@@ -58,21 +74,44 @@ RULED = {"dtype": "float32", "size": [8], "rule": Rule(0, ((0, 0),))}
 def test_a_rule_describes_the_shards_of_its_ranks() -> None:
     first = plan(shard("w", 0, 4), metadata={"w": RULED}, meshes=[MESH])
     assert check_plans({0: first, 1: plan(shard("w", 4, 4))}, 2) == frozenset({"w"})
-    with pytest.raises(IntegrityError, match=r"rank 1 stores the shard \[4\] at \[4\] of 'w'; the plan of that rank has no such item"):
-        check_plans({0: plan(shard("w", 0, 4), shard("w", 4, 4), metadata={"w": RULED}, meshes=[MESH]), 1: plan()}, 2)
+    with pytest.raises(
+        IntegrityError,
+        match=r"rank 1 stores the shard \[4\] at \[4\] of 'w'; the plan of that rank has no such "
+        r"item",
+    ):
+        check_plans(
+            {
+                0: plan(shard("w", 0, 4), shard("w", 4, 4), metadata={"w": RULED}, meshes=[MESH]),
+                1: plan(),
+            },
+            2,
+        )
 
 
 def test_a_node_of_several_checks_what_its_ranks_and_the_metadata_tell() -> None:
     first = plan(shard("w", 0, 4), metadata={"w": described(0, 1), "other": described(1)})
     assert check_plans({0: first}, 2) == frozenset({"w", "other"})
     assert check_plans({1: plan(shard("w", 4, 4))}, 2) is None
-    hole = plan(shard("w", 0, 4), metadata={"w": {"dtype": "float32", "size": [8], "chunks": [[[0], [4]], [[5], [3]]], "ranks": [0, 1]}})
+    hole = plan(
+        shard("w", 0, 4),
+        metadata={
+            "w": {
+                "dtype": "float32",
+                "size": [8],
+                "chunks": [[[0], [4]], [[5], [3]]],
+                "ranks": [0, 1],
+            }
+        },
+    )
     with pytest.raises(IntegrityError, match="w: only 7 of 8 elements are stored"):
         check_plans({0: hole}, 2)
 
 
 def without_ranks(*names: str) -> dict[str, Any]:
-    return {name: {key: value for key, value in described(0, 1).items() if key != "ranks"} for name in names}
+    return {
+        name: {key: value for key, value in described(0, 1).items() if key != "ranks"}
+        for name in names
+    }
 
 
 def test_metadata_of_an_earlier_version_name_no_ranks() -> None:
@@ -80,8 +119,18 @@ def test_metadata_of_an_earlier_version_name_no_ranks() -> None:
     plans = {0: plan(halves[0], metadata=without_ranks("w")), 1: plan(halves[1])}
     assert check_plans(plans, 2) == frozenset({"w"})
     assert check_plans({0: plans[0]}, 2) == frozenset({"w"})
-    with pytest.raises(IntegrityError, match=r"rank 0 stores the shard \[4\] at \[0\] of 'v'; the plan of that rank has no such item"):
-        check_plans({0: plan(halves[0], metadata=without_ranks("w", "v")), 1: plan(halves[1], shard("v", 0, 8))}, 2)
+    with pytest.raises(
+        IntegrityError,
+        match=r"rank 0 stores the shard \[4\] at \[0\] of 'v'; the plan of that rank has no such "
+        r"item",
+    ):
+        check_plans(
+            {
+                0: plan(halves[0], metadata=without_ranks("w", "v")),
+                1: plan(halves[1], shard("v", 0, 8)),
+            },
+            2,
+        )
 
 
 def test_large_metadata_must_name_the_ranks_because_readers_need_them() -> None:
@@ -92,33 +141,124 @@ def test_large_metadata_must_name_the_ranks_because_readers_need_them() -> None:
 
 
 WRONG: list[tuple[dict[int, Plan], int, str]] = [
-    ({0: plan(shard("w", 0, 7), metadata={"w": described(0)})}, 1, "w: only 7 of 8 elements are stored"),
-    ({0: plan(shard("w", 0, 6), metadata={"w": described(0, 1)}), 1: plan(shard("w", 4, 4))}, 2, "w: the shards .* overlap"),
-    ({0: plan(shard("w", 0, 4)), 1: plan(shard("w", 4, 4, dtype="int32"))}, 2, "'w' has two dtypes: float32, and int32 in"),
-    ({0: plan(shard("w", 0, 4)), 1: plan(shard("w", 4, 5, total=9))}, 2, r"w has two sizes: \[9\] and \[8\]"),
-    ({0: plan(WHOLE), 1: plan(aliases=(Alias("w", "x", 0, "float32", (8,), (1,)),))}, 2, "'w' is an item and an alias"),
-    ({0: plan(WHOLE, aliases=(Alias("~t", "w", 0, "float32", (8,), (1,)),))}, 1, "'~t' has the name of a hidden item"),
-    ({0: plan(Item("blob", "bytes", (3, 1), (0, 0), (3, 1), None, 0))}, 1, "'blob' is a value of the size"),
-    ({0: plan(WHOLE)}, 1, "the metadata in the plan of rank 0 are missing: they must describe 'w', which rank 0 stores"),
-    ({0: plan(WHOLE, BLOB, metadata={"w": described(0)})}, 1, "do not describe 'blob', which rank 0 stores"),
-    ({0: plan(WHOLE, aliases=(TIED,), metadata={"w": described(0)})}, 1, "do not describe 'tied', which rank 0 stores"),
-    ({0: plan(metadata={"w": described(0)})}, 1, "the metadata say that rank 0 stores .* of 'w'; the plan of that rank has no such item"),
-    ({0: plan(metadata={"blob": {"dtype": "bytes"}})}, 1, "the metadata say that rank 0 stores 'blob'; the plan of that rank"),
-    ({0: plan(WHOLE, metadata={"w": described(1)}), 1: plan()}, 2, "the metadata say that rank 1 stores"),
-    ({0: plan(WHOLE, metadata={"w": described(0, dtype="int32")})}, 1, "'w' has the dtype int32 .*; rank 0 stores it as float32"),
-    ({0: plan(WHOLE, metadata={"w": {**described(0), "size": [9]}})}, 1, r"'w' has the dtype float32 and the size \[9\]; rank 0 stores it"),
+    ({0: plan(shard("w", 0, 7), metadata={"w": described(0)})}, 1, "w: only 7 of 8 elements are "
+        "stored"),
+    ({0: plan(shard("w", 0, 6), metadata={"w": described(0, 1)}), 1: plan(shard("w", 4, 4))}, 2,
+    "w: "
+        "the "
+        "shards "
+        ".* "
+        "overlap"),
+    ({0: plan(shard("w", 0, 4)), 1: plan(shard("w", 4, 4, dtype="int32"))}, 2, "'w' has two "
+        "dtypes: "
+        "float32, "
+        "and "
+        "int32 "
+        "in"),
+    ({0: plan(shard("w", 0, 4)), 1: plan(shard("w", 4, 5, total=9))}, 2, r"w has two sizes: \[9\] "
+        r"and "
+        r"\[8\]"),
+    ({0: plan(WHOLE), 1: plan(aliases=(Alias("w", "x", 0, "float32", (8,), (1,)),))}, 2, "'w' is "
+        "an "
+        "item "
+        "and "
+        "an "
+        "alias"),
+    ({0: plan(WHOLE, aliases=(Alias("~t", "w", 0, "float32", (8,), (1,)),))}, 1, "'~t' has the "
+        "name "
+        "of "
+        "a "
+        "hidden "
+        "item"),
+    ({0: plan(Item("blob", "bytes", (3, 1), (0, 0), (3, 1), None, 0))}, 1, "'blob' is a value of "
+        "the "
+        "size"),
+    ({0: plan(WHOLE)}, 1, "the metadata in the plan of rank 0 are missing: they must describe 'w', "
+        "which "
+        "rank "
+        "0 "
+        "stores"),
+    ({0: plan(WHOLE, BLOB, metadata={"w": described(0)})}, 1, "do not describe 'blob', which rank "
+        "0 "
+        "stores"),
+    ({0: plan(WHOLE, aliases=(TIED,), metadata={"w": described(0)})}, 1, "do not describe 'tied', "
+        "which "
+        "rank "
+        "0 "
+        "stores"),
+    ({0: plan(metadata={"w": described(0)})}, 1, "the metadata say that rank 0 stores .* of 'w'; "
+        "the "
+        "plan "
+        "of "
+        "that "
+        "rank "
+        "has "
+        "no "
+        "such "
+        "item"),
+    ({0: plan(metadata={"blob": {"dtype": "bytes"}})}, 1, "the metadata say that rank 0 stores "
+        "'blob'; "
+        "the "
+        "plan "
+        "of "
+        "that "
+        "rank"),
+    ({0: plan(WHOLE, metadata={"w": described(1)}), 1: plan()}, 2, "the metadata say that rank 1 "
+        "stores"),
+    ({0: plan(WHOLE, metadata={"w": described(0, dtype="int32")})}, 1, "'w' has the dtype int32 "
+        ".*; "
+        "rank "
+        "0 "
+        "stores "
+        "it "
+        "as "
+        "float32"),
+    ({0: plan(WHOLE, metadata={"w": {**described(0), "size": [9]}})}, 1, r"'w' has the dtype "
+        r"float32 "
+        r"and "
+        r"the "
+        r"size "
+        r"\[9\]; "
+        r"rank "
+        r"0 "
+        r"stores "
+        r"it"),
     ({0: plan(WHOLE, metadata={"w": {"dtype": "bytes"}})}, 1, "'w' has the dtype bytes"),
-    ({0: plan(shard("w", 0, 4), shard("w", 4, 4), metadata={"w": described(0)})}, 1, "the plan of that rank has no such item"),
+    ({0: plan(shard("w", 0, 4), shard("w", 4, 4), metadata={"w": described(0)})}, 1, "the plan of "
+        "that "
+        "rank "
+        "has "
+        "no "
+        "such "
+        "item"),
     ({0: plan(WHOLE, shard("w", 2, 2), metadata={"w": described(0)})}, 1, "overlap"),
-    ({0: plan(WHOLE, metadata={"w": described(0), "~x": described(0)})}, 1, "the metadata describe '~x', which is the name of a hidden"),
+    ({0: plan(WHOLE, metadata={"w": described(0), "~x": described(0)})}, 1, "the metadata describe "
+        "'~x', "
+        "which "
+        "is "
+        "the "
+        "name "
+        "of "
+        "a "
+        "hidden"),
     ({0: plan(WHOLE, metadata={"w": {"dtype": "float32"}})}, 1, "'w' is described by"),
-    ({0: plan(WHOLE, metadata={"w": {**described(0), "ranks": [1]}})}, 1, "'w' is said to be on ranks that the job does not have"),
-    ({0: plan(WHOLE, metadata={"w": RULED})}, 1, "'w' is divided among a mesh that is not described"),
+    ({0: plan(WHOLE, metadata={"w": {**described(0), "ranks": [1]}})}, 1, "'w' is said to be on "
+        "ranks "
+        "that "
+        "the "
+        "job "
+        "does "
+        "not "
+        "have"),
+    ({0: plan(WHOLE, metadata={"w": RULED})}, 1, "'w' is divided among a mesh that is not "
+        "described"),
     ({0: plan(WHOLE, metadata={"w": RULED}, meshes=[MESH])}, 1, "a mesh of shape"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("plans", "world_size", "words"), WRONG, ids=range(len(WRONG)))
-def test_plans_that_do_not_fit_together_are_refused_by_the_name_of_the_tensor(plans: dict[int, Plan], world_size: int, words: str) -> None:
+def test_plans_that_do_not_fit_together_are_refused_by_the_name_of_the_tensor(
+    plans: dict[int, Plan], world_size: int, words: str
+) -> None:
     with pytest.raises(IntegrityError, match=words):
         check_plans(plans, world_size)

@@ -20,13 +20,21 @@ TAG = "step-00000005.a0002"
 
 
 def part(rank: int) -> PartEntry:
-    return PartEntry(rank=rank, file=f"rank-{rank:05d}.{CLAIM}.ckpt", bytes=10, raw_bytes=9, items=1, index_sha256="0" * 64)
+    return PartEntry(
+        rank=rank,
+        file=f"rank-{rank:05d}.{CLAIM}.ckpt",
+        bytes=10,
+        raw_bytes=9,
+        items=1,
+        index_sha256="0" * 64,
+    )
 
 
 def receipt(*ranks: int, world_size: int = 4, claim: str = CLAIM, **changes: Any) -> rc.Receipt:
     made = rc.Receipt(
-        job="gpt", attempt=2, step=5, tag=TAG, node=Membership(claim=claim, ranks=list(ranks)), host=f"node{ranks[0]}",
-        world_size=world_size, global_plan="aa", parts=[part(rank) for rank in ranks],
+        job="gpt", attempt=2, step=5, tag=TAG, node=Membership(claim=claim, ranks=list(ranks)),
+        host=f"node{ranks[0]}", world_size=world_size, global_plan="aa",
+        parts=[part(rank) for rank in ranks],
     )  # fmt: skip
     return msgspec.structs.replace(made, **changes)
 
@@ -52,15 +60,30 @@ def test_abandonments_come_back_and_are_known_by_their_first_line() -> None:
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (receipt(1, 0), "receipt names a node that cannot be: its ranks are not in ascending order"),
-        (receipt(0, 1, parts=[part(0)]), "receipt does not have one part for each rank of its node"),
-        (receipt(0, 1, parts=[part(1), part(0)]), "receipt does not have one part for each rank of its node"),
+        (
+            receipt(1, 0),
+            "receipt names a node that cannot be: its ranks are not in ascending order",
+        ),
+        (
+            receipt(0, 1, parts=[part(0)]),
+            "receipt does not have one part for each rank of its node",
+        ),
+        (
+            receipt(0, 1, parts=[part(1), part(0)]),
+            "receipt does not have one part for each rank of its node",
+        ),
         (
             receipt(0, parts=[msgspec.structs.replace(part(0), file="../rank-00000.ckpt")]),
             "receipt names '../rank-00000.ckpt', which is not the name of a part of rank 0",
         ),
-        (receipt(0, parts=[msgspec.structs.replace(part(1), rank=0)]), "receipt names 'rank-00001."),
-        (receipt(0, format="ckptd-manifest"), "receipt has the format 'ckptd-manifest'; expected 'ckptd-receipt'"),
+        (
+            receipt(0, parts=[msgspec.structs.replace(part(1), rank=0)]),
+            "receipt names 'rank-00001.",
+        ),
+        (
+            receipt(0, format="ckptd-manifest"),
+            "receipt has the format 'ckptd-manifest'; expected 'ckptd-receipt'",
+        ),
     ],
 )
 def test_receipts_that_cannot_be_are_refused(made: rc.Receipt, reason: str) -> None:
@@ -106,29 +129,42 @@ def test_missing_receipts_are_waited_for_until_it_is_late() -> None:
     assert rc.decide([receipt(0, 1)], 4, late=True) == rc.AbandonTry(
         "snapshot-failed", "ranks 2, 3 did not deliver (delivered: ranks 0, 1 on node0)"
     )
-    assert rc.decide([], 2, late=True) == rc.AbandonTry("snapshot-failed", "ranks 0, 1 did not deliver (no node has delivered)")
+    assert rc.decide([], 2, late=True) == rc.AbandonTry(
+        "snapshot-failed", "ranks 0, 1 did not deliver (no node has delivered)"
+    )
 
 
 @pytest.mark.parametrize("several", [[receipt(0, 1), FAILED], [FAILED], [FAILED, receipt(0, 1)]])
 def test_a_failure_ends_the_try_at_once(several: list[rc.Receipt]) -> None:
-    assert rc.decide(several, 4, late=False) == rc.AbandonTry("storage", "ranks 2, 3 on node2: no space")
+    assert rc.decide(several, 4, late=False) == rc.AbandonTry(
+        "storage", "ranks 2, 3 on node2: no space"
+    )
 
 
 def test_receipts_that_differ_are_never_joined() -> None:
     for late in (False, True):
         verdict = rc.decide([receipt(0, 1), receipt(2, 3, claim="f" * 32)], 4, late=late)
         assert verdict == rc.AbandonTry(
-            "fenced", "ranks 0, 1 on node0 and ranks 2, 3 on node2 are of two runs that hold the same attempt number: start the job again"
+            "fenced",
+            "ranks 0, 1 on node0 and ranks 2, 3 on node2 are of two runs that hold the same "
+            "attempt number: start the job again",
         )
         verdict = rc.decide([receipt(0, 1), receipt(2, 3, global_plan="bb")], 4, late=late)
-        assert verdict == rc.AbandonTry("snapshot-failed", "ranks 0, 1 on node0 and ranks 2, 3 on node2 have saved different plans")
+        assert verdict == rc.AbandonTry(
+            "snapshot-failed",
+            "ranks 0, 1 on node0 and ranks 2, 3 on node2 have saved different plans",
+        )
         verdict = rc.decide([receipt(0, 1), receipt(1, 2)], 4, late=late)
-        assert verdict == rc.AbandonTry("internal", "two nodes have delivered parts of the same rank")
+        assert verdict == rc.AbandonTry(
+            "internal", "two nodes have delivered parts of the same rank"
+        )
 
 
 def of_rank(rank: int, digests: bytes) -> rc.Receipt:
     keys = encode_keys(["a", "b"]) if rank == 0 else b""
-    return receipt(rank, world_size=2, replicas=[OfNode([rank], ReplicaDigests(b"groupAAA", digests, 1, keys))])
+    return receipt(
+        rank, world_size=2, replicas=[OfNode([rank], ReplicaDigests(b"groupAAA", digests, 1, keys))]
+    )
 
 
 def test_receipts_of_nodes_whose_ranks_differ_in_what_they_share_are_never_joined() -> None:
@@ -138,4 +174,6 @@ def test_receipts_of_nodes_whose_ranks_differ_in_what_they_share_are_never_joine
     found = rc.decide([first, unlike], 2, late=False)
     assert isinstance(found, rc.AbandonTry)
     assert found.reason.startswith("step 5 failed: b is not the same on ranks 0 and 1. ")
-    assert isinstance(rc.decide([first, receipt(1, world_size=2)], 2, late=False), rc.CommitTry), "an older node has no digests"
+    assert isinstance(rc.decide([first, receipt(1, world_size=2)], 2, late=False), rc.CommitTry), (
+        "an older node has no digests"
+    )

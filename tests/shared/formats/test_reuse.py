@@ -9,7 +9,15 @@ import pytest
 from ckptd.shared.formats.binary import ALIGN, align
 from ckptd.shared.formats.part import Chunk, Linked
 from ckptd.shared.formats.plan import ChunkRange
-from ckptd.shared.formats.reuse import MOST_LINKED, ChunkCheck, StoredFile, StoredPart, choose, is_steady, new_hasher
+from ckptd.shared.formats.reuse import (
+    MOST_LINKED,
+    ChunkCheck,
+    StoredFile,
+    StoredPart,
+    choose,
+    is_steady,
+    new_hasher,
+)
 
 NONCE = bytes(16)
 
@@ -19,30 +27,60 @@ def ranges(count: int, length: int = 10 * ALIGN) -> list[ChunkRange]:
 
 
 def checks(count: int, *changed: int) -> list[ChunkCheck]:
-    """Return the checks of so many chunks. Those in `changed` differ from the usual ones."""
-    return [ChunkCheck(number + 1000 * (number in changed), bytes([number % 250, number in changed])) for number in range(count)]
+    """Return the checks of so many chunks.
+
+    Those in `changed` differ from the usual ones.
+    """
+    return [
+        ChunkCheck(number + 1000 * (number in changed), bytes([number % 250, number in changed]))
+        for number in range(count)
+    ]
 
 
 def stored(placed: list[int], sizes: dict[int, int] | None = None, **changes: Any) -> StoredPart:
-    """Return a part whose chunk n is in file placed[n]. Each file is as long as its chunks and a header, unless `sizes` says otherwise."""
+    """Return a part whose chunk n is in file placed[n].
+
+    Each file is as long as its chunks and a header, unless `sizes` says otherwise.
+    """
     found = ranges(len(placed))
     files = [
-        StoredFile("tag", f"file-{n}", ALIGN + sum(c.length for c, f in zip(found, placed, strict=True) if f == n), Linked(0, NONCE, n, 1))
+        StoredFile(
+            "tag",
+            f"file-{n}",
+            ALIGN + sum(c.length for c, f in zip(found, placed, strict=True) if f == n),
+            Linked(0, NONCE, n, 1),
+        )
         for n in range(max(placed) + 1)
     ]
     for number, size in (sizes or {}).items():
         files[number] = StoredFile("tag", f"file-{number}", size, Linked(0, NONCE, number, 1))
     usual = checks(len(placed))
-    chunks = [Chunk(c.offset, c.length, ALIGN, c.length, 0, c.element_size, usual[n].crc, 7) for n, c in enumerate(found)]
-    made: dict[str, Any] = {"attempt": 1, "world_size": 1, "chunks": chunks, "digests": [c.digest for c in usual], "placed": placed}
+    chunks = [
+        Chunk(c.offset, c.length, ALIGN, c.length, 0, c.element_size, usual[n].crc, 7)
+        for n, c in enumerate(found)
+    ]
+    made: dict[str, Any] = {
+        "attempt": 1,
+        "world_size": 1,
+        "chunks": chunks,
+        "digests": [c.digest for c in usual],
+        "placed": placed,
+    }
     return StoredPart(**{**made, "files": files, **changes})
 
 
 def test_all_chunks_of_an_equal_part_are_reused() -> None:
     before = stored([0, 0, 1, 1])
     found = choose(before, ranges(4), checks(4))
-    assert {offset: known.chunk for offset, known in found.chunks.items()} == {c.raw_offset: c for c in before.chunks}
-    assert [found.files[known.file].name for known in found.chunks.values()] == ["file-0", "file-0", "file-1", "file-1"]
+    assert {offset: known.chunk for offset, known in found.chunks.items()} == {
+        c.raw_offset: c for c in before.chunks
+    }
+    assert [found.files[known.file].name for known in found.chunks.values()] == [
+        "file-0",
+        "file-0",
+        "file-1",
+        "file-1",
+    ]
     assert found.apart == frozenset()
 
 
@@ -53,8 +91,13 @@ def test_a_changed_chunk_is_written_again() -> None:
 
 
 def test_an_equal_checksum_is_not_enough() -> None:
-    """A chunk with the same crc32c and another digest has changed; whether it may stay in its file for longer is not known."""
-    other = [ChunkCheck(check.crc, b"other") if number == 2 else check for number, check in enumerate(checks(4))]
+    """A chunk with the same crc32c and another digest has changed; whether it may stay
+    in its file for longer is not known.
+    """
+    other = [
+        ChunkCheck(check.crc, b"other") if number == 2 else check
+        for number, check in enumerate(checks(4))
+    ]
     found = choose(stored([0] * 4), ranges(4), other)
     assert ranges(4)[2].offset not in found.chunks
     assert len(found.chunks) == 3
@@ -71,7 +114,11 @@ def test_without_digests_nothing_is_reused(missing: str) -> None:
 
 
 def test_a_chunk_of_another_size_place_or_kind_is_another_chunk() -> None:
-    for other in (ChunkRange(0, 9 * ALIGN, 4), ChunkRange(0, 10 * ALIGN, 2), ChunkRange(64, 10 * ALIGN, 4)):
+    for other in (
+        ChunkRange(0, 9 * ALIGN, 4),
+        ChunkRange(0, 10 * ALIGN, 2),
+        ChunkRange(64, 10 * ALIGN, 4),
+    ):
         assert choose(stored([0]), [other], checks(1)).chunks == {}
 
 
@@ -85,7 +132,9 @@ def test_a_file_is_linked_only_if_half_of_it_is_needed() -> None:
 
 def test_a_few_small_chunks_get_no_file_of_their_own() -> None:
     before = stored([0] * 128, {0: 1 << 40})
-    assert choose(before, ranges(128), checks(128, *range(126))).apart == {c.offset for c in ranges(128)[126:]}
+    assert choose(before, ranges(128), checks(128, *range(126))).apart == {
+        c.offset for c in ranges(128)[126:]
+    }
     assert choose(before, ranges(128), checks(128, *range(127))).apart == frozenset()
 
 

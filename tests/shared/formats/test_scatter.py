@@ -14,7 +14,15 @@ from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.part import ChunkSource, PartReader
 from ckptd.shared.formats.plan import MIN_CHUNK, ChunkRange, Plan, Region, chunk_ranges
 from ckptd.shared.formats.scatter import scatter, verify
-from tests.shared.samples import encode_part, flip, memory_file, packed_slot, sample_plan, steady, values_after
+from tests.shared.samples import (
+    encode_part,
+    flip,
+    memory_file,
+    packed_slot,
+    sample_plan,
+    steady,
+    values_after,
+)
 from tests.support.storage import source
 
 REGIONS = [Region(0, 100, 4), Region(128, 90, 2), Region(256, 1, 1)]
@@ -22,7 +30,10 @@ DATA = bytes((7 * n + n // 5) % 256 for n in range(257))
 
 
 class Source:
-    """Chunks of 40 bytes over `DATA`. `damaged` is a chunk that writes its bytes and then fails, as a decoder may."""
+    """Chunks of 40 bytes over `DATA`.
+
+    `damaged` is a chunk that writes its bytes and then fails, as a decoder may.
+    """
 
     remote = False
 
@@ -59,19 +70,27 @@ def test_verify_reads_every_chunk_once(threads: int | None) -> None:
 
 
 ranges_inside = st.sampled_from(REGIONS).flatmap(
-    lambda r: st.tuples(st.integers(r.offset, r.offset + r.length), st.integers(r.offset, r.offset + r.length)).map(
-        lambda pair: (min(pair), max(pair) - min(pair))
-    )
+    lambda r: st.tuples(
+        st.integers(r.offset, r.offset + r.length), st.integers(r.offset, r.offset + r.length)
+    ).map(lambda pair: (min(pair), max(pair) - min(pair)))
 )
 
 
 @steady
 @given(st.lists(ranges_inside, max_size=12), st.integers(1, 60), st.integers(1, 4))
-def test_every_range_gets_its_bytes(wanted: list[tuple[int, int]], chunk_size: int, threads: int) -> None:
+def test_every_range_gets_its_bytes(
+    wanted: list[tuple[int, int]], chunk_size: int, threads: int
+) -> None:
     source = Source(chunk_size=chunk_size)
     buffers = [bytearray(b"\xee" * length) for _, length in wanted]
-    raw = scatter(source, [(offset, memoryview(b)) for (offset, _), b in zip(wanted, buffers, strict=True)], threads=threads)
-    assert [bytes(b) for b in buffers] == [DATA[offset : offset + length] for offset, length in wanted]
+    raw = scatter(
+        source,
+        [(offset, memoryview(b)) for (offset, _), b in zip(wanted, buffers, strict=True)],
+        threads=threads,
+    )
+    assert [bytes(b) for b in buffers] == [
+        DATA[offset : offset + length] for offset, length in wanted
+    ]
     touched = {
         number
         for number, chunk in enumerate(source.ranges)
@@ -90,7 +109,20 @@ def test_without_targets_no_chunk_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("offset", "length"), [(-1, 5), (-10, 3), (95, 6), (100, 1), (110, 5), (120, 20), (0, 257), (218, 1), (200, 60), (257, 1), (1 << 40, 1)]
+    ("offset", "length"),
+    [
+        (-1, 5),
+        (-10, 3),
+        (95, 6),
+        (100, 1),
+        (110, 5),
+        (120, 20),
+        (0, 257),
+        (218, 1),
+        (200, 60),
+        (257, 1),
+        (1 << 40, 1),
+    ],
 )
 def test_bytes_of_no_chunk_are_refused_before_anything_is_read(offset: int, length: int) -> None:
     source, before, beside = Source(), bytearray(b"\xee" * 10), bytearray(b"\xee" * length)
@@ -105,7 +137,9 @@ def test_unverified_bytes_are_never_copied_out(threads: int) -> None:
     """They lie in the buffer of a thread: two targets share the damaged chunk."""
     source, buffer = Source(damaged=1), bytearray(b"\xee" * 100)
     with pytest.raises(IntegrityError, match="chunk 1"):
-        scatter(source, [(0, memoryview(buffer)[:60]), (60, memoryview(buffer)[60:])], threads=threads)
+        scatter(
+            source, [(0, memoryview(buffer)[:60]), (60, memoryview(buffer)[60:])], threads=threads
+        )
     assert bytes(buffer[40:80]) == b"\xee" * 40
 
 
@@ -119,13 +153,17 @@ def test_a_chunk_that_fills_a_part_of_one_target_is_read_in_place() -> None:
             super().read_chunk(number, raw)
 
     buffer, other = bytearray(95), bytearray(5)
-    assert scatter(Noting(), [(3, memoryview(buffer)), (98, memoryview(other)[:2])], threads=1) == 100
+    assert (
+        scatter(Noting(), [(3, memoryview(buffer)), (98, memoryview(other)[:2])], threads=1) == 100
+    )
     assert buffer == DATA[3:98]
     assert places == [1], "chunks 0 and 2 are wanted only in part"
 
 
 def test_targets_that_share_memory_are_not_read_in_place() -> None:
-    """Two chunks would be read into the same bytes at once, and one of them would seem to be damaged."""
+    """Two chunks would be read into the same bytes at once, and one of them would seem
+    to be damaged.
+    """
     both_read = threading.Barrier(2, timeout=30)
 
     class Verifying(Source):
@@ -154,11 +192,21 @@ def test_scatter_reads_a_part_file(codec: str) -> None:
     values = values_after(plan, 70_000)
     slot = packed_slot(plan, values)
     data, _ = encode_part(slot, plan, values, codec=codec, chunk_size=MIN_CHUNK)
-    wanted = [(item.offset, item.length) for item in plan.items] + [values, (64 + 65_530, 12), (64 + 3, 150_000)]
+    wanted = [(item.offset, item.length) for item in plan.items] + [
+        values,
+        (64 + 65_530, 12),
+        (64 + 3, 150_000),
+    ]
     buffers = [bytearray(length) for _, length in wanted]
     with memory_file(data) as fd:
-        raw = scatter(PartReader(source(fd), "p"), [(offset, memoryview(b)) for (offset, _), b in zip(wanted, buffers, strict=True)])
+        raw = scatter(
+            PartReader(source(fd), "p"),
+            [(offset, memoryview(b)) for (offset, _), b in zip(wanted, buffers, strict=True)],
+        )
     assert raw == 16 + 160_000 + 5 + 70_000
-    assert all(slot[offset : offset + length] == b for (offset, length), b in zip(wanted, buffers, strict=True))
+    assert all(
+        slot[offset : offset + length] == b
+        for (offset, length), b in zip(wanted, buffers, strict=True)
+    )
     with memory_file(flip(data, 8 * 4096 * 3)) as fd, pytest.raises(IntegrityError):
         scatter(PartReader(source(fd), "p"), [(64, memoryview(bytearray(160_000)))])

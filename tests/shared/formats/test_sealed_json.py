@@ -31,7 +31,9 @@ def test_every_flipped_bit_is_found() -> None:
 
 def test_every_document_that_is_cut_short_is_found() -> None:
     for length in range(len(DOCUMENT)):
-        with pytest.raises(IntegrityError, match="^document is cut short: it does not end with its digest"):
+        with pytest.raises(
+            IntegrityError, match="^document is cut short: it does not end with its digest"
+        ):
             sealed_json.check(DOCUMENT[:length], "document")
 
 
@@ -41,6 +43,11 @@ def test_the_tail_has_79_bytes_and_is_not_searched_for() -> None:
     assert len(tail) == sealed_json._END_LENGTH == 79
     document = sealed_json.encode({"text": tail.decode(), "more": 1})
     sealed_json.check(document, "a document")
-    for changed in (document + b"\n", document[:-1], document.replace(b'"sha256": "', b'"sha256":"'), document + tail):
+    for changed in (
+        document + b"\n",
+        document[:-1],
+        document.replace(b'"sha256": "', b'"sha256":"'),
+        document + tail,
+    ):
         with pytest.raises(IntegrityError):
             sealed_json.check(changed, "a document")

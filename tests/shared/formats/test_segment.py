@@ -38,9 +38,9 @@ from tests.shared.samples import flip, memory_file
 
 BOOT = bytes(range(16, 32))
 HEADER = SegmentHeader(
-    job="gpt", attempt=2, rank=3, world_size=8, slot=1, capacity=200_000, chunk_size=MIN_CHUNK, generation=4, state=SlotState.SEALED,
-    step=1000, boot_id=BOOT, signature=bytes(range(32)), plan=Extent(100_000, 500, 1), request=Extent(100_512, 60, 2),
-    values=Extent(90_000, 40, 3),
+    job="gpt", attempt=2, rank=3, world_size=8, slot=1, capacity=200_000, chunk_size=MIN_CHUNK,
+    generation=4, state=SlotState.SEALED, step=1000, boot_id=BOOT, signature=bytes(range(32)),
+    plan=Extent(100_000, 500, 1), request=Extent(100_512, 60, 2), values=Extent(90_000, 40, 3),
 )  # fmt: skip
 CRCS = [0, 1, 0xFFFFFFFF, 0x12345678]
 
@@ -67,11 +67,23 @@ def test_header_round_trips() -> None:
 
 
 def test_a_new_header_is_free_and_of_this_boot() -> None:
-    header = SegmentHeader(job="j" * 128, attempt=1, rank=0, world_size=1, slot=0, capacity=0, chunk_size=MAX_CHUNK)
+    header = SegmentHeader(
+        job="j" * 128, attempt=1, rank=0, world_size=1, slot=0, capacity=0, chunk_size=MAX_CHUNK
+    )
     again = SegmentHeader.decode(header.encode())
     assert again == header
-    assert (again.generation, again.state, again.step, again.boot_id) == (1, SlotState.FREE, None, this_boot())
-    assert (again.signature, again.plan, again.request, again.values) == (bytes(32), Extent(), Extent(), Extent())
+    assert (again.generation, again.state, again.step, again.boot_id) == (
+        1,
+        SlotState.FREE,
+        None,
+        this_boot(),
+    )
+    assert (again.signature, again.plan, again.request, again.values) == (
+        bytes(32),
+        Extent(),
+        Extent(),
+        Extent(),
+    )
     assert len(this_boot()) == 16
 
 
@@ -87,7 +99,14 @@ def test_offsets_and_lengths_follow_from_the_capacity() -> None:
 def test_next_forgets_the_documents_unless_given() -> None:
     filling = HEADER.next(SlotState.FILLING, step=1001)
     assert filling == replace(
-        HEADER, generation=5, state=SlotState.FILLING, step=1001, signature=bytes(32), plan=Extent(), request=Extent(), values=Extent()
+        HEADER,
+        generation=5,
+        state=SlotState.FILLING,
+        step=1001,
+        signature=bytes(32),
+        plan=Extent(),
+        request=Extent(),
+        values=Extent(),
     )
     sealed = filling.next(SlotState.SEALED, plan=Extent(1, 2, 3), signature=b"s" * 32)
     assert (sealed.generation, sealed.state, sealed.plan, sealed.signature, sealed.values) == (
@@ -115,7 +134,10 @@ def test_generations_alternate_between_the_copies(segment: int) -> None:
 
 @pytest.mark.parametrize("newer", [4, 5])
 def test_a_torn_copy_leaves_the_one_before(segment: int, newer: int) -> None:
-    before, after = replace(HEADER, generation=newer - 1, state=SlotState.FILLING), replace(HEADER, generation=newer)
+    before, after = (
+        replace(HEADER, generation=newer - 1, state=SlotState.FILLING),
+        replace(HEADER, generation=newer),
+    )
     for written in range(0, 324, 3):
         write_header(segment, before)
         os.pwrite(segment, HEADER.encode()[::-1], newer % 2 * ALIGN)  # any bytes may be there
@@ -143,7 +165,10 @@ def test_a_segment_cut_short_raises_an_error(segment: int, length: int) -> None:
 
 
 def test_one_valid_copy_leaves_nothing_to_the_garbage_collector(segment: int) -> None:
-    """A stored error keeps the frames that it came through alive. In a trainer, these hold the mapping of a slot."""
+    """A stored error keeps the frames that it came through alive.
+
+    In a trainer, these hold the mapping of a slot.
+    """
     write_header(segment, HEADER)
     gc.collect()
     gc.disable()
@@ -189,16 +214,23 @@ def test_a_newer_header_is_not_called_damaged(segment: int) -> None:
 def test_data_that_has_been_cut_short_is_noticed(segment: int, room: int) -> None:
     os.pwrite(segment, bytes(range(100)), HEADER.data_offset)
     os.ftruncate(segment, HEADER.data_offset + 100)
-    assert read_data(segment, HEADER, 0, 100, memoryview(bytearray(room))) == crc32c(bytes(range(100)))
+    assert read_data(segment, HEADER, 0, 100, memoryview(bytearray(room))) == crc32c(
+        bytes(range(100))
+    )
     os.ftruncate(segment, HEADER.data_offset + 99)
-    with pytest.raises(IntegrityError, match="^the slot of step 1000 has been cut short: that copy in memory is lost$"):
+    with pytest.raises(
+        IntegrityError,
+        match="^the slot of step 1000 has been cut short: that copy in memory is lost$",
+    ):
         read_data(segment, HEADER, 0, 100, memoryview(bytearray(room)))
 
 
 def test_a_damaged_version_is_damage(segment: int) -> None:
     for copy in (0, ALIGN):
         os.pwrite(segment, HEADER.encode()[:8] + b"\x02" + HEADER.encode()[9:], copy)
-    with pytest.raises(IntegrityError, match="^segment header does not match its checksum$") as caught:
+    with pytest.raises(
+        IntegrityError, match="^segment header does not match its checksum$"
+    ) as caught:
         read_header(segment)
     assert type(caught.value) is IntegrityError
 
@@ -241,7 +273,9 @@ def test_a_header_without_a_step_stores_all_ones() -> None:
     assert SegmentHeader.decode(data).step is None
 
 
-def test_a_header_that_does_not_fit_is_an_error(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_that_does_not_fit_is_an_error(
+    segment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:100], offset))
     with pytest.raises(OSError, match="only 100 of 4096 bytes"):
@@ -331,14 +365,23 @@ def test_the_root_mark_lies_behind_the_data_as_the_format_says(segment: int) -> 
     assert os.fstat(segment).st_size == HEADER.file_length + ALIGN
     data = os.pread(segment, ALIGN, HEADER.file_length)
     place = "/ckpts/ü".encode()
-    head = b"CKPTDROT" + bytes([1, 0, 0, 0, 0, 0, 0, 0]) + bytes.fromhex(MARK.identity) + struct.pack("<I", len(place))
+    head = (
+        b"CKPTDROT"
+        + bytes([1, 0, 0, 0, 0, 0, 0, 0])
+        + bytes.fromhex(MARK.identity)
+        + struct.pack("<I", len(place))
+    )
     assert data == (head + struct.pack("<I", crc32c(head + place)) + place).ljust(ALIGN, b"\0")
     assert read_root_mark(segment, HEADER) == MARK
     assert read_header(segment) == HEADER
 
 
 def test_a_place_that_is_not_utf_8_or_too_long_is_kept_or_left_out(segment: int) -> None:
-    for place, kept in ((os.fsdecode(b"/ckpts/\xff"), True), ("/" + "x" * 4055, True), ("/" + "x" * 4056, False)):
+    for place, kept in (
+        (os.fsdecode(b"/ckpts/\xff"), True),
+        ("/" + "x" * 4055, True),
+        ("/" + "x" * 4056, False),
+    ):
         write_root_mark(segment, HEADER, RootMark(MARK.identity, place))
         assert read_root_mark(segment, HEADER) == RootMark(MARK.identity, place if kept else "")
 
@@ -354,6 +397,13 @@ def test_every_flipped_bit_of_a_root_mark_is_seen() -> None:
 
 def test_a_newer_root_mark_is_not_called_damaged() -> None:
     place = MARK.place.encode()
-    head = b"CKPTDROT" + struct.pack("<HHI", 2, 0, 0) + bytes.fromhex(MARK.identity) + struct.pack("<I", len(place))
+    head = (
+        b"CKPTDROT"
+        + struct.pack("<HHI", 2, 0, 0)
+        + bytes.fromhex(MARK.identity)
+        + struct.pack("<I", len(place))
+    )
     with pytest.raises(NewerFormat, match="root mark of a segment was written by a newer ckptd"):
-        RootMark.decode((head + struct.pack("<I", crc32c(head + place)) + place).ljust(ALIGN, b"\0"))
+        RootMark.decode(
+            (head + struct.pack("<I", crc32c(head + place)) + place).ljust(ALIGN, b"\0")
+        )

@@ -1,4 +1,6 @@
-"""Tests the arithmetic of rules: the shards of all coordinates are those of `torch.chunk`, and a hostile mesh is refused in few steps."""
+"""Tests the arithmetic of rules: the shards of all coordinates are those of
+`torch.chunk`, and a hostile mesh is refused in few steps.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from hypothesis import strategies as st
 
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.coverage import check_cover
-from ckptd.shared.formats.sharding import Mesh, Rule, check_rule, place, replica_of, replicas, stored_shards
+from ckptd.shared.formats.sharding import (
+    Mesh,
+    Rule,
+    check_rule,
+    place,
+    replica_of,
+    replicas,
+    stored_shards,
+)
 from tests.shared.samples import steady
 
 
@@ -26,7 +36,9 @@ from tests.shared.samples import steady
         ([3, 2, 1, 0], Mesh((2, 2), ranks=(3, 2, 1, 0))),
     ],
 )
-def test_a_regular_mesh_is_three_numbers_a_dimension_and_another_lists_its_ranks(ranks: list[int], mesh: Mesh) -> None:
+def test_a_regular_mesh_is_three_numbers_a_dimension_and_another_lists_its_ranks(
+    ranks: list[int], mesh: Mesh
+) -> None:
     assert Mesh.of(mesh.shape, list(ranks)) == mesh
     assert (mesh.all_ranks(), mesh.size) == (list(ranks), len(ranks))
     mesh.check(8)
@@ -64,23 +76,42 @@ def test_a_split_divides_as_torch_does() -> None:
             left = whole
             for along, dimension in splits:
                 pieces = torch.chunk(left, mesh.shape[along], dimension)
-                left = pieces[coordinate[along]] if coordinate[along] < len(pieces) else left.narrow(dimension, 0, 0)
+                left = (
+                    pieces[coordinate[along]]
+                    if coordinate[along] < len(pieces)
+                    else left.narrow(dimension, 0, 0)
+                )
             offsets, sizes = place((10, 7), mesh, splits, coordinate)
             assert sizes == tuple(left.shape)
             if left.numel():
-                assert whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))].equal(left)
+                assert whole[
+                    tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+                ].equal(left)
 
 
 def test_replicas_are_counted_along_the_dimensions_that_divide_nothing() -> None:
     mesh = Mesh((2, 3, 2), 0, (6, 2, 1))
-    assert (replicas(mesh, ()), replicas(mesh, ((1, 0),)), replicas(mesh, ((0, 0), (1, 0), (2, 0)))) == (12, 4, 1)
-    assert [replica_of(mesh, ((1, 0),), coordinate) for coordinate in mesh.coordinates()] == [0, 1] * 3 + [2, 3] * 3
+    assert (
+        replicas(mesh, ()),
+        replicas(mesh, ((1, 0),)),
+        replicas(mesh, ((0, 0), (1, 0), (2, 0))),
+    ) == (12, 4, 1)
+    assert [replica_of(mesh, ((1, 0),), coordinate) for coordinate in mesh.coordinates()] == [
+        0,
+        1,
+    ] * 3 + [2, 3] * 3
     assert [rank for _, rank in stored_shards((6,), mesh, Rule(0, ((1, 0),), 2))] == [6, 8, 10]
 
 
 @steady
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.lists(st.integers(1, 7), min_size=1, max_size=3), st.data())
-def test_the_stored_shards_are_the_whole_tensor(shape: list[int], size: list[int], data: st.DataObject) -> None:
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.lists(st.integers(1, 7), min_size=1, max_size=3),
+    st.data(),
+)
+def test_the_stored_shards_are_the_whole_tensor(
+    shape: list[int], size: list[int], data: st.DataObject
+) -> None:
     along = data.draw(st.lists(st.sampled_from(range(len(shape))), unique=True))
     splits = tuple((each, data.draw(st.sampled_from(range(len(size))))) for each in along)
     mesh = Mesh.of(shape, range(torch.Size(shape).numel()))

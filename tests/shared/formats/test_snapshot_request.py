@@ -17,39 +17,52 @@ from tests.shared.samples import steady
 
 @steady
 @given(
-    st.none() | st.text(max_size=128), st.booleans(), st.dictionaries(st.text(), st.floats(allow_nan=False)), st.text(),
-    st.floats(0, END_OF_TIME, exclude_max=True),
+    st.none() | st.text(max_size=128), st.booleans(), st.dictionaries(st.text(),
+    st.floats(allow_nan=False)), st.text(), st.floats(0, END_OF_TIME, exclude_max=True),
 )  # fmt: skip
-def test_round_trip(tag: str | None, persist: bool, metrics: dict[str, float], content: str, created: float) -> None:
-    request = SnapshotRequest(tag=tag, persist=persist, metrics=metrics, user_content=json.dumps(content), created=created)
+def test_round_trip(
+    tag: str | None, persist: bool, metrics: dict[str, float], content: str, created: float
+) -> None:
+    request = SnapshotRequest(
+        tag=tag, persist=persist, metrics=metrics, user_content=json.dumps(content), created=created
+    )
     assert SnapshotRequest.decode(request.encode()) == request
     assert SnapshotRequest.decode(request.encode()).encode() == request.encode()
 
 
 def test_defaults() -> None:
-    assert SnapshotRequest.decode(b"\x80") == SnapshotRequest(tag=None, persist=True, metrics={}, user_content="null", created=0.0)
+    assert SnapshotRequest.decode(b"\x80") == SnapshotRequest(
+        tag=None, persist=True, metrics={}, user_content="null", created=0.0
+    )
 
 
 def test_metrics_may_be_anything_that_a_float_can() -> None:
-    again = SnapshotRequest.decode(SnapshotRequest(metrics={"a": math.nan, "b": math.inf, "c": -0.0}).encode()).metrics
+    again = SnapshotRequest.decode(
+        SnapshotRequest(metrics={"a": math.nan, "b": math.inf, "c": -0.0}).encode()
+    ).metrics
     assert math.isnan(again["a"])
     assert again["b"] == math.inf
     assert math.copysign(1, again["c"]) == -1
 
 
 def test_unknown_keys_are_ignored() -> None:
-    assert SnapshotRequest.decode(msgspec.msgpack.encode({"tag": "best", "novelty": 1})) == SnapshotRequest(tag="best")
+    assert SnapshotRequest.decode(
+        msgspec.msgpack.encode({"tag": "best", "novelty": 1})
+    ) == SnapshotRequest(tag="best")
 
 
 @pytest.mark.parametrize(
     "document",
     [
         b"", b"\xc1", b"\x90", SnapshotRequest().encode()[:-1], SnapshotRequest().encode() + b"\0",
-        msgspec.msgpack.encode({"tag": "x" * 129}), msgspec.msgpack.encode({"tag": 3}), msgspec.msgpack.encode({"persist": 1}),
-        msgspec.msgpack.encode({"metrics": {"a": "nan"}}), msgspec.msgpack.encode({"metrics": [1]}),
-        msgspec.msgpack.encode({"user_content": ""}), msgspec.msgpack.encode({"user_content": "{"}),
-        msgspec.msgpack.encode({"user_content": "[" * 100_000 + "]" * 100_000}), msgspec.msgpack.encode({"user_content": None}),
-        msgspec.msgpack.encode({"user_content": '"\\ud800"'}), msgspec.msgpack.encode({"created": "now"}), b"\x81\xa3tag\xa1\xff",
+        msgspec.msgpack.encode({"tag": "x" * 129}), msgspec.msgpack.encode({"tag": 3}),
+        msgspec.msgpack.encode({"persist": 1}), msgspec.msgpack.encode({"metrics": {"a": "nan"}}),
+        msgspec.msgpack.encode({"metrics": [1]}), msgspec.msgpack.encode({"user_content": ""}),
+        msgspec.msgpack.encode({"user_content": "{"}),
+        msgspec.msgpack.encode({"user_content": "[" * 100_000 + "]" * 100_000}),
+        msgspec.msgpack.encode({"user_content": None}),
+        msgspec.msgpack.encode({"user_content": '"\\ud800"'}),
+        msgspec.msgpack.encode({"created": "now"}), b"\x81\xa3tag\xa1\xff",
         b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0",
     ],
 )  # fmt: skip
@@ -71,7 +84,10 @@ def test_noise_is_refused_or_a_request(noise: bytes) -> None:
     ("document", "reason"),
     [
         (SnapshotRequest(user_content='"' + "x" * MAX_REQUEST + '"').encode(), "at most 1,048,576"),
-        (SnapshotRequest(user_content="[" * 300 + "]" * 300).encode(), "user_content that is nested more than 256 levels deep"),
+        (
+            SnapshotRequest(user_content="[" * 300 + "]" * 300).encode(),
+            "user_content that is nested more than 256 levels deep",
+        ),
         (SnapshotRequest(created=math.nan).encode(), "expected a time from 1970 to 9999"),
         (SnapshotRequest(created=math.inf).encode(), "expected a time from 1970 to 9999"),
         (SnapshotRequest(created=-1.0).encode(), "expected a time from 1970 to 9999"),

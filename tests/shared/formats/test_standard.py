@@ -1,4 +1,6 @@
-"""Tests that plain values of the standard library come back equal, with their zones and folds."""
+"""Tests that plain values of the standard library come back equal, with their zones and
+folds.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from ckptd.agent.state.values import Packer, decode
 from ckptd.shared.errors import IntegrityError, NewerFormat, UnsavableValue
 from ckptd.shared.formats.standard import make, parts_of
 
-ZURICH, EAST = zoneinfo.ZoneInfo("Europe/Zurich"), dt.timezone(dt.timedelta(hours=-5, microseconds=3), "east")
+ZURICH, EAST = (
+    zoneinfo.ZoneInfo("Europe/Zurich"),
+    dt.timezone(dt.timedelta(hours=-5, microseconds=3), "east"),
+)
 VALUES = [
     dt.datetime(2026, 10, 25, 2, 30, 1, 7, ZURICH, fold=1),
     dt.datetime(1, 1, 1, tzinfo=EAST),
@@ -56,16 +61,22 @@ def test_a_time_in_a_zone_of_another_class_is_refused() -> None:
             return "moon"
 
     assert parts_of(dt.datetime(2026, 1, 1, tzinfo=Moon())) is None
-    with pytest.raises(UnsavableValue, match=r"^when: a value of type datetime.datetime could not be brought back"):
+    with pytest.raises(
+        UnsavableValue, match=r"^when: a value of type datetime.datetime could not be brought back"
+    ):
         Packer().encode({"when": dt.datetime(2026, 1, 1, tzinfo=Moon())})
     assert parts_of("text") is None
 
 
-@pytest.mark.parametrize("parts", [[5, "1"], [], ["date", 1], ["range", "a", "1", "1"], ["ZoneInfo", "../../etc/passwd"]])
+@pytest.mark.parametrize(
+    "parts", [[5, "1"], [], ["date", 1], ["range", "a", "1", "1"], ["ZoneInfo", "../../etc/passwd"]]
+)
 def test_parts_that_make_no_value_are_damage(parts: list[Any]) -> None:
     import msgspec
 
-    document = msgspec.msgpack.encode({"value": msgspec.msgpack.Ext(23, msgspec.msgpack.encode(parts))})
+    document = msgspec.msgpack.encode(
+        {"value": msgspec.msgpack.Ext(23, msgspec.msgpack.encode(parts))}
+    )
     with pytest.raises(IntegrityError, match="values document cannot be read"):
         decode(document)
     with pytest.raises(Exception, match=".*"):
@@ -73,16 +84,35 @@ def test_parts_that_make_no_value_are_damage(parts: list[Any]) -> None:
 
 
 def test_a_type_of_a_later_version_is_no_damage() -> None:
-    document = msgspec.msgpack.encode({"value": msgspec.msgpack.Ext(23, msgspec.msgpack.encode(["exec", "1"]))})
-    with pytest.raises(NewerFormat, match="^a value has the unknown type 'exec': it was written by a newer ckptd; upgrade this one$"):
+    document = msgspec.msgpack.encode(
+        {"value": msgspec.msgpack.Ext(23, msgspec.msgpack.encode(["exec", "1"]))}
+    )
+    with pytest.raises(
+        NewerFormat,
+        match="^a value has the unknown type 'exec': it was written by a newer ckptd; upgrade this "
+        "one$",
+    ):
         decode(document)
     for kind in (28, 30):
-        with pytest.raises(NewerFormat, match="^a value has the unknown kind 'a': it was written by a newer ckptd; upgrade this one$"):
-            decode(msgspec.msgpack.encode(msgspec.msgpack.Ext(kind, msgspec.msgpack.encode(["a", "b", 0][: 2 if kind == 28 else 3]))))
+        with pytest.raises(
+            NewerFormat,
+            match="^a value has the unknown kind 'a': it was written by a newer ckptd; upgrade "
+            "this "
+            "one$",
+        ):
+            decode(
+                msgspec.msgpack.encode(
+                    msgspec.msgpack.Ext(
+                        kind, msgspec.msgpack.encode(["a", "b", 0][: 2 if kind == 28 else 3])
+                    )
+                )
+            )
 
 
 def stream(content: str | bytes, position: int, newline: str | None = "\n") -> Any:
-    made: Any = io.BytesIO(content) if isinstance(content, bytes) else io.StringIO(content, newline=newline)
+    made: Any = (
+        io.BytesIO(content) if isinstance(content, bytes) else io.StringIO(content, newline=newline)
+    )
     made.seek(position)
     return made
 
@@ -100,9 +130,12 @@ def stream(content: str | bytes, position: int, newline: str | None = "\n") -> A
     ],
     ids=lambda value: repr(value.__getstate__()),
 )
-def test_a_stream_in_memory_comes_back_with_its_position_and_goes_on_in_the_same_way(value: Any) -> None:
+def test_a_stream_in_memory_comes_back_with_its_position_and_goes_on_in_the_same_way(
+    value: Any,
+) -> None:
     found = decode(Packer().encode({"value": value}))["value"]
-    assert (type(found), found.__getstate__()[:-1]) == (type(value), value.__getstate__()[:-1])  # the last is its attributes
+    # The last is its attributes.
+    assert (type(found), found.__getstate__()[:-1]) == (type(value), value.__getstate__()[:-1])
     for one in (found, value):
         one.write("\n\r" if isinstance(one, io.StringIO) else b"xyz")
     assert found.__getstate__()[:-1] == value.__getstate__()[:-1]

@@ -1,4 +1,6 @@
-"""Tests which values documents are refused, and that everything that is accepted can be decoded, with torch and without."""
+"""Tests which values documents are refused, and that everything that is accepted can be
+decoded, with torch and without.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def npy(array: Any) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("name", ["values", "values-with-classes", "values-with-names", "values-with-records"])
+@pytest.mark.parametrize(
+    "name", ["values", "values-with-classes", "values-with-names", "values-with-records"]
+)
 def test_the_golden_documents_are_sound(name: str) -> None:
     data = (make.PLACE / f"{name}.msgpack").read_bytes()
     names = tensor_names(decode(data)["state"])
@@ -55,18 +59,23 @@ def test_the_golden_documents_are_sound(name: str) -> None:
 def test_everything_that_the_packer_writes_is_sound() -> None:
     packer = Packer()
     state = {
-        "w": torch.ones(2), "model": torch.nn.Linear(2, 2).state_dict(), "list": [1, 2.5, None, "x", b"y", [torch.ones(1)], -(1 << 40)],
-        "tuple": (1, (2, "x")), "sets": [{1, 2}, frozenset({("a", frozenset({3}))})], "keys": {1: "a", ("b", 2): [3], None: 4, 1.5: 5},
-        "big": 1 << 200, "complex": 1 + 2j, "arrays": [np.arange(5), np.float32(3), np.zeros((2, 0)), np.array("text"),
-                                                       np.zeros(2, [("a", "f4"), ("b", "i8")]), np.array("2026-01-02", "datetime64[ns]")],
-        "counter": collections.Counter("aab"), "deque": collections.deque([1, 2], 7), "ordered": collections.OrderedDict(a=1),
-        "default": collections.defaultdict(list, a=[1]), "own": per_rank({"position": 3}), "date": dt.date(2026, 1, 2),
-        "now": dt.datetime(2026, 1, 2, tzinfo=dt.UTC), "decimal": decimal.Decimal("1.50"), "mode": Mode.READ | Mode.WRITE,
-        "dtype": torch.bfloat16, "device": torch.device("cpu"), "size": torch.Size([2, 3]), "layout": torch.strided,
-        "bytes": bytearray(b"x"),
-        "namespace": types.SimpleNamespace(a=1), "range": range(3), "slice": slice(1, None), "class": torch.optim.AdamW,
-        "stream": [io.BytesIO(b"abc"), io.StringIO("abc")], "sparse": torch.eye(3).to_sparse(), "floats": [0.5] * 300_000,
-        "ints": list(range(-300, 70_000)), "texts": ["a" * n for n in range(300)], "long": "x" * 70_000 + "é" * 70_000,
+        "w": torch.ones(2), "model": torch.nn.Linear(2, 2).state_dict(), "list": [1, 2.5, None, "x",
+        b"y", [torch.ones(1)], -(1 << 40)], "tuple": (1, (2, "x")), "sets": [{1, 2},
+        frozenset({("a", frozenset({3}))})], "keys": {1: "a", ("b", 2): [3], None: 4, 1.5: 5},
+        "big": 1 << 200, "complex": 1 + 2j, "arrays": [np.arange(5), np.float32(3), np.zeros((2,
+        0)), np.array("text"),
+                                                       np.zeros(2, [("a", "f4"), ("b", "i8")]),
+                                                       np.array("2026-01-02", "datetime64[ns]")],
+        "counter": collections.Counter("aab"), "deque": collections.deque([1, 2], 7),
+        "ordered": collections.OrderedDict(a=1), "default": collections.defaultdict(list, a=[1]),
+        "own": per_rank({"position": 3}), "date": dt.date(2026, 1, 2), "now": dt.datetime(2026, 1,
+        2, tzinfo=dt.UTC), "decimal": decimal.Decimal("1.50"), "mode": Mode.READ | Mode.WRITE,
+        "dtype": torch.bfloat16, "device": torch.device("cpu"), "size": torch.Size([2, 3]),
+        "layout": torch.strided, "bytes": bytearray(b"x"), "namespace": types.SimpleNamespace(a=1),
+        "range": range(3), "slice": slice(1, None), "class": torch.optim.AdamW,
+        "stream": [io.BytesIO(b"abc"), io.StringIO("abc")], "sparse": torch.eye(3).to_sparse(),
+        "floats": [0.5] * 300_000, "ints": list(range(-300, 70_000)),
+        "texts": ["a" * n for n in range(300)], "long": "x" * 70_000 + "é" * 70_000,
     }  # fmt: skip
     found = check_values(packer.encode_map({"state": packer.pack(state, ""), "rng": None}))
     assert found.tensors == packer.tensors.keys()
@@ -92,7 +101,10 @@ WRONG: list[tuple[bytes, str]] = [
     (document(Ext(4, pack([Ext(2, pack([[1]]))]))), "has a list as an item of a set"),
     (document(Ext(5, pack([[{}, 1]]))), "has a dict as the key of a dict"),
     (document(Ext(5, pack([[1, 2, 3]]))), "with 3 parts; expected 2"),
-    (document(Ext(5, pack([[Ext(20, pack(["module", {}])), 1]]))), "has a value of type 20 as the key of a dict"),
+    (
+        document(Ext(5, pack([[Ext(20, pack(["module", {}])), 1]]))),
+        "has a value of type 20 as the key of a dict",
+    ),
     (document(Ext(6, b"12x")), "is an integer that is not written in digits"),
     (document(Ext(6, b"1" * 5000)), "is an integer that is not written in digits"),
     (document(Ext(7, pack([1.0]))), "is a value of type 7 with 1 parts; expected 2"),
@@ -113,10 +125,22 @@ WRONG: list[tuple[bytes, str]] = [
     (document(Ext(17, pack([[1]]))), "is a value of type 17 with 1 parts; expected 2"),
     (document(Ext(20, pack([3, {}]))), "where a text is expected"),
     (document(Ext(22, pack(["optimizer", {}]))), "is a value of type 22 with 2 parts; expected 3"),
-    (document(Ext(23, pack(["date", 2026, 13, 1]))), "is a value of the standard library that cannot be made: ['date', 2026, 13, 1]"),
-    (document(Ext(23, pack(["Decimal", "x"]))), "is a value of the standard library that cannot be made"),
-    (document(Ext(24, pack(["slice", "", {"start": 1}]))), "is a record of kind 'slice' without 'stop', 'step'"),
-    (document(Ext(24, pack(["slice", "", 3]))), "is a record of kind 'slice' whose fields are not a map"),
+    (
+        document(Ext(23, pack(["date", 2026, 13, 1]))),
+        "is a value of the standard library that cannot be made: ['date', 2026, 13, 1]",
+    ),
+    (
+        document(Ext(23, pack(["Decimal", "x"]))),
+        "is a value of the standard library that cannot be made",
+    ),
+    (
+        document(Ext(24, pack(["slice", "", {"start": 1}]))),
+        "is a record of kind 'slice' without 'stop', 'step'",
+    ),
+    (
+        document(Ext(24, pack(["slice", "", 3]))),
+        "is a record of kind 'slice' whose fields are not a map",
+    ),
     (document(Ext(25, pack([3, []]))), "where a text is expected"),
     (document(Ext(27, pack(["m", "Q", ["A"], "x"]))), "has a part of the type str"),
     (document(Ext(30, pack(["BytesIO", b"x", -1]))), "is a BytesIO at the position -1"),
@@ -147,13 +171,19 @@ def nested(levels: int, how: str) -> bytes:
         elif how == "map":
             inner = b"\x81\xa1a" + inner
         else:
-            inner = pack(Ext({"tuple": 2, "own": 21, "dict": 5}[how], {"tuple": b"\x91", "own": b"", "dict": b"\x91\x92\x01"}[how] + inner))
+            inner = pack(
+                Ext(
+                    {"tuple": 2, "own": 21, "dict": 5}[how],
+                    {"tuple": b"\x91", "own": b"", "dict": b"\x91\x92\x01"}[how] + inner,
+                )
+            )
     return b"\x81\xa5state" + inner
 
 
 @pytest.mark.parametrize("how", ["list", "map", "tuple", "own", "dict"])
 def test_a_reader_and_the_check_accept_the_same_depth(how: str) -> None:
-    most = MAX_DEPTH_READ if how in ("list", "map") else 2 * MAX_DEPTH + 2  # Python 3.11 decodes hardly more levels of the others
+    # Python 3.11 decodes hardly more levels of the others
+    most = MAX_DEPTH_READ if how in ("list", "map") else 2 * MAX_DEPTH + 2
     sound = nested(most - 1, how)
     assert check_values(sound, most) == Checked()
     decode(sound)
@@ -171,7 +201,9 @@ def test_nested_sets_take_time_in_proportion_to_their_number() -> None:
 
 
 def test_more_texts_than_a_reader_accepts_are_refused() -> None:
-    texts = b"\x81\xa5state\xdd" + (MAX_OBJECTS + 1).to_bytes(4, "big") + (MAX_OBJECTS + 1) * b"\xa0"
+    texts = (
+        b"\x81\xa5state\xdd" + (MAX_OBJECTS + 1).to_bytes(4, "big") + (MAX_OBJECTS + 1) * b"\xa0"
+    )
     with pytest.raises(IntegrityError, match="more than any reader accepts"):
         check_values(texts)
     with pytest.raises(IntegrityError, match="the most that ckptd writes or reads"):
@@ -179,23 +211,37 @@ def test_more_texts_than_a_reader_accepts_are_refused() -> None:
 
 
 def test_what_only_torch_or_a_newer_version_can_judge_is_counted() -> None:
-    found = check_values(document([Ext(18, b"garbage"), Ext(31, b"?"), Ext(24, pack(["new kind", "", {}])), Ext(1, b"w")]))
+    found = check_values(
+        document(
+            [Ext(18, b"garbage"), Ext(31, b"?"), Ext(24, pack(["new kind", "", {}])), Ext(1, b"w")]
+        )
+    )
     assert found == Checked({"w"}, unjudged=1, newer=2)
 
 
 def test_the_kinds_of_records_and_of_paths_are_those_of_the_agent() -> None:
-    assert {kind: record.required for kind, record in RECORDS.items()} == values_check.REQUIRED_FIELDS
+    assert {
+        kind: record.required for kind, record in RECORDS.items()
+    } == values_check.REQUIRED_FIELDS
     assert _PATHS.keys() == values_check.PATHS
 
 
 def test_what_is_accepted_can_be_decoded() -> None:
-    """Mutates golden documents at random. Everything but what only torch can judge is then decoded by both readers."""
+    """Mutates golden documents at random.
+
+    Everything but what only torch can judge is then decoded by both readers.
+    """
     chance, accepted = random.Random(7), 0
-    golden = [(make.PLACE / f"values{name}.msgpack").read_bytes() for name in ("", "-with-classes", "-with-names", "-with-records")]
+    golden = [
+        (make.PLACE / f"values{name}.msgpack").read_bytes()
+        for name in ("", "-with-classes", "-with-names", "-with-records")
+    ]
     for _ in range(3000):
         data = bytearray(chance.choice(golden))
         for _ in range(chance.randrange(1, 4)):
-            data[chance.randrange(len(data))] = chance.choice([chance.randrange(256), 0xC0, 0x90, 0x80, 0xA0, 0xD4, 1])
+            data[chance.randrange(len(data))] = chance.choice(
+                [chance.randrange(256), 0xC0, 0x90, 0x80, 0xA0, 0xD4, 1]
+            )
         try:
             found = check_values(bytes(data))
         except IntegrityError:

@@ -1,4 +1,6 @@
-"""Tests what every storage must do with objects, claims, leases and deletion, and that checkpoints work on each of them."""
+"""Tests what every storage must do with objects, claims, leases and deletion, and that
+checkpoints work on each of them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stores.Servers
         yield running
 
 
-def make(kind: str, place: Path, servers: stores.Servers, monkeypatch: pytest.MonkeyPatch) -> Storage:
+def make(
+    kind: str, place: Path, servers: stores.Servers, monkeypatch: pytest.MonkeyPatch
+) -> Storage:
     if kind == "posix":
         return PosixStorage(place)
     monkeypatch.setattr(object_leases, "RENEWAL_SECONDS", 0.3)
@@ -53,7 +57,12 @@ def make(kind: str, place: Path, servers: stores.Servers, monkeypatch: pytest.Mo
 
 
 @pytest.fixture(params=KINDS)
-def storage(request: pytest.FixtureRequest, tmp_path: Path, servers: stores.Servers, monkeypatch: pytest.MonkeyPatch) -> Storage:
+def storage(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    servers: stores.Servers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Storage:
     return make(request.param, tmp_path, servers, monkeypatch)
 
 
@@ -94,7 +103,12 @@ def test_an_object_is_whole_once_it_is_finished(storage: Storage) -> None:
     assert sink.size == 4 * ALIGN
     sink.finish()
     data = read(storage, "gpt/tag/part")
-    assert (len(data), data[:4], data[ALIGN : ALIGN + 3], data[2 * ALIGN : 2 * ALIGN + 3]) == (4 * ALIGN, b"head", b"one", b"two")
+    assert (len(data), data[:4], data[ALIGN : ALIGN + 3], data[2 * ALIGN : 2 * ALIGN + 3]) == (
+        4 * ALIGN,
+        b"head",
+        b"one",
+        b"two",
+    )
 
 
 def test_more_room_than_is_used_leaves_no_trace(storage: Storage) -> None:
@@ -112,7 +126,9 @@ def test_threads_append_without_overwriting_one_another(storage: Storage) -> Non
     sink.finish()
     assert sorted(offsets) == [ALIGN * n for n in range(1, 101)]
     data = read(storage, "part")
-    assert [data[offset : offset + ALIGN] == bytes([n]) * ALIGN for n, offset in enumerate(offsets, 1)] == [True] * 100
+    assert [
+        data[offset : offset + ALIGN] == bytes([n]) * ALIGN for n, offset in enumerate(offsets, 1)
+    ] == [True] * 100
 
 
 def test_a_discarded_object_is_gone(storage: Storage) -> None:
@@ -204,7 +220,9 @@ def test_listing_anew_leaves_nothing_but_the_directory(storage: Storage) -> None
     assert storage.children("bert") == []
 
 
-def test_delete_deletes_only_named_objects_and_remove_only_an_empty_prefix(storage: Storage) -> None:
+def test_delete_deletes_only_named_objects_and_remove_only_an_empty_prefix(
+    storage: Storage,
+) -> None:
     for name in ("tag/a", "tag/b", "tagged/a"):
         create(storage, name, b"").finish()
     storage.delete("tag", ["a", "never there"])
@@ -265,7 +283,10 @@ def test_a_leased_object_cannot_be_excluded(storage: Storage) -> None:
     first, second = storage.lease("object", "it"), storage.lease("object", "it")
     for source in (first, second):
         assert storage.holders("object", "it") != ""
-        with pytest.raises(Busy, match="^it is being read, or deleted"), storage.exclude("object", "it"):
+        with (
+            pytest.raises(Busy, match="^it is being read, or deleted"),
+            storage.exclude("object", "it"),
+        ):
             pass
         source.close()
     assert storage.holders("object", "it") == ""
@@ -273,7 +294,9 @@ def test_a_leased_object_cannot_be_excluded(storage: Storage) -> None:
         pass
 
 
-def test_an_excluded_object_cannot_be_leased_or_excluded_again(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_excluded_object_cannot_be_leased_or_excluded_again(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ckptd.shared.storage.locks.SECONDS", 0.05)
     storage.publish("object", b"data", replace=False)
     with storage.exclude("object", "it"):
@@ -308,7 +331,12 @@ def test_messages_name_the_place(storage: Storage) -> None:
 
 
 @pytest.fixture(params=(*KINDS, "standalone"))
-def repository(request: pytest.FixtureRequest, tmp_path: Path, servers: stores.Servers, monkeypatch: pytest.MonkeyPatch) -> Repository:
+def repository(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    servers: stores.Servers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Repository:
     if request.param == "standalone":
         return StandaloneDirectory(tmp_path / "one")
     return Repository(make(request.param, tmp_path, servers, monkeypatch))
@@ -332,7 +360,11 @@ def test_a_committed_checkpoint_is_read_back(repository: Repository, files: int)
     assert repository.has_manifest("gpt", TAG)
     for part in manifest.parts:
         reader = repository.open_part("gpt", TAG, part.file, part.index_sha256)
-        assert (verify(reader), reader.nbytes, 1 + len(reader.index.files)) == (part.raw_bytes, part.bytes, part.files)
+        assert (verify(reader), reader.nbytes, 1 + len(reader.index.files)) == (
+            part.raw_bytes,
+            part.bytes,
+            part.files,
+        )
         reader.close()
     assert len(repository.files("gpt", TAG)) == 1 + sum(part.files for part in manifest.parts)
 
@@ -355,7 +387,10 @@ def test_a_leased_checkpoint_cannot_be_deleted(repository: Repository) -> None:
     commit(repository)
     lease = repository.lease("gpt", TAG)
     assert repository.readers("gpt", TAG)
-    with pytest.raises(Busy, match=f"^checkpoint gpt/{TAG} is being read"), repository.exclude("gpt", TAG):
+    with (
+        pytest.raises(Busy, match=f"^checkpoint gpt/{TAG} is being read"),
+        repository.exclude("gpt", TAG),
+    ):
         pass
     lease.close()
     with repository.exclude("gpt", TAG):
@@ -365,7 +400,12 @@ def test_a_leased_checkpoint_cannot_be_deleted(repository: Repository) -> None:
 
 
 @pytest.fixture(params=KINDS)
-def root(request: pytest.FixtureRequest, tmp_path: Path, servers: stores.Servers, monkeypatch: pytest.MonkeyPatch) -> Repository:
+def root(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    servers: stores.Servers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Repository:
     return Repository(make(request.param, tmp_path, servers, monkeypatch))
 
 
@@ -378,7 +418,8 @@ def test_a_deleted_checkpoint_leaves_nothing(root: Repository) -> None:
     root.delete_files("gpt", TAG, [part.file for part in manifest.parts])
     assert root.files("gpt", TAG) == []
     assert root.delete_tag("gpt", TAG) is True
-    assert all(root.files("gpt", tag) == [] for tag in root.tags("gpt"))  # a store may list an empty prefix for a while
+    # A store may list an empty prefix for a while.
+    assert all(root.files("gpt", tag) == [] for tag in root.tags("gpt"))
 
 
 def test_pins_and_the_hint(root: Repository) -> None:
@@ -399,7 +440,9 @@ def test_an_attempt_is_claimed_once_and_older_claims_are_deleted(root: Repositor
     assert root.newest_attempt("gpt") == 0
     assert [root.claim("gpt", number) for number in (1, 2, 2, 3)] == [True, True, False, True]
     assert root.newest_attempt("gpt") == 3
-    assert [names.claimed(entry.name) for entry in root.storage.children(names.attempts("gpt"))] == ["a0002", "a0003"]
+    assert [
+        names.claimed(entry.name) for entry in root.storage.children(names.attempts("gpt"))
+    ] == ["a0002", "a0003"]
     assert root.claim("gpt", 9) is True
     assert root.newest_attempt("gpt") == 9
 
@@ -414,7 +457,12 @@ def test_heartbeats_are_replaced_listed_and_deleted_and_are_no_job(root: Reposit
         store.publish(each)
     assert store.attempts("gpt") == [2, 10]
     assert store.read("gpt", 2) == second.encode()
-    assert (root.jobs(), root.tags("gpt"), root.newest_attempt("gpt"), root.pins("gpt")) == ([], [], 0, set())
+    assert (root.jobs(), root.tags("gpt"), root.newest_attempt("gpt"), root.pins("gpt")) == (
+        [],
+        [],
+        0,
+        set(),
+    )
     root.storage.publish(f"{names.runs('gpt')}/a0003", b"x" * 9999, replace=True)
     assert store.read("gpt", 3) == b"x" * MAX_HEARTBEAT
     root.storage.publish(f"{names.runs('gpt')}/other", b"", replace=True)
@@ -428,7 +476,8 @@ def test_a_root_has_one_identity(root: Repository) -> None:
     assert names.is_identity(identity)
     assert Repository(root.storage).identity() == identity
     if creates_once(root.storage):
-        with mock.patch.object(root.storage, "exists", return_value=False):  # as for two daemons that look at the same moment
+        # As for two daemons that look at the same moment.
+        with mock.patch.object(root.storage, "exists", return_value=False):
             assert root.identity() == identity
     root.storage.publish(f"{names.CONTROL}/{names.IDENTITY}", b"not one\n", replace=True)
     with pytest.raises(IntegrityError, match="does not hold the identity of the root"):

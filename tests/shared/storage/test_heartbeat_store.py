@@ -1,4 +1,7 @@
-"""Heartbeats in a directory: they are not synced, and other files stay. `test_conformance.py` has every kind of storage."""
+"""Heartbeats in a directory: they are not synced, and other files stay.
+
+`test_conformance.py` has every kind of storage.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +54,18 @@ def test_a_renewal_is_not_synced(tmp_path: Path) -> None:
     assert fs.syncs == made
 
 
-def test_a_job_without_heartbeats_gets_its_directory_and_nothing_else(store: HeartbeatStore, place: Path) -> None:
+def test_a_job_without_heartbeats_gets_its_directory_and_nothing_else(
+    store: HeartbeatStore, place: Path
+) -> None:
     store.publish(BEAT)
     assert os.listdir(place) == ["a0002"]
     store.delete("gpt", [2])
     assert os.listdir(place) == []
 
 
-def test_an_unfinished_publication_is_no_heartbeat_and_is_deleted_with_it(store: HeartbeatStore, place: Path) -> None:
+def test_an_unfinished_publication_is_no_heartbeat_and_is_deleted_with_it(
+    store: HeartbeatStore, place: Path
+) -> None:
     place.mkdir(parents=True)
     (place / "a0002.tmp").write_bytes(b"half")
     (place / "notes").write_bytes(b"mine")

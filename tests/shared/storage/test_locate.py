@@ -1,4 +1,6 @@
-"""Tests what a path names: the highest attempt of a tag, a directory that is one checkpoint, or nothing, with the reason."""
+"""Tests what a path names: the highest attempt of a tag, a directory that is one
+checkpoint, or nothing, with the reason.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from typing import Any
 import pytest
 
 from ckptd.shared.errors import NotFound
-from ckptd.shared.storage.locate import attempts_of, find_checkpoint, find_job_or_checkpoint, job_and_tag, meant
+from ckptd.shared.storage.locate import (
+    attempts_of,
+    find_checkpoint,
+    find_job_or_checkpoint,
+    job_and_tag,
+    meant,
+)
 from ckptd.shared.storage.marker import MARKER
 from ckptd.shared.storage.standalone import StandaloneDirectory
 from tests.shared.samples import TAG, write_checkpoint
@@ -21,7 +29,9 @@ def test_a_path_names_the_highest_attempt_of_its_tag(tmp_path: Path) -> None:
         forge(tmp_path, (1,), [[((0,), (1,))]], step=7, attempt=attempt)
     forge(tmp_path, (1,), [[((0,), (1,))]], step=70, attempt=9)
     for name in ("step-7", "step-00000007"):
-        assert attempts_of(tmp_path / "gpt" / name) == {n: f"step-00000007.a000{n}" for n in (1, 2, 3)}
+        assert attempts_of(tmp_path / "gpt" / name) == {
+            n: f"step-00000007.a000{n}" for n in (1, 2, 3)
+        }
         _, job, tag = find_checkpoint(tmp_path / "gpt" / name)
         assert (job, tag) == ("gpt", "step-00000007.a0003")
     assert attempts_of(tmp_path / "gpt" / "best") == attempts_of(tmp_path / "none" / "best") == {}
@@ -40,11 +50,13 @@ def test_a_directory_that_is_one_checkpoint_is_found(tmp_path: Path) -> None:
         (lambda path: path.mkdir(), "^no checkpoint at .*x$"),
         (
             lambda path: (path.mkdir(), (path / ".metadata").touch()),
-            r"is a checkpoint of torch.distributed.checkpoint itself \(\.metadata\): make one .* `ckptd import .*/x --out DIR`$",
+            r"is a checkpoint of torch.distributed.checkpoint itself \(\.metadata\): make one .* "
+            r"`ckptd import .*/x --out DIR`$",
         ),
         (
             lambda path: (path.mkdir(), (path / "model.safetensors").touch()),
-            r"is a checkpoint of Hugging Face \(model\.safetensors\): make one of ckptd from it with `ckptd import .*/x --out DIR`$",
+            r"is a checkpoint of Hugging Face \(model\.safetensors\): make one of ckptd from it "
+            r"with `ckptd import .*/x --out DIR`$",
         ),
         (
             lambda path: (path.mkdir(), (path / "pytorch_model.bin").touch()),
@@ -54,7 +66,10 @@ def test_a_directory_that_is_one_checkpoint_is_found(tmp_path: Path) -> None:
             lambda path: (path.mkdir(), (path / "_CHECKPOINT_METADATA").touch()),
             r"is a checkpoint of Orbax .*: `ckptd import` cannot read it$",
         ),
-        (lambda path: (path.mkdir(), (path / ".metadata").write_bytes(MARKER)), "^no checkpoint at .*x$"),
+        (
+            lambda path: (path.mkdir(), (path / ".metadata").write_bytes(MARKER)),
+            "^no checkpoint at .*x$",
+        ),
     ],
 )
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, make: Any, words: str) -> None:
@@ -68,7 +83,11 @@ def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, make: Any, words
 def test_a_path_that_names_two_checkpoints_is_refused(tmp_path: Path) -> None:
     made = forge(tmp_path, (1,), [[((0,), (1,))]], step=7)
     shutil.copytree(made, tmp_path / "gpt" / "step-7")
-    with pytest.raises(NotFound, match=r"^both .*step-7 and .*step-00000007\.a0001 are checkpoints: name the one that you mean"):
+    with pytest.raises(
+        NotFound,
+        match=r"^both .*step-7 and .*step-00000007\.a0001 are checkpoints: name the one that you "
+        r"mean",
+    ):
         find_checkpoint(tmp_path / "gpt" / "step-7")
 
 
@@ -83,11 +102,15 @@ def test_a_path_that_names_two_checkpoints_is_refused(tmp_path: Path) -> None:
         ("root", None),
     ],
 )
-def test_job_and_tag_of_a_path_in_a_root(tmp_path: Path, path: str, named: tuple[str, str] | None) -> None:
+def test_job_and_tag_of_a_path_in_a_root(
+    tmp_path: Path, path: str, named: tuple[str, str] | None
+) -> None:
     assert job_and_tag(tmp_path / path, tmp_path / "root") == named
 
 
-def test_the_command_line_finds_jobs_and_checkpoints_with_and_without_the_attempt(tmp_path: Path) -> None:
+def test_the_command_line_finds_jobs_and_checkpoints_with_and_without_the_attempt(
+    tmp_path: Path,
+) -> None:
     write_checkpoint(tmp_path / "root")
     job = tmp_path / "root" / "gpt"
     for path, tag in ((job, None), (job / TAG, TAG), (job / "step-00001000", TAG)):
@@ -116,14 +139,20 @@ def test_a_path_near_to_checkpoints_is_answered_with_the_one_that_was_meant(tmp_
         assert meant(path) == f": did you mean {near}?", path
     (tmp_path / "empty").mkdir()
     assert meant(tmp_path / "empty" / "nothing") == ""
-    with pytest.raises(NotFound, match=f"^job 'gtp' has no checkpoints in {root}: did you mean {root}/gpt\\?$"):
+    with pytest.raises(
+        NotFound, match=f"^job 'gtp' has no checkpoints in {root}: did you mean {root}/gpt\\?$"
+    ):
         find_job_or_checkpoint(root / "gtp")
-    with pytest.raises(NotFound, match=f"^{root} is a root, which holds jobs, and not a job: did you mean {root}/gpt\\?$"):
+    with pytest.raises(
+        NotFound,
+        match=f"^{root} is a root, which holds jobs, and not a job: did you mean {root}/gpt\\?$",
+    ):
         find_job_or_checkpoint(root)
 
 
 def test_the_checkpoint_of_another_tool_is_what_a_path_may_mean(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     assert meant(tmp_path) == (
-        f"; it is a checkpoint of Hugging Face (model.safetensors): make one of ckptd from it with `ckptd import {tmp_path} --out DIR`"
+        f"; it is a checkpoint of Hugging Face (model.safetensors): make one of ckptd from it "
+        f"with `ckptd import {tmp_path} --out DIR`"
     )

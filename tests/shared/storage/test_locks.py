@@ -1,4 +1,6 @@
-"""Tests locks: a process that may only read a file cannot use them against other readers, and their holders can be named."""
+"""Tests locks: a process that may only read a file cannot use them against other
+readers, and their holders can be named.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,12 @@ def description_lock(fd: int, kind: int) -> None:
 
 
 def test_readers_share_the_lock_and_exclude_a_deleter(path: Path) -> None:
-    with opened(path, os.O_RDONLY) as one, opened(path, os.O_RDONLY) as other, opened(path) as deleter, opened(path) as second:
+    with (
+        opened(path, os.O_RDONLY) as one,
+        opened(path, os.O_RDONLY) as other,
+        opened(path) as deleter,
+        opened(path) as second,
+    ):
         assert locks.share(one)
         assert locks.share(other)
         assert not locks.exclude(deleter)
@@ -82,7 +89,9 @@ def test_locks_of_earlier_versions_are_respected(path: Path, kind: int) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_without_open_file_description_locks_flocks_count(path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_without_open_file_description_locks_flocks_count(
+    path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def missing(fd: int, kind: int) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -95,7 +104,9 @@ def test_without_open_file_description_locks_flocks_count(path: Path, monkeypatc
         assert not locks.share(one)
 
 
-def test_without_any_locks_everything_is_granted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_locks_everything_is_granted(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing(*_: object) -> None:
         raise OSError(errno.ENOSYS, "no locks")
 
@@ -107,7 +118,9 @@ def test_without_any_locks_everything_is_granted(path: Path, monkeypatch: pytest
         locks.unlock(one)
 
 
-def test_a_file_system_that_fails_lets_readers_read_and_nobody_delete(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_fails_lets_readers_read_and_nobody_delete(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(fd: int, kind: int) -> None:
         raise OSError(errno.EIO, "the server is gone")
 
@@ -154,14 +167,19 @@ def test_a_forked_child_keeps_no_lock_that_its_parent_has_released(path: Path) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_holders_are_named(path: Path, kind: str) -> None:
-    """The kernel keeps no pid for an open file description lock, so that the holder must be searched for."""
+    """The kernel keeps no pid for an open file description lock, so that the holder
+    must be searched for.
+    """
     uid = NOBODY if is_another_user() else os.getuid()
     with holding(kind, path) as pid, opened(path) as fd:
         found = locks.holders(fd, search=True)
         assert found.startswith(f"pid {pid} (python")
         assert found.endswith(f", uid {uid})")
         if kind == "ofd-read":
-            assert locks.holders(fd) == "a process that /proc does not show here (of another user, container or machine)"
+            assert (
+                locks.holders(fd)
+                == "a process that /proc does not show here (of another user, container or machine)"
+            )
         else:
             assert locks.holders(fd) == found
 

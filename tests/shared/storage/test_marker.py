@@ -1,4 +1,6 @@
-"""Tests the file that marks a checkpoint by itself, and how checkpoints of other tools are known."""
+"""Tests the file that marks a checkpoint by itself, and how checkpoints of other tools
+are known.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ def known(path: Path) -> tuple[str, str, str | None] | None:
 def test_a_marker_is_known_by_its_first_bytes(tmp_path: Path) -> None:
     assert not is_marked(tmp_path / "missing")
     assert not is_marked(tmp_path)
-    for content, expected in ((b"", False), (MAGIC[:-1], False), (MAGIC, True), (MARKER, True), (b"\x80" + MARKER, False)):
+    for content, expected in (
+        (b"", False),
+        (MAGIC[:-1], False),
+        (MAGIC, True),
+        (MARKER, True),
+        (b"\x80" + MARKER, False),
+    ):
         (tmp_path / ".metadata").write_bytes(content)
         assert is_marked(tmp_path) == expected
     assert len(MAGIC) == 16
@@ -56,7 +64,9 @@ def test_no_pickle_can_be_read_from_a_marker() -> None:
         ("_CHECKPOINT_METADATA", "Orbax", None),
     ],
 )
-def test_a_checkpoint_of_another_tool_is_known_by_a_file(tmp_path: Path, file: str, tool: str, importable: str | None) -> None:
+def test_a_checkpoint_of_another_tool_is_known_by_a_file(
+    tmp_path: Path, file: str, tool: str, importable: str | None
+) -> None:
     (tmp_path / "notes.txt").touch()
     assert known(tmp_path) is None
     (tmp_path / file).touch()
@@ -65,4 +75,8 @@ def test_a_checkpoint_of_another_tool_is_known_by_a_file(tmp_path: Path, file: s
 
 def test_a_marked_directory_a_file_and_nothing_are_of_no_other_tool(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(MARKER)
-    assert (known(tmp_path), known(tmp_path / "missing"), known(tmp_path / ".metadata")) == (None, None, None)
+    assert (known(tmp_path), known(tmp_path / "missing"), known(tmp_path / ".metadata")) == (
+        None,
+        None,
+        None,
+    )

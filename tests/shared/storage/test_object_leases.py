@@ -45,7 +45,9 @@ def excluded(leases: Leases) -> bool:
         return False
 
 
-def test_the_lease_of_a_dead_reader_counts_until_it_has_not_changed_for_a_while(bucket: Bucket) -> None:
+def test_the_lease_of_a_dead_reader_counts_until_it_has_not_changed_for_a_while(
+    bucket: Bucket,
+) -> None:
     clock = Clock()
     leases = Leases(bucket, names.CONTROL, clock.monotonic)
     left(bucket, LEASES)
@@ -61,12 +63,18 @@ def test_the_lease_of_a_dead_reader_counts_until_it_has_not_changed_for_a_while(
     assert (names_in(bucket, LEASES), names_in(bucket, MARKS), leases._seen) == ([], [], {})
 
 
-def test_the_mark_of_a_dead_deleter_is_waited_for_and_then_ignored(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mark_of_a_dead_deleter_is_waited_for_and_then_ignored(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock()
     leases = Leases(bucket, names.CONTROL, clock.monotonic)
     left(bucket, MARKS)
     monkeypatch.setattr(locks, "SECONDS", 0.0)
-    with pytest.raises(Busy, match="^it cannot be read now: it has been marked for deletion by process 123 on host; try again later"):
+    with pytest.raises(
+        Busy,
+        match="^it cannot be read now: it has been marked for deletion by process 123 on host; try "
+        "again later",
+    ):
         leases.lease("gpt/x", "it")
     assert names_in(bucket, LEASES) == []
     clock.now += SECONDS
@@ -81,7 +89,10 @@ def test_a_deleter_that_gives_way_leaves_no_mark(bucket: Bucket) -> None:
     leases = Leases(bucket, names.CONTROL)
     held = leases.lease("gpt/x", "it")
     assert held is not None
-    with pytest.raises(Busy, match=rf"^it is being read, or deleted, by process {os.getpid()} on "), leases.exclude("gpt/x", "it"):
+    with (
+        pytest.raises(Busy, match=rf"^it is being read, or deleted, by process {os.getpid()} on "),
+        leases.exclude("gpt/x", "it"),
+    ):
         pass
     assert names_in(bucket, MARKS) == []
     held.close()
@@ -90,8 +101,12 @@ def test_a_deleter_that_gives_way_leaves_no_mark(bucket: Bucket) -> None:
     assert names_in(bucket, MARKS) == [f"{MARKS}/left"]
 
 
-def test_a_reader_and_a_deleter_that_meet_never_both_go_on(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sees the other at the last moment: after it has put its own object, and before it has looked."""
+def test_a_reader_and_a_deleter_that_meet_never_both_go_on(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sees the other at the last moment: after it has put its own object, and
+    before it has looked.
+    """
     monkeypatch.setattr(locks, "SECONDS", 0.0)
     leases, other, put = Leases(bucket, names.CONTROL), Leases(bucket, names.CONTROL), Held.put
     found = []
@@ -116,17 +131,22 @@ def test_a_reader_and_a_deleter_that_meet_never_both_go_on(bucket: Bucket, monke
         assert excluded(leases)
 
 
-def test_a_held_lease_is_renewed_until_it_is_closed(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_held_lease_is_renewed_until_it_is_closed(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(object_leases, "RENEWAL_SECONDS", 0.01)
     leases = Leases(bucket, names.CONTROL)
     held = leases.lease("gpt/x", "it")
     assert held is not None
-    assert leases.holders("gpt/x") == f"process {os.getpid()} on {names.host()}"  # returns once the lease has been renewed
+    # Returns once the lease has been renewed.
+    assert leases.holders("gpt/x") == f"process {os.getpid()} on {names.host()}"
     held.close()
     assert (leases.holders("gpt/x"), names_in(bucket, LEASES)) == ("", [])
 
 
-def test_a_renewal_that_fails_is_tried_again(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_renewal_that_fails_is_tried_again(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(object_leases, "RENEWAL_SECONDS", 0.01)
     leases, put, failures = Leases(bucket, names.CONTROL), Held.put, iter([False, True, True])
 
@@ -142,20 +162,29 @@ def test_a_renewal_that_fails_is_tried_again(bucket: Bucket, monkeypatch: pytest
     held.close()
 
 
-def test_a_reader_that_may_not_write_has_no_lease(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_may_not_write_has_no_lease(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Bucket, "put", mock.Mock(side_effect=PermissionError))
     assert Leases(bucket, names.CONTROL).lease("gpt/x", "it") is None
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\x00", b"host", b"../x 1 2", b"host 12x 1", b"x" * 1000])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\x00", b"host", b"../x 1 2", b"host 12x 1", b"x" * 1000]
+)
 def test_what_another_process_has_written_is_not_trusted(bucket: Bucket, content: bytes) -> None:
     bucket.put(f"{LEASES}/left", content, create=False)
     leases = Leases(bucket, names.CONTROL)
-    with pytest.raises(Busy, match="^it is being read, or deleted, by another process$"), leases.exclude("gpt/x", "it"):
+    with (
+        pytest.raises(Busy, match="^it is being read, or deleted, by another process$"),
+        leases.exclude("gpt/x", "it"),
+    ):
         pass
 
 
-def test_a_forked_child_does_not_end_the_lease_of_its_parent(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_forked_child_does_not_end_the_lease_of_its_parent(
+    bucket: Bucket, tmp_path: Path
+) -> None:
     held = Leases(bucket, names.CONTROL).lease("gpt/x", "it")
     assert held is not None
     with mock.patch("os.getpid", return_value=held._pid + 1):
@@ -165,8 +194,12 @@ def test_a_forked_child_does_not_end_the_lease_of_its_parent(bucket: Bucket, tmp
     assert names_in(bucket, LEASES) == []
 
 
-def test_in_every_interleaving_no_deleter_takes_what_a_reader_has_leased(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader puts its lease, looks for marks and looks at the object; the deleter puts its mark, looks twice, and deletes."""
+def test_in_every_interleaving_no_deleter_takes_what_a_reader_has_leased(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reader puts its lease, looks for marks and looks at the object; the deleter
+    puts its mark, looks twice, and deletes.
+    """
     monkeypatch.setattr(locks, "SECONDS", 0.0)
     ends, schedules = Counter[tuple[bool, bool]](), interleavings(3, 5)
     assert len(schedules) == 56
@@ -206,14 +239,20 @@ def test_in_every_interleaving_no_deleter_takes_what_a_reader_has_leased(monkeyp
     assert set(ends) == {(True, False), (False, True), (False, False)}
 
 
-def test_a_full_store_can_be_read_and_deleted_from(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_store_can_be_read_and_deleted_from(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bucket.put("gpt/x", b"data", create=False)
-    monkeypatch.setattr(Bucket, "put", mock.Mock(side_effect=RemoteError(errno.ENOSPC, "the store answered 507")))
+    monkeypatch.setattr(
+        Bucket, "put", mock.Mock(side_effect=RemoteError(errno.ENOSPC, "the store answered 507"))
+    )
     leases = Leases(bucket, names.CONTROL)
     assert leases.lease("gpt/x", "it") is None
     with leases.exclude("gpt/x", "it"):
         bucket.delete(["gpt/x"])
-    monkeypatch.setattr(Bucket, "put", mock.Mock(side_effect=RemoteError(errno.EIO, "the store answered 500")))
+    monkeypatch.setattr(
+        Bucket, "put", mock.Mock(side_effect=RemoteError(errno.EIO, "the store answered 500"))
+    )
     with pytest.raises(RemoteError):
         leases.lease("gpt/x", "it")
     with pytest.raises(RemoteError), leases.exclude("gpt/x", "it"):

@@ -1,4 +1,6 @@
-"""Tests how the guarantees of an object store are measured, with stores that break them."""
+"""Tests how the guarantees of an object store are measured, with stores that break
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Ignoring(Bucket):
 
 
 class Racy(Bucket):
-    """A store that looks and then writes, so that several callers win who come at the same time. Later ones are refused."""
+    """A store that looks and then writes, so that several callers win who come at the
+    same time. Later ones are refused.
+    """
 
     def __init__(self, store: MemoryStore, url: str) -> None:
         super().__init__(store, url)
@@ -80,7 +84,9 @@ class Mangling(Bucket):
         return memoryview(bytes(length))
 
 
-@pytest.mark.parametrize(("kind", "expected"), [(Bucket, True), (Ignoring, False), (Racy, False), (Unsupporting, False)])
+@pytest.mark.parametrize(
+    ("kind", "expected"), [(Bucket, True), (Ignoring, False), (Racy, False), (Unsupporting, False)]
+)
 def test_exclusive_creation_is_measured(kind: type[Bucket], expected: bool) -> None:
     bucket = kind(MemoryStore(), "memory://x")
     assert creates_once(bucket) is expected

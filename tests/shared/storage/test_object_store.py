@@ -1,4 +1,6 @@
-"""Tests a root in an object store: claims, publications and deletions when the store fails at any request, and what is probed."""
+"""Tests a root in an object store: claims, publications and deletions when the store
+fails at any request, and what is probed.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def in_memory(kind: type[Bucket] = Bucket) -> ObjectStorage:
 
 
 class Losing(Bucket):
-    """A store that carries out a creation, and loses the answer to the first one; a repeated request then finds the name taken."""
+    """A store that carries out a creation, and loses the answer to the first one; a
+    repeated request then finds the name taken.
+    """
 
     def __init__(self, store: MemoryStore, url: str) -> None:
         super().__init__(store, url)
@@ -109,8 +113,13 @@ def test_a_creation_that_meets_a_conflict_is_repeated(monkeypatch: pytest.Monkey
         storage.publish("gpt/y", b"mine", replace=False)
 
 
-def test_a_store_without_exclusive_creation_gives_a_claim_to_nobody_or_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let two daemons put their claims before either looks. Neither wins. Then one of them wins the next number."""
+def test_a_store_without_exclusive_creation_gives_a_claim_to_nobody_or_to_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Let two daemons put their claims before either looks.
+
+    Neither wins. Then one of them wins the next number.
+    """
     bucket = Ignoring(MemoryStore(), "memory://x")
     one, two = ObjectStorage(bucket, DIGEST), ObjectStorage(bucket, DIGEST)
     assert not one.creates_once
@@ -126,7 +135,11 @@ def test_a_store_without_exclusive_creation_gives_a_claim_to_nobody_or_to_one(mo
         patch.setattr(Bucket, "put", put_and_meet)
         assert one.claim("claims/a0001") is False
     assert two.claim("claims/a0001") is False
-    assert (one.claim("claims/a0002"), two.claim("claims/a0002"), two.claim("claims/a0003")) == (True, False, True)
+    assert (one.claim("claims/a0002"), two.claim("claims/a0002"), two.claim("claims/a0003")) == (
+        True,
+        False,
+        True,
+    )
 
 
 def test_attempts_are_unique_without_exclusive_creation() -> None:
@@ -141,7 +154,11 @@ def test_attempts_are_unique_without_exclusive_creation() -> None:
 def test_a_claim_is_kept_while_the_listing_after_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     repository, children = Repository(in_memory()), ObjectStorage.children
     with monkeypatch.context() as patch:
-        patch.setattr(ObjectStorage, "children", mock.Mock(side_effect=RemoteError(errno.EIO, "the store answered 500")))
+        patch.setattr(
+            ObjectStorage,
+            "children",
+            mock.Mock(side_effect=RemoteError(errno.EIO, "the store answered 500")),
+        )
         with pytest.raises(RemoteError):
             repository.claim("gpt", 1)
     assert ObjectStorage.children is children
@@ -173,7 +190,10 @@ def test_what_was_measured_is_remembered_in_the_root(monkeypatch: pytest.MonkeyP
 def test_a_root_that_cannot_be_used_is_refused_and_unlocked() -> None:
     storage = in_memory(Stale)
     for _ in range(2):
-        with pytest.raises(StorageError, match="^cannot use memory://x as the root for checkpoints: a listing lacks an ackn"):
+        with pytest.raises(
+            StorageError,
+            match="^cannot use memory://x as the root for checkpoints: a listing lacks an ackn",
+        ):
             storage.serve("host")
 
 
@@ -187,10 +207,15 @@ def test_large_objects_are_not_linked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "raised"), [(errno.ENOSPC, True), (errno.EIO, True), (errno.ETIMEDOUT, True), (errno.EOPNOTSUPP, False)]
+    ("number", "raised"),
+    [(errno.ENOSPC, True), (errno.EIO, True), (errno.ETIMEDOUT, True), (errno.EOPNOTSUPP, False)],
 )
-def test_only_a_copy_that_will_never_come_is_written_instead(monkeypatch: pytest.MonkeyPatch, number: int, raised: bool) -> None:
-    """A copy that was asked for and not answered may still come, and would replace what was written under its name."""
+def test_only_a_copy_that_will_never_come_is_written_instead(
+    monkeypatch: pytest.MonkeyPatch, number: int, raised: bool
+) -> None:
+    """A copy that was asked for and not answered may still come, and would replace what
+    was written under its name.
+    """
     storage = in_memory()
     storage.publish("old", b"12345", replace=False)
 
@@ -212,7 +237,9 @@ def test_only_a_copy_that_will_never_come_is_written_instead(monkeypatch: pytest
         ([1 << 30] * 20, [*((8 << 20, max(2, 16 // count)) for count in range(1, 21))]),
     ],
 )
-def test_uploads_share_their_memory_and_have_few_enough_parts(sizes: list[int], expected: list[tuple[int, int]]) -> None:
+def test_uploads_share_their_memory_and_have_few_enough_parts(
+    sizes: list[int], expected: list[tuple[int, int]]
+) -> None:
     storage = in_memory()
     sinks = [storage.create(f"part-{number}", size, b"head") for number, size in enumerate(sizes)]
     assert [(sink._part_size, sink._at_once) for sink in sinks] == expected
@@ -227,7 +254,10 @@ def test_uploads_share_their_memory_and_have_few_enough_parts(sizes: list[int], 
 
 
 def test_in_every_interleaving_at_most_one_of_three_claims_wins() -> None:
-    """A claim takes three requests: look, put, look again. All 1,680 orders of three claimants are tried."""
+    """A claim takes three requests: look, put, look again.
+
+    All 1,680 orders of three claimants are tried.
+    """
     schedules, winners = interleavings(3, 3, 3), Counter[int]()
     assert len(schedules) == 1680
     with ThreadPoolExecutor(3) as pool:

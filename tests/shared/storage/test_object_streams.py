@@ -1,4 +1,6 @@
-"""Tests sources and sinks of an object store: order, memory, failures and discarded uploads."""
+"""Tests sources and sinks of an object store: order, memory, failures and discarded
+uploads.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Counting(Bucket):
 
 
 class Stuck(Bucket):
-    """A store that takes no more than the first piece until it is told to go on, and then fails if it has an error."""
+    """A store that takes no more than the first piece until it is told to go on, and
+    then fails if it has an error.
+    """
 
     def __init__(self, error: OSError | None = None) -> None:
         super().__init__(MemoryStore(), "memory://x")
@@ -58,7 +62,9 @@ def bucket() -> Bucket:
 
 
 def sink_in(where: Bucket, ended: list[int] | None = None) -> ObjectSink:
-    return ObjectSink(where, "object", HEAD, 4096, 2, lambda: (ended if ended is not None else []).append(1))
+    return ObjectSink(
+        where, "object", HEAD, 4096, 2, lambda: (ended if ended is not None else []).append(1)
+    )
 
 
 def test_a_small_object_takes_one_request_and_a_large_one_more() -> None:
@@ -68,7 +74,11 @@ def test_a_small_object_takes_one_request_and_a_large_one_more() -> None:
         where.put("object", data, create=False)
         source = ObjectSource(where, "object")
         before, buffer = where.requests, bytearray(size + 5)
-        assert (source.size, source.read(memoryview(buffer), 0), bytes(buffer[:size])) == (size, size, data)
+        assert (source.size, source.read(memoryview(buffer), 0), bytes(buffer[:size])) == (
+            size,
+            size,
+            data,
+        )
         assert where.requests - before == requests
 
 
@@ -81,7 +91,10 @@ def test_pieces_from_many_threads_make_one_object() -> None:
     sink.finish()
     data = where.get("object", 1 << 30)
     assert (len(data), data[:4096], ended) == (201 * 4096, HEAD, [1])
-    assert [data[offset : offset + 4096] == bytes([number]) * 4096 for number, offset in enumerate(offsets)] == [True] * 200
+    assert [
+        data[offset : offset + 4096] == bytes([number]) * 4096
+        for number, offset in enumerate(offsets)
+    ] == [True] * 200
 
 
 def test_the_caller_may_use_its_buffer_again_at_once() -> None:

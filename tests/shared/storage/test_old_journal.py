@@ -1,4 +1,7 @@
-"""Tests that a journal in a root is moved once, even if the daemon dies meanwhile. An earlier version then refuses the root."""
+"""Tests that a journal in a root is moved once, even if the daemon dies meanwhile.
+
+An earlier version then refuses the root.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ OTHER = {"spare": b"room", "0000000000000001.log.torn.ab": b"evidence"}
 
 
 def lay_out(top: Path) -> Path:
-    """Make a root with the journal of an earlier version, and return the journal's directory."""
+    """Make a root with the journal of an earlier version, and return the journal's
+    directory.
+    """
     journal = top / "root" / ".ckptd" / HOST / "journal"
     journal.mkdir(parents=True)
     (top / "state").mkdir()
@@ -32,7 +37,9 @@ def lay_out(top: Path) -> Path:
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()} if directory.exists() else {}
+    return (
+        {path.name: path.read_bytes() for path in directory.iterdir()} if directory.exists() else {}
+    )
 
 
 def move(top: Path, fs: PosixFileSystem | None = None) -> dict[str, bytes]:
@@ -46,7 +53,9 @@ def test_the_journal_is_moved_and_an_earlier_version_refuses_the_root(tmp_path: 
     left = content(journal)
     assert {name: left[f"{name}.moved"] for name in FILES} == FILES
     assert OTHER.items() <= left.items()
-    assert sorted(number for name in left if (number := names.parse_journal_file(name)) is not None) == [0]
+    assert sorted(
+        number for name in left if (number := names.parse_journal_file(name)) is not None
+    ) == [0]
     with pytest.raises(NewerFormat, match="journal header was written by a newer ckptd"):
         jf.scan(left[old_journal.BARRIER], 0)
 
@@ -76,7 +85,15 @@ class Dying(PosixFileSystem):
 
     def __init__(self, steps: int) -> None:
         self.left = steps
-        for call in ("make_directory", "create", "write", "sync", "sync_directory", "rename", "unlink"):
+        for call in (
+            "make_directory",
+            "create",
+            "write",
+            "sync",
+            "sync_directory",
+            "rename",
+            "unlink",
+        ):
             setattr(self, call, self._counted(getattr(self, call)))
 
     def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +107,10 @@ class Dying(PosixFileSystem):
 
 
 def test_a_start_that_is_killed_at_any_step_is_repeated(tmp_path: Path) -> None:
-    """The next start moves the journal whole. In between, an earlier version sees the whole journal or refuses the root."""
+    """The next start moves the journal whole.
+
+    In between, an earlier version sees the whole journal or refuses the root.
+    """
     for steps in itertools.count():
         top = tmp_path / str(steps)
         journal = lay_out(top)
@@ -98,10 +118,15 @@ def test_a_start_that_is_killed_at_any_step_is_repeated(tmp_path: Path) -> None:
             move(top, Dying(steps))
             break
         except Died:
-            refuses, copied = old_journal.BARRIER in content(journal), content(top / "state" / "journal")
+            refuses, copied = (
+                old_journal.BARRIER in content(journal),
+                content(top / "state" / "journal"),
+            )
             assert refuses or FILES.items() <= content(journal).items()
             assert copied in ({}, FILES)
             assert refuses or not copied
             assert move(top) == FILES
-            assert sorted(name for name in content(journal) if name.endswith(".moved")) == [f"{name}.moved" for name in sorted(FILES)]
+            assert sorted(name for name in content(journal) if name.endswith(".moved")) == [
+                f"{name}.moved" for name in sorted(FILES)
+            ]
     assert steps > 15

@@ -1,4 +1,6 @@
-"""Tests leases: a reader keeps a checkpoint from being deleted, and no other process keeps the reader out."""
+"""Tests leases: a reader keeps a checkpoint from being deleted, and no other process
+keeps the reader out.
+"""
 
 from __future__ import annotations
 
@@ -42,17 +44,24 @@ def manifest(storage: Repository) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lock_of_another_user_delays_a_deletion_but_no_reader(storage: Repository, kind: str) -> None:
+def test_a_lock_of_another_user_delays_a_deletion_but_no_reader(
+    storage: Repository, kind: str
+) -> None:
     with holding(kind, manifest(storage), manifest(storage).parent):
         storage.lease(*PLACE).close()
-        with pytest.raises(Busy, match=f"checkpoint gpt/{TAG} is being read, or deleted, by "), storage.exclude(*PLACE):
+        with (
+            pytest.raises(Busy, match=f"checkpoint gpt/{TAG} is being read, or deleted, by "),
+            storage.exclude(*PLACE),
+        ):
             pass
     with storage.exclude(*PLACE):
         pass
 
 
 def test_a_reader_beside_a_lock_of_another_user_is_protected(storage: Repository) -> None:
-    """The other process kept the reader from taking the flock, and has ended before the deletion."""
+    """The other process kept the reader from taking the flock, and has ended before the
+    deletion.
+    """
     with holding("flock-ex", manifest(storage)):
         held = storage.lease(*PLACE)
     with pytest.raises(Busy), storage.exclude(*PLACE):
@@ -62,10 +71,16 @@ def test_a_reader_beside_a_lock_of_another_user_is_protected(storage: Repository
     assert storage.readers(*PLACE) == ""
 
 
-def test_a_lock_that_cannot_be_taken_raises_busy_and_not_not_found(storage: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_cannot_be_taken_raises_busy_and_not_not_found(
+    storage: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(locks, "SECONDS", 0.1)
     with storage.exclude(*PLACE):
-        with pytest.raises(Busy, match=f"checkpoint gpt/{TAG} in .* cannot be read now: .* by pid {os.getpid()} .*; try again later"):
+        with pytest.raises(
+            Busy,
+            match=f"checkpoint gpt/{TAG} in .* cannot be read now: .* by pid {os.getpid()} .*; try "
+            f"again later",
+        ):
             storage.lease(*PLACE)
         manifest(storage).unlink()
         with pytest.raises(NotFound, match=f"no checkpoint gpt/{TAG}"):
@@ -102,7 +117,9 @@ def test_a_reader_waits_for_a_running_deletion(storage: Repository, removed: boo
         deleted.result()
 
 
-def test_a_deleter_that_takes_too_long_is_named(storage: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deleter_that_takes_too_long_is_named(
+    storage: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(locks, "SECONDS", 0.1)
     with storage.exclude(*PLACE):
         assert f"pid {os.getpid()} " in storage.readers(*PLACE)
@@ -133,7 +150,8 @@ def test_a_deleter_that_may_not_write_the_manifest_is_told_what_to_do(storage: R
     process.start()
     assert heard.poll(100)
     assert heard.recv() == (
-        f"checkpoint gpt/{TAG} cannot be deleted by uid {NOBODY}: its manifest belongs to uid 0 and may not be written; delete it as uid 0"
+        f"checkpoint gpt/{TAG} cannot be deleted by uid {NOBODY}: its manifest belongs to uid 0 "
+        f"and may not be written; delete it as uid 0"
     )
     process.join()
 
@@ -160,7 +178,9 @@ def test_a_root_is_lost_once_it_was_deleted_moved_or_replaced(tmp_path: Path) ->
     other.close()
 
 
-def test_a_root_that_does_not_answer_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_that_does_not_answer_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     storage = PosixStorage(tmp_path / "root")
     storage.serve("here").close()
     monkeypatch.setattr(os, "stat", Mock(side_effect=OSError(errno.ESTALE, "stale")))

@@ -70,7 +70,9 @@ def test_a_missing_root_is_made(root: Path) -> None:
     prepare(root / "a" / "b")
 
 
-@pytest.mark.parametrize("where", ["", ".ckptd", ".ckptd/{host}", ".ckptd/attempts", ".ckptd/another-host"])
+@pytest.mark.parametrize(
+    "where", ["", ".ckptd", ".ckptd/{host}", ".ckptd/attempts", ".ckptd/another-host"]
+)
 def test_a_directory_of_another_user_is_refused(root: Path, where: str) -> None:
     path = root / where.format(host=names.host())
     path.mkdir(parents=True, exist_ok=True)
@@ -78,7 +80,11 @@ def test_a_directory_of_another_user_is_refused(root: Path, where: str) -> None:
     path.chmod(0o777)
     before = {found: found.stat().st_mtime_ns for found in path.rglob("*")}
     give(path, STRANGER)
-    with pytest.raises(StorageError, match=f"^{path} belongs to uid {STRANGER}, not to uid {USER} or root: that user could replace"):
+    with pytest.raises(
+        StorageError,
+        match=f"^{path} belongs to uid {STRANGER}, not to uid {USER} or root: that user could "
+        f"replace",
+    ):
         prepare(root)
     assert {found: found.stat().st_mtime_ns for found in path.rglob("*")} == before
     give(path, 0)
@@ -103,17 +109,27 @@ def test_a_link_of_another_user_to_a_directory_of_ours_is_refused(root: Path) ->
         prepare(root / "link")
 
 
-def test_a_daemon_that_runs_as_root_warns_and_continues(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_daemon_that_runs_as_root_warns_and_continues(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     os.seteuid(0)
     prepare(root)
-    assert f"{root} belongs to uid {USER}, not to uid 0 or root; it is used because this daemon runs as root" in caplog.text
+    assert (
+        f"{root} belongs to uid {USER}, not to uid 0 or root; it is used because this daemon runs "
+        f"as root" in caplog.text
+    )
     assert open_root(root).refusal("job") == ""
 
 
-def test_a_root_that_every_user_may_write_gives_a_warning(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_root_that_every_user_may_write_gives_a_warning(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     root.chmod(0o1777)
     prepare(root)
-    assert f"every user of this node may write to the root {root}: run `chmod o-w {root}`" in caplog.text
+    assert (
+        f"every user of this node may write to the root {root}: run `chmod o-w {root}`"
+        in caplog.text
+    )
 
 
 def test_a_job_directory_of_another_user_is_refused(root: Path) -> None:
@@ -123,7 +139,8 @@ def test_a_job_directory_of_another_user_is_refused(root: Path) -> None:
     assert storage.refusal("gpt") == ""
     give(root / "gpt", STRANGER)
     assert storage.refusal("gpt") == (
-        f"{root}/gpt belongs to uid {STRANGER}, not to uid {USER} or root, who could replace checkpoints in it: "
+        f"{root}/gpt belongs to uid {STRANGER}, not to uid {USER} or root, who could replace "
+        f"checkpoints in it: "
         "use another job name or another root"
     )
     give(root / "gpt", 0)
@@ -135,7 +152,8 @@ def test_a_second_daemon_does_not_get_the_lock(root: Path) -> None:
     with pytest.raises(Busy) as refused:
         PosixStorage(root).serve(names.host())
     assert str(refused.value) == (
-        f"another ckptd already serves {root}, under the host name {names.host()}: use that one, or stop it first; if it runs on another "
+        f"another ckptd already serves {root}, under the host name {names.host()}: use that one, "
+        f"or stop it first; if it runs on another "
         "node, give each node a name of its own"
     )
     PosixStorage(root).serve("another-host").close()
@@ -143,20 +161,27 @@ def test_a_second_daemon_does_not_get_the_lock(root: Path) -> None:
     prepare(root)
 
 
-def test_a_root_without_locks_is_refused_in_one_sentence(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_without_locks_is_refused_in_one_sentence(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(fd: int, kind: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     prepare(root)
     monkeypatch.setattr(fcntl, "flock", flock)
     before = opened(root)
-    with pytest.raises(StorageError, match=f"cannot lock {root}, which keeps a second daemon out of it: No locks available"):
+    with pytest.raises(
+        StorageError,
+        match=f"cannot lock {root}, which keeps a second daemon out of it: No locks available",
+    ):
         prepare(root)
     assert opened(root) == before
 
 
 def import_everything() -> None:
-    """Import all modules, because another user may not be able to read them later: a clone may lie below a directory of mode 0700."""
+    """Import all modules, because another user may not be able to read them later: a
+    clone may lie below a directory of mode 0700.
+    """
     for package in (ckptd.agent, ckptd.daemon, ckptd.shared):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.endswith("__main__"):
@@ -187,7 +212,11 @@ def test_a_daemon_does_not_save_into_another_users_job_directory(place: Home) ->
         daemon.wait_ready()
         os.seteuid(USER)
         try:
-            with pytest.raises(StorageError, match=f"gpt belongs to uid {STRANGER}, not to uid {USER} or root, who could replace"):
+            with pytest.raises(
+                StorageError,
+                match=f"gpt belongs to uid {STRANGER}, not to uid {USER} or root, who could "
+                f"replace",
+            ):
                 Agent("gpt", socket=place.socket)
             agent = Agent("mine", socket=place.socket)
             agent.snapshot({"x": torch.ones(3)}, step=1).wait("durable", timeout=60)
@@ -201,18 +230,32 @@ def test_a_daemon_does_not_save_into_another_users_job_directory(place: Home) ->
 
 
 def modes(home: Home) -> dict[str, str]:
-    """Return the mode of every file and directory that a daemon and its agent have made, by its name without the random part."""
+    """Return the mode of every file and directory that a daemon and its agent have
+    made, by its name without the random part.
+    """
     found = {}
     for top in (home.root, home.segments, home.socket):
         for path in (top, *sorted(top.rglob("*"))):
-            name = str(path).replace(str(home.segments), "MEMORY").replace(str(home.path), "").replace(names.host(), "HOST")
+            name = (
+                str(path)
+                .replace(str(home.segments), "MEMORY")
+                .replace(str(home.path), "")
+                .replace(names.host(), "HOST")
+            )
             found[re.sub(r"[0-9a-f]{32}", "X", name)] = f"{stat.S_IMODE(path.lstat().st_mode):o}"
     return found
 
 
-@pytest.mark.parametrize(("mask", "directory", "file"), [(0o022, "755", "644"), (0o077, "700", "600")])
-def test_modes_of_everything_that_is_made(place: Home, mask: int, directory: str, file: str) -> None:
-    """Checkpoints have the modes that the daemon's umask leaves. Sockets, segments, journal and lock are accessible to their user only."""
+@pytest.mark.parametrize(
+    ("mask", "directory", "file"), [(0o022, "755", "644"), (0o077, "700", "600")]
+)
+def test_modes_of_everything_that_is_made(
+    place: Home, mask: int, directory: str, file: str
+) -> None:
+    """Checkpoints have the modes that the daemon's umask leaves.
+
+    Sockets, segments, journal and lock are accessible to their user only.
+    """
     before = os.umask(mask)
     try:
         with running(place):

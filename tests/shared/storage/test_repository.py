@@ -1,4 +1,6 @@
-"""Tests checkpoints in a directory tree: commits, the hint, deletion, and links that are not followed."""
+"""Tests checkpoints in a directory tree: commits, the hint, deletion, and links that
+are not followed.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,10 @@ def test_a_root_that_is_gone_is_an_error_not_an_empty_list(tmp_path: Path) -> No
 
 
 def test_tags_of_a_root_that_is_gone_are_an_error_not_an_empty_list(tmp_path: Path) -> None:
-    """An empty list means that nothing was ever saved. `recover` would then start a new history while a mount is missing."""
+    """An empty list means that nothing was ever saved.
+
+    `recover` would then start a new history while a mount is missing.
+    """
     with pytest.raises(FileNotFoundError):
         open_root(tmp_path / "gone").tags("gpt")
 
@@ -95,7 +100,9 @@ def test_listings_leave_out_names_that_are_not_ckptds(tmp_path: Path, storage: R
     assert storage.files("gpt", TAG) == ["manifest.json", PART]
 
 
-def test_a_directory_that_cannot_be_a_job_is_not_listed(tmp_path: Path, storage: Repository) -> None:
+def test_a_directory_that_cannot_be_a_job_is_not_listed(
+    tmp_path: Path, storage: Repository
+) -> None:
     """The root of an ext4 file system has a `lost+found` that only root may list."""
     (tmp_path / "lost+found").mkdir(0o700)
     (tmp_path / "gpt").mkdir()
@@ -128,7 +135,9 @@ def test_a_commit_needs_its_directory(storage: Repository) -> None:
         storage.publish_manifest("gpt", TAG, b"{}")
 
 
-def test_a_refused_commit_leaves_a_directory_that_can_be_deleted(tmp_path: Path, storage: Repository) -> None:
+def test_a_refused_commit_leaves_a_directory_that_can_be_deleted(
+    tmp_path: Path, storage: Repository
+) -> None:
     manifest = write_checkpoint(tmp_path)
     with pytest.raises(FileExistsError):
         storage.publish_manifest("gpt", TAG, manifest.encode())
@@ -137,7 +146,9 @@ def test_a_refused_commit_leaves_a_directory_that_can_be_deleted(tmp_path: Path,
     assert not (tmp_path / "gpt" / TAG).exists()
 
 
-def test_a_damaged_manifest_is_named_and_not_called_missing(tmp_path: Path, storage: Repository) -> None:
+def test_a_damaged_manifest_is_named_and_not_called_missing(
+    tmp_path: Path, storage: Repository
+) -> None:
     write_checkpoint(tmp_path)
     path = tmp_path / "gpt" / TAG / "manifest.json"
     whole = path.read_bytes()
@@ -159,11 +170,17 @@ def _newer(data: bytes) -> bytes:
     return body + f'"sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
 
 
-@pytest.mark.parametrize("place", ["step-00001001.a0002", "step-00001000.a0003", "best.a0002", "step-000001000.a0002"])
-def test_a_manifest_in_a_wrong_place_is_no_checkpoint(tmp_path: Path, storage: Repository, place: str) -> None:
+@pytest.mark.parametrize(
+    "place", ["step-00001001.a0002", "step-00001000.a0003", "best.a0002", "step-000001000.a0002"]
+)
+def test_a_manifest_in_a_wrong_place_is_no_checkpoint(
+    tmp_path: Path, storage: Repository, place: str
+) -> None:
     write_checkpoint(tmp_path)
     shutil.copytree(tmp_path / "gpt" / TAG, tmp_path / "gpt" / place)
-    with pytest.raises(IntegrityError, match=rf"gpt/{place}: the manifest there is that of gpt/{TAG}"):
+    with pytest.raises(
+        IntegrityError, match=rf"gpt/{place}: the manifest there is that of gpt/{TAG}"
+    ):
         storage.read_manifest("gpt", place)
 
 
@@ -211,7 +228,9 @@ def descriptors_into(path: Path) -> list[str]:
     return [link for link in links if link.startswith(str(path))]
 
 
-def test_a_missing_or_damaged_part_is_an_integrity_error_and_leaks_no_descriptor(tmp_path: Path, storage: Repository) -> None:
+def test_a_missing_or_damaged_part_is_an_integrity_error_and_leaks_no_descriptor(
+    tmp_path: Path, storage: Repository
+) -> None:
     write_checkpoint(tmp_path)
     with pytest.raises(IntegrityError, match=f"^gpt/{TAG}/{part_file(1, NONCE)} is missing"):
         storage.open_part("gpt", TAG, part_file(1, NONCE))
@@ -237,7 +256,17 @@ def test_newest(tmp_path: Path, storage: Repository) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"\n", b"gpt\n", b"../../x\n", TAG.encode() + b"\n\n", TAG.encode() + b" ", b"\xff" * 20, TAG.encode() * 20]
+    "text",
+    [
+        b"",
+        b"\n",
+        b"gpt\n",
+        b"../../x\n",
+        TAG.encode() + b"\n\n",
+        TAG.encode() + b" ",
+        b"\xff" * 20,
+        TAG.encode() * 20,
+    ],
 )
 def test_an_impossible_hint_is_ignored(tmp_path: Path, storage: Repository, text: bytes) -> None:
     (tmp_path / "gpt").mkdir()
@@ -264,12 +293,19 @@ def test_delete_files_and_tag(tmp_path: Path, storage: Repository) -> None:
 
 def test_data_files_go_with_their_part(tmp_path: Path, storage: Repository) -> None:
     write_checkpoint(tmp_path, world_size=2, files=3)
-    assert [len([f for f in storage.files("gpt", TAG) if f.startswith(f"rank-0000{rank}")]) for rank in (0, 1)] == [3, 3]
+    assert [
+        len([f for f in storage.files("gpt", TAG) if f.startswith(f"rank-0000{rank}")])
+        for rank in (0, 1)
+    ] == [3, 3]
     other = part_file(0, NONCE[::-1], 1)  # of a running save
     (tmp_path / "gpt" / TAG / other).write_bytes(b"")
     storage.delete_files("gpt", TAG, [PART])
-    assert storage.files("gpt", TAG) == ["manifest.json", *sorted([other, *(part_file(1, NONCE, number) for number in (0, 1, 2))])]
-    (tmp_path / "gpt" / TAG / part_file(1, NONCE)).unlink()  # deleted earlier, except for its data files
+    assert storage.files("gpt", TAG) == [
+        "manifest.json",
+        *sorted([other, *(part_file(1, NONCE, number) for number in (0, 1, 2))]),
+    ]
+    # Deleted earlier, except for its data files.
+    (tmp_path / "gpt" / TAG / part_file(1, NONCE)).unlink()
     storage.delete_files("gpt", TAG, [part_file(1, NONCE)])
     assert storage.files("gpt", TAG) == ["manifest.json", other]
 
@@ -283,14 +319,18 @@ def test_a_part_of_several_files_is_opened(tmp_path: Path, storage: Repository) 
     data_file = tmp_path / "gpt" / TAG / part_file(0, NONCE, 2)
     moved = data_file.with_name("elsewhere")
     data_file.rename(moved)
-    with pytest.raises(IntegrityError, match=f"^gpt/{TAG}/{PART}: its data file {data_file.name} is missing"):
+    with pytest.raises(
+        IntegrityError, match=f"^gpt/{TAG}/{PART}: its data file {data_file.name} is missing"
+    ):
         storage.open_part("gpt", TAG, PART)
     data_file.symlink_to(moved)
     with pytest.raises(OSError, match="symbolic links"):
         storage.open_part("gpt", TAG, PART)
 
 
-def test_a_directory_with_a_file_of_another_program_is_not_deleted(tmp_path: Path, storage: Repository) -> None:
+def test_a_directory_with_a_file_of_another_program_is_not_deleted(
+    tmp_path: Path, storage: Repository
+) -> None:
     write_checkpoint(tmp_path)
     (tmp_path / "gpt" / TAG / "notes.txt").write_text("mine")
     storage.delete_files("gpt", TAG, ["manifest.json", PART])
@@ -321,8 +361,14 @@ USES: list[Callable[[Repository], object]] = [
 ]
 
 
-@pytest.mark.parametrize("use", USES, ids=["read_manifest", "open_part", "publish_manifest", "publish_newest", "part_files"])
-def test_a_job_that_is_a_link_is_not_followed(tmp_path: Path, use: Callable[[Repository], object]) -> None:
+@pytest.mark.parametrize(
+    "use",
+    USES,
+    ids=["read_manifest", "open_part", "publish_manifest", "publish_newest", "part_files"],
+)
+def test_a_job_that_is_a_link_is_not_followed(
+    tmp_path: Path, use: Callable[[Repository], object]
+) -> None:
     outside, root = tmp_path / "outside", tmp_path / "root"
     write_checkpoint(outside)
     root.mkdir()
@@ -335,7 +381,10 @@ def test_a_job_that_is_a_link_is_not_followed(tmp_path: Path, use: Callable[[Rep
 
 @pytest.mark.parametrize("link", ["gpt", f"gpt/{TAG}"], ids=["job", "tag"])
 def test_nothing_is_deleted_through_a_link(tmp_path: Path, link: str) -> None:
-    """Something else has taken the name of a directory. The files that ckptd had there are gone, and files elsewhere are not ckptd's."""
+    """Something else has taken the name of a directory.
+
+    The files that ckptd had there are gone, and files elsewhere are not ckptd's.
+    """
     outside, root = tmp_path / "outside", tmp_path / "root"
     write_checkpoint(outside)
     (root / link).parent.mkdir(parents=True)
@@ -350,7 +399,9 @@ def test_nothing_is_deleted_through_a_link(tmp_path: Path, link: str) -> None:
 
 
 @pytest.mark.parametrize("taken", ["gpt", f"gpt/{TAG}"], ids=["job", "tag"])
-def test_files_of_a_directory_that_has_become_a_file_are_gone(tmp_path: Path, storage: Repository, taken: str) -> None:
+def test_files_of_a_directory_that_has_become_a_file_are_gone(
+    tmp_path: Path, storage: Repository, taken: str
+) -> None:
     write_checkpoint(tmp_path)
     shutil.rmtree(tmp_path / taken)
     (tmp_path / taken).write_text("mine")
@@ -360,7 +411,9 @@ def test_files_of_a_directory_that_has_become_a_file_are_gone(tmp_path: Path, st
     assert (tmp_path / taken).read_text() == "mine"
 
 
-def test_a_directory_in_the_place_of_a_part_is_left_alone(tmp_path: Path, storage: Repository) -> None:
+def test_a_directory_in_the_place_of_a_part_is_left_alone(
+    tmp_path: Path, storage: Repository
+) -> None:
     write_checkpoint(tmp_path)
     (tmp_path / "gpt" / TAG / PART).unlink()
     (tmp_path / "gpt" / TAG / PART).mkdir()
@@ -370,7 +423,9 @@ def test_a_directory_in_the_place_of_a_part_is_left_alone(tmp_path: Path, storag
 
 
 @pytest.mark.parametrize("use", USES[:3], ids=["read_manifest", "open_part", "publish_manifest"])
-def test_a_tag_that_is_a_link_is_not_followed(tmp_path: Path, use: Callable[[Repository], object]) -> None:
+def test_a_tag_that_is_a_link_is_not_followed(
+    tmp_path: Path, use: Callable[[Repository], object]
+) -> None:
     outside, root = tmp_path / "outside", tmp_path / "root"
     write_checkpoint(outside)
     (root / "gpt").mkdir(parents=True)
@@ -411,7 +466,8 @@ def test_anything_but_a_regular_file_counts_as_damage_and_blocks_no_reader(
         (place / name).unlink()
         make(place / name)
     if make is os.mkfifo:
-        writer = os.open(place / "manifest.json", os.O_RDWR)  # while a process has the other end open, a read would wait for ever
+        # While a process has the other end open, a read would wait for ever.
+        writer = os.open(place / "manifest.json", os.O_RDWR)
     with pytest.raises(IntegrityError, match="manifest.json is not a regular file"):
         storage.read_manifest("gpt", TAG)
     with pytest.raises(IntegrityError, match=f"{PART} is not a regular file"):

@@ -1,4 +1,6 @@
-"""Tests a directory that holds one checkpoint by itself: the files that a sweep removes, and those that a lock keeps from it."""
+"""Tests a directory that holds one checkpoint by itself: the files that a sweep
+removes, and those that a lock keeps from it.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,12 @@ def test_a_sweep_keeps_a_locked_part_and_its_data_files(alone: StandaloneDirecto
     assert files_of(alone) == before
 
 
-def test_a_sweep_keeps_the_manifest_of_a_saver_that_has_just_committed(alone: StandaloneDirectory) -> None:
-    """Where the manifest is published by a link, its temporary name exists for a moment after the commit."""
+def test_a_sweep_keeps_the_manifest_of_a_saver_that_has_just_committed(
+    alone: StandaloneDirectory,
+) -> None:
+    """Where the manifest is published by a link, its temporary name exists for a moment
+    after the commit.
+    """
     unpublished = alone.path / f"{MANIFEST}.{NONCE.hex()}.tmp"
     unpublished.write_bytes(b"left")
     held = alone.hold(PART)
@@ -78,7 +84,9 @@ def test_a_sweep_keeps_the_manifest_of_a_saver_that_has_just_committed(alone: St
     assert not unpublished.exists()
 
 
-def test_a_sweep_keeps_a_part_that_is_committed_during_the_sweep(alone: StandaloneDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_keeps_a_part_that_is_committed_during_the_sweep(
+    alone: StandaloneDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     named = alone._named()
     answers = [set[str](), named]
     monkeypatch.setattr(alone, "_named", lambda: answers.pop(0))
@@ -98,7 +106,9 @@ def test_many_left_parts_are_swept(alone: StandaloneDirectory) -> None:
     assert opened(alone.path) == open_before
 
 
-def test_nothing_is_swept_while_an_earlier_version_has_locked_the_directory(alone: StandaloneDirectory) -> None:
+def test_nothing_is_swept_while_an_earlier_version_has_locked_the_directory(
+    alone: StandaloneDirectory,
+) -> None:
     (alone.path / other()).write_bytes(b"left")
     shared = alone.share()
     alone.sweep()
@@ -118,7 +128,9 @@ def test_an_opened_part_is_locked(alone: StandaloneDirectory) -> None:
     os.close(fd)
 
 
-def test_a_part_swept_before_it_is_locked_is_reported_as_gone(alone: StandaloneDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_swept_before_it_is_locked_is_reported_as_gone(
+    alone: StandaloneDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def late(fd: int) -> bool:
         (alone.path / PART).unlink()
         return True
@@ -147,11 +159,19 @@ def test_a_marker_is_repaired_and_dcps_own_metadata_stay(alone: StandaloneDirect
     assert not (alone.path / "missing").exists()
 
 
-def test_a_marker_is_not_lost_to_a_repair_beside_a_commit(alone: StandaloneDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other save commits after the repair has looked for a manifest, and its marker is deleted."""
+def test_a_marker_is_not_lost_to_a_repair_beside_a_commit(
+    alone: StandaloneDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other save commits after the repair has looked for a manifest, and its marker
+    is deleted.
+    """
     alone.mark(NONCE.hex())
     looks = iter([False])
     has_manifest = StandaloneDirectory.has_manifest
-    monkeypatch.setattr(StandaloneDirectory, "has_manifest", lambda self: next(looks, None) is None and has_manifest(self))
+    monkeypatch.setattr(
+        StandaloneDirectory,
+        "has_manifest",
+        lambda self: next(looks, None) is None and has_manifest(self),
+    )
     alone.repair_marker()
     assert (alone.path / ".metadata").read_bytes() == MARKER

@@ -1,4 +1,6 @@
-"""Tests that the garbage collector is off while any thread holds the pause, and is then as it was."""
+"""Tests that the garbage collector is off while any thread holds the pause, and is then
+as it was.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,13 @@ def _disarm() -> Iterator[None]:
 
 
 def test_names_are_registered_once() -> None:
-    groups = (failpoints.AGENT, failpoints.DAEMON, failpoints.NODES, failpoints.STAGE, failpoints.MARKER)
+    groups = (
+        failpoints.AGENT,
+        failpoints.DAEMON,
+        failpoints.NODES,
+        failpoints.STAGE,
+        failpoints.MARKER,
+    )
     assert sum(map(len, groups)) == len(failpoints.NAMES)
 
 
@@ -35,10 +41,11 @@ def test_an_unarmed_point_does_nothing() -> None:
 @pytest.mark.parametrize(
     "entry",
     [
-        "nope=kill", "commit.written", "commit.written=", "=kill", "commit.written=die", "commit.written=error", "commit.written=error()",
-        "commit.written=error(EWHAT)", "commit.written=error(5)", "commit.written=sleep", "commit.written=sleep()",
-        "commit.written=sleep(x)",
-        "commit.written=sleep(-1)", "commit.written=kill@", "commit.written=kill@x", "commit.written=kill@1@2", "commit.written=KILL",
+        "nope=kill", "commit.written", "commit.written=", "=kill", "commit.written=die",
+        "commit.written=error", "commit.written=error()", "commit.written=error(EWHAT)",
+        "commit.written=error(5)", "commit.written=sleep", "commit.written=sleep()",
+        "commit.written=sleep(x)", "commit.written=sleep(-1)", "commit.written=kill@",
+        "commit.written=kill@x", "commit.written=kill@1@2", "commit.written=KILL",
         "commit.written=kill;commit.synced=kill", "commit.written = kill",
     ],
 )  # fmt: skip
@@ -93,7 +100,10 @@ def test_arming_resets_the_count() -> None:
 def test_at_n_counts_all_threads() -> None:
     arm("commit.written=short_write@100")
     hits: list[bool] = []
-    threads = [threading.Thread(target=lambda: hits.extend(failpoint("commit.written") for _ in range(50))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: hits.extend(failpoint("commit.written") for _ in range(50)))
+        for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -101,8 +111,12 @@ def test_at_n_counts_all_threads() -> None:
     assert (len(hits), hits.count(True)) == (400, 1)
 
 
-@pytest.mark.parametrize(("action", "seconds"), [("sleep(0.25)", 0.25), ("sleep(3)", 3.0), ("hang", 1e9)])
-def test_sleep_and_hang_sleep_for_their_seconds(action: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("action", "seconds"), [("sleep(0.25)", 0.25), ("sleep(3)", 3.0), ("hang", 1e9)]
+)
+def test_sleep_and_hang_sleep_for_their_seconds(
+    action: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
     arm(f"commit.written={action}")
@@ -112,7 +126,9 @@ def test_sleep_and_hang_sleep_for_their_seconds(action: str, seconds: float, mon
 
 def _python(code: str, specification: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "CKPTD_FAILPOINTS": specification}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_kill_is_a_sigkill_at_the_point() -> None:

@@ -1,4 +1,6 @@
-"""Tests the seam to the operating system: the steps of `publish`, renames, links, and what a kernel may do to a write."""
+"""Tests the seam to the operating system: the steps of `publish`, renames, links, and
+what a kernel may do to a write.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from ckptd.shared.system import failpoints, fs
-from ckptd.shared.system.fs import Buffer, FileSystem, PosixFileSystem, opened_directory, publish, read_exactly, read_small
+from ckptd.shared.system.fs import (
+    Buffer,
+    FileSystem,
+    PosixFileSystem,
+    opened_directory,
+    publish,
+    read_exactly,
+    read_small,
+)
 from tests.shared.samples import memory_file
 
 
@@ -70,10 +80,19 @@ class Recorder(PosixFileSystem):
 
 
 @pytest.mark.parametrize("replace", [True, False])
-def test_publish_syncs_before_it_renames_and_the_directory_after(tmp_path: Path, directory: int, replace: bool) -> None:
+def test_publish_syncs_before_it_renames_and_the_directory_after(
+    tmp_path: Path, directory: int, replace: bool
+) -> None:
     recorder = Recorder()
     publish(recorder, "x", directory, b"all of it", replace=replace)
-    assert recorder.steps == ["create x.tmp", "write", "sync", "close", f"rename x.tmp x {replace}", "sync directory"]
+    assert recorder.steps == [
+        "create x.tmp",
+        "write",
+        "sync",
+        "close",
+        f"rename x.tmp x {replace}",
+        "sync directory",
+    ]
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"x": b"all of it"}
 
 
@@ -83,16 +102,22 @@ def test_publish_replaces_only_if_told_to(tmp_path: Path, directory: int) -> Non
         publish(PosixFileSystem(), "x", directory, b"second", replace=False)
     assert (tmp_path / "x").read_bytes() == b"first"
     publish(PosixFileSystem(), "x", directory, b"third", replace=True)
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.suffix != ".tmp"} == {"x": b"third"}
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.suffix != ".tmp"} == {
+        "x": b"third"
+    }
 
 
-def test_publish_removes_the_temporary_file_of_a_dead_process(tmp_path: Path, directory: int) -> None:
+def test_publish_removes_the_temporary_file_of_a_dead_process(
+    tmp_path: Path, directory: int
+) -> None:
     (tmp_path / "x.tmp").write_bytes(b"half of something that was much longer")
     publish(PosixFileSystem(), "x", directory, b"new", replace=False)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"x": b"new"}
 
 
-def test_publish_removes_a_link_in_its_way_and_does_not_follow_it(tmp_path: Path, directory: int) -> None:
+def test_publish_removes_a_link_in_its_way_and_does_not_follow_it(
+    tmp_path: Path, directory: int
+) -> None:
     (tmp_path / "target").write_bytes(b"precious")
     (tmp_path / "x.tmp").symlink_to(tmp_path / "target")
     publish(PosixFileSystem(), "x", directory, b"new", replace=False)
@@ -103,7 +128,9 @@ def test_publish_removes_a_link_in_its_way_and_does_not_follow_it(tmp_path: Path
 
 @pytest.mark.parametrize("step", ["create x.tmp", "write", "sync", "rename x.tmp x False"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_a_failed_publication_shows_nothing_under_its_name(tmp_path: Path, directory: int, step: str, number: int) -> None:
+def test_a_failed_publication_shows_nothing_under_its_name(
+    tmp_path: Path, directory: int, step: str, number: int
+) -> None:
     with pytest.raises(OSError, match=os.strerror(number)) as caught:
         publish(Recorder(step, number), "x", directory, b"data", replace=False)
     assert caught.value.errno == number
@@ -111,8 +138,13 @@ def test_a_failed_publication_shows_nothing_under_its_name(tmp_path: Path, direc
 
 
 @pytest.mark.parametrize("step", ["write", "sync", "rename x.tmp x False"])
-def test_a_failed_publication_leaves_no_file_behind(tmp_path: Path, directory: int, step: str) -> None:
-    """The process lives on and knows that the publication failed. A remaining file would keep the directory from being removed."""
+def test_a_failed_publication_leaves_no_file_behind(
+    tmp_path: Path, directory: int, step: str
+) -> None:
+    """The process lives on and knows that the publication failed.
+
+    A remaining file would keep the directory from being removed.
+    """
     with pytest.raises(OSError):
         publish(Recorder(step), "x", directory, b"data", replace=False)
     assert list(tmp_path.iterdir()) == []
@@ -167,8 +199,12 @@ def _renameat2(number: int) -> object:
     return refuse
 
 
-@pytest.mark.parametrize("number", [0, errno.EINVAL, errno.ENOSYS], ids=["renameat2", "einval", "enosys"])
-def test_rename_without_replacing(tmp_path: Path, directory: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "number", [0, errno.EINVAL, errno.ENOSYS], ids=["renameat2", "einval", "enosys"]
+)
+def test_rename_without_replacing(
+    tmp_path: Path, directory: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if number:  # a file system or kernel without RENAME_NOREPLACE: link and unlink replace it
         monkeypatch.setattr(fs, "_renameat2", _renameat2(number))
     posix = PosixFileSystem()
@@ -184,7 +220,9 @@ def test_rename_without_replacing(tmp_path: Path, directory: int, number: int, m
     assert {p.name for p in tmp_path.iterdir()} == {"b", "c"}
 
 
-def test_rename_passes_on_other_errors(tmp_path: Path, directory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rename_passes_on_other_errors(
+    tmp_path: Path, directory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fs, "_renameat2", _renameat2(errno.EROFS))
     (tmp_path / "a").write_bytes(b"a")
     with pytest.raises(OSError, match=os.strerror(errno.EROFS)):
@@ -239,10 +277,14 @@ def test_create_makes_a_new_file_of_the_given_mode(tmp_path: Path, directory: in
     assert (tmp_path / "b").stat().st_mode & 0o777 == 0o600
 
 
-def test_create_falls_back_where_direct_io_is_refused(tmp_path: Path, directory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_create_falls_back_where_direct_io_is_refused(
+    tmp_path: Path, directory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, flags_seen = os.open, []
 
-    def without_direct(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    def without_direct(
+        path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
+    ) -> int:
         fd = real(path, flags & ~os.O_DIRECT, mode, dir_fd=dir_fd)
         flags_seen.append(bool(flags & os.O_DIRECT))
         if flags & os.O_DIRECT:  # some kernels create the file before they refuse
@@ -277,11 +319,17 @@ def test_allocate_and_truncate_set_the_length() -> None:
         posix.sync_data(fd)
 
 
-@pytest.mark.parametrize("make", [bytes, bytearray, memoryview], ids=["bytes", "bytearray", "memoryview"])
-def test_write_goes_on_after_a_short_write(make: type[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "make", [bytes, bytearray, memoryview], ids=["bytes", "bytearray", "memoryview"]
+)
+def test_write_goes_on_after_a_short_write(
+    make: type[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.pwrite
     with memory_file(b"....") as fd:
-        monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, bytes(data)[:3], offset))
+        monkeypatch.setattr(
+            os, "pwrite", lambda fd, data, offset: real(fd, bytes(data)[:3], offset)
+        )
         PosixFileSystem().write(fd, make(b"0123456789"), 4)
         assert os.pread(fd, 100, 0) == b"....0123456789"
 
@@ -293,7 +341,9 @@ def test_write_takes_a_mapping() -> None:
         assert os.pread(fd, 5000, 0) == b"abcd" + bytes(4092)
 
 
-def test_write_does_not_spin_when_the_kernel_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_does_not_spin_when_the_kernel_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: 0)
     with memory_file(b"") as fd, pytest.raises(OSError) as caught:
         PosixFileSystem().write(fd, b"x", 0)
@@ -316,7 +366,9 @@ def test_make_and_remove_directories(tmp_path: Path, directory: int) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sync_directory_ignores_only_einval(directory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_directory_ignores_only_einval(
+    directory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(number: int) -> object:
         def fsync(fd: int) -> None:
             raise OSError(number, os.strerror(number))
@@ -363,7 +415,9 @@ def test_read_small_has_a_limit(tmp_path: Path, directory: int) -> None:
 
 def test_read_exactly_goes_on_after_a_short_read(monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:2]], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:2]], offset)
+    )
     with memory_file(b"0123456789") as fd:
         buffer = bytearray(7)
         assert read_exactly(fd, memoryview(buffer), 1) == 7

@@ -51,7 +51,9 @@ def test_the_lock_of_a_dead_process_is_free(directory: Path) -> None:
 
 
 def test_a_file_that_its_holder_has_just_deleted_is_not_taken(directory: Path) -> None:
-    """Lock the new file instead: another process could lock a file of that name at the same time."""
+    """Lock the new file instead: another process could lock a file of that name at the
+    same time.
+    """
     opened, init = list[LocalLock](), LocalLock.__init__
 
     def open_and_delete(self: LocalLock, path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Tests that the names of variables are those of the daemon's settings, and that misspelled ones are named."""
+"""Tests that the names of variables are those of the daemon's settings, and that
+misspelled ones are named.
+"""
 
 from __future__ import annotations
 
@@ -21,5 +23,9 @@ def test_a_variable_that_means_nothing_is_named_with_the_nearest() -> None:
         "PATH": "/",
         "CKPTD": "",
     }
-    assert unknown(environment) == {"CKPTD_JOBB": "CKPTD_JOB", "CKPTD_SHM_QUOTTA": "CKPTD_SHM_QUOTA", "CKPTD_ZZZZZZZZZ": ""}
+    assert unknown(environment) == {
+        "CKPTD_JOBB": "CKPTD_JOB",
+        "CKPTD_SHM_QUOTTA": "CKPTD_SHM_QUOTA",
+        "CKPTD_ZZZZZZZZZ": "",
+    }
     assert nearest("rot", SETTINGS) == "root"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.board import Answer, Holding
 
-HELD = m.HeldSegment(segment="000102030405060708090a0b0c0d0e0f.seg", slot=1, capacity=200_000, generation=4)
+HELD = m.HeldSegment(
+    segment="000102030405060708090a0b0c0d0e0f.seg", slot=1, capacity=200_000, generation=4
+)
 REQUESTS: tuple[m.Request, ...] = (
     m.Hello(id=1, min_version=1, max_version=1, features=["x"], client="ckptd 0.1.0"),
     m.Status(id=2),
@@ -20,12 +22,24 @@ REQUESTS: tuple[m.Request, ...] = (
     m.Detach(id=11),
     m.Forget(id=13, job="gpt", tags=["step-00001000.a0002", "best.a0001"]),
     m.Replan(id=12, step=1000, why="head.bias is new"),
-    m.Heard(id=14, attempt=2, answer=Answer(common=[900], dead={1000: ("storage", "disk full (on node2)")})),
+    m.Heard(
+        id=14,
+        attempt=2,
+        answer=Answer(common=[900], dead={1000: ("storage", "disk full (on node2)")}),
+    ),
     m.Deliver(id=15),
 )
 REPLIES: tuple[m.Reply, ...] = (
     m.Welcome(
-        re=1, version=1, features=["x"], daemon="ckptd 0.1.0", root="/ckpts", private=True, slots=3, chunk_size=8 << 20, stall_budget=2.5
+        re=1,
+        version=1,
+        features=["x"],
+        daemon="ckptd 0.1.0",
+        root="/ckpts",
+        private=True,
+        slots=3,
+        chunk_size=8 << 20,
+        stall_budget=2.5,
     ),
     m.StatusReport(re=2, report='{"ready": true}'),
     m.Began(re=3, attempt=2, held=[HELD]),
@@ -36,14 +50,25 @@ REPLIES: tuple[m.Reply, ...] = (
     m.Done(re=7),
     m.Found(
         re=9,
-        candidates=[m.RecoveryCandidate(attempt=2, step=1000, tag="step-00001000.a0002", source="memory")],
+        candidates=[
+            m.RecoveryCandidate(attempt=2, step=1000, tag="step-00001000.a0002", source="memory")
+        ],
         damaged=["step-00000900.a0002"],
     ),
     m.Fetched(re=10, ranks=[0, 1]),
     m.Forgotten(re=13, refused={"best.a0001": "checkpoint gpt/best.a0001 is pinned"}),
     m.Progress(re=0, attempt=2, step=1000, state="failed", reason="disk full", code="storage"),
     m.Delivered(re=15, attempt=1, world_size=4, ranks=[2, 3]),
-    m.Holds(re=0, attempt=2, holding=Holding(held=[900, 1000], done=1000, durable=800, failed={950: ("storage", "disk full (on node2)")})),
+    m.Holds(
+        re=0,
+        attempt=2,
+        holding=Holding(
+            held=[900, 1000],
+            done=1000,
+            durable=800,
+            failed={950: ("storage", "disk full (on node2)")},
+        ),
+    ),
     m.Uploads(re=0, attempt=2, uploaded=[900], waiting=[1000]),
     m.Waiting(re=0, attempt=2, step=1000, ranks=[1, 3]),
     m.Error(re=4, code="quota", message="too much", retry=True),

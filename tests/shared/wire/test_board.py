@@ -17,16 +17,23 @@ def test_a_step_is_common_once_every_node_lists_it_and_stays_so() -> None:
     nodes = {"a": Holding(held=[1, 2], done=2), "b": Holding(held=[1], done=1)}
     first = answer(nodes, NOTHING)
     assert first == Answer(common=[1])
-    assert answer({"a": Holding(held=[2], done=2, durable=1), "b": Holding(held=[2], done=2, durable=1)}, first) == Answer(common=[1, 2])
+    assert answer(
+        {"a": Holding(held=[2], done=2, durable=1), "b": Holding(held=[2], done=2, durable=1)},
+        first,
+    ) == Answer(common=[1, 2])
 
 
 def test_a_step_is_dead_once_a_node_is_done_with_it() -> None:
     waiting = {"a": Holding(held=[1], done=1), "b": Holding(held=[], done=0)}
     assert answer(waiting, NOTHING) == NOTHING
-    failed = waiting | {"b": Holding(held=[], done=1, failed={1: ("storage", "rank 1: disk full (on b)")})}
+    failed = waiting | {
+        "b": Holding(held=[], done=1, failed={1: ("storage", "rank 1: disk full (on b)")})
+    }
     dead = Answer(dead={1: ("storage", "rank 1: disk full (on b)")})
     assert answer(failed, NOTHING) == dead
-    assert answer(waiting | {"b": Holding(held=[], done=5)}, NOTHING) == Answer(dead={1: ("snapshot-failed", "step 1 was not taken on b")})
+    assert answer(waiting | {"b": Holding(held=[], done=5)}, NOTHING) == Answer(
+        dead={1: ("snapshot-failed", "step 1 was not taken on b")}
+    )
     assert answer(waiting, dead) == dead
 
 
@@ -48,7 +55,13 @@ def test_an_answer_stays_small() -> None:
     found = NOTHING
     for step in range(3 * MOST_STEPS):
         dies = step % 2 == 0
-        found = answer({"a": Holding(held=[step], done=step), "b": Holding(held=[] if dies else [step], done=step)}, found)
+        found = answer(
+            {
+                "a": Holding(held=[step], done=step),
+                "b": Holding(held=[] if dies else [step], done=step),
+            },
+            found,
+        )
     assert found.common == list(range(MOST_STEPS + 1, 3 * MOST_STEPS, 2))[-MOST_STEPS:]
     assert list(found.dead) == list(range(MOST_STEPS, 3 * MOST_STEPS, 2))[-MOST_STEPS:]
 
@@ -90,7 +103,9 @@ CAME = Holding(held=[1, 2], done=2, ranks=[0, 1], overdue=[2])
         (Holding(held=[1], done=1, durable=2, ranks=[2, 3]), {}),
     ],
 )
-def test_the_ranks_of_a_node_that_shows_nothing_of_an_overdue_step_are_missing(other: Holding, missing: dict[int, list[int]]) -> None:
+def test_the_ranks_of_a_node_that_shows_nothing_of_an_overdue_step_are_missing(
+    other: Holding, missing: dict[int, list[int]]
+) -> None:
     assert answer({"a": CAME, "b": other}, NOTHING).missing == missing
 
 
@@ -138,7 +153,9 @@ def test_old_nodes_get_the_answer_that_they_know() -> None:
         (Holding(), Holding(overdue=[1]), False),  # 1 is common
     ],
 )
-def test_only_what_another_node_may_wait_for_is_news(before: Holding | None, after: Holding, news: bool) -> None:
+def test_only_what_another_node_may_wait_for_is_news(
+    before: Holding | None, after: Holding, news: bool
+) -> None:
     assert is_news(after, before, Answer(common=[1], dead={3: ("storage", "full")})) == news
 
 
@@ -154,13 +171,18 @@ def test_only_what_another_node_may_wait_for_is_news(before: Holding | None, aft
         (Holding(held=[4], done=4, durable=4), Holding(done=4), True),  # freed on the other node
         (Holding(held=[4], done=4), Holding(done=4, durable=4), True),
         (Holding(done=4), Holding(held=[4], done=4), False),
-        (Holding(done=4), Holding(done=3), False),  # the other node may still seal 4, which this one has skipped
+        # The other node may still seal 4, which this one has skipped.
+        (Holding(done=4), Holding(done=3), False),
         (Holding(held=[1], done=1), Holding(held=[1, 2], done=2), False),
     ],
 )
-def test_it_is_quiet_only_while_no_node_waits_for_another_one(one: Holding, other: Holding, quiet: bool) -> None:
+def test_it_is_quiet_only_while_no_node_waits_for_another_one(
+    one: Holding, other: Holding, quiet: bool
+) -> None:
     given = Answer(common=[1], dead={3: ("storage", "full")})
-    assert is_quiet({"a": one, "b": other}, given) == is_quiet({"a": other, "b": one}, given) == quiet
+    assert (
+        is_quiet({"a": one, "b": other}, given) == is_quiet({"a": other, "b": one}, given) == quiet
+    )
 
 
 def brief(digest: bytes, ranks: str = "rank 0", key: str = "") -> Brief:
@@ -168,13 +190,23 @@ def brief(digest: bytes, ranks: str = "rank 0", key: str = "") -> Brief:
 
 
 def test_a_step_in_which_nodes_differ_is_dead_instead_of_common() -> None:
-    alike = {"a": Holding(held=[1], done=1, replicas={1: [brief(b"x")]}), "b": Holding(held=[1], done=1, replicas={1: [brief(b"x")]})}
+    alike = {
+        "a": Holding(held=[1], done=1, replicas={1: [brief(b"x")]}),
+        "b": Holding(held=[1], done=1, replicas={1: [brief(b"x")]}),
+    }
     assert answer(alike, NOTHING) == Answer(common=[1])
     older = alike | {"b": Holding(held=[1], done=1)}
-    assert answer(older, NOTHING) == Answer(common=[1]), "a node of an older version shows no digests"
-    unlike = alike | {"b": Holding(held=[1], done=1, replicas={1: [brief(b"y", "ranks 1, 2", "experts.0.weight")]})}
+    assert answer(older, NOTHING) == Answer(common=[1]), (
+        "a node of an older version shows no digests"
+    )
+    unlike = alike | {
+        "b": Holding(
+            held=[1], done=1, replicas={1: [brief(b"y", "ranks 1, 2", "experts.0.weight")]}
+        )
+    }
     why = (
-        "step 1 failed: at least one of the tensors that rank 0 and ranks 1, 2 share differs between them (the first of these tensors is "
+        "step 1 failed: at least one of the tensors that rank 0 and ranks 1, 2 share differs "
+        "between them (the first of these tensors is "
         "experts.0.weight): mark what is each rank's own with per_rank(...)"
     )
     assert answer(unlike, NOTHING) == Answer(dead={1: ("snapshot-failed", why)})

@@ -51,7 +51,10 @@ class Daemon:
 
 @contextmanager
 def daemon(place: Path, play: Callable[[Daemon], None]) -> Iterator[None]:
-    """Play the daemon on another thread with the first client. An error there is raised here."""
+    """Play the daemon on another thread with the first client.
+
+    An error there is raised here.
+    """
     problems: list[BaseException] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(place))
@@ -88,7 +91,12 @@ def test_a_channel_sends_hello_and_receives_welcome(place: Path) -> None:
         channel = Channel(place, TIMEOUT)
     assert channel.welcome == m.Welcome(re=1, version=1, root="/ckpts", slots=3)
     assert isinstance(heard[0], m.Hello)
-    assert (heard[0].id, heard[0].min_version, heard[0].max_version, heard[0].client[:6]) == (1, 1, 1, "ckptd ")
+    assert (heard[0].id, heard[0].min_version, heard[0].max_version, heard[0].client[:6]) == (
+        1,
+        1,
+        1,
+        "ckptd ",
+    )
     channel.close()
 
 
@@ -163,7 +171,9 @@ def test_descriptors_come_along_and_are_taken_in_order(place: Path) -> None:
         channel.receive()
         channel.send(m.Fetch(id=channel.new_id(), attempt=1, step=5))
         assert channel.receive() == [m.Fetched(re=3, ranks=[0, 1])]
-        with pytest.raises(ProtocolError, match="the daemon announced 3 descriptors, and 2 have arrived"):
+        with pytest.raises(
+            ProtocolError, match="the daemon announced 3 descriptors, and 2 have arrived"
+        ):
             channel.take(3)
         taken = channel.take(1) + channel.take(1)
         assert [os.pread(fd.fileno(), 10, 0) for fd in taken] == [b"first", b"second"]
@@ -221,7 +231,11 @@ def as_user(uid: int) -> Iterator[None]:
 
 @pytest.fixture
 def open_place() -> Iterator[Path]:
-    """Context manager. Yields the path of a socket in a directory like /tmp, where every user may make files."""
+    """Context manager.
+
+    Yields the path of a socket in a directory like /tmp, where every user may make
+    files.
+    """
     with tempfile.TemporaryDirectory(prefix="ckptd-test-") as name:
         os.chmod(name, 0o1777)
         yield Path(name) / "s"
@@ -245,7 +259,12 @@ def test_a_daemon_of_another_user_gets_nothing(open_place: Path) -> None:
         listener.bind(str(open_place))
         with as_user(65534):
             listener.listen(1)
-        with pytest.raises(Forbidden, match=f"^the process that listens at {open_place} belongs to uid 65534, not to uid 0 or root, and"):
+        with pytest.raises(
+            Forbidden,
+            match=f"^the process that listens at {open_place} belongs to uid 65534, not to uid 0 "
+            f"or "
+            f"root, and",
+        ):
             Channel(open_place, TIMEOUT)
         assert heard_by(listener) == b""
 
@@ -255,7 +274,9 @@ def test_a_socket_of_another_user_is_not_even_connected_to(open_place: Path) -> 
         with as_user(65534):
             listener.bind(str(open_place))
             listener.listen(1)
-        with pytest.raises(Forbidden, match=f"^the socket {open_place} belongs to uid 65534, not to uid 0 or root"):
+        with pytest.raises(
+            Forbidden, match=f"^the socket {open_place} belongs to uid 65534, not to uid 0 or root"
+        ):
             Channel(open_place, TIMEOUT)
         link = open_place.parent / "link"
         link.symlink_to(open_place)
@@ -275,9 +296,15 @@ def test_a_daemon_of_root_is_trusted(open_place: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o722])
-def test_a_directory_where_others_may_replace_the_socket_is_refused(open_place: Path, mode: int) -> None:
+def test_a_directory_where_others_may_replace_the_socket_is_refused(
+    open_place: Path, mode: int
+) -> None:
     os.chmod(open_place.parent, mode)
-    with pytest.raises(Forbidden, match=rf"has mode {mode:o}, so that other users could replace the socket s in it: run `chmod go-w"):
+    with pytest.raises(
+        Forbidden,
+        match=rf"has mode {mode:o}, so that other users could replace the socket s in it: run "
+        rf"`chmod go-w",
+    ):
         Channel(open_place, TIMEOUT)
     link = open_place.parent.with_name(open_place.parent.name + "-link")
     link.symlink_to(open_place.parent)
@@ -292,7 +319,10 @@ def test_a_socket_in_a_directory_of_another_user_is_refused(open_place: Path) ->
     os.chmod(open_place.parent, 0o755)
     with as_user(0):
         os.chown(open_place.parent, 65534, 65534)
-    with pytest.raises(Forbidden, match=f"^{open_place.parent} belongs to uid 65534, who could replace the socket s in it"):
+    with pytest.raises(
+        Forbidden,
+        match=f"^{open_place.parent} belongs to uid 65534, who could replace the socket s in it",
+    ):
         Channel(open_place, TIMEOUT)
 
 
@@ -300,7 +330,10 @@ def test_a_socket_in_a_directory_of_another_user_is_refused(open_place: Path) ->
 
 
 def test_a_full_queue_is_waited_for(place: Path) -> None:
-    """connect(2) fails with EAGAIN at once in this case. That does not mean that there is no daemon."""
+    """connect(2) fails with EAGAIN at once in this case.
+
+    That does not mean that there is no daemon.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(place))
         listener.listen(0)
@@ -325,7 +358,9 @@ def test_a_full_queue_is_waited_for(place: Path) -> None:
 
 
 def test_without_a_listening_daemon_the_error_says_how_to_start_one(place: Path) -> None:
-    with pytest.raises(DaemonUnreachable, match=f"no daemon listens at {place} on {names.host()}: start one"):
+    with pytest.raises(
+        DaemonUnreachable, match=f"no daemon listens at {place} on {names.host()}: start one"
+    ):
         Channel(place, TIMEOUT)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(place))
@@ -356,10 +391,14 @@ def test_a_daemon_that_stops_answering_is_unreachable(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "error"), [("version", VersionMismatch), ("forbidden", Forbidden), ("busy", Busy)], ids=["version", "forbidden", "busy"]
+    ("code", "error"),
+    [("version", VersionMismatch), ("forbidden", Forbidden), ("busy", Busy)],
+    ids=["version", "forbidden", "busy"],
 )
 @pytest.mark.parametrize("re", [0, 1])
-def test_an_error_for_a_greeting_is_raised(place: Path, code: str, error: type[Exception], re: int) -> None:
+def test_an_error_for_a_greeting_is_raised(
+    place: Path, code: str, error: type[Exception], re: int
+) -> None:
     def play(peer: Daemon) -> None:
         peer.receive()
         peer.send(m.Error(re=re, code=code, message="not today"))
@@ -368,7 +407,9 @@ def test_an_error_for_a_greeting_is_raised(place: Path, code: str, error: type[E
         Channel(place, TIMEOUT)
 
 
-def test_an_error_that_comes_before_the_greeting_is_sent_is_raised(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_comes_before_the_greeting_is_sent_is_raised(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = threading.Event()
 
     def play(peer: Daemon) -> None:
@@ -442,7 +483,9 @@ def test_a_request_out_of_order_is_not_sent(place: Path) -> None:
 
     with daemon(place, play):
         channel = Channel(place, TIMEOUT)
-        with pytest.raises(ProtocolError, match="Persist is not allowed while the session is greeted"):
+        with pytest.raises(
+            ProtocolError, match="Persist is not allowed while the session is greeted"
+        ):
             channel.send(m.Persist(id=channel.new_id()))
         channel.send(m.Status(id=channel.new_id()))
         channel.close()
@@ -475,7 +518,10 @@ def test_close_wakes_the_receiving_thread(place: Path) -> None:
 
 
 def test_abandon_leaves_the_parents_connection_alone(place: Path) -> None:
-    """A forked child closes its copy. Here a duplicate plays the connection of the parent."""
+    """A forked child closes its copy.
+
+    Here a duplicate plays the connection of the parent.
+    """
 
     def play(peer: Daemon) -> None:
         peer.welcome()

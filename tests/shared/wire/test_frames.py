@@ -1,4 +1,6 @@
-"""Tests frames: any cut of the stream gives the same payloads, and a length is checked before it is used."""
+"""Tests frames: any cut of the stream gives the same payloads, and a length is checked
+before it is used.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,13 @@ def test_a_frame_is_its_length_and_its_payload() -> None:
 
 
 @steady
-@given(st.lists(st.binary(min_size=1, max_size=40), max_size=8), st.lists(st.integers(0, 400), max_size=8))
-def test_any_cut_of_the_stream_gives_the_same_payloads(payloads: list[bytes], cuts: list[int]) -> None:
+@given(
+    st.lists(st.binary(min_size=1, max_size=40), max_size=8),
+    st.lists(st.integers(0, 400), max_size=8),
+)
+def test_any_cut_of_the_stream_gives_the_same_payloads(
+    payloads: list[bytes], cuts: list[int]
+) -> None:
     stream = b"".join(map(encode, payloads))
     places = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
     decoder, found = Decoder(), []
@@ -49,7 +56,9 @@ def test_an_empty_or_too_large_payload_cannot_be_sent(payload: bytes) -> None:
         encode(payload)
 
 
-@pytest.mark.parametrize("length", [0, MAX_FRAME + 1, 1 << 24, 0x7FFFFFFF, 0xFFFFFFFF, int.from_bytes(b"GET ", "little")])
+@pytest.mark.parametrize(
+    "length", [0, MAX_FRAME + 1, 1 << 24, 0x7FFFFFFF, 0xFFFFFFFF, int.from_bytes(b"GET ", "little")]
+)
 def test_an_impossible_length_is_refused_at_once(length: int) -> None:
     decoder = Decoder()
     with pytest.raises(ProtocolError, match=f"claims {length} bytes"):

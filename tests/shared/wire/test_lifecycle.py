@@ -1,4 +1,6 @@
-"""Tests the life cycle of a snapshot: every transition in the table, and every one that is not."""
+"""Tests the life cycle of a snapshot: every transition in the table, and every one that
+is not.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ LEGAL = {
 def test_every_event_in_every_state_is_legal_or_refused(state: SnapshotState, event: Event) -> None:
     after = LEGAL.get(state.value, {}).get(event.name)
     if after is None:
-        with pytest.raises(IllegalStep, match=f"not allowed for a snapshot that is {state.value}: {event.value}"):
+        with pytest.raises(
+            IllegalStep, match=f"not allowed for a snapshot that is {state.value}: {event.value}"
+        ):
             step(state, event)
     else:
         assert step(state, event) is SnapshotState(after)
@@ -37,8 +41,14 @@ def test_the_table_has_no_other_transition() -> None:
 
 def test_a_commit_is_never_undone() -> None:
     """After durable, only the release of the slots is possible, and after that nothing."""
-    assert [after for (state, _), after in TRANSITIONS.items() if state is SnapshotState.DURABLE] == [SnapshotState.RELEASED]
-    assert not [state for state, _ in TRANSITIONS if state in (SnapshotState.RELEASED, SnapshotState.SKIPPED)]
+    assert [
+        after for (state, _), after in TRANSITIONS.items() if state is SnapshotState.DURABLE
+    ] == [SnapshotState.RELEASED]
+    assert not [
+        state
+        for state, _ in TRANSITIONS
+        if state in (SnapshotState.RELEASED, SnapshotState.SKIPPED)
+    ]
 
 
 def test_only_a_sealed_snapshot_can_become_durable() -> None:
@@ -46,7 +56,17 @@ def test_only_a_sealed_snapshot_can_become_durable() -> None:
     while open_:
         here = open_.pop()
         for (state, event), after in TRANSITIONS.items():
-            if state is here and event is not Event.SEAL and event is not Event.FAIL and after not in reached:
+            if (
+                state is here
+                and event is not Event.SEAL
+                and event is not Event.FAIL
+                and after not in reached
+            ):
                 reached.add(after)
                 open_.append(after)
-    assert reached == {SnapshotState.NEW, SnapshotState.FILLING, SnapshotState.STAGED, SnapshotState.SKIPPED}
+    assert reached == {
+        SnapshotState.NEW,
+        SnapshotState.FILLING,
+        SnapshotState.STAGED,
+        SnapshotState.SKIPPED,
+    }

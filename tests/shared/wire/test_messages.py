@@ -1,4 +1,6 @@
-"""Tests messages: each is decoded as it was encoded, bounds are checked, and noise raises only ProtocolError."""
+"""Tests messages: each is decoded as it was encoded, bounds are checked, and noise
+raises only ProtocolError.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.shared.wire.samples import MESSAGES
 
 
 def test_there_is_one_of_every_type() -> None:
-    assert sorted({type(message) for message in MESSAGES}, key=str) == sorted(get_args(m.Message), key=str)
+    assert sorted({type(message) for message in MESSAGES}, key=str) == sorted(
+        get_args(m.Message), key=str
+    )
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
@@ -35,18 +39,19 @@ def test_unknown_keys_are_ignored(message: m.Message) -> None:
 
 def test_types_on_the_wire() -> None:
     assert {cls.__struct_config__.tag for cls in get_args(m.Message)} == {
-        "hello", "welcome", "status", "status-report", "begin", "began", "allocate", "segments", "acquire", "granted", "refused", "seal",
-        "sealed", "abandon", "plan", "persist", "find", "found", "fetch", "fetched", "forget",
-        "forgotten", "detach", "done", "progress", "error", "heard", "deliver", "delivered", "holds", "uploads",
+        "hello", "welcome", "status", "status-report", "begin", "began", "allocate", "segments",
+        "acquire", "granted", "refused", "seal", "sealed", "abandon", "plan", "persist", "find",
+        "found", "fetch", "fetched", "forget", "forgotten", "detach", "done", "progress", "error",
+        "heard", "deliver", "delivered", "holds", "uploads",
             "waiting",
     }  # fmt: skip
 
 
 def test_defaults_are_left_out() -> None:
     assert msgspec.msgpack.decode(m.encode(m.Sealed(re=6))) == {"type": "sealed", "re": 6}
-    assert m.decode(msgspec.msgpack.encode({"type": "begin", "id": 1, "job": "gpt", "rank": 0, "world_size": 1})) == m.Begin(
-        id=1, job="gpt", rank=0, world_size=1, attempt=0
-    )
+    assert m.decode(
+        msgspec.msgpack.encode({"type": "begin", "id": 1, "job": "gpt", "rank": 0, "world_size": 1})
+    ) == m.Begin(id=1, job="gpt", rank=0, world_size=1, attempt=0)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +146,9 @@ def test_noise_is_refused(noise: bytes) -> None:
 
 @steady
 @given(st.sampled_from(MESSAGES), st.data())
-def test_damaged_messages_are_messages_or_protocol_errors(message: m.Message, data: st.DataObject) -> None:
+def test_damaged_messages_are_messages_or_protocol_errors(
+    message: m.Message, data: st.DataObject
+) -> None:
     payload = bytearray(m.encode(message))
     for at in data.draw(st.lists(st.integers(0, len(payload) - 1), min_size=1, max_size=4)):
         payload[at] = data.draw(st.integers(0, 255))
@@ -152,18 +159,25 @@ def test_damaged_messages_are_messages_or_protocol_errors(message: m.Message, da
 
 
 def test_a_welcome_of_an_older_daemon_has_no_instance() -> None:
-    """`instance` was added after version 0.1.0. Older agents ignore it, as they ignore every unknown key."""
+    """`instance` was added after version 0.1.0.
+
+    Older agents ignore it, as they ignore every unknown key.
+    """
     new = m.Welcome(re=1, version=1, instance="ab" * 16)
     assert m.decode(m.encode(new)) == new
     old = msgspec.msgpack.encode({"type": "welcome", "re": 1, "version": 1})
     assert m.decode(old) == m.Welcome(re=1, version=1, instance="")
     with pytest.raises(ProtocolError):
-        m.decode(msgspec.msgpack.encode({"type": "welcome", "re": 1, "version": 1, "instance": "x" * 65}))
+        m.decode(
+            msgspec.msgpack.encode({"type": "welcome", "re": 1, "version": 1, "instance": "x" * 65})
+        )
 
 
 def _map_of(*members: tuple[str, Any]) -> bytes:
     """Return a msgpack map with these members, which may have a key twice."""
-    return bytes([0x80 + len(members)]) + b"".join(msgspec.msgpack.encode(each) for member in members for each in member)
+    return bytes([0x80 + len(members)]) + b"".join(
+        msgspec.msgpack.encode(each) for member in members for each in member
+    )
 
 
 def test_of_a_key_that_comes_twice_the_last_value_counts() -> None:

@@ -1,4 +1,6 @@
-"""Tests the table of the session: every transition in it, and every one that is not, from both sides."""
+"""Tests the table of the session: every transition in it, and every one that is not,
+from both sides.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from hypothesis import strategies as st
 from ckptd.shared.errors import ProtocolError
 from ckptd.shared.wire import frames
 from ckptd.shared.wire import messages as m
-from ckptd.shared.wire.session import ANSWERED, MAX_UNDER_WAY, REPLIES, REQUESTS, Role, Session, SessionState
+from ckptd.shared.wire.session import (
+    ANSWERED,
+    MAX_UNDER_WAY,
+    REPLIES,
+    REQUESTS,
+    Role,
+    Session,
+    SessionState,
+)
 from tests.shared.samples import steady
 from tests.shared.wire import samples as wire
 
@@ -64,7 +74,18 @@ def raw(message: m.Request | m.Reply) -> bytes:
 # -- requests
 
 
-PLAIN = ("Status", "Allocate", "Replan", "Acquire", "Seal", "Abandon", "Persist", "Find", "Fetch", "Forget")
+PLAIN = (
+    "Status",
+    "Allocate",
+    "Replan",
+    "Acquire",
+    "Seal",
+    "Abandon",
+    "Persist",
+    "Find",
+    "Fetch",
+    "Forget",
+)
 
 
 def test_the_table_is_the_one_of_the_document() -> None:
@@ -93,7 +114,10 @@ def test_every_request_in_every_state(state: SessionState, kind: type[m.Request]
     for session in (agent, daemon):
         assert session.state is after
         assert session.under_way[50] == request
-        assert repr(session) == f"<Session {session.role.value} {after.value} under_way={len(session.under_way)}>"
+        assert (
+            repr(session)
+            == f"<Session {session.role.value} {after.value} under_way={len(session.under_way)}>"
+        )
 
 
 @pytest.mark.parametrize("state", SessionState)
@@ -175,16 +199,22 @@ def test_replies_lead_to_the_states_of_the_document() -> None:
         (SessionState.LEAVING, True): SessionState.GREETED,
         (SessionState.LEAVING, False): SessionState.ATTACHED,
     }
-    assert {cls.__name__: [c.__name__ for c in (r if isinstance(r, tuple) else (r,))] for cls, r in REPLIES.items()} == {
-        "Hello": ["Welcome"], "Status": ["StatusReport"], "Begin": ["Began"], "Allocate": ["Segments"], "Acquire": ["Granted", "Refused"],
-        "Replan": ["Done"],
-        "Seal": ["Sealed"], "Abandon": ["Done"], "Persist": ["Done"], "Find": ["Found"], "Fetch": ["Fetched"], "Forget": ["Forgotten"],
+    assert {cls.__name__: [c.__name__ for c in (r if isinstance(r, tuple) else (r,))] for cls,
+    r in REPLIES.items()} == {
+        "Hello": ["Welcome"], "Status": ["StatusReport"], "Begin": ["Began"],
+        "Allocate": ["Segments"], "Acquire": ["Granted", "Refused"], "Replan": ["Done"],
+        "Seal": ["Sealed"], "Abandon": ["Done"], "Persist": ["Done"], "Find": ["Found"],
+        "Fetch": ["Fetched"], "Forget": ["Forgotten"],
             "Detach": ["Done"], "Heard": ["Done"], "Deliver": ["Delivered"],
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("state", SessionState)
-@pytest.mark.parametrize("reply", [r for r in wire.REPLIES if not isinstance(r, m.Progress)], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize(
+    "reply",
+    [r for r in wire.REPLIES if not isinstance(r, m.Progress)],
+    ids=lambda r: type(r).__name__,
+)
 def test_a_reply_to_nothing_is_refused(state: SessionState, reply: m.Reply) -> None:
     agent, daemon = pair(state)
     for number in (40, 1 << 61):
@@ -205,7 +235,11 @@ def test_replies_may_come_in_any_order() -> None:
     agent, daemon = pair(SessionState.ATTACHED)
     for request in (m.Find(id=3), m.Status(id=4), m.Acquire(id=5, step=1, wait=1)):
         deliver(agent, daemon, request)
-    for reply in (m.Refused(re=5, reason=""), m.Found(re=3, candidates=[]), m.StatusReport(re=4, report="{}")):
+    for reply in (
+        m.Refused(re=5, reason=""),
+        m.Found(re=3, candidates=[]),
+        m.StatusReport(re=4, report="{}"),
+    ):
         deliver(agent, daemon, reply)
     assert (agent.under_way, daemon.under_way) == ({}, {})
 
@@ -287,8 +321,14 @@ def test_a_huge_length_is_refused(role: Role, length: int) -> None:
 
 
 @steady
-@given(st.sampled_from(Role), st.sampled_from(SessionState), st.lists(st.binary(max_size=40), max_size=5))
-def test_noise_is_no_more_than_a_protocol_error(role: Role, state: SessionState, pieces: list[bytes]) -> None:
+@given(
+    st.sampled_from(Role),
+    st.sampled_from(SessionState),
+    st.lists(st.binary(max_size=40), max_size=5),
+)
+def test_noise_is_no_more_than_a_protocol_error(
+    role: Role, state: SessionState, pieces: list[bytes]
+) -> None:
     session = pair(state)[role is Role.DAEMON]
     try:
         for piece in pieces:
@@ -301,9 +341,13 @@ def test_noise_is_no_more_than_a_protocol_error(role: Role, state: SessionState,
 @given(
     st.sampled_from(Role),
     st.sampled_from(SessionState),
-    st.lists(st.tuples(st.sampled_from(wire.MESSAGES), st.integers(0, 1 << 62), st.integers(0, 60))),
+    st.lists(
+        st.tuples(st.sampled_from(wire.MESSAGES), st.integers(0, 1 << 62), st.integers(0, 60))
+    ),
 )
-def test_framed_noise_is_no_more_than_a_protocol_error(role: Role, state: SessionState, sent: list[tuple[m.Message, int, int]]) -> None:
+def test_framed_noise_is_no_more_than_a_protocol_error(
+    role: Role, state: SessionState, sent: list[tuple[m.Message, int, int]]
+) -> None:
     session = pair(state)[role is Role.DAEMON]
     for message, noise, at in sent:
         payload = bytearray(m.encode(message))
@@ -318,10 +362,14 @@ def test_framed_noise_is_no_more_than_a_protocol_error(role: Role, state: Sessio
 
 @steady
 @given(st.lists(st.tuples(st.sampled_from(wire.MESSAGES), st.integers(0, 8)), max_size=40))
-def test_each_message_that_one_side_may_send_the_other_may_receive(sent: list[tuple[m.Message, int]]) -> None:
+def test_each_message_that_one_side_may_send_the_other_may_receive(
+    sent: list[tuple[m.Message, int]],
+) -> None:
     agent, daemon = Session(Role.AGENT), Session(Role.DAEMON)
     for message, number in sent:
-        numbered = msgspec.structs.replace(message, **{"id" if isinstance(message, m.Request) else "re": number})
+        numbered = msgspec.structs.replace(
+            message, **{"id" if isinstance(message, m.Request) else "re": number}
+        )
         sender, receiver = (agent, daemon) if isinstance(message, m.Request) else (daemon, agent)
         try:
             data = sender.send(numbered)
