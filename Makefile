@@ -8,8 +8,8 @@ MEGABYTES ?= 256
 ROUNDS ?= 10
 MINUTES ?= 8
 PAIRS ?= 2000
-COVERED := */daemon/journal*.py,*/daemon/records.py,*/daemon/recovery.py,*/daemon/saver.py,*/shared/session.py
-COVERING := $(wildcard tests/daemon/test_journal*.py) tests/daemon/journal/test_records.py tests/daemon/test_recovery.py tests/daemon/saving/test_saver.py \
+COVERED := */daemon/journal/*.py,*/daemon/recovery.py,*/daemon/saving/saver.py,*/shared/wire/session.py
+COVERING := $(wildcard tests/daemon/journal/test_*.py) tests/daemon/test_recovery.py tests/daemon/saving/test_saver.py \
 	tests/shared/wire/test_session.py
 
 .PHONY: demo test crashes matrix lint kills rank-kills crash-matrix trust oracle coverage coverage-all bench man clean
