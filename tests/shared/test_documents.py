@@ -516,8 +516,9 @@ def test_every_message_is_mentioned() -> None:
 
 
 def _raised_by_the_daemon() -> set[type[errors.CkptdError]]:
-    """Return every error class that is named in a module of the daemon that answers
-    clients. The command line does not count.
+    """Return every error class that a module of the daemon raises.
+
+    The command line and errors of the configuration do not count: no client gets them.
     """
     found: set[type[errors.CkptdError]] = set()
     daemon = SHARED.parent / "daemon"
