@@ -66,7 +66,7 @@ for module in (
 ):
     setattr(module, "FileSystemWriter", FileSystemWriter)  # noqa: B010
     setattr(module, "FileSystemReader", FileSystemReader)  # noqa: B010
-FullyShardedDataParallel.__init__ = partialmethod(  # type: ignore[method-assign]
+FullyShardedDataParallel.__init__ = partialmethod(  # type: ignore[assignment, method-assign]
     FullyShardedDataParallel.__init__, device_id=torch.device("cpu")
 )
 
