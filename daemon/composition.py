@@ -17,7 +17,6 @@ from ckptd.daemon import recovery, tasks
 from ckptd.daemon.chunks.pipeline import Pipeline, SealedSlot
 from ckptd.daemon.chunks.seal_check import SealCheck, read_sealed
 from ckptd.daemon.config import Config
-from ckptd.daemon.engine.custody import Custody
 from ckptd.daemon.engine.engine import PLAN_GRACE_SECONDS, Engine
 from ckptd.daemon.engine.orphans import Orphans
 from ckptd.daemon.engine.seal_intake import SealIntake
@@ -30,8 +29,7 @@ from ckptd.daemon.memory import moved_root
 from ckptd.daemon.memory.admission import Admission
 from ckptd.daemon.memory.foreign_memory import ForeignMemoryKeeper
 from ckptd.daemon.memory.slots import Slot, Slots
-from ckptd.daemon.root.attempts import Attempts
-from ckptd.daemon.root.claims import Claims
+from ckptd.daemon.root.claims import Attempts, Claims
 from ckptd.daemon.root.served_root import ServedRoot
 from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.daemon.runs.heartbeats import Heartbeats
@@ -247,9 +245,7 @@ async def opened(
                 foreign,
                 plan_timeout,
             )
-            orphans = Orphans(
-                Custody(catalog, slots, steps, seals, saver), config.memory_ttl, changed
-            )
+            orphans = Orphans(catalog, slots, steps, seals, saver, config.memory_ttl, changed)
             if of_root is not None:
                 of_root.start()
             await recovery.recover(

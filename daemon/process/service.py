@@ -290,7 +290,7 @@ class Service:
             if fit is None:
                 fit = disk_free // max(1, header.capacity * header.world_size)
             if parts.uploader is None or job.node is None:
-                told.append(parts.saver.front.room.remark(job, fit, disk_free))
+                told.append(parts.saver.front.remark(job, fit, disk_free))
         return "; ".join(filter(None, told))
 
     def report(self, disk_free: int | None) -> dict[str, object]:

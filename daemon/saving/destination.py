@@ -8,6 +8,7 @@ of several nodes and for uploads.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 
@@ -16,11 +17,16 @@ from ckptd.daemon.config import Config
 from ckptd.daemon.job.catalog import Catalog, Job
 from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.journal.journal import Journal
-from ckptd.daemon.root.room import Room
 from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.daemon.saving.committer import Committer
 from ckptd.daemon.saving.deleter import Deleter
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.units import size_text
+
+log = logging.getLogger("ckptd.saver")
+
+_FEW = 5
+"""The log warns if fewer checkpoints than this still fit into a destination."""
 
 
 async def _is_open(job: Job) -> None:
@@ -61,7 +67,8 @@ class Destination:
         self.locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.committer = Committer(config.codec, journal, repository, catalog, calls, tell)
         self.deleter = Deleter(config.retention, journal, repository, calls, self.locks, counters)
-        self.room = Room(config, repository, calls)
+        self._may_delete_early = config.make_room
+        self._fit: dict[str, int] = {}  # how many more checkpoints fit, by job; at most _FEW
 
     async def retain(self, name: str) -> None:
         """Apply retention to a job after a commit, and warn if only few more of its
@@ -70,7 +77,35 @@ class Destination:
         job = self.catalog.job(name)
         async with self.locks[name]:
             await self.deleter.retain(job)
-        await self.room.warn(job)
+        await self.warn_of_room(job)
+
+    async def warn_of_room(self, job: Job) -> None:
+        """Log a warning if only few more checkpoints like the newest fit, each time
+        their number has become smaller.
+        """
+        free = await self.calls.run(self.repository.storage.free)
+        room = job.room_for(free)
+        fit = _FEW if room is None else min(_FEW, room)
+        if fit < self._fit.get(job.name, _FEW):
+            log.warning("%s", self.remark(job, fit, free))
+        self._fit[job.name] = fit
+
+    def remark(self, job: Job, fit: int, free: int | None) -> str:
+        """Return a warning that only `fit` more checkpoints fit into the `free` bytes
+        under the root, or "" if that is enough.
+        """
+        if fit >= _FEW:
+            return ""
+        then = "the oldest ones are then deleted early"
+        if not self._may_delete_early:
+            then = (
+                "delete some (`ckptd forget`), keep fewer (keep_last), or set make_room, "
+                "which then deletes the oldest ones early"
+            )
+        return (
+            f"job {job.name}: the root has room for {fit} more of its checkpoints "
+            f"({size_text(free or 0)} free): {then}"
+        )
 
     async def make_room(self, job: Job, needed: int) -> bool:
         """Delete an older checkpoint of a job here, for `needed` bytes.

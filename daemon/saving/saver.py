@@ -22,11 +22,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from ckptd.daemon.chunks.governor import Governor
-from ckptd.daemon.chunks.slot_check import SlotCheck
+from ckptd.daemon.chunks.seal_check import SlotChecksums
 from ckptd.daemon.config import Config
 from ckptd.daemon.job.catalog import Catalog, Job
-from ckptd.daemon.job.save_progress import SaveProgress
-from ckptd.daemon.job.snapshot import Snapshot
+from ckptd.daemon.job.snapshot import SaveProgress, Snapshot
 from ckptd.daemon.journal.journal import JournalBroken
 from ckptd.daemon.memory.slots import Slots
 from ckptd.daemon.saving.destination import Destination
@@ -86,7 +85,7 @@ class Saver:
             remote=isinstance(config.root, Url),
             stopping=lambda: self.stopping,
         )
-        self.check = SlotCheck(
+        self.check = SlotChecksums(
             catalog, slots, front.pipeline, link_unchanged=config.link_unchanged
         ).check
         # Once this is True, saves no longer wait for other nodes to seal a step.

@@ -525,14 +525,15 @@ def _raised_by_the_daemon() -> set[type[errors.CkptdError]]:
         "engine",
         "decisions",
         "admission",
-        "custody",
-        "attempts",
+        "orphans",
+        "claims",
         "saver",
         "slots",
         "pipeline",
         "journal",
     ):
-        tree = ast.parse((SHARED.parent / "daemon" / f"{module}.py").read_text())
+        (path,) = (SHARED.parent / "daemon").glob(f"**/{module}.py")
+        tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 cls = getattr(errors, node.func.id, None)

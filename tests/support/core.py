@@ -1,5 +1,5 @@
-"""The daemon's core without processes, files or threads: the real engine, steps,
-custody and orphans, over fakes and a clock of its own.
+"""The daemon's core without processes, files or threads: the real engine, steps
+and orphans, over fakes and a clock of its own.
 
 A test moves the core by hand. `Core.tick` runs what is ready, `Core.advance` moves the
 clock, and `Core.work` has the calls that the core waits for: reads of seals, saves,
@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from ckptd.daemon import tasks
-from ckptd.daemon.engine.custody import Custody
 from ckptd.daemon.engine.engine import Engine
 from ckptd.daemon.engine.orphans import Orphans
 from ckptd.daemon.engine.seal_intake import SealIntake
@@ -398,8 +397,9 @@ class Core:
             self.saver, RunGuard(_fake(NoHeartbeats()), _fake(NoHeartbeats()),
             _fake(NoHeartbeats())), _fake(OneRoot()), _fake(OneRoot()), PLAN_TIMEOUT,
         )  # fmt: skip
-        self.custody = Custody(self.catalog, slots, self.steps, self.seals, self.saver)
-        self.orphans = Orphans(self.custody, MEMORY_TTL, self._changed)
+        self.orphans = Orphans(
+            self.catalog, slots, self.steps, self.seals, self.saver, MEMORY_TTL, self._changed
+        )
         for name, checkpoints in left.checkpoints.items():
             for checkpoint in checkpoints:
                 self.catalog.job(name).commit(checkpoint)

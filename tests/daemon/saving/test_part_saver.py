@@ -16,7 +16,7 @@ import pytest
 
 from ckptd.daemon.chunks.pipeline import SealedSlot
 from ckptd.daemon.job.catalog import Job
-from ckptd.daemon.job.save_progress import SaveProgress
+from ckptd.daemon.job.snapshot import SaveProgress
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.saving.part_saver import PartSaver
 from ckptd.shared.formats.membership import Membership
