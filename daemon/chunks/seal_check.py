@@ -15,13 +15,13 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from ckptd.daemon.chunks.pipeline import Pipeline, SealedSlot
-from ckptd.daemon.job.catalog import Catalog
 from ckptd.daemon.job.snapshot import RankSeal, SlotContents, Snapshot
 from ckptd.daemon.memory.slots import Slots
 from ckptd.daemon.tasks import all_of
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.bounds import MAX_DEPTH
 from ckptd.shared.formats.plan_check import check_plans
+from ckptd.shared.formats.reuse import StoredPart
 from ckptd.shared.formats.segment import SegmentHeader, read_document, write_check
 from ckptd.shared.formats.values_check import check_values
 from ckptd.shared.system.failpoints import failpoint
@@ -88,44 +88,39 @@ class SealCheck:
 
 
 class SlotChecksums:
-    """The checks of the chunks of one daemon.
+    """The checks of the chunks of one daemon."""
 
-    `link_unchanged`: as in the settings; the next save then needs digests of unchanged
-    chunks, too.
-    """
+    def __init__(self, slots: Slots, pipeline: Pipeline) -> None:
+        self._slots, self._pipeline = slots, pipeline
 
-    def __init__(
-        self, catalog: Catalog, slots: Slots, pipeline: Pipeline, *, link_unchanged: bool
-    ) -> None:
-        self._catalog, self._slots = catalog, slots
-        self._pipeline, self._link_unchanged = pipeline, link_unchanged
-
-    async def check(self, snapshot: Snapshot) -> None:
+    async def check(self, snapshot: Snapshot, stored: Mapping[int, StoredPart]) -> None:
         """Check each slot of the snapshot once: compute its checksums, and write them
         into the segment.
 
         If checksums are there already, compare with them instead. A slot that came from
         the trainer with checksums is not read here. Several callers at the same time
-        share one check. Raises IntegrityError if a slot has changed since it was
-        sealed, NotFound if it has been released.
+        share one check. stored: the parts of the last save whose unchanged chunks the
+        next save links, by rank; it then needs digests, too. Raises IntegrityError if a
+        slot has changed since it was sealed, NotFound if it has been released.
         """
         with snapshot.held():
             async with snapshot.checking:
                 await all_of(
                     [
-                        self._check_seal(snapshot, seal)
+                        self._check_seal(snapshot, seal, stored.get(seal.rank))
                         for seal in snapshot.seals.values()
                         if seal.checks is None
                     ]
                 )
 
-    async def _check_seal(self, snapshot: Snapshot, seal: RankSeal) -> None:
+    async def _check_seal(
+        self, snapshot: Snapshot, seal: RankSeal, before: StoredPart | None
+    ) -> None:
         slot = self._slots.get(seal.segment)
         header = slot.header
         with slot.pinned() as fd:
             sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))
-            before = self._catalog.job(snapshot.job).stored.get(seal.rank)
-            digests = self._link_unchanged and before is not None and before.steady
+            digests = before is not None and before.steady
             checks = await self._pipeline.checksum(sealed, with_digests=digests)
             # A trainer raises it before it changes the first byte.
             if slot.refresh().generation != seal.generation:

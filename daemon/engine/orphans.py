@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 
 from ckptd.daemon.engine.seal_intake import SealIntake
 from ckptd.daemon.engine.steps import Steps
 from ckptd.daemon.job import decisions as d
 from ckptd.daemon.job.catalog import Catalog, Job
+from ckptd.daemon.job.events import Events
 from ckptd.daemon.job.ranks import Owner
 from ckptd.daemon.journal.journal import JournalBroken
 from ckptd.daemon.memory.slots import Slot, Slots
@@ -48,16 +49,13 @@ class Orphans:
         steps: Steps,
         seals: SealIntake,
         saver: Saver,
+        events: Events,
         memory_ttl: float,
-        changed: Callable[[], None],
     ) -> None:
-        """memory_ttl: seconds that a dead trainer's newest snapshot stays in memory.
-
-        `changed` is called when work has ended.
-        """
+        """memory_ttl: seconds that a dead trainer's newest snapshot stays in memory."""
         self._catalog, self._slots = catalog, slots
         self._steps, self._seals, self._saver = steps, seals, saver
-        self._ttl, self._changed = memory_ttl, changed
+        self._events, self._ttl = events, memory_ttl
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._guards: dict[tuple[str, int, int], int] = {}
         self._unread = set[tuple[str, int, int]]()  # the dead owners whose memory cannot be read
@@ -200,7 +198,7 @@ class Orphans:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._changed()
+        self._events.changed()
 
     # -- memory_ttl
 
@@ -233,7 +231,7 @@ class Orphans:
         self._steps.perform(job, [*d.durable(job), *d.given_up(job)])
         self.save_owed(job)
         self.start_timer(job)
-        self._changed()
+        self._events.changed()
 
     # -- start and stop of the daemon
 

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TypeVar
 
 from ckptd.daemon.job.catalog import Job
+from ckptd.daemon.job.events import Events
 from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.shared import names
 from ckptd.shared.errors import Fenced, InvalidRequest, StorageError
@@ -113,14 +114,10 @@ class Claims:
     def __init__(
         self,
         attempts: Attempts,
+        events: Events,
         seconds: float = CLAIM_SECONDS,
-        *,
-        on_loss: Callable[[Job, int], None] = lambda job, attempt: None,
     ) -> None:
-        """on_loss: called if an attempt has begun in memory and another daemon then
-        turns out to have claimed its number.
-        """
-        self._attempts, self._seconds, self._on_loss = attempts, seconds, on_loss
+        self._attempts, self._events, self._seconds = attempts, events, seconds
         self._pending: dict[tuple[str, int], asyncio.Task[bool]] = {}
         self._lost: set[tuple[str, int]] = set()
         # The claims that were begun for a run that was refused, by job.
@@ -226,7 +223,7 @@ class Claims:
                 attempt,
             )
             self._lost.add((job.name, attempt))
-            self._on_loss(job, attempt)
+            self._events.claim_lost(job, attempt)
 
     def is_lost(self, job: Job, attempt: int) -> bool:
         """Return True if this attempt began in memory and another daemon has claimed

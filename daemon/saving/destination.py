@@ -15,8 +15,9 @@ from collections.abc import Awaitable, Callable
 from ckptd.daemon.chunks.pipeline import Pipeline
 from ckptd.daemon.config import Config
 from ckptd.daemon.job.catalog import Catalog, Job
-from ckptd.daemon.job.snapshot import Snapshot
+from ckptd.daemon.job.events import Events
 from ckptd.daemon.journal.journal import Journal
+from ckptd.daemon.root.served_root import ServedRoot
 from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.daemon.saving.committer import Committer
 from ckptd.daemon.saving.deleter import Deleter
@@ -39,7 +40,9 @@ class Destination:
 
     The threads are its own, so that a storage that hangs holds up no save to another
     one. `catalog` has the jobs with the checkpoints in this repository. `locks` has a
-    lock for each job, which is held during each save and each deletion.
+    lock for each job, which is held during each save and each deletion. `ready` returns
+    once a job may be saved here, and raises StorageError or OSError. `served` is the
+    check that the root is still there, or None if this is a stage.
     """
 
     def __init__(
@@ -51,21 +54,16 @@ class Destination:
         calls: StorageCalls,
         pipeline: Pipeline,
         counters: Counter[str],
-        tell: Callable[[Snapshot], None],
-        ready: Callable[[Job], Awaitable[None]] = _is_open,
+        events: Events,
+        served: ServedRoot | None = None,
     ) -> None:
-        """tell: sends the ranks the outcome of a save. ready: returns once a job may be
-        saved here. Raises StorageError, OSError.
-        """
-        self.repository, self.journal, self.catalog, self.ready = (
-            repository,
-            journal,
-            catalog,
-            ready,
-        )
-        self.calls, self.pipeline = calls, pipeline
+        self.repository, self.journal = repository, journal
+        self.catalog, self.calls = catalog, calls
+        self.pipeline, self.counters = pipeline, counters
+        self.ready: Callable[[Job], Awaitable[None]] = _is_open
+        self.served = served
         self.locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self.committer = Committer(config.codec, journal, repository, catalog, calls, tell)
+        self.committer = Committer(config.codec, journal, repository, catalog, calls, events)
         self.deleter = Deleter(config.retention, journal, repository, calls, self.locks, counters)
         self._may_delete_early = config.make_room
         self._fit: dict[str, int] = {}  # how many more checkpoints fit, by job; at most _FEW
@@ -106,6 +104,13 @@ class Destination:
             f"job {job.name}: the root has room for {fit} more of its checkpoints "
             f"({size_text(free or 0)} free): {then}"
         )
+
+    async def finish_deletion(self, place: str) -> None:
+        """Finish a deletion that an earlier daemon has begun, given its job and tag as
+        `job/tag`. Raises StorageError, OSError.
+        """
+        name, tag = place.split("/")
+        await self.deleter.finish(self.catalog.job(name), tag)
 
     async def make_room(self, job: Job, needed: int) -> bool:
         """Delete an older checkpoint of a job here, for `needed` bytes.

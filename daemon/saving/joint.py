@@ -90,7 +90,7 @@ class Joint:
             destination.committer,
             destination.repository,
         )
-        self._ready, self._calls, self._timeout = destination.ready, destination.calls, timeout
+        self._root, self._calls, self._timeout = destination, destination.calls, timeout
         self._last_look = _LAST_REMOTE_LOOK if remote else _LAST_LOOK
         self._stopping = stopping
 
@@ -221,7 +221,7 @@ class Joint:
         until = loop.time() + self._timeout
         while not self._stopping() and loop.time() < until and snapshot.attempt == job.attempt:
             try:
-                await self._ready(job)  # another root may be there, or none
+                await self._root.ready(job)  # another root may be there, or none
                 found = await self._calls.run(
                     lambda: self._repository.outcome(snapshot.job, snapshot.directory)
                 )

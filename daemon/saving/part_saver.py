@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -57,7 +56,6 @@ class PartSaver:
         slots: Slots,
         destination: Destination,
         *,
-        counters: Counter[str],
         governor: Callable[[str], Governor],
         make_room: Callable[[Job, int], Awaitable[bool]],
     ) -> None:
@@ -73,7 +71,8 @@ class PartSaver:
             destination.pipeline,
         )
         self._encoder = codec.encoder(config.codec)
-        self._counters, self._governor, self._make_room = counters, governor, make_room
+        self._counters, self._stored = destination.counters, destination.catalog
+        self._governor, self._make_room = governor, make_room
         self.evict = _nothing_to_evict  # deletes a local copy on a full stage
 
     async def save(self, snapshot: Snapshot, checking: asyncio.Future[None]) -> list[Saved]:
@@ -148,7 +147,7 @@ class PartSaver:
         rewritten, progress = False, snapshot.progress
         assert progress is not None
         before = (
-            self._catalog.job(snapshot.job).stored.get(seal.rank)
+            self._stored.job(snapshot.job).stored.get(seal.rank)
             if self._config.link_unchanged
             else None
         )

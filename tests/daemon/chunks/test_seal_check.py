@@ -216,8 +216,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def check(world: World) -> None:
-    checks = SlotChecksums(world.catalog, world.slots, world.pipeline, link_unchanged=True)
-    asyncio.run(checks.check(world.snapshot))
+    asyncio.run(SlotChecksums(world.slots, world.pipeline).check(world.snapshot, {}))
 
 
 def test_checksums_are_written_once_and_then_compared(world: World) -> None:
@@ -234,10 +233,7 @@ def test_checksums_are_written_once_and_then_compared(world: World) -> None:
 
 
 def test_several_callers_share_one_check(world: World) -> None:
-    checks, read = (
-        SlotChecksums(world.catalog, world.slots, world.pipeline, link_unchanged=True),
-        list[object](),
-    )
+    checks, read = SlotChecksums(world.slots, world.pipeline), list[object]()
     checksum = world.pipeline.checksum
 
     async def counting(sealed: SealedSlot, *, with_digests: bool) -> list[ChunkCheck]:
@@ -245,7 +241,7 @@ def test_several_callers_share_one_check(world: World) -> None:
         return await checksum(sealed, with_digests=with_digests)
 
     async def several() -> None:
-        await asyncio.gather(*(checks.check(world.snapshot) for _ in range(4)))
+        await asyncio.gather(*(checks.check(world.snapshot, {}) for _ in range(4)))
 
     with mock.patch.object(world.pipeline, "checksum", counting):
         asyncio.run(several())

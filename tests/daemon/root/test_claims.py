@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ckptd.daemon.job.catalog import Job
+from ckptd.daemon.job.events import Events
 from ckptd.daemon.root.claims import Attempts, Claims
 from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.shared import names
@@ -61,8 +62,8 @@ class Made(Claims):
         self.losses: list[int] = []
         super().__init__(
             storage,  # type: ignore[arg-type]
+            Events(on_claim_lost=[lambda job, attempt: self.losses.append(attempt)]),
             seconds=0.01,
-            on_loss=lambda job, attempt: self.losses.append(attempt),
         )
 
 
@@ -213,7 +214,7 @@ class Place:
         self.storage = Repository(self.posix)
         self.calls = StorageCalls(60.0)
         self.attempts = Attempts(self.storage, self.calls)
-        self._claims = Claims(self.attempts, seconds=60.0)
+        self._claims = Claims(self.attempts, Events(), seconds=60.0)
         self.claims = root / names.CONTROL / names.ATTEMPTS / "gpt"
         self.lock = root / names.CONTROL / names.host() / names.LOCK
         self.posix.ensure(names.control(names.host()))

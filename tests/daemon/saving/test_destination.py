@@ -20,6 +20,7 @@ import pytest
 from ckptd.agent import Agent, Checkpoint
 from ckptd.daemon.config import Config
 from ckptd.daemon.job.catalog import Catalog, Job
+from ckptd.daemon.job.events import Events
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.recovery import scan_job
 from ckptd.daemon.root.storage_calls import StorageCalls
@@ -125,7 +126,7 @@ def test_a_destination_deletes_only_what_it_has_itself(tmp_path: Path) -> None:
             calls,
             mock.Mock(),
             Counter(),
-            lambda snapshot: None,
+            Events(),
         )
         asyncio.run(scan_job(one.repository, one.catalog.job(JOB), calls))
         # As if they had been applied before.
@@ -410,7 +411,7 @@ def destination(root: Path, calls: StorageCalls, *, make_room: bool = False) -> 
         calls,
         mock.Mock(),
         Counter(),
-        mock.Mock(),
+        Events(),
     )
 
 
