@@ -175,7 +175,7 @@ async def opened(
             if behind is not None:
                 uploader = Uploader(behind, saver, events)
                 final.ready = uploader.reach
-                saver.front_parts.evict = uploader.make_room
+                front.evict = uploader.make_room
             steps = Steps(catalog, slots, saver, config.rank_timeout)
             seals = SealIntake(
                 catalog,

@@ -41,8 +41,9 @@ class Destination:
     The threads are its own, so that a storage that hangs holds up no save to another
     one. `catalog` has the jobs with the checkpoints in this repository. `locks` has a
     lock for each job, which is held during each save and each deletion. `ready` returns
-    once a job may be saved here, and raises StorageError or OSError. `served` is the
-    check that the root is still there, or None if this is a stage.
+    once a job may be saved here, and raises StorageError or OSError. On a stage, `evict`
+    deletes a local copy, and returns False if there is none that may go. On the root,
+    it is None, and `served` checks that the root is still there.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Destination:
         self.catalog, self.calls = catalog, calls
         self.pipeline, self.counters = pipeline, counters
         self.ready: Callable[[Job], Awaitable[None]] = _is_open
+        self.evict: Callable[[Job], Awaitable[bool]] | None = None
         self.served = served
         self.locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.committer = Committer(config.codec, journal, repository, catalog, calls, events)

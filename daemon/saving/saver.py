@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -40,10 +39,6 @@ from ckptd.shared.units import size_text
 from ckptd.shared.wire.lifecycle import Event, SnapshotState
 
 log = logging.getLogger("ckptd.saver")
-
-
-async def _keep_all(job: Job, needed: int) -> bool:
-    return False
 
 
 class Saver:
@@ -85,16 +80,10 @@ class Saver:
         self.persist_seconds = 0.0
         self._governors: dict[str, Governor] = {}
         self._writers = front.pipeline.writers
-
-        def part_saver(
-            destination: Destination, make_room: Callable[[Job, int], Awaitable[bool]]
-        ) -> PartSaver:
-            return PartSaver(
-                config, catalog, slots, destination, governor=self.governor, make_room=make_room
-            )  # fmt: skip
-
-        self.root_parts = part_saver(root, root.make_room)
-        self.front_parts = self.root_parts if front is root else part_saver(front, _keep_all)
+        self.root_parts = PartSaver(config, catalog, slots, root, self.governor)
+        self.front_parts = self.root_parts
+        if front is not root:
+            self.front_parts = PartSaver(config, catalog, slots, front, self.governor)
 
     @property
     def busy(self) -> bool:
