@@ -313,8 +313,8 @@ class Deleter:
             # A reader that finds no manifest gives up, so nobody keeps the rest.
             gone = not await self._calls.run(lambda: _is_committed(self._repository, job.name, tag))
             if why := await self._delete(job, old, uncommitted=gone):
-                log.info("%s; it stays", why)
                 await self._journal.append(r.Retired(job=job.name, tag=tag))
+            log.info("%s", f"{why}; it stays" if why else f"checkpoint {place}: deleted")
 
     async def _delete(self, job: Job, old: StoredCheckpoint, *, uncommitted: bool = False) -> str:
         """Delete a checkpoint. Return the reason if it stays, or "".
