@@ -59,8 +59,8 @@ class Parts:
     looks after dead trainers. `identity` is the identity of the root. `served` checks
     that the root is still there, and `foreign` keeps the memory of other roots apart.
     `events` reports what the daemon has done. `repository` is the root, or the stage if
-    there is one. With a stage, `uploader`
-    uploads to the root, and the second of `pipelines` writes to the root.
+    there is one. With a stage, `uploader` uploads to the root, and the second of
+    `pipelines` writes to the root.
     """
 
     config: Config
@@ -93,10 +93,10 @@ async def opened(
     at the end.
 
     `failed` is called with the error of a background task or of the journal, after
-    which the daemon must end. `locked` is called once the root is locked and the journal
-    is replayed, before anything is recovered. `lost` is called if another root is found at
-    the place of the root. Raises Busy if another daemon has the root, StorageError,
-    InvalidConfig, NewerFormat.
+    which the daemon must end. `locked` is called once the root is locked and the
+    journal is replayed, before anything is recovered. `lost` is called if another root
+    is found at the place of the root. Raises Busy if another daemon has the root,
+    StorageError, InvalidConfig, NewerFormat.
     """
     with ExitStack() as held:
         root = open_root(config.root, fs)

@@ -1,11 +1,12 @@
-"""Checks sealed slots: their documents before the seal is acknowledged, and the bytes of
-their chunks afterwards.
+"""Checks sealed slots: their documents before the seal is acknowledged, and the bytes
+of their chunks afterwards.
 
 What is acknowledged can be loaded (PROTOCOL.md, section 3). `read_sealed` reads one
 slot and checks its documents. `SealCheck.compare` compares the slots of all ranks of
 this node once the last of them is sealed. Both run on worker threads. Neither needs
 torch, so that values that only torch can decode are not checked. `SlotChecksums`
-computes the checksums of the chunks once, or compares them with those that the slot has.
+computes the checksums of the chunks once, or compares them with those that the slot
+has.
 """
 
 from __future__ import annotations

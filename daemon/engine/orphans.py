@@ -3,8 +3,8 @@ what is owed, and frees what is no longer needed.
 
 An `Owner` outlives the connection of its rank, and ends here, once its process is known
 to be dead. Its seals are then recorded. The newest sealed snapshot is saved unasked and
-stays in memory for `memory_ttl`; the other slots are freed. A starting daemon adopts the
-slots that an earlier daemon left, and a stopping one saves what is owed.
+stays in memory for `memory_ttl`; the other slots are freed. A starting daemon adopts
+the slots that an earlier daemon left, and a stopping one saves what is owed.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class Server:
         self.changed()
 
     def changed(self) -> None:
-        """Take note that a client has come or gone, or that a rank has begun or ended."""
+        """Report that a client has come or gone, or that a rank has begun or ended."""
         if self.parts.uploader is not None:
             self.parts.uploader.wake()  # tells a rank that has just begun what is uploaded
         self.parts.events.changed()

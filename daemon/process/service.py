@@ -58,7 +58,7 @@ class Service:
         self._instance = secrets.token_hex(16)
 
     def welcome(self, hello: m.Hello) -> m.Welcome:
-        """Return the answer to Hello. Raises VersionMismatch if the client is too old."""
+        """Return the answer to Hello. Raises VersionMismatch for too old a client."""
         config = self._parts.config
         if config.stage is not None and STAGE not in hello.features:
             raise VersionMismatch(

@@ -1,11 +1,11 @@
 """Claims the numbers of new attempts, and lets an attempt begin in memory while the
 storage does not answer.
 
-The number of an attempt is claimed on storage, durably, before anything is saved under it
-(FORMAT.md, section 6). `Attempts` makes the claims, on threads that may wait for a hung
-disk, and `Claims` waits for them. A trainer that recovers from memory does not wait for
-the claim if the storage does not answer. Its attempt begins in memory, and its saves
-wait until exactly that number is claimed.
+The number of an attempt is claimed on storage, durably, before anything is saved under
+it (FORMAT.md, section 6). `Attempts` makes the claims, on threads that may wait for a
+hung disk, and `Claims` waits for them. A trainer that recovers from memory does not
+wait for the claim if the storage does not answer. Its attempt begins in memory, and its
+saves wait until exactly that number is claimed.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def uncommit(repository: Repository, job: str, tag: str) -> None:
 
 
 def _is_committed(repository: Repository, job: str, tag: str) -> bool:
-    """Return True if a checkpoint has a manifest, which may be one that cannot be read."""
+    """Return True if a checkpoint has a manifest, even one that cannot be read."""
     try:
         return repository.is_committed(job, tag)
     except OSError:
@@ -336,8 +336,9 @@ class Deleter:
             job.retiring.discard(old.tag)
 
     async def _uncommit(self, job: Job, old: StoredCheckpoint) -> str:
-        """Journal the intent to delete a checkpoint, and delete its manifest. Return the
-        reason if it stays, or "".
+        """Journal the intent to delete a checkpoint, and delete its manifest.
+
+        Return the reason if it stays, or "".
         """
         if job.guard:
             return job.guard

@@ -41,9 +41,9 @@ class Destination:
     The threads are its own, so that a storage that hangs holds up no save to another
     one. `catalog` has the jobs with the checkpoints in this repository. `locks` has a
     lock for each job, which is held during each save and each deletion. `ready` returns
-    once a job may be saved here, and raises StorageError or OSError. On a stage, `evict`
-    deletes a local copy, and returns False if there is none that may go. On the root,
-    it is None, and `served` checks that the root is still there.
+    once a job may be saved here, and raises StorageError or OSError. On a stage,
+    `evict` deletes a local copy, and returns False if there is none that may go. On the
+    root, it is None, and `served` checks that the root is still there.
     """
 
     def __init__(

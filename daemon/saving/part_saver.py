@@ -209,7 +209,7 @@ class PartSaver:
             return entry, stored
 
     async def _make_room(self, snapshot: Snapshot, needed: int) -> bool:
-        """Delete an older checkpoint from a full disk, or a local copy from a full stage.
+        """Delete an older checkpoint on a full disk, or a local copy on a full stage.
 
         Return False if there is none that may be deleted.
         """
