@@ -106,12 +106,11 @@ async def scan_job(
             job.commit(StoredCheckpoint.of(manifest, user_tag=parsed[1] is None))
             if manifest.unknown_deleter_features:
                 guards[tag] = manifest.unknown_deleter_features[0]
-    job.uncommitted, job.damaged, job.newer, job.guards = (
-        uncommitted,
-        damaged,
-        newer,
-        guards,
-    )  # all at once, at the end: retention may read them while the scan waits
+    # Without an await between them: retention may read them while a scan waits.
+    job.uncommitted = uncommitted
+    job.damaged = damaged
+    job.newer = newer
+    job.guards = guards
     for gone in before - set(tags) | set(damaged) | set(newer):
         job.checkpoints.pop(gone, None)
 
@@ -157,7 +156,9 @@ async def recover(
         job = catalog.job(name)
         job.seq = max(job.seq, known.seq)
         if known.attempt > job.attempt:
-            job.attempt, job.world_size, job.node = known.attempt, known.world_size, known.node
+            job.attempt = known.attempt
+            job.world_size = known.world_size
+            job.node = known.node
     orphans.adopt(adopted)
     for job in catalog.jobs.values():
         if job.node is None:  # otherwise the claim was durable before this node joined

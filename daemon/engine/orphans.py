@@ -54,7 +54,9 @@ class Orphans:
     ) -> None:
         """memory_ttl: seconds that a dead trainer's newest snapshot stays in memory."""
         self._catalog, self._slots = catalog, slots
-        self._steps, self._seals, self._saver = steps, seals, saver
+        self._steps = steps
+        self._seals = seals
+        self._saver = saver
         self._events, self._ttl = events, memory_ttl
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._guards: dict[tuple[str, int, int], int] = {}
@@ -243,7 +245,9 @@ class Orphans:
             header = slot.header
             job = self._catalog.job(header.job)
             if header.attempt > job.attempt:
-                job.attempt, job.world_size, job.node = header.attempt, header.world_size, None
+                job.attempt = header.attempt
+                job.world_size = header.world_size
+                job.node = None
         for slot in slots:
             header = slot.header
             job = self._catalog.job(header.job)

@@ -162,7 +162,9 @@ class Serving:
         ready_fd: int,
         lost_root: Callable[[], None],
     ) -> None:
-        self._parts, self._stop, self._ready_fd = parts, stop, ready_fd
+        self._parts = parts
+        self._stop = stop
+        self._ready_fd = ready_fd
         self._vitals = Vitals(parts, started, lost_root)
         self.ready = False
         self._idle: asyncio.TimerHandle | None = None

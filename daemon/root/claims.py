@@ -39,7 +39,9 @@ class Attempts:
         """stage: the repository in front of the root, whose checkpoints count for the
         numbers, but in which nothing is claimed.
         """
-        self._repository, self._calls, self._stage = repository, calls, stage
+        self._repository = repository
+        self._calls = calls
+        self._stage = stage
 
     async def find_newest(self, job: str) -> int:
         """Return the highest attempt of a job, or 0.
@@ -117,7 +119,9 @@ class Claims:
         events: Events,
         seconds: float = CLAIM_SECONDS,
     ) -> None:
-        self._attempts, self._events, self._seconds = attempts, events, seconds
+        self._attempts = attempts
+        self._events = events
+        self._seconds = seconds
         self._pending: dict[tuple[str, int], asyncio.Task[bool]] = {}
         self._lost: set[tuple[str, int]] = set()
         # The claims that were begun for a run that was refused, by job.

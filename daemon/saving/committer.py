@@ -42,8 +42,12 @@ class Committer:
         events: Events,
     ) -> None:
         """codec: the codec setting, for the manifest."""
-        self._codec, self._journal, self._repository = codec, journal, repository
-        self._catalog, self._calls, self._events = catalog, calls, events
+        self._codec = codec
+        self._journal = journal
+        self._repository = repository
+        self._catalog = catalog
+        self._calls = calls
+        self._events = events
 
     def manifest(
         self, snapshot: Snapshot, parts: Sequence[PartEntry], plan: Plan, request: SnapshotRequest

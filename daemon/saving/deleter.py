@@ -95,12 +95,10 @@ class Deleter:
         locks: Mapping[str, asyncio.Lock],
         counters: Counter[str],
     ) -> None:
-        self._policies, self._journal, self._repository, self._calls = (
-            tuple(policies),
-            journal,
-            repository,
-            calls,
-        )
+        self._policies = tuple(policies)
+        self._journal = journal
+        self._repository = repository
+        self._calls = calls
         self._locks, self.counters = locks, counters
 
     # -- at the start

@@ -85,12 +85,12 @@ class Joint:
         remote: bool,
         stopping: Callable[[], bool],
     ) -> None:
-        self._catalog, self._committer, self._repository = (
-            destination.catalog,
-            destination.committer,
-            destination.repository,
-        )
-        self._root, self._calls, self._timeout = destination, destination.calls, timeout
+        self._catalog = destination.catalog
+        self._committer = destination.committer
+        self._repository = destination.repository
+        self._root = destination
+        self._calls = destination.calls
+        self._timeout = timeout
         self._last_look = _LAST_REMOTE_LOOK if remote else _LAST_LOOK
         self._stopping = stopping
 

@@ -51,12 +51,12 @@ class PartSaver:
         governor: Callable[[str], Governor],
     ) -> None:
         """governor: returns the governor of the saves of a job."""
-        self._config, self._catalog, self._slots = config, catalog, slots
-        self._journal, self._repository, self._pipeline = (
-            destination.journal,
-            destination.repository,
-            destination.pipeline,
-        )
+        self._config = config
+        self._catalog = catalog
+        self._slots = slots
+        self._journal = destination.journal
+        self._repository = destination.repository
+        self._pipeline = destination.pipeline
         self._encoder = codec.encoder(config.codec)
         self._destination, self._governor = destination, governor
 

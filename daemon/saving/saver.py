@@ -62,7 +62,9 @@ class Saver:
         claims: Claims,
         events: Events,
     ) -> None:
-        self._config, self._catalog, self._slots = config, catalog, slots
+        self._config = config
+        self._catalog = catalog
+        self._slots = slots
         self._claims, self._events = claims, events
         self.front, self.root = front, root
         self.joint = Joint(

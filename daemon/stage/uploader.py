@@ -57,7 +57,9 @@ class Uploader:
 
     def __init__(self, behind: StageRoot, saver: Saver, events: Events) -> None:
         """saver: the saver, whose `front` is the stage and whose `root` is the root."""
-        self._behind, self._saver, self._events = behind, saver, events
+        self._behind = behind
+        self._saver = saver
+        self._events = events
         self._stage, self._root = saver.front, saver.root
         self._catalog, self.jobs = saver.front.catalog, saver.root.catalog
         self.counters = saver.counters
@@ -302,7 +304,9 @@ class Uploader:
         if manifest is None:
             raise IntegrityError(planned.error or "its manifest is damaged")
         if not planned.there:
-            self._uploading, self._done, self._total = (job.name, one.tag), 0, manifest.nbytes
+            self._uploading = (job.name, one.tag)
+            self._done = 0
+            self._total = manifest.nbytes
             async with self._root.calls.entered(one_at_a_time(self._behind.place)):
                 await self._copy(transfer, planned, manifest)
         newest = await self._see_other_attempts(job.name)
