@@ -416,7 +416,7 @@ def test_the_registry_of_magics() -> None:
     assert listed == [magic.decode() for magic in known]
     written = {
         node.value.decode()
-        for path in (*SHARED.rglob("*.py"), *(SHARED.parent / "daemon").glob("*.py"))
+        for path in (*SHARED.rglob("*.py"), *(SHARED.parent / "daemon").rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant)
         and isinstance(node.value, bytes)
