@@ -74,9 +74,11 @@ class Parts:
     slots: Slots
     catalog: Catalog
     journal: Journal
+    claims: Claims
     engine: Engine
     saver: Saver
     orphans: Orphans
+    heartbeats: Heartbeats
     uploader: Uploader | None = None
 
 
@@ -145,90 +147,103 @@ async def opened(
             locked()
             identity = await calls.run(repository.identity) if behind is None else behind.identity
             slots.mark = RootMark(identity, str(config.root))
-            catalog, seal_check, events = Catalog(), SealCheck(), Events()
+            events, counters = Events(), Counter[str]()
             served = ServedRoot(root, root_calls, slots.mark, lost, staged=behind is not None)
-            counters = Counter[str]()
-            if behind is None:
-                front = final = Destination(
-                    config, root, journal, catalog, calls, pipeline, counters, events, served
-                )
-            else:
-                assert of_root is not None
+            front = final = Destination(
+                config, repository, journal, Catalog(), calls, pipeline, counters, events,
+                served if behind is None else None,
+            )  # fmt: skip
+            if of_root is not None:
                 pipelines.append(
                     Pipeline(
                         config.threads, config.memory_budget, config.chunk_size, config.worker_cpus
                     )
                 )
                 held.callback(pipelines[-1].close)
-                front = Destination(
-                    config, repository, journal, catalog, calls, pipeline, counters, events
-                )
                 final = Destination(
                     config, root, of_root, Catalog(), root_calls, pipelines[-1], counters, events,
                     served,
                 )  # fmt: skip
-            claims = Claims(
-                Attempts(root, root_calls, None if behind is None else repository), events
-            )
-            saver = Saver(config, catalog, slots, front, final, claims, events)
-            uploader = None
-            if behind is not None:
-                uploader = Uploader(behind, saver, events)
-                final.ready = uploader.reach
-                front.evict = uploader.make_room
-            steps = Steps(catalog, slots, saver, config.rank_timeout)
-            seals = SealIntake(
-                catalog,
-                steps,
-                journal,
-                read=lambda fd, header: pipeline.run(partial(read_sealed, fd, header)),
-                compare=lambda contents, size: pipeline.run(
-                    partial(seal_check.compare, contents, size)
-                ),
-            )
-            orphans = Orphans(catalog, slots, steps, seals, saver, events, config.memory_ttl)
-            foreign = ForeignMemoryKeeper(
-                slots, str(config.root), config.foreign_memory,
-                partial(recovery.take_over, claims, catalog, orphans),
-            )  # fmt: skip
-            beats = HeartbeatStore(root.storage)
-            heartbeats = Heartbeats(beats, claims.is_claimed)
-            engine = Engine(
-                catalog,
-                slots,
-                journal,
-                claims,
-                Admission(slots, config.chunk_size, pipeline.run),
-                steps,
-                seals,
-                saver,
-                RunGuard(beats, root_calls, heartbeats),
-                served,
-                foreign,
-                config.stall_budget + PLAN_GRACE_SECONDS,
-            )
-            subscribe(events, steps, engine, orphans, uploader)
-            if of_root is not None:
                 of_root.start()
+            parts = _composed(
+                config, identity, slots, pipelines, front, final, served, behind, events
+            )
             gather = partial(
                 moved_root.gather, slots, config.root, overflow and overflow.parent.parent
             )
-            await recovery.recover(saver, claims, slots, orphans, foreign, gather)
-            if uploader is not None:
-                _know_attempts(catalog)
-                uploader.start()
-            heartbeats.resume(catalog.jobs.values())
+            await recovery.recover(
+                parts.saver, parts.claims, slots, parts.orphans, parts.foreign, gather
+            )
+            if parts.uploader is not None:
+                _know_attempts(parts.catalog)
+                parts.uploader.start()
+            parts.heartbeats.resume(parts.catalog.jobs.values())
             try:
-                yield Parts(
-                    config, events, repository, identity, served, foreign, calls, pipelines, slots,
-                    catalog, journal, engine, saver, orphans, uploader,
-                )  # fmt: skip
+                yield parts
             finally:
-                await heartbeats.close()
-                if uploader is not None and of_root is not None:
-                    await uploader.close()
+                await parts.heartbeats.close()
+                if parts.uploader is not None and of_root is not None:
+                    await parts.uploader.close()
                     await of_root.close()
                 await journal.close()
+
+
+def _composed(
+    config: Config,
+    identity: str,
+    slots: Slots,
+    pipelines: list[Pipeline],
+    front: Destination,
+    root: Destination,
+    served: ServedRoot,
+    behind: StageRoot | None,
+    events: Events,
+) -> Parts:
+    """Return the parts of a daemon that saves to `front`, and to `root` if `front` is a
+    stage. `behind` is then the root behind the stage.
+    """
+    catalog, journal, pipeline = front.catalog, front.journal, front.pipeline
+    stage = None if behind is None else front.repository
+    claims = Claims(Attempts(root.repository, root.calls, stage), events)
+    saver = Saver(config, catalog, slots, front, root, claims, events)
+    uploader = None
+    if behind is not None:
+        uploader = Uploader(behind, saver, events)
+        root.ready = uploader.reach
+        front.evict = uploader.make_room
+    steps = Steps(catalog, slots, saver, config.rank_timeout)
+    seal_check = SealCheck()
+    seals = SealIntake(
+        catalog,
+        steps,
+        journal,
+        read=lambda fd, header: pipeline.run(partial(read_sealed, fd, header)),
+        compare=lambda contents, size: pipeline.run(partial(seal_check.compare, contents, size)),
+    )
+    orphans = Orphans(catalog, slots, steps, seals, saver, events, config.memory_ttl)
+    take_over = partial(recovery.take_over, claims, catalog, orphans)
+    foreign = ForeignMemoryKeeper(slots, str(config.root), config.foreign_memory, take_over)
+    beats = HeartbeatStore(root.repository.storage)
+    heartbeats = Heartbeats(beats, claims.is_claimed)
+    engine = Engine(
+        catalog,
+        slots,
+        journal,
+        claims,
+        Admission(slots, config.chunk_size, pipeline.run),
+        steps,
+        seals,
+        saver,
+        RunGuard(beats, root.calls, heartbeats),
+        served,
+        foreign,
+        config.stall_budget + PLAN_GRACE_SECONDS,
+    )
+    subscribe(events, steps, engine, orphans, uploader)
+    return Parts(
+        config, events, front.repository, identity, served, foreign, front.calls, pipelines, slots,
+        catalog, journal, claims, engine, saver, orphans, heartbeats, uploader,
+    )  # fmt: skip
 
 
 def subscribe(
