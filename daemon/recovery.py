@@ -27,7 +27,6 @@ from ckptd.daemon.saving.committer import Document
 from ckptd.daemon.saving.deleter import sweep, uncommit
 from ckptd.daemon.saving.destination import Destination
 from ckptd.daemon.saving.saver import Saver
-from ckptd.shared import names
 from ckptd.shared.errors import Busy, IntegrityError, NewerFormat, NotFound, StorageError
 from ckptd.shared.formats.manifest import PartEntry
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
@@ -102,9 +101,7 @@ async def scan_job(
             damaged[tag] = str(error).removeprefix(f"{job.name}/{tag}: ")
             log.error("checkpoint %s/%s is damaged: %s", job.name, tag, damaged[tag])
         else:
-            parsed = names.parse_tag_directory(tag)
-            assert parsed is not None
-            job.commit(StoredCheckpoint.of(manifest, user_tag=parsed[1] is None))
+            job.commit(StoredCheckpoint.of(manifest))
             if manifest.unknown_deleter_features:
                 guards[tag] = manifest.unknown_deleter_features[0]
     job.uncommitted, job.damaged, job.newer, job.guards = (

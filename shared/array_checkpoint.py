@@ -372,15 +372,17 @@ def _newest_first(job: Path, which: str | int) -> Iterator[Path]:
         parsed = names.parse_tag_directory(directory.name)
         if parsed is None or not (directory / names.MANIFEST).is_file():
             continue
-        tag, step, attempt = parsed
+        step = parsed.step
         if step is None:
             try:
                 manifest = _manifest(directory)
                 step = -1 if manifest.step is None else manifest.step
             except IntegrityError:
                 step = -1
-        if which in ("newest", tag, directory.name) or (isinstance(which, int) and which == step):
-            found.append(((attempt, step), directory))
+        if which in ("newest", parsed.tag, directory.name) or (
+            isinstance(which, int) and which == step
+        ):
+            found.append(((parsed.attempt, step), directory))
     return (directory for _, directory in sorted(found, reverse=True))
 
 

@@ -419,7 +419,7 @@ def restart(
     chosen = candidates[number]
     tags = [names.parse_tag_directory(text.partition(":")[0]) for text in damaged]
     attempts = [candidate.attempt for candidate in candidates[: number + 1]] + [
-        parsed[2] for parsed in tags if parsed is not None
+        parsed.attempt for parsed in tags if parsed is not None
     ]
     older = (one.step for one in candidates[number + 1 :] if one.step not in (None, chosen.step))
     place = (

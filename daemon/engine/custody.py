@@ -188,33 +188,26 @@ class Custody:
         Return the reason if that is not possible, because a running trainer or a reader
         has them.
         """
-        known, parsed = job.checkpoints.get(tag), names.parse_tag_directory(tag)
-        attempt, number = (
-            (known.attempt, known.step)
-            if known
-            else (parsed[2], parsed[1])
-            if parsed
-            else (0, None)
-        )
-        if number is None:
+        known = job.checkpoints.get(tag) or names.parse_tag_directory(tag)
+        if known is None or known.step is None:
             return ""
         for slot in list(self._slots.slots.values()):
-            if slot.released or (slot.header.job, slot.header.attempt) != (job.name, attempt):
+            if slot.released or (slot.header.job, slot.header.attempt) != (job.name, known.attempt):
                 continue
             try:
                 header = slot.refresh()
             except IntegrityError:
                 continue  # a damaged slot is never saved
-            if (header.step, header.state) != (number, SlotState.SEALED):
+            if (header.step, header.state) != (known.step, SlotState.SEALED):
                 continue
             if self._slots.is_held(slot):
                 return (
                     f"checkpoint {job.name}/{tag} is still in the memory of a running trainer; "
                     "try again after its next snapshot, or after it has ended"
                 )
-            if job.ranks.has(attempt, header.rank):
+            if job.ranks.has(known.attempt, header.rank):
                 await self.end_owner(job.ranks.owners[header.rank])
-        snapshot = job.snapshot((attempt, number))
+        snapshot = job.snapshot((known.attempt, known.step))
         if snapshot is None:
             return ""
         await self._saver.settle(snapshot)
@@ -222,7 +215,7 @@ class Custody:
             if snapshot.holds:
                 return f"the copy of checkpoint {job.name}/{tag} in memory is being read"
             step = job.step(snapshot.key)
-            error = SnapshotFailed(f"step {number} was deleted by ckptd forget")
+            error = SnapshotFailed(f"step {known.step} was deleted by ckptd forget")
             self._steps.perform(
                 job, [d.Release(step.key)] if snapshot.complete else d.fail(step, error)
             )

@@ -357,8 +357,8 @@ class Job:
         for tag, why in sorted(self.newer.items(), reverse=True):
             parsed = names.parse_tag_directory(tag)
             assert parsed is not None
-            its = (parsed[2], math.inf if parsed[1] is None else parsed[1])
-            if (step is None or parsed[1] in (None, step)) and its > best:
+            its = (parsed.attempt, math.inf if parsed.step is None else parsed.step)
+            if (step is None or parsed.step in (None, step)) and its > best:
                 return (
                     f"checkpoint {self.name}/{tag} is newer than every checkpoint that this ckptd "
                     f"can read: {why}; "

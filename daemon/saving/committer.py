@@ -13,7 +13,6 @@ from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.journal.journal import Journal, JournalBroken
 from ckptd.daemon.root.storage_calls import StorageCalls
-from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, StorageError
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.plan import Plan
@@ -97,8 +96,7 @@ class Committer:
         A record that the journal has no room for is left out: the commit has not
         failed. Raises JournalBroken.
         """
-        user_tag = names.parse_tag_directory(snapshot.tag)[1] is None  # type: ignore[index]
-        self._catalog.job(snapshot.job).commit(StoredCheckpoint.of(manifest, user_tag=user_tag))
+        self._catalog.job(snapshot.job).commit(StoredCheckpoint.of(manifest))
         try:
             await self._journal.append(
                 r.Committed(

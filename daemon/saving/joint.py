@@ -453,18 +453,16 @@ class Joint:
         saved = (0, -1) if newest is None else newest.order[:2]
         for tag in sorted(there.uncommitted):
             parsed = names.parse_tag_directory(tag)
-            if parsed is None or parsed[2] >= job.attempt:
+            if parsed is None or parsed.attempt >= job.attempt:
                 continue
             for left in (2, 1, 0):
                 try:
-                    awaited = (parsed[2], parsed[1] or -1) > saved and await self._has_parts(
-                        job, tag
-                    )
+                    awaited = parsed.order > saved and await self._has_parts(job, tag)
                     await self._settle_one(
                         job,
                         tag,
-                        parsed[2],
-                        0.0 if parsed[2] == delivered else until,
+                        parsed.attempt,
+                        0.0 if parsed.attempt == delivered else until,
                         awaited=awaited,
                     )
                     break
@@ -505,8 +503,7 @@ class Joint:
                 partial(self._repository.outcome, job.name, tag),
             )
             if isinstance(found, Manifest):
-                user_tag = names.parse_tag_directory(tag)[1] is None  # type: ignore[index]
-                self._catalog.job(job.name).commit(StoredCheckpoint.of(found, user_tag=user_tag))
+                self._catalog.job(job.name).commit(StoredCheckpoint.of(found))
                 log.info(
                     "checkpoint %s/%s: committed from the receipts of its nodes", job.name, tag
                 )

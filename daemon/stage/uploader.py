@@ -323,7 +323,7 @@ class Uploader:
                 await self._copy(transfer, planned, manifest)
         newest = await self._see_other_attempts(job.name)
         there = self.jobs.job(job.name)
-        there.commit(StoredCheckpoint.of(manifest, user_tag=one.user_tag))
+        there.commit(StoredCheckpoint.of(manifest))
         self._join(job, there)
         await self._journal.append(
             r.Committed(job=job.name, attempt=one.attempt, step=one.step, tag=one.tag, seq=one.seq)

@@ -421,7 +421,7 @@ class Life:
             self._outcomes[name] = data
             self._decided_by[name] = self.world.running
             if self._parts(name, data):
-                self._committed.add(names.parse_tag_directory(directory.rpartition("/")[2])[1])  # type: ignore[index]
+                self._committed.add(names.parse_tag_directory(directory.rpartition("/")[2]).step)  # type: ignore[union-attr]
             for part in self._parts(name, data):
                 if part not in self.world.objects:
                     self.world.broken.append(f"{name} is published, and {part} is not there")
