@@ -71,6 +71,7 @@ from ckptd.shared.errors import (
     InternalError,
     InvalidRequest,
     SnapshotFailed,
+    check_step_follows,
 )
 from ckptd.shared.formats.replicas import ReplicaDigests
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
@@ -353,12 +354,7 @@ class Agent:
                 "the daemon is gone; training continues, and snapshots resume when the daemon is "
                 "back"
             )
-        if pending.step <= link.last_step:
-            raise InvalidRequest(
-                f"step {pending.step} does not follow step {link.last_step}, the last of attempt "
-                f"{link.attempt}: "
-                "steps must increase within an attempt; call recover() to go back"
-            )
+        check_step_follows(pending.step, link.last_step, f"attempt {link.attempt}")
         check_state(state, self.world_size)
         if self.rank == 0:
             self._advice.before_snapshot(state, pending.step, link.attempt)

@@ -46,6 +46,7 @@ from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.location import Location, is_place, located
 from ckptd.shared.storage.locate import attempts_of, check_no_other_tool, open_standalone
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.units import rank_list
 
 log = logging.getLogger("ckptd.agent")
 
@@ -414,7 +415,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         )
         if sorted(parts) != list(range(ticket.world_size)):
             raise InvalidRequest(
-                f"parts of ranks {sorted(parts)} were written; expected one of each of "
+                f"parts of {rank_list(sorted(parts))} were written; expected one of each of "
                 f"{ticket.world_size} ranks; nothing was saved"
             )
         written = [list[tuple[MetadataIndex, str]]() for _ in parts]

@@ -39,6 +39,7 @@ from ckptd.shared.errors import (
     InvalidRequest,
     SnapshotFailed,
     StorageError,
+    check_step_follows,
 )
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.segment import this_boot
@@ -239,14 +240,11 @@ def _claim(
             )
             if begins_next and held not in _own.values():
                 whose = f"attempt {held.attempt} of this process's own Agent"
-                if target.step is None:
-                    raise InvalidRequest(
-                        f"tag {target.tag!r} is taken in {whose}, which cannot be overwritten: "
-                        f"choose another tag"
-                    )
+                if target.step is not None:
+                    check_step_follows(target.step, held.last_step, whose)
+                name = f"tag {target.tag!r}" if target.step is None else f"step {target.step}"
                 raise InvalidRequest(
-                    f"step {target.step} does not follow step {held.last_step}, the last of "
-                    f"{whose}: call recover() to go back"
+                    f"{name} is taken in {whose}, which cannot be overwritten: choose another"
                 )
             if not held.saving or not (overwrite or begins_next) or time.monotonic() > until:
                 return _claimed(targets, _begin_all(targets) if begins_next else held, turn)

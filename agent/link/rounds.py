@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from ckptd.agent.link.store_values import GONE_SECONDS, PREFIX, StoreValues, Unwanted, pieces
 from ckptd.agent.threads.flag import Flag
 from ckptd.shared.errors import CkptdError, InternalError, SnapshotFailed, from_wire
-from ckptd.shared.units import some_text
+from ckptd.shared.units import rank_list
 
 log = logging.getLogger("ckptd.agent")
 
@@ -491,8 +491,7 @@ def not_called(
 
     why: more that is known of the late ranks, or "".
     """
-    shown = some_text(late)
-    has = f"rank {shown} has" if len(late) == 1 else f"ranks {shown} have"
+    has = f"{rank_list(late)} {'has' if len(late) == 1 else 'have'}"
     only = " Is it called on rank 0 only?" if rank == 0 and len(late) == world_size - 1 else ""
     return (
         f"{has} not called {call} yet, and rank {rank} has waited for {seconds:g} s: every rank "

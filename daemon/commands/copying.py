@@ -143,4 +143,4 @@ def copy(source: Location, destination: Location, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=1))
     if any(row["error"] for row in rows):
-        sys.exit(13)
+        sys.exit(IntegrityError.exit_code)

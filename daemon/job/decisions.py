@@ -20,16 +20,16 @@ from ckptd.shared.errors import (
     CallerError,
     CkptdError,
     Fenced,
-    InvalidRequest,
     MachineError,
     NotFound,
     SnapshotFailed,
     StructureChanged,
+    check_step_follows,
     from_wire,
 )
 from ckptd.shared.formats import replicas
 from ckptd.shared.formats.membership import MOST_RANKS
-from ckptd.shared.units import some_text
+from ckptd.shared.units import rank_list
 from ckptd.shared.wire.lifecycle import Event, SnapshotState
 from ckptd.shared.wire.messages import Progress, Waiting
 
@@ -164,7 +164,7 @@ def expired(job: Job, step: Step, rank_timeout: float) -> list[Action]:
     everyone = list(job.ranks_here)
     # If all ranks plan, any of them may be late.
     late = [rank for rank in everyone if rank not in came] or everyone
-    why = f"step {step.number} failed: {ranks(late)} did not seal it within {rank_timeout:g} s"
+    why = f"step {step.number} failed: {rank_list(late)} did not seal it within {rank_timeout:g} s"
     return fail(
         step,
         SnapshotFailed(
@@ -285,11 +285,7 @@ def check_turn(job: Job, rank: int, key: Key, last_sealed: int) -> None:
     if step.filling is not None and not step.sealed_by(rank):
         return
     last = max([last_sealed, *(s.step for s in job.snapshots if s.attempt == attempt)])
-    if number <= last:
-        raise InvalidRequest(
-            f"step {number} does not follow step {last}, the last of attempt {attempt}: "
-            "steps must increase within an attempt; call recover() to go back"
-        )
+    check_step_follows(number, last, f"attempt {attempt}")
 
 
 def check_tag(job: Job, key: Key, tag: str, user_tag: str) -> None:
@@ -363,7 +359,7 @@ def _structure_changed(step: Step) -> StructureChanged:
     changed = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(step.planned.items()))
     return StructureChanged(
         f"step {step.number} failed, because the structure of the state changed on some ranks only "
-        f"({changed}; not on {ranks(sorted(step.kept))}); every rank plans again at the next "
+        f"({changed}; not on {rank_list(sorted(step.kept))}); every rank plans again at the next "
         f"snapshot"
     )
 
@@ -412,7 +408,7 @@ def seal_journaled(step: Step, seal: RankSeal) -> list[Action]:
     if differ := sorted(other.rank for other in others if other.global_plan != seal.global_plan):
         error: CkptdError = StructureChanged(
             f"step {step.number} failed: rank {seal.rank} sealed another plan than "
-            f"{ranks(differ)}; "
+            f"{rank_list(differ)}; "
             "every rank plans again at the next snapshot"
         )
         return rejected(step, seal.segment, error)
@@ -425,7 +421,7 @@ def seal_journaled(step: Step, seal: RankSeal) -> list[Action]:
     if differ := sorted(other.rank for other in others if other.persist != seal.persist):
         error = SnapshotFailed(
             f"step {step.number} has persist={seal.persist} on rank {seal.rank}, but "
-            f"persist={not seal.persist} on {ranks(differ)}: "
+            f"persist={not seal.persist} on {rank_list(differ)}: "
             "pass the same on all ranks"
         )
         return rejected(step, seal.segment, error)
@@ -543,7 +539,7 @@ def why_no_slot(job: Job, blocked: Iterable[Key]) -> tuple[str, Key | None]:
         step = job.steps.get(key)
         if step is not None and step.filling is not None and (late := _late(step, step.filling)):
             return (
-                f"{ranks(late)} {'has' if len(late) == 1 else 'have'} not sealed step "
+                f"{rank_list(late)} {'has' if len(late) == 1 else 'have'} not sealed step "
                 f"{step.number} yet",
                 key,
             )
@@ -560,9 +556,3 @@ def _late(step: Step, snapshot: Snapshot) -> list[int]:
         return []
     under_way = {step.slots.get(segment) for segment in step.reading}
     return [rank for rank in snapshot.missing if rank not in under_way]
-
-
-def ranks(numbers: Sequence[int]) -> str:
-    """Return "rank 2", "ranks 1, 2", or the first eight and the number of the others."""
-    shown = some_text(numbers)
-    return f"rank{'s' if len(numbers) != 1 else ''} {shown}"

@@ -19,6 +19,7 @@ from ckptd.shared.formats.plan import Plan
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.system.failpoints import failpoint
+from ckptd.shared.units import rank_list
 from ckptd.shared.wire.lifecycle import Event
 
 log = logging.getLogger("ckptd.saver")
@@ -68,7 +69,7 @@ class Committer:
         """
         if [entry.rank for entry, _, _ in documents] != list(range(snapshot.world_size)):
             raise IntegrityError(
-                f"only the parts of ranks {[e.rank for e, _, _ in documents]} are durable; "
+                f"only the parts of {rank_list([e.rank for e, _, _ in documents])} are durable; "
                 f"expected {snapshot.world_size} parts"
             )
         if len({plan.global_plan for _, plan, _ in documents}) != 1:

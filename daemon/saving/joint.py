@@ -37,7 +37,7 @@ from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.plan import Plan
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.system.failpoints import failpoint
-from ckptd.shared.units import some_text
+from ckptd.shared.units import rank_list
 from ckptd.shared.wire.lifecycle import SnapshotState
 
 log = logging.getLogger("ckptd.joint")
@@ -201,11 +201,7 @@ class Joint:
     @staticmethod
     def _named(snapshot: Snapshot) -> str:
         assert snapshot.node is not None
-        return (
-            f"rank{'s' if len(snapshot.ranks) > 1 else ''} {some_text(snapshot.node.ranks)} "
-            f"on "
-            f"{names.host()}"
-        )
+        return f"{rank_list(snapshot.node.ranks)} on {names.host()}"
 
     async def refuse(self, job: Job, snapshot: Snapshot, error: CkptdError) -> bool:
         """Report that this node cannot save a try of a step, so that no other node
@@ -378,7 +374,7 @@ class Joint:
                 *(receipt.node.ranks for receipt in receipts)
             )
         )
-        return f"{waited}, rank{'s' if len(missing) > 1 else ''} {some_text(missing)} did not"
+        return f"{waited}, {rank_list(missing)} did not"
 
     async def _decide(self, snapshot: Snapshot, verdict: rc.CommitTry | rc.AbandonTry) -> None:
         """Publish a manifest or an abandonment.

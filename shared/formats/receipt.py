@@ -23,7 +23,7 @@ from ckptd.shared.formats.membership import MOST_RANKS, Membership
 from ckptd.shared.formats.plan import Size
 from ckptd.shared.formats.replicas import OfNode, compare_nodes, sentence
 from ckptd.shared.names import parse_part_file
-from ckptd.shared.units import some_text
+from ckptd.shared.units import rank_list, some_text
 
 VERSION = 1
 MAX_RECEIPT = 64 << 20
@@ -82,11 +82,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def who(self) -> str:
         """The ranks and the node, for messages: "ranks 2, 3 on node2"."""
-        return (
-            f"{'rank' if len(self.node.ranks) == 1 else 'ranks'} {some_text(self.node.ranks)} "
-            f"on "
-            f"{self.host}"
-        )
+        return f"{rank_list(self.node.ranks)} on {self.host}"
 
 
 class Abandonment(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,8 +203,7 @@ def decide(
     )
     return AbandonTry(
         "snapshot-failed",
-        f"{'rank' if len(missing) == 1 else 'ranks'} {some_text(missing)} did not deliver "
-        f"({delivered})",
+        f"{rank_list(missing)} did not deliver ({delivered})",
     )
 
 

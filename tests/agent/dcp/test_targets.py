@@ -270,7 +270,7 @@ def test_a_step_that_does_not_follow_the_callers_own_agent_is_refused(world: Wor
     with pytest.raises(
         InvalidRequest,
         match="^step 5 does not follow step 5, the last of attempt 3 of this process's own Agent: "
-        "call recover",
+        "steps must increase",
     ):
         claimed(world.target("step-5"), 1, overwrite=False)
     assert claimed(world.target("step-6"), 1, overwrite=False).begun.attempt == 3

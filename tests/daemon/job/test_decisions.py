@@ -619,16 +619,3 @@ def test_the_reason_why_a_step_gets_no_slot(made: Job, blocked: Any, expected: A
 def test_a_rank_may_have_two_slots_for_a_step() -> None:
     made = Step(KEY, slots={"a0": 0, "b0": 0, "a1": 1})
     assert [d.has_another(made, segment) for segment in ("a0", "b0", "a1")] == [True, True, False]
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [
-        ([2], "rank 2"),
-        ([1, 2], "ranks 1, 2"),
-        (list(range(11)), "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more"),
-        ([], "ranks "),
-    ],
-)
-def test_ranks_in_words(numbers: list[int], text: str) -> None:
-    assert d.ranks(numbers) == text
