@@ -280,7 +280,7 @@ class ArrayCheckpoint:
         made = {name: self._made(name, held) for name in names}
         return _replaced(tree, made)
 
-    def _made(self, name: str, held: Held) -> Any:
+    def _made(self, name: str, held: _Blocks) -> Any:
         shards = self._items.get(name, ())
         if shards and shards[0][1].dtype == BLOB:
             return Undecoded("torch", bytes(held[_key(*shards[0])]))
@@ -422,7 +422,7 @@ def _read(part: PartReader, item: Item) -> bytearray:
     return _read_all([(part, item)])[_key(part, item)]
 
 
-Held = dict[tuple[int, str, tuple[int, ...]], bytearray]
+_Blocks = dict[tuple[int, str, tuple[int, ...]], bytearray]
 """The bytes of shards."""
 
 
@@ -433,9 +433,9 @@ def _key(part: PartReader, item: Item) -> tuple[int, str, tuple[int, ...]]:
     return id(part), item.fqn, item.offsets
 
 
-def _read_all(shards: Iterable[tuple[PartReader, Item]]) -> Held:
+def _read_all(shards: Iterable[tuple[PartReader, Item]]) -> _Blocks:
     """Return the bytes of shards, by `_key`. Each chunk is read once."""
-    found, targets = Held(), dict[int, tuple[PartReader, list[tuple[int, memoryview]]]]()
+    found, targets = _Blocks(), dict[int, tuple[PartReader, list[tuple[int, memoryview]]]]()
     for part, item in shards:
         data = found[_key(part, item)] = bytearray(item.length)
         if data:

@@ -24,7 +24,7 @@ from ckptd.agent.link.attempt import begin
 from ckptd.agent.link.board import Board
 from ckptd.agent.link.client import CALL_SECONDS, Client
 from ckptd.agent.link.launch import find_place
-from ckptd.agent.link.rounds import WARN_SECONDS, Exchange, Ranks, Told, not_called
+from ckptd.agent.link.rounds import WARN_SECONDS, Exchange, RankGroup, Told, not_called
 from ckptd.agent.pending import Pending
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.agent.threads.reminder import reminder
@@ -73,7 +73,7 @@ class RankLink:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: RankGroup,
         job: str | None,
         *,
         socket: str | os.PathLike[str] | None = None,

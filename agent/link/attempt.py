@@ -13,7 +13,7 @@ import msgspec
 
 from ckptd.agent.link.arguments import foreign_memory, launch_id
 from ckptd.agent.link.client import CALL_SECONDS, Client
-from ckptd.agent.link.rounds import Ranks
+from ckptd.agent.link.rounds import RankGroup
 from ckptd.shared import names
 from ckptd.shared.errors import (
     CkptdError,
@@ -50,7 +50,7 @@ class BegunAttempt(NamedTuple):
 
 
 def begin(
-    ranks: Ranks,
+    ranks: RankGroup,
     error: CkptdError | None,
     client: Client | None = None,
     job: str = "",
@@ -199,7 +199,9 @@ def _nodes(places: Sequence[RankPlace], identity: str) -> list[Membership | None
     return [shares[place.boot, place.instance] for place in places]
 
 
-def _claim(client: Client, job: str, ranks: Ranks, node: Membership | None, takeover: bool) -> int:
+def _claim(
+    client: Client, job: str, ranks: RankGroup, node: Membership | None, takeover: bool
+) -> int:
     """Begin the next attempt.
 
     If another run of the job is alive and `takeover` is False, wait for its end, and
@@ -217,7 +219,7 @@ def _claim(client: Client, job: str, ranks: Ranks, node: Membership | None, take
 def _begin(
     client: Client,
     job: str,
-    ranks: Ranks,
+    ranks: RankGroup,
     attempt: int,
     wait: float | None,
     node: Membership | None = None,

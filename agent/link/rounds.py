@@ -535,7 +535,7 @@ def _decode(data: bytes, rank: int | None = None) -> bytes:
     return value
 
 
-Ranks = Alone | Exchange
+RankGroup = Alone | Exchange
 
 
 _BEGINS = ("begin", "joined")

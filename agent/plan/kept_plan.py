@@ -18,7 +18,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.link.client import Client
-from ckptd.agent.link.rounds import Ranks
+from ckptd.agent.link.rounds import RankGroup
 from ckptd.agent.pending import Pending
 from ckptd.agent.plan.layout import Layout, Local, plan_locally, savable
 from ckptd.agent.plan.plan_rounds import Description, PlanResult, PlanRounds
@@ -76,7 +76,7 @@ class KeptPlan:
     state is still the same.
     """
 
-    def __init__(self, client: Client, ranks: Ranks) -> None:
+    def __init__(self, client: Client, ranks: RankGroup) -> None:
         self._client, self._ranks = client, ranks
         self._kept: tuple[Structure, Layout, Sources] | None = None
         # The version of the plan that the next snapshot needs; higher than _has while

@@ -25,7 +25,7 @@ from ckptd.agent.advice import Restart
 from ckptd.agent.dcp.planner_rounds import PlannedLoad
 from ckptd.agent.link.arguments import as_step
 from ckptd.agent.link.client import Client
-from ckptd.agent.link.rounds import Ranks
+from ckptd.agent.link.rounds import RankGroup
 from ckptd.agent.read.sources import Opened
 from ckptd.agent.recover.differences import Differences
 from ckptd.agent.recover.loading import (
@@ -112,7 +112,7 @@ class Recovery:
     def __init__(
         self,
         client: Client,
-        ranks: Ranks,
+        ranks: RankGroup,
         job: str,
         topic: str,
         options: Options,

@@ -51,7 +51,7 @@ ACCEPT_SECONDS = 0.5
 _THIS_CLIENT_ONLY = frozenset({errno.ECONNABORTED, errno.EINTR})
 
 # A message, and the descriptors that go with it: they are closed once they are sent.
-Reply = tuple[m.Message, Sequence[int]]
+Outgoing = tuple[m.Message, Sequence[int]]
 
 
 class Server:
@@ -298,7 +298,7 @@ class Connection:
         log.info("%s: %s: %s", self.peer, type(request).__name__, error)
         return m.Error(re=request.id, code=error.code, message=str(error), retry=error.retry)
 
-    async def _handle(self, request: m.Request) -> Reply:
+    async def _handle(self, request: m.Request) -> Outgoing:
         engine = self._server.engine
         match request:
             case m.Hello():
@@ -417,7 +417,7 @@ class Connection:
         found = await self._server.find(owner.job, request.step, request.delivered)
         return msgspec.structs.replace(found, re=request.id)
 
-    def _pass_on(self, request_id: int, slots: list[Slot]) -> Reply:
+    def _pass_on(self, request_id: int, slots: list[Slot]) -> Outgoing:
         """Return the reply with two separately opened descriptors for each slot: one to
         map, and one to hold the trainer's lock on.
         """

@@ -18,7 +18,7 @@ import msgspec
 
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.formats import sealed_json
-from ckptd.shared.formats.manifest import Name, PartEntry
+from ckptd.shared.formats.manifest import Label, PartEntry
 from ckptd.shared.formats.membership import MOST_RANKS, Membership
 from ckptd.shared.formats.plan import Size
 from ckptd.shared.formats.replicas import OfNode, compare_nodes, sentence
@@ -45,12 +45,12 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
     format: str = "ckptd-receipt"
     version: int = VERSION
-    job: Name
+    job: Label
     attempt: Size
     step: Size
-    tag: Name
+    tag: Label
     node: Membership
-    host: Name
+    host: Label
     world_size: Annotated[int, msgspec.Meta(ge=1)]
     global_plan: Annotated[str, msgspec.Meta(max_length=128)] = ""
     parts: list[PartEntry] = []
@@ -94,10 +94,10 @@ class Abandonment(msgspec.Struct, frozen=True, kw_only=True):
 
     format: str = "ckptd-abandonment"
     version: int = VERSION
-    job: Name
+    job: Label
     attempt: Size
     step: Size
-    tag: Name
+    tag: Label
     code: Code
     reason: Reason
 

@@ -25,9 +25,9 @@ rank, so it holds fewer at any time.
 MOST_TEXT = 400
 """The most characters of a reason on the board."""
 
-Step = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
-Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
-Ranks = Annotated[
+StepNumber = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
+ShortText = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
+RankNumbers = Annotated[
     list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]], msgspec.Meta(max_length=MOST_RANKS)
 ]
 
@@ -49,15 +49,17 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         share with others.
     """
 
-    held: Annotated[list[Step], msgspec.Meta(max_length=MOST_STEPS)] = []
+    held: Annotated[list[StepNumber], msgspec.Meta(max_length=MOST_STEPS)] = []
     done: Annotated[int, msgspec.Meta(ge=-1, lt=10**18)] = -1
     durable: Annotated[int, msgspec.Meta(ge=-1, lt=10**18)] = -1
-    failed: Annotated[dict[Step, tuple[Text, Text]], msgspec.Meta(max_length=MOST_STEPS)] = {}
-    ranks: Ranks = []
-    begun: Annotated[dict[Step, Ranks], msgspec.Meta(max_length=MOST_STEPS)] = {}
-    overdue: Annotated[list[Step], msgspec.Meta(max_length=MOST_STEPS)] = []
+    failed: Annotated[
+        dict[StepNumber, tuple[ShortText, ShortText]], msgspec.Meta(max_length=MOST_STEPS)
+    ] = {}
+    ranks: RankNumbers = []
+    begun: Annotated[dict[StepNumber, RankNumbers], msgspec.Meta(max_length=MOST_STEPS)] = {}
+    overdue: Annotated[list[StepNumber], msgspec.Meta(max_length=MOST_STEPS)] = []
     replicas: Annotated[
-        dict[Step, Annotated[list[Brief], msgspec.Meta(max_length=MOST_BRIEFS)]],
+        dict[StepNumber, Annotated[list[Brief], msgspec.Meta(max_length=MOST_BRIEFS)]],
         msgspec.Meta(max_length=MOST_STEPS),
     ] = {}
 
@@ -73,9 +75,11 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         have not come to it. Empty if there are none.
     """
 
-    common: Annotated[list[Step], msgspec.Meta(max_length=MOST_STEPS)] = []
-    dead: Annotated[dict[Step, tuple[Text, Text]], msgspec.Meta(max_length=MOST_STEPS)] = {}
-    missing: Annotated[dict[Step, Ranks], msgspec.Meta(max_length=1)] = {}
+    common: Annotated[list[StepNumber], msgspec.Meta(max_length=MOST_STEPS)] = []
+    dead: Annotated[
+        dict[StepNumber, tuple[ShortText, ShortText]], msgspec.Meta(max_length=MOST_STEPS)
+    ] = {}
+    missing: Annotated[dict[StepNumber, RankNumbers], msgspec.Meta(max_length=1)] = {}
 
 
 def answer(nodes: Mapping[str, Holding], before: Answer) -> Answer:

@@ -14,13 +14,12 @@ from ckptd.shared.errors import ProtocolError
 from ckptd.shared.formats.membership import MOST_RANKS, Membership
 from ckptd.shared.formats.plan import Size
 from ckptd.shared.system.numa import UNKNOWN
-from ckptd.shared.wire.board import Answer, Holding
+from ckptd.shared.wire.board import Answer, Holding, StepNumber
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 AttemptNumber = Annotated[int, msgspec.Meta(ge=0, lt=10**9)]
-Step = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
@@ -140,19 +139,19 @@ class Replan(Request, frozen=True, kw_only=True, tag="plan"):
     It comes before the rank exchanges plans with the others.
     """
 
-    step: Step
+    step: StepNumber
     why: Annotated[str, msgspec.Meta(max_length=65536)] = ""
 
 
 class Acquire(Request, frozen=True, kw_only=True, tag="acquire"):
-    step: Step
+    step: StepNumber
     name: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
     wait: Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
 class Granted(Reply, frozen=True, kw_only=True, tag="granted"):
     segment: Name
-    step: Step | None = None
+    step: StepNumber | None = None
 
 
 class Refused(Reply, frozen=True, kw_only=True, tag="refused"):
@@ -166,7 +165,7 @@ class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
     included. `usual`: seconds that an undisturbed step takes.
     """
 
-    step: Step
+    step: StepNumber
     seconds: float
     usual: Annotated[float, msgspec.Meta(ge=0)]
 
@@ -181,7 +180,7 @@ class Seal(Request, frozen=True, kw_only=True, tag="seal"):
 
     segment: Name
     attempt: AttemptNumber
-    step: Step
+    step: StepNumber
     held: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     cost: TrainingCost | None = None
 
@@ -205,7 +204,7 @@ class Abandon(Request, frozen=True, kw_only=True, tag="abandon"):
     """
 
     segment: Name = ""
-    step: Step | None = None
+    step: StepNumber | None = None
     reason: Annotated[str, msgspec.Meta(max_length=65536)] = ""
     code: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
@@ -250,7 +249,7 @@ class Find(Request, frozen=True, kw_only=True, tag="find"):
     `delivered`: an attempt whose nodes have all delivered what they hold, or 0.
     """
 
-    step: Step | None = None
+    step: StepNumber | None = None
     delivered: AttemptNumber = 0
 
 
@@ -264,7 +263,7 @@ class RecoveryCandidate(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     attempt: AttemptNumber
-    step: Step | None
+    step: StepNumber | None
     tag: str
     source: str
 
@@ -286,7 +285,7 @@ class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):
     """
 
     attempt: AttemptNumber
-    step: Step
+    step: StepNumber
     check: bool = True
 
 
@@ -336,7 +335,7 @@ class Progress(Reply, frozen=True, kw_only=True, tag="progress"):
     """
 
     attempt: AttemptNumber
-    step: Step
+    step: StepNumber
     state: str
     reason: str = ""
     code: str = ""
@@ -350,7 +349,7 @@ class Waiting(Reply, frozen=True, kw_only=True, tag="waiting"):
     """
 
     attempt: AttemptNumber
-    step: Step
+    step: StepNumber
     ranks: Annotated[list[Rank], msgspec.Meta(max_length=MOST_RANKS)]
 
 
@@ -372,8 +371,8 @@ class Uploads(Reply, frozen=True, kw_only=True, tag="uploads"):
     """
 
     attempt: AttemptNumber
-    uploaded: list[Step] = []
-    waiting: list[Step] = []
+    uploaded: list[StepNumber] = []
+    waiting: list[StepNumber] = []
 
 
 class Error(Reply, frozen=True, kw_only=True, tag="error"):
