@@ -318,7 +318,7 @@ class RankLink:
                 if not self.client.wait_connected(AWAY_SECONDS):
                     raise self.client.foreign or DaemonUnreachable(_GONE) from None
 
-    def _news(self, news: m.News) -> None:
+    def _news(self, news: m.Notification) -> None:
         match news:
             case m.Uploads():
                 self.handovers.seals.follow_uploads(news)

@@ -85,7 +85,7 @@ class Client:
         place: Place,
         *,
         resume: Callable[[], None],
-        news: Callable[[m.News], None],
+        news: Callable[[m.Notification], None],
         lost: Callable[[CkptdError], None],
         late: Callable[[m.Reply], None],
     ) -> None:
@@ -378,7 +378,7 @@ class Client:
 
     def _got(self, message: m.Message) -> None:
         self._silent = False
-        if isinstance(message, m.News):
+        if isinstance(message, m.Notification):
             self._news(message)
             return
         assert isinstance(message, m.Reply)

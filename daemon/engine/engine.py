@@ -101,7 +101,7 @@ class Engine:
         rank: int,
         world_size: int,
         attempt: int,
-        notify: Callable[[m.News], None],
+        notify: Callable[[m.Notification], None],
         process: Process = NOT_KNOWN,
         wait: float | None = None,
         node: Membership | None = None,

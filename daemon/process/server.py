@@ -51,7 +51,7 @@ ACCEPT_SECONDS = 0.5
 _THIS_CLIENT_ONLY = frozenset({errno.ECONNABORTED, errno.EINTR})
 
 # A message, and the descriptors that go with it: they are closed once they are sent.
-Outgoing = tuple[m.Message, Sequence[int]]
+Outgoing = tuple[m.Reply, Sequence[int]]
 
 
 class Server:
@@ -187,7 +187,7 @@ class Connection:
         self._server, self._socket = server, client
         self._session = s.Session(s.Role.DAEMON)
         self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
-        self._untold: deque[m.News] = deque()  # what came while Begin was under way
+        self._untold: deque[m.Notification] = deque()  # what came while Begin was under way
         self._unread = 0
         self.requests: set[asyncio.Task[None]] = set()
         # Seals under way: Find, Fetch, Persist and Detach wait for them
@@ -436,7 +436,7 @@ class Connection:
             remark=self._server.remark(slots),
         ), opened
 
-    def _notify(self, message: m.News) -> None:
+    def _notify(self, message: m.Notification) -> None:
         """Send the message, or keep it until the rank has begun.
 
         Drop a Waiting that the client does not know.
@@ -455,7 +455,7 @@ class Connection:
 
     # -- sending
 
-    def send(self, message: m.Message, descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: m.Reply | m.Notification, descriptors: Sequence[int] = ()) -> None:
         frame = (
             memoryview(self._session.send(message))
             if self._session.state is not s.SessionState.CLOSED

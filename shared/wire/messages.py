@@ -32,9 +32,18 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
-    """A message from the daemon.
+    """A message from the daemon that answers a request.
 
-    `re` is the id of the request that it answers, or 0 if it comes unasked.
+    `re` is the id of that request. It is 0 in an Error that ends the connection.
+    """
+
+    re: Id
+
+
+class Notification(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    """A message that the daemon sends to a rank without a request.
+
+    `re` is 0.
     """
 
     re: Id
@@ -328,8 +337,8 @@ class Done(Reply, frozen=True, kw_only=True, tag="done"):
     pass
 
 
-class Progress(Reply, frozen=True, kw_only=True, tag="progress"):
-    """News of a snapshot, which comes unasked.
+class Progress(Notification, frozen=True, kw_only=True, tag="progress"):
+    """The outcome of a snapshot.
 
     `state` is "durable" or "failed"; `reason` and `code` say why the snapshot failed.
     """
@@ -341,11 +350,11 @@ class Progress(Reply, frozen=True, kw_only=True, tag="progress"):
     code: str = ""
 
 
-class Waiting(Reply, frozen=True, kw_only=True, tag="waiting"):
-    """The ranks that have not come to a step that others wait for, which comes unasked
-    to every rank.
+class Waiting(Notification, frozen=True, kw_only=True, tag="waiting"):
+    """The ranks that have not come to a step that others wait for.
 
-    Nothing has failed. Only a client with the feature `waiting` gets this message.
+    Every rank gets this message if its client has the feature `waiting`. Nothing has
+    failed.
     """
 
     attempt: AttemptNumber
@@ -353,18 +362,18 @@ class Waiting(Reply, frozen=True, kw_only=True, tag="waiting"):
     ranks: Annotated[list[Rank], msgspec.Meta(max_length=MOST_RANKS)]
 
 
-class Holds(Reply, frozen=True, kw_only=True, tag="holds"):
-    """The steps that this node holds, which comes unasked to the lowest rank of the
-    node, for the board.
+class Holds(Notification, frozen=True, kw_only=True, tag="holds"):
+    """The steps that this node holds. The lowest rank of the node writes them to the
+    board.
     """
 
     attempt: AttemptNumber
     holding: Holding
 
 
-class Uploads(Reply, frozen=True, kw_only=True, tag="uploads"):
-    """The steps of an attempt that are in the root, and those that wait on the stage,
-    which comes unasked if the daemon has a stage.
+class Uploads(Notification, frozen=True, kw_only=True, tag="uploads"):
+    """The steps of an attempt that are in the root, and those that wait on the stage, if
+    the daemon has a stage.
 
     A step that was durable before this message and is in neither list will not be
     uploaded, or is no longer in the root.
@@ -387,13 +396,11 @@ Message = (
     | Delivered | Find | Found | Fetch | Fetched | Forget | Forgotten | Detach | Done
     | Progress | Holds | Uploads | Waiting | Error
 )  # fmt: skip
-News = Progress | Holds | Uploads | Waiting
-"""The messages that a rank gets without a request."""
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-def encode(message: Request | Reply) -> bytes:
+def encode(message: Request | Reply | Notification) -> bytes:
     """Return the msgpack payload for a message."""
     return msgspec.msgpack.encode(message)
 

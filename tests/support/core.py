@@ -37,7 +37,7 @@ from ckptd.shared.formats.plan import MIN_CHUNK
 from ckptd.shared.formats.segment import SegmentHeader, SlotState
 from ckptd.shared.wire.board import Holding
 from ckptd.shared.wire.lifecycle import Event, SnapshotState
-from ckptd.shared.wire.messages import Holds, News, Progress, Waiting
+from ckptd.shared.wire.messages import Holds, Notification, Progress, Waiting
 
 RANK_TIMEOUT, PLAN_TIMEOUT, MEMORY_TTL = 60.0, 15.0, 900.0
 
@@ -525,7 +525,7 @@ class Client:
         self.warned: list[Waiting] = []
         self.holdings: list[Holding] = []
 
-    def notify(self, message: News) -> None:
+    def notify(self, message: Notification) -> None:
         if isinstance(message, Progress):
             self.told.append(message)
         if isinstance(message, Waiting):
