@@ -189,7 +189,7 @@ class RankLink:
             and isinstance(self.ranks, Exchange | Told)
         ):
             # The number is that of another attempt, too, under another root.
-            prefix = f"{self.job}/board/{self.node.claim}"
+            prefix = f"{self.job}/board/{self.node.run_id}"
             self._board = Board(
                 self.ranks.new_client(),
                 prefix,

@@ -195,7 +195,7 @@ def _nodes(places: Sequence[RankPlace], identity: str) -> list[Membership | None
     found: dict[tuple[bytes, str], list[int]] = {}
     for rank, place in enumerate(places):
         found.setdefault((place.boot, place.instance), []).append(rank)
-    shares = {key: Membership(claim=identity, ranks=here) for key, here in found.items()}
+    shares = {key: Membership(run_id=identity, ranks=here) for key, here in found.items()}
     return [shares[place.boot, place.instance] for place in places]
 
 

@@ -128,7 +128,10 @@ class Engine:
                 f"rank {rank} does not exist: the job has {world_size} ranks, numbered from 0"
             )
         if node is not None and (problem := node.problem(rank, world_size)):
-            raise InvalidRequest(f"the share of this node in job {job_name!r} cannot be: {problem}")
+            raise InvalidRequest(
+                f"rank {rank} cannot begin job {job_name!r}, because it gives a wrong list of the "
+                f"ranks of its node: {problem}"
+            )
         self._check_not_stopping()
         if job_name not in self.catalog.jobs and len(self.catalog.jobs) >= MOST_JOBS:
             raise Busy(

@@ -303,7 +303,7 @@ class Repository:
             self._name(receipt.job, receipt.tag, names.receipt_file(receipt.node.ranks[0])),
             encode(receipt),
         )
-        publish = partial(self.storage.publish, name, data, replace=False, by=receipt.node.claim)
+        publish = partial(self.storage.publish, name, data, replace=False, by=receipt.node.run_id)
         try:
             publish(points="receipt")
         except FileNotFoundError:  # no node has written a part yet

@@ -97,7 +97,7 @@ def _part(rank: int) -> tuple[PartEntry, bytes]:
 
 
 def _share(rank: int) -> Membership:
-    return Membership(claim=CLAIM, ranks=[rank])
+    return Membership(run_id=CLAIM, ranks=[rank])
 
 
 class Daemon:

@@ -133,7 +133,7 @@ def test_a_node_shows_others_that_it_has_begun_a_step_and_later_that_it_waits(ma
     """The other nodes must know that the node has begun, before they may ask for its
     ranks.
     """
-    made.job.node, made.job.world_size = Membership(claim="0a" * 16, ranks=[0, 1]), 4
+    made.job.node, made.job.world_size = Membership(run_id="0a" * 16, ranks=[0, 1]), 4
     made.job.occupy(made.slots[3].name, 1, (1, 4))
     made.perform(d.StartTimer(KEY))
     made.core.advance(steps.BEGUN_SECONDS + 0.1)
@@ -146,7 +146,7 @@ def test_a_node_shows_others_that_it_has_begun_a_step_and_later_that_it_waits(ma
 
 
 def test_the_answer_from_the_board_says_which_ranks_of_all_nodes_have_not_come(made: Made) -> None:
-    made.job.node, made.job.world_size = Membership(claim="0a" * 16, ranks=[0, 1]), 4
+    made.job.node, made.job.world_size = Membership(run_id="0a" * 16, ranks=[0, 1]), 4
 
     async def hear(*answers: Answer) -> None:
         for answer in answers:
@@ -245,7 +245,7 @@ def test_a_step_in_memory_that_is_sealed_after_another_node_has_failed_it_fails(
     """The answer of the board came before the step began here, so that there was
     nothing to fail then.
     """
-    made.job.node = Membership(claim="0a" * 16, ranks=[0, 1])
+    made.job.node = Membership(run_id="0a" * 16, ranks=[0, 1])
     made.job.answer = Answer(dead={5: ("storage", "rank 2 on node1: disk full")})
     snapshot = made.snapshot(0, 1, state=SnapshotState.SEALED)
     snapshot.persist = False

@@ -199,7 +199,7 @@ def test_the_ranks_that_have_not_come_to_a_step_are_told(before: Step, missing: 
 def test_only_ranks_of_this_node_are_told_as_missing_by_this_node() -> None:
     before = step(kept=(2,))
     made = job(before, size=6)
-    made.node = Membership(claim="0" * 32, ranks=[2, 3, 4])
+    made.node = Membership(run_id="0" * 32, ranks=[2, 3, 4])
     assert [action.message.ranks for action in d.waiting(made, before)] == [[3, 4]]  # type: ignore[union-attr]
 
 

@@ -24,7 +24,7 @@ from ckptd.shared.wire.lifecycle import SnapshotState
 from ckptd.shared.wire.messages import Progress, Waiting
 from tests.support.node_model import Model, Rules
 
-NODE = Membership(claim="0" * 32, ranks=[2, 3])
+NODE = Membership(run_id="0" * 32, ranks=[2, 3])
 
 
 def job(*snapshots: Snapshot, **changes: Any) -> Job:

@@ -68,7 +68,7 @@ class Node:
             self.calls, mock.Mock(), Counter(), lambda s: self.told.append(s.state),
         )  # fmt: skip
         self.joint = Joint(self.root, timeout, remote=False, stopping=lambda: self.stopping)
-        self.share = Membership(claim=claim, ranks=list(ranks))
+        self.share = Membership(run_id=claim, ranks=list(ranks))
         self.job = self.catalog.job("gpt")
         self.job.attempt, self.job.world_size, self.job.node = 2, 4, self.share
         self.snapshot = Snapshot(
@@ -331,7 +331,7 @@ async def test_steps_that_share_a_tag_are_never_joined(make: Make) -> None:
     with pytest.raises(Abandoned, match=None):
         await first.settle()
     assert isinstance(first.outcome, rc.Abandonment)
-    assert "have saved steps 1000 and 900 under one tag" in first.outcome.reason
+    assert "have saved steps 1000 and 900 under the same tag" in first.outcome.reason
     later = make(2, 3)
     later.snapshot.tag = later.snapshot.directory = TAG
     with pytest.raises(AlreadyExists, match="is that of step 900; choose another tag"):
