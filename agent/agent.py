@@ -318,7 +318,7 @@ class Agent:
                     )
                 # After `fail`: the daemon must know the reason before it gets the slot
                 # back.
-                link.handovers.settle(handover)
+                link.handovers.end(handover)
         except Nested as error:
             link.refuse(pending, error)
         except TimeoutError:
@@ -444,7 +444,7 @@ class Agent:
         """
         with self._link.calls("hear"):
             self._link.ready()
-            return self._link.ranks.hear(topic, say, 0.0 if late else self._link.stall_budget)
+            return self._link.ranks.broadcast(topic, say, 0.0 if late else self._link.stall_budget)
 
     # -- slots
 

@@ -173,7 +173,7 @@ async def recover(
                 error,
             )
     failpoint("start.swept")
-    await orphans.settle_adopted(adopted)
+    await orphans.record_adopted(adopted)
     for job in catalog.jobs.values():
         await saver.front.deleter.repair_newest(job)
 
@@ -190,7 +190,7 @@ async def take_over(
     job = catalog.job(adopted[0].header.job)
     if job.node is None:
         await claims.adopt(job)
-    await orphans.settle_adopted(adopted)
+    await orphans.record_adopted(adopted)
     orphans.watch()
 
 

@@ -201,7 +201,7 @@ def _hand_over(
             )
             raise
         finally:
-            handovers.settle(handover)
+            handovers.end(handover)
     try:
         link.wait_durable(handover.pending)
     except CkptdError as error:

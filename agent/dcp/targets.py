@@ -397,7 +397,7 @@ def fail_step(ticket: SaveTicket, rank: int, world_size: int, why: str) -> None:
     with (link := attach(ticket, rank, world_size)).calls("save"):
         handover = link.open_step(ticket.step, ticket.target.tag)
         link.handovers.fail(handover.pending, SnapshotFailed(why))
-        link.handovers.settle(handover)
+        link.handovers.end(handover)
 
 
 class SlotPart:
@@ -453,13 +453,13 @@ class SlotPart:
                     handover.pending,
                     error if isinstance(error, CkptdError) else InternalError(repr(error)),
                 )
-                handovers.settle(handover)
+                handovers.end(handover)
                 raise
             # Set before `hold`: only `discard` gives back a held slot, and it needs the
             # hand-over.
             self._handover = handover
             handover.hold()
-            handovers.settle(handover)
+            handovers.end(handover)
 
     def finish(self, layout: Layout, values: bytes, request: SnapshotRequest) -> None:
         """Seal the slot.

@@ -273,7 +273,7 @@ class RankLink:
             if not self._gone and os.getpid() == self._pid:
                 self.let_go()
             return
-        self.handovers.settle_interrupted()
+        self.handovers.end_interrupted()
         while self._nested:
             pending = self._nested.popleft()
             self.handovers.pass_over(pending, pending.why)

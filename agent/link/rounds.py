@@ -77,7 +77,7 @@ class Alone:
         said = [mine, *(mine if other is None else other for other in self._others)]
         return decide(said)[0] if self._answer is None else self._answer
 
-    def hear(self, topic: str, say: Callable[[], bytes], seconds: float) -> bytes | None:
+    def broadcast(self, topic: str, say: Callable[[], bytes], seconds: float) -> bytes | None:
         """Return the result of `say`."""
         return say()
 
@@ -175,7 +175,7 @@ class Exchange:
         client.set_timeout(timedelta(seconds=GONE_SECONDS))
         return PrefixStore(PREFIX, client)
 
-    def hear(self, topic: str, say: Callable[[], bytes], seconds: float) -> bytes | None:
+    def broadcast(self, topic: str, say: Callable[[], bytes], seconds: float) -> bytes | None:
         """Return the message of rank 0, which is the result of `say` there.
 
         Rank 0 does not wait for the other ranks.
@@ -184,11 +184,13 @@ class Exchange:
         may call this again later. Raises SnapshotFailed if the store does not answer.
         """
         return self._held(
-            lambda over: self._hear(f"{self.scope}/{topic}", say, time.monotonic() + seconds, over),
+            lambda over: self._broadcast(
+                f"{self.scope}/{topic}", say, time.monotonic() + seconds, over
+            ),
             seconds,
         )
 
-    def _hear(
+    def _broadcast(
         self,
         topic: str,
         say: Callable[[], bytes],

@@ -210,7 +210,7 @@ class Custody:
         snapshot = job.snapshot((known.attempt, known.step))
         if snapshot is None:
             return ""
-        await self._saver.settle(snapshot)
+        await self._saver.wait_idle(snapshot)
         if job.snapshot(snapshot.key) is snapshot:
             if snapshot.holds:
                 return f"the copy of checkpoint {job.name}/{tag} in memory is being read"

@@ -142,7 +142,7 @@ class Engine:
         if attempt != job.attempt or not attempt:
             await self._served.check(job)
         async with job.begin_lock:
-            await self._foreign.settle(job_name, foreign_memory)
+            await self._foreign.apply_choice(job_name, foreign_memory)
         dead: Collection[int] = ()
         if wait is not None and (attempt == 0 or (node is not None and attempt > job.attempt)):
             dead = await self._guard.wait_for_end(job, process, wait, everywhere=attempt == 0)
@@ -458,7 +458,7 @@ class Engine:
                 f"{newest.job}/{newest.tag} could not be made durable: {newest.reason}"
             )
 
-    def hear(self, owner: Owner, attempt: int, answer: Answer) -> None:
+    def take_answer(self, owner: Owner, attempt: int, answer: Answer) -> None:
         """Take an answer from the board, which the lowest rank of this node passes on."""
         job = self._current(owner)
         if job.node is None or owner.rank != job.node.ranks[0]:
@@ -467,7 +467,7 @@ class Engine:
                 f"several"
             )
         if attempt == owner.attempt:
-            self._steps.hear(job, answer)
+            self._steps.take_answer(job, answer)
 
     def memory_candidates(self, job_name: str) -> list[Snapshot]:
         """Return the snapshots that can be recovered from memory: all ranks must be on

@@ -174,7 +174,7 @@ class Orphans:
         """
         self._custody.adopt(slots)
 
-    async def settle_adopted(self, slots: list[Slot]) -> None:
+    async def record_adopted(self, slots: list[Slot]) -> None:
         """Record the seals of adopted slots, and release the slots that belong to no
         owner.
         """

@@ -143,7 +143,7 @@ class Step:
         if rank not in self.planned:
             self.kept.add(rank)
 
-    def settle(self) -> None:
+    def end_wait(self) -> None:
         """Cancel the timer, and forget which ranks plan: they no longer wait for each
         other.
         """

@@ -387,7 +387,7 @@ class Connection:
             case m.Persist():
                 await engine.persist(owner)
             case m.Heard():
-                engine.hear(owner, request.attempt, request.answer)
+                engine.take_answer(owner, request.attempt, request.answer)
             case m.Deliver():
                 earlier = await self._server.deliver(owner.job)
                 return m.Delivered(

@@ -163,7 +163,7 @@ class Service:
                 there = await uploader.scan(job.name, fresh=True)
                 there.uncommitted -= job.checkpoints.keys()  # their uploads are under way
             if job.node is None or job.node.leads:
-                await joint.settle_past(job, delivered)
+                await joint.decide_past(job, delivered)
         except StorageError as error:
             newest = job.newest_checkpoint()
             if (

@@ -386,7 +386,7 @@ class Joint:
                 manifest = self._committer.manifest(snapshot, verdict.parts, plan, request)
                 data, objects = await self._calls.run(manifest.split)
             except IntegrityError as error:
-                # A part is gone or damaged, or the manifest is larger than readers accept.
+                # A part is gone or damaged, or the manifest is too large for readers.
                 verdict = rc.AbandonTry(error.code, str(error))
         if isinstance(verdict, rc.AbandonTry):
             abandonment = rc.Abandonment(
@@ -463,8 +463,8 @@ class Joint:
                     break
                 except OSError as error:
                     problem = StorageError.of(f"decide {job.name}/{tag}", error)
-                    # One failure of the storage must not cost a step that all nodes have
-                    # delivered.
+                    # One failure of the storage must not cost a step that all nodes
+                    # have delivered.
                     if left and asyncio.get_running_loop().time() < patience:
                         await asyncio.sleep(self._last_look)
                     elif problem.is_no_damage:
@@ -510,8 +510,8 @@ class Joint:
             if isinstance(found, rc.Abandonment):
                 if found.code != rc.DELETED:
                     job.abandoned[tag] = found
-                # The abandonment stays for one more attempt, so that a late daemon of the
-                # old attempt can read it.
+                # The abandonment stays for one more attempt, so that a late daemon of
+                # the old attempt can read it.
                 keep = [names.MANIFEST] if attempt == job.attempt - 1 else []
                 try:
                     await self._calls.run(partial(self._repository.sweep_tag, job.name, tag, keep))
@@ -525,8 +525,8 @@ class Joint:
             async with self._calls.deadline(f"read the receipts of {job.name}/{tag}"):
                 receipts = await self._receipts(job.name, tag, receipts, late=late)
             if not receipts and (over or not awaited):
-                # Either one node has saved the step alone, and its journal says so, or no
-                # node has delivered.
+                # Either one node has saved the step alone, and its journal says so, or
+                # no node has delivered.
                 return
             first = receipts[0] if receipts else None
             verdict = None if first is None else rc.decide(receipts, first.world_size, late=late)

@@ -490,7 +490,7 @@ class Core:
             if known.attempt > job.attempt:
                 job.attempt, job.world_size = known.attempt, known.world_size
         self.orphans.adopt(adopted)
-        self.run(self.orphans.settle_adopted(adopted))
+        self.run(self.orphans.record_adopted(adopted))
 
         async def watch() -> None:
             self.orphans.watch()

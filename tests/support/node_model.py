@@ -265,7 +265,7 @@ class Model:
             assert snapshot is not None
             if any(
                 isinstance(action, Fail) and action.key == snapshot.key
-                for action in holdings.heard(job)
+                for action in holdings.answered(job)
             ):
                 yield self._move(state, number, step, FAILED)
             wanted = (self.persist[step - 1] and where == HELD) or snapshot in owed

@@ -184,7 +184,7 @@ class Daemon:
         None if it is abandoned.
         """
         try:
-            done(self.joint.settle(self.job, snapshot))
+            done(self.joint.finish(self.job, snapshot))
         except Abandoned as error:
             done(
                 self.root.committer.drop(
@@ -332,7 +332,7 @@ class Life:
                 self.world.sleep(0.1)
         known, delivered = self.acknowledged or NEW in self._committed, self._delivered()
         daemon.scan(fresh=True)
-        done(daemon.joint.settle_past(daemon.job, ATTEMPT if self.back else 0))
+        done(daemon.joint.decide_past(daemon.job, ATTEMPT if self.back else 0))
         newest = daemon.job.newest_checkpoint()
         found = -1 if newest is None or newest.step is None else newest.step
         # recover() names what it could not read

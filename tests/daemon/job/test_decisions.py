@@ -39,8 +39,10 @@ class Timer:
         pass
 
 
-def rank_seal(rank: int, *, plan: bytes = b"plan", persist: bool = True) -> RankSeal:
-    return RankSeal(rank, f"slot{rank}", 1, bytes(32), plan, persist)
+def rank_seal(
+    rank: int, *, plan: bytes = b"plan", persist: bool = True, node: Membership | None = None
+) -> RankSeal:
+    return RankSeal(rank, f"slot{rank}", 1, bytes(32), plan, persist, node=node)
 
 
 def step(
@@ -103,7 +105,7 @@ def test_a_failed_step_is_marked_told_released_and_settled_in_this_order() -> No
         d.Fail(KEY, "snapshot-failed", "no"),
         d.Tell(message),
         d.Release(KEY),
-        d.Settle(KEY),
+        d.EndWait(KEY),
     ]
     assert d.fail(step(sealed=(0,)), SnapshotFailed("no")) == expected
 
@@ -169,7 +171,7 @@ def granted(**slots: int) -> Step:
 
 def settled(made: Step) -> Step:
     """A step for which a rank has got no slot, and that another rank has sealed since."""
-    made.settle()
+    made.end_wait()
     made.timer = Timer()  # type: ignore[assignment]
     return made
 
@@ -255,7 +257,7 @@ def test_the_steps_of_a_rank_that_left_fail_and_first_those_with_slots() -> None
         ("failed", "snapshot-failed", "step 5 failed: rank 1 ended before it sealed the step"),
         ("failed", "snapshot-failed", "step 8 failed: rank 1 ended before it sealed the step"),
     ]
-    assert [action.key for action in found if isinstance(action, d.Settle)] == [(1, 5), (1, 8)]
+    assert [action.key for action in found if isinstance(action, d.EndWait)] == [(1, 5), (1, 8)]
 
 
 def test_a_slot_that_an_earlier_daemon_granted_is_freed_when_its_rank_leaves() -> None:
@@ -375,9 +377,8 @@ def test_all_ranks_give_a_step_one_tag(before: Step, tag: str, actions: list[str
     found = d.requested(before, 1, tag)
     assert kinds(found) == actions
     reason = (
-        "rank 1 saves step 5 as 'best.a0001', another rank as 'step-00000005.a0001': pass "
-        "the "
-        "same tag on all ranks"
+        "rank 1 saves step 5 as 'best.a0001', and another rank saves it as 'step-00000005.a0001': "
+        "pass the same tag on all ranks"
     )
     assert raised(found) == ([(SnapshotFailed, reason)] if "Raise" in actions else [])
 
@@ -385,8 +386,8 @@ def test_all_ranks_give_a_step_one_tag(before: Step, tag: str, actions: list[str
 @pytest.mark.parametrize(
     ("before", "actions"),
     [
-        (step(kept=(0,)), [d.Settle(KEY)]),
-        (step(sealed=()), [d.Settle(KEY)]),
+        (step(kept=(0,)), [d.EndWait(KEY)]),
+        (step(sealed=()), [d.EndWait(KEY)]),
         (step(sealed=(0,)), []),
     ],
 )
@@ -470,12 +471,24 @@ def test_a_damaged_seal_fails_the_step_and_frees_the_slot() -> None:
         (
             step(sealed=(0,)),
             rank_seal(1, plan=b"another"),
-            (StructureChanged, "step 5 failed: rank 1 sealed another plan than rank 0"),
+            (
+                StructureChanged,
+                "step 5 failed, because the plan of rank 1 differs from that of rank 0",
+            ),
         ),
         (
             step(sealed=(0,)),
             rank_seal(1, persist=False),
             (SnapshotFailed, "step 5 has persist=False on rank 1, but persist=True on rank 0"),
+        ),
+        (
+            step(sealed=(0,)),
+            rank_seal(1, node=Membership(run_id="0a" * 16, ranks=[1, 2])),
+            (
+                SnapshotFailed,
+                "step 5 failed: rank 1 says that ranks 1, 2 of run 0a0a0a0a are on this node, and "
+                "the ranks that sealed before it say all ranks of the job: start the job again",
+            ),
         ),
         (
             step(sealed=(), planned=(0,), kept=(1,)),
@@ -499,16 +512,16 @@ def test_all_ranks_seal_one_plan_with_one_persist(
     [
         (step(sealed=(0,), timer=False), False, [d.StartTimer(KEY)]),
         (step(sealed=(0,)), False, []),
-        (step(sealed=(0, 1)), False, [d.Settle(KEY), d.Move(KEY, Event.SEAL), d.Save(KEY)]),
+        (step(sealed=(0, 1)), False, [d.EndWait(KEY), d.Move(KEY, Event.SEAL), d.Save(KEY)]),
         (
             step(sealed=(0, 1)),
             True,
-            [d.Settle(KEY), d.Move(KEY, Event.SEAL), d.Move(KEY, Event.COMMIT)],
+            [d.EndWait(KEY), d.Move(KEY, Event.SEAL), d.Move(KEY, Event.COMMIT)],
         ),
         (
             step(sealed=(0, 1), persist=False),
             False,
-            [d.Settle(KEY), d.Move(KEY, Event.SEAL), d.Save(KEY)],
+            [d.EndWait(KEY), d.Move(KEY, Event.SEAL), d.Save(KEY)],
         ),
         (step(sealed=(0, 1), state=S.WRITING), False, []),
     ],

@@ -156,9 +156,7 @@ def test_receipts_that_differ_are_never_joined() -> None:
             "ranks 0, 1 on node0 and ranks 2, 3 on node2 have saved by different plans",
         )
         verdict = rc.decide([receipt(0, 1), receipt(1, 2)], 4, late=late)
-        assert verdict == rc.AbandonTry(
-            "internal", "two nodes have delivered parts of rank 1"
-        )
+        assert verdict == rc.AbandonTry("internal", "two nodes have delivered parts of rank 1")
 
 
 def of_rank(rank: int, digests: bytes) -> rc.Receipt:
