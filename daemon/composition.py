@@ -52,7 +52,7 @@ from ckptd.shared.system.state_directory import state_directory
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Components:
     """The parts of one daemon.
 
     `engine` decides about ranks and seals, `saver` writes checkpoints, and `orphans`
@@ -87,7 +87,7 @@ async def opened(
     changed: Callable[[], None],
     locked: Callable[[], None] = lambda: None,
     lost: Callable[[], None] = lambda: None,
-) -> AsyncIterator[Parts]:
+) -> AsyncIterator[Components]:
     """Lock the root, build the parts, and recover; yield the parts; release everything
     at the end.
 
@@ -260,7 +260,7 @@ async def opened(
                 uploader.start()
             heartbeats.resume(catalog.jobs.values())
             try:
-                yield Parts(
+                yield Components(
                     config, repository, identity, served, foreign, calls, pipelines, slots, catalog,
                     journal, engine, saver, orphans, uploader,
                 )  # fmt: skip

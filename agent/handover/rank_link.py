@@ -58,12 +58,12 @@ class RankLink:
     """The link of one rank, in one attempt of a job, to its daemon.
 
     Making it begins or joins an attempt. `calls` admits one public call at a time.
-    `attempt` is the attempt that this rank is in, and `node` the share of this node in
-    it, or None if all ranks are on one node. `saving` has the saves through DCP that
-    are not over yet. `structure_changed` is called, on any thread, when the ranks must
-    plan again. `unnamed` is True if neither the caller nor the environment names the
-    job. `takeover` says whether to begin although another run of the job is alive; None
-    leaves that to CKPTD_TAKEOVER.
+    `attempt` is the attempt that this rank is in, and `node` the membership of this
+    node in it, or None if all ranks are on one node. `saving` has the saves through DCP
+    that are not over yet. `structure_changed` is called, on any thread, when the ranks
+    must plan again. `unnamed` is True if neither the caller nor the environment names
+    the job. `takeover` says whether to begin although another run of the job is alive;
+    None leaves that to CKPTD_TAKEOVER.
 
     Raises DaemonUnreachable, Forbidden, InvalidName, InvalidRequest, JobRunning,
     ForeignMemory, StorageError and other errors of the daemon, and SnapshotFailed if a

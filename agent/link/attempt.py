@@ -40,8 +40,8 @@ WAIT_SECONDS = 10.0
 class BegunAttempt(NamedTuple):
     """An attempt that has begun.
 
-    attempt: its number. node: the share of this node, or None if all ranks are on one
-    node. leaders: the lowest rank of each node.
+    attempt: its number. node: the membership of this node, or None if all ranks are on
+    one node. leaders: the lowest rank of each node.
     """
 
     attempt: int
@@ -177,8 +177,9 @@ def _same_daemon(one: RankPlace, other: RankPlace) -> bool:
 
 
 def as_begun(attempt: int, places: Sequence[RankPlace], identity: str) -> list[BegunAttempt]:
-    """Return an attempt as each rank needs it to join, given the places of all ranks,
-    and the identity of the claim on several nodes.
+    """Return an attempt as each rank needs it to join.
+
+    places: the places of all ranks. identity: the run id, if they are on several nodes.
     """
     nodes = _nodes(places, identity)
     leaders = sorted({node.ranks[0] for node in nodes if node is not None})
@@ -186,17 +187,16 @@ def as_begun(attempt: int, places: Sequence[RankPlace], identity: str) -> list[B
 
 
 def _nodes(places: Sequence[RankPlace], identity: str) -> list[Membership | None]:
-    """Return, for each rank, the share of its node in the attempt.
-
-    All are None if all ranks have the same daemon.
+    """Return the membership of the node of each rank, or None for each rank if all ranks
+    have the same daemon.
     """
     if all(_same_daemon(places[0], place) for place in places):
         return [None] * len(places)
     found: dict[tuple[bytes, str], list[int]] = {}
     for rank, place in enumerate(places):
         found.setdefault((place.boot, place.instance), []).append(rank)
-    shares = {key: Membership(run_id=identity, ranks=here) for key, here in found.items()}
-    return [shares[place.boot, place.instance] for place in places]
+    nodes = {key: Membership(run_id=identity, ranks=here) for key, here in found.items()}
+    return [nodes[place.boot, place.instance] for place in places]
 
 
 def _claim(

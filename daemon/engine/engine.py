@@ -113,10 +113,10 @@ class Engine:
 
         process: the process of the rank. wait: seconds to wait for the end of another
         run of the job before the next attempt begins, or None to begin it at once.
-        node: the share of this node in an attempt of several nodes, which rank 0 has
-        begun with its daemon. foreign_memory: the treatment of snapshots of the job in
-        memory that were saved for another root: "refuse", "adopt" or "drop", or "" for
-        the setting of this daemon.
+        node: the membership of this node in an attempt of several nodes, which rank 0
+        has begun with its daemon. foreign_memory: the treatment of snapshots of the job
+        in memory that were saved for another root: "refuse", "adopt" or "drop", or ""
+        for the setting of this daemon.
 
         Raises Fenced if the attempt is over or unknown here, JobRunning if another run
         is alive after `wait`, ForeignMemory, InvalidName, InvalidRequest, Busy,

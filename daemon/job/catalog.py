@@ -193,11 +193,11 @@ class Job:
     storage.
 
     `attempt`: the newest attempt that has begun; no other attempt may seal.
-    `world_size`: the number of ranks in this attempt. `node`: the share of this node in
-    the attempt, or None if all ranks are on this node. `answer`: the last answer from
-    the board in this attempt (`shared/wire/board.py`). `earlier`: the attempt before
-    this one that began on this node. `abandoned`: by tag, the tries of older attempts
-    that are abandoned.
+    `world_size`: the number of ranks in this attempt. `node`: the membership of this
+    node in the attempt, or None if all ranks are on this node. `answer`: the last
+    answer from the board in this attempt (`shared/wire/board.py`). `earlier`: the
+    attempt before this one that began on this node. `abandoned`: by tag, the tries of
+    older attempts that are abandoned.
 
     `steps`: one record for each step; use `step` to make one. `sealed`: the newest
     snapshot that all ranks have sealed, whether or not it still exists. `stuck`: the

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ckptd.daemon import recovery
-from ckptd.daemon.composition import Parts
+from ckptd.daemon.composition import Components
 from ckptd.daemon.job.catalog import EarlierAttempt, Job
 from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
@@ -47,7 +47,7 @@ class Service:
     snapshots.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Components) -> None:
         self._parts = parts
 
     async def find(self, job_name: str, step: int | None, delivered: int = 0) -> m.Found:

@@ -95,10 +95,10 @@ class Begin(Request, frozen=True, kw_only=True, tag="begin"):
     `run` identifies the launch to which this process belongs, or is "".
 
     `wait`: seconds to wait for the end of another run of the job before the request is
-    refused, or None to end that run's saving at once. `node`: the share of this node in
-    an attempt of several nodes, or None if all ranks are on one node. `foreign_memory`:
-    the treatment of snapshots of the job in memory that were saved for another root:
-    "refuse", "adopt" or "drop", or "" for the setting of the daemon.
+    refused, or None to end that run's saving at once. `node`: the membership of this
+    node in an attempt of several nodes, or None if all ranks are on one node.
+    `foreign_memory`: the treatment of snapshots of the job in memory that were saved
+    for another root: "refuse", "adopt" or "drop", or "" for the setting of the daemon.
     """
 
     job: Name

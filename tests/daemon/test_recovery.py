@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from ckptd.daemon import recovery
-from ckptd.daemon.composition import Parts
+from ckptd.daemon.composition import Components
 from ckptd.daemon.config import Config
 from ckptd.daemon.job.catalog import Catalog, Job
 from ckptd.daemon.journal import records as r
@@ -80,7 +80,7 @@ class Root:
         with self._directory() as directory, ThreadPoolExecutor(1) as pool:
             return Journal.open(PosixFileSystem(), directory, pool).state
 
-    async def start(self, fs: FileSystem | None = None) -> Parts:
+    async def start(self, fs: FileSystem | None = None) -> Components:
         config = Config(
             root=self.path,
             socket=self._place / "s",
