@@ -453,7 +453,7 @@ def types_in(path: Path) -> Iterator[str]:
 
 
 def test_aliases_are_found() -> None:
-    assert {"Box", "Shape"} <= set(types_in(ROOT / "shared" / "formats" / "coverage.py"))
+    assert {"Box", "Shape"} <= set(types_in(ROOT / "shared" / "formats" / "sharding.py"))
 
 
 def test_no_two_classes_or_aliases_have_one_name() -> None:

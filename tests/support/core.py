@@ -313,7 +313,7 @@ class Saver:
         with snapshot.held():
             await self._core.begin("check", snapshot).future
 
-    async def settle(self, snapshot: Snapshot) -> None:
+    async def wait_idle(self, snapshot: Snapshot) -> None:
         while snapshot in self.running:
             await asyncio.wait([self.running[snapshot]])
 
@@ -357,7 +357,7 @@ class OneRoot:
     async def check(self, job: Job) -> None:
         pass
 
-    async def settle(self, job: str, choice: str) -> None:
+    async def apply_choice(self, job: str, choice: str) -> None:
         pass
 
 

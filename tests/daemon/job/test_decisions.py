@@ -96,7 +96,7 @@ def kinds(actions: list[d.Action]) -> list[str]:
 
 # -- a step fails
 
-FAILED = ["Fail", "Tell", "Release", "Settle"]
+FAILED = ["Fail", "Tell", "Release", "EndWait"]
 
 
 def test_a_failed_step_is_marked_told_released_and_settled_in_this_order() -> None:
@@ -116,10 +116,10 @@ def test_a_failed_step_is_marked_told_released_and_settled_in_this_order() -> No
         (step(), FAILED),
         (step(sealed=()), FAILED),
         (step(sealed=(0,)), FAILED),
-        (step(sealed=(0, 1), state=S.SEALED), ["Settle"]),
-        (step(sealed=(0, 1), state=S.DURABLE), ["Settle"]),
-        (step(sealed=(0, 1), state=S.FAILED), ["Settle"]),
-        (step(failure=("storage", "before")), ["Settle"]),
+        (step(sealed=(0, 1), state=S.SEALED), ["EndWait"]),
+        (step(sealed=(0, 1), state=S.DURABLE), ["EndWait"]),
+        (step(sealed=(0, 1), state=S.FAILED), ["EndWait"]),
+        (step(failure=("storage", "before")), ["EndWait"]),
     ],
 )
 def test_only_a_step_that_is_incomplete_can_fail_and_only_once(
@@ -229,7 +229,7 @@ def test_a_rank_that_passes_over_a_step_gives_the_reason(
         (step(sealed=(1,)), FAILED),
         (step(sealed=(0,)), []),
         (step(sealed=(0, 1), state=S.SEALED), []),
-        (step(failure=("storage", "x")), ["Settle"]),
+        (step(failure=("storage", "x")), ["EndWait"]),
     ],
 )
 def test_a_rank_that_has_sealed_a_step_cannot_pass_over_it(
@@ -240,7 +240,7 @@ def test_a_rank_that_has_sealed_a_step_cannot_pass_over_it(
 
 def test_a_rank_that_is_alone_is_not_told_of_its_own_failure_since_it_may_be_trying_again() -> None:
     actions = d.passed_over(job(size=1), step(timer=False), 0, "x", "")
-    assert kinds(actions) == ["Fail", "Release", "Settle"]
+    assert kinds(actions) == ["Fail", "Release", "EndWait"]
 
 
 def test_the_steps_of_a_rank_that_left_fail_and_first_those_with_slots() -> None:
@@ -430,7 +430,7 @@ TAKEN_BACK = "segment slot0 was taken back while its seal of step 5 was being re
         (
             step(failure=("storage", "full")),
             None,
-            ["Settle", "Free", "Raise"],
+            ["EndWait", "Free", "Raise"],
             (StorageError, "full"),
         ),
         (step(), None, ["Raise"], (NotFound, TAKEN_BACK)),
