@@ -71,6 +71,7 @@ from ckptd.shared.errors import (
     InternalError,
     InvalidRequest,
     SnapshotFailed,
+    check_step_follows,
 )
 from ckptd.shared.formats.replicas import ReplicaDigests
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
@@ -319,7 +320,7 @@ class Agent:
                     )
                 # After `fail`: the daemon must know the reason before it gets the slot
                 # back.
-                link.handovers.settle(handover)
+                link.handovers.end(handover)
         except Nested as error:
             link.refuse(pending, error)
         except TimeoutError:
@@ -355,12 +356,7 @@ class Agent:
                 "the daemon is gone; training continues, and snapshots resume when the daemon is "
                 "back"
             )
-        if pending.step <= link.last_step:
-            raise InvalidRequest(
-                f"step {pending.step} does not follow step {link.last_step}, the last of attempt "
-                f"{link.attempt}: "
-                "steps must increase within an attempt; call recover() to go back"
-            )
+        check_step_follows(pending.step, link.last_step, f"attempt {link.attempt}")
         check_state(state, self.world_size)
         if self.rank == 0:
             self._advice.before_snapshot(state, pending.step, link.attempt)
@@ -450,7 +446,7 @@ class Agent:
         """
         with self._link.calls("hear"):
             self._link.ready()
-            return self._link.ranks.hear(topic, say, 0.0 if late else self._link.stall_budget)
+            return self._link.ranks.broadcast(topic, say, 0.0 if late else self._link.stall_budget)
 
     # -- slots
 

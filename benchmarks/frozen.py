@@ -31,7 +31,7 @@ def measured(state: State, adapter: torch.Tensor, codec: str) -> tuple[list[floa
     with home() as place, running(place, "--codec", codec):
         agent = Agent("bench", socket=place.socket)
         agent.prepare(state)
-        agent._link.handovers.slots.settle()
+        agent._link.handovers.slots.wait()
         ckptd = WithAgent(agent)
         for _ in range(2):
             adapter.mul_(1.0001)

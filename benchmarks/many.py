@@ -43,7 +43,7 @@ def main() -> None:
             job = f"many-{number}"
             agent = Agent(job, socket=place.socket)
             times["prepare"].append(timed(lambda agent=agent: agent.prepare(state)))  # type: ignore[misc]
-            agent._link.handovers.slots.settle()
+            agent._link.handovers.slots.wait()
             time.sleep(1)
             for step, name in enumerate(("first", "second", "third")):
                 settled()

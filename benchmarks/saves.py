@@ -150,7 +150,7 @@ def measured(
     agents = [Agent("bench", socket=place.socket) for place in opened]
     for agent in agents:
         agent.prepare(state)
-        agent._link.handovers.slots.settle()  # a training would continue meanwhile
+        agent._link.handovers.slots.wait()  # a training would continue meanwhile
     stager = DefaultStager(StagingOptions(False, True, False, False))
     ways: dict[str, Way] = {
         **{f"ckptd {codec}": WithAgent(agent) for codec, agent in zip(codecs, agents, strict=True)},

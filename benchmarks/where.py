@@ -139,7 +139,7 @@ def main() -> None:
     with home() as place, running(place, "--codec", "raw", "--keep-last", "1"):
         agent = Agent("bench", socket=place.socket)
         agent.prepare(state)
-        agent._link.handovers.slots.settle()
+        agent._link.handovers.slots.wait()
         for step in range(rounds + 1):
             torch._foreach_mul_(list(state.values()), 1.0001)
             settled()

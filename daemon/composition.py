@@ -52,7 +52,7 @@ from ckptd.shared.system.state_directory import state_directory
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Components:
     """The parts of one daemon.
 
     `engine` decides about ranks and seals, `saver` writes checkpoints, and `orphans`
@@ -90,7 +90,7 @@ async def opened(
     failed: Callable[[BaseException], None],
     locked: Callable[[], None] = lambda: None,
     lost: Callable[[], None] = lambda: None,
-) -> AsyncIterator[Parts]:
+) -> AsyncIterator[Components]:
     """Lock the root, build the parts, and recover; yield the parts; release everything
     at the end.
 
@@ -198,7 +198,7 @@ def _composed(
     served: ServedRoot,
     behind: StageRoot | None,
     events: Events,
-) -> Parts:
+) -> Components:
     """Return the parts of a daemon that saves to `front`, and to `root` if `front` is a
     stage. `behind` is then the root behind the stage.
     """
@@ -240,7 +240,7 @@ def _composed(
         config.stall_budget + PLAN_GRACE_SECONDS,
     )
     subscribe(events, steps, engine, orphans, uploader)
-    return Parts(
+    return Components(
         config, events, front.repository, identity, served, foreign, front.calls, pipelines, slots,
         catalog, journal, claims, engine, saver, orphans, heartbeats, uploader,
     )  # fmt: skip

@@ -26,7 +26,6 @@ from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.daemon.saving.committer import Document
 from ckptd.daemon.saving.destination import Destination
 from ckptd.daemon.saving.saver import Saver
-from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
 from ckptd.shared.formats.manifest import PartEntry
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
@@ -101,9 +100,7 @@ async def scan_job(
             damaged[tag] = str(error).removeprefix(f"{job.name}/{tag}: ")
             log.error("checkpoint %s/%s is damaged: %s", job.name, tag, damaged[tag])
         else:
-            parsed = names.parse_tag_directory(tag)
-            assert parsed is not None
-            job.commit(StoredCheckpoint.of(manifest, user_tag=parsed[1] is None))
+            job.commit(StoredCheckpoint.of(manifest))
             if manifest.unknown_deleter_features:
                 guards[tag] = manifest.unknown_deleter_features[0]
     # Without an await between them: retention may read them while a scan waits.
@@ -180,7 +177,7 @@ async def recover(
                 error,
             )
     failpoint("start.swept")
-    await orphans.settle_adopted(adopted)
+    await orphans.record_adopted(adopted)
     for job in catalog.jobs.values():
         await front.deleter.repair_newest(job)
 
@@ -197,7 +194,7 @@ async def take_over(
     job = catalog.job(adopted[0].header.job)
     if job.node is None:
         await claims.adopt(job)
-    await orphans.settle_adopted(adopted)
+    await orphans.record_adopted(adopted)
     orphans.watch()
 
 

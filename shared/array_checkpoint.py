@@ -289,7 +289,7 @@ class ArrayCheckpoint:
         made = {name: self._made(name, held) for name in names}
         return _replaced(tree, made)
 
-    def _made(self, name: str, held: Held) -> Any:
+    def _made(self, name: str, held: _Blocks) -> Any:
         shards = self._items.get(name, ())
         if shards and shards[0][1].dtype == BLOB:
             return Undecoded("torch", bytes(held[_key(*shards[0])]))
@@ -389,8 +389,8 @@ def _newest_first(job: Path, which: str | int) -> Iterator[Path]:
         parsed = names.parse_tag_directory(directory.name)
         if parsed is None or not (directory / names.MANIFEST).is_file():
             continue
-        tag, step, attempt = parsed
-        order: tuple[float, ...] = (attempt, math.inf if step is None else step)
+        step = parsed.step
+        order: tuple[float, ...] = (parsed.attempt, math.inf if step is None else step)
         if step is None:
             try:
                 manifest = _manifest(directory)
@@ -399,7 +399,9 @@ def _newest_first(job: Path, which: str | int) -> Iterator[Path]:
                 continue
             except IntegrityError:
                 pass  # it may be the newest of its attempt
-        if which in ("newest", tag, directory.name) or (isinstance(which, int) and which == step):
+        if which in ("newest", parsed.tag, directory.name) or (
+            isinstance(which, int) and which == step
+        ):
             found.append((order, directory))
     return (directory for _, directory in sorted(found, reverse=True))
 
@@ -440,7 +442,7 @@ def _read(part: PartReader, item: Item) -> bytearray:
     return _read_all([(part, item)])[_key(part, item)]
 
 
-Held = dict[tuple[int, str, tuple[int, ...]], bytearray]
+_Blocks = dict[tuple[int, str, tuple[int, ...]], bytearray]
 """The bytes of shards."""
 
 
@@ -451,9 +453,9 @@ def _key(part: PartReader, item: Item) -> tuple[int, str, tuple[int, ...]]:
     return id(part), item.fqn, item.offsets
 
 
-def _read_all(shards: Iterable[tuple[PartReader, Item]]) -> Held:
+def _read_all(shards: Iterable[tuple[PartReader, Item]]) -> _Blocks:
     """Return the bytes of shards, by `_key`. Each chunk is read once."""
-    found, targets = Held(), dict[int, tuple[PartReader, list[tuple[int, memoryview]]]]()
+    found, targets = _Blocks(), dict[int, tuple[PartReader, list[tuple[int, memoryview]]]]()
     for part, item in shards:
         data = found[_key(part, item)] = bytearray(item.length)
         if data:

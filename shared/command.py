@@ -22,16 +22,6 @@ from ckptd.shared import errors as e
 from ckptd.shared.location import Location, located
 from ckptd.shared.units import size_text
 
-EXIT_CODES: dict[type[e.CkptdError], int] = {
-    e.InvalidConfig: 2,
-    e.InvalidName: 2,
-    e.InvalidRequest: 2,
-    e.NotFound: 10,
-    e.Busy: 11,
-    e.IntegrityError: 13,
-    e.DaemonUnreachable: 14,
-}
-
 MEMORY_ONLY = 15
 """The exit code of `stop` and `run` if the daemon could not save a snapshot, which is
 in memory only.
@@ -86,10 +76,6 @@ json_option = click.option(
 )
 
 
-def exit_code(error: e.CkptdError) -> int:
-    return next((code for cls, code in EXIT_CODES.items() if isinstance(error, cls)), 1)
-
-
 def speaks(command: Callable[..., None]) -> Callable[..., None]:
     """Return a wrapper of `command` that turns an error into one sentence, or one JSON
     object with `--json`, and an exit code.
@@ -107,7 +93,6 @@ def speaks(command: Callable[..., None]) -> Callable[..., None]:
                 if isinstance(caught, e.CkptdError)
                 else e.StorageError.of(_action(caught), caught)
             )
-            code = exit_code(error)
             if kwargs.get("as_json"):
                 click.echo(
                     json.dumps(
@@ -117,13 +102,13 @@ def speaks(command: Callable[..., None]) -> Callable[..., None]:
                                 "message": str(error),
                                 "retry": error.retry,
                             },
-                            "exit": code,
+                            "exit": error.exit_code,
                         }
                     )
                 )
             else:
                 click.echo(f"ckptd: {error}", err=True)
-            sys.exit(code)
+            sys.exit(error.exit_code)
 
     return wrapped
 

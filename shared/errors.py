@@ -44,11 +44,12 @@ class CkptdError(Exception):
     """The base of all errors of ckptd.
 
     `code` names the error in the protocol. `retry` is True if the same call may succeed
-    later.
+    later. `exit_code` is that of a command that the error ends.
     """
 
     code = "internal"
     retry = False
+    exit_code = 1
 
 
 class CallerError(CkptdError):
@@ -56,11 +57,11 @@ class CallerError(CkptdError):
 
 
 class InvalidName(CallerError, ValueError):
-    pass
+    exit_code = 2
 
 
 class InvalidRequest(CallerError, ValueError):
-    pass
+    exit_code = 2
 
 
 class UnsavableValue(CallerError, TypeError):
@@ -85,6 +86,7 @@ class ForeignMemory(CallerError):
 
 class NotFound(CallerError):
     code = "not-found"
+    exit_code = 10
 
 
 class QuotaExceeded(CallerError):
@@ -93,6 +95,7 @@ class QuotaExceeded(CallerError):
 
 class InvalidConfig(CallerError, ValueError):
     code = "config"
+    exit_code = 2
 
 
 class UnsupportedTorch(CallerError, ImportError):
@@ -165,6 +168,7 @@ class SharedMemoryFull(MachineError):
 
 class IntegrityError(MachineError):
     code = "integrity"
+    exit_code = 13
 
 
 class NewerFormat(IntegrityError):
@@ -178,6 +182,7 @@ class ServiceError(CkptdError):
 class DaemonUnreachable(ServiceError):
     code = "unreachable"
     retry = True
+    exit_code = 14
 
 
 class ProtocolError(ServiceError):
@@ -199,6 +204,7 @@ class Fenced(ServiceError):
 class Busy(ServiceError):
     code = "busy"
     retry = True
+    exit_code = 11
 
 
 class SnapshotFailed(ServiceError):
@@ -247,6 +253,19 @@ _ON_THE_WIRE: dict[str, type[CkptdError]] = {
         StructureMismatch, DaemonUnreachable, RecoveryFailed,
     )
 }  # fmt: skip
+
+
+def check_step_follows(step: int, last: int, attempt: str) -> None:
+    """Raise InvalidRequest unless `step` comes after `last`, the last step of an
+    attempt.
+
+    attempt: the words for the attempt, such as "attempt 3".
+    """
+    if step <= last:
+        raise InvalidRequest(
+            f"step {step} does not follow step {last}, the last of {attempt}: steps must "
+            "increase within an attempt; call recover() to go back"
+        )
 
 
 def from_wire(code: str, message: str) -> CkptdError:

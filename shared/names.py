@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptd.shared.errors import InvalidName
@@ -65,6 +66,28 @@ _SEGMENT = re.compile(r"[0-9a-f]{32}\.seg")
 _JOURNAL_FILE = re.compile(r"(?P<number>[0-9a-f]{16})\.log")
 
 
+@dataclass(frozen=True, slots=True)
+class TagName:
+    """The meaning of the name of a checkpoint's directory.
+
+    `tag`: `best`, or `step-00001000`. `step`: None if the user chose the tag, because
+    then only the manifest knows the step.
+    """
+
+    tag: str
+    step: int | None
+    attempt: int
+
+    @property
+    def by_user(self) -> bool:
+        return self.step is None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The attempt and the step, with -1 for a step that the name does not tell."""
+        return (self.attempt, -1 if self.step is None else self.step)
+
+
 def is_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
@@ -115,10 +138,9 @@ def try_directory(directory: str, number: int) -> str:
     return directory if number == 1 else f"{directory}.t{number}"
 
 
-def parse_tag_directory(name: str) -> tuple[str, int | None, int] | None:
-    """Return the tag, the step (None for a user's own tag) and the attempt.
-
-    Return None if ckptd does not make directories of this name.
+def parse_tag_directory(name: str) -> TagName | None:
+    """Return the meaning of the name of a checkpoint's directory, or None if ckptd does
+    not make directories of this name.
     """
     match = _TAG_DIRECTORY.fullmatch(name)
     if match is None:
@@ -131,7 +153,7 @@ def parse_tag_directory(name: str) -> tuple[str, int | None, int] | None:
     directory = tag_directory(step, tag if step is None else None, attempt)
     number = int(match["try"] or 1)
     exact = try_directory(directory, number) == name and (match["try"] is None or number > 1)
-    return (tag, step, attempt) if exact else None
+    return TagName(tag, step, attempt) if exact else None
 
 
 def part_file(rank: int, nonce: bytes, number: int = 0) -> str:

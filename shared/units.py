@@ -30,6 +30,13 @@ def some_text(names: Sequence[object], most: int = 8) -> str:
     )
 
 
+def rank_list(ranks: Sequence[int]) -> str:
+    """Return "rank 2", "ranks 1, 2", or the first eight ranks and the number of the
+    others.
+    """
+    return f"rank{'s' if len(ranks) != 1 else ''} {some_text(ranks)}"
+
+
 def span_text(seconds: float) -> str:
     """Return a time as hours and minutes, as minutes, or as seconds if it is less than
     a minute.

@@ -450,12 +450,31 @@ def test_the_test_of_a_module_imports_it() -> None:
 # -- names
 
 
-def test_no_two_classes_have_one_name() -> None:
+def types_in(path: Path) -> Iterator[str]:
+    """Yield the names of the public classes and type aliases of a module.
+
+    An alias is a name in CamelCase that the module assigns.
+    """
+    for node in tree(path).body:
+        if isinstance(node, ast.ClassDef):
+            named = [node.name]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            named = [target.id for target in targets if isinstance(target, ast.Name)]
+        else:
+            named = []
+        yield from (name for name in named if re.fullmatch(r"[A-Z][A-Za-z0-9]*[a-z]\w*", name))
+
+
+def test_aliases_are_found() -> None:
+    assert {"Box", "Shape"} <= set(types_in(ROOT / "shared" / "formats" / "sharding.py"))
+
+
+def test_no_two_classes_or_aliases_have_one_name() -> None:
     places: dict[str, list[str]] = {}
     for name, path in MODULES.items():
-        for node in tree(path).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(name)
+        for found in types_in(path):
+            places.setdefault(found, []).append(name)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 

@@ -158,7 +158,7 @@ def _measure(
 ) -> Report:
     state, nbytes = training.tensors, training.nbytes
     agent.prepare(state)
-    agent._link.handovers.slots.settle()  # a training would go on meanwhile
+    agent._link.handovers.slots.wait()  # a training would go on meanwhile
     ways: dict[str, Way] = {
         "ckptd": WithAgent(agent), "torch.save": by_torch_save, "dcp.save": by_dcp_save,
         "dcp.async_save": by_dcp_async_save, "limit: plain copy": PlainCopy(state),

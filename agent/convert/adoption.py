@@ -16,7 +16,7 @@ import torch
 from ckptd.agent.convert.ckptd_directory import PlannedPart
 from ckptd.agent.convert.formats import one_sentence, opened
 from ckptd.agent.convert.importing import plan, under_of
-from ckptd.agent.convert.output import Progress
+from ckptd.agent.convert.output import OnProgress
 from ckptd.agent.convert.selection import Selection
 from ckptd.agent.copy.mapped_slot import Documents
 from ckptd.agent.handover.rank_link import SAVE_SECONDS, RankLink, links
@@ -63,7 +63,7 @@ def adopt(
     rename: Sequence[tuple[str, str]] = (),
     names: Mapping[str, str] | None = None,
     dry_run: bool = False,
-    progress: Progress = lambda length: None,
+    progress: OnProgress = lambda length: None,
     begin: Callable[[int], None] = lambda nbytes: None,
 ) -> Adopted:
     """Save a checkpoint of another tool, or of another job, as the newest checkpoint of
@@ -201,7 +201,7 @@ def _hand_over(
             )
             raise
         finally:
-            handovers.settle(handover)
+            handovers.end(handover)
     try:
         link.wait_durable(handover.pending)
     except CkptdError as error:
@@ -215,7 +215,7 @@ def _hand_over(
 
 
 def _counted(
-    tensors: Iterator[torch.Tensor], source: Location, progress: Progress
+    tensors: Iterator[torch.Tensor], source: Location, progress: OnProgress
 ) -> Iterator[torch.Tensor]:
     with one_sentence(source):
         for tensor in tensors:

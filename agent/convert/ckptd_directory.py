@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from ckptd.agent.convert.contents import Contents, Leaf, flat, replaced, with_leaves
-from ckptd.agent.convert.output import Progress
+from ckptd.agent.convert.output import OnProgress
 from ckptd.agent.convert.stored import as_stored, fill, length_of
 from ckptd.agent.dcp.standalone import StandalonePart, commit
 from ckptd.agent.plan.layout import Layout, memory, plan_locally
@@ -250,7 +250,7 @@ def _reserved(length: int) -> torch.UntypedStorage:
 
 
 def write_directory(
-    directory: Path, planned: PlannedPart, contents: Contents, codec: str, progress: Progress
+    directory: Path, planned: PlannedPart, contents: Contents, codec: str, progress: OnProgress
 ) -> None:
     """Write a checkpoint into an empty directory, and read it back.
 

@@ -34,7 +34,7 @@ from ckptd.agent.convert.contents import (
     with_leaves,
 )
 from ckptd.agent.convert.dcp_metadata import MetadataEntry, Piece, read_metadata
-from ckptd.agent.convert.output import CheckedFile, Progress, finish, result_of
+from ckptd.agent.convert.output import CheckedFile, OnProgress, finish, result_of
 from ckptd.agent.convert.torch_file import not_loaded, save
 from ckptd.agent.state.dtypes import copyable
 from ckptd.shared.errors import IntegrityError, InvalidRequest
@@ -98,7 +98,7 @@ class Planned:
 
 
 def write_directory(
-    directory: Path, planned: Planned, contents: Contents, progress: Progress
+    directory: Path, planned: Planned, contents: Contents, progress: OnProgress
 ) -> None:
     """Write a DCP checkpoint into a directory of `continued`, `.metadata` last.
 
@@ -131,7 +131,7 @@ def _write(
     values: list[WriteItem],
     tensors: list[WriteItem],
     contents: Contents,
-    progress: Progress,
+    progress: OnProgress,
 ) -> tuple[CheckedFile, list[int]]:
     """Write a file with items, each as torch.save writes it.
 

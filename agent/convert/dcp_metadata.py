@@ -38,7 +38,7 @@ _CLASSES = {
     "pathlib._local": ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
 }  # fmt: skip
 """The classes that the metadata of DCP may name, by module."""
-_Place = tuple[int, ...]
+_Extents = tuple[int, ...]
 _MOST_METADATA = 1 << 30
 
 
@@ -54,8 +54,8 @@ class Piece:
     file: str
     offset: int
     length: int
-    offsets: _Place = ()
-    sizes: _Place = ()
+    offsets: _Extents = ()
+    sizes: _Extents = ()
     transforms: tuple[str, ...] = ()
 
 
@@ -68,7 +68,7 @@ class MetadataEntry:
     """
 
     dtype: torch.dtype | None
-    size: _Place
+    size: _Extents
     pieces: list[Piece]
     path: tuple[str | int, ...]
 
@@ -224,7 +224,7 @@ def _entry(name: str, entry: Any, pieces: list[Piece], path: Any) -> MetadataEnt
     return MetadataEntry(dtype, _numbers(entry.get("size")), placed, keys)
 
 
-def _piece(info: Any, offsets: _Place) -> Piece:
+def _piece(info: Any, offsets: _Extents) -> Piece:
     file, (offset, length) = (
         _text(info.get("relative_path")),
         _numbers((info.get("offset"), info.get("length"))),
@@ -254,7 +254,7 @@ def _text(value: Any) -> str:
     return value
 
 
-def _numbers(values: Any) -> _Place:
+def _numbers(values: Any) -> _Extents:
     found = tuple(values)
     if (
         not all(type(number) is int and number >= 0 for number in found)

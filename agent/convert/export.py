@@ -14,7 +14,7 @@ from ckptd.agent.convert import dcp_directory, huggingface, safetensors_file, to
 from ckptd.agent.convert.ckptd_directory import contents_of
 from ckptd.agent.convert.contents import Contents, Leaf, flat, model_of
 from ckptd.agent.convert.formats import FORMATS
-from ckptd.agent.convert.output import Progress, check_place, continued, published
+from ckptd.agent.convert.output import OnProgress, check_place, continued, published
 from ckptd.agent.convert.selection import Selection
 from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.shared import __version__
@@ -57,7 +57,7 @@ def export(
     files: str | os.PathLike[str] | None = None,
     max_shard_size: int = SHARD,
     dry_run: bool = False,
-    progress: Progress = lambda length: None,
+    progress: OnProgress = lambda length: None,
     begin: Callable[[int], None] = lambda nbytes: None,
 ) -> Exported:
     """Write a checkpoint in the format of another tool, and return what was written.
@@ -134,7 +134,7 @@ class _Checked:
     """
 
     summary: Exported
-    write: Callable[[Path, Progress], object]
+    write: Callable[[Path, OnProgress], object]
 
 
 def _checked(

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from ckptd.agent.convert.contents import Contents, Leaf
-from ckptd.agent.convert.output import CheckedFile, Progress, finish, result_of
+from ckptd.agent.convert.output import CheckedFile, OnProgress, finish, result_of
 from ckptd.agent.convert.safetensors_file import leaves_of, write_file
 from ckptd.agent.convert.stored import StoredBytes, read_stored
 from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound
@@ -63,7 +63,7 @@ def write_directory(
     shards: Mapping[str, Mapping[str, Leaf]],
     contents: Contents,
     files: Mapping[str, bytes],
-    progress: Progress,
+    progress: OnProgress,
 ) -> None:
     """Write the files of a model into a directory of `continued`, the index last.
 

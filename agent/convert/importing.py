@@ -14,7 +14,7 @@ import torch
 from ckptd.agent.convert.ckptd_directory import PlannedPart, write_directory
 from ckptd.agent.convert.contents import Contents, Leaf, flat
 from ckptd.agent.convert.formats import format_of, one_sentence, open_contents
-from ckptd.agent.convert.output import Progress, check_place, published
+from ckptd.agent.convert.output import OnProgress, check_place, published
 from ckptd.agent.convert.selection import Selection
 from ckptd.shared.codecs import codec as codecs
 from ckptd.shared.errors import InvalidRequest, StorageError
@@ -49,7 +49,7 @@ def import_checkpoint(
     names: Mapping[str, str] | None = None,
     codec: str = "auto",
     dry_run: bool = False,
-    progress: Progress = lambda length: None,
+    progress: OnProgress = lambda length: None,
     begin: Callable[[int], None] = lambda nbytes: None,
 ) -> Imported:
     """Write the checkpoint of another tool as one of ckptd, and return what was

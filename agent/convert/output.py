@@ -35,7 +35,7 @@ _MADE, _LOCK = "made", "lock"
 are beside them.
 """
 
-Progress = Callable[[int], None]
+OnProgress = Callable[[int], None]
 """Called with the number of bytes that have been written since the last call."""
 
 
@@ -230,7 +230,7 @@ class CheckedFile:
     at the end at the latest, if the disk returns other bytes.
     """
 
-    def __init__(self, path: Path, progress: Progress, *, exists: bool = False) -> None:
+    def __init__(self, path: Path, progress: OnProgress, *, exists: bool = False) -> None:
         """`exists`: True if the file is there already, and bytes in it are to be
         replaced. Otherwise raises FileExistsError if it is.
         """

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ckptd.agent.convert.contents import Contents, Leaf
-from ckptd.agent.convert.output import CheckedFile, Progress
+from ckptd.agent.convert.output import CheckedFile, OnProgress
 from ckptd.agent.convert.stored import StoredBytes, read_stored
 from ckptd.agent.plan.layout import memory
 from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
@@ -91,7 +91,7 @@ def write_file(
     leaves: Mapping[str, Leaf],
     contents: Contents,
     metadata: Mapping[str, str],
-    progress: Progress,
+    progress: OnProgress,
 ) -> CheckedFile:
     """Write a new file with these tensors, each in C order, and return it, closed.
 

@@ -31,7 +31,7 @@ from ckptd.agent.convert.contents import (
     replaced,
     with_leaves,
 )
-from ckptd.agent.convert.output import CheckedFile, Progress
+from ckptd.agent.convert.output import CheckedFile, OnProgress
 from ckptd.agent.convert.stored import StoredBytes, fill, length_of, read_stored
 from ckptd.agent.plan.layout import memory
 from ckptd.agent.state.tree import any_node
@@ -50,7 +50,7 @@ refuses tensors of several dtypes in one storage.
 """
 
 
-def write_file(path: Path, tree: Any, contents: Contents, progress: Progress) -> None:
+def write_file(path: Path, tree: Any, contents: Contents, progress: OnProgress) -> None:
     """Write a new file that `torch.load(weights_only=True)` reads.
 
     Tensors that share a storage in the checkpoint share one in the file.

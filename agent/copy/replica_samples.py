@@ -66,7 +66,7 @@ ELEMENTS = 8
 The lines of such a tensor may differ between ranks that hold the same values.
 """
 
-Numbers = npt.NDArray[np.uint64]
+_Words = npt.NDArray[np.uint64]
 _ODD = [
     0x9E3779B97F4A7C15,
     0xC2B2AE3D27D4EB4F,
@@ -81,7 +81,7 @@ _OF_WORD = np.array(
 )
 
 
-def _mixed(numbers: Numbers) -> Numbers:
+def _mixed(numbers: _Words) -> _Words:
     """Return numbers in which every bit depends on all bits of the given numbers.
 
     This is the finalizer of MurmurHash3.
@@ -116,7 +116,7 @@ class _AllMemory:
 _records: dict[int, npt.NDArray[Any]] = {}
 
 
-def _gather(addresses: Numbers, width: int) -> npt.NDArray[np.uint8]:
+def _gather(addresses: _Words, width: int) -> npt.NDArray[np.uint8]:
     """Return `width` bytes from each address, row by row.
 
     The caller guarantees that the memory is there.
@@ -127,7 +127,7 @@ def _gather(addresses: Numbers, width: int) -> npt.NDArray[np.uint8]:
     return found.view(np.uint8).reshape(len(addresses), width)
 
 
-def _digested(rows: npt.NDArray[np.uint8]) -> Numbers:
+def _digested(rows: npt.NDArray[np.uint8]) -> _Words:
     """Return a digest of each row of bytes. A difference in one word always changes it."""
     count, width = rows.shape
     if width % 8:
@@ -140,7 +140,7 @@ def _digested(rows: npt.NDArray[np.uint8]) -> Numbers:
     )
 
 
-def _digested_at(addresses: Numbers, width: int) -> Numbers:
+def _digested_at(addresses: _Words, width: int) -> _Words:
     """Return a digest of the `width` bytes at each address, as `_digested` computes it."""
     if digest_pieces is None:
         return _digested(_gather(addresses, width))
@@ -163,14 +163,14 @@ class _Pieces:
 
     width: int
     tensors: npt.NDArray[np.intp]
-    seeds: Numbers
+    seeds: _Words
     each: int
-    room: Numbers
-    extent: Numbers
-    shape: Numbers | None = None
+    room: _Words
+    extent: _Words
+    shape: _Words | None = None
     stride: npt.NDArray[np.int64] | None = None
 
-    def addresses(self, starts: Numbers, step: int) -> Numbers:
+    def addresses(self, starts: _Words, step: int) -> _Words:
         """Return the addresses of the pieces at this step.
 
         starts: the addresses of all compared tensors.
@@ -181,7 +181,7 @@ class _Pieces:
         choose_pieces(found, self.seeds, self.room, int(_of_step(step, 0)))
         return found
 
-    def offsets(self, step: int) -> Numbers:
+    def offsets(self, step: int) -> _Words:
         """Return the places of the pieces at this step, in bytes from the start of each
         tensor.
 
@@ -194,9 +194,7 @@ class _Pieces:
             return found
         return self._by_stride(found, self.shape, self.stride)
 
-    def _by_stride(
-        self, elements: Numbers, shape: Numbers, stride: npt.NDArray[np.int64]
-    ) -> Numbers:
+    def _by_stride(self, elements: _Words, shape: _Words, stride: npt.NDArray[np.int64]) -> _Words:
         """Return the places of elements, given their numbers in C order."""
         offsets = np.zeros(elements.shape, dtype=np.int64)
         for dimension in range(shape.shape[1] - 1, -1, -1):
@@ -216,7 +214,7 @@ class Sampled:
     the copies are done.
     """
 
-    values: Numbers
+    values: _Words
     names: list[bytes]
     rows: list[tuple[_Pieces, torch.Tensor]] = field(default_factory=list)
     sums: list[tuple[int, torch.Tensor]] = field(default_factory=list)
@@ -307,12 +305,12 @@ class ReplicaSamples:
             [index for group in self._groups for index in range(len(group.ends))], dtype=np.uint64
         ) * np.uint64(_ODD[3])
         self._picked = np.array(self._numbers, dtype=np.intp)
-        self._known: tuple[list[int] | None, Numbers] = None, np.empty(0, dtype=np.uint64)
+        self._known: tuple[list[int] | None, _Words] = None, np.empty(0, dtype=np.uint64)
         digests = sum(DIGEST * -(-len(group.ends) // self._each) for group in self._groups)
         self.room = 64 + digests + sum(GROUP + len(group.keys) + 32 for group in self._groups)
 
     def _divide(
-        self, parts: Sequence[torch.Tensor], seeds: Numbers
+        self, parts: Sequence[torch.Tensor], seeds: _Words
     ) -> dict[torch.device, list[_Pieces]]:
         """Return the pieces that are sampled on each device."""
         kinds: dict[tuple[torch.device, int, int, bool], list[int]] = defaultdict(list)
@@ -392,7 +390,7 @@ class ReplicaSamples:
         self,
         sampled: Sampled,
         parts: Sequence[torch.Tensor],
-        starts: Numbers,
+        starts: _Words,
         turn: int,
         queue: Queue,
     ) -> None:
@@ -505,7 +503,7 @@ class _Group:
         return found
 
 
-def _add_ranges(values: Numbers, found: Sequence[tuple[int, int]]) -> None:
+def _add_ranges(values: _Words, found: Sequence[tuple[int, int]]) -> None:
     """Add the digests of ranges to the digests of their tensors.
 
     `found` has pairs of the number of a tensor and a digest. Each tensor occurs at most
@@ -516,7 +514,7 @@ def _add_ranges(values: Numbers, found: Sequence[tuple[int, int]]) -> None:
         values[[number for number, _ in found]] += _mixed(digests)
 
 
-def _add(values: Numbers, pieces: _Pieces, digests: Numbers) -> None:
+def _add(values: _Words, pieces: _Pieces, digests: _Words) -> None:
     """Add the digests of pieces to the digests of their tensors."""
     found = digests.reshape(pieces.each, len(pieces.tensors))
     for number in range(1, pieces.each):
@@ -555,7 +553,7 @@ def device_memory(device: torch.device, address: int, length: int) -> torch.Tens
 
 
 def _sample_on(
-    device: torch.device, pieces: Sequence[_Pieces], starts: Numbers, parts: Sequence[torch.Tensor],
+    device: torch.device, pieces: Sequence[_Pieces], starts: _Words, parts: Sequence[torch.Tensor],
     numbers: Sequence[int], step: int, sampled: Sampled, whole: Callable[[torch.device, int, int],
     torch.Tensor | None] = device_memory,
 ) -> None:  # fmt: skip

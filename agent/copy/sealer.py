@@ -15,7 +15,7 @@ from ckptd.agent.copy.fences import Fences, Transfer
 class Sealer:
     """The thread that waits for transfers from accelerators and then seals their slots.
 
-    Call `carry`, then `later` or `finish`; `settle` or `drain` before a slot is used
+    Call `carry`, then `later` or `finish`; `wait` or `drain` before a slot is used
     again; `close` at the end. There are no hooks before the first `carry` and no thread
     before the first `later`, so a trainer without accelerators has neither.
     """
@@ -58,7 +58,7 @@ class Sealer:
         """Call `seal` on the thread once the transfer is finished.
 
         Call `failed` with the error if the copies may be torn, or if `seal` raises.
-        segment: the name of the filled segment, for `settle`.
+        segment: the name of the filled segment, for `wait`.
         """
         self._under_way = {
             name: future for name, future in self._under_way.items() if not future.done()
@@ -90,7 +90,7 @@ class Sealer:
         if self._fences is not None:
             self._fences.drain()
 
-    def settle(self, segment: str | None = None) -> None:
+    def wait(self, segment: str | None = None) -> None:
         """Wait until no seal is under way for `segment`, or for any segment if it is
         None.
         """

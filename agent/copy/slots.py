@@ -39,13 +39,13 @@ class MappedSlots:
     set to give to a rank.
     """
 
-    def __init__(self, client: Client, settle: Callable[[], None]) -> None:
+    def __init__(self, client: Client, wait_for_copies: Callable[[], None]) -> None:
         """Start without slots.
 
-        `settle` is called before slots are replaced, and returns once no copy into a
+        `wait_for_copies` is called before slots are replaced, and returns once no copy into a
         slot is under way.
         """
-        self._client, self._settle = client, settle
+        self._client, self._wait_for_copies = client, wait_for_copies
         self._slots: dict[str, MappedSlot] = {}
         self._preparing: Preparation | None = None
         self.count: int | None = None
@@ -112,7 +112,7 @@ class MappedSlots:
         """Begin to make slots with room to spare, since plain values may grow from step
         to step.
         """
-        self._settle()
+        self._wait_for_copies()
         capacity, count = needed + needed // 64 + _SLACK, self.count or self._client.welcome.slots
         self._preparing = preparing = Preparation(
             self._client, capacity, count, self._slots, layout
@@ -134,7 +134,7 @@ class MappedSlots:
             )
             self._slots.pop(name).close_descriptors()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until no slots are being allocated or faulted in."""
         if self._preparing is not None:
             self._start()

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ckptd.agent.link.rounds import Ranks
+from ckptd.agent.link.rounds import RankGroup
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import Resolved, check_complete, plain_metadata
 from ckptd.agent.read.load_plan import read_plan
@@ -60,7 +60,7 @@ class PlannedSave:
 def plan_save(
     planner: SavePlanner,
     state: Any,
-    ranks: Ranks,
+    ranks: RankGroup,
     topic: str,
     deadline: float,
     unwanted: Callable[[], CkptdError | None],
@@ -157,7 +157,7 @@ class PlannedLoad:
         self._plan: LoadPlan | None = None
 
     def begin(
-        self, state: Any, metadata: Metadata, ranks: Ranks, topic: str, seconds: float
+        self, state: Any, metadata: Metadata, ranks: RankGroup, topic: str, seconds: float
     ) -> None:
         """Plan the load into `state` together with the other ranks, and write nothing.
 
@@ -215,7 +215,7 @@ class PlannedLoad:
 
 
 def _round(
-    ranks: Ranks,
+    ranks: RankGroup,
     topic: str,
     say: Callable[[], bytes],
     decide: Callable[[list[bytes]], list[bytes]],

@@ -28,7 +28,14 @@ from torch.futures import Future
 
 from ckptd.agent.dcp.metadata import place_of, set_version
 from ckptd.agent.dcp.standalone import StandalonePart, commit, is_named
-from ckptd.agent.dcp.targets import Claim, RankDaemon, SlotPart, Target, claim, fail_step
+from ckptd.agent.dcp.targets import (
+    RankDaemon,
+    SaveTicket,
+    SlotPart,
+    Target,
+    fail_step,
+    issue_tickets,
+)
 from ckptd.agent.dcp.tickets import Ticket, receive, send, show, shown
 from ckptd.agent.plan.save_plan import Resolved, check_complete, plain_metadata, values_of
 from ckptd.shared.codecs import codec as codecs
@@ -46,6 +53,7 @@ from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.location import Location, is_place, located
 from ckptd.shared.storage.locate import attempts_of, check_no_other_tool, open_standalone
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.units import rank_list
 
 log = logging.getLogger("ckptd.agent")
 
@@ -67,7 +75,7 @@ class _Save:
     coordinates: True if this rank commits: the coordinator, or every rank with
     `use_collectives=False`. room: bytes that the metadata needs in the coordinator's
     slot. ticket: set on the coordinator once it has decided; None on other ranks.
-    holding: the claim and the locks to release when the save is over. pid: the process
+    holding: the turn and the locks to release when the save is over. pid: the process
     that owns the save.
     """
 
@@ -250,20 +258,19 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         save, path, together = self._save, self._where(), len(plans)
         if not save.use_collectives:
             path = path / f"rank-{save.rank:05d}"
-        claims: Sequence[Claim | None] = [None] * together
+        saves: Sequence[SaveTicket | None] = [None] * together
         if save.use_collectives and together == (
             dist.get_world_size() if dist.is_initialized() else 1
         ):
             target = Target.of(path, self.socket)
             if target is not None:
-                claims, over = claim(target, shown(path, together), overwrite=self.overwrite)
+                saves, over = issue_tickets(target, shown(path, together), overwrite=self.overwrite)
                 save.holding.callback(over)
-        if claims[0] is None:
+        if saves[0] is None:
             self._begin_alone(path)
         global_plan = secrets.token_bytes(32)
         tickets = [
-            Ticket(str(path), rank, together, global_plan, claimed)
-            for rank, claimed in enumerate(claims)
+            Ticket(str(path), rank, together, global_plan, save) for rank, save in enumerate(saves)
         ]
         save.ticket = tickets[0]
         send(tickets)
@@ -315,10 +322,10 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         try:
             results = self._write(save, ticket, plan, planner)
         except BaseException as error:
-            if save.part is None and ticket.claimed is not None and ticket.world_size > 1:
+            if save.part is None and ticket.save is not None and ticket.world_size > 1:
                 with suppress(CkptdError):  # without it, the other ranks wait for `rank_timeout`
                     fail_step(
-                        ticket.claimed,
+                        ticket.save,
                         ticket.rank,
                         ticket.world_size,
                         f"rank {ticket.rank}: {error}",
@@ -355,8 +362,8 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         return [*written, WriteResult(MetadataIndex(_PART), 0, (ticket.rank, entry))]
 
     def _part(self, ticket: Ticket) -> SlotPart | StandalonePart:
-        if ticket.claimed is not None:
-            return SlotPart(ticket.claimed, ticket.rank, ticket.world_size)
+        if ticket.save is not None:
+            return SlotPart(ticket.save, ticket.rank, ticket.world_size)
         return StandalonePart(
             open_standalone(located(ticket.path)),
             ticket.rank,
@@ -412,7 +419,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         )
         if sorted(parts) != list(range(ticket.world_size)):
             raise InvalidRequest(
-                f"parts of ranks {sorted(parts)} were written; expected one of each of "
+                f"parts of {rank_list(sorted(parts))} were written; expected one of each of "
                 f"{ticket.world_size} ranks; nothing was saved"
             )
         written = [list[tuple[MetadataIndex, str]]() for _ in parts]
@@ -480,6 +487,6 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
 
 
 def _request(ticket: Ticket, part: SlotPart | StandalonePart) -> SnapshotRequest:
-    if ticket.claimed is None or not isinstance(part, SlotPart):
+    if ticket.save is None or not isinstance(part, SlotPart):
         return SnapshotRequest(created=time.time())
-    return SnapshotRequest(tag=ticket.claimed.target.tag, created=time.time(), node=part.node)
+    return SnapshotRequest(tag=ticket.save.target.tag, created=time.time(), node=part.node)

@@ -1,9 +1,10 @@
 """Finds the daemon, job and step that a path names, and writes a rank's part of a DCP
 save into a slot of that daemon.
 
-The coordinator claims the attempt, and sends it to the other ranks, which may be on
-other nodes and have daemons of their own. A process keeps the links to daemons that it
-has made for a save, uses them for the next save, and closes them when it exits.
+The coordinator chooses the attempt and the step, and sends them to the other ranks in
+tickets. Those ranks may be on other nodes, with daemons of their own. A process keeps
+the links to daemons that it has made for a save, uses them for the next save, and
+closes them when it exits.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from ckptd.shared.errors import (
     InvalidRequest,
     SnapshotFailed,
     StorageError,
+    check_step_follows,
 )
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.segment import this_boot
@@ -66,9 +68,10 @@ _own: dict[tuple[str, str], RankLink] = {}
 class Target:
     """The checkpoint that `<root>/<job>/<tag>` names at the daemon of `root`.
 
-    socket: the daemon's, or None for the private daemon of `root`. tag: a tag of the
-    caller's own, or None if the tag is `step-<number>`. step: that number, or None if
-    there is a tag. place: that of the process that has found the target.
+    socket: the socket of the daemon, or None for the private daemon of `root`. tag: the
+    tag that the caller chose, or None if the path ends in `step-<number>`. step: that
+    number, or None if there is a tag. place: the daemon and the node of the rank that
+    has found the target.
     """
 
     socket: str | None
@@ -106,8 +109,8 @@ class Target:
 
 
 def _daemon(path: Location, socket: str | None) -> tuple[str | None, Location, Welcome] | None:
-    """Return socket, root and greeting of the daemon under whose root `path` is a tag,
-    or None. The socket of a private daemon is None.
+    """Return the socket, the root and the Welcome of the daemon whose root holds
+    `path`, or None if there is no such daemon. The socket of a private daemon is None.
     """
     for known in links():
         root = located(known.root)
@@ -140,10 +143,10 @@ def _daemon(path: Location, socket: str | None) -> tuple[str | None, Location, W
 
 @dataclass(frozen=True, slots=True)
 class RankDaemon:
-    """The daemon of one rank for the checkpoints of a job, with its `socket` as in
-    `Target`.
+    """The daemon that serves one rank for the checkpoints of a job.
 
-    `place` is None if the rank has found no daemon, and `why` is an error on the way.
+    `socket` is that of `Target`. `place` is None if the rank has found no daemon, and
+    `why` is then the error of the search, or "".
     """
 
     boot: bytes
@@ -156,7 +159,8 @@ class RankDaemon:
     def of(cls, path: Location, socket: str | None) -> RankDaemon:
         """Return the daemon of this rank.
 
-        An error is left to the coordinator, which may need no daemon.
+        An error is passed on to the coordinator and not raised, because the save may
+        need no daemon.
         """
         none = cls(this_boot(), names.host())
         try:
@@ -167,11 +171,11 @@ class RankDaemon:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """The attempt and the step that the coordinator has claimed for one save, as one
-    rank needs them.
+class SaveTicket:
+    """The attempt and the step of one save, with the daemon of the rank that gets this
+    ticket.
 
-    step: None if the only rank takes its next step, which it chooses when it writes.
+    step: None if there is only one rank, which chooses its next step when it writes.
     """
 
     target: Target
@@ -179,22 +183,22 @@ class Claim:
     step: int | None
 
 
-def claim(
+def issue_tickets(
     target: Target, others: Sequence[RankDaemon | None], *, overwrite: bool
-) -> tuple[list[Claim], Callable[[], None]]:
-    """Claim the attempt and the step of a save for all ranks.
+) -> tuple[list[SaveTicket], Callable[[], None]]:
+    """Choose the attempt and the step of a save for all ranks.
 
-    Return a claim for each rank, and a function to call once the save is over.
+    Return a ticket for each rank, and a function to call once the save is over.
 
-    Runs on the coordinator. A step that does not follow the last one begins a new
-    attempt, and so does a tag that is overwritten. This waits up to `SAVE_SECONDS` for
-    the saves of other processes to the same job, which a new attempt would end. With
-    `overwrite`, and before a new attempt, it also waits for other saves of this
-    process.
+    Runs on the coordinator. A new attempt begins if the step does not follow the last
+    step of the attempt, or if the tag is overwritten. A new attempt would end the saves
+    of other processes to the same job, so this function waits for them up to
+    `SAVE_SECONDS`. With `overwrite`, and before a new attempt, it also waits for other
+    saves of this process.
 
-    others: the daemons of ranks 1 and up, each None if it is not known. Such a rank
-    uses the coordinator's daemon, and so does one that has found no daemon on the
-    coordinator's own node.
+    others: the daemons of ranks 1 and up. A rank uses the coordinator's daemon if its
+    own is None, which means not known, or if it has found no daemon and is on the
+    coordinator's node.
 
     Raises AlreadyExists; InvalidRequest if a new attempt is needed and the present one
     is that of the caller's Agent; DaemonUnreachable if a rank on another node has found
@@ -215,15 +219,15 @@ def claim(
     until = time.monotonic() + SAVE_SECONDS
     turn = take_turn(target.root, target.job, until)
     try:
-        return _claim(targets, turn, until, overwrite=overwrite)
+        return _issue(targets, turn, until, overwrite=overwrite)
     except BaseException:
         turn.close()
         raise
 
 
-def _claim(
+def _issue(
     targets: Sequence[Target], turn: Turn, until: float, *, overwrite: bool
-) -> tuple[list[Claim], Callable[[], None]]:
+) -> tuple[list[SaveTicket], Callable[[], None]]:
     target = targets[0]
     while True:
         with _calls("save"):
@@ -239,31 +243,28 @@ def _claim(
             )
             if begins_next and held not in _own.values():
                 whose = f"attempt {held.attempt} of this process's own Agent"
-                if target.step is None:
-                    raise InvalidRequest(
-                        f"tag {target.tag!r} is taken in {whose}, which cannot be overwritten: "
-                        f"choose another tag"
-                    )
+                if target.step is not None:
+                    check_step_follows(target.step, held.last_step, whose)
+                name = f"tag {target.tag!r}" if target.step is None else f"step {target.step}"
                 raise InvalidRequest(
-                    f"step {target.step} does not follow step {held.last_step}, the last of "
-                    f"{whose}: call recover() to go back"
+                    f"{name} is taken in {whose}, which cannot be overwritten: choose another"
                 )
             if not held.saving or not (overwrite or begins_next) or time.monotonic() > until:
-                return _claimed(targets, _begin_all(targets) if begins_next else held, turn)
+                return _issued(targets, _begin_all(targets) if begins_next else held, turn)
         # A save on another thread may be the one to overwrite, and a new attempt would
         # end it.
         time.sleep(_LOOK_SECONDS)
 
 
 def _targets(first: Target, others: Sequence[RankDaemon | None]) -> list[Target]:
-    """Return the target of each rank, given that of the coordinator.
+    """Return the target of each rank.
 
-    Ranks of one daemon get one place.
+    first: the target of the coordinator. It names the checkpoint, because the daemon of
+    another rank may come from another save of the job.
 
-    The coordinator's target names the checkpoint, because a rank may have shown its
-    daemon for another save of the job. A private daemon that had nothing to do may have
-    ended since a rank has asked it, and its place with it: the socket tells that it is
-    the same daemon.
+    Ranks of one daemon get equal places. A daemon is recognised by its socket, too: a
+    private daemon without work may have ended after a rank has asked it, and the daemon
+    that was started next has another identity.
 
     Raises DaemonUnreachable if a rank is on another node and has found no daemon.
     """
@@ -275,8 +276,8 @@ def _targets(first: Target, others: Sequence[RankDaemon | None]) -> list[Target]
         if other.place is None:
             why = (
                 other.why
-                or f"no daemon of that node serves it: start one with `ckptd run --root "
-                f"{first.root}`, as on {first.place.node}"
+                or f"no daemon of that node serves the root {first.root}: start one there with "
+                f"`ckptd run --root {first.root}`, as on {first.place.node}"
             )
             raise DaemonUnreachable(
                 f"rank {rank} on {other.host} cannot save to {first.path}: {why}"
@@ -288,22 +289,23 @@ def _targets(first: Target, others: Sequence[RankDaemon | None]) -> list[Target]
 
 
 def _names(target: Target) -> list[tuple[bytes, str, str | None]]:
-    """Return what identifies a daemon: its node and its socket, and its own identity,
-    which an old daemon does not tell.
+    """Return the names by which a daemon is recognised: its node and socket, and its
+    own identity, unless it is too old to send one.
     """
     boot, host, instance = target.place.boot, target.place.node, target.place.instance
     return [(boot, host, target.socket), *([(boot, "", instance)] if instance else [])]
 
 
-def _claimed(
+def _issued(
     targets: Sequence[Target], held: RankLink, turn: Turn
-) -> tuple[list[Claim], Callable[[], None]]:
+) -> tuple[list[SaveTicket], Callable[[], None]]:
     def over() -> None:
         held.saving.discard(turn)
         turn.close()
 
     step = targets[0].step
-    # A set that holds it weakly, so that a save that Ctrl-C has ended leaves by itself.
+    # The set holds the turn weakly, so that the turn of a save that Ctrl-C has ended
+    # drops out by itself.
     held.saving.add(turn)
     if step is None and len(targets) > 1:
         step = held.handovers.last_step = held.last_step + 1
@@ -311,35 +313,36 @@ def _claimed(
     begun = (
         [BegunAttempt(held.attempt, None, [])] * len(places)
         if node is None
-        else as_begun(held.attempt, places, node.claim)
+        else as_begun(held.attempt, places, node.run_id)
     )
-    return [Claim(*each, step) for each in zip(targets, begun, strict=True)], over
+    return [SaveTicket(*each, step) for each in zip(targets, begun, strict=True)], over
 
 
 def _current(targets: Sequence[Target]) -> RankLink:
-    """Return rank 0's link in the newest attempt that this process knows, or begin an
-    attempt.
+    """Return the link of rank 0 in the newest attempt that this process knows, or begin
+    an attempt.
 
-    The link of an Agent of the caller is returned even after another process has begun
-    a newer attempt: the daemon then refuses the save.
+    If the link belongs to an Agent of the caller, return it even if another process has
+    begun a newer attempt. The daemon then refuses the save.
     """
     held = _find(targets[0], 0, len(targets), None)
     if held is None:
         return _begin_all(targets)
-    # Another process has begun a newer attempt of this job.
-    if held in _own.values() and not held.is_current():
+    if held in _own.values() and not held.is_current():  # another process has begun a newer one
         held.let_go()
         return _begin_all(targets)
     return held
 
 
-def attach(claimed: Claim, rank: int, world_size: int) -> RankLink:
-    """Return the link of this rank in the claimed attempt, or make one."""
+def attach(ticket: SaveTicket, rank: int, world_size: int) -> RankLink:
+    """Return the link of this rank in the attempt of the ticket. Make the link if there
+    is none.
+    """
     with _calls("save"):
-        held = _find(claimed.target, rank, world_size, claimed.begun.attempt)
+        held = _find(ticket.target, rank, world_size, ticket.begun.attempt)
         return held or _begin(
-            claimed.target,
-            Told(rank, world_size, job_store, answer=msgspec.msgpack.encode(claimed.begun)),
+            ticket.target,
+            Told(rank, world_size, job_store, answer=msgspec.msgpack.encode(ticket.begun)),
         )
 
 
@@ -352,10 +355,7 @@ def _find(target: Target, rank: int, world_size: int, attempt: int | None) -> Ra
 
 
 def _begin_all(targets: Sequence[Target]) -> RankLink:
-    """Begin an attempt for all ranks, given their targets.
-
-    The other ranks join it when they attach.
-    """
+    """Begin an attempt for all ranks. The other ranks join it when they call `attach`."""
     others = [
         None if target.place == targets[0].place else msgspec.msgpack.encode(target.place)
         for target in targets[1:]
@@ -390,34 +390,34 @@ def leave_all() -> None:
             _leave(_own.popitem()[1])
 
 
-def fail_step(claimed: Claim, rank: int, world_size: int, why: str) -> None:
-    """Tell the daemon of this rank that it will not seal the claimed step, so that no
-    other rank waits for it.
+def fail_step(ticket: SaveTicket, rank: int, world_size: int, why: str) -> None:
+    """Tell the daemon of this rank that the rank will not seal the step of the ticket,
+    so that no other rank waits for it.
     """
-    with (link := attach(claimed, rank, world_size)).calls("save"):
-        handover = link.open_step(claimed.step, claimed.target.tag)
+    with (link := attach(ticket, rank, world_size)).calls("save"):
+        handover = link.open_step(ticket.step, ticket.target.tag)
         link.handovers.fail(handover.pending, SnapshotFailed(why))
-        link.handovers.settle(handover)
+        link.handovers.end(handover)
 
 
 class SlotPart:
-    """This rank's part of a save, in a slot.
+    """The part of a save that this rank writes into a slot.
 
     Call `write`, then `finish`, then `wait` or `close`. After a failure call `discard`.
     """
 
-    def __init__(self, claimed: Claim, rank: int, world_size: int) -> None:
-        self._link = attach(claimed, rank, world_size)
+    def __init__(self, ticket: SaveTicket, rank: int, world_size: int) -> None:
+        self._link = attach(ticket, rank, world_size)
         self._link.saving.add(self)
         self._pid = os.getpid()
-        self._claimed = claimed
+        self._ticket = ticket
         self._handover: Handover | None = None
         self._layout: Layout | None = None
         self._resolved: Resolved | None = None
 
     @property
     def node(self) -> Membership | None:
-        """The share of this node in the attempt, or None if all ranks are on one node."""
+        """The membership of this node, or None if all ranks are on one node."""
         return self._link.node
 
     @property
@@ -433,13 +433,13 @@ class SlotPart:
         of the planner. The step then fails on all ranks.
         """
         self._layout, self._resolved = layout, resolved
-        link, handovers, target = self._link, self._link.handovers, self._claimed.target
+        link, handovers, target = self._link, self._link.handovers, self._ticket.target
         deadline = time.monotonic() + SAVE_SECONDS
         with link.calls("save"):
             link.ready()
             before = self._handover
             if before is None:
-                handover = link.open_step(self._claimed.step, target.tag)
+                handover = link.open_step(self._ticket.step, target.tag)
             else:
                 handover = handovers.open(before.pending, target.tag)
             try:
@@ -453,19 +453,20 @@ class SlotPart:
                     handover.pending,
                     error if isinstance(error, CkptdError) else InternalError(repr(error)),
                 )
-                handovers.settle(handover)
+                handovers.end(handover)
                 raise
-            # Before `hold`, because a held slot is given back by `discard` alone, which
-            # needs this.
+            # Set before `hold`: only `discard` gives back a held slot, and it needs the
+            # hand-over.
             self._handover = handover
             handover.hold()
-            handovers.settle(handover)
+            handovers.end(handover)
 
     def finish(self, layout: Layout, values: bytes, request: SnapshotRequest) -> None:
         """Seal the slot.
 
-        If the documents do not fit, fill a larger one first. `layout` is the one
-        written, now with the metadata.
+        If the documents do not fit into it, fill a larger slot first.
+
+        layout: the layout of `write`, now with the metadata.
         """
         assert self._handover is not None
         assert self._layout is not None
@@ -480,7 +481,7 @@ class SlotPart:
     def wait(self) -> None:
         """Wait until the step is durable on all ranks, and end this save.
 
-        Raises the reason if the step cannot become durable.
+        Raises the error of the step if it cannot become durable.
         """
         try:
             self._link.wait_durable(self._pending)
@@ -491,11 +492,11 @@ class SlotPart:
         """Delete the checkpoints that this save replaces: those of the same name in
         older attempts. A failure is logged.
         """
-        target = self._claimed.target
+        target = self._ticket.target
         older = [
             tag
             for attempt, tag in attempts_of(target.path).items()
-            if attempt < self._claimed.begun.attempt
+            if attempt < self._ticket.begun.attempt
         ]
         try:
             for why in (self._link.forget(older) if older else {}).values():
@@ -511,7 +512,7 @@ class SlotPart:
         self._link.saving.discard(self)
 
     def discard(self, why: str) -> None:
-        """Abandon a slot that is not sealed: the step fails on all ranks.
+        """Abandon the slot, if it is not sealed. The step then fails on all ranks.
 
         Does nothing in a forked child, which does not own the save.
         """

@@ -1,43 +1,41 @@
-"""Passes the daemon of each rank to the coordinator, and the coordinator's decision on
-one save, a ticket, to each rank.
+"""Passes the daemon of each rank to the coordinator, and a ticket, which is the
+coordinator's decision on one save, to each rank.
 
-Both go over the job's store. DCP sends a plan to each rank, but a planner that caches
-plans replaces it by the plan of an earlier save. So neither travels in a plan.
+Both go over the job's store, and neither in a plan of DCP: a planner that caches plans
+replaces the plan of this save by that of an earlier one.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
 
 import msgspec
 import torch.distributed as dist
 
-from ckptd.agent.dcp.targets import Claim, RankDaemon
+from ckptd.agent.dcp.targets import RankDaemon, SaveTicket
 from ckptd.agent.link.arguments import job_store
 from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.location import Location
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(msgspec.Struct, frozen=True, rename={"save": "claimed"}):
     """The coordinator's decision for one rank and one save.
 
-    claimed: the claim for a save through a daemon, or None if the ranks write the
-    checkpoint themselves. global_plan: 32 random bytes that all ranks of this save
-    share, and no other save has.
+    global_plan: 32 random bytes that identify this save on all ranks. save: the attempt
+    and the step of a save through a daemon, or None if the ranks write the checkpoint
+    themselves.
     """
 
     path: str
     rank: int
     world_size: int
     global_plan: bytes
-    claimed: Claim | None
+    save: SaveTicket | None
 
 
 def show(path: Location, rank: int, found: RankDaemon) -> None:
-    """Show the coordinator the daemon of this rank.
+    """Tell the coordinator which daemon serves this rank.
 
     Runs on ranks 1 and up, before DCP collects the plans.
     """
@@ -51,8 +49,8 @@ def show(path: Location, rank: int, found: RankDaemon) -> None:
 
 _lock = threading.Lock()
 _own: dict[str, RankDaemon] = {}
-"""The daemons that this rank has shown, by the directory of the job. One key has them
-all, so that no key is left behind by a job.
+"""The daemons that this rank has shown, by the directory of the job. One key of the
+store holds them all, so that a finished job leaves no key behind.
 """
 _MOST_JOBS = 32
 
@@ -60,7 +58,7 @@ _MOST_JOBS = 32
 def shown(path: Location, world_size: int) -> list[RankDaemon | None]:
     """Return the daemons of ranks 1 and up, with None for a rank that saves elsewhere.
 
-    Runs on the coordinator, once it has the plans.
+    Runs on the coordinator, after it has received the plans.
     """
     if world_size == 1:
         return []

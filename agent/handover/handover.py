@@ -6,9 +6,9 @@ Every save of a rank takes these steps:
     request -> reserve -> acquire -> copy or fill -> seal
                                                   -> abandon
 
-`Handovers.open` registers a hand-over before any message is sent, and `settle` ends its
+`Handovers.open` registers a hand-over before any message is sent, and `end` ends its
 registration. Ctrl-C may come between any two instructions. The next call then runs
-`settle_interrupted` on every hand-over that is still registered: a slot whose header
+`end_interrupted` on every hand-over that is still registered: a slot whose header
 says sealed is handed over, and any other slot is given back.
 """
 
@@ -47,14 +47,14 @@ class Handover:
     """One snapshot on its way into a slot. `Handovers.open` makes it.
 
     If a method raises, the caller must report the error with `Handovers.fail` and then
-    call `Handovers.settle`, which gives the slot back.
+    call `Handovers.end`, which gives the slot back.
     """
 
     def __init__(self, handovers: Handovers, pending: Pending, slot_request: SlotRequest) -> None:
         self.pending = pending
         self.slot_request = slot_request
         self.kept = ""
-        """The segment that `settle` does not give back, because its seal is under way
+        """The segment that `end` does not give back, because its seal is under way
         or the caller holds it; "" if there is none.
         """
         self._all = handovers
@@ -194,7 +194,7 @@ class Handover:
                 sealer.finish(transfer)
 
     def hold(self) -> None:
-        """Keep the filled slot beyond `settle`, so that a later call can `seal` or
+        """Keep the filled slot beyond `end`, so that a later call can `seal` or
         `abandon` it.
         """
         self._all.filled.add(self.pending)
@@ -270,7 +270,7 @@ class Handovers:
         self.pending: dict[tuple[int, int], Pending] = {}
         self.filled: set[Pending] = set()
         self.sealer = Sealer()
-        self.slots = MappedSlots(client, self.sealer.settle)
+        self.slots = MappedSlots(client, self.sealer.wait)
         self.seals = Seals(client, self.pending)
         self.returns = Returns(client)
         self._open: list[Handover] = []
@@ -279,13 +279,13 @@ class Handovers:
     def open(self, pending: Pending, tag: str | None) -> Handover:
         """Register a hand-over, and return it.
 
-        No message is sent yet. The caller must end it with `settle`.
+        No message is sent yet. The caller must end it with `end`.
         """
         handover = Handover(self, pending, SlotRequest(self._client, pending.step, tag))
         self._open.append(handover)
         return handover
 
-    def settle(self, handover: Handover) -> None:
+    def end(self, handover: Handover) -> None:
         """Give back every slot that was granted for this hand-over and is not kept, and
         end its registration.
         """
@@ -293,8 +293,8 @@ class Handovers:
             self.returns.give_back(slot, handover.pending.step, handover.pending.error)
         self._close(handover)
 
-    def settle_interrupted(self) -> None:
-        """Settle every hand-over whose call was interrupted.
+    def end_interrupted(self) -> None:
+        """End every hand-over whose call was interrupted.
 
         No other call of this rank may be under way.
 
@@ -302,13 +302,13 @@ class Handovers:
         and its step fails.
         """
         for handover in tuple(self._open):
-            self._settle_interrupted(handover)
+            self._end_interrupted(handover)
             self._close(handover)
 
-    def _settle_interrupted(self, handover: Handover) -> None:
+    def _end_interrupted(self, handover: Handover) -> None:
         pending, sealed = handover.pending, bool(handover.kept)
         for slot in self._granted_to(handover):
-            self.sealer.settle(slot.name)  # wait for another thread that may be sealing the slot
+            self.sealer.wait(slot.name)  # wait for another thread that may be sealing the slot
             if not sealed and self._is_sealed(slot, pending):
                 sealed = True
                 pending.segment = slot.name
@@ -362,7 +362,7 @@ class Handovers:
             old.supersede()
         pending.segment = slot.name
         # Wait for copies of a failed step, which may still write to the slot.
-        self.sealer.settle(slot.name)
+        self.sealer.wait(slot.name)
         if not pending.granted:
             pending.move(Event.GRANT)
         failpoint("agent.granted")
@@ -413,8 +413,8 @@ class Handovers:
 
     def wait_for_threads(self) -> None:
         """Wait until no other thread is sealing a slot or making slots."""
-        self.sealer.settle()
-        self.slots.settle()
+        self.sealer.wait()
+        self.slots.wait()
 
     def start_attempt(self) -> None:
         """Forget the slots of the previous attempt, which the daemon has taken back."""
@@ -423,7 +423,7 @@ class Handovers:
 
     def resume(self, held: set[str]) -> None:
         """Resume on a new connection, and repeat the returned slots and the seals that
-        the daemon has not settled.
+        the daemon has not answered.
 
         `held` has the segments that the daemon still keeps for this rank. Other slots
         are forgotten.

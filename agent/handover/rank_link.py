@@ -24,7 +24,7 @@ from ckptd.agent.link.attempt import begin
 from ckptd.agent.link.board import Board
 from ckptd.agent.link.client import CALL_SECONDS, Client
 from ckptd.agent.link.launch import find_place
-from ckptd.agent.link.rounds import WARN_SECONDS, Exchange, Ranks, Told, not_called
+from ckptd.agent.link.rounds import WARN_SECONDS, Exchange, RankGroup, Told, not_called
 from ckptd.agent.pending import Pending
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.agent.threads.reminder import reminder
@@ -58,12 +58,12 @@ class RankLink:
     """The link of one rank, in one attempt of a job, to its daemon.
 
     Making it begins or joins an attempt. `calls` admits one public call at a time.
-    `attempt` is the attempt that this rank is in, and `node` the share of this node in
-    it, or None if all ranks are on one node. `saving` has the saves through DCP that
-    are not over yet. `structure_changed` is called, on any thread, when the ranks must
-    plan again. `unnamed` is True if neither the caller nor the environment names the
-    job. `takeover` says whether to begin although another run of the job is alive; None
-    leaves that to CKPTD_TAKEOVER.
+    `attempt` is the attempt that this rank is in, and `node` the membership of this
+    node in it, or None if all ranks are on one node. `saving` has the saves through DCP
+    that are not over yet. `structure_changed` is called, on any thread, when the ranks
+    must plan again. `unnamed` is True if neither the caller nor the environment names
+    the job. `takeover` says whether to begin although another run of the job is alive;
+    None leaves that to CKPTD_TAKEOVER.
 
     Raises DaemonUnreachable, Forbidden, InvalidName, InvalidRequest, JobRunning,
     ForeignMemory, StorageError and other errors of the daemon, and SnapshotFailed if a
@@ -73,7 +73,7 @@ class RankLink:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: RankGroup,
         job: str | None,
         *,
         socket: str | os.PathLike[str] | None = None,
@@ -191,7 +191,7 @@ class RankLink:
             and isinstance(self.ranks, Exchange | Told)
         ):
             # The number is that of another attempt, too, under another root.
-            prefix = f"{self.job}/board/{self.node.claim}"
+            prefix = f"{self.job}/board/{self.node.run_id}"
             self._board = Board(
                 self.ranks.new_client(),
                 prefix,
@@ -275,7 +275,7 @@ class RankLink:
             if not self._gone and os.getpid() == self._pid:
                 self.let_go()
             return
-        self.handovers.settle_interrupted()
+        self.handovers.end_interrupted()
         while self._nested:
             pending = self._nested.popleft()
             self.handovers.pass_over(pending, pending.why)
@@ -320,7 +320,7 @@ class RankLink:
                 if not self.client.wait_connected(AWAY_SECONDS):
                     raise self.client.foreign or DaemonUnreachable(_GONE) from None
 
-    def _news(self, news: m.News) -> None:
+    def _news(self, news: m.Notification) -> None:
         match news:
             case m.Uploads():
                 self.handovers.seals.follow_uploads(news)

@@ -15,7 +15,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
 
-from ckptd.agent.link.rounds import Alone, Exchange, Ranks
+from ckptd.agent.link.rounds import Alone, Exchange, RankGroup
 from ckptd.agent.link.script import script_job
 from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.formats.bounds import MAX_DEPTH, deeper_than
@@ -114,8 +114,8 @@ def launch_id() -> str:
     return f"{run}/{host()}/{os.getppid()}" if run == "none" else run[:256]
 
 
-def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:
-    """Return the `Ranks` of the process group, through which this rank agrees with the
+def ranks_of(process_group: dist.ProcessGroup | None) -> RankGroup:
+    """Return the `RankGroup` of the process group, through which this rank agrees with the
     other ranks.
 
     None as `process_group` means the default process group, or a single rank if

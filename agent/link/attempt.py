@@ -13,7 +13,7 @@ import msgspec
 
 from ckptd.agent.link.arguments import foreign_memory, launch_id
 from ckptd.agent.link.client import CALL_SECONDS, Client
-from ckptd.agent.link.rounds import Ranks
+from ckptd.agent.link.rounds import RankGroup
 from ckptd.shared import names
 from ckptd.shared.errors import (
     CkptdError,
@@ -40,8 +40,8 @@ WAIT_SECONDS = 10.0
 class BegunAttempt(NamedTuple):
     """An attempt that has begun.
 
-    attempt: its number. node: the share of this node, or None if all ranks are on one
-    node. leaders: the lowest rank of each node.
+    attempt: its number. node: the membership of this node, or None if all ranks are on
+    one node. leaders: the lowest rank of each node.
     """
 
     attempt: int
@@ -50,7 +50,7 @@ class BegunAttempt(NamedTuple):
 
 
 def begin(
-    ranks: Ranks,
+    ranks: RankGroup,
     error: CkptdError | None,
     client: Client | None = None,
     job: str = "",
@@ -177,8 +177,9 @@ def _same_daemon(one: RankPlace, other: RankPlace) -> bool:
 
 
 def as_begun(attempt: int, places: Sequence[RankPlace], identity: str) -> list[BegunAttempt]:
-    """Return an attempt as each rank needs it to join, given the places of all ranks,
-    and the identity of the claim on several nodes.
+    """Return an attempt as each rank needs it to join.
+
+    places: the places of all ranks. identity: the run id, if they are on several nodes.
     """
     nodes = _nodes(places, identity)
     leaders = sorted({node.ranks[0] for node in nodes if node is not None})
@@ -186,20 +187,21 @@ def as_begun(attempt: int, places: Sequence[RankPlace], identity: str) -> list[B
 
 
 def _nodes(places: Sequence[RankPlace], identity: str) -> list[Membership | None]:
-    """Return, for each rank, the share of its node in the attempt.
-
-    All are None if all ranks have the same daemon.
+    """Return the membership of the node of each rank, or None for each rank if all ranks
+    have the same daemon.
     """
     if all(_same_daemon(places[0], place) for place in places):
         return [None] * len(places)
     found: dict[tuple[bytes, str], list[int]] = {}
     for rank, place in enumerate(places):
         found.setdefault((place.boot, place.instance), []).append(rank)
-    shares = {key: Membership(claim=identity, ranks=here) for key, here in found.items()}
-    return [shares[place.boot, place.instance] for place in places]
+    nodes = {key: Membership(run_id=identity, ranks=here) for key, here in found.items()}
+    return [nodes[place.boot, place.instance] for place in places]
 
 
-def _claim(client: Client, job: str, ranks: Ranks, node: Membership | None, takeover: bool) -> int:
+def _claim(
+    client: Client, job: str, ranks: RankGroup, node: Membership | None, takeover: bool
+) -> int:
     """Begin the next attempt.
 
     If another run of the job is alive and `takeover` is False, wait for its end, and
@@ -217,7 +219,7 @@ def _claim(client: Client, job: str, ranks: Ranks, node: Membership | None, take
 def _begin(
     client: Client,
     job: str,
-    ranks: Ranks,
+    ranks: RankGroup,
     attempt: int,
     wait: float | None,
     node: Membership | None = None,

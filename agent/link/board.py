@@ -1,15 +1,15 @@
-"""Carries the board of an attempt of several nodes: a thread of the lowest rank of each
-node, off the training thread.
+"""Reads and writes the board of an attempt of several nodes, on a thread of the lowest
+rank of each node.
 
-Each node overwrites one small value in the job's store, which says what it holds. The
-lowest rank of all, rank 0, reads these values and writes one answer, which the other
-nodes read. `shared/wire/board.py` says what the values mean. A store that does not
-answer blocks only this thread: the daemons then save what they hold after a while, and
-storage decides.
+Each node overwrites one small value in the job's store, which lists the steps that the
+node holds. Rank 0 reads these values and writes one answer, which the other nodes read.
+`shared/wire/board.py` defines the values. A store that does not answer blocks only this
+thread: the daemons then save the steps that they hold after a while, and the storage
+decides which of them are complete.
 
-A step costs each node one write and one or two reads: a node writes only what another
-node may wait for, and looks for the first time when the answer was there at the steps
-before.
+A step costs each node one write and one or two reads. A node writes only changes that
+another node may wait for. It reads for the first time when the answers to the steps
+before were there.
 """
 
 from __future__ import annotations
@@ -29,32 +29,33 @@ from ckptd.shared.wire.board import Answer, Holding, answer, is_news, is_open, i
 log = logging.getLogger("ckptd.agent")
 
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.2
-"""Seconds between looks at the board while a step of this node is open."""
+"""The least and the most seconds between two reads of the board while a step of this
+node is open.
+"""
 _MOST_USUAL = 0.05
-"""The most seconds before the first look at a step. The save of the step waits for this
-look.
+"""The most seconds before the first read for a step. The save of the step waits for
+this read.
 """
 _IDLE_LOOK = 1.0
-"""Seconds between looks of rank 0 while no step of its own node is open, if its last
-look has shown that a node waits for another one.
+"""Seconds between two reads of rank 0 while no step of its own node is open, if its
+last read has shown that a node waits for another one.
 """
 _QUIET_LOOK = 3.0
-"""Seconds between these looks if no node waits for another one. The next step of its
-own node makes rank 0 look at once.
+"""Seconds between these reads if no node waits for another one. The next step of its
+own node makes rank 0 read at once.
 """
 _SOONER = 0.99
-"""The factor by which the first look comes sooner at the next step, if the answer was
-there at the first look.
+"""The factor by which the first read for the next step comes sooner, if the first read
+for this step has found the answer.
 """
 
 
 class Board:
-    """The board of one node in one attempt.
+    """The board of one attempt, as one node sees it.
 
-    `tell` passes a new answer on to the daemon.
-
-    store: a client of the job's store that nothing else uses. prefix: of the names in
-    the store. leaders: the lowest rank of each node.
+    store: a client of the job's store that nothing else uses. prefix: the prefix of the
+    names in the store. leaders: the lowest rank of each node. tell: passes a new answer
+    on to the daemon.
     """
 
     def __init__(
@@ -74,32 +75,32 @@ class Board:
         self._changed = Waiters()
         self._holding = Holding()
         self._written: Holding | None = None
-        self._heard = Answer()
+        self._known = Answer()
         self._complete = False  # True once all nodes have written something
-        self._quiet = False  # as rank 0 has found at its last look
-        self._usual = _FIRST_LOOK  # seconds from the write of a step to the first look
-        self._pause = _FIRST_LOOK  # seconds before the next look
-        self._waited = 0.0  # seconds from the last write to the next look
-        self._looks = 0  # since the last write
-        self._next: float | None = None  # the time of the next look
+        self._quiet = False  # True if the last read of rank 0 has shown no node that waits
+        self._usual = _FIRST_LOOK  # seconds from the write of a step to the first read
+        self._pause = _FIRST_LOOK  # seconds before the next read
+        self._waited = 0.0  # seconds from the last write to the next read
+        self._looks = 0  # the reads since the last write
+        self._next: float | None = None  # the time of the next read
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="ckptd-board", daemon=True)
         self._thread.start()
 
     def show(self, holding: Holding) -> None:
-        """Put on the board what this node holds.
+        """Have the thread write this holding. Return at once.
 
-        Returns at once. Of several values, only the last one counts.
+        If the thread has not written the last holding yet, this one replaces it.
         """
         self._holding = holding
         self._changed.notify()
 
     def repeat(self) -> None:
         """Tell the daemon the last answer again, because it may have been restarted."""
-        self._tell(self._heard)
+        self._tell(self._known)
 
     def end(self) -> None:
-        """End the thread, which may take a moment. May be called again."""
+        """Ask the thread to end, and do not wait for it. May be called again."""
         if self._rank == 0 and not self._ended:
             _ended.append([*self._holds.values(), self._answer])
         self._ended = True
@@ -109,7 +110,7 @@ class Board:
         failed = False
         while (holding := self._wait(failed=failed)) is not None:
             try:
-                if is_news(holding, self._written, self._heard):
+                if is_news(holding, self._written, self._known):
                     self._write(holding)
                 else:
                     self._look()
@@ -125,15 +126,15 @@ class Board:
                 failed, self._next = True, time.monotonic() + _IDLE_LOOK
 
     def _wait(self, *, failed: bool) -> Holding | None:
-        """Wait until there is something to write or it is time to look, and return what
-        to show. Return None at the end.
+        """Wait until there is a holding to write or it is time to read, and return the
+        holding. Return None once the board has ended.
 
-        While the store has `failed`, what is to be written waits for the time of the
-        next look.
+        failed: True if the store has not answered the last time. Then writes, too, wait
+        for the time of the next read.
         """
 
         def has_news() -> bool:
-            return not failed and is_news(self._holding, self._written, self._heard)
+            return not failed and is_news(self._holding, self._written, self._known)
 
         while not self._ended:
             left = None if self._next is None else self._next - time.monotonic()
@@ -143,7 +144,7 @@ class Board:
         return None
 
     def _write(self, holding: Holding) -> None:
-        if self._rank == 0:  # it reads what the others write, and knows its own
+        if self._rank == 0:  # no other node reads its holding
             _sweep(self._store, {*self._holds.values(), self._answer})
         else:
             self._store.set(self._holds[self._rank], msgspec.msgpack.encode(holding))  # type: ignore[arg-type]
@@ -153,19 +154,19 @@ class Board:
         self._pause = self._usual
         self._waited = self._usual
         self._plan(news=True)
-        if before is not None:  # steps that come fast must not put off the look at those before
+        if before is not None:  # steps that come fast must not delay the read for earlier ones
             self._next = before if self._next is None else min(before, self._next)
 
     def _plan(self, *, news: bool = False) -> None:
-        """Choose the time of the next look.
+        """Choose the time of the next read.
 
-        If rank 0 has `news` that a step is not taken, nodes that hold it wait for the
-        answer.
+        news: True if this node has just written. On rank 0 the news may be that a step
+        is not taken. Other nodes that hold the step then wait for the answer.
         """
         holding = self._holding
         awaited = {*holding.held, *holding.overdue}
         if (news and self._rank == 0) or any(
-            is_open(step, holding, self._heard) for step in awaited
+            is_open(step, holding, self._known) for step in awaited
         ):
             self._next = time.monotonic() + self._pause
         else:
@@ -173,10 +174,10 @@ class Board:
             self._next = time.monotonic() + idle if self._rank == 0 else None
 
     def _look(self) -> None:
-        """Read the board, and pass on an answer that is new. Rank 0 makes the answer."""
+        """Read the board, and pass on a new answer, which rank 0 also writes."""
         found = self._read()
         self._looks += 1
-        if found is None or found == self._heard:
+        if found is None or found == self._known:
             self._pause = _FIRST_LOOK if self._looks == 1 else min(2 * self._pause, _LAST_LOOK)
             self._waited += self._pause
         else:
@@ -184,13 +185,13 @@ class Board:
                 self._store.set(self._answer, msgspec.msgpack.encode(found))  # type: ignore[arg-type]
             self._usual = self._usual * _SOONER if self._looks == 1 else self._waited
             self._usual = min(max(self._usual, _FIRST_LOOK), _MOST_USUAL)
-            self._heard = found
+            self._known = found
             self._tell(found)
         self._plan()
 
     def _read(self) -> Answer | None:
-        """Return the answer, or None if there is none yet, or if a node has not written
-        anything yet.
+        """Return the answer, or None if it does not exist yet because a node has not
+        written its first holding.
         """
         if self._rank != 0:
             self._complete = self._complete or self._store.check([self._answer])
@@ -205,17 +206,17 @@ class Board:
             f"the node of rank {rank}": _HOLDING.decode(value)
             for rank, value in zip(others, said, strict=True)
         }
-        found = answer(holdings, self._heard)
+        found = answer(holdings, self._known)
         self._quiet = is_quiet(holdings, found)
         return found
 
 
 def _sweep(store: Store, used: Collection[str]) -> None:
-    """Delete the keys of boards that have ended, but not of the last two: another node
-    may still read them, and would wait for its key.
+    """Delete the keys of boards that have ended, but not of the last two, because another
+    node may still read these, and a read of a missing key blocks.
 
-    used: the keys of a board that is in use. They may have the names of an older board
-    of this process, which was in another store.
+    used: the keys of the board in use. They may have the names of an older board of
+    this process in another store.
     """
     while len(_ended) > 2:
         for key in _ended.popleft():

@@ -85,7 +85,7 @@ class Client:
         place: Place,
         *,
         resume: Callable[[], None],
-        news: Callable[[m.News], None],
+        news: Callable[[m.Notification], None],
         lost: Callable[[CkptdError], None],
         late: Callable[[m.Reply], None],
     ) -> None:
@@ -99,9 +99,9 @@ class Client:
         # Made while their thread was inside `_send`, which sends them at its end.
         self._posts: deque[tuple[Make, Call]] = deque()
         # Held by the thread that receives, so that messages are handled in order.
-        self._hearing = threading.RLock()
+        self._receiving = threading.RLock()
         # The error that ended the connection while a waiting caller received.
-        self._unheard: CkptdError | None = None
+        self._protocol_error: CkptdError | None = None
         self._closed = False
         self.foreign: ForeignMemory | None = None
         self._up = Flag()
@@ -203,17 +203,17 @@ class Client:
         After Ctrl-C part of a message may be lost. So the connection is ended, and
         `resume` makes up for the loss on the next one.
         """
-        with self._hearing:
+        with self._receiving:
             channel = self._channel
             try:
-                self._hear(channel)
+                self._receive(channel)
             except BaseException as error:
                 self._end(channel)
                 if not isinstance(error, CkptdError):
                     raise
-                self._unheard = error
+                self._protocol_error = error
 
-    def _hear(self, channel: Channel) -> None:
+    def _receive(self, channel: Channel) -> None:
         for message in channel.receive(wait=False):
             self._got(message)
 
@@ -349,8 +349,8 @@ class Client:
             try:
                 while True:
                     self._channel.wait()
-                    with self._hearing:
-                        self._hear(self._channel)
+                    with self._receiving:
+                        self._receive(self._channel)
             except Exception as error:
                 # A bug; the thread survives it, or every call would wait for ever.
                 if not isinstance(error, (CkptdError, OSError)):
@@ -360,7 +360,7 @@ class Client:
                     if isinstance(error, CkptdError)
                     else DaemonUnreachable(f"the daemon is gone: {error}")
                 )
-                reason, self._unheard = self._unheard or gone, None
+                reason, self._protocol_error = self._protocol_error or gone, None
             with self._lock:  # no other thread may be sending on a socket that is being closed
                 self._gone = self._channel
                 self._channel.close()
@@ -376,7 +376,7 @@ class Client:
 
     def _got(self, message: m.Message) -> None:
         self._silent = False
-        if isinstance(message, m.News):
+        if isinstance(message, m.Notification):
             self._news(message)
             return
         assert isinstance(message, m.Reply)

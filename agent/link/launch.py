@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptd.shared import names, owners
-from ckptd.shared.errors import CkptdError, DaemonUnreachable, Forbidden, InvalidRequest
+from ckptd.shared.errors import Busy, CkptdError, DaemonUnreachable, Forbidden, InvalidRequest
 from ckptd.shared.location import Location, located
 from ckptd.shared.system import settings
 from ckptd.shared.system.log_file import open_log
@@ -30,7 +30,6 @@ log = logging.getLogger("ckptd.agent")
 
 CONNECT_SECONDS = 10.0
 START_SECONDS = 30.0
-_BUSY = 11  # the exit code of a daemon whose root is served already (shared/command.py)
 _warned: set[str] = set()
 # Private daemons, kept to reap those that exit before this process does.
 _started: list[subprocess.Popen[bytes]] = []
@@ -279,7 +278,7 @@ def start_private(root: Location) -> str:
     ].removeprefix("ckptd: ")
     if code < 0:
         last = f"{signal.Signals(-code).name} has ended it"
-    if code == _BUSY:
+    if code == Busy.exit_code:  # another daemon serves the root already
         return last
     raise DaemonUnreachable(
         f"the private daemon did not start: {last} (the whole log is {log_file})"

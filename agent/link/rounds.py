@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from ckptd.agent.link.store_values import GONE_SECONDS, PREFIX, StoreValues, Unwanted, pieces
 from ckptd.agent.threads.flag import Flag
 from ckptd.shared.errors import CkptdError, InternalError, SnapshotFailed, from_wire
-from ckptd.shared.units import some_text
+from ckptd.shared.units import rank_list
 
 log = logging.getLogger("ckptd.agent")
 
@@ -77,7 +77,7 @@ class Alone:
         said = [mine, *(mine if other is None else other for other in self._others)]
         return decide(said)[0] if self._answer is None else self._answer
 
-    def hear(self, topic: str, say: Callable[[], bytes], seconds: float) -> bytes | None:
+    def broadcast(self, topic: str, say: Callable[[], bytes], seconds: float) -> bytes | None:
         """Return the result of `say`."""
         return say()
 
@@ -177,7 +177,7 @@ class Exchange:
         client.set_timeout(timedelta(seconds=GONE_SECONDS))
         return PrefixStore(PREFIX, client)
 
-    def hear(self, topic: str, say: Callable[[], bytes], seconds: float) -> bytes | None:
+    def broadcast(self, topic: str, say: Callable[[], bytes], seconds: float) -> bytes | None:
         """Return the message of rank 0, which is the result of `say` there.
 
         Rank 0 does not wait for the other ranks.
@@ -186,11 +186,13 @@ class Exchange:
         may call this again later. Raises SnapshotFailed if the store does not answer.
         """
         return self._held(
-            lambda over: self._hear(f"{self.scope}/{topic}", say, time.monotonic() + seconds, over),
+            lambda over: self._broadcast(
+                f"{self.scope}/{topic}", say, time.monotonic() + seconds, over
+            ),
             seconds,
         )
 
-    def _hear(
+    def _broadcast(
         self,
         topic: str,
         say: Callable[[], bytes],
@@ -493,8 +495,7 @@ def not_called(
 
     why: more that is known of the late ranks, or "".
     """
-    shown = some_text(late)
-    has = f"rank {shown} has" if len(late) == 1 else f"ranks {shown} have"
+    has = f"{rank_list(late)} {'has' if len(late) == 1 else 'have'}"
     only = " Is it called on rank 0 only?" if rank == 0 and len(late) == world_size - 1 else ""
     return (
         f"{has} not called {call} yet, and rank {rank} has waited for {seconds:g} s: every rank "
@@ -538,7 +539,7 @@ def _decode(data: bytes, rank: int | None = None) -> bytes:
     return value
 
 
-Ranks = Alone | Exchange
+RankGroup = Alone | Exchange
 
 
 _BEGINS = ("begin", "joined")

@@ -1,10 +1,10 @@
-"""Keeps the plan of this rank from snapshot to snapshot, while the structure of the
-state stays the same.
+"""Keeps the plan of this rank from one snapshot to the next, as long as the structure of
+the state stays the same.
 
-While the plan is kept, the ranks exchange nothing. A rank whose structure has changed
-tells the daemon before it plans again with the other ranks. If another rank seals the
-step with its kept plan, the step fails on all ranks, and all of them plan again at the
-next step.
+With kept plans, the ranks exchange nothing. If the structure changes on a rank, it tells
+the daemon, and then plans again with the other ranks. If another rank seals the same
+step with its kept plan, the step fails on all ranks, and all ranks plan again at the
+next snapshot.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.link.client import Client
-from ckptd.agent.link.rounds import Ranks
+from ckptd.agent.link.rounds import RankGroup
 from ckptd.agent.pending import Pending
 from ckptd.agent.plan.layout import Layout, Local, plan_locally, savable
 from ckptd.agent.plan.plan_rounds import Description, PlanResult, PlanRounds
@@ -33,11 +33,11 @@ from ckptd.shared.system.collector import paused_collector
 from ckptd.shared.wire import messages as m
 
 PLAN_SECONDS = 2.0
-"""The least time, in seconds, that the other ranks have to join the planning, however
-small the stall budget is.
+"""The least time, in seconds, for which a rank waits for the other ranks to plan, even
+if the stall budget is smaller.
 """
 TELL_SECONDS = 5.0
-"""The time, in seconds, that the daemon has to acknowledge a Replan."""
+"""The time, in seconds, within which the daemon must acknowledge a Replan."""
 _MAX_WHY = 4096
 _ITEM_BYTES = 300
 """An estimate of the bytes that one item takes in plan and metadata."""
@@ -45,11 +45,11 @@ _ITEM_BYTES = 300
 
 @dataclass(frozen=True, slots=True)
 class PlanInUse:
-    """A layout and the live tensors of this snapshot.
+    """The layout and the live tensors of one snapshot.
 
-    sources: the tensor behind each item. unlike: `Sources.unlike`, or None if the
-    sources must be examined for it. parts: this rank's part of each tensor of the
-    state. addresses: the address of each part.
+    sources: the tensor from which each item is copied. unlike: `Sources.unlike`, or None
+    if it must be computed from the sources. parts: the part of each tensor of the state
+    that this rank has. addresses: the address of each part.
     """
 
     layout: Layout
@@ -61,10 +61,9 @@ class PlanInUse:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The tensors that this rank shares with other ranks by the kept plan.
+    """The tensors of the kept plan that this rank shares with other ranks.
 
-    groups: the replica groups. local: the rows that the groups name, with their
-    tensors.
+    groups: the replica groups. local: the rows of the groups, with their tensors.
     """
 
     groups: list[ReplicaGroup]
@@ -72,27 +71,25 @@ class Shared:
 
 
 class KeptPlan:
-    """The layout of the last plan, which the next snapshot uses if the structure of its
-    state is still the same.
+    """The layout of the last plan. The next snapshot uses it if its state has the same
+    structure.
     """
 
-    def __init__(self, client: Client, ranks: Ranks) -> None:
+    def __init__(self, client: Client, ranks: RankGroup) -> None:
         self._client, self._ranks = client, ranks
         self._kept: tuple[Structure, Layout, Sources] | None = None
-        # The version of the plan that the next snapshot needs; higher than _has while
-        # the kept layout must not be used.
+        # The version of the plan that the next snapshot needs. It is higher than _has
+        # while the kept layout must not be used.
         self._wanted = 1
         self._has = 0  # the version of the kept plan; 0 before the first
         self.shared: Shared | None = None
-        """The tensors that this rank shares by the last plan, or None if the job has
-        one rank.
-
-        It is a new object after each planning.
+        """The tensors that this rank shares with others, or None if the job has one rank.
+        Each new plan replaces this object.
         """
 
     def invalidate(self) -> None:
-        """Make the next snapshot plan again, even if the structure on this rank is the
-        same. May be called from any thread.
+        """Make the next snapshot plan again, even if the structure on this rank has not
+        changed. May be called from any thread.
         """
         self._wanted += 1
 
@@ -102,12 +99,12 @@ class KeptPlan:
         return self._kept is not None and self._has == self._wanted
 
     def plan_ahead(self, captured: Captured) -> Layout | None:
-        """Return the kept layout if this state can use it.
+        """Return the layout of this state, or None if the next snapshot must plan it with
+        other ranks.
 
-        If there are no other ranks, plan for this state now, so that there is one.
-
-        Return None if the next snapshot will plan. Runs on the calling thread: the
-        structure and the layout must be those of one instant. Raises UnsavableValue.
+        If the kept layout cannot be used and the job has one rank, plan now. Runs on
+        the calling thread, because the state must not change meanwhile. Raises
+        UnsavableValue.
         """
         if (same := self.reuse(captured)) is not None:
             return same.layout
@@ -129,8 +126,8 @@ class KeptPlan:
         return share_out([Offer(local.rows)])[0].lay_out(local)
 
     def reuse(self, captured: Captured) -> PlanInUse | None:
-        """Return the kept layout and its live tensors, or None if the layout is not
-        valid or the structure has changed.
+        """Return the kept layout with the live tensors of this state, or None if the layout
+        is not valid or the structure has changed.
         """
         if (
             self._kept is None
@@ -147,14 +144,14 @@ class KeptPlan:
         )
 
     def renew(self, captured: Captured, state: Any, pending: Pending, budget: float) -> PlanInUse:
-        """Plan with the other ranks, keep the layout, and return it with its live
-        tensors.
+        """Plan with the other ranks, keep the layout, and return it with the live tensors
+        of this state.
 
-        Raises UnsavableValue if a value cannot be saved or differs between ranks, and
-        StructureChanged if another rank has sealed this step with its kept plan. Raises
-        SnapshotFailed if the other ranks do not join within `budget` seconds or
-        `PLAN_SECONDS`, whichever is longer, and DaemonUnreachable if the daemon does
-        not acknowledge the Replan.
+        Raises UnsavableValue if a value cannot be saved or differs between ranks;
+        StructureChanged if another rank has sealed this step with its kept plan;
+        SnapshotFailed if another rank has not come to the planning within `budget`
+        seconds or `PLAN_SECONDS`, whichever is longer; DaemonUnreachable if the daemon
+        does not acknowledge the Replan.
         """
         with paused_collector():
             return self._renew(
@@ -203,15 +200,15 @@ class KeptPlan:
         return Description.of(local, savable(captured.tensors), digests, self._ranks.rank, buffers)
 
     def estimate(self, captured: Captured) -> int:
-        """Return an estimate of the bytes of tensors and plan that this rank will
-        write, with its share of the replicated tensors.
+        """Return an estimate of the bytes that this rank will write: its tensors, its
+        share of the replicated tensors, and the plan.
 
         Raises UnsavableValue for a tensor that cannot be saved.
         """
         own = shared = largest = 0
         storages: dict[tuple[torch.device, int], tuple[int, int, int]] = {}
         for tensor in savable(captured.tensors).values():
-            # Tensors that share a storage are stored once, as far as they overlap.
+            # Where tensors overlap in one storage, the bytes are stored once.
             if type(tensor) in PLAIN:
                 storage = tensor.untyped_storage()
                 place = tensor.device, storage.data_ptr()

@@ -33,7 +33,6 @@ from ckptd.agent.state.dtypes import copyable, dtype_name, sizeless
 from ckptd.agent.state.refusals import check_tensor
 from ckptd.shared import __version__, names
 from ckptd.shared.errors import UnsavableValue
-from ckptd.shared.formats.coverage import Box
 from ckptd.shared.formats.plan import (
     ELEMENT_SIZES,
     HIDDEN,
@@ -49,7 +48,7 @@ from ckptd.shared.formats.plan import (
     is_dense,
     signature,
 )
-from ckptd.shared.formats.sharding import Mesh
+from ckptd.shared.formats.sharding import Box, Mesh
 from ckptd.shared.system.failpoints import failpoint
 
 
@@ -124,7 +123,7 @@ def _clusters(tensors: dict[str, torch.Tensor]) -> list[_Cluster]:
     return [cluster for cluster in found if len(cluster.members) > 1]
 
 
-Key = tuple[str, tuple[int, ...]]
+RowKey = tuple[str, tuple[int, ...]]
 """The fqn of an item, and its offsets in the whole tensor."""
 
 
@@ -154,7 +153,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     in_order: bool = True
 
     @property
-    def key(self) -> Key:
+    def key(self) -> RowKey:
         return self.fqn, self.offsets
 
     @property

@@ -17,7 +17,7 @@ import msgspec
 import torch
 import zstandard
 
-from ckptd.agent.link.rounds import Ranks
+from ckptd.agent.link.rounds import RankGroup
 from ckptd.agent.plan.by_rule import ByRule, RuledShare, Structured, Summary
 from ckptd.agent.plan.layout import Layout, Local
 from ckptd.agent.plan.replica_groups import ReplicaGroup
@@ -74,7 +74,7 @@ class PlanRounds:
     `unwanted` returns an error as soon as the plan is no longer wanted.
     """
 
-    ranks: Ranks
+    ranks: RankGroup
     topic: str
     deadline: float
     unwanted: Callable[[], CkptdError | None]

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ckptd.agent.plan.layout import Key, Row
+from ckptd.agent.plan.layout import Row, RowKey
 from ckptd.shared.formats.sharding import Mesh
 
 ALONE = -1
@@ -52,7 +52,7 @@ def held_by_each(offers: Sequence[Sequence[Row]]) -> list[SharedRows]:
 
     `offers` has the rows of all ranks, in the order of the ranks.
     """
-    holders: dict[Key, list[int]] = defaultdict(list)
+    holders: dict[RowKey, list[int]] = defaultdict(list)
     out_of_order = {row.key for rows in offers for row in rows if not row.in_order}
     for rank, rows in enumerate(offers):
         for row in rows:

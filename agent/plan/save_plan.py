@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.plan.layout import Key, Layout, Row, check_item, layout_of, memory
+from ckptd.agent.plan.layout import Layout, Row, RowKey, check_item, layout_of, memory
 from ckptd.agent.state.dtypes import copyable, dtype_name, dtype_of
 from ckptd.agent.state.refusals import check_tensor
 from ckptd.agent.state.tree import TensorRef
@@ -49,9 +49,9 @@ class Resolved:
     """
 
     planner: SavePlanner
-    writes: dict[Key, WriteItem]
+    writes: dict[RowKey, WriteItem]
     rows: list[Row]
-    blobs: dict[Key, torch.Tensor]
+    blobs: dict[RowKey, torch.Tensor]
 
     @classmethod
     def of(cls, plan: SavePlan, planner: SavePlanner, *, weights_only: bool) -> Resolved:
@@ -158,7 +158,7 @@ class Resolved:
         self.blobs[row.key] = blob
         return row
 
-    def source(self, key: Key, dtype: torch.dtype) -> torch.Tensor:
+    def source(self, key: RowKey, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor or the blob of an item as it is now.
 
         Raises InvalidRequest if the planner resolves the item to another dtype or shape
@@ -292,7 +292,7 @@ def _offsets(metadata: Metadata, index: MetadataIndex) -> tuple[int, ...] | None
     return tuple(index.offset) if index.offset is not None else (0,) * len(entry.size)
 
 
-def _shown(key: Key) -> str:
+def _shown(key: RowKey) -> str:
     return key[0] if not any(key[1]) else f"{key[0]} at {list(key[1])}"
 
 

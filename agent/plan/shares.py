@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from ckptd.agent.plan.layout import Key, Layout, Local, Row, lay_out
+from ckptd.agent.plan.layout import Layout, Local, Row, RowKey, lay_out
 from ckptd.agent.plan.replica_groups import ALONE, ReplicaGroup, SharedRows, grouped, held_by_each
 from ckptd.agent.state.dtypes import dtype_of, sizeless
 from ckptd.shared.errors import UnsavableValue
@@ -169,7 +169,7 @@ def _compare_values(offers: list[Offer]) -> None:
 
 def _compare_rows(offers: list[Offer]) -> None:
     shapes: dict[str, tuple[int, str, tuple[int, ...]]] = {}
-    copies: dict[Key, tuple[int, bytes]] = {}
+    copies: dict[RowKey, tuple[int, bytes]] = {}
     covered: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
     for rank, offer in enumerate(offers):
         for row in offer.rows:
@@ -207,7 +207,7 @@ def _without_copies_of_buffers(offers: list[Offer]) -> Iterable[list[Row]]:
     A buffer of a module is taken from the lowest rank that has it, as
     DistributedDataParallel does, because the buffers of the other ranks may differ.
     """
-    taken: set[Key] = set()
+    taken: set[RowKey] = set()
     for offer in offers:
         yield [row for row in offer.rows if not row.base and not (row.buffer and row.key in taken)]
         taken |= {row.key for row in offer.rows if row.buffer and not row.base}

@@ -311,16 +311,14 @@ def _newest_first(
     for tag in tags:
         parsed = names.parse_tag_directory(tag)
         assert parsed is not None
-        user_tag, step, attempt = parsed[1] is None, parsed[1], parsed[2]
         if (
             which != "newest"
-            and which not in (tag, parsed[0], step)
-            and not (user_tag and isinstance(which, int))
+            and which not in (tag, parsed.tag, parsed.step)
+            and not (parsed.by_user and isinstance(which, int))
         ):
             continue
-        if not user_tag:
-            assert step is not None
-            found.append(((attempt, step), tag, None))
+        if not parsed.by_user:
+            found.append((parsed.order, tag, None))
             continue
         try:
             manifest = repository.read_manifest(job, tag)
@@ -329,11 +327,11 @@ def _newest_first(
         except NotFound:
             continue
         except IntegrityError as error:
-            if which in (tag, parsed[0]):
+            if which in (tag, parsed.tag):
                 raise
             # It may be the newest of its attempt.
             if isinstance(error, NewerFormat) and which == "newest":
-                found.append(((attempt, math.inf), tag, error))
+                found.append(((parsed.attempt, math.inf), tag, error))
             elif which == "newest":
                 log.warning("checkpoint %s/%s is passed over: %s", job, tag, error)
                 damaged.append(error)

@@ -25,8 +25,8 @@ from ckptd.agent.plan.structure import PLAIN, local_part
 from ckptd.agent.read.saved import Reads, Saved, Shard
 from ckptd.agent.state.dtypes import copyable, dtype_of
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
-from ckptd.shared.formats.coverage import Box
 from ckptd.shared.formats.plan import Alias, Item
+from ckptd.shared.formats.sharding import Box
 from ckptd.shared.system.collector import paused_collector
 
 # Bytes of temporaries that are filled at once, for data that cannot be read straight

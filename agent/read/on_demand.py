@@ -16,7 +16,7 @@ from ckptd.shared.errors import IntegrityError, NotFound
 from ckptd.shared.formats.metadata_object import MetadataReader, stored_places
 from ckptd.shared.formats.part import PartReader
 from ckptd.shared.formats.plan import BLOB, HIDDEN, Alias, ChunkRange, Described, Item, Plan
-from ckptd.shared.formats.sharding import Place
+from ckptd.shared.formats.sharding import Box
 
 OPENED_AT_ONCE = 16
 """The parts in an object store that are opened at the same time. Each takes several
@@ -71,7 +71,7 @@ class PartOnDemand:
     def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
         return self.reader.read_pieces(number, pieces)
 
-    def find(self, fqn: str, entry: Described, place: Place | None) -> tuple[Item, Alias | None]:
+    def find(self, fqn: str, entry: Described, place: Box | None) -> tuple[Item, Alias | None]:
         """Return the item at this place of a tensor, or of a blob if the place is None.
 
         For an alias, return the item that holds it, too.

@@ -21,10 +21,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptd.agent.state.dtypes import dtype_of, plain_name
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
-from ckptd.shared.formats.coverage import Box, check_all, check_cover, two_dtypes, two_sizes
+from ckptd.shared.formats.coverage import check_all, check_cover, two_dtypes, two_sizes
 from ckptd.shared.formats.part import ChunkSource
 from ckptd.shared.formats.plan import BLOB, HIDDEN, Alias, Item, Writer, c_order
-from ckptd.shared.formats.scatter import Target, scatter
+from ckptd.shared.formats.scatter import ReadTarget, scatter
+from ckptd.shared.formats.sharding import Box
 from ckptd.shared.system.collector import paused_collector
 
 
@@ -48,7 +49,7 @@ class Reads:
     """
 
     def __init__(self) -> None:
-        self._targets: dict[int, tuple[ChunkSource, list[Target]]] = {}
+        self._targets: dict[int, tuple[ChunkSource, list[ReadTarget]]] = {}
 
     def add(self, shard: Shard, view: memoryview) -> None:
         """Have the bytes of a shard read into `view`."""

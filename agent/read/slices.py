@@ -22,7 +22,7 @@ from ckptd.agent.state.dtypes import dtype_of
 from ckptd.shared.errors import IntegrityError, InvalidRequest
 from ckptd.shared.formats.part import ChunkSource
 from ckptd.shared.formats.plan import Alias
-from ckptd.shared.formats.scatter import Target, scatter
+from ckptd.shared.formats.scatter import ReadTarget, scatter
 
 Index = SupportsIndex | slice
 _SPANS = 16_384
@@ -118,7 +118,7 @@ def _blocks(saved: Saved, name: str) -> Iterator[_Block]:
         )
 
 
-def _read(block: _Block, box: list[range]) -> tuple[list[Target], torch.Tensor]:
+def _read(block: _Block, box: list[range]) -> tuple[list[ReadTarget], torch.Tensor]:
     """Return the targets that read a box of the block, and the box as a view of the
     buffer that the targets fill.
 

@@ -12,7 +12,7 @@ import torch
 
 from ckptd.agent.dcp.planner_rounds import PlannedLoad
 from ckptd.agent.link.client import Client
-from ckptd.agent.link.rounds import Ranks
+from ckptd.agent.link.rounds import RankGroup
 from ckptd.agent.read.loader import check_partition, load, materialize
 from ckptd.agent.read.slot_source import SlotSource
 from ckptd.agent.read.sources import Opened, newer, open_checkpoint, open_memory, open_slots
@@ -58,7 +58,7 @@ class Loading:
     def __init__(
         self,
         client: Client,
-        ranks: Ranks,
+        ranks: RankGroup,
         job: str,
         candidate: m.RecoveryCandidate,
         options: Options,
@@ -307,7 +307,7 @@ class PlannedLoading(Loading):
     def __init__(
         self,
         client: Client,
-        ranks: Ranks,
+        ranks: RankGroup,
         job: str,
         candidate: m.RecoveryCandidate,
         planned: PlannedLoad,

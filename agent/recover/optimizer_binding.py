@@ -28,7 +28,7 @@ from ckptd.agent.state.components import TENSOR_KINDS, kind_of_tensor, size_of
 from ckptd.agent.state.customized import optimizer_loads_by_itself
 from ckptd.agent.state.flat_optimizers import flattened_state, load_flattened_state
 from ckptd.agent.state.merge import is_optimizer
-from ckptd.agent.state.naming import Key, Names, parameters_of, with_current_names
+from ckptd.agent.state.naming import Names, ParameterKey, parameters_of, with_current_names
 from ckptd.agent.state.optimizers import steps_on_device, tell, unshared, without_state
 from ckptd.agent.state.refusals import is_uninitialized
 from ckptd.agent.state.tree import ObjectNode, TensorRef, filled, tensor_names
@@ -133,7 +133,11 @@ class Optimizers:
         return put
 
     def _named(
-        self, place: torch.optim.Optimizer, tree: dict[str, Any], keys: list[Key], path: str
+        self,
+        place: torch.optim.Optimizer,
+        tree: dict[str, Any],
+        keys: list[ParameterKey],
+        path: str,
     ) -> Value:
         """Bind an optimizer whose parameters have names."""
         leaves, parameters = self._leaves, parameters_of(place)
@@ -227,7 +231,7 @@ class Optimizers:
     def _through_loader(
         self,
         place: torch.optim.Optimizer,
-        keys: list[Key],
+        keys: list[ParameterKey],
         values: dict[Any, dict[Any, Value]],
         others: dict[Any, Value],
         group_values: list[dict[str, Value]],
@@ -436,7 +440,7 @@ class Optimizers:
     def _optimizer_entry(
         self,
         place: torch.optim.Optimizer,
-        key: Key,
+        key: ParameterKey,
         parameter: torch.Tensor,
         entry: Any,
         path: str,
@@ -518,7 +522,7 @@ class Optimizers:
             if isinstance(mine, torch.Tensor) and isinstance(theirs, TensorRef)
         )
 
-    def _is_converted(self, parameter: torch.Tensor, key: Key, path: str) -> bool:
+    def _is_converted(self, parameter: torch.Tensor, key: ParameterKey, path: str) -> bool:
         """Return True if the dtype of a parameter has changed since the save."""
         before = {form.dtype for form in self._parameters.forms(path, key)}
         return bool(before) and parameter.dtype not in before

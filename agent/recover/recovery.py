@@ -25,7 +25,7 @@ from ckptd.agent.advice import Restart
 from ckptd.agent.dcp.planner_rounds import PlannedLoad
 from ckptd.agent.link.arguments import as_step
 from ckptd.agent.link.client import Client
-from ckptd.agent.link.rounds import Ranks
+from ckptd.agent.link.rounds import RankGroup
 from ckptd.agent.read.sources import Opened
 from ckptd.agent.recover.differences import Differences
 from ckptd.agent.recover.loading import (
@@ -112,7 +112,7 @@ class Recovery:
     def __init__(
         self,
         client: Client,
-        ranks: Ranks,
+        ranks: RankGroup,
         job: str,
         topic: str,
         options: Options,
@@ -424,7 +424,7 @@ def restart(
     chosen = candidates[number]
     tags = [names.parse_tag_directory(text.partition(":")[0]) for text in damaged]
     attempts = [candidate.attempt for candidate in candidates[: number + 1]] + [
-        parsed[2] for parsed in tags if parsed is not None
+        parsed.attempt for parsed in tags if parsed is not None
     ]
     older = (one.step for one in candidates[number + 1 :] if one.step not in (None, chosen.step))
     place = (

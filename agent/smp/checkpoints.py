@@ -16,7 +16,7 @@ import torch
 from ckptd.agent.convert.export import export
 from ckptd.agent.convert.load_model import give_memory, on_meta, tensors_of
 from ckptd.agent.pending import Pending
-from ckptd.agent.smp.full import SUFFIX, State, resume_full
+from ckptd.agent.smp.full import SUFFIX, StateDict, resume_full
 from ckptd.agent.smp.runs import (
     JobPlace,
     check_absent,
@@ -110,7 +110,7 @@ def resume_from_checkpoint(
     optimizer: torch.optim.Optimizer | None = None,
     strict: bool = True,
     load_optimizer: bool = True,
-    translate_function: Callable[[State], State] | None = None,
+    translate_function: Callable[[StateDict], StateDict] | None = None,
     same_partition_load: bool = False,
     device: str | torch.device = "cpu",
 ) -> Any:
@@ -169,7 +169,7 @@ def resume_from_checkpoint(
         if tag in run.saved
         else _step_of(where, run.place, tag)
     )
-    state: State = {
+    state: StateDict = {
         "model": model,
         "optimizer": optimizer if load_optimizer else None,
         "user_content": per_rank(None),

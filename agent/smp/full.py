@@ -23,7 +23,7 @@ from ckptd.shared.names import check_name
 from ckptd.shared.units import some_text
 
 SUFFIX = ".pt"
-State = dict[str, Any]
+StateDict = dict[str, Any]
 
 
 def resume_full(
@@ -32,7 +32,7 @@ def resume_full(
     model: torch.nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
     strict: bool,
-    translate: Callable[[State], State] | None,
+    translate: Callable[[StateDict], StateDict] | None,
     device: str | torch.device,
 ) -> Any:
     """Load the file of a full checkpoint. See `resume_from_checkpoint`."""
@@ -82,8 +82,8 @@ def resume_full(
 
 
 def _state_of(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: State, *, strict: bool
-) -> State:
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: StateDict, *, strict: bool
+) -> StateDict:
     """Return a saved state, which has names of parameters, as `load_state_dict` of this
     optimizer takes it.
 

@@ -26,10 +26,17 @@ from torch.distributed.tensor import DTensor
 from ckptd.agent.state.dtypes import dtype_name
 from ckptd.agent.state.flat_optimizers import flat_optimizer_state
 from ckptd.agent.state.merge import is_optimizer
-from ckptd.agent.state.naming import KeptNames, Key, Names, find, is_stateful, parameters_of
+from ckptd.agent.state.naming import (
+    KeptNames,
+    Names,
+    ParameterKey,
+    find,
+    is_stateful,
+    parameters_of,
+)
 from ckptd.agent.state.optimizers import class_of, taken_key, without_param_names
 from ckptd.agent.state.refusals import check_values, is_uninitialized
-from ckptd.agent.state.values import TENSORS, Known, LenientPacker, Packer
+from ckptd.agent.state.values import TENSORS, KnownDicts, LenientPacker, Packer
 from ckptd.agent.state.versions import Versions, versions_of
 from ckptd.agent.state.wrappers import canonical_keys, flattens, unwrapped
 from ckptd.shared.errors import CkptdError, UnsavableValue
@@ -85,9 +92,9 @@ class Habits:
     They make the next one faster if the state has the same structure.
     """
 
-    dicts: Known = field(default_factory=dict)
+    dicts: KnownDicts = field(default_factory=dict)
     names: KeptNames = field(default_factory=KeptNames)
-    held: dict[str, tuple[list[Key], bool]] = field(default_factory=dict)
+    held: dict[str, tuple[list[ParameterKey], bool]] = field(default_factory=dict)
     """Holds, for each optimizer, the names of its parameters, and whether the state has
     all of them.
     """
@@ -183,7 +190,7 @@ def state_of(value: Any, path: str) -> Iterator[None]:
 
 
 def _parameter_forms(
-    names: Names, tensors: dict[str, torch.Tensor], held: dict[str, tuple[list[Key], bool]]
+    names: Names, tensors: dict[str, torch.Tensor], held: dict[str, tuple[list[ParameterKey], bool]]
 ) -> bytes:
     """Return the encoded forms of the parameters of optimizers, for the values
     document.

@@ -26,7 +26,7 @@ from ckptd.agent.state.wrappers import Ways, canonical_names, flattens, former_n
 from ckptd.shared.formats.bounds import PLAIN_TYPES, types_of
 
 T = TypeVar("T")
-Key = str | int
+ParameterKey = str | int
 """The name of a parameter, or the number of a parameter without a name."""
 
 _LEAVES = TENSORS | PLAIN_TYPES
@@ -155,10 +155,10 @@ class Names:
                 self.optimizer_paths.append(path)
         self._held: list[ModuleParameters] | None = None
         self._bare: dict[int, str] | None = None
-        self._keys: dict[int, tuple[torch.optim.Optimizer, list[Key]]] = {}
+        self._keys: dict[int, tuple[torch.optim.Optimizer, list[ParameterKey]]] = {}
         self._flattened: dict[int, tuple[torch.optim.Optimizer, torch.nn.Module | None]] = {}
 
-    def of(self, optimizer: torch.optim.Optimizer) -> list[Key]:
+    def of(self, optimizer: torch.optim.Optimizer) -> list[ParameterKey]:
         """Return the name of each parameter of an optimizer, in the order of
         `parameters_of`.
 
@@ -213,7 +213,7 @@ class Names:
             self.keep_flattened(optimizer, next(holders, None))
         return self._flattened[id(optimizer)][1]
 
-    def keep(self, optimizer: torch.optim.Optimizer, keys: list[Key]) -> None:
+    def keep(self, optimizer: torch.optim.Optimizer, keys: list[ParameterKey]) -> None:
         """Set the names of an optimizer's parameters."""
         # The optimizer is kept alive, because a later object could get its id.
         self._keys[id(optimizer)] = optimizer, keys
@@ -224,7 +224,7 @@ class Names:
         """Set the module in which FSDP1 has flattened parameters of the optimizer."""
         self._flattened[id(optimizer)] = optimizer, module
 
-    def former(self, optimizer: torch.optim.Optimizer) -> dict[str, Key]:
+    def former(self, optimizer: torch.optim.Optimizer) -> dict[str, ParameterKey]:
         """Return the present name for each name in checkpoints of earlier versions.
 
         An old name had the key of the module as prefix if any other module of the state
@@ -232,7 +232,7 @@ class Names:
         that could mean several parameters is left out.
         """
         today = dict(zip(map(id, parameters_of(optimizer)), self.of(optimizer), strict=True))
-        found: dict[str, set[Key]] = {}
+        found: dict[str, set[ParameterKey]] = {}
         for (path, module), held in zip(self.modules, self.held(), strict=True):
             outer = "module." * _depth(module)
             for parameter in held.number.keys() & today.keys():
@@ -354,7 +354,7 @@ def with_current_names(
         return {**tree, "param_groups": groups} if groups != tree["param_groups"] else tree
     saved, keys = [name for group in groups for name in group["params"]], names.of(optimizer)
     unknown = set(saved).difference(keys)
-    current: dict[Any, Key] = {}
+    current: dict[Any, ParameterKey] = {}
     if saved and all(type(name) is int for name in saved):
         if len(saved) == len(keys):
             current = {number: keys[number] for number in saved if number < len(keys)}
@@ -380,7 +380,7 @@ def _by_tensors(
     names: Names,
     optimizer: torch.optim.Optimizer,
     saved_tensors: Callable[[Any], Sequence[str]],
-) -> dict[Any, Key]:
+) -> dict[Any, ParameterKey]:
     """Return the present names of the saved names that stand for a tensor under another
     name now.
 
@@ -396,7 +396,7 @@ def _by_tensors(
     }
     taken, present = set(names.of(optimizer)), names.tensors()
     inside = tuple(f"{path}." for path, _ in names.modules if path)
-    current: dict[Any, Key] = {}
+    current: dict[Any, ParameterKey] = {}
     for name in saved:
         found = list(dict.fromkeys(map(former_name, saved_tensors(name))))
         here = [tensor for tensor in found if tensor in key_of]
@@ -424,7 +424,7 @@ class KeptNames:
     looked up at every capture, because a parameter has no name.
     """
 
-    keys: list[list[Key]] = field(default_factory=list)
+    keys: list[list[ParameterKey]] = field(default_factory=list)
     flattened: list[int | None] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     ways: Ways = field(default_factory=lambda: Ways(0))

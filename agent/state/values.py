@@ -136,7 +136,7 @@ def _reference(name: str) -> Ext:
     return Ext(TENSOR, name.encode())
 
 
-Known = dict[str, tuple[list[list[Any]], list[str], msgspec.Raw]]
+KnownDicts = dict[str, tuple[list[list[Any]], list[str], msgspec.Raw]]
 """Dicts packed by `Packer._only_tensors`, by path: all their keys, the tensors' names,
 and the encoded dict.
 """
@@ -195,9 +195,9 @@ class Packer:
         self,
         expand: Callable[[Any, str], tuple[str, Any] | None] | None = None,
         rank: int = 0,
-        known: Known | None = None,
+        known: KnownDicts | None = None,
     ) -> None:
-        self._known: Known = {} if known is None else known
+        self._known: KnownDicts = {} if known is None else known
         self.tensors: dict[str, torch.Tensor] = {}
         self.versions: dict[str, Versions] = {}
         self.objects = 0

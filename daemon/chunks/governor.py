@@ -31,7 +31,7 @@ class Governor:
         self._seconds = self._held = 0.0
         self._late = False
 
-    def hear(self, costs: list[TrainingCost]) -> None:
+    def observe(self, costs: list[TrainingCost]) -> None:
         """Change `threads` by the costs that the ranks report.
 
         The highest cost counts. The cost of an earlier save is only kept.

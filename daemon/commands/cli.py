@@ -370,7 +370,7 @@ def verify(path: Location, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(results, indent=1))
     if any(not result["ok"] for result in results):
-        sys.exit(13)
+        sys.exit(e.IntegrityError.exit_code)
 
 
 @main.command(short_help="Delete checkpoints.")
@@ -433,7 +433,7 @@ def forget(
         if not rows:
             click.echo("nothing to delete")
     if any(row["error"] for row in rows):
-        sys.exit(11)
+        sys.exit(e.Busy.exit_code)
 
 
 @main.command(short_help="Keep a checkpoint from being deleted.")

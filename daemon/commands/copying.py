@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from ckptd.daemon.commands import report
-from ckptd.daemon.stage.copier import CheckpointCopier, Progress, one_at_a_time
+from ckptd.daemon.stage.copier import CheckpointCopier, OnBytes, one_at_a_time
 from ckptd.shared import names
 from ckptd.shared.command import PLACE, json_option, progress_bar, speaks
 from ckptd.shared.errors import Busy, IntegrityError, InvalidRequest, NotFound, StorageError
@@ -56,7 +56,7 @@ class Copier:
             one.manifest.nbytes for one in self.todo if one.manifest is not None and not one.there
         )
 
-    def run(self, progress: Progress = lambda length: None) -> Iterator[dict[str, Any]]:
+    def run(self, progress: OnBytes = lambda length: None) -> Iterator[dict[str, Any]]:
         """Copy one checkpoint after another, oldest first, and yield a row for each.
 
         `progress` gets the bytes that were copied.
@@ -143,4 +143,4 @@ def copy(source: Location, destination: Location, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=1))
     if any(row["error"] for row in rows):
-        sys.exit(13)
+        sys.exit(IntegrityError.exit_code)

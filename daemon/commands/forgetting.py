@@ -174,10 +174,9 @@ def _chosen(
         yield tag, manifest.nbytes if isinstance(manifest, Manifest) else 0
         return
     checkpoints = [
-        StoredCheckpoint.of(manifest, user_tag=parsed[1] is None)
-        for name, manifest in found.items()
+        StoredCheckpoint.of(manifest)
+        for manifest in found.values()
         if isinstance(manifest, Manifest)
-        and (parsed := names.parse_tag_directory(name)) is not None
     ]
     if why := obstacle(checkpoints, policies, insisted=True):
         raise InvalidConfig(f"no checkpoint of job {job!r} was deleted, because {why}")

@@ -161,7 +161,7 @@ class _Try:
 def _order(found: _Try) -> tuple[int, float, str]:
     parsed = names.parse_tag_directory(found.tag)
     assert parsed is not None  # `Repository.tags` returns only names that parse
-    _, step, attempt = parsed
+    step = parsed.step
     document = (
         found.outcome
         if isinstance(found.outcome, Manifest | Abandonment)
@@ -170,7 +170,7 @@ def _order(found: _Try) -> tuple[int, float, str]:
     if step is None and document is not None:
         step = document.step
     # A save whose step is not known yet is a new one.
-    return attempt, math.inf if step is None else step, found.tag
+    return parsed.attempt, math.inf if step is None else step, found.tag
 
 
 _WORDS = {"delivered": "delivered", "failed": "could not save", "missing": "has not delivered"}

@@ -382,14 +382,10 @@ def damaged_newer(path: Location, manifest: Manifest) -> list[str]:
     return [
         printable(str(error))
         for name, error in manifests(repository, job)
-        if isinstance(error, IntegrityError) and _order(name) > manifest.order[:2]
+        if isinstance(error, IntegrityError)
+        and (parsed := names.parse_tag_directory(name))
+        and parsed.order > manifest.order[:2]
     ]
-
-
-def _order(tag: str) -> tuple[int, int]:
-    parsed = names.parse_tag_directory(tag)
-    assert parsed is not None
-    return (parsed[2], -1 if parsed[1] is None else parsed[1])
 
 
 def tensors_of(

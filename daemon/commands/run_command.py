@@ -14,7 +14,7 @@ import click
 
 from ckptd.shared import errors as e
 from ckptd.shared import names
-from ckptd.shared.command import MEMORY_ONLY, complete_path, complete_word, exit_code, speaks
+from ckptd.shared.command import MEMORY_ONLY, complete_path, complete_word, speaks
 
 
 @click.command(short_help="Run the daemon of this node.")
@@ -167,7 +167,7 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     try:
         _event_loop_runner()(app.run)
     except e.CkptdError as error:
-        _end_past_hung_threads(exit_code(error), str(error))
+        _end_past_hung_threads(error.exit_code, str(error))
         raise
     code = MEMORY_ONLY if app.unsaved else 0
     _end_past_hung_threads(code)

@@ -97,7 +97,7 @@ class Engine:
         rank: int,
         world_size: int,
         attempt: int,
-        notify: Callable[[m.News], None],
+        notify: Callable[[m.Notification], None],
         process: Process = NOT_KNOWN,
         wait: float | None = None,
         node: Membership | None = None,
@@ -109,10 +109,10 @@ class Engine:
 
         process: the process of the rank. wait: seconds to wait for the end of another
         run of the job before the next attempt begins, or None to begin it at once.
-        node: the share of this node in an attempt of several nodes, which rank 0 has
-        begun with its daemon. foreign_memory: the treatment of snapshots of the job in
-        memory that were saved for another root: "refuse", "adopt" or "drop", or "" for
-        the setting of this daemon.
+        node: the membership of this node in an attempt of several nodes, which rank 0
+        has begun with its daemon. foreign_memory: the treatment of snapshots of the job
+        in memory that were saved for another root: "refuse", "adopt" or "drop", or ""
+        for the setting of this daemon.
 
         Raises Fenced if the attempt is over or unknown here, JobRunning if another run
         is alive after `wait`, ForeignMemory, InvalidName, InvalidRequest, Busy,
@@ -124,7 +124,10 @@ class Engine:
                 f"rank {rank} does not exist: the job has {world_size} ranks, numbered from 0"
             )
         if node is not None and (problem := node.problem(rank, world_size)):
-            raise InvalidRequest(f"the share of this node in job {job_name!r} cannot be: {problem}")
+            raise InvalidRequest(
+                f"rank {rank} cannot begin job {job_name!r}, because it gives a wrong list of the "
+                f"ranks of its node: {problem}"
+            )
         self._check_not_stopping()
         if job_name not in self.catalog.jobs and len(self.catalog.jobs) >= MOST_JOBS:
             raise Busy(
@@ -135,7 +138,7 @@ class Engine:
         if attempt != job.attempt or not attempt:
             await self._served.check(job)
         async with job.begin_lock:
-            await self._foreign.settle(job_name, foreign_memory)
+            await self._foreign.apply_choice(job_name, foreign_memory)
         dead: Collection[int] = ()
         if wait is not None and (attempt == 0 or (node is not None and attempt > job.attempt)):
             dead = await self._guard.wait_for_end(job, process, wait, everywhere=attempt == 0)
@@ -454,7 +457,7 @@ class Engine:
                 f"{newest.job}/{newest.tag} could not be made durable: {newest.reason}"
             )
 
-    def hear(self, owner: Owner, attempt: int, answer: Answer) -> None:
+    def take_answer(self, owner: Owner, attempt: int, answer: Answer) -> None:
         """Take an answer from the board, which the lowest rank of this node passes on."""
         job = self._current(owner)
         if job.node is None or owner.rank != job.node.ranks[0]:
@@ -463,7 +466,7 @@ class Engine:
                 f"several"
             )
         if attempt == owner.attempt:
-            self._steps.hear(job, answer)
+            self._steps.take_answer(job, answer)
 
     def memory_candidates(self, job_name: str) -> list[Snapshot]:
         """Return the snapshots that can be recovered from memory: all ranks must be on

@@ -259,7 +259,7 @@ class Orphans:
                 job.occupy(slot.name, header.rank, (header.attempt, header.step))
         failpoint("start.adopted")
 
-    async def settle_adopted(self, slots: list[Slot]) -> None:
+    async def record_adopted(self, slots: list[Slot]) -> None:
         """Record the seals of adopted slots in order of attempt and step, and release
         those that have no owner.
         """
@@ -327,41 +327,34 @@ class Orphans:
         return reason
 
     async def _free_copy(self, job: Job, tag: str) -> str:
-        known, parsed = job.checkpoints.get(tag), names.parse_tag_directory(tag)
-        attempt, number = (
-            (known.attempt, known.step)
-            if known
-            else (parsed[2], parsed[1])
-            if parsed
-            else (0, None)
-        )
-        if number is None:
+        known = job.checkpoints.get(tag) or names.parse_tag_directory(tag)
+        if known is None or known.step is None:
             return ""
         for slot in list(self._slots.slots.values()):
-            if slot.released or (slot.header.job, slot.header.attempt) != (job.name, attempt):
+            if slot.released or (slot.header.job, slot.header.attempt) != (job.name, known.attempt):
                 continue
             try:
                 header = slot.refresh()
             except IntegrityError:
                 continue  # a damaged slot is never saved
-            if (header.step, header.state) != (number, SlotState.SEALED):
+            if (header.step, header.state) != (known.step, SlotState.SEALED):
                 continue
             if self._slots.is_held(slot):
                 return (
                     f"checkpoint {job.name}/{tag} is still in the memory of a running trainer; "
                     "try again after its next snapshot, or after it has ended"
                 )
-            if job.ranks.has(attempt, header.rank):
+            if job.ranks.has(known.attempt, header.rank):
                 await self.end_owner(job.ranks.owners[header.rank])
-        snapshot = job.snapshot((attempt, number))
+        snapshot = job.snapshot((known.attempt, known.step))
         if snapshot is None:
             return ""
-        await self._saver.settle(snapshot)
+        await self._saver.wait_idle(snapshot)
         if job.snapshot(snapshot.key) is snapshot:
             if snapshot.holds:
                 return f"the copy of checkpoint {job.name}/{tag} in memory is being read"
             step = job.step(snapshot.key)
-            error = SnapshotFailed(f"step {number} was deleted by ckptd forget")
+            error = SnapshotFailed(f"step {known.step} was deleted by ckptd forget")
             self._steps.perform(
                 job, [d.Release(step.key)] if snapshot.complete else d.fail(step, error)
             )

@@ -91,7 +91,9 @@ class SealIntake:
                 d.rejected(
                     step,
                     slot.name,
-                    IntegrityError(f"the seal names a node that cannot be: {problem}"),
+                    IntegrityError(
+                        f"the seal has a wrong list of the ranks of its node: {problem}"
+                    ),
                 ),
             )
         # An earlier daemon began the attempt.

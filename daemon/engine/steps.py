@@ -76,7 +76,7 @@ class Steps:
             leader.shown = holding
             leader.notify(Holds(re=0, attempt=job.attempt, holding=holding))
 
-    def hear(self, job: Job, answer: Answer) -> None:
+    def take_answer(self, job: Job, answer: Answer) -> None:
         """Take an answer from the board."""
         before, job.answer = job.answer, answer
         self.perform(job, holdings.missing(job, before))
@@ -93,8 +93,8 @@ class Steps:
                 if step.watch is None:
                     first = WAIT_SECONDS if job.node is None else BEGUN_SECONDS
                     self._watch(job, step, first)
-            case d.Settle(key):
-                job.step(key).settle()
+            case d.EndWait(key):
+                job.step(key).end_wait()
                 if job.node is None:
                     job.step(key).unwatch()
                 job.moved.set()
@@ -166,7 +166,7 @@ class Steps:
 
         Of several nodes, show the others that this node has begun the step, and
         `WAIT_SECONDS` later that it waits. The answer from the board then says which
-        ranks have not come (`hear`).
+        ranks have not come (`take_answer`).
         """
         step.watch = None
         if job.node is None:
@@ -220,12 +220,12 @@ class Steps:
         A rank may have sealed one after that was heard.
         """
         if job.node is not None:
-            self.perform(job, holdings.heard(job))
+            self.perform(job, holdings.answered(job))
         self.perform(job, d.replaced(job))
 
     def close(self) -> None:
         """Cancel all timers, because the daemon ends."""
         for job in self._catalog.jobs.values():
             for step in job.steps.values():
-                step.settle()
+                step.end_wait()
                 step.unwatch()

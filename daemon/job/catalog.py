@@ -143,7 +143,7 @@ class Step:
         if rank not in self.planned:
             self.kept.add(rank)
 
-    def settle(self) -> None:
+    def end_wait(self) -> None:
         """Cancel the timer, and forget which ranks plan: they no longer wait for each
         other.
         """
@@ -193,11 +193,11 @@ class Job:
     storage.
 
     `attempt`: the newest attempt that has begun; no other attempt may seal.
-    `world_size`: the number of ranks in this attempt. `node`: the share of this node in
-    the attempt, or None if all ranks are on this node. `answer`: the last answer from
-    the board in this attempt (`shared/wire/board.py`). `earlier`: the attempt before
-    this one that began on this node. `abandoned`: by tag, the tries of older attempts
-    that are abandoned.
+    `world_size`: the number of ranks in this attempt. `node`: the membership of this
+    node in the attempt, or None if all ranks are on this node. `answer`: the last
+    answer from the board in this attempt (`shared/wire/board.py`). `earlier`: the
+    attempt before this one that began on this node. `abandoned`: by tag, the tries of
+    older attempts that are abandoned.
 
     `steps`: one record for each step; use `step` to make one. `sealed`: the newest
     snapshot that all ranks have sealed, whether or not it still exists. `stuck`: the
@@ -357,8 +357,8 @@ class Job:
         for tag, why in sorted(self.newer.items(), reverse=True):
             parsed = names.parse_tag_directory(tag)
             assert parsed is not None
-            its = (parsed[2], math.inf if parsed[1] is None else parsed[1])
-            if (step is None or parsed[1] in (None, step)) and its > best:
+            its = (parsed.attempt, math.inf if parsed.step is None else parsed.step)
+            if (step is None or parsed.step in (None, step)) and its > best:
                 return (
                     f"checkpoint {self.name}/{tag} is newer than every checkpoint that this ckptd "
                     f"can read: {why}; "

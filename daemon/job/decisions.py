@@ -1,10 +1,9 @@
-"""Decides what follows from an event in the life of a step: pure functions from a job
-and its step to a list of actions.
+"""Decides which actions follow from an event in the life of a step.
 
-Nothing here changes a value, waits, or does I/O. The caller first records the event in
-the `Step`, then asks for the decision, and `Steps.perform` carries out its actions in
-their order. A function named `check_...` raises the error for the rank that made the
-request.
+Each decision is a pure function from a job and its step to a list of actions. It changes
+no value, does not wait, and does no I/O. The caller records the event in the `Step`
+first, then calls the function. `Steps.perform` carries out the actions in their order. A
+function named `check_...` raises the error for the rank that made the request.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from ckptd.shared.errors import (
     CallerError,
     CkptdError,
     Fenced,
-    InvalidRequest,
     MachineError,
     NotFound,
     SnapshotFailed,
     StructureChanged,
+    check_step_follows,
     from_wire,
 )
 from ckptd.shared.formats import replicas
-from ckptd.shared.formats.membership import MOST_RANKS
-from ckptd.shared.units import some_text
+from ckptd.shared.formats.membership import MOST_RANKS, Membership
+from ckptd.shared.units import rank_list
 from ckptd.shared.wire.lifecycle import Event, SnapshotState
 from ckptd.shared.wire.messages import Progress, Waiting
 
@@ -41,10 +40,10 @@ _NAMES_A_RANK = re.compile(r"ranks? \d")
 
 @dataclass(frozen=True, slots=True)
 class StartTimer:
-    """Fail the step unless all ranks have sealed it within `rank_timeout` and `more`
-    seconds.
+    """Start the timer of the step, which fails the step unless all ranks have sealed it
+    within `rank_timeout` plus `more` seconds.
 
-    Before that, name the ranks that have not come to the step.
+    Earlier, tell the ranks which ranks have not come to the step.
     """
 
     key: Key
@@ -52,12 +51,11 @@ class StartTimer:
 
 
 @dataclass(frozen=True, slots=True)
-class Settle:
-    """End the waiting of the ranks for each other: cancel the timer, and forget which
-    ranks plan the step.
+class EndWait:
+    """End the waiting of the ranks of this node for each other: cancel the timer, and
+    forget which ranks plan the step.
 
-    Ranks of several nodes may still wait for ranks of another node, so their watch goes
-    on.
+    In a job of several nodes, the watch on ranks of other nodes continues.
     """
 
     key: Key
@@ -119,25 +117,25 @@ class Raise:
     error: CkptdError
 
 
-Action = StartTimer | Settle | Move | Fail | Tell | Free | Release | Save | Raise
+Action = StartTimer | EndWait | Move | Fail | Tell | Free | Release | Save | Raise
 
 
 # -- a step fails
 
 
 def fail(step: Step, error: CkptdError) -> list[Action]:
-    """Fail a step that not all ranks will seal.
+    """Fail a step that some rank will not seal.
 
-    If all ranks have sealed it, or it has failed already, only the waiting ends.
+    If all ranks have sealed the step, or it has failed already, only end the wait.
 
-    If some ranks planned the step again and others kept their plan, a plain
-    SnapshotFailed becomes StructureChanged, and all ranks plan again at the next
+    If some ranks have planned the step again and others have kept their plan, a plain
+    SnapshotFailed becomes StructureChanged. All ranks then plan again at the next
     snapshot.
     """
     if type(error) is SnapshotFailed and step.planned and step.kept:
         error = StructureChanged(str(error))
     if step.failure is not None or not step.incomplete:
-        return [Settle(step.key)]
+        return [EndWait(step.key)]
     message = Progress(
         re=0,
         attempt=step.attempt,
@@ -150,7 +148,7 @@ def fail(step: Step, error: CkptdError) -> list[Action]:
         Fail(step.key, error.code, str(error)),
         Tell(message),
         Release(step.key),
-        Settle(step.key),
+        EndWait(step.key),
     ]
 
 
@@ -159,12 +157,12 @@ def _refuse(step: Step, error: CkptdError) -> list[Action]:
 
 
 def expired(job: Job, step: Step, rank_timeout: float) -> list[Action]:
-    """Fail a step whose timer has ended, and name the ranks that are late."""
+    """Fail a step whose time is over, and name the ranks that are late."""
     came = step.snapshot.seals if step.snapshot is not None else step.planned
     everyone = list(job.ranks_here)
-    # If all ranks plan, any of them may be late.
+    # If all ranks have come to the step, it is not known which of them is late.
     late = [rank for rank in everyone if rank not in came] or everyone
-    why = f"step {step.number} failed: {ranks(late)} did not seal it within {rank_timeout:g} s"
+    why = f"step {step.number} failed: {rank_list(late)} did not seal it within {rank_timeout:g} s"
     return fail(
         step,
         SnapshotFailed(
@@ -174,16 +172,15 @@ def expired(job: Job, step: Step, rank_timeout: float) -> list[Action]:
 
 
 def waiting(job: Job, step: Step) -> list[Action]:
-    """Tell the ranks which ranks of this node have not come to a step that others wait
-    for.
+    """Tell the ranks of a job for which ranks of this node a step waits.
 
-    A rank that has come and still copies is not named.
+    A rank that has come to the step, and still copies its state, is not named.
     """
     if step.attempt != job.attempt or step.timer is None or step.failure is not None:
         return []
     here = list(job.ranks_here)
     missing = step.absent(here)
-    if not missing or missing == here:  # without a rank that has come, there is none that waits
+    if not missing or missing == here:  # if no rank has come, no rank waits
         return []
     return [Tell(Waiting(re=0, attempt=step.attempt, step=step.number, ranks=missing[:MOST_RANKS]))]
 
@@ -191,10 +188,11 @@ def waiting(job: Job, step: Step) -> list[Action]:
 def passed_over(job: Job, step: Step, rank: int, reason: str, code: str) -> list[Action]:
     """Fail a step that a rank cannot save, unless this rank has sealed it.
 
-    A reason that begins with a rank came from another rank.
+    reason: the error. If it begins with a rank, that rank has caused it, and the rank
+    of the request has only passed it on.
 
-    The rank of a job of one is not notified: it may already be trying the step again,
-    and the new try must not fail.
+    In a job of one rank, the rank is not notified: it knows the error, and may already
+    be trying the step again.
     """
     if not step.incomplete or step.sealed_by(rank):
         return []
@@ -214,10 +212,10 @@ def passed_over(job: Job, step: Step, rank: int, reason: str, code: str) -> list
 
 
 def left(job: Job, attempt: int, rank: int, how: str) -> list[Action]:
-    """Fail the steps that a rank has not sealed when it leaves, then the steps that the
-    ranks are still planning.
+    """Fail the steps that a leaving rank has not sealed, and those that the ranks are
+    still planning.
 
-    Also free the slots that an earlier daemon granted to this rank: their steps have no
+    Also free the slots that an earlier daemon granted to this rank. Their steps have no
     snapshot that could fail.
     """
     steps = [step for step in job.steps.values() if step.attempt == attempt]
@@ -267,11 +265,10 @@ def superseded(job: Job) -> list[Action]:
 def check_turn(job: Job, rank: int, key: Key, last_sealed: int) -> None:
     """Check that a rank may take a step now.
 
-    `last_sealed` is the last step of this attempt that all ranks are known to have
-    sealed.
+    last_sealed: the last step of this attempt that all ranks are known to have sealed.
 
-    Raises InvalidRequest if the step is not after that step, the step's own error if it
-    has failed, SnapshotFailed if a rank is gone.
+    Raises InvalidRequest if the step is not after the last step of the attempt, the
+    error of the step if it has failed, SnapshotFailed if a rank is gone.
     """
     attempt, number = key
     step = job.steps.get(key, Step(key))
@@ -285,16 +282,13 @@ def check_turn(job: Job, rank: int, key: Key, last_sealed: int) -> None:
     if step.filling is not None and not step.sealed_by(rank):
         return
     last = max([last_sealed, *(s.step for s in job.snapshots if s.attempt == attempt)])
-    if number <= last:
-        raise InvalidRequest(
-            f"step {number} does not follow step {last}, the last of attempt {attempt}: "
-            "steps must increase within an attempt; call recover() to go back"
-        )
+    check_step_follows(number, last, f"attempt {attempt}")
 
 
 def check_tag(job: Job, key: Key, tag: str, user_tag: str) -> None:
-    """Raise AlreadyExists if the tag that the user chose for a step is the tag of
-    another step.
+    """Raise AlreadyExists if another step has this tag.
+
+    tag: the name of the directory. user_tag: the tag as the user has written it.
     """
     if (
         tag in job.checkpoints
@@ -307,12 +301,10 @@ def check_tag(job: Job, key: Key, tag: str, user_tag: str) -> None:
 
 
 def planned(step: Step, more: float) -> list[Action]:
-    """Start the timer of a step that a rank plans again.
+    """Start the timer of a step that a rank plans again. Fail the step if another rank has
+    sealed it with the plan that it had.
 
-    Fail the step if another rank has sealed it with its old plan.
-
-    more: the seconds that the ranks have for planning, beyond the time to seal the
-    step.
+    more: seconds for planning, in addition to the time to seal the step.
     """
     actions = _expect(step, more)
     if step.snapshot is not None and not step.kept.isdisjoint(step.snapshot.seals):
@@ -321,9 +313,8 @@ def planned(step: Step, more: float) -> list[Action]:
 
 
 def requested(step: Step, rank: int, tag: str) -> list[Action]:
-    """Start the timer of a step for which a rank requests a slot.
-
-    Fail the step if another rank gives it another tag.
+    """Start the timer of a step for which a rank requests a slot. Fail the step if
+    another rank saves it under another tag.
     """
     actions = _expect(step)
     if error := _other_tag(step, rank, tag):
@@ -332,16 +323,15 @@ def requested(step: Step, rank: int, tag: str) -> list[Action]:
 
 
 def skipped(step: Step, reason: str) -> list[Action]:
-    """End the waiting for a step that a rank skips because it gets no slot.
+    """End the wait for a step that a rank skips because it gets no slot. Fail the step if
+    ranks are planning it.
 
-    Fail the step if ranks are planning it.
-
-    If a rank has sealed the step already, the timer continues, because only the timer
-    then ends the waiting of that rank.
+    If another rank has sealed the step, do nothing: that rank waits until the timer
+    fails the step.
     """
     if step.planned:
         return fail(step, SnapshotFailed(f"step {step.number} is skipped: {reason}"))
-    return [] if step.snapshot is not None and step.snapshot.seals else [Settle(step.key)]
+    return [] if step.snapshot is not None and step.snapshot.seals else [EndWait(step.key)]
 
 
 def _expect(step: Step, more: float = 0.0) -> list[Action]:
@@ -349,13 +339,13 @@ def _expect(step: Step, more: float = 0.0) -> list[Action]:
 
 
 def _other_tag(step: Step, rank: int, tag: str) -> SnapshotFailed | None:
-    """Return an error if another rank gives the step another tag than this rank does."""
+    """Return an error if another rank has begun to save the step under another tag."""
     if step.snapshot is None or step.snapshot.tag == tag:
         return None
     known = step.snapshot.tag
     return SnapshotFailed(
-        f"rank {rank} saves step {step.number} as {tag!r}, another rank as {known!r}: pass the "
-        f"same tag on all ranks"
+        f"rank {rank} saves step {step.number} as {tag!r}, and another rank saves it as "
+        f"{known!r}: pass the same tag on all ranks"
     )
 
 
@@ -363,7 +353,7 @@ def _structure_changed(step: Step) -> StructureChanged:
     changed = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(step.planned.items()))
     return StructureChanged(
         f"step {step.number} failed, because the structure of the state changed on some ranks only "
-        f"({changed}; not on {ranks(sorted(step.kept))}); every rank plans again at the next "
+        f"({changed}; not on {rank_list(sorted(step.kept))}); every rank plans again at the next "
         f"snapshot"
     )
 
@@ -372,12 +362,12 @@ def _structure_changed(step: Step) -> StructureChanged:
 
 
 def rejected(step: Step, segment: str, error: CkptdError) -> list[Action]:
-    """Fail the step of a seal that cannot be accepted, and free the slot."""
+    """Reject a seal: fail its step, free its slot, and raise the error."""
     return [*fail(step, error), Free(step.key, segment), Raise(error)]
 
 
 def seal_read(job: Job, step: Step, rank: int, segment: str, tag: str) -> list[Action]:
-    """Reject a seal that has been read if its step has failed, or if its tag is taken
+    """Reject a seal, read from its slot, if the step has failed, or if the tag is taken
     or differs from that of other ranks.
     """
     if step.failure is not None:
@@ -403,42 +393,46 @@ def seal_read(job: Job, step: Step, rank: int, segment: str, tag: str) -> list[A
 
 
 def seal_journaled(step: Step, seal: RankSeal) -> list[Action]:
-    """Reject a seal, journaled but not yet added to its snapshot, if its plan or
-    `persist` differs from that of other ranks.
+    """Reject a seal, journaled but not yet added to its snapshot, if its plan, the
+    membership of its node or its `persist` differs from that of other ranks.
     """
     others = [] if step.snapshot is None else list(step.snapshot.seals.values())
     if step.planned and seal.rank in step.kept:
         return rejected(step, seal.segment, _structure_changed(step))
     if differ := sorted(other.rank for other in others if other.global_plan != seal.global_plan):
         error: CkptdError = StructureChanged(
-            f"step {step.number} failed: rank {seal.rank} sealed another plan than "
-            f"{ranks(differ)}; "
-            "every rank plans again at the next snapshot"
+            f"step {step.number} failed, because the plan of rank {seal.rank} differs from that of "
+            f"{rank_list(differ)}; every rank plans again at the next snapshot"
         )
         return rejected(step, seal.segment, error)
     if step.snapshot is not None and step.snapshot.node != seal.node:
         error = SnapshotFailed(
-            f"step {step.number} failed: rank {seal.rank} says that other ranks are on this node "
-            f"than the daemon knows"
+            f"step {step.number} failed: rank {seal.rank} says that {_members(seal.node)} are on "
+            f"this node, and the ranks that sealed before it say {_members(step.snapshot.node)}: "
+            "start the job again"
         )
         return rejected(step, seal.segment, error)
     if differ := sorted(other.rank for other in others if other.persist != seal.persist):
         error = SnapshotFailed(
             f"step {step.number} has persist={seal.persist} on rank {seal.rank}, but "
-            f"persist={not seal.persist} on {ranks(differ)}: "
+            f"persist={not seal.persist} on {rank_list(differ)}: "
             "pass the same on all ranks"
         )
         return rejected(step, seal.segment, error)
     return []
 
 
-def sealed(job: Job, step: Step) -> list[Action]:
-    """Start the timer of a step after its first seal, and save its snapshot after its
-    last seal.
+def _members(node: Membership | None) -> str:
+    return f"{rank_list(node.ranks)} of run {node.run_id[:8]}" if node else "all ranks of the job"
 
-    The snapshot is not saved if ranks hold different copies of the tensors that they
-    share. The digests that show this are in the slots. A daemon that adopts the slots
-    makes the same decision, so that such a step never comes back.
+
+def sealed(job: Job, step: Step) -> list[Action]:
+    """Start the timer of a step after its first seal. After its last seal, save its
+    snapshot.
+
+    Fail the step if ranks hold different copies of a tensor that they share. The slots
+    contain the digests that show this, so a later daemon that adopts the slots decides
+    the same.
     """
     assert step.snapshot is not None
     if not step.snapshot.complete:
@@ -450,11 +444,13 @@ def sealed(job: Job, step: Step) -> list[Action]:
     ):
         return fail(step, SnapshotFailed(replicas.sentence(step.number, differences)))
     after = Move(step.key, Event.COMMIT) if job.is_durable(*step.key) else Save(step.key)
-    return [Settle(step.key), Move(step.key, Event.SEAL), after]
+    return [EndWait(step.key), Move(step.key, Event.SEAL), after]
 
 
 def news(snapshot: Snapshot) -> Progress:
-    """Return the message that a snapshot is durable, or that its save has failed."""
+    """Return the message that tells the ranks that a snapshot is durable, or that its
+    save has failed.
+    """
     state = "durable" if snapshot.state is SnapshotState.DURABLE else "failed"
     return Progress(
         re=0,
@@ -470,8 +466,8 @@ def news(snapshot: Snapshot) -> Progress:
 
 
 def has_another(step: Step, segment: str) -> bool:
-    """Return True if the rank of this segment has another segment for the step, because
-    it requested a slot twice.
+    """Return True if the rank with this segment holds another segment for the same step,
+    because it has requested a slot twice.
     """
     return any(
         rank == step.slots[segment] and other != segment for other, rank in step.slots.items()
@@ -484,7 +480,7 @@ def replaced(job: Job) -> list[Action]:
 
 
 def closed(job: Job, attempt: int) -> list[Action]:
-    """Release the settled snapshots of an attempt, because a rank has detached."""
+    """Release the settled snapshots of an attempt after a rank has detached."""
     return [Release(s.key) for s in job.snapshots if s.attempt == attempt and job.is_settled(s)]
 
 
@@ -498,11 +494,11 @@ def durable(job: Job, before: int | None = None) -> list[Action]:
 
 
 def given_up(job: Job) -> list[Action]:
-    """Release the snapshots of several nodes that this node cannot bring any further,
-    once `memory_ttl` has ended.
+    """Release the failed snapshots of several nodes for which this node can do nothing
+    more. Called when `memory_ttl` is over.
 
-    Its parts are delivered, another node will never seal the step, or its tries were
-    abandoned twice.
+    This node has delivered its parts, another node will never seal the step, or two
+    tries were abandoned.
     """
     failed = [
         s
@@ -519,12 +515,13 @@ def given_up(job: Job) -> list[Action]:
 def blocking(
     job: Job, attempt: int, usable: Mapping[int, Sequence[str]], granted: Key | None = None
 ) -> list[Key]:
-    """Return the steps in the slots of the ranks that have no free slot. (attempt, -1)
-    stands for a rank that has no slots yet.
+    """Return the steps that fill the slots of the ranks without a free slot.
 
-    usable: the segments of each rank, without those that larger ones have replaced.
-    granted: the step that is decided, or None. A rank that has a slot for it already is
-    left out.
+    (attempt, -1) stands for a rank that has no slots yet.
+
+    usable: the segments of each rank, without those that larger segments have replaced.
+    granted: the step that requests slots, or None. A rank that has a slot for this step
+    is left out.
     """
     keys: set[Key] = set()
     for segments in usable.values():
@@ -543,7 +540,7 @@ def why_no_slot(job: Job, blocked: Iterable[Key]) -> tuple[str, Key | None]:
         step = job.steps.get(key)
         if step is not None and step.filling is not None and (late := _late(step, step.filling)):
             return (
-                f"{ranks(late)} {'has' if len(late) == 1 else 'have'} not sealed step "
+                f"{rank_list(late)} {'has' if len(late) == 1 else 'have'} not sealed step "
                 f"{step.number} yet",
                 key,
             )
@@ -553,16 +550,10 @@ def why_no_slot(job: Job, blocked: Iterable[Key]) -> tuple[str, Key | None]:
 
 
 def _late(step: Step, snapshot: Snapshot) -> list[int]:
-    """Return the ranks that have not sealed the snapshot and whose seal is not being
-    read. Return [] if the job has one rank.
+    """Return the ranks from which the seal of the snapshot has not arrived, or [] if the
+    job has one rank.
     """
     if len(snapshot.ranks) == 1:
         return []
     under_way = {step.slots.get(segment) for segment in step.reading}
     return [rank for rank in snapshot.missing if rank not in under_way]
-
-
-def ranks(numbers: Sequence[int]) -> str:
-    """Return "rank 2", "ranks 1, 2", or the first eight and the number of the others."""
-    shown = some_text(numbers)
-    return f"rank{'s' if len(numbers) != 1 else ''} {shown}"

@@ -109,7 +109,7 @@ def missing(job: Job, before: Answer) -> list[d.Action]:
     ]
 
 
-def heard(job: Job) -> list[d.Action]:
+def answered(job: Job) -> list[d.Action]:
     """Fail the steps that are dead by the last answer from the board, and release the
     snapshots that it makes needless.
 

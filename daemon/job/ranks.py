@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ckptd.shared.units import some_text
 from ckptd.shared.wire.board import Holding
-from ckptd.shared.wire.messages import News, Uploads
+from ckptd.shared.wire.messages import Notification, Uploads
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Owner:
     attempt: int
     rank: int
     world_size: int
-    notify: Callable[[News], None] | None = None
+    notify: Callable[[Notification], None] | None = None
     process: Process = NOT_KNOWN
     shown: Holding | None = None
     uploads: Uploads | None = None
@@ -131,7 +131,7 @@ class Ranks:
         here = [self.owners[rank] for rank in sorted(self.owners)]
         return [] if any(owner.process.belongs_with(process) for owner in here) else here
 
-    def tell(self, message: News) -> None:
+    def tell(self, message: Notification) -> None:
         """Send a message to every connected rank, those of earlier attempts too."""
         self.former = [owner for owner in self.former if owner.notify is not None]
         for owner in [*self.owners.values(), *self.former]:

@@ -47,9 +47,9 @@ class RankSeal:
     chunk of the slot, or None until they have been computed. `training_held`: seconds
     for which the snapshot held the training of this rank, or 0.0 if the rank has not
     said so. `cost`: what an earlier snapshot has cost the training of this rank, or
-    None. `node`: the share of this node, as the rank has sent it. `replicas`: digests
-    of the tensors that other ranks hold, too. `contents`: what the slot describes, or
-    None once the ranks of this node have been compared.
+    None. `node`: the membership of this node, as the rank has sent it. `replicas`:
+    digests of the tensors that other ranks hold, too. `contents`: what the slot
+    describes, or None once the ranks of this node have been compared.
     """
 
     rank: int
@@ -105,9 +105,9 @@ class Snapshot:
 
     `tag`: the name of the directory, for the first try. `persist`: True if it is to be
     saved. `reason` and `code`: message and error code of its last failure, or "".
-    `holds`: how many times `held` is in use now. `node`: the share of this node, or
-    None if it has all ranks of the job. `directory`: the name of the directory of the
-    last try.
+    `holds`: how many times `held` is in use now. `node`: the membership of this node,
+    or None if it has all ranks of the job. `directory`: the name of the directory of
+    the last try.
     """
 
     job: str

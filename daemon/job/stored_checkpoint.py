@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from ckptd.shared.formats.manifest import Manifest
+from ckptd.shared.names import parse_tag_directory
 from ckptd.shared.retention import Policy, understood
 
 
@@ -34,10 +35,12 @@ class StoredCheckpoint:
     new_bytes: int = 0
 
     @classmethod
-    def of(cls, manifest: Manifest, *, user_tag: bool) -> StoredCheckpoint:
+    def of(cls, manifest: Manifest) -> StoredCheckpoint:
+        name = parse_tag_directory(manifest.tag)
         return cls(
             manifest.job, manifest.tag, manifest.attempt, manifest.step, manifest.seq,
-            manifest.nbytes, tuple(manifest.files), user_tag, manifest.created_at, manifest.numbers,
+            manifest.nbytes, tuple(manifest.files), name is None or name.by_user,
+            manifest.created_at, manifest.numbers,
             understood(manifest.retention) if manifest.retention else None, manifest.new_bytes,
         )  # fmt: skip
 

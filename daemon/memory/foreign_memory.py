@@ -145,8 +145,8 @@ class ForeignMemoryKeeper:
                 log.error("%s", described(held, self._place, self._identity()))
         return admitted
 
-    async def settle(self, job: str, choice: str = "") -> None:
-        """Decide about the foreign memory of a job before a run of the job begins.
+    async def apply_choice(self, job: str, choice: str = "") -> None:
+        """Keep, adopt or drop the foreign memory of a job before a run of the job begins.
 
         choice: the choice of the run, or "" for the daemon's setting. Raises
         ForeignMemory if the choice is to refuse the memory, or to drop the memory of a

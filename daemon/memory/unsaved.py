@@ -263,7 +263,7 @@ def _of_storage(
         if parsed is None:
             continue
         for key in keys:
-            if parsed[2] != key[0] or parsed[1] not in (None, key[1]):
+            if parsed.attempt != key[0] or parsed.step not in (None, key[1]):
                 continue
             try:
                 if repository.read_manifest(job, tag).step == key[1]:

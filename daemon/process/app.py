@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from ckptd.daemon import tasks
-from ckptd.daemon.composition import Parts, opened
+from ckptd.daemon.composition import Components, opened
 from ckptd.daemon.config import Config
 from ckptd.daemon.memory import unsaved
 from ckptd.daemon.memory.unsaved import UnsavedSnapshot
@@ -156,7 +156,7 @@ class Serving:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: Components,
         stop: asyncio.Event,
         started: float,
         ready_fd: int,

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from ckptd.daemon.composition import Parts
+from ckptd.daemon.composition import Components
 from ckptd.daemon.job.ranks import Owner, Process
 from ckptd.daemon.memory.slots import Slot
 from ckptd.daemon.process import limits
@@ -53,7 +53,7 @@ ACCEPT_SECONDS = 0.5
 _THIS_CLIENT_ONLY = frozenset({errno.ECONNABORTED, errno.EINTR})
 
 # A message, and the descriptors that go with it: they are closed once they are sent.
-Reply = tuple[m.Message, Sequence[int]]
+Outgoing = tuple[m.Reply, Sequence[int]]
 
 
 class Server:
@@ -64,7 +64,11 @@ class Server:
     """
 
     def __init__(
-        self, parts: Parts, service: Service, vitals: Vitals, descriptors: limits.DescriptorPlan
+        self,
+        components: Components,
+        service: Service,
+        vitals: Vitals,
+        descriptors: limits.DescriptorPlan,
     ) -> None:
         self.parts, self.service = parts, service
         self.engine, self.orphans = parts.engine, parts.orphans
@@ -198,7 +202,7 @@ class Connection:
         self._server, self._socket = server, client
         self._session = s.Session(s.Role.DAEMON)
         self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
-        self._untold: deque[m.News] = deque()  # what came while Begin was under way
+        self._untold: deque[m.Notification] = deque()  # what came while Begin was under way
         self._unread = 0
         self.requests: set[asyncio.Task[None]] = set()
         # Seals under way: Find, Fetch, Persist and Detach wait for them
@@ -309,7 +313,7 @@ class Connection:
         log.info("%s: %s: %s", self.peer, type(request).__name__, error)
         return m.Error(re=request.id, code=error.code, message=str(error), retry=error.retry)
 
-    async def _handle(self, request: m.Request) -> Reply:
+    async def _handle(self, request: m.Request) -> Outgoing:
         engine, service = self._server.engine, self._server.service
         match request:
             case m.Hello():
@@ -399,7 +403,7 @@ class Connection:
             case m.Persist():
                 await engine.persist(owner)
             case m.Heard():
-                engine.hear(owner, request.attempt, request.answer)
+                engine.take_answer(owner, request.attempt, request.answer)
             case m.Deliver():
                 earlier = await service.deliver(owner.job)
                 return m.Delivered(
@@ -429,7 +433,7 @@ class Connection:
         found = await self._server.service.find(owner.job, request.step, request.delivered)
         return msgspec.structs.replace(found, re=request.id)
 
-    def _pass_on(self, request_id: int, slots: list[Slot]) -> Reply:
+    def _pass_on(self, request_id: int, slots: list[Slot]) -> Outgoing:
         """Return the reply with two separately opened descriptors for each slot: one to
         map, and one to hold the trainer's lock on.
         """
@@ -448,7 +452,7 @@ class Connection:
             remark=self._server.service.remark(slots, self._server.vitals.disk_free),
         ), opened
 
-    def _notify(self, message: m.News) -> None:
+    def _notify(self, message: m.Notification) -> None:
         """Send the message, or keep it until the rank has begun.
 
         Drop a Waiting that the client does not know.
@@ -467,7 +471,7 @@ class Connection:
 
     # -- sending
 
-    def send(self, message: m.Message, descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: m.Reply | m.Notification, descriptors: Sequence[int] = ()) -> None:
         frame = (
             memoryview(self._session.send(message))
             if self._session.state is not s.SessionState.CLOSED

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ckptd.daemon import recovery
-from ckptd.daemon.composition import Parts
+from ckptd.daemon.composition import Components
 from ckptd.daemon.job.catalog import EarlierAttempt, Job
 from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
@@ -53,7 +53,7 @@ class Service:
     snapshots.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Components) -> None:
         self._parts = parts
         self._instance = secrets.token_hex(16)
 
@@ -188,7 +188,7 @@ class Service:
                 there = await uploader.scan(job.name, fresh=True)
                 there.uncommitted -= job.checkpoints.keys()  # their uploads are under way
             if job.node is None or job.node.leads:
-                await joint.settle_past(job, delivered)
+                await joint.decide_past(job, delivered)
         except StorageError as error:
             newest = job.newest_checkpoint()
             if (

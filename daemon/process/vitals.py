@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import psutil
 
-from ckptd.daemon.composition import Parts
+from ckptd.daemon.composition import Components
 from ckptd.daemon.process import notify
 
 log = logging.getLogger("ckptd")
@@ -34,7 +34,7 @@ class Vitals:
     """
 
     def __init__(
-        self, parts: Parts, started: float, lost_root: Callable[[], None] = lambda: None
+        self, parts: Components, started: float, lost_root: Callable[[], None] = lambda: None
     ) -> None:
         """started: the time at which the daemon started, on the monotonic clock.
 

@@ -14,13 +14,13 @@ from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.journal.journal import Journal, JournalBroken
 from ckptd.daemon.root.storage_calls import StorageCalls
-from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, StorageError
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.plan import Plan
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.system.failpoints import failpoint
+from ckptd.shared.units import rank_list
 from ckptd.shared.wire.lifecycle import Event
 
 log = logging.getLogger("ckptd.saver")
@@ -72,7 +72,7 @@ class Committer:
         """
         if [entry.rank for entry, _, _ in documents] != list(range(snapshot.world_size)):
             raise IntegrityError(
-                f"only the parts of ranks {[e.rank for e, _, _ in documents]} are durable; "
+                f"only the parts of {rank_list([e.rank for e, _, _ in documents])} are durable; "
                 f"expected {snapshot.world_size} parts"
             )
         if len({plan.global_plan for _, plan, _ in documents}) != 1:
@@ -100,8 +100,7 @@ class Committer:
         A record that the journal has no room for is left out: the commit has not
         failed. Raises JournalBroken.
         """
-        user_tag = names.parse_tag_directory(snapshot.tag)[1] is None  # type: ignore[index]
-        checkpoint = StoredCheckpoint.of(manifest, user_tag=user_tag)
+        checkpoint = StoredCheckpoint.of(manifest)
         self._catalog.job(snapshot.job).commit(checkpoint)
         try:
             await self.journal_commit(checkpoint)

@@ -45,10 +45,10 @@ def uncommit(repository: Repository, job: str, tag: str) -> None:
         receipts
         and not buried
         and parsed is not None
-        and parsed[2] < repository.newest_attempt(job)
+        and parsed.attempt < repository.newest_attempt(job)
     ):
         try:
-            repository.bury(job, tag, parsed[2], parsed[1] or 0)
+            repository.bury(job, tag, parsed.attempt, parsed.step or 0)
             buried = True
         except OSError as error:
             if error.errno not in NO_ROOM:

@@ -1,11 +1,11 @@
-"""Commits the steps of several nodes: reports this node's parts by a receipt, and waits
-for the outcome, or decides it.
+"""Commits the steps of several nodes, by a two-phase commit over storage (FORMAT.md,
+section 11).
 
-The nodes meet in storage only (FORMAT.md, section 11). Each publishes a receipt once
-its parts are durable. The daemon of rank 0 collects the receipts and publishes the
-manifest, or an abandonment under the same name, so that there is one outcome however
-many daemons try. A daemon believes only in an outcome that it has read. An abandonment
-ends one try of a step: what is still owed is saved again, in a directory of its own.
+Each node publishes a receipt once its parts are durable. The daemon of rank 0 collects
+the receipts, and publishes the manifest or an abandonment. Both have the same name, so
+that a try has one outcome even if two daemons publish. A daemon relies only on an
+outcome that it has read. An abandonment ends one try of a step. If the step must still
+be saved, the next try has a directory of its own.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.plan import Plan
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.system.failpoints import failpoint
-from ckptd.shared.units import some_text
+from ckptd.shared.units import rank_list
 from ckptd.shared.wire.lifecycle import SnapshotState
 
 log = logging.getLogger("ckptd.joint")
 
-_FIRST_LOOK = 0.01  # seconds between the first two looks at storage; later ones are rarer
+_FIRST_LOOK = 0.01  # seconds between the first two reads of the storage; the pauses grow
 _LAST_LOOK, _LAST_REMOTE_LOOK = 0.1, 1.0
 LATE_SECONDS = 5.0
-"""Seconds for which a new attempt waits for receipts from nodes of an earlier one that
-are not its own. Its own nodes have delivered.
+"""Seconds for which a new attempt waits for the receipts of nodes that were in an
+earlier attempt and are not in this one. The nodes of this attempt have delivered.
 """
 _REMEMBERED = 100
-"""The number of checkpoints that a daemon without rank 0 remembers. It deletes none,
-and can look at storage again.
+"""The number of checkpoints that a daemon without rank 0 remembers. It deletes no
+checkpoints, so it does not need them all.
 """
 _STOP_SECONDS = 20.0
 """Seconds for which the daemon of rank 0, when it is stopped, waits for the receipts of
@@ -59,11 +59,13 @@ the other nodes.
 
 
 class Undecided(SnapshotFailed):
-    """The outcome of a try is not known. Nothing of it may be deleted."""
+    """Raised when the outcome of a try is not known. No file of the try may be deleted."""
 
 
 class Abandoned(Exception):
-    """The try was abandoned, for the reason in `error`. Its files may be deleted."""
+    """Raised when a try was abandoned, for the reason in `error`. Its files may be
+    deleted.
+    """
 
     def __init__(self, error: CkptdError) -> None:
         self.error = error
@@ -73,8 +75,8 @@ class Joint:
     """The commits of one daemon in jobs of several nodes.
 
     destination: the root. timeout: seconds for which the daemon of rank 0 waits for the
-    other nodes before it abandons a try. remote: True if the storage is far away, so
-    that it is asked less often. stopping: returns True once the daemon is to end.
+    other nodes before it abandons a try. remote: True if the storage is remote, and is
+    therefore read less often. stopping: returns True once the daemon must end.
     """
 
     def __init__(
@@ -97,13 +99,12 @@ class Joint:
     # -- this node delivers
 
     async def open_try(self, job: Job, snapshot: Snapshot) -> rc.Receipt | Manifest | None:
-        """Choose the directory for the next save of a snapshot: that of the first try
-        that is not abandoned.
+        """Set the directory of a snapshot to that of its first try that is not abandoned.
 
-        Return the manifest if the step is committed, or this node's receipt if it has
-        delivered, and None if it is to write its parts. Raises AlreadyExists if another
-        step has the tag, Fenced if another run has the number of the attempt, OSError,
-        IntegrityError.
+        Return the manifest if the step is committed, the receipt of this node if this
+        node has delivered, or None if this node must write its parts. Raises
+        AlreadyExists if another step has the tag, Fenced if another run has the number
+        of the attempt, OSError, IntegrityError.
         """
         number = 1
         while True:
@@ -141,21 +142,20 @@ class Joint:
         )
         if found is not None and (found.attempt, found.step) != snapshot.key:
             raise AlreadyExists(
-                f"tag {snapshot.tag!r} of job {snapshot.job!r} is that of step {found.step}; "
+                f"step {found.step} of job {snapshot.job!r} has the tag {snapshot.tag!r} already; "
                 f"choose another tag"
             )
         if found is not None and found.node != node:
             raise Fenced(
-                f"attempt {snapshot.attempt} of job {snapshot.job!r} is also that of another run, "
-                f"which has saved step {snapshot.step} "
-                f"from {found.host}: start this run again"
+                f"another run of job {snapshot.job!r} is also in attempt {snapshot.attempt}, and "
+                f"has saved step {snapshot.step} from {found.host}: start this run again"
             )
         return found
 
     async def deliver(self, job: Job, snapshot: Snapshot, documents: list[Document]) -> None:
         """Publish the receipt of this node, whose parts are durable.
 
-        If it has one in this try already, that one counts.
+        If this node has published a receipt in this try before, that receipt counts.
 
         Raises Abandoned if this node has reported a failure of this try before,
         AlreadyExists and Fenced as `open_try` does, IntegrityError if the ranks of this
@@ -176,8 +176,8 @@ class Joint:
         self._delivered(job, snapshot)
 
     async def _publish(self, snapshot: Snapshot, receipt: rc.Receipt) -> rc.Receipt:
-        """Publish a receipt, and return the one that counts, which may be an earlier
-        one of this node.
+        """Publish a receipt of this node. Return the receipt that counts: this one, or an
+        earlier receipt of this node in the same try.
         """
         try:
             await self._calls.run(lambda: self._repository.publish_receipt(receipt))
@@ -201,27 +201,24 @@ class Joint:
     @staticmethod
     def _named(snapshot: Snapshot) -> str:
         assert snapshot.node is not None
-        return (
-            f"rank{'s' if len(snapshot.ranks) > 1 else ''} {some_text(snapshot.node.ranks)} "
-            f"on "
-            f"{names.host()}"
-        )
+        return f"{rank_list(snapshot.node.ranks)} on {names.host()}"
 
     async def refuse(self, job: Job, snapshot: Snapshot, error: CkptdError) -> bool:
-        """Report that this node cannot save a try of a step, so that no other node
-        waits for it. Try again while the storage fails.
+        """Report that this node cannot save a step in its present try, so that no other
+        node waits for its parts. Retry while the storage fails.
 
-        snapshot: a copy, because another save may choose another directory meanwhile.
+        snapshot: a copy of the snapshot, because another save may choose another
+        directory meanwhile.
 
-        Return True if the parts of this node in the try are not needed, and False if
-        the node has delivered them after all, or the storage does not take the report
+        Return True if the parts of this node in the try are not needed. Return False if
+        this node has delivered them before, or if the storage has not taken the report
         within `timeout`.
         """
         loop, pause = asyncio.get_running_loop(), _FIRST_LOOK
         until = loop.time() + self._timeout
         while not self._stopping() and loop.time() < until and snapshot.attempt == job.attempt:
             try:
-                await self._root.ready(job)  # another root may be there, or none
+                await self._root.ready(job)  # the root may be gone or replaced
                 found = await self._calls.run(
                     lambda: self._repository.outcome(snapshot.job, snapshot.directory)
                 )
@@ -244,9 +241,8 @@ class Joint:
         return False
 
     async def abandon_refused(self, snapshot: Snapshot) -> bool:
-        """Abandon the try that this node has delivered, if another node has refused it.
-
-        Return True if the try is abandoned.
+        """Abandon a try in which this node has delivered, if another node has reported a
+        failure. Return True if the try is abandoned.
         """
         try:
             found = await self._calls.run(
@@ -268,12 +264,12 @@ class Joint:
 
     # -- the outcome
 
-    async def settle(self, job: Job, snapshot: Snapshot) -> None:
-        """Wait for the outcome of a try, or decide it if rank 0 is on this node, and
-        record the commit.
+    async def finish(self, job: Job, snapshot: Snapshot) -> None:
+        """Wait for the outcome of a try, and record the commit. If rank 0 is on this node,
+        decide the outcome.
 
-        Raises Abandoned, Undecided if the outcome is not known after `timeout` or when
-        the daemon stops, OSError.
+        Raises Abandoned; Undecided if the outcome is not known after `timeout`, or when
+        the daemon stops; OSError.
         """
         assert snapshot.node is not None
         loop = asyncio.get_running_loop()
@@ -305,7 +301,7 @@ class Joint:
             raise Abandoned(from_wire(found.code, found.reason))
         if (found.attempt, found.step) != snapshot.key:
             raise AlreadyExists(
-                f"tag {snapshot.tag!r} of job {snapshot.job!r} is that of step {found.step}; "
+                f"step {found.step} of job {snapshot.job!r} has the tag {snapshot.tag!r} already; "
                 f"choose another tag"
             )
         await self._committer.record(snapshot, found)
@@ -321,12 +317,11 @@ class Joint:
     async def _outcome(
         self, job: Job, snapshot: Snapshot, receipts: list[rc.Receipt], *, late: bool
     ) -> Manifest | rc.Abandonment | None:
-        """Return the outcome of a try, or None if it is undecided.
+        """Return the outcome of a try, or None if it is undecided. On the node of rank 0,
+        decide it first if the receipts allow it.
 
-        On the node of rank 0, decide it if that can be done.
-
-        receipts: filled with those that are there, if rank 0 is on this node. late:
-        True if missing ones are not waited for any more.
+        receipts: filled with the receipts of the try, if rank 0 is on this node. late:
+        True if the wait for missing receipts is over.
         """
         read = partial(self._repository.outcome, snapshot.job, snapshot.directory)
         found = await self._calls.run(read)
@@ -340,9 +335,7 @@ class Joint:
             verdict = rc.decide(
                 receipts, snapshot.world_size, late=late and snapshot.attempt == job.attempt
             )
-        except (
-            IntegrityError
-        ) as error:  # of a receipt that is damaged, or that a newer ckptd has written
+        except IntegrityError as error:  # a receipt is damaged, or a newer ckptd has written it
             verdict = rc.AbandonTry(error.code, str(error))
         if verdict is None:
             return None
@@ -354,36 +347,35 @@ class Joint:
     ) -> list[rc.Receipt]:
         """Return the receipts of a try.
 
-        Only those that are not `known` are read: a receipt never changes.
+        Receipts that are `known` are not read again, because a receipt never changes.
 
-        late: True if a missing one may end the try, so that the listing must be fresh.
+        late: True if a missing receipt ends the try. The directory is then listed anew.
         """
         if late:
             await self._calls.run(partial(self._repository.refresh_listing, job, tag))
         return await self._calls.run(partial(self._repository.receipts, job, tag, known))
 
     def _why_undecided(self, snapshot: Snapshot, receipts: list[rc.Receipt], seconds: float) -> str:
-        """Return the reason why the outcome is not known, which names the nodes that
-        have delivered if this daemon reads the receipts.
+        """Return the reason why the outcome is not known. It names the ranks that have
+        not delivered, if this daemon has read receipts.
         """
         waited = (
-            f"step {snapshot.step} is not known to be durable after {seconds:.0f} "
-            f"s: "
+            f"step {snapshot.step} is not known to be durable after {seconds:.0f} s: "
             f"{self._named(snapshot)} delivered"
         )
         if not receipts:
-            return f"{waited}, and the daemon of rank 0 has not decided"
+            return f"{waited}, and the daemon of rank 0 has published no outcome"
         missing = sorted(
             set(range(snapshot.world_size)).difference(
                 *(receipt.node.ranks for receipt in receipts)
             )
         )
-        return f"{waited}, rank{'s' if len(missing) > 1 else ''} {some_text(missing)} did not"
+        return f"{waited}, and {rank_list(missing)} did not"
 
     async def _decide(self, snapshot: Snapshot, verdict: rc.CommitTry | rc.AbandonTry) -> None:
-        """Publish a manifest or an abandonment.
+        """Publish the manifest or the abandonment of a try.
 
-        If another daemon was faster, its outcome counts. Raises OSError,
+        If another daemon has published one before, that one counts. Raises OSError,
         IntegrityError.
         """
         data: bytes | None = None
@@ -393,9 +385,8 @@ class Joint:
                 plan, request = await self._calls.run(partial(self._first_part, snapshot, verdict))
                 manifest = self._committer.manifest(snapshot, verdict.parts, plan, request)
                 data, objects = await self._calls.run(manifest.split)
-            except (
-                IntegrityError
-            ) as error:  # a part is gone or damaged, or the manifest is larger than readers accept
+            except IntegrityError as error:
+                # A part is gone or damaged, or the manifest is too large for readers.
                 verdict = rc.AbandonTry(error.code, str(error))
         if isinstance(verdict, rc.AbandonTry):
             abandonment = rc.Abandonment(
@@ -418,9 +409,11 @@ class Joint:
     def _first_part(
         self, snapshot: Snapshot, verdict: rc.CommitTry
     ) -> tuple[Plan, SnapshotRequest]:
-        """Return the plan and the request of rank 0, from its part.
+        """Check that all part files exist, and return the plan and the request in the
+        part of rank 0.
 
-        Raises IntegrityError if a part is missing or damaged, OSError.
+        Raises IntegrityError if a part file is missing, or that of rank 0 is damaged;
+        OSError.
         """
         there = set(self._repository.files(snapshot.job, snapshot.directory))
         for part in verdict.parts:
@@ -437,15 +430,17 @@ class Joint:
 
     # -- earlier attempts
 
-    async def settle_past(self, job: Job, delivered: int) -> None:
-        """Decide the tries of earlier attempts that are undecided, and delete what
-        abandoned ones have left.
+    async def decide_past(self, job: Job, delivered: int) -> None:
+        """Decide the undecided tries of earlier attempts, and delete the files of
+        abandoned tries.
 
-        Call this on the daemon of rank 0 of the newest attempt only, once its nodes
-        have delivered what they hold, and the job in the root is scanned. delivered: an
-        attempt all of whose nodes are among these. Receipts of others may still come,
-        and are waited for, also those of a step that is newer than all checkpoints and
-        has only parts. Raises StorageError.
+        Call this only on the daemon of rank 0 of the newest attempt, after the nodes of
+        that attempt have delivered, and after the root was scanned for the job.
+
+        delivered: an earlier attempt all of whose nodes have delivered. In tries of
+        other attempts, receipts may still come, and are waited for. A step that has
+        only parts is waited for, too, if it is newer than all checkpoints. Raises
+        StorageError.
         """
         there = self._catalog.job(job.name)
         until, newest = asyncio.get_running_loop().time() + LATE_SECONDS, there.newest_checkpoint()
@@ -453,33 +448,35 @@ class Joint:
         saved = (0, -1) if newest is None else newest.order[:2]
         for tag in sorted(there.uncommitted):
             parsed = names.parse_tag_directory(tag)
-            if parsed is None or parsed[2] >= job.attempt:
+            if parsed is None or parsed.attempt >= job.attempt:
                 continue
             for left in (2, 1, 0):
                 try:
-                    awaited = (parsed[2], parsed[1] or -1) > saved and await self._has_parts(
-                        job, tag
-                    )
-                    await self._settle_one(
+                    awaited = parsed.order > saved and await self._has_parts(job, tag)
+                    await self._decide_one(
                         job,
                         tag,
-                        parsed[2],
-                        0.0 if parsed[2] == delivered else until,
+                        parsed.attempt,
+                        0.0 if parsed.attempt == delivered else until,
                         awaited=awaited,
                     )
                     break
                 except OSError as error:
                     problem = StorageError.of(f"decide {job.name}/{tag}", error)
-                    # One failure must not cost a step that all have delivered.
+                    # One failure of the storage must not cost a step that all nodes
+                    # have delivered.
                     if left and asyncio.get_running_loop().time() < patience:
                         await asyncio.sleep(self._last_look)
                     elif problem.is_no_damage:
                         raise problem from None
                     else:
-                        log.warning("%s; it stays as it is", problem)
+                        log.warning("%s; its files stay", problem)
                 except IntegrityError as error:
                     log.warning(
-                        "%s/%s cannot be decided, and stays as it is: %s", job.name, tag, error
+                        "the outcome of %s/%s cannot be decided, and its files stay: %s",
+                        job.name,
+                        tag,
+                        error,
                     )
                     break
 
@@ -489,13 +486,13 @@ class Joint:
         )
         return any(map(names.part_of, files))
 
-    async def _settle_one(
+    async def _decide_one(
         self, job: Job, tag: str, attempt: int, until: float, *, awaited: bool
     ) -> None:
-        """Decide one try.
+        """Decide one try of an earlier attempt, or do nothing if it has no receipts.
 
-        Receipts are waited for `until` a time of the event loop, and the first one only
-        if it is `awaited`.
+        until: the time of the event loop until which missing receipts are waited for.
+        awaited: True to wait for the first receipt, too.
         """
         pause = _FIRST_LOOK
         receipts: list[rc.Receipt] = []
@@ -505,8 +502,7 @@ class Joint:
                 partial(self._repository.outcome, job.name, tag),
             )
             if isinstance(found, Manifest):
-                user_tag = names.parse_tag_directory(tag)[1] is None  # type: ignore[index]
-                self._catalog.job(job.name).commit(StoredCheckpoint.of(found, user_tag=user_tag))
+                self._catalog.job(job.name).commit(StoredCheckpoint.of(found))
                 log.info(
                     "checkpoint %s/%s: committed from the receipts of its nodes", job.name, tag
                 )
@@ -514,8 +510,8 @@ class Joint:
             if isinstance(found, rc.Abandonment):
                 if found.code != rc.DELETED:
                     job.abandoned[tag] = found
-                # The abandonment stays for one more attempt, so that a daemon of the
-                # old one that comes late learns of it.
+                # The abandonment stays for one more attempt, so that a late daemon of
+                # the old attempt can read it.
                 keep = [names.MANIFEST] if attempt == job.attempt - 1 else []
                 try:
                     await self._calls.run(partial(self._repository.sweep_tag, job.name, tag, keep))
@@ -529,8 +525,8 @@ class Joint:
             async with self._calls.deadline(f"read the receipts of {job.name}/{tag}"):
                 receipts = await self._receipts(job.name, tag, receipts, late=late)
             if not receipts and (over or not awaited):
-                # The save of one node, whose journal has it, or of a node that has not
-                # delivered.
+                # Either one node has saved the step alone, and its journal says so, or
+                # no node has delivered.
                 return
             first = receipts[0] if receipts else None
             verdict = None if first is None else rc.decide(receipts, first.world_size, late=late)
@@ -553,8 +549,8 @@ class Joint:
     # -- after a restart of the daemon
 
     async def roll_forward(self, job: Job, snapshot: Snapshot, documents: list[Document]) -> bool:
-        """Deliver parts that an earlier daemon of this node made durable, unless it has
-        done so. Return False if they are not needed.
+        """Deliver parts that an earlier daemon of this node has made durable, unless it
+        has delivered them. Return False if the parts are not needed.
 
         They are needed while the try is undecided and no newer attempt has begun.
         """

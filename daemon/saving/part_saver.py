@@ -35,7 +35,7 @@ from ckptd.shared.system.fs import NO_ROOM
 
 log = logging.getLogger("ckptd.saver")
 
-Saved = tuple[Document, StoredPart]
+SavedPart = tuple[Document, StoredPart]
 """A durable part, and what the next save needs to link its files."""
 
 
@@ -60,7 +60,7 @@ class PartSaver:
         self._encoder = codec.encoder(config.codec)
         self._destination, self._governor = destination, governor
 
-    async def save(self, snapshot: Snapshot, checking: asyncio.Future[None]) -> list[Saved]:
+    async def save(self, snapshot: Snapshot, checking: asyncio.Future[None]) -> list[SavedPart]:
         """Write the parts of all ranks at the same time, while `checking` checks the
         slots.
 
@@ -71,7 +71,7 @@ class PartSaver:
         seals = [seal for _, seal in sorted(snapshot.seals.items())]
         alone = len(seals) == 1
 
-        async def saved(seal: RankSeal) -> Saved | None:
+        async def saved(seal: RankSeal) -> SavedPart | None:
             try:
                 return await self._save_part(snapshot, seal, checking, alone=alone)
             except OSError as error:
@@ -87,7 +87,7 @@ class PartSaver:
 
     async def _save_part(
         self, snapshot: Snapshot, seal: RankSeal, checking: asyncio.Future[None], *, alone: bool
-    ) -> Saved:
+    ) -> SavedPart:
         """Write the part of one rank.
 
         `alone`: True if no other part is being written, so that a full disk is really

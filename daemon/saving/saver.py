@@ -127,7 +127,7 @@ class Saver:
             del self._tasks[snapshot]
         self._events.settled(self._catalog.job(snapshot.job))
 
-    async def settle(self, snapshot: Snapshot) -> None:
+    async def wait_idle(self, snapshot: Snapshot) -> None:
         """Wait until no save of this snapshot is running."""
         while snapshot in self._tasks:
             await asyncio.wait([self._tasks[snapshot]])
@@ -192,7 +192,7 @@ class Saver:
         async with destination.locks[snapshot.job]:
             await self._save(job, snapshot, sealed, checking)
         if snapshot.node is not None and snapshot.state is SnapshotState.WRITTEN:
-            await self.joint.settle(job, snapshot)
+            await self.joint.finish(job, snapshot)
         if snapshot.state is SnapshotState.DURABLE:
             self._count(snapshot, "persisted")
 
@@ -252,7 +252,7 @@ class Saver:
             sum(values.offset + values.length for values in used), begun
         )
         governor = self.governor(job.name)
-        governor.hear([seal.cost for seal in snapshot.seals.values() if seal.cost is not None])
+        governor.observe([seal.cost for seal in snapshot.seals.values() if seal.cost is not None])
         saved = await (self.front_parts if snapshot.node is None else self.root_parts).save(
             snapshot, checking
         )
@@ -389,7 +389,7 @@ class Saver:
 
     async def _follow(self, job: Job, snapshot: Snapshot) -> None:
         try:
-            await self.joint.settle(job, snapshot)
+            await self.joint.finish(job, snapshot)
         except JournalBroken:
             pass
         except Abandoned as error:

@@ -31,7 +31,7 @@ from ckptd.shared.system.storage_seam import Source
 _BLOCK = 8 << 20
 _READS_AHEAD = 8
 """The blocks of one file that are read before they are written."""
-Progress = Callable[[int], None]
+OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +103,13 @@ class CheckpointCopier:
             self._to.delete_files(one.job, one.tag, manifest.files)
             self._to.delete_tag(one.job, one.tag)
 
-    def copy(self, one: Copying, manifest: Manifest, progress: Progress) -> None:
+    def copy(self, one: Copying, manifest: Manifest, progress: OnBytes) -> None:
         """Copy a checkpoint, unless another copy was faster."""
         if self._document_there(one.job, one.tag) == one.data:
             return
         self.publish(one, manifest, self.copy_parts(one, manifest, progress))
 
-    def copy_parts(self, one: Copying, manifest: Manifest, progress: Progress) -> dict[str, bytes]:
+    def copy_parts(self, one: Copying, manifest: Manifest, progress: OnBytes) -> dict[str, bytes]:
         """Copy and verify the parts of a checkpoint, which must not have been committed
         at the destination.
 
@@ -138,7 +138,7 @@ class CheckpointCopier:
         if older:
             self._to.publish_newest(one.job, one.tag)
 
-    def _copy_part(self, one: Copying, part: PartEntry, progress: Progress) -> None:
+    def _copy_part(self, one: Copying, part: PartEntry, progress: OnBytes) -> None:
         """Copy the files of a part, and verify the copies.
 
         Files that an interrupted copy has left are used if they are sound.
@@ -160,7 +160,7 @@ class CheckpointCopier:
             source.close()
 
     def _copy_file(
-        self, one: Copying, name: str, part: PartReader, number: int, progress: Progress
+        self, one: Copying, name: str, part: PartReader, number: int, progress: OnBytes
     ) -> None:
         place = f"{one.job}/{one.tag}/{name}"
         source = self._from.storage.open(place)
@@ -178,7 +178,7 @@ class CheckpointCopier:
         if one.job in self._linkable:
             self._linkable[one.job][name] = one.tag
 
-    def _write(self, place: str, source: Source, progress: Progress) -> None:
+    def _write(self, place: str, source: Source, progress: OnBytes) -> None:
         blocks, buffer = _blocks(source), mmap.mmap(-1, _BLOCK)
         first = next(blocks)
         sink = self._to.storage.create(place, source.size, bytes(first[:ALIGN]))

@@ -311,7 +311,7 @@ class Uploader:
                 await self._copy(transfer, planned, manifest)
         newest = await self._see_other_attempts(job.name)
         there = self.jobs.job(job.name)
-        there.commit(StoredCheckpoint.of(manifest, user_tag=one.user_tag))
+        there.commit(StoredCheckpoint.of(manifest))
         self._join(job, there)
         await self._root.committer.journal_commit(one)
         failpoint("upload.journaled")

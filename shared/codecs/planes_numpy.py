@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-Buffer = bytes | bytearray | memoryview
+_Bytes = bytes | bytearray | memoryview
 
 _TILE = 1 << 16
 """The number of words that are processed at a time, so that they stay in the cache of a
@@ -18,7 +18,7 @@ core.
 """
 
 
-def split(raw: Buffer, *planes: Buffer) -> None:
+def split(raw: _Bytes, *planes: _Bytes) -> None:
     """Fill plane i with byte i of each word of `raw`, after the word is rotated left by
     one bit. Byte 0 is the lowest byte.
     """
@@ -31,7 +31,7 @@ def split(raw: Buffer, *planes: Buffer) -> None:
             np.copyto(plane, np.right_shift(turned, 8 * number, out=moved), casting="unsafe")
 
 
-def join(raw: Buffer, *planes: Buffer) -> None:
+def join(raw: _Bytes, *planes: _Bytes) -> None:
     """Fill `raw` with the words whose planes are given: the inverse of `split`."""
     import numpy as np
 
@@ -44,7 +44,7 @@ def join(raw: Buffer, *planes: Buffer) -> None:
         np.bitwise_or(tile, np.left_shift(turned, 8 * len(planes) - 1, out=moved), out=tile)
 
 
-def _tiles(raw: Buffer, planes: tuple[Buffer, ...]) -> Iterator[tuple[Any, list[Any], Any, Any]]:
+def _tiles(raw: _Bytes, planes: tuple[_Bytes, ...]) -> Iterator[tuple[Any, list[Any], Any, Any]]:
     """Yield each tile of the words, the bytes of each plane that belong to it, and two
     arrays for words that are used for all tiles.
     """

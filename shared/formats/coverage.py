@@ -13,10 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.plan import BLOB, HIDDEN, Plan
-
-Shape = tuple[int, ...]
-Box = tuple[Shape, Shape]
-"""The offsets and the sizes of a shard in its tensor, one of each for every dimension."""
+from ckptd.shared.formats.sharding import Box, Shape
 
 _STEPS = 1 << 23
 _STEPS_PER_SHARD = 64

@@ -37,7 +37,7 @@ MOST_INLINE = 1 << 20
 """The most bytes of a manifest of a checkpoint in a root that has the metadata itself.
 Every scan of a job reads all its manifests.
 """
-Name = Annotated[str, msgspec.Meta(max_length=256)]
+Label = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class PartEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -84,13 +84,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: str = FORMAT
     version: int = 1
     features: list[str] = []
-    job: Name
+    job: Label
     attempt: Size
     step: Size | None
-    tag: Name
+    tag: Label
     seq: Size
     world_size: Annotated[int, msgspec.Meta(ge=1)]
-    created: Name
+    created: Label
     parts: list[PartEntry]
     metadata: Metadata = {}
     """The metadata of DCP. Empty if it is in the metadata object."""
@@ -107,7 +107,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The retention policies of the job, as text. They count until a newer checkpoint
     has others. None: the snapshot had no policies.
     """
-    deleter_features: list[Name] = []
+    deleter_features: list[Label] = []
     """The features that a process must know before it deletes anything in the job."""
     metadata_object: MetadataObjectEntry | None = None
 

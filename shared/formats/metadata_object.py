@@ -24,7 +24,7 @@ from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.binary import PREAMBLE, check_preamble, preamble
 from ckptd.shared.formats.bounds import check_msgpack
 from ckptd.shared.formats.plan import BLOB, Described, Meshes, Size, Text
-from ckptd.shared.formats.sharding import Mesh, Place, Rule, check_rule, stored_shards
+from ckptd.shared.formats.sharding import Box, Mesh, Rule, check_rule, stored_shards
 from ckptd.shared.system.collector import paused_collector
 from ckptd.shared.system.storage_seam import Source
 
@@ -170,7 +170,7 @@ def _as_rule(rule: Rule | Sequence[Any]) -> Rule:
     return rule if isinstance(rule, Rule) else Rule(*rule)
 
 
-def stored_places(entry: Described, meshes: Sequence[Mesh]) -> Iterator[tuple[Place | None, int]]:
+def stored_places(entry: Described, meshes: Sequence[Mesh]) -> Iterator[tuple[Box | None, int]]:
     """Yield the place of each shard that is stored, and the rank that stores it.
 
     The place of a blob is None.

@@ -20,7 +20,7 @@ import msgspec
 
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.formats.bounds import MAX_DIMENSIONS, check_msgpack
-from ckptd.shared.formats.sharding import Mesh, Rank, Rule
+from ckptd.shared.formats.sharding import Mesh, MeshRank, Rule
 from ckptd.shared.system.collector import paused_collector
 
 PLAN_VERSION = 1
@@ -71,7 +71,7 @@ MAX_ITEMS = 1 << 20
 MAX_CHUNKS = 1 << 22
 """The most chunks of one part. With chunks of 8 MiB this is 32 TiB."""
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-Shape = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+BoundedShape = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 Numbers = Annotated[list[Size], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 Device = Annotated[str, msgspec.Meta(max_length=64)]
 Writer = Annotated[
@@ -138,10 +138,10 @@ class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     fqn: Text
     dtype: Text
-    size: Shape
-    offsets: Shape
-    sizes: Shape
-    stride: Shape | None
+    size: BoundedShape
+    offsets: BoundedShape
+    sizes: BoundedShape
+    stride: BoundedShape | None
     offset: Size
     device: Device = "cpu"
     requires_grad: bool = False
@@ -161,8 +161,8 @@ class Alias(msgspec.Struct, frozen=True, array_like=True, gc=False):
     base: Text
     offset: Size
     dtype: Text
-    size: Shape
-    stride: Shape
+    size: BoundedShape
+    stride: BoundedShape
     requires_grad: bool = False
     device: Device = "cpu"
 
@@ -179,7 +179,7 @@ class Described(TypedDict, total=False):
     dtype: Text
     size: Numbers
     chunks: list[Annotated[list[Numbers], msgspec.Meta(min_length=2, max_length=2)]]
-    ranks: list[Rank]
+    ranks: list[MeshRank]
     rule: Rule
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.formats.coverage import Box, Shape, check_all, two_sizes
+from ckptd.shared.formats.coverage import check_all, two_sizes
 from ckptd.shared.formats.manifest import MOST_INLINE
 from ckptd.shared.formats.metadata_object import check_entry, stored_places
 from ckptd.shared.formats.plan import BLOB, HIDDEN, Described, Plan
-from ckptd.shared.formats.sharding import Mesh, Place, Rule, place, replica_of
+from ckptd.shared.formats.sharding import Box, Mesh, Rule, Shape, place, replica_of
 from ckptd.shared.system.collector import paused_collector
 
 
@@ -248,7 +248,7 @@ class _Metadata:
             and ranks[0] in found[2].get(box, ())
         )
 
-    def _places(self, entry: Described) -> Iterator[tuple[Place | None, int]]:
+    def _places(self, entry: Described) -> Iterator[tuple[Box | None, int]]:
         """Yield the place of each shard, and its rank.
 
         Of a tensor that is divided by a rule, yield only the shards of the ranks of

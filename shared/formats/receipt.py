@@ -1,10 +1,11 @@
 """Receipts, by which nodes report their durable parts, and abandonments, which end a
 try without a checkpoint (FORMAT.md, section 11).
 
-A step of several nodes is committed when the receipts of all nodes are there and agree.
-The manifest is then published. If a node reports a failure, or does not report in time,
-an abandonment is published under the name of the manifest, so that there is only one
-outcome.
+This is a two-phase commit over storage. A receipt is the vote of a node. Once the
+receipts of all nodes agree, the daemon of rank 0 publishes the manifest, which commits
+the checkpoint. If a node reports a failure, or does not report in time, that daemon
+publishes an abandonment instead. The abandonment has the name of the manifest, so that
+a try has only one outcome.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import msgspec
 
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.formats import sealed_json
-from ckptd.shared.formats.manifest import Name, PartEntry
+from ckptd.shared.formats.manifest import Label, PartEntry
 from ckptd.shared.formats.membership import MOST_RANKS, Membership
 from ckptd.shared.formats.plan import Size
 from ckptd.shared.formats.replicas import OfNode, compare_nodes, sentence
 from ckptd.shared.names import parse_part_file
-from ckptd.shared.units import some_text
+from ckptd.shared.units import rank_list, some_text
 
 VERSION = 1
 MAX_RECEIPT = 64 << 20
@@ -35,22 +36,23 @@ Code = Annotated[str, msgspec.Meta(max_length=64)]
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
     """The report of one node on one try of one step.
 
-    tag: the name of the directory of the try. node: the share of the node. host: the
-    name of the node, for messages. world_size: the ranks of the job. global_plan: the
-    digest of the plan of all ranks, in hexadecimal digits; "" if the save has failed.
-    parts: one entry for each rank of the node, in their order; empty if the save has
-    failed. code, reason: why the node has no parts, or "". replicas: digests of the
-    tensors that ranks of the node share with other ranks.
+    tag: the name of the directory of the try. node: the membership of the node. host:
+    the name of the node, for messages. world_size: the number of ranks of the job.
+    global_plan: the digest of the plan of all ranks, in hexadecimal digits; "" if the
+    save has failed. parts: one entry for each rank of the node, in the order of the
+    ranks; empty if the save has failed. code, reason: the error if the save has failed,
+    or "". replicas: digests of the tensors that ranks of the node share with other
+    ranks.
     """
 
     format: str = "ckptd-receipt"
     version: int = VERSION
-    job: Name
+    job: Label
     attempt: Size
     step: Size
-    tag: Name
+    tag: Label
     node: Membership
-    host: Name
+    host: Label
     world_size: Annotated[int, msgspec.Meta(ge=1)]
     global_plan: Annotated[str, msgspec.Meta(max_length=128)] = ""
     parts: list[PartEntry] = []
@@ -67,9 +69,12 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         """
         receipt = _decoded(data, _RECEIPT_DECODER, "receipt", "ckptd-receipt")
         if problem := receipt.node.problem(receipt.node.ranks[0], receipt.world_size):
-            raise IntegrityError(f"receipt names a node that cannot be: {problem}")
+            raise IntegrityError(f"receipt has a wrong list of the ranks of its node: {problem}")
         if not receipt.code and [part.rank for part in receipt.parts] != receipt.node.ranks:
-            raise IntegrityError("receipt does not have one part for each rank of its node")
+            raise IntegrityError(
+                f"receipt does not have one part for each of {rank_list(receipt.node.ranks)}, the "
+                "ranks of its node"
+            )
         for part in receipt.parts:
             parsed = parse_part_file(part.file)
             if parsed is None or parsed[0] != part.rank:
@@ -81,27 +86,23 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def who(self) -> str:
-        """The ranks and the node, for messages: "ranks 2, 3 on node2"."""
-        return (
-            f"{'rank' if len(self.node.ranks) == 1 else 'ranks'} {some_text(self.node.ranks)} "
-            f"on "
-            f"{self.host}"
-        )
+        """The words for the node in messages, such as "ranks 2, 3 on node2"."""
+        return f"{rank_list(self.node.ranks)} on {self.host}"
 
 
 class Abandonment(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a try without a checkpoint.
+    """The record that a try has ended without a checkpoint.
 
-    It lies under the name of the manifest. tag: the directory of the try. code, reason:
-    why.
+    It is stored under the name of the manifest. tag: the directory of the try. code,
+    reason: the error that has ended the try.
     """
 
     format: str = "ckptd-abandonment"
     version: int = VERSION
-    job: Name
+    job: Label
     attempt: Size
     step: Size
-    tag: Name
+    tag: Label
     code: Code
     reason: Reason
 
@@ -115,23 +116,22 @@ class Abandonment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 DELETED = "deleted"
-"""The code of an abandonment that has taken the place of the manifest of a deleted
-checkpoint.
-"""
+"""The code of an abandonment that has replaced the manifest of a deleted checkpoint."""
 _HEAD = b'{\n"format": "ckptd-abandonment",\n'
 HEAD = len(_HEAD)
-"""The number of bytes by which an abandonment is known."""
+"""The number of bytes that tell an abandonment from a manifest."""
 
 
 def is_abandonment(data: bytes) -> bool:
-    """Return True if these are the bytes, or the first `HEAD` bytes, of an abandonment
-    and of no manifest. It may be damaged.
+    """Return True if `data` begins an abandonment and not a manifest.
+
+    The first `HEAD` bytes are enough. The rest may be damaged.
     """
     return data.startswith(_HEAD)
 
 
 def encode(document: Receipt | Abandonment) -> bytes:
-    """Return the bytes of the object."""
+    """Return the bytes of a receipt or an abandonment, with its checksum."""
     members = msgspec.to_builtins(document)
     if not members.get("replicas", True):
         del members["replicas"]
@@ -140,8 +140,10 @@ def encode(document: Receipt | Abandonment) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class CommitTry:
-    """All nodes have delivered: the checkpoint has these parts, in the order of the
-    ranks. `first` is the receipt of rank 0's node.
+    """The verdict that all nodes have delivered.
+
+    first: the receipt of rank 0's node. parts: the parts of the checkpoint, in the order
+    of the ranks.
     """
 
     first: Receipt
@@ -150,7 +152,7 @@ class CommitTry:
 
 @dataclass(frozen=True, slots=True)
 class AbandonTry:
-    """The try cannot become a checkpoint, for this reason."""
+    """The verdict that the try cannot become a checkpoint, with the reason."""
 
     code: str
     reason: str
@@ -159,33 +161,33 @@ class AbandonTry:
 def decide(
     receipts: Sequence[Receipt], world_size: int, *, late: bool
 ) -> CommitTry | AbandonTry | None:
-    """Return the outcome of a try by its receipts, or None while a node may still
-    deliver.
+    """Return the verdict on a try, or None while a node may still deliver.
 
-    late: True if the wait for receipts is over. The save fails if receipts differ in
-    the identity of their attempt or in their plan, because their ranks did not save the
-    same state, and their parts must never be joined. It also fails if ranks of
-    different nodes hold different copies of a tensor that they share.
+    late: True if the wait for receipts is over.
+
+    The try fails if its receipts differ in the run id or in the plan: the nodes then did
+    not save the same state, and their parts must never be joined. It also fails if ranks
+    of different nodes hold different copies of a tensor that they share.
     """
     for receipt in receipts:
         if receipt.code:
             return AbandonTry(receipt.code, receipt.reason)
     for one, other in itertools.pairwise(receipts):
-        if one.node.claim != other.node.claim:
+        if one.node.run_id != other.node.run_id:
             return AbandonTry(
                 "fenced",
-                f"{one.who} and {other.who} are of two runs that hold the same attempt number: "
-                f"start the job again",
+                f"{one.who} and {other.who} belong to two runs of the job that have the same "
+                f"attempt number: start the job again",
             )
         if (one.attempt, one.step, one.world_size) != (other.attempt, other.step, other.world_size):
             return AbandonTry(
                 "snapshot-failed",
                 f"{one.who} and {other.who} have saved steps {one.step} and {other.step} under "
-                f"one tag",
+                f"the same tag",
             )
         if one.global_plan != other.global_plan:
             return AbandonTry(
-                "snapshot-failed", f"{one.who} and {other.who} have saved different plans"
+                "snapshot-failed", f"{one.who} and {other.who} have saved by different plans"
             )
     if differences := compare_nodes(receipt.replicas for receipt in receipts):
         return AbandonTry("snapshot-failed", sentence(receipts[0].step, differences))
@@ -196,7 +198,8 @@ def decide(
     if here == list(range(world_size)):
         return CommitTry(next(receipt for receipt in receipts if receipt.node.leads), parts)
     if len(set(here)) < len(here):
-        return AbandonTry("internal", "two nodes have delivered parts of the same rank")
+        twice = [rank for rank, after in itertools.pairwise(here) if rank == after]
+        return AbandonTry("internal", f"two nodes have delivered parts of {rank_list(twice)}")
     if not late:
         return None
     missing = sorted(set(range(world_size)).difference(here))
@@ -207,8 +210,7 @@ def decide(
     )
     return AbandonTry(
         "snapshot-failed",
-        f"{'rank' if len(missing) == 1 else 'ranks'} {some_text(missing)} did not deliver "
-        f"({delivered})",
+        f"{rank_list(missing)} did not deliver ({delivered})",
     )
 
 
@@ -218,7 +220,7 @@ T = TypeVar("T", Receipt, Abandonment)
 def _decoded(data: bytes, decoder: msgspec.json.Decoder[T], called: str, expected: str) -> T:
     if len(data) > MAX_RECEIPT:
         raise IntegrityError(
-            f"{called} has more than {MAX_RECEIPT:,d} bytes; no ckptd writes one of this size"
+            f"{called} has more than {MAX_RECEIPT:,d} bytes, the limit of the format"
         )
     sealed_json.check(data, called)
     try:

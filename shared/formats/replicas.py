@@ -17,6 +17,8 @@ from typing import Annotated
 import msgspec
 import zstandard
 
+from ckptd.shared.units import rank_list
+
 GROUP = 8
 DIGEST = 4
 """The bytes of the name of a group, and of one digest."""
@@ -182,7 +184,9 @@ def briefs(groups: Sequence[OfNode]) -> list[Brief]:
         keys = decode_keys(one.digests.keys)
         digest = hashlib.blake2b(one.digests.digests, digest_size=GROUP).digest()
         found.append(
-            Brief(one.digests.group, digest, _ranks(one.ranks)[:100], keys[0][:100] if keys else "")
+            Brief(
+                one.digests.group, digest, rank_list(one.ranks)[:100], keys[0][:100] if keys else ""
+            )
         )
     return found
 
@@ -265,15 +269,8 @@ def _apart(sets: Sequence[Sequence[int]]) -> str:
         few, many = sets[1], sets[0]
         if len(few) == len(many) == 1:
             return f"ranks {many[0]} and {few[0]}"
-        return f"{_ranks(few)} as on {_ranks(many)}"
-    return "; ".join(map(_ranks, sets[:4])) + ("; ..." if len(sets) > 4 else "")
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8])) + (
-        f" and {len(numbers) - 8:,d} more" if len(numbers) > 8 else ""
-    )
-    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
+        return f"{rank_list(few)} as on {rank_list(many)}"
+    return "; ".join(map(rank_list, sets[:4])) + ("; ..." if len(sets) > 4 else "")
 
 
 _KEYS = msgspec.msgpack.Decoder(list[str])

@@ -34,11 +34,13 @@ _LARGE = 1 << 14
 """The least average size, in bytes, of buffers that a chunk is read into directly. One
 copy costs less than the calls for smaller ones.
 """
-Target = tuple[int, memoryview]
+ReadTarget = tuple[int, memoryview]
 """An offset in the packed slot, and the writable buffer for the bytes from there on."""
 
 
-def scatter(source: ChunkSource, targets: Iterable[Target], *, threads: int | None = None) -> int:
+def scatter(
+    source: ChunkSource, targets: Iterable[ReadTarget], *, threads: int | None = None
+) -> int:
     """Fill every target from the packed slot, and return the number of raw bytes that
     were decoded.
 

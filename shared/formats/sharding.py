@@ -21,8 +21,8 @@ MOST_MESH_DIMENSIONS = 16
 MOST_MESH_RANKS = 1 << 24
 """The most ranks of one mesh."""
 
-Extent = Annotated[int, msgspec.Meta(ge=1, le=MOST_MESH_RANKS)]
-Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+MeshSize = Annotated[int, msgspec.Meta(ge=1, le=MOST_MESH_RANKS)]
+MeshRank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Split = tuple[
     Annotated[int, msgspec.Meta(ge=0, lt=MOST_MESH_DIMENSIONS)],
     Annotated[int, msgspec.Meta(ge=0, lt=MAX_DIMENSIONS)],
@@ -31,8 +31,9 @@ Split = tuple[
 that is divided along it.
 """
 Splits = Annotated[tuple[Split, ...], msgspec.Meta(max_length=MOST_MESH_DIMENSIONS)]
-Place = tuple[tuple[int, ...], tuple[int, ...]]
-"""The offsets and the sizes of a shard, in elements."""
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]
+"""The offsets and the sizes of a shard in its tensor, one of each for every dimension."""
 
 
 class Mesh(msgspec.Struct, frozen=True, array_like=True):
@@ -43,11 +44,11 @@ class Mesh(msgspec.Struct, frozen=True, array_like=True):
     """
 
     shape: Annotated[
-        tuple[Extent, ...], msgspec.Meta(min_length=1, max_length=MOST_MESH_DIMENSIONS)
+        tuple[MeshSize, ...], msgspec.Meta(min_length=1, max_length=MOST_MESH_DIMENSIONS)
     ]
-    first: Rank = 0
-    strides: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MOST_MESH_DIMENSIONS)] = ()
-    ranks: Annotated[tuple[Rank, ...], msgspec.Meta(max_length=MOST_MESH_RANKS)] = ()
+    first: MeshRank = 0
+    strides: Annotated[tuple[MeshRank, ...], msgspec.Meta(max_length=MOST_MESH_DIMENSIONS)] = ()
+    ranks: Annotated[tuple[MeshRank, ...], msgspec.Meta(max_length=MOST_MESH_RANKS)] = ()
 
     @classmethod
     def of(cls, shape: Sequence[int], ranks: Sequence[int]) -> Mesh:
@@ -137,10 +138,10 @@ class Rule(msgspec.Struct, frozen=True, array_like=True):
 
     mesh: Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
     splits: Splits
-    replica: Rank = 0
+    replica: MeshRank = 0
 
 
-def place(size: Sequence[int], mesh: Mesh, splits: Splits, coordinate: Sequence[int]) -> Place:
+def place(size: Sequence[int], mesh: Mesh, splits: Splits, coordinate: Sequence[int]) -> Box:
     """Return the place of the shard at a coordinate of the mesh.
 
     Each split divides what is left of a dimension of the tensor as `torch.chunk` does:
@@ -174,7 +175,7 @@ def replica_of(mesh: Mesh, splits: Splits, coordinate: Sequence[int]) -> int:
     return number
 
 
-def stored_shards(size: Sequence[int], mesh: Mesh, rule: Rule) -> Iterator[tuple[Place, int]]:
+def stored_shards(size: Sequence[int], mesh: Mesh, rule: Rule) -> Iterator[tuple[Box, int]]:
     """Yield the place of each stored shard that is not empty, and the rank that stores
     it.
     """

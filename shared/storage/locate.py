@@ -194,8 +194,8 @@ def attempts_of(path: Location) -> dict[int, str]:
         return {}
     for tag in tags:
         parsed = names.parse_tag_directory(tag)
-        if parsed is not None and parsed[0] == wanted and repository.is_committed(job, tag):
-            found[parsed[2]] = tag
+        if parsed is not None and parsed.tag == wanted and repository.is_committed(job, tag):
+            found[parsed.attempt] = tag
     return found
 
 
@@ -224,15 +224,15 @@ def find_job_or_checkpoint(path: Location) -> tuple[Repository, str, str | None]
     same = [
         p
         for tag in tags_of(repository, job)
-        if (p := names.parse_tag_directory(tag)) and path.name in (p[0], tag)
+        if (p := names.parse_tag_directory(tag)) and path.name in (p.tag, tag)
     ]
     if not same:
         raise NotFound(
             f"no checkpoint {path.name!r} of job {job!r} in {repository.where()}; `ckptd ls "
             f"{path.parent}` lists the checkpoints there"
         )
-    tag, _, attempt = max(same, key=lambda p: p[2])
-    return repository, job, names.tag_directory(None, tag, attempt)
+    newest = max(same, key=lambda p: p.attempt)
+    return repository, job, names.tag_directory(None, newest.tag, newest.attempt)
 
 
 def existing_root(root: Location) -> Repository:

@@ -1,11 +1,11 @@
-"""Leases and deletions in an object store, which has no locks: each is an object that
-its holder writes again as long as it lives.
+"""Keeps readers and deleters of a checkpoint apart in an object store, which has no locks
+(FORMAT.md, section 6).
 
-A reader first puts its lease, then looks for the mark of a deleter. A deleter first
-puts its mark, then looks for leases. So at least one of two that meet sees the other,
-and gives way. An object whose version has not changed for `SECONDS` of the observer's
-own clock belongs to a process that is dead, or that has stopped for as long (FORMAT.md,
-section 6).
+A reader holds a lease, and a deleter a mark. Each is an object that its holder writes
+again and again. A reader puts its lease before it looks for marks, and a deleter puts
+its mark before it looks for leases. So if both come at the same time, at least one of
+them sees the object of the other, and gives way. If the version of an object has not
+changed for `SECONDS` by the clock of the observer, its holder is taken for dead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from ckptd.shared.storage import locks
 from ckptd.shared.storage.bucket import Bucket, ObjectMeta
 
 SECONDS = 25.0
-"""After this time without a new version, a lease or a mark is dead."""
+"""The time without a new version after which the holder of a lease or a mark is taken
+for dead.
+"""
 RENEWAL_SECONDS = 6.0
 RETRY_SECONDS = 0.2
 _MOST = 300
@@ -43,17 +45,18 @@ class Leases:
         self._bucket = bucket
         self._directory = directory
         self._clock = clock
-        # The version of an object of another process, and when it was first seen.
+        # By object of another process: its version, and when that was first seen.
         self._seen: dict[str, tuple[str, float]] = {}
         self._lock = threading.Lock()
 
     def lease(self, name: str, called: str) -> Held | None:
-        """Return a lease on an object.
+        """Return a lease on an object, or None if this process may not write to the store,
+        or the store is full. Without a lease, the object may be deleted at any time.
 
-        Return None if nothing can be written to the store: then the object may go at
-        any time.
+        called: the words for the object in messages, such as "checkpoint gpt/best.a0001".
 
-        A deleter is waited for up to `locks.SECONDS`. Raises Busy.
+        If the object is marked for deletion, wait up to `locks.SECONDS` for the end of
+        the mark. Raises Busy if the mark is still there.
         """
         held = Held(self._bucket, self._place(names.LEASES, name))
         try:
@@ -80,17 +83,17 @@ class Leases:
 
     @contextmanager
     def exclude(self, name: str, called: str) -> Iterator[None]:
-        """Context manager.
+        """Context manager. While it is held, the object is marked for deletion, and no
+        reader can begin to read it.
 
-        Mark an object for deletion. Raises Busy if there is a lease on it, or another
-        mark.
+        Raises Busy if the object has a lease, or another mark.
         """
         mark = Held(self._bucket, self._place(names.RETIRING, name))
         try:
             mark.put()
         except OSError as error:
-            # A full store takes no new lease either, and only deletions make room in
-            # it.
+            # A full store takes no new lease either, so no reader can begin. Only a
+            # deletion makes room in it.
             if error.errno != errno.ENOSPC:
                 raise
         try:
@@ -104,9 +107,10 @@ class Leases:
             mark.close()
 
     def holders(self, name: str) -> str:
-        """Wait until each lease on an object is renewed, or is found dead.
+        """Return the processes that hold a lease on an object, as text, or "" if there are
+        none.
 
-        Return the holders of the renewed leases, as text.
+        This waits until a lease is renewed, or all of them are found dead.
         """
         first = dict[str, str]()
         while found := self._alive(names.LEASES, name):
@@ -120,9 +124,10 @@ class Leases:
         return ""
 
     def end_marks(self, host: str) -> None:
-        """Delete the marks of this host's deleters.
+        """Delete the marks of the deleters of this host.
 
-        The caller holds the lock of the root on this host, so that they are dead.
+        The caller must hold the lock of the root on this host: no deleter is then alive
+        there.
         """
         prefix = f"{self._directory}/{names.RETIRING}"
         self._bucket.delete(
@@ -137,8 +142,10 @@ class Leases:
         return f"{self._directory}/{kind}/{name}/{names.new_nonce().hex()}"
 
     def _alive(self, kind: str, name: str, but: str = "") -> list[ObjectMeta]:
-        """Return the leases or marks on an object that are not dead, and delete the
-        dead ones. `but` is left out.
+        """Return the leases or the marks on an object whose holders are alive, and delete
+        the others.
+
+        kind: `names.LEASES` or `names.RETIRING`. but: a lease or mark to leave out.
         """
         prefix = f"{self._directory}/{kind}/{name}"
         objects = [found for found in self._bucket.children(prefix)[1] if found.name != but]
@@ -151,7 +158,7 @@ class Leases:
         return young
 
     def _is_young(self, found: ObjectMeta) -> bool:
-        """Return True unless the object has had this version for too long."""
+        """Return True unless the object has had its present version for `SECONDS`."""
         with self._lock:
             known, since = self._seen.get(found.name, ("", 0.0))
             if known != found.version:
@@ -173,7 +180,7 @@ class Leases:
 
 
 class Held:
-    """A lease or a mark of this process, which a thread writes again until `close`."""
+    """A lease or a mark of this process. After `keep`, a thread renews it until `close`."""
 
     def __init__(self, bucket: Bucket, name: str) -> None:
         self._bucket, self.name = bucket, name
@@ -189,22 +196,24 @@ class Held:
         )
 
     def keep(self) -> None:
-        """Begin to write the object again every `RENEWAL_SECONDS`."""
+        """Start the thread that writes the object again every `RENEWAL_SECONDS`."""
         self._thread = threading.Thread(target=self._renew, name="ckptd-lease", daemon=True)
         self._thread.start()
 
     def _renew(self) -> None:
         while not self._closed.wait(RENEWAL_SECONDS):
-            with suppress(OSError):  # the next time may succeed; until then the object ages
+            with suppress(OSError):  # the next renewal may succeed
                 self.put()
 
     def close(self) -> None:
-        """End the lease. A forked child does not end that of its parent."""
+        """Delete the object. Does nothing in a forked child, because the object belongs to
+        its parent.
+        """
         if self._pid != os.getpid():
             return
         self._closed.set()
-        # At the end of the process threads no longer run.
+        # While the interpreter shuts down, threads no longer run.
         if self._thread is not None and not sys.is_finalizing():
-            self._thread.join()  # a renewal that is under way would bring the object back
-        with suppress(OSError):  # an object that stays is found dead later
+            self._thread.join()  # a renewal under way would create the object again
+        with suppress(OSError):  # otherwise its holder is taken for dead later
             self._bucket.delete([self.name])

@@ -303,7 +303,7 @@ class Repository:
             self._name(receipt.job, receipt.tag, names.receipt_file(receipt.node.ranks[0])),
             encode(receipt),
         )
-        publish = partial(self.storage.publish, name, data, replace=False, by=receipt.node.claim)
+        publish = partial(self.storage.publish, name, data, replace=False, by=receipt.node.run_id)
         try:
             publish(points="receipt")
         except FileNotFoundError:  # no node has written a part yet
@@ -495,7 +495,7 @@ class Repository:
             for entry in self.storage.children(names.attempts(job))
             if (n := names.parse_attempt_file(entry.name)) is not None
         ]
-        tagged = [parsed[2] for tag in self.tags(job) if (parsed := names.parse_tag_directory(tag))]
+        tagged = [p.attempt for tag in self.tags(job) if (p := names.parse_tag_directory(tag))]
         return max([0, *claimed, *tagged])
 
     def claim(self, job: str, attempt: int) -> bool:
@@ -618,8 +618,8 @@ def check_manifest_place(manifest: Manifest, job: str, tag: str) -> None:
     parsed = names.parse_tag_directory(tag)
     if (
         parsed is None
-        or (manifest.tag, manifest.attempt) != (tag, parsed[2])
-        or (parsed[1] is not None and manifest.step != parsed[1])
+        or (manifest.tag, manifest.attempt) != (tag, parsed.attempt)
+        or (not parsed.by_user and manifest.step != parsed.step)
     ):
         raise IntegrityError(
             f"{job}/{tag}: the manifest there is that of {manifest.job}/{manifest.tag}"

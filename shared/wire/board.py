@@ -1,11 +1,11 @@
-"""The board of an attempt of several nodes: which steps each node holds, and the answer
-that rank 0's node gives to all of them.
+"""The board of an attempt of several nodes: the steps that each node holds, and the
+answer of rank 0's node to all of them.
 
 The agents carry these values through the job's store, because the daemons open no ports
-to each other. Nothing on the board is needed for correctness: a node that hears nothing
-saves all it holds, and storage decides. The board keeps nodes from writing steps that
-cannot be complete, and frees snapshots that are kept in memory only. This module does
-no I/O.
+to each other. The board saves work, and correctness does not depend on it: a node that
+gets no answer saves every step that it holds, and the storage decides which steps are
+complete. With an answer, a node does not write steps that cannot be complete, and frees
+snapshots that are kept in memory only. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ rank, so it holds fewer at any time.
 MOST_TEXT = 400
 """The most characters of a reason on the board."""
 
-Step = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
-Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
-Ranks = Annotated[
+StepNumber = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
+ShortText = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
+RankNumbers = Annotated[
     list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]], msgspec.Meta(max_length=MOST_RANKS)
 ]
 
@@ -35,29 +35,32 @@ Ranks = Annotated[
 class Holding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The steps of one attempt that one node holds.
 
-    held: the steps that all ranks of the node have sealed, and whose memory is not free
+    held: the steps that all ranks of the node have sealed, and whose slots are not free
         yet.
-    done: the node will seal no step up to this one that it does not hold; -1 if it has
-        taken no step.
+    done: of the steps up to this one, the node will seal none but those in `held`. It
+        is -1 before the first step.
     durable: the newest step that the node knows to be durable, or -1.
-    failed: the code and the reason of the last steps that the node could not take.
-    ranks: the ranks of the node; an older daemon leaves them out.
-    begun: for each step that the node has begun a while ago and does not hold yet, the
+    failed: the code and the reason of each of the last steps that the node could not
+        take.
+    ranks: the ranks of the node. An older daemon leaves them out.
+    begun: for each step that the node began some time ago and does not hold yet, the
         ranks of the node that have not come to it.
-    overdue: the steps for which a rank of the node may wait too long already.
-    replicas: for the steps in `held`, digests of the tensors that ranks of the node
-        share with others.
+    overdue: the steps for which a rank of the node has waited long.
+    replicas: for each step in `held`, digests of the tensors that ranks of the node
+        share with ranks of other nodes.
     """
 
-    held: Annotated[list[Step], msgspec.Meta(max_length=MOST_STEPS)] = []
+    held: Annotated[list[StepNumber], msgspec.Meta(max_length=MOST_STEPS)] = []
     done: Annotated[int, msgspec.Meta(ge=-1, lt=10**18)] = -1
     durable: Annotated[int, msgspec.Meta(ge=-1, lt=10**18)] = -1
-    failed: Annotated[dict[Step, tuple[Text, Text]], msgspec.Meta(max_length=MOST_STEPS)] = {}
-    ranks: Ranks = []
-    begun: Annotated[dict[Step, Ranks], msgspec.Meta(max_length=MOST_STEPS)] = {}
-    overdue: Annotated[list[Step], msgspec.Meta(max_length=MOST_STEPS)] = []
+    failed: Annotated[
+        dict[StepNumber, tuple[ShortText, ShortText]], msgspec.Meta(max_length=MOST_STEPS)
+    ] = {}
+    ranks: RankNumbers = []
+    begun: Annotated[dict[StepNumber, RankNumbers], msgspec.Meta(max_length=MOST_STEPS)] = {}
+    overdue: Annotated[list[StepNumber], msgspec.Meta(max_length=MOST_STEPS)] = []
     replicas: Annotated[
-        dict[Step, Annotated[list[Brief], msgspec.Meta(max_length=MOST_BRIEFS)]],
+        dict[StepNumber, Annotated[list[Brief], msgspec.Meta(max_length=MOST_BRIEFS)]],
         msgspec.Meta(max_length=MOST_STEPS),
     ] = {}
 
@@ -66,29 +69,32 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The answer of rank 0's node to all nodes.
 
     common: the last steps that all nodes hold or have held, ascending. A node may save
-        them, and may free older ones that are not to be saved.
-    dead: the steps that a node holds and another node will never seal, each with code
-        and reason. They can never be complete.
-    missing: for the first step that is overdue on a node, the ranks of all nodes that
-        have not come to it. Empty if there are none.
+        them, and may free older steps that will not be saved.
+    dead: the code and the reason of each step that a node holds and another node will
+        never seal. Such a step can never be complete.
+    missing: the first step that is overdue on a node, with the ranks of all nodes that
+        have not come to it. Empty if no step is overdue.
     """
 
-    common: Annotated[list[Step], msgspec.Meta(max_length=MOST_STEPS)] = []
-    dead: Annotated[dict[Step, tuple[Text, Text]], msgspec.Meta(max_length=MOST_STEPS)] = {}
-    missing: Annotated[dict[Step, Ranks], msgspec.Meta(max_length=1)] = {}
+    common: Annotated[list[StepNumber], msgspec.Meta(max_length=MOST_STEPS)] = []
+    dead: Annotated[
+        dict[StepNumber, tuple[ShortText, ShortText]], msgspec.Meta(max_length=MOST_STEPS)
+    ] = {}
+    missing: Annotated[dict[StepNumber, RankNumbers], msgspec.Meta(max_length=1)] = {}
 
 
 def answer(nodes: Mapping[str, Holding], before: Answer) -> Answer:
-    """Return the answer to the holdings of all nodes, by the name of the node.
+    """Return the answer to the holdings of all nodes.
 
-    `before` is the last answer. A step is common once every node lists it, unless ranks
-    of different nodes hold different copies of a tensor that they share: the step is
-    then dead. A step is also dead once one node lists it and another node, which does
-    not list it, is done with it, because no rank of that node will seal it any more. A
-    step that is common or dead stays so.
+    nodes: the holding of each node, by the name of the node. before: the last answer.
 
-    A step that is durable, or older than a durable step, is never dead. Otherwise a
-    node that has freed the step could be taken for a node that has never held it.
+    A step becomes common once every node holds it. It becomes dead in two cases: ranks
+    of different nodes hold different copies of a tensor that they share, or one node
+    holds the step and another node is done with it and does not hold it. A step that is
+    common or dead stays so.
+
+    A step that is durable, or older than a durable step, never becomes dead, because a
+    node without it may have held and freed it.
     """
     listed = [set(node.held) for node in nodes.values()]
     everywhere = (
@@ -123,17 +129,17 @@ def answer(nodes: Mapping[str, Holding], before: Answer) -> Answer:
 
 
 def _missing(
-    nodes: Collection[Holding], settled: Collection[int], durable: int
+    nodes: Collection[Holding], decided: Collection[int], durable: int
 ) -> dict[int, list[int]]:
-    """Return the first overdue step that misses ranks, with these ranks.
+    """Return the first overdue step to which ranks have not come, with these ranks.
 
-    Return {} if there is none.
+    Return {} if there is no such step.
 
-    settled: the steps that are common or dead. durable: the newest step that is durable
+    decided: the steps that are common or dead. durable: the newest step that is durable
     on a node.
     """
     overdue = {step for node in nodes for step in node.overdue if step > durable}
-    for step in sorted(overdue.difference(settled)):
+    for step in sorted(overdue.difference(decided)):
         if ranks := sorted(rank for node in nodes for rank in _not_come(node, step)):
             return {step: ranks[:MOST_RANKS]}
     return {}
@@ -146,12 +152,13 @@ def _not_come(node: Holding, step: int) -> list[int]:
     return node.begun.get(step, node.ranks)
 
 
-def is_news(holding: Holding, written: Holding | None, heard: Answer) -> bool:
-    """Return True if another node may wait for what has changed in a node's holding
-    since it was last written. None: never written.
+def is_news(holding: Holding, written: Holding | None, known: Answer) -> bool:
+    """Return True if another node may wait for a change in the holding of this node.
 
-    A step that is settled, as far as this node has `heard`, is no news: that it has
-    become durable, or is freed, can be told later.
+    written: the holding that the node has written last, or None if it has written none.
+    known: the last answer that the node has read.
+
+    No node waits to learn that a step of the answer has become durable, or is freed.
     """
     if (
         written is None
@@ -163,23 +170,23 @@ def is_news(holding: Holding, written: Holding | None, heard: Answer) -> bool:
         return True
     changed = set(holding.held).symmetric_difference(written.held)
     changed.update(set(holding.overdue).difference(written.overdue))
-    return any(is_open(step, holding, heard) for step in changed)
+    return any(is_open(step, holding, known) for step in changed)
 
 
-def is_open(step: int, holding: Holding, heard: Answer) -> bool:
-    """Return True if a step is neither durable nor common nor dead, as far as a node
-    knows that holds this and has `heard` that.
+def is_open(step: int, holding: Holding, known: Answer) -> bool:
+    """Return True if, as far as a node knows, a step is neither durable nor common nor
+    dead.
+
+    holding: the holding of the node. known: the last answer that it has read.
     """
-    return step > holding.durable and step not in heard.common and step not in heard.dead
+    return step > holding.durable and step not in known.common and step not in known.dead
 
 
 def is_quiet(nodes: Mapping[str, Holding], given: Answer) -> bool:
-    """Return True if no node waits for another one.
+    """Return True if no node waits for another one: all nodes are done with the same
+    steps, and every step that a node holds is durable, common or dead.
 
-    `given`: the answer that all nodes have got.
-
-    All nodes are then done with the same steps, and every step that one of them holds
-    is durable, common or dead.
+    given: the last answer to all nodes.
     """
     durable = max((node.durable for node in nodes.values()), default=-1)
     return len({node.done for node in nodes.values()}) == 1 and not any(

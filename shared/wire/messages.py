@@ -14,13 +14,12 @@ from ckptd.shared.errors import ProtocolError
 from ckptd.shared.formats.membership import MOST_RANKS, Membership
 from ckptd.shared.formats.plan import Size
 from ckptd.shared.system.numa import UNKNOWN
-from ckptd.shared.wire.board import Answer, Holding
+from ckptd.shared.wire.board import Answer, Holding, StepNumber
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 AttemptNumber = Annotated[int, msgspec.Meta(ge=0, lt=10**9)]
-Step = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
@@ -33,9 +32,18 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
-    """A message from the daemon.
+    """A message from the daemon that answers a request.
 
-    `re` is the id of the request that it answers, or 0 if it comes unasked.
+    `re` is the id of that request. It is 0 in an Error that ends the connection.
+    """
+
+    re: Id
+
+
+class Notification(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    """A message that the daemon sends to a rank without a request.
+
+    `re` is 0.
     """
 
     re: Id
@@ -87,10 +95,10 @@ class Begin(Request, frozen=True, kw_only=True, tag="begin"):
     `run` identifies the launch to which this process belongs, or is "".
 
     `wait`: seconds to wait for the end of another run of the job before the request is
-    refused, or None to end that run's saving at once. `node`: the share of this node in
-    an attempt of several nodes, or None if all ranks are on one node. `foreign_memory`:
-    the treatment of snapshots of the job in memory that were saved for another root:
-    "refuse", "adopt" or "drop", or "" for the setting of the daemon.
+    refused, or None to end that run's saving at once. `node`: the membership of this
+    node in an attempt of several nodes, or None if all ranks are on one node.
+    `foreign_memory`: the treatment of snapshots of the job in memory that were saved
+    for another root: "refuse", "adopt" or "drop", or "" for the setting of the daemon.
     """
 
     job: Name
@@ -140,19 +148,19 @@ class Replan(Request, frozen=True, kw_only=True, tag="plan"):
     It comes before the rank exchanges plans with the others.
     """
 
-    step: Step
+    step: StepNumber
     why: Annotated[str, msgspec.Meta(max_length=65536)] = ""
 
 
 class Acquire(Request, frozen=True, kw_only=True, tag="acquire"):
-    step: Step
+    step: StepNumber
     name: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
     wait: Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
 class Granted(Reply, frozen=True, kw_only=True, tag="granted"):
     segment: Name
-    step: Step | None = None
+    step: StepNumber | None = None
 
 
 class Refused(Reply, frozen=True, kw_only=True, tag="refused"):
@@ -166,7 +174,7 @@ class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
     included. `usual`: seconds that an undisturbed step takes.
     """
 
-    step: Step
+    step: StepNumber
     seconds: float
     usual: Annotated[float, msgspec.Meta(ge=0)]
 
@@ -181,7 +189,7 @@ class Seal(Request, frozen=True, kw_only=True, tag="seal"):
 
     segment: Name
     attempt: AttemptNumber
-    step: Step
+    step: StepNumber
     held: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     cost: TrainingCost | None = None
 
@@ -205,7 +213,7 @@ class Abandon(Request, frozen=True, kw_only=True, tag="abandon"):
     """
 
     segment: Name = ""
-    step: Step | None = None
+    step: StepNumber | None = None
     reason: Annotated[str, msgspec.Meta(max_length=65536)] = ""
     code: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
@@ -250,7 +258,7 @@ class Find(Request, frozen=True, kw_only=True, tag="find"):
     `delivered`: an attempt whose nodes have all delivered what they hold, or 0.
     """
 
-    step: Step | None = None
+    step: StepNumber | None = None
     delivered: AttemptNumber = 0
 
 
@@ -264,7 +272,7 @@ class RecoveryCandidate(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     attempt: AttemptNumber
-    step: Step | None
+    step: StepNumber | None
     tag: str
     source: str
 
@@ -286,7 +294,7 @@ class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):
     """
 
     attempt: AttemptNumber
-    step: Step
+    step: StepNumber
     check: bool = True
 
 
@@ -329,51 +337,51 @@ class Done(Reply, frozen=True, kw_only=True, tag="done"):
     pass
 
 
-class Progress(Reply, frozen=True, kw_only=True, tag="progress"):
-    """News of a snapshot, which comes unasked.
+class Progress(Notification, frozen=True, kw_only=True, tag="progress"):
+    """The outcome of a snapshot.
 
     `state` is "durable" or "failed"; `reason` and `code` say why the snapshot failed.
     """
 
     attempt: AttemptNumber
-    step: Step
+    step: StepNumber
     state: str
     reason: str = ""
     code: str = ""
 
 
-class Waiting(Reply, frozen=True, kw_only=True, tag="waiting"):
-    """The ranks that have not come to a step that others wait for, which comes unasked
-    to every rank.
+class Waiting(Notification, frozen=True, kw_only=True, tag="waiting"):
+    """The ranks that have not come to a step that others wait for.
 
-    Nothing has failed. Only a client with the feature `waiting` gets this message.
+    Every rank gets this message if its client has the feature `waiting`. Nothing has
+    failed.
     """
 
     attempt: AttemptNumber
-    step: Step
+    step: StepNumber
     ranks: Annotated[list[Rank], msgspec.Meta(max_length=MOST_RANKS)]
 
 
-class Holds(Reply, frozen=True, kw_only=True, tag="holds"):
-    """The steps that this node holds, which comes unasked to the lowest rank of the
-    node, for the board.
+class Holds(Notification, frozen=True, kw_only=True, tag="holds"):
+    """The steps that this node holds. The lowest rank of the node writes them to the
+    board.
     """
 
     attempt: AttemptNumber
     holding: Holding
 
 
-class Uploads(Reply, frozen=True, kw_only=True, tag="uploads"):
-    """The steps of an attempt that are in the root, and those that wait on the stage,
-    which comes unasked if the daemon has a stage.
+class Uploads(Notification, frozen=True, kw_only=True, tag="uploads"):
+    """The steps of an attempt that are in the root, and those that wait on the stage, if
+    the daemon has a stage.
 
     A step that was durable before this message and is in neither list will not be
     uploaded, or is no longer in the root.
     """
 
     attempt: AttemptNumber
-    uploaded: list[Step] = []
-    waiting: list[Step] = []
+    uploaded: list[StepNumber] = []
+    waiting: list[StepNumber] = []
 
 
 class Error(Reply, frozen=True, kw_only=True, tag="error"):
@@ -388,13 +396,11 @@ Message = (
     | Delivered | Find | Found | Fetch | Fetched | Forget | Forgotten | Detach | Done
     | Progress | Holds | Uploads | Waiting | Error
 )  # fmt: skip
-News = Progress | Holds | Uploads | Waiting
-"""The messages that a rank gets without a request."""
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-def encode(message: Request | Reply) -> bytes:
+def encode(message: Request | Reply | Notification) -> bytes:
     """Return the msgpack payload for a message."""
     return msgspec.msgpack.encode(message)
 

@@ -127,7 +127,7 @@ class Session:
     def __repr__(self) -> str:
         return f"<Session {self.role.value} {self.state.value} under_way={len(self.under_way)}>"
 
-    def send(self, message: m.Request | m.Reply) -> bytes:
+    def send(self, message: m.Request | m.Reply | m.Notification) -> bytes:
         """Return the frame for `message`, and apply the message to the session.
 
         Raises ProtocolError if it may not be sent now.
@@ -153,7 +153,7 @@ class Session:
         self.state = SessionState.CLOSED
         self.under_way.clear()
 
-    def _apply(self, message: m.Request | m.Reply, *, ours: bool) -> None:
+    def _apply(self, message: m.Request | m.Reply | m.Notification, *, ours: bool) -> None:
         if isinstance(message, m.Request) != (ours == (self.role is Role.AGENT)):
             raise ProtocolError(
                 f"{_name(message)} does not go from "
@@ -161,6 +161,8 @@ class Session:
             )
         if isinstance(message, m.Request):
             self._request(message)
+        elif isinstance(message, m.Notification):
+            self._notification(message)
         else:
             self._reply(message)
 
@@ -180,13 +182,13 @@ class Session:
         self.under_way[request.id] = request
         self.state = after
 
+    def _notification(self, message: m.Notification) -> None:
+        if message.re != 0 or self.state not in (SessionState.ATTACHED, SessionState.LEAVING):
+            raise ProtocolError(
+                f"{_name(message)} is not allowed while the session is {self.state.value}"
+            )
+
     def _reply(self, reply: m.Reply) -> None:
-        if isinstance(reply, m.News):
-            if reply.re != 0 or self.state not in (SessionState.ATTACHED, SessionState.LEAVING):
-                raise ProtocolError(
-                    f"{_name(reply)} is not allowed while the session is {self.state.value}"
-                )
-            return
         if isinstance(reply, m.Error) and reply.re == 0:
             self.close()
             return

@@ -177,7 +177,7 @@ def test_slots_are_page_locked(agent: Agent, daemon: Daemon) -> None:
     training = Training(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     training.step()
     agent.prepare(training.state)
-    agent._link.handovers.slots.settle()
+    agent._link.handovers.slots.wait()
     assert all(slot._bytes.is_pinned() for slot in agent._link.handovers.slots._slots.values())
     agent.close()
 

@@ -504,7 +504,7 @@ def _keep_as_other() -> None:
 
 
 def _heard(name: str = "agent") -> list[int]:
-    return list(HERE[name]._link._board._heard.common)
+    return list(HERE[name]._link._board._known.common)
 
 
 # -- object stores

@@ -34,7 +34,7 @@ from tests.shared.samples import flip
 from tests.support.daemons import home, running
 from tests.support.trainers import JOB, assert_equal, expected
 
-Found = tuple[int, list[str]]
+Tally = tuple[int, list[str]]
 """The number of damaged files that were tried, and the problems that were found."""
 
 
@@ -95,7 +95,7 @@ def misread(damaged: bytes, records: list[jf.RawRecord]) -> str:
     )
 
 
-def journal_bits(size: int) -> Found:
+def journal_bits(size: int) -> Tally:
     data, records = journal_of(size)
     problems = [
         f"bit {bit}: {why}" for bit in range(8 * size) if (why := misread(flip(data, bit), records))
@@ -103,7 +103,7 @@ def journal_bits(size: int) -> Found:
     return 8 * size, problems
 
 
-def journal_lengths(size: int) -> Found:
+def journal_lengths(size: int) -> Tally:
     """Cut the journal file to every length.
 
     Each cut must be reported as corrupt, because a journal file has its full length
@@ -153,7 +153,7 @@ def checkpoint() -> Iterator[Path]:
         yield tag
 
 
-def manifest_bits(tag: Path) -> Found:
+def manifest_bits(tag: Path) -> Tally:
     data = (tag / "manifest.json").read_bytes()
     damaged = [(f"bit {bit}", flip(data, bit)) for bit in range(8 * len(data))]
     damaged += [(f"cut to {length} bytes", data[:length]) for length in range(len(data))]
@@ -167,7 +167,7 @@ def manifest_bits(tag: Path) -> Found:
     return len(damaged), problems
 
 
-def part_bits(tag: Path, count: int, seed: int) -> Found:
+def part_bits(tag: Path, count: int, seed: int) -> Tally:
     chance, problems = Random(seed), list[str]()
     files = {path: path.read_bytes() for path in sorted(tag.glob("rank-*"))}
     assert len(files) == 2

@@ -117,8 +117,8 @@ def _key(tag: str) -> Key:
     """
     parsed = names.parse_tag_directory(tag)
     assert parsed is not None
-    assert parsed[1] is not None
-    return parsed[2], parsed[1]
+    assert parsed.step is not None
+    return parsed.attempt, parsed.step
 
 
 class Job(RuleBasedStateMachine):

@@ -32,7 +32,7 @@ from unittest import mock
 import torch
 
 from ckptd.agent import Agent, Checkpoint, CkptdError
-from ckptd.daemon.composition import Parts
+from ckptd.daemon.composition import Components
 from ckptd.daemon.config import Config
 from ckptd.daemon.journal import file as journal_file
 from ckptd.daemon.process.app import App
@@ -258,7 +258,7 @@ class Examiner:
             except (CkptdError, AssertionError, OSError) as error:
                 return f"{type(error).__name__}: {error}"
 
-    def _check(self, place: Path, parts: Parts, promised: Promises) -> str:
+    def _check(self, place: Path, parts: Components, promised: Promises) -> str:
         storage, root = open_root(place / "root"), place / "root"
         found = {}
         for tag in storage.tags(JOB):

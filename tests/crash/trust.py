@@ -190,7 +190,7 @@ def _journal(count: int, seconds: float, seed: int) -> Row:
     A journal of twice the size takes four times as long.
     """
     found, size, end = (
-        list[damage.Found](),
+        list[damage.Tally](),
         count if count < FOREVER else 256,
         time.monotonic() + seconds,
     )
@@ -213,7 +213,7 @@ def _checkpoint(count: int, seconds: float, seed: int) -> Row:
     return Row("checkpoint, bits and lengths", "damaged files", *_sum(found))
 
 
-def _sum(found: list[damage.Found]) -> damage.Found:
+def _sum(found: list[damage.Tally]) -> damage.Tally:
     return sum(count for count, _ in found), [
         problem for _, problems in found for problem in problems
     ]

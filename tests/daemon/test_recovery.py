@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from ckptd.daemon import recovery
-from ckptd.daemon.composition import Parts
+from ckptd.daemon.composition import Components
 from ckptd.daemon.config import Config
 from ckptd.daemon.job.catalog import Catalog, Job
 from ckptd.daemon.journal import records as r
@@ -80,7 +80,7 @@ class Root:
         with self._directory() as directory, ThreadPoolExecutor(1) as pool:
             return Journal.open(PosixFileSystem(), directory, pool).state
 
-    async def start(self, fs: FileSystem | None = None) -> Parts:
+    async def start(self, fs: FileSystem | None = None) -> Components:
         config = Config(
             root=self.path,
             socket=self._place / "s",
@@ -336,11 +336,11 @@ async def test_a_finished_deletion_leaves_an_abandonment_where_an_older_attempt_
 ) -> None:
     manifest = write_checkpoint(root.path)
     await root.journal(
-        r.Begun(job="gpt", attempt=3, world_size=2, node=Membership(claim="0" * 32, ranks=[0])),
+        r.Begun(job="gpt", attempt=3, world_size=2, node=Membership(run_id="0" * 32, ranks=[0])),
         r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]),
     )
     receipt = Receipt(
-        job="gpt", attempt=2, step=1000, tag=TAG, node=Membership(claim="0" * 32, ranks=[0]),
+        job="gpt", attempt=2, step=1000, tag=TAG, node=Membership(run_id="0" * 32, ranks=[0]),
         host="node0", world_size=2, global_plan="0" * 64, parts=[], code="storage",
         reason="no room",
     )  # fmt: skip
@@ -370,7 +370,7 @@ async def test_a_recovery_lists_the_job_without_the_cache_of_a_network_file_syst
     assert listed == []
     await scan_job(root.storage, job, calls, fresh=True)
     assert (listed, list(job.checkpoints)) == (["gpt"], [TAG])
-    job.node = Membership(claim="0" * 32, ranks=[0])
+    job.node = Membership(run_id="0" * 32, ranks=[0])
     await scan_job(root.storage, job, calls, fresh=True)
     with pytest.raises(StorageError, match="Input/output error"):
         await scan_job(root.storage, job, calls, fresh=True)

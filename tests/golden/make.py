@@ -261,7 +261,7 @@ def journal() -> bytes:
     return bytes(data) + bytes(64)
 
 
-def tag_of(message: m.Request | m.Reply) -> str:
+def tag_of(message: m.Request | m.Reply | m.Notification) -> str:
     tag = type(message).__struct_config__.tag
     assert isinstance(tag, str)
     return tag

@@ -220,7 +220,10 @@ def test_every_message_is_what_the_code_decodes(cls: type[Any]) -> None:
 
 
 def test_requests_and_what_the_daemon_sends_have_all_messages() -> None:
-    for name, kind in (("client-message", m.Request), ("daemon-message", m.Reply)):
+    for name, kind in (
+        ("client-message", m.Request),
+        ("daemon-message", (m.Reply, m.Notification)),
+    ):
         found = re.search(rf"^{name} = (.*?)\n\n", PROTOCOL_CDDL, re.MULTILINE | re.DOTALL)
         assert found is not None
         assert re.findall(r"[a-z-]+", found[1]) == [

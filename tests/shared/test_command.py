@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from ckptd.shared import command
 from ckptd.shared import errors as e
-from ckptd.shared.command import ask_before_deleting, exit_code, json_option, speaks
+from ckptd.shared.command import ask_before_deleting, json_option, speaks
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from ckptd.shared.command import ask_before_deleting, exit_code, json_option, sp
     ],
 )  # fmt: skip
 def test_exit_codes(error: e.CkptdError, code: int) -> None:
-    assert exit_code(error) == code
+    assert error.exit_code == code
 
 
 @pytest.mark.parametrize(

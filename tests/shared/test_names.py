@@ -97,10 +97,8 @@ def test_tag_directories(
     step: int | None, tag: str | None, attempt: int, directory: str, stem: str
 ) -> None:
     assert names.tag_directory(step, tag, attempt) == directory
-    assert names.parse_tag_directory(directory) == (
-        stem,
-        None if tag is not None else step,
-        attempt,
+    assert names.parse_tag_directory(directory) == names.TagName(
+        stem, None if tag is not None else step, attempt
     )
 
 
@@ -108,7 +106,7 @@ def test_tag_directories(
 @given(st.integers(0, 10**18 - 1), st.integers(0, 10**9 - 1))
 def test_tag_directories_of_steps_round_trip(step: int, attempt: int) -> None:
     built = names.tag_directory(step, None, attempt)
-    assert names.parse_tag_directory(built) == (f"step-{step:08d}", step, attempt)
+    assert names.parse_tag_directory(built) == names.TagName(f"step-{step:08d}", step, attempt)
 
 
 @steady
@@ -120,9 +118,7 @@ def test_tag_directories_of_steps_round_trip(step: int, attempt: int) -> None:
 )
 def test_tag_directories_of_users_round_trip(tag: str, attempt: int) -> None:
     assert names.parse_tag_directory(names.tag_directory(None, tag, attempt)) == (
-        tag,
-        None,
-        attempt,
+        names.TagName(tag, None, attempt)
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.shared.units import count_text, ranges_text, size_text, some_text, span_text
+from ckptd.shared.units import count_text, ranges_text, rank_list, size_text, some_text, span_text
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,10 @@ def test_long_lists_end_with_the_number_of_the_others() -> None:
     assert some_text(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
     assert some_text(range(1008)) == "0, 1, 2, 3, 4, 5, 6, 7 and 1,000 more"
     assert some_text(["a", "b"], 1) == "a and 1 more"
+    assert rank_list([2]) == "rank 2"
+    assert rank_list([1, 2]) == "ranks 1, 2"
+    assert rank_list(range(11)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more"
+    assert rank_list([]) == "ranks "
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from ckptd.shared.formats.plan import MIN_CHUNK
 from ckptd.shared.formats.segment import SegmentHeader, SlotState
 from ckptd.shared.wire.board import Holding
 from ckptd.shared.wire.lifecycle import Event, SnapshotState
-from ckptd.shared.wire.messages import Holds, News, Progress, Waiting
+from ckptd.shared.wire.messages import Holds, Notification, Progress, Waiting
 
 RANK_TIMEOUT, PLAN_TIMEOUT, MEMORY_TTL = 60.0, 15.0, 900.0
 
@@ -312,7 +312,7 @@ class Saver:
         with snapshot.held():
             await self._core.begin("check", snapshot).future
 
-    async def settle(self, snapshot: Snapshot) -> None:
+    async def wait_idle(self, snapshot: Snapshot) -> None:
         while snapshot in self.running:
             await asyncio.wait([self.running[snapshot]])
 
@@ -356,7 +356,7 @@ class OneRoot:
     async def check(self, job: Job) -> None:
         pass
 
-    async def settle(self, job: str, choice: str) -> None:
+    async def apply_choice(self, job: str, choice: str) -> None:
         pass
 
 
@@ -484,7 +484,7 @@ class Core:
             if known.attempt > job.attempt:
                 job.attempt, job.world_size = known.attempt, known.world_size
         self.orphans.adopt(adopted)
-        self.run(self.orphans.settle_adopted(adopted))
+        self.run(self.orphans.record_adopted(adopted))
 
         async def watch() -> None:
             self.orphans.watch()
@@ -519,7 +519,7 @@ class Client:
         self.warned: list[Waiting] = []
         self.holdings: list[Holding] = []
 
-    def notify(self, message: News) -> None:
+    def notify(self, message: Notification) -> None:
         if isinstance(message, Progress):
             self.told.append(message)
         if isinstance(message, Waiting):

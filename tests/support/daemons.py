@@ -20,7 +20,7 @@ from typing import Any
 
 from ckptd.daemon.commands import cli
 from ckptd.daemon.commands.neighbours import daemon_status
-from ckptd.daemon.composition import Parts, opened
+from ckptd.daemon.composition import Components, opened
 from ckptd.daemon.config import Config
 from ckptd.daemon.engine import steps
 from ckptd.shared import names
@@ -267,7 +267,7 @@ def warn_soon() -> None:
     steps.WAIT_SECONDS, steps.BEGUN_SECONDS = 0.3, 0.1
 
 
-async def recover_only(config: Config, fs: FileSystem | None = None) -> Parts:
+async def recover_only(config: Config, fs: FileSystem | None = None) -> Components:
     """Start a daemon in this process, and end it once it has recovered.
 
     Return its parts, which are closed.

@@ -62,7 +62,7 @@ class Connection:
         assert isinstance(request, kind), request
         return request
 
-    def reply(self, *replies: m.Reply, descriptors: Sequence[int] = ()) -> None:
+    def reply(self, *replies: m.Reply | m.Notification, descriptors: Sequence[int] = ()) -> None:
         """Send replies in one piece, with copies of the descriptors."""
         self.send(b"".join(map(self._session.send, replies)), descriptors)
 
@@ -70,11 +70,11 @@ class Connection:
         """Send bytes, whatever the protocol says."""
         socket.send_fds(self._socket, [data], list(descriptors))
 
-    def frame(self, reply: m.Reply) -> bytes:
+    def frame(self, reply: m.Reply | m.Notification) -> bytes:
         """Return the frame for a reply, without sending it."""
         return self._session.send(reply)
 
-    def break_protocol(self, reply: m.Reply) -> None:
+    def break_protocol(self, reply: m.Reply | m.Notification) -> None:
         """Send a reply that the protocol does not allow now."""
         self.send(frames.encode(m.encode(reply)))
 

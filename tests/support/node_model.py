@@ -265,7 +265,7 @@ class Model:
             assert snapshot is not None
             if any(
                 isinstance(action, Fail) and action.key == snapshot.key
-                for action in holdings.heard(job)
+                for action in holdings.answered(job)
             ):
                 yield self._move(state, number, step, FAILED)
             wanted = (self.persist[step - 1] and where == HELD) or snapshot in owed
@@ -330,7 +330,7 @@ class Model:
 @functools.lru_cache(maxsize=1 << 16)
 def _job(node: NodeState, number: int, count: int, persist: tuple[bool, ...], *, here: bool) -> Job:
     """Return the daemon's knowledge of the job on a node."""
-    share = Membership(claim=CLAIM, ranks=[number])
+    share = Membership(run_id=CLAIM, ranks=[number])
     job = Job("gpt", attempt=1, world_size=count, node=share, answer=_answer_of(node.heard))
     if here:
         job.ranks.join(Owner("gpt", 1, number, count))
@@ -389,6 +389,6 @@ def _receipt(step: int, node: int, count: int) -> Receipt:
         index_sha256="0" * 64,
     )
     return Receipt(
-        job="gpt", attempt=1, step=step, tag=f"step-{step:08d}.a0001", node=Membership(claim=CLAIM,
+        job="gpt", attempt=1, step=step, tag=f"step-{step:08d}.a0001", node=Membership(run_id=CLAIM,
         ranks=[node]), host=f"node{node}", world_size=count, global_plan="00", parts=[part],
     )  # fmt: skip

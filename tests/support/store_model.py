@@ -98,7 +98,7 @@ def _part(rank: int) -> tuple[PartEntry, bytes]:
 
 
 def _share(rank: int) -> Membership:
-    return Membership(claim=CLAIM, ranks=[rank])
+    return Membership(run_id=CLAIM, ranks=[rank])
 
 
 class Daemon:
@@ -186,7 +186,7 @@ class Daemon:
         None if it is abandoned.
         """
         try:
-            done(self.joint.settle(self.job, snapshot))
+            done(self.joint.finish(self.job, snapshot))
         except Abandoned as error:
             done(
                 self.root.committer.drop(
@@ -334,7 +334,7 @@ class Life:
                 self.world.sleep(0.1)
         known, delivered = self.acknowledged or NEW in self._committed, self._delivered()
         daemon.scan(fresh=True)
-        done(daemon.joint.settle_past(daemon.job, ATTEMPT if self.back else 0))
+        done(daemon.joint.decide_past(daemon.job, ATTEMPT if self.back else 0))
         newest = daemon.job.newest_checkpoint()
         found = -1 if newest is None or newest.step is None else newest.step
         # recover() names what it could not read
@@ -423,7 +423,7 @@ class Life:
             self._outcomes[name] = data
             self._decided_by[name] = self.world.running
             if self._parts(name, data):
-                self._committed.add(names.parse_tag_directory(directory.rpartition("/")[2])[1])  # type: ignore[index]
+                self._committed.add(names.parse_tag_directory(directory.rpartition("/")[2]).step)  # type: ignore[union-attr]
             for part in self._parts(name, data):
                 if part not in self.world.objects:
                     self.world.broken.append(f"{name} is published, and {part} is not there")

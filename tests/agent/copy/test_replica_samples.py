@@ -194,7 +194,7 @@ def test_many_tensors_have_one_digest_for_several() -> None:
 
 def test_the_lowest_rank_of_each_node_tells_the_keys() -> None:
     state = {"w": torch.ones(4)}
-    node = Membership(claim="0" * 32, ranks=[1, 2])
+    node = Membership(run_id="0" * 32, ranks=[1, 2])
     assert decode_keys(digests(made(state, rank=1, node=node), state)[0].keys) == ["w"]
     assert digests(made(state, rank=1), state)[0].keys == b""
 

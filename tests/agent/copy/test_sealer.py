@@ -221,7 +221,7 @@ def test_slots_are_sealed_in_order_once_their_copies_are_done(
     sealer.later("b", second, lambda: done.append("b"), lambda error: done.append(str(error)))
     assert done == []
     fences.gates[id(first)].set()
-    sealer.settle()
+    sealer.wait()
     assert done == ["a", "b"]
 
 
@@ -238,7 +238,7 @@ def test_torn_copies_and_seals_that_fail_are_reported(sealer: Sealer, fences: Fa
         lambda error: done.append(str(error)),
     )
     sealer.later("b", fences.transfer(), fail, lambda error: done.append(str(error)))
-    sealer.settle()
+    sealer.wait()
     assert done == ["torn", "no seal"]
 
 
@@ -250,18 +250,18 @@ def test_only_the_seal_of_the_named_segment_is_waited_for(
     second = fences.transfer(ready=False)
     sealer.later("a", fences.transfer(), lambda: done.append("a"), lambda error: None)
     sealer.later("b", second, lambda: done.append("b"), lambda error: None)
-    sealer.settle("a")
-    sealer.settle("of no seal")
+    sealer.wait("a")
+    sealer.wait("of no seal")
     assert done == ["a"]
     fences.gates[id(second)].set()
-    sealer.settle("b")
+    sealer.wait("b")
     assert done == ["a", "b"]
 
 
 def test_without_accelerators_there_are_neither_hooks_nor_a_thread() -> None:
     made = Sealer()
     made.drain()
-    made.settle()
+    made.wait()
     assert (made._fences, made._thread._threads) == (None, set())
     made.close()
 

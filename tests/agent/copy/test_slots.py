@@ -94,7 +94,7 @@ def slots(client: FakeClient) -> Iterator[MappedSlots]:
     made = MappedSlots(cast(Client, client), lambda: None)
     yield made
     client.answering.set()
-    made.settle()
+    made.wait()
     made.drop()
 
 
@@ -135,15 +135,15 @@ def test_larger_slots_take_the_place_of_all_others_once_no_copy_is_under_way(
 ) -> None:
     happened: list[Any] = []
     slots = MappedSlots(
-        cast(Client, client), lambda: happened.append(("settled", len(client.asked)))
+        cast(Client, client), lambda: happened.append(("waited", len(client.asked)))
     )
     assert slots.ensure(10, FAR)
-    slots.settle()
+    slots.wait()
     assert slots.ensure(1_000_000, FAR)
-    assert (slots.names, happened) == (["2.seg", "3.seg"], [("settled", 0), ("settled", 1)])
+    assert (slots.names, happened) == (["2.seg", "3.seg"], [("waited", 0), ("waited", 1)])
     assert [descriptor.closed for descriptor in client.given] == [True] * 4 + [False] * 4
     assert [locked(client, f"{n}.seg") for n in range(4)] == [False, False, True, True]
-    slots.settle()
+    slots.wait()
     slots.drop()
     assert (slots.names, [descriptor.closed for descriptor in client.given]) == ([], [True] * 8)
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from ckptd.agent.dcp import targets
-from ckptd.agent.dcp.targets import Claim, RankDaemon, Target, attach, claim, leave_all
+from ckptd.agent.dcp.targets import RankDaemon, SaveTicket, Target, attach, issue_tickets, leave_all
 from ckptd.agent.link.attempt import BegunAttempt, RankPlace, as_begun
 from ckptd.agent.link.launch import Place
 from ckptd.agent.threads.call_lock import CallLock
@@ -236,18 +236,18 @@ def test_no_private_daemon_is_started_for_a_path_outside_its_root(
     assert Target.of(tmp_path / "elsewhere" / "best", None) is None
 
 
-# -- claims
+# -- tickets
 
 
-def claimed(target: Target, world_size: int, *, overwrite: bool) -> Claim:
-    """Return the claim for rank 0. The targets of the other ranks are not known."""
-    return claim(target, [None] * (world_size - 1), overwrite=overwrite)[0][0]
+def issued(target: Target, world_size: int, *, overwrite: bool) -> SaveTicket:
+    """Return the ticket for rank 0. The targets of the other ranks are not known."""
+    return issue_tickets(target, [None] * (world_size - 1), overwrite=overwrite)[0][0]
 
 
 def test_the_first_save_begins_an_attempt_and_the_next_goes_on_in_it(world: World) -> None:
-    (first,), over = claim(world.target("step-5"), [], overwrite=False)
+    (first,), over = issue_tickets(world.target("step-5"), [], overwrite=False)
     assert (first, world.begun) == (
-        Claim(world.target(), BegunAttempt(7, None, []), 5),
+        SaveTicket(world.target(), BegunAttempt(7, None, []), 5),
         [(0, 1, 7)],
     )
     (link,) = world.links
@@ -255,13 +255,13 @@ def test_the_first_save_begins_an_attempt_and_the_next_goes_on_in_it(world: Worl
     over()
     assert link.saving == set()
     link.handovers.last_step = 5
-    assert claimed(world.target("step-6"), 1, overwrite=False).begun.attempt == 7
+    assert issued(world.target("step-6"), 1, overwrite=False).begun.attempt == 7
     assert len(world.begun) == 1
 
 
 def test_a_step_that_does_not_follow_begins_the_next_attempt(world: World) -> None:
     before = world.link(own=True, last_step=5, attempt=3)
-    found = claimed(world.target("step-5"), 1, overwrite=False)
+    found = issued(world.target("step-5"), 1, overwrite=False)
     assert (found.begun.attempt, before.closed) == (7, [targets.EXIT_SECONDS])
 
 
@@ -270,17 +270,17 @@ def test_a_step_that_does_not_follow_the_callers_own_agent_is_refused(world: Wor
     with pytest.raises(
         InvalidRequest,
         match="^step 5 does not follow step 5, the last of attempt 3 of this process's own Agent: "
-        "call recover",
+        "steps must increase",
     ):
-        claimed(world.target("step-5"), 1, overwrite=False)
-    assert claimed(world.target("step-6"), 1, overwrite=False).begun.attempt == 3
+        issued(world.target("step-5"), 1, overwrite=False)
+    assert issued(world.target("step-6"), 1, overwrite=False).begun.attempt == 3
 
 
 def test_a_tag_gets_the_next_step_of_several_ranks(world: World) -> None:
     link = world.link(own=True, world_size=2, last_step=5)
-    assert (claimed(world.target("best"), 2, overwrite=False).step, link.last_step) == (6, 6)
+    assert (issued(world.target("best"), 2, overwrite=False).step, link.last_step) == (6, 6)
     world.link(own=True, job="gpt", world_size=1, attempt=2)
-    assert claimed(world.target("best"), 1, overwrite=False).step is None
+    assert issued(world.target("best"), 1, overwrite=False).step is None
 
 
 def test_a_checkpoint_that_is_there_is_left_or_begins_a_new_attempt(world: World) -> None:
@@ -290,8 +290,8 @@ def test_a_checkpoint_that_is_there_is_left_or_begins_a_new_attempt(world: World
         AlreadyExists,
         match=r"^Checkpoint already exists: gpt/step-00000009\.a0003; choose another name",
     ):
-        claimed(world.target("step-9"), 1, overwrite=False)
-    assert claimed(world.target("step-9"), 1, overwrite=True).begun.attempt == 7
+        issued(world.target("step-9"), 1, overwrite=False)
+    assert issued(world.target("step-9"), 1, overwrite=True).begun.attempt == 7
 
 
 def test_a_tag_of_the_callers_own_agent_cannot_be_overwritten(world: World) -> None:
@@ -303,7 +303,7 @@ def test_a_tag_of_the_callers_own_agent_cannot_be_overwritten(world: World) -> N
         match="^tag 'best' is taken in attempt 3 of this process's own Agent, which cannot be "
         "overwritten",
     ):
-        claimed(world.target("best"), 1, overwrite=True)
+        issued(world.target("best"), 1, overwrite=True)
 
 
 def test_a_save_without_the_daemon_in_its_place_is_not_overwritten(world: World) -> None:
@@ -313,7 +313,7 @@ def test_a_save_without_the_daemon_in_its_place_is_not_overwritten(world: World)
         AlreadyExists,
         match="it was saved without the daemon: move it away, or choose another path$",
     ):
-        claimed(world.target("step-9"), 1, overwrite=True)
+        issued(world.target("step-9"), 1, overwrite=True)
 
 
 def test_to_overwrite_waits_for_the_saves_of_this_process(
@@ -333,19 +333,19 @@ def test_to_overwrite_waits_for_the_saves_of_this_process(
     clock = Pauses()
     monkeypatch.setattr(targets, "time", clock)
     monkeypatch.setattr(targets, "SAVE_SECONDS", 1.0)
-    assert claimed(world.target("step-9"), 1, overwrite=True).begun.attempt == 3
+    assert issued(world.target("step-9"), 1, overwrite=True).begun.attempt == 3
     assert len(clock.slept) == 3
     link.saving.add("a save that never ends")
     clock.ends = lambda: None
     begun = clock.now
-    claimed(world.target("step-10"), 1, overwrite=True)
+    issued(world.target("step-10"), 1, overwrite=True)
     assert clock.now - begun == pytest.approx(1.0, abs=0.02)
 
 
 def test_a_link_that_another_process_has_overtaken_is_let_go(world: World) -> None:
     old = world.link(own=True, attempt=3)
     old.current = False
-    assert claimed(world.target("step-5"), 1, overwrite=False).begun.attempt == 7
+    assert issued(world.target("step-5"), 1, overwrite=False).begun.attempt == 7
     assert (old.let_gone, len(world.begun)) == (1, 1)
 
 
@@ -354,16 +354,16 @@ def test_the_newest_attempt_of_this_process_is_used(world: World) -> None:
         world.link(attempt=attempt)
     world.link(attempt=9, job="bert")
     world.link(attempt=9, world_size=2)
-    assert claimed(world.target("step-5"), 1, overwrite=False).begun.attempt == 4
+    assert issued(world.target("step-5"), 1, overwrite=False).begun.attempt == 4
 
 
 # -- the other ranks
 
 
-def test_a_rank_attaches_to_the_claimed_attempt(world: World) -> None:
+def test_a_rank_attaches_to_the_attempt_of_its_ticket(world: World) -> None:
     known = world.link(rank=1, world_size=2, attempt=4)
-    assert attach(Claim(world.target(), BegunAttempt(4, None, []), 5), 1, 2) is known  # type: ignore[comparison-overlap]
-    made = attach(Claim(world.target(), BegunAttempt(5, None, []), 5), 1, 2)
+    assert attach(SaveTicket(world.target(), BegunAttempt(4, None, []), 5), 1, 2) is known  # type: ignore[comparison-overlap]
+    made = attach(SaveTicket(world.target(), BegunAttempt(5, None, []), 5), 1, 2)
     assert (made.attempt, world.begun) == (5, [(1, 2, 5)])
 
 
@@ -377,16 +377,16 @@ def test_each_rank_gets_its_own_daemon_and_the_share_of_its_node(world: World) -
     found = [
         Target(f"/run/{place.node}", str(world.root), "gpt", None, 5, place) for place in places
     ]
-    claims, _ = claim(found[0], [shown(target) for target in found[1:]], overwrite=False)
-    assert [one.target for one in claims] == found
-    nodes = [one.begun.node for one in claims]
+    tickets, _ = issue_tickets(found[0], [shown(target) for target in found[1:]], overwrite=False)
+    assert [one.target for one in tickets] == found
+    nodes = [one.begun.node for one in tickets]
     assert [node and node.ranks for node in nodes] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert len({node and node.claim for node in nodes}) == 1
-    assert {tuple(one.begun.leaders) for one in claims} == {(0, 1)}
-    again, _ = claim(
+    assert len({node and node.run_id for node in nodes}) == 1
+    assert {tuple(one.begun.leaders) for one in tickets} == {(0, 1)}
+    again, _ = issue_tickets(
         replace(found[0], step=6), [shown(target) for target in found[1:]], overwrite=False
     )
-    assert ([one.begun for one in again], len(world.begun)) == ([one.begun for one in claims], 1)
+    assert ([one.begun for one in again], len(world.begun)) == ([one.begun for one in tickets], 1)
 
 
 def test_a_daemon_that_a_rank_has_asked_for_another_save_gets_the_name_of_this_one(
@@ -394,8 +394,8 @@ def test_a_daemon_that_a_rank_has_asked_for_another_save_gets_the_name_of_this_o
 ) -> None:
     """Two saves of one job may overlap, and a rank shows its daemon once for both."""
     other = Target("/run/node1", str(world.root), "gpt", "best", None, world.place("node1"))
-    claims, _ = claim(world.target("step-5"), [shown(other)], overwrite=False)
-    assert claims[1].target == replace(other, tag=None, step=5)
+    tickets, _ = issue_tickets(world.target("step-5"), [shown(other)], overwrite=False)
+    assert tickets[1].target == replace(other, tag=None, step=5)
 
 
 @pytest.mark.parametrize("node", ["node0", "node1"])
@@ -415,8 +415,8 @@ def test_a_daemon_that_was_started_again_is_known_by_its_socket(world: World, no
     late = replace(
         targets_[2], place=msgspec.structs.replace(targets_[2].place, instance="the next daemon")
     )
-    claims, _ = claim(targets_[0], [shown(targets_[1]), shown(late)], overwrite=False)
-    nodes = [one.begun.node for one in claims]
+    tickets, _ = issue_tickets(targets_[0], [shown(targets_[1]), shown(late)], overwrite=False)
+    nodes = [one.begun.node for one in tickets]
     assert [node and node.ranks for node in nodes] == (
         [None] * 3 if node == "node0" else [[0], [1, 2], [1, 2]]
     )
@@ -424,18 +424,16 @@ def test_a_daemon_that_was_started_again_is_known_by_its_socket(world: World, no
 
 def test_a_rank_without_a_daemon_uses_that_of_rank_0_on_the_same_node_only(world: World) -> None:
     here, away = (RankDaemon(node.encode(), node) for node in ("node0", "node1"))
-    assert [one.target for one in claim(world.target(), [None, here], overwrite=False)[0]] == [
-        world.target()
-    ] * 3
+    assert [
+        one.target for one in issue_tickets(world.target(), [None, here], overwrite=False)[0]
+    ] == [world.target()] * 3
     start = (
-        f"no daemon of that node serves it: start one with `ckptd run --root {world.root}`, "
-        f"as "
-        f"on "
-        f"node0"
+        f"no daemon of that node serves the root {world.root}: start one there with "
+        f"`ckptd run --root {world.root}`, as on node0"
     )
     for why in ("", "the daemon is stopping"):
         with pytest.raises(DaemonUnreachable) as caught:
-            claim(world.target("step-6"), [here, replace(away, why=why)], overwrite=False)
+            issue_tickets(world.target("step-6"), [here, replace(away, why=why)], overwrite=False)
         assert (
             str(caught.value)
             == f"rank 2 on node1 cannot save to {world.root}/gpt/step-6: {why or start}"
@@ -464,7 +462,7 @@ def test_an_abandonment_is_no_checkpoint_that_would_be_in_the_way(world: World) 
         job="gpt", attempt=3, step=9, tag=made.name, code="storage", reason="disk full"
     )
     (made / names.MANIFEST).write_bytes(encode(abandonment))
-    assert claimed(world.target("step-9"), 1, overwrite=False).begun.attempt == 3
+    assert issued(world.target("step-9"), 1, overwrite=False).begun.attempt == 3
 
 
 # -- the end

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ckptd.agent.dcp.targets import Claim, RankDaemon, Target
+from ckptd.agent.dcp.targets import RankDaemon, SaveTicket, Target
 from ckptd.agent.dcp.tickets import Ticket, receive, send, show, shown
 from ckptd.agent.link.arguments import job_store
 from ckptd.agent.link.attempt import BegunAttempt, RankPlace
@@ -17,7 +17,7 @@ from ckptd.shared.formats.membership import Membership
 
 PLACE = RankPlace(b"\x00boot", "node0", "a daemon", "/ckpts", "gpt")
 TARGET = Target("/run/s", "/ckpts", "gpt", None, 7, PLACE)
-CLAIM = Claim(TARGET, BegunAttempt(3, Membership(claim="0a" * 16, ranks=[1]), [0, 1]), 7)
+SAVE = SaveTicket(TARGET, BegunAttempt(3, Membership(run_id="0a" * 16, ranks=[1]), [0, 1]), 7)
 NOWHERE = (
     "this rank saves to /ckpts/other, but the coordinator saves to another path: use the "
     "same "
@@ -32,14 +32,14 @@ def group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def tickets(plan: bytes, claimed: Claim | None = CLAIM) -> list[Ticket]:
-    return [Ticket("/ckpts/gpt/step-7", rank, 3, plan, claimed) for rank in range(3)]
+def tickets(plan: bytes, save: SaveTicket | None = SAVE) -> list[Ticket]:
+    return [Ticket("/ckpts/gpt/step-7", rank, 3, plan, save) for rank in range(3)]
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("claimed", [CLAIM, None])
-def test_each_rank_gets_its_own_once(claimed: Claim | None) -> None:
-    sent = tickets(bytes(32), claimed)
+@pytest.mark.parametrize("save", [SAVE, None])
+def test_each_rank_gets_its_own_once(save: SaveTicket | None) -> None:
+    sent = tickets(bytes(32), save)
     send(sent)
     for rank in (2, 1):
         assert receive("/ckpts/gpt/step-7", rank) == sent[rank]

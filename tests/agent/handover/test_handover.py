@@ -108,7 +108,7 @@ def test_a_slot_is_acquired_and_sealed() -> None:
     handover = world.filled(1)
     assert (handover.pending.state, handover.pending.segment) == ("staged", "a")
     handover.seal_after(None, cast(Any, None), cast(Any, None))
-    world.all.settle(handover)
+    world.all.end(handover)
     assert world.daemon.said() == [("acquire", 1), ("seal", 1)]
     assert (handover.pending.state, world.all.last_step, world.slots["a"].state) == (
         "sealed",
@@ -126,7 +126,7 @@ def test_a_refusal_skips_the_step() -> None:
     ):
         handover.acquire()
     world.all.fail(handover.pending, SnapshotFailed("the caller reports every error"))
-    world.all.settle(handover)
+    world.all.end(handover)
     assert (handover.pending.state, world.all.pending, world.daemon.said()) == (
         "skipped",
         {},
@@ -147,7 +147,7 @@ def test_a_failure_after_the_grant_is_reported_and_the_slot_given_back() -> None
     world = World(granted("a"))
     handover = world.filled(1)
     world.all.fail(handover.pending, SnapshotFailed("torn"))
-    world.all.settle(handover)
+    world.all.end(handover)
     assert world.daemon.said() == [
         ("acquire", 1),
         ("abandon", ("", 1, "torn")),
@@ -160,7 +160,7 @@ def test_a_held_slot_stays_until_it_is_sealed_or_abandoned() -> None:
     world = World(granted("a"))
     handover = world.filled(1)
     handover.hold()
-    world.all.settle(handover)
+    world.all.end(handover)
     assert world.daemon.said() == [("acquire", 1)]
     assert not world.all.wait_until_sealed(time.monotonic() + 0.01)
     handover.abandon(SnapshotFailed("another rank failed"))
@@ -202,7 +202,7 @@ def test_an_interrupted_call_is_settled_by_the_header(state: SlotState) -> None:
     world = World(granted("a"))
     handover = world.filled(1)
     world.slots["a"].state = state
-    world.all.settle_interrupted()
+    world.all.end_interrupted()
     if state is SlotState.SEALED:
         assert world.daemon.said() == [("acquire", 1), ("seal", 1)]
         assert (handover.pending.state, world.all.last_step) == ("sealed", 1)
@@ -210,7 +210,7 @@ def test_an_interrupted_call_is_settled_by_the_header(state: SlotState) -> None:
         assert [what for what, _ in world.daemon.said()] == ["acquire", "abandon", "abandon"]
         assert str(handover.pending.error) == "the snapshot of step 1 was interrupted"
         assert world.slots["a"].state is SlotState.FREE
-    world.all.settle_interrupted()
+    world.all.end_interrupted()
     assert len(world.daemon.requests) == 2 + (state is SlotState.FILLING)
 
 
@@ -218,7 +218,7 @@ def test_a_granted_slot_that_is_not_used_is_given_back() -> None:
     world = World(granted("a"))
     handover = world.open(1)
     handover.request(time.monotonic() + 60)
-    world.all.settle_interrupted()
+    world.all.end_interrupted()
     assert world.daemon.given_back == [granted("a")]
     assert handover.pending.state == "failed"
 
@@ -230,7 +230,7 @@ def test_after_a_lost_answer_any_slot_may_be_granted() -> None:
     lost.error = DaemonUnreachable("gone")
     world.slots["b"].begin(1)
     world.all.fail(handover.pending, SnapshotFailed("gone"))
-    world.all.settle(handover)
+    world.all.end(handover)
     assert {said[1][0] for said in world.daemon.said() if said[0] == "abandon"} == {"", "a", "b"}
 
 

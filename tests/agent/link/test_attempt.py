@@ -100,7 +100,7 @@ def test_ranks_of_several_daemons_are_on_several_nodes() -> None:
     found = meet((first, "gpt"), (second, "gpt"), (first, "gpt"), (second, "gpt"))
     shares = [begun.node for begun in found if isinstance(begun, attempt.BegunAttempt)]
     assert [share and share.ranks for share in shares] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert len({share.claim for share in shares if share is not None}) == 1
+    assert len({share.run_id for share in shares if share is not None}) == 1
     assert {
         (begun.attempt, tuple(begun.leaders))
         for begun in found
@@ -110,7 +110,7 @@ def test_ranks_of_several_daemons_are_on_several_nodes() -> None:
 
 def test_every_attempt_of_several_nodes_has_an_identity_of_its_own() -> None:
     claims = {
-        begun.node.claim  # type: ignore[union-attr]
+        begun.node.run_id  # type: ignore[union-attr]
         for _ in range(2)
         for begun in meet((welcome("aa"), "gpt"), (welcome("bb"), "gpt"))
         if begun.node  # type: ignore[union-attr]

@@ -158,7 +158,7 @@ def test_the_first_look_comes_when_the_answer_was_there_before() -> None:
         pauses.append(board._pause)
         for _ in range(looks):
             board._look()
-        assert board._heard.common == common
+        assert board._known.common == common
         assert board._next is None
     pauses.append(board._usual)
     assert pauses == pytest.approx([0.005, 0.02, 0.0198, 0.019602, 0.024602])
@@ -231,11 +231,11 @@ def test_rank_0_looks_seldom_while_no_node_waits_for_another(store: TCPStore) ->
         pause_of_rank_0(Holding(held=[1], done=2), Holding(held=[1, 2], done=2))
         > board_module._IDLE_LOOK
     )
-    assert list(boards[0]._heard.dead) == [2]
+    assert list(boards[0]._known.dead) == [2]
 
 
-def _all_have_heard(boards: list[Board]) -> bool:
-    return all(board._heard.common for board in boards)
+def _all_have_an_answer(boards: list[Board]) -> bool:
+    return all(board._known.common for board in boards)
 
 
 def test_keys_of_boards_that_have_ended_are_deleted(store: TCPStore) -> None:
@@ -247,7 +247,7 @@ def test_keys_of_boards_that_have_ended_are_deleted(store: TCPStore) -> None:
         ]
         for board in boards:
             board.show(Holding(held=[1], done=1))
-        until(partial(_all_have_heard, boards), "answer")
+        until(partial(_all_have_an_answer, boards), "answer")
         for board in boards:
             board.end()
     there = [attempt for attempt in range(6) if client.check([f"gpt/board/{attempt}/answer"])]

@@ -59,7 +59,7 @@ class Rank:
         self.resumed += 1
         self.resume()
 
-    def _news(self, progress: m.News) -> None:
+    def _news(self, progress: m.Notification) -> None:
         assert isinstance(progress, m.Progress)
         self.news.append(progress.step)
 

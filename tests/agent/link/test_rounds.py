@@ -382,10 +382,10 @@ def test_an_error_of_rank_0_itself_is_raised_on_all(two: list[Exchange]) -> None
 def test_a_message_of_rank_0_is_heard_by_each_rank_once(
     fake: FakeStore, two: list[Exchange]
 ) -> None:
-    assert two[1].hear("interval", lambda: b"", 0.0) is None
-    assert two[0].hear("interval", lambda: b"every 7 steps", 0.0) == b"every 7 steps"
-    assert two[1].hear("interval", lambda: b"", 60.0) == b"every 7 steps"
-    assert (two[1].hear("interval", lambda: b"", 0.0), fake.values) == (None, {})
+    assert two[1].broadcast("interval", lambda: b"", 0.0) is None
+    assert two[0].broadcast("interval", lambda: b"every 7 steps", 0.0) == b"every 7 steps"
+    assert two[1].broadcast("interval", lambda: b"", 60.0) == b"every 7 steps"
+    assert (two[1].broadcast("interval", lambda: b"", 0.0), fake.values) == (None, {})
 
 
 def test_a_store_that_does_not_answer_is_left_alone_until_it_does(
@@ -490,7 +490,7 @@ def test_a_rank_that_is_told_its_attempt_decides_nothing() -> None:
         == b"mine+other+mine"
     )
     assert other.round("begin", b"mine", reverse, 1.0) == b"answer"
-    assert other.hear("interval", lambda: b"said", 1.0) == b"said"
+    assert other.broadcast("interval", lambda: b"said", 1.0) == b"said"
     with pytest.raises(UnsavableValue, match="^no$"):
         other.round("begin", UnsavableValue("no"), reverse, 1.0)
 

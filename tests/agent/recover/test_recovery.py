@@ -19,7 +19,7 @@ from crc32c import crc32c
 
 from ckptd.agent.advice import Restart
 from ckptd.agent.link.client import Client
-from ckptd.agent.link.rounds import Alone, Ranks
+from ckptd.agent.link.rounds import Alone, RankGroup
 from ckptd.agent.read.loader import load, materialize
 from ckptd.agent.recover import loading, recovery
 from ckptd.agent.recover.loading import Loading
@@ -298,7 +298,7 @@ def test_nodes_have_long_to_save_what_they_hold_before_the_others_give_up() -> N
 
     made = Recovery(
         cast(Client, Patient()),
-        cast(Ranks, Timed(same)),
+        cast(RankGroup, Timed(same)),
         "gpt",
         "recover/1",
         Options(strict=True),

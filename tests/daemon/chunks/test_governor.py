@@ -24,7 +24,7 @@ def after(
     Return the threads of the next save.
     """
     governor.saved(step, step * every, seconds, held)
-    governor.hear(cost(step, lost))
+    governor.observe(cost(step, lost))
     return governor.threads
 
 
@@ -66,17 +66,17 @@ def test_saves_that_take_half_of_the_time_get_more_threads_whatever_they_cost() 
 
 def test_a_report_of_another_save_is_only_shown() -> None:
     governor = Governor(4)
-    governor.hear([])
+    governor.observe([])
     governor.saved(2, 0.0, 1.0, 0.0)
-    governor.hear(cost(1, 9.0))
+    governor.observe(cost(1, 9.0))
     assert (governor.threads, governor.cost) == (4, cost(1, 9.0)[0])
-    governor.hear(cost(2, 9.0))
-    governor.hear(cost(2, 9.0))
+    governor.observe(cost(2, 9.0))
+    governor.observe(cost(2, 9.0))
     assert governor.threads == 2, "the same report counts once"
 
 
 def test_of_several_ranks_the_one_that_has_lost_most_counts() -> None:
     governor = Governor(4)
     governor.saved(1, 0.0, 1.0, 0.0)
-    governor.hear(cost(1, 0.0) + cost(1, 0.9) + cost(1, 0.1))
+    governor.observe(cost(1, 0.0) + cost(1, 0.9) + cost(1, 0.1))
     assert (governor.threads, governor.cost) == (2, cost(1, 0.9)[0])

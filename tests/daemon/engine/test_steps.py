@@ -115,7 +115,7 @@ def test_nobody_is_missing_in_a_step_that_all_ranks_have_sealed_or_that_has_fail
 ) -> None:
     made.job.occupy(made.slots[3].name, 1, (1, 4))
     made.perform(d.StartTimer(KEY))
-    made.perform(d.Settle(KEY))
+    made.perform(d.EndWait(KEY))
     assert (made.step.watch, made.core.loop.timers()) == (None, [])
     made.perform(d.StartTimer(KEY), *d.fail(made.step, SnapshotFailed("no")))
     made.core.advance(RANK_TIMEOUT)
@@ -133,24 +133,24 @@ def test_a_node_shows_others_that_it_has_begun_a_step_and_later_that_it_waits(ma
     """The other nodes must know that the node has begun, before they may ask for its
     ranks.
     """
-    made.job.node, made.job.world_size = Membership(claim="0a" * 16, ranks=[0, 1]), 4
+    made.job.node, made.job.world_size = Membership(run_id="0a" * 16, ranks=[0, 1]), 4
     made.job.occupy(made.slots[3].name, 1, (1, 4))
     made.perform(d.StartTimer(KEY))
     made.core.advance(steps.BEGUN_SECONDS + 0.1)
     made.core.advance(steps.WAIT_SECONDS - 0.2)
     assert shown(made) == [({}, []), ({5: [1]}, [])]
-    made.perform(d.Settle(KEY))  # the other node may be missing
+    made.perform(d.EndWait(KEY))  # the other node may be missing
     made.core.advance(0.2)
     assert shown(made)[2:] == [({5: [1]}, [5])]
     assert [client.warned for client in made.clients] == [[], []]
 
 
 def test_the_answer_from_the_board_says_which_ranks_of_all_nodes_have_not_come(made: Made) -> None:
-    made.job.node, made.job.world_size = Membership(claim="0a" * 16, ranks=[0, 1]), 4
+    made.job.node, made.job.world_size = Membership(run_id="0a" * 16, ranks=[0, 1]), 4
 
     async def hear(*answers: Answer) -> None:
         for answer in answers:
-            made.core.steps.hear(made.job, answer)
+            made.core.steps.take_answer(made.job, answer)
 
     missing = Answer(missing={5: [1, 2, 3]})
     made.core.loop.run_until_complete(hear(missing, missing, Answer(missing={5: [3]})))
@@ -163,7 +163,7 @@ def test_a_settled_step_has_no_timer_and_nobody_plans_it(made: Made) -> None:
     made.perform(d.StartTimer(KEY))
     made.step.plan_again(0, "w grew")
     made.step.keep_plan(1)
-    made.perform(d.Settle(KEY))
+    made.perform(d.EndWait(KEY))
     assert (made.step.timer, made.step.planned, made.step.kept, made.core.loop.timers()) == (
         None,
         {},
@@ -245,7 +245,7 @@ def test_a_step_in_memory_that_is_sealed_after_another_node_has_failed_it_fails(
     """The answer of the board came before the step began here, so that there was
     nothing to fail then.
     """
-    made.job.node = Membership(claim="0a" * 16, ranks=[0, 1])
+    made.job.node = Membership(run_id="0a" * 16, ranks=[0, 1])
     made.job.answer = Answer(dead={5: ("storage", "rank 2 on node1: disk full")})
     snapshot = made.snapshot(0, 1, state=SnapshotState.SEALED)
     snapshot.persist = False

@@ -218,7 +218,7 @@ def test_a_checkpoint_has_the_fields_of_its_manifest() -> None:
         created="1970-01-01T00:01:40+00:00", parts=parts, metadata={}, metrics={},
         user_content=None, writer={},
     )  # fmt: skip
-    made = StoredCheckpoint.of(manifest, user_tag=True)
+    made = StoredCheckpoint.of(manifest)
     assert made == StoredCheckpoint(
         "gpt",
         "best.a0002",

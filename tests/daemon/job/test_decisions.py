@@ -39,8 +39,10 @@ class Timer:
         pass
 
 
-def rank_seal(rank: int, *, plan: bytes = b"plan", persist: bool = True) -> RankSeal:
-    return RankSeal(rank, f"slot{rank}", 1, bytes(32), plan, persist)
+def rank_seal(
+    rank: int, *, plan: bytes = b"plan", persist: bool = True, node: Membership | None = None
+) -> RankSeal:
+    return RankSeal(rank, f"slot{rank}", 1, bytes(32), plan, persist, node=node)
 
 
 def step(
@@ -94,7 +96,7 @@ def kinds(actions: list[d.Action]) -> list[str]:
 
 # -- a step fails
 
-FAILED = ["Fail", "Tell", "Release", "Settle"]
+FAILED = ["Fail", "Tell", "Release", "EndWait"]
 
 
 def test_a_failed_step_is_marked_told_released_and_settled_in_this_order() -> None:
@@ -103,7 +105,7 @@ def test_a_failed_step_is_marked_told_released_and_settled_in_this_order() -> No
         d.Fail(KEY, "snapshot-failed", "no"),
         d.Tell(message),
         d.Release(KEY),
-        d.Settle(KEY),
+        d.EndWait(KEY),
     ]
     assert d.fail(step(sealed=(0,)), SnapshotFailed("no")) == expected
 
@@ -114,10 +116,10 @@ def test_a_failed_step_is_marked_told_released_and_settled_in_this_order() -> No
         (step(), FAILED),
         (step(sealed=()), FAILED),
         (step(sealed=(0,)), FAILED),
-        (step(sealed=(0, 1), state=S.SEALED), ["Settle"]),
-        (step(sealed=(0, 1), state=S.DURABLE), ["Settle"]),
-        (step(sealed=(0, 1), state=S.FAILED), ["Settle"]),
-        (step(failure=("storage", "before")), ["Settle"]),
+        (step(sealed=(0, 1), state=S.SEALED), ["EndWait"]),
+        (step(sealed=(0, 1), state=S.DURABLE), ["EndWait"]),
+        (step(sealed=(0, 1), state=S.FAILED), ["EndWait"]),
+        (step(failure=("storage", "before")), ["EndWait"]),
     ],
 )
 def test_only_a_step_that_is_incomplete_can_fail_and_only_once(
@@ -169,7 +171,7 @@ def granted(**slots: int) -> Step:
 
 def settled(made: Step) -> Step:
     """A step for which a rank has got no slot, and that another rank has sealed since."""
-    made.settle()
+    made.end_wait()
     made.timer = Timer()  # type: ignore[assignment]
     return made
 
@@ -199,7 +201,7 @@ def test_the_ranks_that_have_not_come_to_a_step_are_told(before: Step, missing: 
 def test_only_ranks_of_this_node_are_told_as_missing_by_this_node() -> None:
     before = step(kept=(2,))
     made = job(before, size=6)
-    made.node = Membership(claim="0" * 32, ranks=[2, 3, 4])
+    made.node = Membership(run_id="0" * 32, ranks=[2, 3, 4])
     assert [action.message.ranks for action in d.waiting(made, before)] == [[3, 4]]  # type: ignore[union-attr]
 
 
@@ -227,7 +229,7 @@ def test_a_rank_that_passes_over_a_step_gives_the_reason(
         (step(sealed=(1,)), FAILED),
         (step(sealed=(0,)), []),
         (step(sealed=(0, 1), state=S.SEALED), []),
-        (step(failure=("storage", "x")), ["Settle"]),
+        (step(failure=("storage", "x")), ["EndWait"]),
     ],
 )
 def test_a_rank_that_has_sealed_a_step_cannot_pass_over_it(
@@ -238,7 +240,7 @@ def test_a_rank_that_has_sealed_a_step_cannot_pass_over_it(
 
 def test_a_rank_that_is_alone_is_not_told_of_its_own_failure_since_it_may_be_trying_again() -> None:
     actions = d.passed_over(job(size=1), step(timer=False), 0, "x", "")
-    assert kinds(actions) == ["Fail", "Release", "Settle"]
+    assert kinds(actions) == ["Fail", "Release", "EndWait"]
 
 
 def test_the_steps_of_a_rank_that_left_fail_and_first_those_with_slots() -> None:
@@ -255,7 +257,7 @@ def test_the_steps_of_a_rank_that_left_fail_and_first_those_with_slots() -> None
         ("failed", "snapshot-failed", "step 5 failed: rank 1 ended before it sealed the step"),
         ("failed", "snapshot-failed", "step 8 failed: rank 1 ended before it sealed the step"),
     ]
-    assert [action.key for action in found if isinstance(action, d.Settle)] == [(1, 5), (1, 8)]
+    assert [action.key for action in found if isinstance(action, d.EndWait)] == [(1, 5), (1, 8)]
 
 
 def test_a_slot_that_an_earlier_daemon_granted_is_freed_when_its_rank_leaves() -> None:
@@ -375,9 +377,8 @@ def test_all_ranks_give_a_step_one_tag(before: Step, tag: str, actions: list[str
     found = d.requested(before, 1, tag)
     assert kinds(found) == actions
     reason = (
-        "rank 1 saves step 5 as 'best.a0001', another rank as 'step-00000005.a0001': pass "
-        "the "
-        "same tag on all ranks"
+        "rank 1 saves step 5 as 'best.a0001', and another rank saves it as 'step-00000005.a0001': "
+        "pass the same tag on all ranks"
     )
     assert raised(found) == ([(SnapshotFailed, reason)] if "Raise" in actions else [])
 
@@ -385,8 +386,8 @@ def test_all_ranks_give_a_step_one_tag(before: Step, tag: str, actions: list[str
 @pytest.mark.parametrize(
     ("before", "actions"),
     [
-        (step(kept=(0,)), [d.Settle(KEY)]),
-        (step(sealed=()), [d.Settle(KEY)]),
+        (step(kept=(0,)), [d.EndWait(KEY)]),
+        (step(sealed=()), [d.EndWait(KEY)]),
         (step(sealed=(0,)), []),
     ],
 )
@@ -429,7 +430,7 @@ TAKEN_BACK = "segment slot0 was taken back while its seal of step 5 was being re
         (
             step(failure=("storage", "full")),
             None,
-            ["Settle", "Free", "Raise"],
+            ["EndWait", "Free", "Raise"],
             (StorageError, "full"),
         ),
         (step(), None, ["Raise"], (NotFound, TAKEN_BACK)),
@@ -470,12 +471,24 @@ def test_a_damaged_seal_fails_the_step_and_frees_the_slot() -> None:
         (
             step(sealed=(0,)),
             rank_seal(1, plan=b"another"),
-            (StructureChanged, "step 5 failed: rank 1 sealed another plan than rank 0"),
+            (
+                StructureChanged,
+                "step 5 failed, because the plan of rank 1 differs from that of rank 0",
+            ),
         ),
         (
             step(sealed=(0,)),
             rank_seal(1, persist=False),
             (SnapshotFailed, "step 5 has persist=False on rank 1, but persist=True on rank 0"),
+        ),
+        (
+            step(sealed=(0,)),
+            rank_seal(1, node=Membership(run_id="0a" * 16, ranks=[1, 2])),
+            (
+                SnapshotFailed,
+                "step 5 failed: rank 1 says that ranks 1, 2 of run 0a0a0a0a are on this node, and "
+                "the ranks that sealed before it say all ranks of the job: start the job again",
+            ),
         ),
         (
             step(sealed=(), planned=(0,), kept=(1,)),
@@ -499,16 +512,16 @@ def test_all_ranks_seal_one_plan_with_one_persist(
     [
         (step(sealed=(0,), timer=False), False, [d.StartTimer(KEY)]),
         (step(sealed=(0,)), False, []),
-        (step(sealed=(0, 1)), False, [d.Settle(KEY), d.Move(KEY, Event.SEAL), d.Save(KEY)]),
+        (step(sealed=(0, 1)), False, [d.EndWait(KEY), d.Move(KEY, Event.SEAL), d.Save(KEY)]),
         (
             step(sealed=(0, 1)),
             True,
-            [d.Settle(KEY), d.Move(KEY, Event.SEAL), d.Move(KEY, Event.COMMIT)],
+            [d.EndWait(KEY), d.Move(KEY, Event.SEAL), d.Move(KEY, Event.COMMIT)],
         ),
         (
             step(sealed=(0, 1), persist=False),
             False,
-            [d.Settle(KEY), d.Move(KEY, Event.SEAL), d.Save(KEY)],
+            [d.EndWait(KEY), d.Move(KEY, Event.SEAL), d.Save(KEY)],
         ),
         (step(sealed=(0, 1), state=S.WRITING), False, []),
     ],
@@ -619,16 +632,3 @@ def test_the_reason_why_a_step_gets_no_slot(made: Job, blocked: Any, expected: A
 def test_a_rank_may_have_two_slots_for_a_step() -> None:
     made = Step(KEY, slots={"a0": 0, "b0": 0, "a1": 1})
     assert [d.has_another(made, segment) for segment in ("a0", "b0", "a1")] == [True, True, False]
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [
-        ([2], "rank 2"),
-        ([1, 2], "ranks 1, 2"),
-        (list(range(11)), "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more"),
-        ([], "ranks "),
-    ],
-)
-def test_ranks_in_words(numbers: list[int], text: str) -> None:
-    assert d.ranks(numbers) == text

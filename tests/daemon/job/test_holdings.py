@@ -24,7 +24,7 @@ from ckptd.shared.wire.lifecycle import SnapshotState
 from ckptd.shared.wire.messages import Progress, Waiting
 from tests.support.node_model import Model, Rules
 
-NODE = Membership(claim="0" * 32, ranks=[2, 3])
+NODE = Membership(run_id="0" * 32, ranks=[2, 3])
 
 
 def job(*snapshots: Snapshot, **changes: Any) -> Job:
@@ -179,7 +179,7 @@ def test_a_dead_step_fails_with_the_reason_of_the_other_node() -> None:
         saving,
         answer=Answer(dead=dict.fromkeys((5, 6, 7, 8), ("storage", "disk full (on node0)"))),
     )
-    actions = holdings.heard(made)
+    actions = holdings.answered(made)
     assert {action.key for action in actions if isinstance(action, d.Fail)} == {(1, 5), (1, 6)}
     messages = [a.message for a in actions if isinstance(a, d.Tell)]
     assert {(m.step, m.code, m.reason) for m in messages if isinstance(m, Progress)} == {

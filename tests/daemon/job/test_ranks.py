@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from ckptd.daemon.job.ranks import NOT_KNOWN, Owner, Process, Ranks, processes
-from ckptd.shared.wire.messages import News, Progress
+from ckptd.shared.wire.messages import Notification, Progress
 
 NEWS = Progress(re=0, attempt=1, step=5, state="durable")
 
 
-def owner(rank: int = 0, attempt: int = 1, size: int = 2, told: list[News] | None = None) -> Owner:
+def owner(
+    rank: int = 0, attempt: int = 1, size: int = 2, told: list[Notification] | None = None
+) -> Owner:
     return Owner("gpt", attempt, rank, size, None if told is None else told.append)
 
 
@@ -65,7 +67,7 @@ def test_a_new_attempt_retires_the_owners_of_older_ones() -> None:
 
 
 def test_connected_ranks_are_told_those_of_earlier_attempts_too() -> None:
-    heard: list[News] = []
+    heard: list[Notification] = []
     lost, former = owner(0, 2), owner(0, 1, told=heard)
     ranks = Ranks(owners={0: lost, 1: owner(1, 2, told=heard)}, former=[former, owner(1, 1)])
     ranks.tell(NEWS)

@@ -9,7 +9,7 @@ from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.reuse import ChunkCheck
 from ckptd.shared.wire.lifecycle import Event, IllegalStep, SnapshotState
 
-NODE = Membership(claim="0" * 32, ranks=[2, 5])
+NODE = Membership(run_id="0" * 32, ranks=[2, 5])
 
 
 def snapshot(

@@ -20,7 +20,7 @@ def test_it_says_what_the_manifest_says(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "gpt", step=7, attempt=2)
     (tag,) = open_root(tmp_path).tags("gpt")
     manifest = open_root(tmp_path).read_manifest("gpt", tag)
-    found = StoredCheckpoint.of(manifest, user_tag=True)
+    found = StoredCheckpoint.of(manifest)
     assert (found.job, found.tag, found.attempt, found.step, found.seq) == (
         "gpt",
         tag,
@@ -31,7 +31,7 @@ def test_it_says_what_the_manifest_says(tmp_path: Path) -> None:
     assert (found.nbytes, found.files, found.user_tag) == (
         manifest.nbytes,
         tuple(manifest.files),
-        True,
+        False,
     )
     assert found.nbytes > 0
     assert found.files

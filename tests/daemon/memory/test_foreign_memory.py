@@ -372,11 +372,11 @@ async def test_an_adoption_that_fails_leaves_all_of_it_foreign_and_may_be_repeat
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", fail_once_in_three(os.pwrite))
         with pytest.raises(OSError, match="No space left"):
-            await keeper.settle("job", "adopt")
+            await keeper.apply_choice("job", "adopt")
     assert (len(slots.foreign), len(slots.slots), taken) == (3, 0, [])
-    await keeper.settle("job", "adopt")
+    await keeper.apply_choice("job", "adopt")
     assert (len(slots.foreign), len(slots.slots), taken) == (0, 3, [[0, 1, 2]])
-    await keeper.settle("job")
+    await keeper.apply_choice("job")
     slots.close()
 
 

@@ -140,7 +140,7 @@ async def test_what_is_durable_or_no_longer_in_memory_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("node", "in_memory", "stored", "raises"),
     [
-        (Membership(claim="0" * 32, ranks=[0]), (2, 5), None, True),
+        (Membership(run_id="0" * 32, ranks=[0]), (2, 5), None, True),
         (None, None, None, True),
         (None, (2, 5), (2, 6), True),
         (None, (2, 5), (2, 5), False),

@@ -117,7 +117,7 @@ async def test_the_next_attempt_has_a_heartbeat_of_its_own(place: Place) -> None
 
 @pytest.mark.parametrize("leads", [True, False])
 async def test_only_the_node_of_rank_0_keeps_one(place: Place, leads: bool) -> None:
-    place.job.node = Membership(claim="0" * 32, ranks=[0] if leads else [1])
+    place.job.node = Membership(run_id="0" * 32, ranks=[0] if leads else [1])
     place.join()
     for _ in range(20):
         await asyncio.sleep(0.002)

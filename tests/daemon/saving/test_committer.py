@@ -130,7 +130,7 @@ def test_parts_that_a_receipt_names_are_dropped_only_after_an_abandonment(made: 
         attempt=2,
         step=1000,
         tag=TAG,
-        node=Membership(claim="0" * 32, ranks=[0, 1]),
+        node=Membership(run_id="0" * 32, ranks=[0, 1]),
         host="a",
         world_size=4,
         parts=parts,

@@ -388,7 +388,7 @@ def delivered(world: World, attempt: int = 1) -> str:
     """
     tag = write_checkpoint(world.root, step=1, attempt=attempt).tag
     receipt = Receipt(
-        job="gpt", attempt=attempt, step=1, tag=tag, node=Membership(claim="0" * 32, ranks=[0]),
+        job="gpt", attempt=attempt, step=1, tag=tag, node=Membership(run_id="0" * 32, ranks=[0]),
         host="node0", world_size=2, global_plan="0" * 64, parts=[], code="storage",
         reason="no room",
     )  # fmt: skip

@@ -66,7 +66,7 @@ def steps(root: Path) -> list[int]:
         for tag in repository.tags(JOB)
         if repository.is_committed(JOB, tag)
     ]
-    return sorted(parsed[1] or 0 for parsed in found if parsed)
+    return sorted(parsed.step or 0 for parsed in found if parsed)
 
 
 def stage_of(node: Node) -> Path:

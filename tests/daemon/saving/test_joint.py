@@ -70,7 +70,7 @@ class Node:
             Events(on_saved=[lambda s: self.told.append(s.state)]),
         )  # fmt: skip
         self.joint = Joint(self.root, timeout, remote=False, stopping=lambda: self.stopping)
-        self.share = Membership(claim=claim, ranks=list(ranks))
+        self.share = Membership(run_id=claim, ranks=list(ranks))
         self.job = self.catalog.job("gpt")
         self.job.attempt, self.job.world_size, self.job.node = 2, 4, self.share
         self.snapshot = Snapshot(
@@ -87,7 +87,7 @@ class Node:
         await self.joint.deliver(self.job, self.snapshot, self.write())
 
     async def settle(self) -> None:
-        await self.joint.settle(self.job, self.snapshot)
+        await self.joint.finish(self.job, self.snapshot)
 
     @property
     def outcome(self) -> Any:
@@ -333,10 +333,12 @@ async def test_steps_that_share_a_tag_are_never_joined(make: Make) -> None:
     with pytest.raises(Abandoned, match=None):
         await first.settle()
     assert isinstance(first.outcome, rc.Abandonment)
-    assert "have saved steps 1000 and 900 under one tag" in first.outcome.reason
+    assert "have saved steps 1000 and 900 under the same tag" in first.outcome.reason
     later = make(2, 3)
     later.snapshot.tag = later.snapshot.directory = TAG
-    with pytest.raises(AlreadyExists, match="is that of step 900; choose another tag"):
+    with pytest.raises(
+        AlreadyExists, match=r"step 900 of job .* has the tag .* already; choose another tag"
+    ):
         await later.joint._own_receipt(later.snapshot)
 
 
@@ -387,7 +389,7 @@ async def test_two_runs_that_hold_one_number_are_never_joined(make: Make) -> Non
     assert isinstance(error.value.error, Fenced)
     same = make(0, 1, claim="f" * 32)
     same.snapshot.tag = TAG
-    with pytest.raises(Fenced, match="is also that of another run"):
+    with pytest.raises(Fenced, match="another run of job .* is also in attempt"):
         await same.joint._own_receipt(same.snapshot)
 
 
@@ -428,7 +430,7 @@ async def newer(make: Make, *ranks: int, delivered: int = 0) -> Node:
     node = make(*ranks)
     node.job.attempt = 3
     node.job.uncommitted = set(node.repository.tags("gpt"))
-    await node.joint.settle_past(node.job, delivered)
+    await node.joint.decide_past(node.job, delivered)
     return node
 
 
@@ -450,7 +452,7 @@ async def test_the_next_attempt_abandons_what_is_not_complete_at_once_if_all_nod
     assert not late.job.checkpoints
     late.job.attempt = 4
     late.job.uncommitted = {TAG}
-    await late.joint.settle_past(late.job, 0)
+    await late.joint.decide_past(late.job, 0)
     assert late.repository.tags("gpt") == []
 
 
@@ -474,7 +476,7 @@ async def test_a_deleted_checkpoint_of_an_older_attempt_is_not_committed_again(m
     again = await newer(make, 0)
     assert again.job.abandoned == {}  # recover() does not call it incomplete
     again.job.attempt, again.job.uncommitted = 4, {TAG}
-    await again.joint.settle_past(again.job, 0)
+    await again.joint.decide_past(again.job, 0)
     assert again.repository.tags("gpt") == []
 
 

@@ -194,7 +194,7 @@ def test_a_node_without_rank_0_deletes_nothing_on_a_full_disk(
     monkeypatch.setattr(world.saver.root, "make_room", make_room)
     for ranks in ([0], [1]):
         world.fs.faults["create"] = 1, errno.ENOSPC
-        world.snapshot.node = Membership(claim="0" * 32, ranks=ranks)
+        world.snapshot.node = Membership(run_id="0" * 32, ranks=ranks)
         world.snapshot.progress = SaveProgress(1, 0.0)
 
         async def save() -> None:

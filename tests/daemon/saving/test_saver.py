@@ -366,9 +366,9 @@ def test_a_replaced_task_does_not_remove_its_successor(world: World) -> None:
 
 async def settled(world: World) -> None:
     task = world.saver.start(world.snapshot)
-    await world.saver.settle(world.snapshot)
+    await world.saver.wait_idle(world.snapshot)
     assert task.done()
-    await world.saver.settle(world.snapshot)
+    await world.saver.wait_idle(world.snapshot)
 
 
 def test_settle_waits_until_no_save_is_under_way(world: World) -> None:

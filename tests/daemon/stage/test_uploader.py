@@ -38,7 +38,7 @@ def tags(root: Location) -> list[int]:
     """Return the steps of the checkpoints in a root, oldest first."""
     repository = open_root(root)
     found = [tag for tag in repository.tags("job") if repository.is_committed("job", tag)]
-    return sorted(parsed[1] or 0 for tag in found if (parsed := names.parse_tag_directory(tag)))
+    return sorted(parsed.step or 0 for tag in found if (parsed := names.parse_tag_directory(tag)))
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.formats.coverage import Box, Effort, Shape, Shards, check_all, check_cover
+from ckptd.shared.formats.coverage import Effort, Shards, check_all, check_cover
 from ckptd.shared.formats.plan import BLOB, Item, Plan, Region
+from ckptd.shared.formats.sharding import Box, Shape
 from tests.shared.samples import WRITER, steady
 
 

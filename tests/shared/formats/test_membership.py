@@ -1,4 +1,4 @@
-"""Test that shares of a node that cannot be are found."""
+"""Tests that a wrong membership of a node is found."""
 
 from __future__ import annotations
 
@@ -15,21 +15,31 @@ CLAIM = "0123456789abcdef" * 2
     [
         ([0, 1], 0, 4, ""),
         ([1, 3], 3, 4, ""),
-        ([1, 0], 0, 4, "its ranks are not in ascending order"),
-        ([1, 1], 1, 4, "its ranks are not in ascending order"),
-        ([0, 1], 2, 4, "it has the ranks 0 to 1, which do not fit rank 2 of 4 ranks"),
-        ([2, 4], 2, 4, "it has the ranks 2 to 4, which do not fit rank 2 of 4 ranks"),
-        ([0, 1], 0, 2, "it has all ranks of the job, which is then on one node"),
+        ([1, 0], 0, 4, "the ranks of the node are not in ascending order"),
+        ([1, 1], 1, 4, "the ranks of the node are not in ascending order"),
+        ([0, 1], 2, 4, "rank 2 is not among the ranks of its node: ranks 0, 1"),
+        (
+            [2, 4],
+            2,
+            4,
+            "rank 4 of the node does not exist: the job has 4 ranks, numbered from 0",
+        ),
+        (
+            [0, 1],
+            0,
+            2,
+            "the node has all ranks of the job, so the job is not one of several nodes",
+        ),
     ],
 )
-def test_what_is_wrong_with_a_share(
+def test_a_wrong_membership_is_described(
     ranks: list[int], rank: int, world_size: int, problem: str
 ) -> None:
-    assert Membership(claim=CLAIM, ranks=ranks).problem(rank, world_size) == problem
+    assert Membership(run_id=CLAIM, ranks=ranks).problem(rank, world_size) == problem
 
 
 def test_the_node_of_rank_0_leads() -> None:
-    assert [Membership(claim=CLAIM, ranks=ranks).leads for ranks in ([0, 3], [1, 2])] == [
+    assert [Membership(run_id=CLAIM, ranks=ranks).leads for ranks in ([0, 3], [1, 2])] == [
         True,
         False,
     ]
@@ -43,6 +53,8 @@ def test_the_node_of_rank_0_leads() -> None:
         {"claim": CLAIM, "ranks": []},
     ],
 )
-def test_a_share_with_another_claim_or_without_ranks_is_refused(share: dict[str, object]) -> None:
+def test_a_membership_with_a_bad_run_id_or_without_ranks_is_refused(
+    share: dict[str, object],
+) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(share), type=Membership)

@@ -32,7 +32,7 @@ def part(rank: int) -> PartEntry:
 
 def receipt(*ranks: int, world_size: int = 4, claim: str = CLAIM, **changes: Any) -> rc.Receipt:
     made = rc.Receipt(
-        job="gpt", attempt=2, step=5, tag=TAG, node=Membership(claim=claim, ranks=list(ranks)),
+        job="gpt", attempt=2, step=5, tag=TAG, node=Membership(run_id=claim, ranks=list(ranks)),
         host=f"node{ranks[0]}", world_size=world_size, global_plan="aa",
         parts=[part(rank) for rank in ranks],
     )  # fmt: skip
@@ -62,15 +62,16 @@ def test_abandonments_come_back_and_are_known_by_their_first_line() -> None:
     [
         (
             receipt(1, 0),
-            "receipt names a node that cannot be: its ranks are not in ascending order",
+            "receipt has a wrong list of the ranks of its node: the ranks of the node are not in "
+            "ascending order",
         ),
         (
             receipt(0, 1, parts=[part(0)]),
-            "receipt does not have one part for each rank of its node",
+            "receipt does not have one part for each of ranks 0, 1, the ranks of its node",
         ),
         (
             receipt(0, 1, parts=[part(1), part(0)]),
-            "receipt does not have one part for each rank of its node",
+            "receipt does not have one part for each of ranks 0, 1, the ranks of its node",
         ),
         (
             receipt(0, parts=[msgspec.structs.replace(part(0), file="../rank-00000.ckpt")]),
@@ -146,18 +147,16 @@ def test_receipts_that_differ_are_never_joined() -> None:
         verdict = rc.decide([receipt(0, 1), receipt(2, 3, claim="f" * 32)], 4, late=late)
         assert verdict == rc.AbandonTry(
             "fenced",
-            "ranks 0, 1 on node0 and ranks 2, 3 on node2 are of two runs that hold the same "
-            "attempt number: start the job again",
+            "ranks 0, 1 on node0 and ranks 2, 3 on node2 belong to two runs of the job that "
+            "have the same attempt number: start the job again",
         )
         verdict = rc.decide([receipt(0, 1), receipt(2, 3, global_plan="bb")], 4, late=late)
         assert verdict == rc.AbandonTry(
             "snapshot-failed",
-            "ranks 0, 1 on node0 and ranks 2, 3 on node2 have saved different plans",
+            "ranks 0, 1 on node0 and ranks 2, 3 on node2 have saved by different plans",
         )
         verdict = rc.decide([receipt(0, 1), receipt(1, 2)], 4, late=late)
-        assert verdict == rc.AbandonTry(
-            "internal", "two nodes have delivered parts of the same rank"
-        )
+        assert verdict == rc.AbandonTry("internal", "two nodes have delivered parts of rank 1")
 
 
 def of_rank(rank: int, digests: bytes) -> rc.Receipt:

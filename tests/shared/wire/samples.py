@@ -29,7 +29,7 @@ REQUESTS: tuple[m.Request, ...] = (
     ),
     m.Deliver(id=15),
 )
-REPLIES: tuple[m.Reply, ...] = (
+REPLIES: tuple[m.Reply | m.Notification, ...] = (
     m.Welcome(
         re=1,
         version=1,
@@ -73,4 +73,4 @@ REPLIES: tuple[m.Reply, ...] = (
     m.Waiting(re=0, attempt=2, step=1000, ranks=[1, 3]),
     m.Error(re=4, code="quota", message="too much", retry=True),
 )
-MESSAGES: tuple[m.Request | m.Reply, ...] = REQUESTS + REPLIES
+MESSAGES: tuple[m.Request | m.Reply | m.Notification, ...] = REQUESTS + REPLIES

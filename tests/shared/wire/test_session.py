@@ -54,7 +54,7 @@ def pair(state: SessionState) -> tuple[Session, Session]:
     return agent, daemon
 
 
-def deliver(agent: Session, daemon: Session, message: m.Request | m.Reply) -> None:
+def deliver(agent: Session, daemon: Session, message: m.Request | m.Reply | m.Notification) -> None:
     sender, receiver = (agent, daemon) if isinstance(message, m.Request) else (daemon, agent)
     assert receiver.receive(sender.send(message)) == [message]
 
@@ -67,7 +67,7 @@ def unchanged(session: Session, step: Callable[[], object]) -> None:
     assert (session.state, dict(session.under_way), repr(session)) == before
 
 
-def raw(message: m.Request | m.Reply) -> bytes:
+def raw(message: m.Request | m.Reply | m.Notification) -> bytes:
     return frames.encode(m.encode(message))
 
 
