@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Ranks
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import PendingSnapshot
 from ckptd.agent.plan.layout import Layout, Local, plan_locally, savable
 from ckptd.agent.plan.plan_rounds import Description, PlanResult, PlanRounds
 from ckptd.agent.plan.replica_groups import ReplicaGroup
@@ -146,7 +146,9 @@ class KeptPlan:
             layout, sources.of(same[1], captured.tensors), unlike, same[1], same[0].addresses
         )
 
-    def renew(self, captured: Captured, state: Any, pending: Pending, budget: float) -> PlanInUse:
+    def renew(
+        self, captured: Captured, state: Any, pending: PendingSnapshot, budget: float
+    ) -> PlanInUse:
         """Plan with the other ranks, keep the layout, and return it with its live
         tensors.
 
@@ -162,7 +164,7 @@ class KeptPlan:
             )
 
     def _renew(
-        self, captured: Captured, state: Any, pending: Pending, deadline: float
+        self, captured: Captured, state: Any, pending: PendingSnapshot, deadline: float
     ) -> PlanInUse:
         found, parts = Structure.of(captured.tensors)
         # The kept layout is not valid until this planning has succeeded.
@@ -190,7 +192,7 @@ class KeptPlan:
         )
 
     def _plan(
-        self, captured: Captured, state: Any, pending: Pending, deadline: float
+        self, captured: Captured, state: Any, pending: PendingSnapshot, deadline: float
     ) -> PlanResult:
         rounds = PlanRounds(
             self._ranks, f"plan/{pending.attempt}/{pending.step}", deadline, lambda: pending.error

@@ -17,7 +17,7 @@ import torch
 
 from ckptd.agent import Agent, default, snapshot
 from ckptd.agent.outcomes import Outcomes
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.daemon.commands.report import status_text
 from ckptd.shared.errors import (
     CallerError,
@@ -71,7 +71,7 @@ def job(daemon: Daemon) -> Run:
             GOOD,
             {"step": 1, "on_error": "no"},
             InvalidRequest,
-            "^on_error is 'no'; expected 'raise', 'log' or None",
+            "^on_error is 'no'; expected 'raise-until-sealed', 'raise' or 'log'",
         ),
     ],
 )
@@ -253,7 +253,7 @@ def test_a_missing_setting_is_raised_by_the_first_snapshot(
 
 
 def ended(outcomes: Outcomes, step: int, *events: Event, error: str = "") -> None:
-    pending = Pending(step, 3, note=outcomes.note)
+    pending = PendingSnapshot(step, 3, note=outcomes.note)
     for event in events:
         pending.move(event)
     if error:

@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.agent import Agent, Schedule, close, schedule
+from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.schedule import Pace, best_interval
 from ckptd.shared.errors import SnapshotFailed
+from ckptd.shared.wire.lifecycle import Event
 from tests.shared.samples import steady
 from tests.support.daemons import Daemon, Home, running
 from tests.support.ranks import HERE, Ranks
@@ -251,8 +253,11 @@ def test_auto_snapshots_as_often_as_is_worth_the_cost(
     def costly(*arguments: Any, **options: Any) -> Any:
         pending = snapshot(*arguments, **options)
         pending.wait("durable", timeout=60)
-        pending.stall = 1.0
-        return pending
+        slow = PendingSnapshot(pending.step, pending.attempt)
+        slow.stall = 1.0
+        slow.seal()
+        slow.move(Event.COMMIT)
+        return Pending(slow)
 
     monkeypatch.setattr(agent, "snapshot", costly)
     due = []
