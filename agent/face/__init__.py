@@ -136,17 +136,19 @@ only for names that the others lack.
 """
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used.
+if not TYPE_CHECKING:  # to a type checker, it would say that the module has every name
 
-    Raises AttributeError for any other name, and UnsupportedTorch if the name needs
-    torch and no usable torch is installed.
-    """
-    if name in __all__:
-        for module in map(import_module, _MODULES):
-            if hasattr(module, name):
-                return globals().setdefault(name, getattr(module, name))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used.
+
+        Raises AttributeError for any other name, and UnsupportedTorch if the name needs
+        torch and no usable torch is installed.
+        """
+        if name in __all__:
+            for module in map(import_module, _MODULES):
+                if hasattr(module, name):
+                    return globals().setdefault(name, getattr(module, name))
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

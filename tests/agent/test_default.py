@@ -172,6 +172,5 @@ def test_a_function_has_the_parameters_and_the_text_of_the_method(name: str) -> 
     assert list(inspect.signature(function).parameters.values()) == list(taken.values())[1:]
     text = inspect.getdoc(function)
     assert text is not None
-    assert text.startswith(
-        f"{inspect.getdoc(method)}\n\nCall `Agent.{name}` of this process's agent"
-    )
+    own = f"Call `Agent.{name}` of this process's agent"
+    assert text.startswith(f"{inspect.getdoc(method)}\n\n{own}")

@@ -71,18 +71,18 @@ def test_the_names_for_type_checkers_are_those_of_the_module() -> None:
     ],
 )
 def test_no_torch_is_imported_for_what_needs_none(statement: str) -> None:
-    code = f"{statement}\nimport sys; print(sorted({{'torch', 'numpy', 'ckptd.agent'}} & set(sys.modules)))"
-    assert run(code) == "[]"
+    loaded = "import sys; print(sorted({'torch', 'numpy', 'ckptd.agent'} & set(sys.modules)))"
+    assert run(f"{statement}\n{loaded}") == "[]"
 
 
 def test_the_first_use_of_a_name_imports_the_agent() -> None:
-    used = "import sys, ckptd; ckptd.per_rank; print('torch' in sys.modules, 'per_rank' in vars(ckptd))"
-    assert run(used) == "True True"
+    use = "import sys, ckptd; ckptd.per_rank"
+    assert run(f"{use}; print('torch' in sys.modules, 'per_rank' in vars(ckptd))") == "True True"
 
 
 def test_without_torch_a_name_of_the_agent_says_what_to_do() -> None:
     without = "import sys; sys.modules['torch'] = None; import ckptd"
-    assert run(f"{without}; print(ckptd.LatestN(3))") == "LatestN(3)"
+    assert run(f"{without}; print(ckptd.LatestN(3))") == "LatestN(n=3)"
     for use in ("ckptd.snapshot", "from ckptd import Agent"):
         assert run(f"{without}; {use}") == (
             "ckptd.shared.errors.UnsupportedTorch: ckptd.agent needs torch 2.8 or newer, and "
