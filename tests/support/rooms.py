@@ -53,7 +53,8 @@ def imports(path: Path, nodes: Iterable[ast.AST] | None = None) -> Iterator[str]
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module is not None, f"{path}: relative import"
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
