@@ -16,12 +16,18 @@ ckptd.close()
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+
+TYPE_CHECKING = False
+"""True to type checkers, which know the name. To import it from `typing` would take longer
+than all else here.
+"""
 
 if __name__ != "ckptd":
     raise ImportError(f"import ckptd instead of {__name__}")
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from ckptd.agent import (
         Agent,
         Checkpoint,
