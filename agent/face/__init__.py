@@ -1,8 +1,8 @@
-"""Saves the state of a PyTorch training job without stopping it.
+"""The package `ckptd`: the public names, each imported when it is first used.
 
-This is the package `ckptd`, the face of the agent. A name is imported when it is first
-used, so that `import ckptd` is fast and works without torch. The names from
-`ckptd.agent` need torch; the retention policies and the errors do not.
+ckptd saves the state of a PyTorch training job without stopping it. `import ckptd` is
+fast, and works without torch. The retention policies and the errors need no torch
+either; all other names do.
 
 import ckptd
 

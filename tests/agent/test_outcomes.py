@@ -87,7 +87,7 @@ def test_a_mistake_of_the_caller_is_raised_until_a_snapshot_is_sealed(
     assert isinstance(pending.error, error)
     until(lambda: len(job.failed) == 3, "calls of on_failure")
     assert [failed.state for failed in job.failed] == ["failed"] * 3
-    assert job.failed[-1] is pending
+    assert job.failed[-1] == pending
     if "on_error" not in options:
         with pytest.raises(error, match=why):
             job.take(state, **later, on_error="raise")
