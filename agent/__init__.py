@@ -21,7 +21,7 @@ from ckptd.agent import torch_support  # noqa: F401
 from ckptd.agent.agent import Agent
 from ckptd.agent.dcp.storage_reader import StorageReader
 from ckptd.agent.dcp.storage_writer import StorageWriter
-from ckptd.agent.default import close, recover, snapshot
+from ckptd.agent.default import close, prepare, recover, snapshot
 from ckptd.agent.pending import Pending
 from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.agent.recover.recovery import Recovered
@@ -56,6 +56,7 @@ __all__ = [
     "StorageWriter",
     "close",
     "per_rank",
+    "prepare",
     "recover",
     "snapshot",
 ]

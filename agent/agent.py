@@ -39,6 +39,9 @@ from ckptd.agent.dcp.planner_rounds import plan_save
 from ckptd.agent.handover.handover import Handover
 from ckptd.agent.handover.rank_link import CLOSE_SECONDS, RankLink
 from ckptd.agent.link.arguments import (
+    OnBusy,
+    OnError,
+    Unsavable,
     as_step,
     check_choice,
     check_state,
@@ -49,7 +52,7 @@ from ckptd.agent.link.arguments import (
 from ckptd.agent.link.attempt import begin
 from ckptd.agent.link.script import DEFAULT, check_not_default
 from ckptd.agent.outcomes import MISTAKES, Outcomes
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import resolves_by_itself, values_of
@@ -178,7 +181,6 @@ class Agent:
         self._outcomes = Outcomes()
         self._advice = Advice()
         self._step_times = StepTimes()
-        self.schedules = 0
         # Bytes to reserve for the states of the random generators: the most seen so
         # far.
         self._rng_room = 1 << 14
@@ -232,13 +234,13 @@ class Agent:
         step: SupportsIndex,
         tag: str | None = None,
         persist: bool = True,
-        on_busy: str = "wait",
+        on_busy: OnBusy = "wait",
         metrics: Mapping[str, float] | None = None,
         user_content: Any = None,
         rng: bool = True,
-        on_error: str | None = None,
+        on_error: OnError = "raise-until-sealed",
         on_failure: Callable[[Pending], object] | None = None,
-        unsavable: str = "refuse",
+        unsavable: Unsavable = "refuse",
     ) -> Pending:
         """Copy `state` as it is now into a slot, and return.
 
@@ -272,8 +274,8 @@ class Agent:
             torch and the accelerators.
         on_error: what to do with an error that the caller must mend, such as a value
             that cannot be saved, or an invalid step or tag. "raise" raises it. "log"
-            returns it in the Pending. Default: "raise" until a snapshot of the attempt
-            is sealed, then "log".
+            logs it, and returns it in the Pending. "raise-until-sealed" raises it until
+            a snapshot of the attempt is sealed, and logs it from then on.
         on_failure: called with the Pending if the snapshot fails or is skipped, now or
             later, on another thread, one call at a time.
         unsavable: what to do with a value that cannot be saved. "refuse" fails the
@@ -286,7 +288,7 @@ class Agent:
         An error that one rank has while the ranks plan is raised on all ranks.
         """
         link = self._link
-        pending = Pending(
+        pending = PendingSnapshot(
             as_step(step),
             self.attempt,
             persist=bool(persist),
@@ -307,8 +309,8 @@ class Agent:
                         self.retention,
                         link.node,
                     )
-                    check_choice("on_error", on_error, ("raise", "log", None))
-                    check_choice("unsavable", unsavable, ("refuse", "skip"))
+                    check_choice("on_error", on_error, OnError)
+                    check_choice("unsavable", unsavable, Unsavable)
                     pending.unsaved = {} if unsavable == "skip" else None
                     self._snapshot(handover, state, request, on_busy, rng)
                 except CkptdError as error:
@@ -333,7 +335,7 @@ class Agent:
             on_error == "raise" or (on_error != "log" and self._outcomes.sealed_in != link.attempt)
         ):
             raise pending.error
-        return pending
+        return Pending(pending)
 
     def _snapshot(
         self, handover: Handover, state: Any, request: SnapshotRequest, on_busy: str, rng: bool
@@ -432,21 +434,6 @@ class Agent:
         handover.acquire()
         handover.fill(layout, resolved.sources_of(layout), singly=resolves_by_itself(planner))
         handover.seal_after(None, layout, documents)
-
-    def hear(self, topic: str, say: Callable[[], bytes], *, late: bool = False) -> bytes | None:
-        """Return the message of rank 0 on every rank. Used by `Schedule`.
-
-        `say` makes the message, and runs on rank 0 only. Another rank waits for the
-        message up to the stall budget, and returns None if it has not arrived by then.
-        With `late`, that rank has waited for this message before, and does not wait
-        again.
-
-        Raises SnapshotFailed if the job's store does not answer, InvalidRequest if the
-        agent is closed, and Busy inside another call of this thread.
-        """
-        with self._link.calls("hear"):
-            self._link.ready()
-            return self._link.ranks.broadcast(topic, say, 0.0 if late else self._link.stall_budget)
 
     # -- slots
 
@@ -598,6 +585,11 @@ class Agent:
         self._link.close(timeout)
         if not again and (complaint := self._outcomes.complaint()):
             raise SnapshotFailed(complaint)
+
+
+def link_of(agent: Agent) -> RankLink:
+    """Return the link of an agent to its daemon, for other modules of ckptd."""
+    return agent._link
 
 
 def _with_replicas(request: SnapshotRequest, digests: Callable[[], list[ReplicaDigests]]) -> bytes:

@@ -1,7 +1,8 @@
-"""The functions `snapshot`, `recover` and `close`, and the agent of this process that
-they use.
+"""The functions `snapshot`, `recover`, `prepare` and `close`, and the agent of this
+process that they use.
 
-The agent is made when it is first needed.
+The agent is made when it is first needed. The text of the parameters is that of the
+methods of `Agent`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, SupportsIndex
+from inspect import cleandoc
+from typing import Any, SupportsIndex, TypeVar
 
 from ckptd.agent.agent import Agent
 from ckptd.agent.handover.rank_link import CLOSE_SECONDS
-from ckptd.agent.link.arguments import as_step
+from ckptd.agent.link.arguments import OnBusy, OnError, Unsavable, as_step
 from ckptd.agent.outcomes import MISTAKES, Outcomes
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.recover.options import OnReshape
 from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.threads.call_lock import CallLock
@@ -24,6 +26,20 @@ from ckptd.shared.errors import CkptdError, SnapshotFailed
 _default: Agent | None = None
 _without_agent = Outcomes()  # of the snapshots for which no agent could be made
 _calls = CallLock()
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _documented_by(method: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Return a decorator that puts the docstring of the method before the function's."""
+
+    def document(function: _Function) -> _Function:
+        texts = (method.__doc__, function.__doc__)
+        function.__doc__ = "\n\n".join(cleandoc(text) for text in texts if text)
+        return function
+
+    return document
 
 
 def default_agent(name: str = "Agent") -> Agent:
@@ -41,60 +57,36 @@ def default_agent(name: str = "Agent") -> Agent:
         return _default
 
 
+@_documented_by(Agent.snapshot)
 def snapshot(
     state: Any,
     *,
     step: SupportsIndex,
     tag: str | None = None,
     persist: bool = True,
-    on_busy: str = "wait",
+    on_busy: OnBusy = "wait",
     metrics: Mapping[str, float] | None = None,
     user_content: Any = None,
     rng: bool = True,
-    on_error: str | None = None,
+    on_error: OnError = "raise-until-sealed",
     on_failure: Callable[[Pending], object] | None = None,
-    unsavable: str = "refuse",
+    unsavable: Unsavable = "refuse",
 ) -> Pending:
-    """Copy `state` as it is now into a slot, and return.
+    """Call `Agent.snapshot` of this process's agent, which is made if there is none.
 
-    The daemon saves the copy in the background.
-
-    Calls `Agent.snapshot` of this process's agent, which is made if there is none.
-    Returns a `Pending`, which reports the progress of the snapshot and any error; a
-    failed save never raises, and neither does a missing daemon.
-
-    state: any nesting of dicts, lists and tuples with tensors, modules, optimizers,
-        objects with a state_dict, and plain values.
-    step: an integer from 0 to 10**18 - 1, higher than the last step of this attempt.
-    tag: a name for the checkpoint, which retention then never deletes. Default: the
-        checkpoint is named by its step.
-    persist: False keeps the snapshot in memory only, unless the process dies or closes,
-        or the daemon stops, while it is the newest.
-    on_busy: if no slot is free, "wait" up to the daemon's stall budget (10 s by
-        default), or "skip" the step at once.
-    metrics: numbers by name, stored in the manifest.
-    user_content: a value that JSON can express, stored in the manifest.
-    rng: also capture the random generators of Python, NumPy (if it is imported), torch
-        and the accelerators.
-    on_error: "raise" raises an error that the caller must mend, such as a value that
-        cannot be saved, or an invalid step, tag or setting. "log" returns it in the
-        Pending. Default: "raise" until a snapshot of the attempt is sealed, then "log".
-    on_failure: called with the Pending if the snapshot fails or is skipped, now or
-        later, on another thread, one call at a time.
-    unsavable: "refuse" fails a snapshot with a value that cannot be saved. "skip"
-        leaves the value out, and logs its key.
-
-    Raises the same errors as `Agent.snapshot`, and InvalidRequest or InvalidName for an
-    invalid setting, as `on_error` says.
+    A missing daemon never raises either: the `Pending` has the reason. An invalid
+    setting raises InvalidRequest or InvalidName, as `on_error` says.
     """
     try:
         agent = default_agent("snapshot")
     except CkptdError as error:
         if isinstance(error, MISTAKES) and on_error != "log":
             raise
-        failed = Pending(as_step(step), note=partial(_without_agent.note, on_failure=on_failure))
+        failed = PendingSnapshot(
+            as_step(step), note=partial(_without_agent.note, on_failure=on_failure)
+        )
         failed.fail(error)
-        return failed
+        return Pending(failed)
     return agent.snapshot(
         state, step=step, tag=tag, persist=persist, on_busy=on_busy, metrics=metrics,
         user_content=user_content, rng=rng, on_error=on_error, on_failure=on_failure,
@@ -102,6 +94,7 @@ def snapshot(
     )  # fmt: skip
 
 
+@_documented_by(Agent.recover)
 def recover(
     state: Any,
     *,
@@ -111,27 +104,11 @@ def recover(
     on_reshape: OnReshape | None = None,
     same_partition: bool = False,
 ) -> Recovered | None:
-    """Load the newest snapshot that every rank can get into `state`, from memory or
-    storage.
+    """Call `Agent.recover` of this process's agent, which is made if there is none.
 
-    Calls `Agent.recover` of this process's agent, which is made if there is none.
-    Returns a `Recovered`, or None if the job has no checkpoint.
-
-    step: recover this step only. Default: the newest.
-    strict: False allows keys to be missing in the state or in the checkpoint, and an
-        optimizer or scheduler of another class.
-    keep: patterns of keys, as for `fnmatch`, whose values stay as they are in `state`,
-        like "optim.param_groups.*.lr".
-    on_reshape: called as `on_reshape(key, values)` for each `per_rank` value that was
-        saved on another number of ranks. It returns this rank's value. Without it,
-        recovery raises StructureMismatch.
-    same_partition: True says that as many ranks as saved the state recover it, each
-        with the same shards, which is faster.
-
-    Raises the errors of `Agent` and of `Agent.recover`.
+    Raises the errors of `Agent` too.
     """
-    agent = default_agent("recover")
-    return agent.recover(
+    return default_agent("recover").recover(
         state,
         step=step,
         strict=strict,
@@ -141,13 +118,20 @@ def recover(
     )
 
 
+@_documented_by(Agent.prepare)
+def prepare(state: Any) -> None:
+    """Call `Agent.prepare` of this process's agent, which is made if there is none.
+
+    Raises the errors of `Agent` too.
+    """
+    default_agent("prepare").prepare(state)
+
+
+@_documented_by(Agent.close)
 def close(timeout: float = CLOSE_SECONDS) -> None:
-    """Make the newest snapshot durable, then free the slots.
+    """Call `Agent.close` of this process's agent. Does nothing if there is no agent.
 
-    Does nothing if this process has no agent.
-
-    timeout: seconds to wait for the save, 600 by default. Raises the errors of
-    `Agent.close`. Raises SnapshotFailed if no agent could be made for any snapshot.
+    Raises SnapshotFailed if no agent could be made for any snapshot.
     """
     global _default, _without_agent
     with _calls("close"):

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.threads.callbacks import Callbacks
 from ckptd.shared.errors import (
     AlreadyExists,
@@ -56,7 +56,9 @@ class Outcomes:
         self._unsaved: dict[str, str] = {}
         _all.add(self)
 
-    def note(self, pending: Pending, on_failure: Callable[[Pending], object] | None = None) -> None:
+    def note(
+        self, pending: PendingSnapshot, on_failure: Callable[[Pending], object] | None = None
+    ) -> None:
         """Record that a snapshot was sealed or has ended.
 
         If it has failed or was skipped, call `on_failure` on another thread, after the
@@ -69,7 +71,8 @@ class Outcomes:
         self._last = (pending.step, pending.why)
         if on_failure is not None:
             self._callbacks.call(
-                partial(on_failure, pending), f"on_failure of the snapshot of step {pending.step}"
+                partial(on_failure, Pending(pending)),
+                f"on_failure of the snapshot of step {pending.step}",
             )
 
     def note_unsaved(self, unsaved: dict[str, str]) -> None:

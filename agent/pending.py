@@ -1,5 +1,7 @@
 """`Pending`, the result of `snapshot()`: the progress of one snapshot, which any thread
 may read or wait for.
+
+`PendingSnapshot` is the state behind it, which only the agent sees and changes.
 """
 
 from __future__ import annotations
@@ -8,8 +10,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Literal, get_args
 
 from ckptd.agent.threads.call_lock import Nested, call_around
+from ckptd.agent.threads.callbacks import Callbacks
 from ckptd.agent.threads.flag import Waiters
 from ckptd.shared.errors import CkptdError, SnapshotFailed
 from ckptd.shared.wire.lifecycle import Event, SnapshotState, step
@@ -17,7 +23,11 @@ from ckptd.shared.wire.messages import TrainingCost
 
 log = logging.getLogger("ckptd.agent")
 
-_SHOWN = {
+Milestone = Literal["staged", "sealed", "durable", "uploaded"]
+"""A state that a snapshot reaches on its way, in order, and that a thread can wait for."""
+PendingState = Literal[Milestone, "failed", "skipped"]
+
+_SHOWN: dict[SnapshotState, PendingState] = {
     SnapshotState.NEW: "staged",
     SnapshotState.FILLING: "staged",
     SnapshotState.STAGED: "staged",
@@ -26,70 +36,74 @@ _SHOWN = {
     SnapshotState.FAILED: "failed",
     SnapshotState.SKIPPED: "skipped",
 }
-_RANK = {"staged": 0, "sealed": 1, "durable": 2, "uploaded": 3}
+_MILESTONES: tuple[PendingState, ...] = get_args(Milestone)
 
 
 class Pending:
     """One snapshot on its way to storage.
 
-    `snapshot()` returns it; any thread may read it or wait.
-
-    step, attempt: the step and the attempt of the snapshot.
-    persist: True if the snapshot is to be saved to storage, False if it is kept in
-        memory only.
-    stall: seconds for which the call of `snapshot` held the training; 0.0 until that
-        call returns.
-    lost_seconds: seconds by which the training is behind because of this snapshot: its
-        call, and the steps that took longer than usual until it was durable. None until
-        a step of an optimizer has ended, and if fewer than 3 undisturbed steps are
-        known. The noise of the step times may make it negative.
-    error: the reason if the snapshot failed, was skipped, or was kept in memory only
-        and can no longer become durable; otherwise None.
-    segment: the name of its slot's segment, "" until a slot is granted.
-    unsaved: with unsavable="skip", the reason for each key that was left out of the
-        snapshot, otherwise None.
+    `snapshot()` returns it; any thread may read it or wait. Two of the same snapshot
+    are equal.
     """
 
-    def __init__(
-        self,
-        step: int,
-        attempt: int = 0,
-        *,
-        persist: bool = True,
-        note: Callable[[Pending], object] = lambda pending: None,
-    ) -> None:
-        """`note` is called with this Pending when its state has become "sealed" or
-        final, on the thread that has changed the state.
-        """
-        self.step = step
-        self.attempt = attempt
-        self.persist = persist
-        self.stall = 0.0
-        self.lost_seconds: float | None = None
-        self.cost_before: TrainingCost | None = None
-        self.begun: float | None = None
-        self.error: CkptdError | None = None
-        self.segment = ""
-        self.meets = True
-        """False if this rank keeps its plan, and so meets the other ranks in no round
-        for this step.
-        """
-        self.unsaved: dict[str, str] | None = None
-        self._state = SnapshotState.NEW
-        self._was_sealed = False
-        # True if the daemon has a stage, and so a durable checkpoint may be on the
-        # local disk only
-        self._local = False
-        self._uploaded = False
-        # The reason why a durable checkpoint cannot become "uploaded" any more.
-        self._never: CkptdError | None = None
-        self._over = False  # True once a memory-only snapshot can no longer become durable
-        self._note = note
-        self._lock = threading.RLock()
-        self._waiters = Waiters()
+    __slots__ = ("_snapshot",)
+
+    def __init__(self, snapshot: PendingSnapshot) -> None:
+        self._snapshot = snapshot
 
     @property
-    def state(self) -> str:
+    def step(self) -> int:
+        return self._snapshot.step
+
+    @property
+    def attempt(self) -> int:
+        return self._snapshot.attempt
+
+    @property
+    def persist(self) -> bool:
+        """True if the snapshot is to be saved to storage, False if it is kept in memory
+        only.
+        """
+        return self._snapshot.persist
+
+    @property
+    def stall(self) -> float:
+        """Seconds for which the call of `snapshot` held the training; 0.0 until that
+        call returns.
+        """
+        return self._snapshot.stall
+
+    @property
+    def lost_seconds(self) -> float | None:
+        """Seconds by which the training is behind because of this snapshot: its call,
+        and the steps that took longer than usual until it was durable.
+
+        None until a step of an optimizer has ended, and if fewer than 3 undisturbed
+        steps are known. The noise of the step times may make it negative.
+        """
+        return self._snapshot.lost_seconds
+
+    @property
+    def error(self) -> CkptdError | None:
+        """The reason if the snapshot failed, was skipped, or was kept in memory only and
+        can no longer become durable; otherwise None.
+        """
+        return self._snapshot.error
+
+    @property
+    def segment(self) -> str:
+        """The name of its slot's segment, "" until a slot is granted."""
+        return self._snapshot.segment
+
+    @property
+    def unsaved(self) -> dict[str, str] | None:
+        """With unsavable="skip", the reason for each key that was left out of the
+        snapshot, otherwise None.
+        """
+        return self._snapshot.unsaved
+
+    @property
+    def state(self) -> PendingState:
         """The state of the snapshot: "staged", "sealed", "durable", "uploaded",
         "failed" or "skipped".
 
@@ -101,16 +115,16 @@ class Pending:
         stage, a durable checkpoint is in the root. "failed" and "skipped": `error` has
         the reason.
         """
-        return "uploaded" if self._uploaded else _SHOWN[self._state]
+        return self._snapshot.state
 
     @property
     def done(self) -> bool:
         """True if the save is over: the state is "durable", "uploaded", "failed" or
         "skipped".
         """
-        return self._state in (SnapshotState.DURABLE, SnapshotState.FAILED, SnapshotState.SKIPPED)
+        return self._snapshot.done
 
-    def wait(self, state: str = "durable", timeout: float | None = None) -> Pending:
+    def wait(self, state: Milestone = "durable", timeout: float | None = None) -> Pending:
         """Wait until the snapshot has reached `state`, or a later one, and return this
         Pending.
 
@@ -129,22 +143,149 @@ class Pending:
         handler that interrupts `snapshot`: the interrupted call cannot continue until
         the handler returns.
         """
-        if state not in _RANK:
-            raise ValueError(
-                f"state is {state!r}; expected 'staged', 'sealed', 'durable' or 'uploaded'"
-            )
+        self._snapshot.wait(state, timeout)
+        return self
+
+    def future(self, until: Milestone = "durable") -> Future[Pending]:
+        """Return a future whose result is this Pending, once the snapshot has reached
+        the state `until` or a later one.
+
+        It has the exception that `wait` would raise if the snapshot can no longer reach
+        that state. `await asyncio.wrap_future(pending.future())` waits in a coroutine.
+        To cancel the future changes nothing about the save. Functions that the future
+        calls run on another thread. Unlike `wait`, `result()` does not refuse to wait
+        inside another call of this thread.
+
+        until: a state, as for `wait`. Raises ValueError for an unknown state.
+        """
+        _check(until)
+        future: Future[Pending] = Future()
+        self._snapshot.follow(future, until)
+        return future
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pending) and self._snapshot is other._snapshot
+
+    def __hash__(self) -> int:
+        return hash(self._snapshot)
+
+    def __repr__(self) -> str:
+        why = f": {self.error}" if self.error else ""
+        return f"<Pending step {self.step} of attempt {self.attempt} {self.state}{why}>"
+
+
+class PendingSnapshot:
+    """The state of one snapshot, which the agent moves from event to event.
+
+    The fields are those of `Pending`, and these:
+
+    cost_before: what the snapshot before has cost the training, or None if that is not
+    known. begun: the time of `time.perf_counter` at which the call of `snapshot` began,
+    or None if `dcp.save` takes the snapshot. meets: False if this rank keeps its plan,
+    and so meets the other ranks in no round for this step.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        attempt: int = 0,
+        *,
+        persist: bool = True,
+        note: Callable[[PendingSnapshot], object] = lambda snapshot: None,
+    ) -> None:
+        """`note` is called with this snapshot when its state has become "sealed" or
+        final, on the thread that has changed the state.
+        """
+        self.step = step
+        self.attempt = attempt
+        self.persist = persist
+        self.stall = 0.0
+        self.lost_seconds: float | None = None
+        self.cost_before: TrainingCost | None = None
+        self.begun: float | None = None
+        self.error: CkptdError | None = None
+        self.segment = ""
+        self.meets = True
+        self.unsaved: dict[str, str] | None = None
+        self._state = SnapshotState.NEW
+        self._was_sealed = False
+        # True if the daemon has a stage, and so a durable checkpoint may be on the
+        # local disk only
+        self._local = False
+        self._uploaded = False
+        # The reason why a durable checkpoint cannot become "uploaded" any more.
+        self._never: CkptdError | None = None
+        self._over = False  # True once a memory-only snapshot can no longer become durable
+        self._note = note
+        self._lock = threading.RLock()
+        self._waiters = Waiters()
+        self._futures: dict[Future[Pending], Milestone] = {}
+
+    @property
+    def state(self) -> PendingState:
+        return "uploaded" if self._uploaded else _SHOWN[self._state]
+
+    @property
+    def done(self) -> bool:
+        return self._state in (SnapshotState.DURABLE, SnapshotState.FAILED, SnapshotState.SKIPPED)
+
+    def wait(self, state: Milestone, timeout: float | None = None) -> None:
+        """Wait until the snapshot has reached `state`, or a later one.
+
+        Raises as `Pending.wait`.
+        """
+        _check(state)
         settled = self._settled(state)
         if not settled and (outer := call_around()):
             raise Nested("wait()", f"{outer}()")
         if not self._waiters.wait_for(lambda: self._settled(state), timeout):
             raise TimeoutError(f"step {self.step} is {self.state}, not {state}, after {timeout} s")
-        if not self._reached(state):
-            error = self.error or self._never
-            assert error is not None
+        if (error := self._missed(state)) is not None:
             raise error
-        return self
 
-    def _settled(self, state: str) -> bool:
+    def follow(self, future: Future[Pending], until: Milestone) -> None:
+        """Complete the future once the snapshot has reached the state `until`, or can
+        no longer reach it.
+        """
+        # The reference to this snapshot keeps it alive: the upload of a snapshot that
+        # nobody holds is not followed.
+        future.add_done_callback(lambda done: self._futures.pop(done, None))
+        self._futures[future] = until  # before the check, so that no change is missed
+        if self._settled(until):
+            self._complete(future, until)
+
+    def _complete(self, future: Future[Pending], until: Milestone) -> None:
+        """Give the future its result. Does nothing if it is complete or cancelled."""
+        if self._futures.pop(future, None) is None or not future.set_running_or_notify_cancel():
+            return
+        if (error := self._missed(until)) is None:
+            future.set_result(Pending(self))
+        else:
+            future.set_exception(error)
+
+    def _changed(self) -> None:
+        """Wake the threads that wait, and complete the futures that are settled.
+
+        A future calls functions of the caller, so each is completed on a thread of its
+        own.
+        """
+        self._waiters.notify()
+        for future, until in tuple(self._futures.items()):
+            if self._settled(until):
+                complete = partial(self._complete, future, until)
+                Callbacks().call(complete, f"a future of the snapshot of step {self.step}")
+
+    def _missed(self, state: Milestone) -> CkptdError | None:
+        """Return the reason why a settled snapshot has not reached the state, or None if
+        it has reached it.
+        """
+        if self._reached(state):
+            return None
+        error = self.error or self._never
+        assert error is not None
+        return error
+
+    def _settled(self, state: Milestone) -> bool:
         """Return True if the snapshot has reached the state, or can no longer reach it."""
         if (
             self._reached(state)
@@ -154,22 +295,16 @@ class Pending:
             return True
         return self._never is not None and self._state is SnapshotState.DURABLE
 
-    def _reached(self, state: str) -> bool:
+    def _reached(self, state: Milestone) -> bool:
         if state == "sealed" and self._was_sealed:
             return True
         if state == "uploaded" and self._state is SnapshotState.DURABLE and not self._local:
             return True
         return (
-            self.state in _RANK
-            and _RANK[self.state] >= _RANK[state]
+            self.state in _MILESTONES
+            and _MILESTONES.index(self.state) >= _MILESTONES.index(state)
             and self._state is not SnapshotState.NEW
         )
-
-    def __repr__(self) -> str:
-        why = f": {self.error}" if self.error else ""
-        return f"<Pending step {self.step} of attempt {self.attempt} {self.state}{why}>"
-
-    # For the agent only.
 
     @property
     def why(self) -> CkptdError:
@@ -201,7 +336,7 @@ class Pending:
             if self._uploaded or self._never is not None:
                 return
             self._uploaded, self._never = error is None, error
-        self._waiters.notify()
+        self._changed()
 
     def move(self, event: Event) -> None:
         """Apply an event to the state, and wake the waiting threads.
@@ -216,7 +351,7 @@ class Pending:
             log.debug("snapshot %d: %s -> %s", self.step, self._state.value, after.value)
             self._was_sealed = self._was_sealed or after is SnapshotState.SEALED
             self._state = after
-        self._waiters.notify()
+        self._changed()
         if after in (SnapshotState.SEALED, SnapshotState.DURABLE):
             self._note(self)
 
@@ -249,7 +384,7 @@ class Pending:
                 self.step,
                 str(error).removeprefix(f"step {self.step} failed: "),
             )
-        self._waiters.notify()
+        self._changed()
         self._note(self)
 
     def skip(self, reason: str) -> None:
@@ -268,7 +403,7 @@ class Pending:
         if not skipped:
             self.fail(SnapshotFailed(f"step {self.step} failed: {reason}"))
             return
-        self._waiters.notify()
+        self._changed()
         self._note(self)
 
     def supersede(self, why: str = "a newer snapshot has replaced it there") -> None:
@@ -279,4 +414,11 @@ class Pending:
             if not self.done:
                 self.error = SnapshotFailed(f"step {self.step} was kept in memory only, and {why}")
                 self._over = True
-        self._waiters.notify()
+        self._changed()
+
+
+def _check(state: str) -> None:
+    if state not in _MILESTONES:
+        raise ValueError(
+            f"state is {state!r}; expected 'staged', 'sealed', 'durable' or 'uploaded'"
+        )

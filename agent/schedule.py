@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from ckptd.agent import default
-from ckptd.agent.agent import Agent
-from ckptd.agent.pending import Pending
+from ckptd.agent.agent import Agent, link_of
+from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.threads.call_lock import CallLock, Nested
 from ckptd.shared.errors import CkptdError
 
@@ -167,13 +167,11 @@ class Schedule:
         self._begin(None)
 
     def _begin(self, agent: Agent | None) -> None:
-        """Start over, for another agent or the next attempt.
-
-        The agent's count of schedules gives each one its own topics in the store.
-        """
+        """Start over, for another agent or the next attempt."""
         if agent is not None and agent is not self._agent:
-            agent.schedules += 1
-            self._number = agent.schedules
+            link = link_of(agent)
+            link.schedules += 1
+            self._number = link.schedules
         self._agent, self._attempt = agent, 0 if agent is None else agent.attempt
         self._word, self._about = Word(False, False, 0), -1
         self._heard = 0
@@ -249,9 +247,9 @@ class Schedule:
             if not self.due(step):
                 return None
         except Nested as error:
-            failed = Pending(step)
+            failed = PendingSnapshot(step)
             failed.fail(error)
-            return failed
+            return Pending(failed)
         take = self._given.snapshot if self._given is not None else default.snapshot
         pending = take(state, step=step, persist=self._word.persist, **options)
         if pending.state not in ("failed", "skipped"):
@@ -271,7 +269,7 @@ class Schedule:
                 self._about >= self._again,
             )
             try:
-                heard = agent.hear(topic, lambda: self._decide(step), late=late)
+                heard = link_of(agent).hear(topic, lambda: self._decide(step), late=late)
             except Nested:
                 raise
             except CkptdError as error:

@@ -15,7 +15,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import PendingSnapshot
 from ckptd.shared.wire.messages import TrainingCost
 
 _REMEMBERED, _FEWEST = 64, 3
@@ -44,7 +44,7 @@ class StepTimes:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.last: Pending | None = None
+        self.last: PendingSnapshot | None = None
         self._clock = clock
         self._counted: weakref.ref[Optimizer] = lambda: None  # type: ignore[assignment]
         self._ended = self._held = 0.0
@@ -52,7 +52,7 @@ class StepTimes:
         self._others = 0  # steps of other optimizers since the counted one has stepped
         # A lock would deadlock: a signal handler may call `snapshot` while `_stepped`
         # runs on the same thread.
-        self._on_their_way: deque[Pending] = deque(maxlen=_MOST_ON_THEIR_WAY)
+        self._on_their_way: deque[PendingSnapshot] = deque(maxlen=_MOST_ON_THEIR_WAY)
         me = weakref.WeakMethod(self._stepped)
         hook = register_optimizer_step_post_hook(
             lambda optimizer, *_: (found := me()) and found(optimizer)
@@ -71,7 +71,7 @@ class StepTimes:
             return None
         return TrainingCost(step=last.step, seconds=last.lost_seconds, usual=usual)
 
-    def begin(self, pending: Pending) -> None:
+    def begin(self, pending: PendingSnapshot) -> None:
         """Count the steps from now on until the snapshot is durable, or has ended
         otherwise, as steps that it may have slowed down.
 
@@ -107,5 +107,5 @@ class StepTimes:
             )
 
 
-def _is_over(pending: Pending) -> bool:
+def _is_over(pending: PendingSnapshot) -> bool:
     return pending.done or (not pending.persist and pending.state == "sealed")

@@ -24,6 +24,7 @@ from benchmarks.rows import Row, keep, settled
 from benchmarks.saves import state_and_rounds
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.bench.ways import PlainCopy, State, timed
+from ckptd.agent.read.checkpoint import opened_of
 from ckptd.agent.read.loader import load as fill
 from tests.support.daemons import home, running
 
@@ -39,7 +40,7 @@ def drop(place: Path) -> None:
 
 def from_storage(path: Path, state: State) -> None:
     with Checkpoint.open(path) as checkpoint:
-        fill(checkpoint.opened.saved, state)
+        fill(opened_of(checkpoint).saved, state)
 
 
 def from_dcp(path: Path, state: State) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from ckptd.agent import Agent
+from ckptd import Agent
 from ckptd.agent.convert import export
 
 

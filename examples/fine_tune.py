@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from ckptd.agent import Agent, Checkpoint
+from ckptd import Agent, Checkpoint
 from ckptd.agent.convert import load_model
 
 CONFIG = GPT2Config(

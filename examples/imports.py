@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from ckptd.agent import Agent, Checkpoint
+from ckptd import Agent, Checkpoint
 from ckptd.agent.convert import adopt, import_checkpoint
 
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 
-from ckptd.agent import Checkpoint, StorageReader, StorageWriter
+from ckptd import Checkpoint, StorageReader, StorageWriter
 
 
 class Rename(DefaultSavePlanner):

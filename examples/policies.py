@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ckptd.agent import Agent, BestN, Checkpoint, EveryNSteps, LatestN, Schedule
+from ckptd import Agent, BestN, Checkpoint, EveryNSteps, LatestN, Schedule
 
 STEPS = 260
 

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 import torch
 
-from ckptd.agent import Checkpoint
+from ckptd import Checkpoint
 from ckptd.shared import names
 
 TRAINER = Path(__file__).with_name("train_gpt.py")

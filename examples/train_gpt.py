@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from ckptd.agent import CkptdError, Pending, close, recover, snapshot
+from ckptd import CkptdError, Pending, close, recover, snapshot
 
 
 class Block(nn.Module):

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from ckptd.agent.agent import Agent
+from ckptd.agent.agent import Agent, link_of
 from ckptd.agent.bench.training import Training
 from ckptd.agent.bench.ways import (
     DirectWrite,
@@ -129,7 +129,7 @@ def _agent(place: Path) -> Iterator[Agent]:
         agent.close()
     finally:
         if not agent.closed:
-            agent._link.let_go()  # after an error, nothing is to be saved
+            link_of(agent).let_go()  # after an error, nothing is to be saved
         with suppress(psutil.NoSuchProcess):
             daemon = psutil.Process(status["pid"])
             daemon.terminate()
@@ -138,7 +138,7 @@ def _agent(place: Path) -> Iterator[Agent]:
 
 
 def _status(agent: Agent) -> dict[str, Any]:
-    reply, _ = agent._link.client.call(lambda n: m.Status(id=n), m.StatusReport, 60.0)
+    reply, _ = link_of(agent).client.call(lambda n: m.Status(id=n), m.StatusReport, 60.0)
     found: dict[str, Any] = msgspec.json.decode(reply.report)
     return found
 
@@ -158,7 +158,7 @@ def _measure(
 ) -> Report:
     state, nbytes = training.tensors, training.nbytes
     agent.prepare(state)
-    agent._link.handovers.slots.wait()  # a training would go on meanwhile
+    link_of(agent).handovers.slots.wait()  # a training would go on meanwhile
     ways: dict[str, Way] = {
         "ckptd": WithAgent(agent), "torch.save": by_torch_save, "dcp.save": by_dcp_save,
         "dcp.async_save": by_dcp_async_save, "limit: plain copy": PlainCopy(state),

@@ -25,7 +25,7 @@ from ckptd.agent.convert.stored import as_stored, fill, length_of
 from ckptd.agent.dcp.standalone import StandalonePart, commit
 from ckptd.agent.plan.layout import Layout, memory, plan_locally
 from ckptd.agent.plan.shares import Offer, share_out
-from ckptd.agent.read.checkpoint import Checkpoint
+from ckptd.agent.read.checkpoint import Checkpoint, opened_of
 from ckptd.agent.read.loader import load, materialize
 from ckptd.agent.read.sources import Opened
 from ckptd.agent.state.capture import Captured, capture, values_document
@@ -275,7 +275,7 @@ def write_directory(
     part.close()
     with Checkpoint.open(directory) as written:
         written.verify()
-        contents_of(written.opened)  # makes every value that is no plain tensor
+        contents_of(opened_of(written))  # makes every value that is no plain tensor
 
 
 def _counted(pieces: Iterator[memoryview], progress: Callable[[int], None]) -> Iterator[memoryview]:

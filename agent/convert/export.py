@@ -16,7 +16,7 @@ from ckptd.agent.convert.contents import Contents, Leaf, flat, model_of
 from ckptd.agent.convert.formats import FORMATS
 from ckptd.agent.convert.output import OnProgress, check_place, continued, published
 from ckptd.agent.convert.selection import Selection
-from ckptd.agent.read.checkpoint import Checkpoint
+from ckptd.agent.read.checkpoint import Checkpoint, opened_of
 from ckptd.shared import __version__
 from ckptd.shared.errors import InvalidRequest, StorageError
 from ckptd.shared.formats.manifest import Manifest
@@ -96,7 +96,7 @@ def export(
         raise InvalidRequest(f"files: an export to {to!r} carries no files; only 'hf' does")
     try:
         with Checkpoint.open(path, which) as checkpoint:
-            contents = contents_of(checkpoint.opened)
+            contents = contents_of(opened_of(checkpoint))
             selection = Selection(
                 only or (_model_in(contents) if to == "hf" else ""),
                 dtype,

@@ -12,7 +12,7 @@ from ckptd.agent.convert import dcp_directory, huggingface, safetensors_file, to
 from ckptd.agent.convert.ckptd_directory import contents_of
 from ckptd.agent.convert.contents import Contents
 from ckptd.agent.convert.dcp_metadata import METADATA
-from ckptd.agent.read.checkpoint import Checkpoint
+from ckptd.agent.read.checkpoint import Checkpoint, opened_of
 from ckptd.shared.errors import CkptdError, IntegrityError, InvalidRequest, NotFound
 from ckptd.shared.location import Location
 from ckptd.shared.names import MANIFEST
@@ -134,4 +134,4 @@ def opened(
         yield format, contents, left_out
         return
     with Checkpoint.open(path, which) as checkpoint:
-        yield "ckptd", contents_of(checkpoint.opened), []
+        yield "ckptd", contents_of(opened_of(checkpoint)), []

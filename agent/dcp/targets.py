@@ -27,7 +27,7 @@ from ckptd.agent.link.arguments import job_store
 from ckptd.agent.link.attempt import BegunAttempt, RankPlace, as_begun
 from ckptd.agent.link.launch import find_place
 from ckptd.agent.link.rounds import Told
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import PendingSnapshot
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import Resolved, resolves_by_itself
 from ckptd.agent.threads.call_lock import CallLock
@@ -421,7 +421,7 @@ class SlotPart:
         return self._link.node
 
     @property
-    def _pending(self) -> Pending:
+    def _pending(self) -> PendingSnapshot:
         assert self._handover is not None
         return self._handover.pending
 

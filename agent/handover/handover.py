@@ -28,7 +28,7 @@ from ckptd.agent.handover.returns import MAX_REASON, Returns
 from ckptd.agent.handover.seals import Seals
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.slot_requests import SlotRequest
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import PendingSnapshot
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.threads.flag import Waiters
 from ckptd.shared.errors import CkptdError, IntegrityError, InternalError, SnapshotFailed
@@ -50,7 +50,9 @@ class Handover:
     call `Handovers.end`, which gives the slot back.
     """
 
-    def __init__(self, handovers: Handovers, pending: Pending, slot_request: SlotRequest) -> None:
+    def __init__(
+        self, handovers: Handovers, pending: PendingSnapshot, slot_request: SlotRequest
+    ) -> None:
         self.pending = pending
         self.slot_request = slot_request
         self.kept = ""
@@ -72,7 +74,7 @@ class Handover:
         return self._slot
 
     def begin(self) -> None:
-        """Register the step, so that the daemon's news about it reach the Pending."""
+        """Register the step, so that the daemon's news reach the snapshot."""
         self._all.pending[self.pending.attempt, self.pending.step] = self.pending
 
     def request(self, deadline: float) -> None:
@@ -267,8 +269,8 @@ class Handovers:
     def __init__(self, client: Client) -> None:
         self._client = client
         self.last_step = -1
-        self.pending: dict[tuple[int, int], Pending] = {}
-        self.filled: set[Pending] = set()
+        self.pending: dict[tuple[int, int], PendingSnapshot] = {}
+        self.filled: set[PendingSnapshot] = set()
         self.sealer = Sealer()
         self.slots = MappedSlots(client, self.sealer.wait)
         self.seals = Seals(client, self.pending)
@@ -276,7 +278,7 @@ class Handovers:
         self._open: list[Handover] = []
         self._sealed = Waiters()
 
-    def open(self, pending: Pending, tag: str | None) -> Handover:
+    def open(self, pending: PendingSnapshot, tag: str | None) -> Handover:
         """Register a hand-over, and return it.
 
         No message is sent yet. The caller must end it with `end`.
@@ -325,7 +327,7 @@ class Handovers:
             )
 
     @staticmethod
-    def _is_sealed(slot: MappedSlot, pending: Pending) -> bool:
+    def _is_sealed(slot: MappedSlot, pending: PendingSnapshot) -> bool:
         try:
             header = slot.refresh()
         except (IntegrityError, OSError, ValueError):
@@ -350,7 +352,7 @@ class Handovers:
         if handover in self._open:
             self._open.remove(handover)
 
-    def granted(self, pending: Pending, slot: MappedSlot) -> None:
+    def granted(self, pending: PendingSnapshot, slot: MappedSlot) -> None:
         """Record that the slot is granted for this snapshot.
 
         A memory-only snapshot that was in the slot is superseded.
@@ -367,7 +369,7 @@ class Handovers:
             pending.move(Event.GRANT)
         failpoint("agent.granted")
 
-    def fail(self, pending: Pending, error: CkptdError) -> None:
+    def fail(self, pending: PendingSnapshot, error: CkptdError) -> None:
         """Fail a snapshot on all ranks.
 
         Does nothing if it was skipped, because the other ranks know of the skip.
@@ -378,7 +380,7 @@ class Handovers:
         self.no_longer_filled(pending)
         self.pass_over(pending, error)
 
-    def pass_over(self, pending: Pending, reason: CkptdError) -> None:
+    def pass_over(self, pending: PendingSnapshot, reason: CkptdError) -> None:
         """Report to the daemon that this rank will not seal the step.
 
         The step then fails on all ranks, and no rank waits for it.
@@ -407,7 +409,7 @@ class Handovers:
         """
         return self._sealed.wait_for(lambda: not self.filled, max(0.0, deadline - time.monotonic()))
 
-    def no_longer_filled(self, pending: Pending) -> None:
+    def no_longer_filled(self, pending: PendingSnapshot) -> None:
         self.filled.discard(pending)
         self._sealed.notify()
 

@@ -25,7 +25,7 @@ from ckptd.agent.link.board import Board
 from ckptd.agent.link.client import CALL_SECONDS, Client
 from ckptd.agent.link.launch import find_place
 from ckptd.agent.link.rounds import WARN_SECONDS, Exchange, RankGroup, Told, not_called
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import PendingSnapshot
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.agent.threads.reminder import reminder
 from ckptd.shared.errors import (
@@ -59,11 +59,12 @@ class RankLink:
 
     Making it begins or joins an attempt. `calls` admits one public call at a time.
     `attempt` is the attempt that this rank is in, and `node` the membership of this
-    node in it, or None if all ranks are on one node. `saving` has the saves through DCP
-    that are not over yet. `structure_changed` is called, on any thread, when the ranks
-    must plan again. `unnamed` is True if neither the caller nor the environment names
-    the job. `takeover` says whether to begin although another run of the job is alive;
-    None leaves that to CKPTD_TAKEOVER.
+    node in it, or None if all ranks are on one node. `saving` has the saves through DCP that
+    are not over yet. `structure_changed` is called, on any thread, when the ranks must
+    plan again. `unnamed` is True if neither the caller nor the environment names the
+    job. `takeover` says whether to begin although another run of the job is alive; None
+    leaves that to CKPTD_TAKEOVER. `schedules` counts the schedules that have used this
+    link: the number gives each one topics of its own in the store.
 
     Raises DaemonUnreachable, Forbidden, InvalidName, InvalidRequest, JobRunning,
     ForeignMemory, StorageError and other errors of the daemon, and SnapshotFailed if a
@@ -86,6 +87,7 @@ class RankLink:
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.calls = CallLock(self._tidy)
         self.attempt = 0
+        self.schedules = 0
         self.node: Membership | None = None
         self._board: Board | None = None
         self.saving: weakref.WeakSet[object] = weakref.WeakSet()
@@ -98,7 +100,7 @@ class RankLink:
         self._warned = False  # True once a warning has named ranks that have not called snapshot()
         # Snapshots refused inside another call, for `_tidy` to report to the other
         # ranks.
-        self._nested: deque[Pending] = deque()
+        self._nested: deque[PendingSnapshot] = deque()
         self._pid = os.getpid()
         try:
             may, self._foreign_memory = may_take_over(takeover), foreign_memory()
@@ -245,18 +247,33 @@ class RankLink:
                 )
             self.begin_next()
 
+    def hear(self, topic: str, say: Callable[[], bytes], *, late: bool = False) -> bytes | None:
+        """Return the message of rank 0 on every rank.
+
+        `say` makes the message, and runs on rank 0 only. Another rank waits for the
+        message up to the stall budget, and returns None if it has not arrived by then.
+        With `late`, that rank has waited for this message before, and does not wait
+        again.
+
+        Raises SnapshotFailed if the job's store does not answer, InvalidRequest if this
+        link is closed, and Busy inside another call of this thread.
+        """
+        with self.calls("hear"):
+            self.ready()
+            return self.ranks.broadcast(topic, say, 0.0 if late else self.stall_budget)
+
     def open_step(self, step: int | None, tag: str | None) -> Handover:
         """Open the hand-over of a step of a DCP save, and return it.
 
         `step` None is the next step. The step counts as taken from now on.
         """
-        pending = Pending(self.last_step + 1 if step is None else step, self.attempt)
+        pending = PendingSnapshot(self.last_step + 1 if step is None else step, self.attempt)
         handover = self.handovers.open(pending, tag)
         self.handovers.last_step = max(self.last_step, pending.step)
         handover.begin()
         return handover
 
-    def refuse(self, pending: Pending, error: CkptdError) -> None:
+    def refuse(self, pending: PendingSnapshot, error: CkptdError) -> None:
         """Fail a snapshot that was made inside another call.
 
         The other ranks learn of it when the outer call ends.
@@ -305,7 +322,7 @@ class RankLink:
         )
         return reply.refused
 
-    def wait_durable(self, pending: Pending) -> None:
+    def wait_durable(self, pending: PendingSnapshot) -> None:
         """Wait until the snapshot is committed in the root: the caller may read the
         path that it has named.
 

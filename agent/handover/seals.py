@@ -7,7 +7,7 @@ from __future__ import annotations
 import weakref
 
 from ckptd.agent.link.client import Client
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import PendingSnapshot
 from ckptd.shared.errors import CkptdError, SnapshotFailed, from_wire
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.lifecycle import Event
@@ -20,14 +20,14 @@ class Seals:
     `Handovers` shares it, and adds to it.
     """
 
-    def __init__(self, client: Client, pending: dict[tuple[int, int], Pending]) -> None:
+    def __init__(self, client: Client, pending: dict[tuple[int, int], PendingSnapshot]) -> None:
         self._client, self._pending = client, pending
         self._news: m.Uploads | None = None
-        self._uploading: weakref.WeakValueDictionary[tuple[int, int], Pending] = (
+        self._uploading: weakref.WeakValueDictionary[tuple[int, int], PendingSnapshot] = (
             weakref.WeakValueDictionary()
         )
 
-    def hand_over(self, pending: Pending) -> None:
+    def hand_over(self, pending: PendingSnapshot) -> None:
         """Report a seal to the daemon, without waiting for the save.
 
         If the connection is lost, `hand_over_again` reports it later.
@@ -54,13 +54,13 @@ class Seals:
             if pending.state == "sealed":
                 self.hand_over(pending)
 
-    def _answered(self, pending: Pending, reply: m.Reply) -> None:
+    def _answered(self, pending: PendingSnapshot, reply: m.Reply) -> None:
         if isinstance(reply, m.Error):
             self.finish(pending, from_wire(reply.code, reply.message))
         elif isinstance(reply, m.Sealed) and reply.durable:
             self.finish(pending, None)
 
-    def finish(self, pending: Pending, error: CkptdError | None) -> None:
+    def finish(self, pending: PendingSnapshot, error: CkptdError | None) -> None:
         """Record that a snapshot is durable, or that it has failed with `error`.
 
         The first outcome counts.

@@ -9,7 +9,7 @@ import operator
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 import torch.distributed as dist
@@ -24,6 +24,10 @@ from ckptd.shared.formats.snapshot_request import MAX_REQUEST, SnapshotRequest
 from ckptd.shared.names import check_name, check_user_tag, host
 from ckptd.shared.retention import Policy
 from ckptd.shared.system.settings import FOREIGN_MEMORY_CHOICES
+
+OnBusy = Literal["wait", "skip"]
+OnError = Literal["raise-until-sealed", "raise", "log"]
+Unsavable = Literal["refuse", "skip"]
 
 
 def job_name(job: str | None, *, private: bool) -> str:
@@ -173,10 +177,13 @@ def check_state(state: Any, world_size: int) -> None:
         )
 
 
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raise InvalidRequest if the value of an option is none of its choices."""
-    if value not in choices:
-        *some, last = map(repr, choices)
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """Raise InvalidRequest if the value of an option is none of its choices.
+
+    choices: a Literal type.
+    """
+    if value not in get_args(choices):
+        *some, last = map(repr, get_args(choices))
         raise InvalidRequest(f"{name} is {value!r}; expected {', '.join(some)} or {last}")
 
 
@@ -196,7 +203,7 @@ def make_request(
     """
     if as_step(step) < 0:
         raise InvalidRequest(f"step is {step!r}; expected an integer from 0 to 10**18 - 1")
-    check_choice("on_busy", on_busy, ("wait", "skip"))
+    check_choice("on_busy", on_busy, OnBusy)
     if tag is not None:
         check_user_tag(tag)
     if metrics is not None and not isinstance(metrics, Mapping):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import RankGroup
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import PendingSnapshot
 from ckptd.agent.plan.layout import Layout, Local, plan_locally, savable
 from ckptd.agent.plan.plan_rounds import Description, PlanResult, PlanRounds
 from ckptd.agent.plan.replica_groups import ReplicaGroup
@@ -143,9 +143,11 @@ class KeptPlan:
             layout, sources.of(same[1], captured.tensors), unlike, same[1], same[0].addresses
         )
 
-    def renew(self, captured: Captured, state: Any, pending: Pending, budget: float) -> PlanInUse:
-        """Plan with the other ranks, keep the layout, and return it with the live tensors
-        of this state.
+    def renew(
+        self, captured: Captured, state: Any, pending: PendingSnapshot, budget: float
+    ) -> PlanInUse:
+        """Plan with the other ranks, keep the layout, and return it with its live
+        tensors.
 
         Raises UnsavableValue if a value cannot be saved or differs between ranks;
         StructureChanged if another rank has sealed this step with its kept plan;
@@ -159,7 +161,7 @@ class KeptPlan:
             )
 
     def _renew(
-        self, captured: Captured, state: Any, pending: Pending, deadline: float
+        self, captured: Captured, state: Any, pending: PendingSnapshot, deadline: float
     ) -> PlanInUse:
         found, parts = Structure.of(captured.tensors)
         # The kept layout is not valid until this planning has succeeded.
@@ -187,7 +189,7 @@ class KeptPlan:
         )
 
     def _plan(
-        self, captured: Captured, state: Any, pending: Pending, deadline: float
+        self, captured: Captured, state: Any, pending: PendingSnapshot, deadline: float
     ) -> PlanResult:
         rounds = PlanRounds(
             self._ranks, f"plan/{pending.attempt}/{pending.step}", deadline, lambda: pending.error

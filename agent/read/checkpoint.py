@@ -42,16 +42,15 @@ class Checkpoint:
 
     step: of the checkpoint, or None if it was saved without one. attempt: the run of
     the job that saved it. tag: the name of its directory. metrics, user_content: as
-    they were saved. manifest: the whole manifest. opened: its open parts, for other
-    modules of ckptd.
+    they were saved. manifest: the whole manifest.
     """
 
     def __init__(self, repository: Repository, job: str, manifest: Manifest) -> None:
         try:
-            self.opened: Opened = open_checkpoint(repository, job, manifest.tag, manifest)
+            self._opened: Opened = open_checkpoint(repository, job, manifest.tag, manifest)
         except OSError as error:
             raise StorageError.of(f"read {repository.where(job, manifest.tag)}", error) from None
-        self.manifest = self.opened.manifest or manifest
+        self.manifest = self._opened.manifest or manifest
 
     @classmethod
     @paused_collector()
@@ -113,23 +112,23 @@ class Checkpoint:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return self.opened.metrics
+        return self._opened.metrics
 
     @property
     def user_content(self) -> Any:
-        return self.opened.user_content
+        return self._opened.user_content
 
     def keys(self) -> list[str]:
         """Return the names of all tensors. Raises IntegrityError, StorageError."""
         with _reading("the names of the tensors"):
-            return self.opened.saved.names()
+            return self._opened.saved.names()
 
     def metadata(self, name: str) -> tuple[torch.dtype, torch.Size]:
         """Return the dtype and shape of a tensor.
 
         Raises NotFound, IntegrityError, StorageError.
         """
-        saved = self.opened.saved
+        saved = self._opened.saved
         with _reading(name):
             return saved.dtype(name), torch.Size(saved.shape(name)[1])
 
@@ -155,24 +154,24 @@ class Checkpoint:
         every call, so `load` is faster for most of a checkpoint.
         """
         with _reading(name):
-            described = self.opened.saved.describe(name)
+            described = self._opened.saved.describe(name)
             if slices is not None:
                 return read_slice(
-                    self.opened.saved, name, tuple(slices), device=device, dtype=dtype
+                    self._opened.saved, name, tuple(slices), device=device, dtype=dtype
                 )
             if isinstance(described, Alias) or (
                 dtype is None and torch.device(device).type == "cpu"
             ):
-                made = materialize(self.opened.saved, [name])[name]
+                made = materialize(self._opened.saved, [name])[name]
                 return (
                     made.to(device=device, dtype=dtype)
                     if dtype or torch.device(device).type != "cpu"
                     else made
                 )
             made = torch.empty(
-                described.size, dtype=dtype or self.opened.saved.dtype(name), device=device
+                described.size, dtype=dtype or self._opened.saved.dtype(name), device=device
             )
-            load(self.opened.saved, {name: made})
+            load(self._opened.saved, {name: made})
             return made
 
     def load(self) -> Any:
@@ -193,7 +192,7 @@ class Checkpoint:
         """
         with _reading(self.tag):
             tree = self._tree()
-            made = materialize(self.opened.saved, self.opened.saved.names())
+            made = materialize(self._opened.saved, self._opened.saved.names())
             return filled(tree, lambda name: made[name] if name in made else self._lacks(name))
 
     def verify(self, unchecked: list[str] | None = None) -> int:
@@ -211,8 +210,8 @@ class Checkpoint:
         """
         said: list[str] = []
         with _reading(self.tag):
-            total = self.opened.verify()
-            tree, saved = self._tree(said), self.opened.saved
+            total = self._opened.verify()
+            tree, saved = self._tree(said), self._opened.saved
             for name in saved.names():
                 try:
                     saved.dtype(name)
@@ -243,7 +242,7 @@ class Checkpoint:
         Raises as `Opened.document`, which explains `refused`.
         """
         documents = [
-            self.opened.document(rank, refused) for rank in range(self.manifest.world_size)
+            self._opened.document(rank, refused) for rank in range(self.manifest.world_size)
         ]
         return bare(merge([document["state"] for document in documents]))
 
@@ -251,7 +250,7 @@ class Checkpoint:
         raise IntegrityError(f"{self.tag}: its values name the tensor {name!r}, which no part has")
 
     def close(self) -> None:
-        self.opened.close()
+        self._opened.close()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -270,6 +269,11 @@ class Checkpoint:
             f"{self.step}, "
             f"{self.manifest.tensors} tensors>"
         )
+
+
+def opened_of(checkpoint: Checkpoint) -> Opened:
+    """Return the open parts of a checkpoint, for other modules of ckptd."""
+    return checkpoint._opened
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ckptd.agent.convert.export import export
 from ckptd.agent.convert.formats import one_sentence
 from ckptd.agent.pending import Pending
-from ckptd.agent.read.checkpoint import Checkpoint
+from ckptd.agent.read.checkpoint import Checkpoint, opened_of
 from ckptd.agent.read.loader import materialize
 from ckptd.agent.smp.runs import (
     check_absent,
@@ -165,8 +165,8 @@ def _of_rank(checkpoint: Checkpoint, device: torch.device) -> Any:
         dist.get_rank() if dist.is_initialized() else 0,
     )
     try:
-        tree = checkpoint.opened.document(rank)["state"]["object"]
-        made = materialize(checkpoint.opened.saved, tensor_names(tree))
+        tree = opened_of(checkpoint).document(rank)["state"]["object"]
+        made = materialize(opened_of(checkpoint).saved, tensor_names(tree))
     except OSError as error:
         raise StorageError.of(f"read {checkpoint.tag}", error) from None
     return filled(tree, lambda name: made[name].to(device))

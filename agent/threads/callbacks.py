@@ -60,7 +60,8 @@ def _wait_at_the_end() -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
     if late := sum(thread.is_alive() for thread in threads):
         log.warning(
-            "on_failure has not returned after %g s, and ends with the process (calls: %d)",
+            "on_failure, or a function of a future, has not returned after %g s, and ends with the "
+            "process (calls: %d)",
             _LAST_SECONDS,
             late,
         )

@@ -110,8 +110,8 @@ def main() -> None:
     """ckptd saves the state of PyTorch training jobs without stopping them, and brings
     it back after any crash.
 
-    In the training script: `from ckptd.agent import recover, snapshot`. Without a
-    running daemon, set CKPTD_ROOT and the trainer starts a private one.
+    In the training script: `from ckptd import recover, snapshot`. Without a running
+    daemon, set CKPTD_ROOT and the trainer starts a private one.
     """
 
 

@@ -65,7 +65,7 @@ class Server:
 
     def __init__(
         self,
-        components: Components,
+        parts: Components,
         service: Service,
         vitals: Vitals,
         descriptors: limits.DescriptorPlan,

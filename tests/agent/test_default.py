@@ -5,15 +5,16 @@ A fake replaces `Agent`.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from ckptd.agent import default
+from ckptd.agent import Agent, default
 from ckptd.agent.outcomes import Outcomes
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared.errors import Busy, DaemonUnreachable, SnapshotFailed
 
@@ -34,10 +35,13 @@ class FakeAgent:
 
     def snapshot(self, state: Any, **options: Any) -> Pending:
         self.calls.append(("snapshot", {"state": state, **options}))
-        return Pending(options["step"], 1)
+        return Pending(PendingSnapshot(options["step"], 1))
 
     def recover(self, state: Any, **options: Any) -> None:
         self.calls.append(("recover", {"state": state, **options}))
+
+    def prepare(self, state: Any) -> None:
+        self.calls.append(("prepare", state))
 
     def close(self, timeout: float) -> None:
         self.calls.append(("close", timeout))
@@ -75,11 +79,13 @@ def test_every_option_reaches_the_agent(agents: list[FakeAgent]) -> None:
         "same_partition": True,
     }
     default.recover("state", **wanted)
+    default.prepare("state")
     default.close(5.0)
     (agent,) = agents
     assert agent.calls == [
         ("snapshot", {"state": "state", **options}),
         ("recover", {"state": "state", **wanted}),
+        ("prepare", "state"),
         ("close", 5.0),
     ]
 
@@ -157,3 +163,14 @@ def test_a_forked_child_is_not_held_up_by_a_call_of_its_parent() -> None:
         default._after_fork()
         assert default._calls is not held
         assert default.default_agent() is default._default
+
+
+@pytest.mark.parametrize("name", ["snapshot", "recover", "prepare", "close"])
+def test_a_function_has_the_parameters_and_the_text_of_the_method(name: str) -> None:
+    function, method = getattr(default, name), getattr(Agent, name)
+    taken = inspect.signature(method).parameters
+    assert list(inspect.signature(function).parameters.values()) == list(taken.values())[1:]
+    text = inspect.getdoc(function)
+    assert text is not None
+    own = f"Call `Agent.{name}` of this process's agent"
+    assert text.startswith(f"{inspect.getdoc(method)}\n\n{own}")

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptd.agent import Agent, Schedule, StorageWriter, default
+from ckptd.agent.agent import link_of
 from ckptd.agent.copy.mapped_slot import MappedSlot
 from ckptd.agent.dcp import targets
 from ckptd.agent.link.client import Client
@@ -92,7 +93,7 @@ def test_a_nested_call_is_refused(agent: Agent, name: str) -> None:
         "recover": lambda: agent.recover({"w": torch.zeros(10)}),
         "prepare": lambda: agent.prepare({"w": torch.zeros(10)}),
         "close": agent.close,
-        "hear": lambda: agent.hear("topic", lambda: b"said"),
+        "hear": lambda: link_of(agent).hear("topic", lambda: b"said"),
         "wait": lambda: pending.wait("durable"),
     }
     evil = Calls(work[name])

@@ -17,7 +17,7 @@ import torch
 
 from ckptd.agent import Agent, default, snapshot
 from ckptd.agent.outcomes import Outcomes
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.daemon.commands.report import status_text
 from ckptd.shared.errors import (
     CallerError,
@@ -71,7 +71,7 @@ def job(daemon: Daemon) -> Run:
             GOOD,
             {"step": 1, "on_error": "no"},
             InvalidRequest,
-            "^on_error is 'no'; expected 'raise', 'log' or None",
+            "^on_error is 'no'; expected 'raise-until-sealed', 'raise' or 'log'",
         ),
     ],
 )
@@ -87,7 +87,7 @@ def test_a_mistake_of_the_caller_is_raised_until_a_snapshot_is_sealed(
     assert isinstance(pending.error, error)
     until(lambda: len(job.failed) == 3, "calls of on_failure")
     assert [failed.state for failed in job.failed] == ["failed"] * 3
-    assert job.failed[-1] is pending
+    assert job.failed[-1] == pending
     if "on_error" not in options:
         with pytest.raises(error, match=why):
             job.take(state, **later, on_error="raise")
@@ -253,7 +253,7 @@ def test_a_missing_setting_is_raised_by_the_first_snapshot(
 
 
 def ended(outcomes: Outcomes, step: int, *events: Event, error: str = "") -> None:
-    pending = Pending(step, 3, note=outcomes.note)
+    pending = PendingSnapshot(step, 3, note=outcomes.note)
     for event in events:
         pending.move(event)
     if error:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import Milestone, Pending, PendingSnapshot
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared.errors import Busy, CkptdError, SnapshotFailed, StorageError
 from ckptd.shared.wire.lifecycle import Event, IllegalStep
@@ -15,17 +19,17 @@ from ckptd.shared.wire.lifecycle import Event, IllegalStep
 TO_DURABLE = (Event.GRANT, Event.STAGE, Event.SEAL, Event.COMMIT)
 
 
-def moved(*events: Event, persist: bool = True) -> Pending:
-    pending = Pending(5, 2, persist=persist)
+def moved(*events: Event, persist: bool = True) -> PendingSnapshot:
+    pending = PendingSnapshot(5, 2, persist=persist)
     for event in events:
         pending.move(event)
     return pending
 
 
-def waits(pending: Pending, state: str) -> str:
+def waits(snapshot: PendingSnapshot, state: Milestone) -> str:
     """What a wait of no time comes to."""
     try:
-        return pending.wait(state, timeout=0.0).state
+        return Pending(snapshot).wait(state, timeout=0.0).state
     except TimeoutError as error:
         return str(error)
     except CkptdError as error:
@@ -47,16 +51,18 @@ def test_a_wait_ends_at_its_state_or_a_later_one(
 ) -> None:
     pending = moved(*TO_DURABLE[:events])
     assert (pending.state, pending.done, pending.granted) == (state, state == "durable", granted)
-    for number, wanted in enumerate(("staged", "sealed", "durable")):
+    milestones: tuple[Milestone, ...] = ("staged", "sealed", "durable")
+    for number, wanted in enumerate(milestones):
         late = f"step 5 is {state}, not {wanted}, after 0.0 s"
         assert waits(pending, wanted) == (state if number < reached else late)
 
 
 def test_waiting_threads_wake_at_each_move() -> None:
-    pending, woken = Pending(5), list[str]()
+    pending, woken = PendingSnapshot(5), list[str]()
+    milestones: tuple[Milestone, ...] = ("durable", "staged")
     threads = [
-        threading.Thread(target=lambda s=state: woken.append(pending.wait(s, 60).state))
-        for state in ("durable", "staged")
+        threading.Thread(target=lambda s=state: woken.append(Pending(pending).wait(s, 60).state))
+        for state in milestones
     ]
     for thread in threads:
         thread.start()
@@ -70,7 +76,7 @@ def test_waiting_threads_wake_at_each_move() -> None:
 SUPERSEDED = "a newer snapshot has replaced it there"
 
 
-def end(how: str, pending: Pending) -> None:
+def end(how: str, pending: PendingSnapshot) -> None:
     {
         "fail": lambda: pending.fail(StorageError("disk full")),
         "skip": lambda: pending.skip("every slot is still being saved"),
@@ -108,12 +114,12 @@ def test_a_wait_raises_the_reason_once_its_state_cannot_come(
     thread.join(60)
     assert (found, pending.state, waits(pending, "durable")) == ([error], state, error)
     assert error.endswith(str(pending.error))
-    assert repr(pending) == f"<Pending step 5 of attempt 2 {state}: {pending.error}>"
+    assert repr(Pending(pending)) == f"<Pending step 5 of attempt 2 {state}: {pending.error}>"
 
 
-def waits_long(pending: Pending) -> str:
+def waits_long(snapshot: PendingSnapshot) -> str:
     try:
-        return pending.wait("durable", 60).state
+        return Pending(snapshot).wait("durable", 60).state
     except CkptdError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -164,12 +170,14 @@ def test_why_has_a_reason_in_any_case() -> None:
 
 
 def test_an_unknown_state_is_refused() -> None:
-    for state in ("failed", "skipped", "done", ""):
-        with pytest.raises(
-            ValueError,
-            match=f"^state is '{state}'; expected 'staged', 'sealed', 'durable' or 'uploaded'$",
-        ):
-            moved(*TO_DURABLE).wait(state)
+    states: tuple[Any, ...] = ("failed", "skipped", "done", "")
+    pending = Pending(moved(*TO_DURABLE))
+    for state in states:
+        refused = f"^state is '{state}'; expected 'staged', 'sealed', 'durable' or 'uploaded'$"
+        with pytest.raises(ValueError, match=refused):
+            pending.wait(state)
+        with pytest.raises(ValueError, match=refused):
+            pending.future(state)
 
 
 def inside(lock: CallLock, what: Callable[[], object]) -> None:
@@ -195,8 +203,8 @@ def test_a_refusal_that_comes_after_a_failure_changes_nothing() -> None:
     """Another rank cannot take the step, and the daemon says so before it refuses the
     slot.
     """
-    noted: list[Pending] = []
-    pending = Pending(5, note=noted.append)
+    noted: list[PendingSnapshot] = []
+    pending = PendingSnapshot(5, note=noted.append)
     pending.fail(StorageError("rank 1 failed"))
     pending.skip("every slot is still being saved")
     assert (pending.state, str(pending.error), noted) == ("failed", "rank 1 failed", [pending])
@@ -210,3 +218,114 @@ def test_a_snapshot_that_gets_no_larger_slot_has_failed() -> None:
         "failed",
         "step 5 failed: every slot is still being saved",
     )
+
+
+# -- the face
+
+
+def test_a_pending_shows_its_snapshot() -> None:
+    snapshot = moved(Event.GRANT)
+    pending = Pending(snapshot)
+    snapshot.stall, snapshot.lost_seconds = 0.25, 1.5
+    snapshot.segment, snapshot.unsaved = "a.seg", {"x": "a lock"}
+    assert (pending.step, pending.attempt, pending.persist) == (5, 2, True)
+    assert (pending.stall, pending.lost_seconds) == (0.25, 1.5)
+    assert (pending.segment, pending.unsaved) == ("a.seg", {"x": "a lock"})
+    assert (pending.state, pending.done, pending.error) == ("staged", False, None)
+    snapshot.fail(StorageError("disk full"))
+    assert (pending.state, pending.done, pending.error) == ("failed", True, snapshot.error)
+
+
+def test_a_user_sees_nothing_but_the_documented_members() -> None:
+    assert {name for name in dir(Pending) if not name.startswith("_")} == {
+        "step", "attempt", "persist", "stall", "lost_seconds", "error", "segment", "unsaved",
+        "state", "done", "wait", "future",
+    }  # fmt: skip
+
+
+def test_two_of_one_snapshot_are_equal() -> None:
+    snapshot = moved()
+    assert Pending(snapshot) == Pending(snapshot) != Pending(moved())
+    assert len({Pending(snapshot), Pending(snapshot)}) == 1
+
+
+@pytest.mark.parametrize("until", ["sealed", "durable"])
+def test_a_future_completes_when_its_state_is_reached(until: Milestone) -> None:
+    snapshot = moved()
+    pending = Pending(snapshot)
+    future = pending.future(until)
+    needed = TO_DURABLE.index(Event.SEAL if until == "sealed" else Event.COMMIT)
+    for event in TO_DURABLE[:needed]:
+        snapshot.move(event)
+    assert not future.done()
+    snapshot.move(TO_DURABLE[needed])
+    assert future.result(60) == pending
+    assert pending.wait(until) is pending
+    at_once = pending.future(until)
+    assert at_once.done()
+    assert at_once.result() == pending
+
+
+@pytest.mark.parametrize(
+    ("how", "until"),
+    [("fail", "durable"), ("fail", "uploaded"), ("skip", "staged"), ("supersede", "durable")],
+)
+def test_a_future_fails_with_the_error_of_wait(how: str, until: Milestone) -> None:
+    snapshot = moved(*(() if how == "skip" else TO_DURABLE[:3]), persist=how != "supersede")
+    future = Pending(snapshot).future(until)
+    end(how, snapshot)
+    with pytest.raises(CkptdError) as waited:
+        Pending(snapshot).wait(until, 60)
+    assert future.exception(60) is waited.value
+    assert Pending(snapshot).future(until).exception(0) is waited.value
+
+
+def test_a_future_waits_for_the_upload_although_nothing_else_holds_the_snapshot() -> None:
+    """The agent holds a snapshot whose upload it follows by a weak reference."""
+    snapshot = moved(*TO_DURABLE[:3])
+    snapshot.expect_upload()
+    snapshot.move(Event.COMMIT)
+    future, held = Pending(snapshot).future("uploaded"), weakref.ref(snapshot)
+    del snapshot
+    gc.collect()
+    found = held()
+    assert found is not None
+    assert not future.done()
+    found.upload()
+    assert future.result(60).state == "uploaded"
+
+
+def test_a_cancelled_future_is_forgotten() -> None:
+    snapshot = moved(*TO_DURABLE[:3])
+    cancelled, other = Pending(snapshot).future(), Pending(snapshot).future()
+    assert cancelled.cancel()
+    snapshot.move(Event.COMMIT)
+    assert other.result(60).state == "durable"
+    assert cancelled.cancelled()
+    assert not other.cancel()
+
+
+def test_a_function_of_a_future_may_wait_for_the_thread_that_moves_the_snapshot() -> None:
+    snapshot, found = moved(*TO_DURABLE[:2]), list[str]()
+    sealed, called = Pending(snapshot).future("sealed"), threading.Event()
+
+    def wait(future: object) -> None:
+        found.append(Pending(snapshot).wait("durable", 60).state)
+        called.set()
+
+    sealed.add_done_callback(wait)
+    snapshot.move(Event.SEAL)
+    snapshot.move(Event.COMMIT)
+    assert called.wait(60)
+    assert found == ["durable"]
+
+
+async def test_a_coroutine_can_wait() -> None:
+    snapshot = moved(*TO_DURABLE[:3])
+    waiting = asyncio.wrap_future(Pending(snapshot).future())
+    threading.Timer(0.05, snapshot.move, [Event.COMMIT]).start()
+    assert (await asyncio.wait_for(waiting, 60)).state == "durable"
+    lost = moved(*TO_DURABLE[:3])
+    threading.Timer(0.05, lost.fail, [StorageError("disk full")]).start()
+    with pytest.raises(StorageError, match="^disk full$"):
+        await asyncio.wait_for(asyncio.wrap_future(Pending(lost).future()), 60)

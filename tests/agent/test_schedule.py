@@ -15,8 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.agent import Agent, Schedule, close, schedule
+from ckptd.agent.agent import link_of
+from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.schedule import Pace, best_interval
 from ckptd.shared.errors import SnapshotFailed
+from ckptd.shared.wire.lifecycle import Event
 from tests.shared.samples import steady
 from tests.support.daemons import Daemon, Home, running
 from tests.support.ranks import HERE, Ranks
@@ -251,8 +254,11 @@ def test_auto_snapshots_as_often_as_is_worth_the_cost(
     def costly(*arguments: Any, **options: Any) -> Any:
         pending = snapshot(*arguments, **options)
         pending.wait("durable", timeout=60)
-        pending.stall = 1.0
-        return pending
+        slow = PendingSnapshot(pending.step, pending.attempt)
+        slow.stall = 1.0
+        slow.seal()
+        slow.move(Event.COMMIT)
+        return Pending(slow)
 
     monkeypatch.setattr(agent, "snapshot", costly)
     due = []
@@ -278,7 +284,7 @@ def test_a_store_that_does_not_answer_is_retried_later(
         raise SnapshotFailed("the job's store has not answered for 5 s")
 
     with monkeypatch.context() as patch:
-        patch.setattr(agent, "hear", silent)
+        patch.setattr(link_of(agent), "hear", silent)
         for step in range(100):
             clock.now += 1
             assert not when.due(step)
@@ -344,12 +350,15 @@ def test_all_ranks_take_the_same_snapshots(daemon: Daemon) -> None:
 
 
 class Told:
-    """An agent of rank 0, or of another rank that hears what rank 0 has said in time."""
+    """An agent of rank 0, or of another rank that hears what rank 0 has said in time. It is
+    its own link.
+    """
 
     closed, attempt, schedules = False, 1, 0
 
     def __init__(self, said: dict[str, bytes], rank: int) -> None:
         self.said, self.rank, self.waited = said, rank, 0
+        self._link = self
 
     def hear(self, topic: str, say: Any, *, late: bool) -> bytes | None:
         if self.rank == 0:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import PendingSnapshot
 from ckptd.agent.step_times import StepTimes
 from ckptd.daemon.commands import report
 from ckptd.shared.errors import SnapshotFailed
@@ -30,8 +30,8 @@ class Training:
             self.now += taken
             self.optimizer.step()
 
-    def snapshot(self, stall: float = 0.0) -> Pending:
-        pending = Pending(1)
+    def snapshot(self, stall: float = 0.0) -> PendingSnapshot:
+        pending = PendingSnapshot(1)
         self.now += stall
         pending.stall = stall
         pending.seal()
@@ -85,7 +85,7 @@ def test_a_validation_beside_a_save_is_not_taken_for_its_cost(training: Training
 
 def test_a_snapshot_in_memory_only_costs_until_it_is_sealed(training: Training) -> None:
     training.steps(7.0, 1.0, 1.0, 1.0)
-    pending = Pending(1, persist=False)
+    pending = PendingSnapshot(1, persist=False)
     pending.stall = 0.5
     pending.seal()
     training.times.begin(pending)
@@ -100,7 +100,7 @@ def test_a_snapshot_that_has_failed_at_once_is_not_counted(training: Training) -
     hold such a step.
     """
     training.steps(7.0, 1.0, 1.0, 1.0)
-    pending = Pending(-1)
+    pending = PendingSnapshot(-1)
     pending.fail(SnapshotFailed("x"))
     training.times.begin(pending)
     training.steps(1.0, 5.0)
@@ -126,9 +126,9 @@ def test_a_signal_handler_may_snapshot_while_a_step_is_counted(
 ) -> None:
     training.steps(7.0, 1.0, 1.0, 1.0)
     pending = training.snapshot()
-    second: list[Pending] = []
+    second: list[PendingSnapshot] = []
 
-    def over(found: Pending) -> bool:
+    def over(found: PendingSnapshot) -> bool:
         if not second:
             second.append(training.snapshot())
         return found.done

@@ -28,6 +28,7 @@ from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
 from ckptd.agent.dcp.standalone import StandalonePart
 from ckptd.agent.dcp.targets import leave_all
 from ckptd.agent.plan.save_plan import Resolved
+from ckptd.agent.read.checkpoint import opened_of
 from ckptd.shared.codecs import codec
 from ckptd.shared.errors import CkptdError, IntegrityError, NotFound
 from ckptd.shared.formats.part_writer import Spread
@@ -583,9 +584,9 @@ def test_a_damaged_manifest_is_not_taken_for_checkpoints_of_each_rank(tmp_path: 
 def test_shards_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path) -> None:
     dcp.save({"a": torch.arange(40)}, storage_writer=StorageWriter(tmp_path, codec="raw"))
     with Checkpoint.open(tmp_path) as checkpoint:
-        (shard,) = checkpoint.opened.saved.shards["a"]
+        (shard,) = opened_of(checkpoint).saved.shards["a"]
         cut = replace_item(shard.item, sizes=(2,))
-        checkpoint.opened.saved.shards["a"] = [msgspec.structs.replace(shard, item=cut)]
+        opened_of(checkpoint).saved.shards["a"] = [msgspec.structs.replace(shard, item=cut)]
         with pytest.raises(IntegrityError, match="a: only 2 of 40 elements are stored"):
             checkpoint.load()
         with pytest.raises(IntegrityError, match="a: only 2 of 40 elements are stored"):

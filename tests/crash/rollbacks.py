@@ -26,6 +26,7 @@ import msgspec
 import torch
 
 from ckptd.agent import Agent, CkptdError, Pending
+from ckptd.agent.link.arguments import OnBusy
 from ckptd.agent.link.client import Client
 from ckptd.shared.errors import NotFound, SnapshotFailed
 from ckptd.shared.wire import messages as m
@@ -138,7 +139,7 @@ class Rolled:
 
     def _snapshot(self) -> None:
         self._step += 1
-        how = self._chance.choice(("skip", "wait"))
+        how: OnBusy = self._chance.choice(("skip", "wait"))
         call = self._chance.choice((self._note, self._sleep, self._wait_for_another, self._raise))
         state, persist = trainers.expected(self._step, SIZE), self._chance.random() < 0.8
         self._pending.append(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint
+from ckptd.agent.link.arguments import OnBusy
 from ckptd.shared import errors
 from ckptd.shared.system import failpoints
 from tests.support import trainers
@@ -233,9 +234,10 @@ def test_slots_that_take_long_to_make_hold_up_training_only_once(place: Home) ->
         place, failpoints="slot.creating=sleep(2)", environment={"CKPTD_STALL_BUDGET": "0.5"}
     ):
         agent = Agent("job", socket=place.socket)
+        ways: list[OnBusy] = ["skip", "wait", "wait", "skip"]
         skipped = [
             agent.snapshot({"x": torch.ones(3)}, step=step, on_busy=how)
-            for step, how in enumerate(["skip", "wait", "wait", "skip"])
+            for step, how in enumerate(ways)
         ]
         assert [pending.state for pending in skipped] == ["skipped"] * 4
         with pytest.raises(

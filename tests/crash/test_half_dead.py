@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from ckptd.agent import Checkpoint
+from ckptd.agent.read.checkpoint import opened_of
 from ckptd.agent.state import values
 from ckptd.shared import names
 from ckptd.shared.formats.segment import read_header
@@ -117,7 +118,7 @@ def check_storage(place: Home, job: str = JOB) -> set[int]:
             ] == []
             for rank in WORLD:
                 state = values.decode(
-                    checkpoint.opened.values(rank), tensors.__getitem__, objects=False
+                    opened_of(checkpoint).values(rank), tensors.__getitem__, objects=False
                 )["state"]
                 assert state["step"] == step
                 assert trainer.differences(state, {"own": trainer.own(step, rank)}) == []

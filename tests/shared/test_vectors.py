@@ -237,6 +237,7 @@ def test_a_sound_checkpoint_with_torch(name: str, place: Path) -> None:
     import torch
 
     from ckptd.agent import Checkpoint
+    from ckptd.agent.read.checkpoint import opened_of
 
     entry = VECTORS[name]
     with Checkpoint.open((place / entry["path"]).parent, Path(entry["path"]).name) as checkpoint:
@@ -265,7 +266,7 @@ def test_a_sound_checkpoint_with_torch(name: str, place: Path) -> None:
                 else torch.empty(0, dtype=torch.uint8)
             )
             assert digest(raw.numpy().tobytes()) == each["sha256"], key
-        found_blobs = checkpoint.opened.saved.read_blobs(list(entry.get("blobs", {})))
+        found_blobs = opened_of(checkpoint).saved.read_blobs(list(entry.get("blobs", {})))
         assert {
             key: {"bytes": len(data), "sha256": digest(data)} for key, data in found_blobs.items()
         } == entry.get("blobs", {})

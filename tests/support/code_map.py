@@ -49,7 +49,8 @@ def tables() -> str:
         lines += _rows(single)
         for room in (here / name for name in ORDER[package] if (here / name).is_dir()):
             lines += [f"### {package}/{room.name}", "", first_sentence(room / "__init__.py"), ""]
-            lines += _rows(sorted(set(room.glob("*.py")) - {room / "__init__.py"}))
+            if files := sorted(set(room.glob("*.py")) - {room / "__init__.py"}):
+                lines += _rows(files)
     return "\n".join(lines)
 
 

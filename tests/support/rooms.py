@@ -29,7 +29,7 @@ ORDER = {
     "agent": (
         "torch_support", "threads", "pending", "step_times", "advice", "outcomes", "state",
         "link", "plan", "copy", "handover", "read", "dcp", "recover", "agent", "default",
-        "schedule", "bench", "convert", "smp",
+        "schedule", "bench", "convert", "smp", "face",
     ),
 }  # fmt: skip
 """The rooms of each package, lowest first: a room imports only rooms that stand before it.
@@ -58,18 +58,24 @@ def imports(path: Path, nodes: Iterable[ast.AST] | None = None) -> Iterator[str]
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+FACE = "agent/face/__init__.py"
+"""The file of the package `ckptd` itself."""
+
+
 def modules(root: Path = ROOT) -> dict[str, Path]:
     """Return the modules of all packages below a checkout, by full name."""
     files = (path for package in PACKAGES for path in sorted((root / package).glob("**/*.py")))
-    names = {path: path.relative_to(root).with_suffix("").parts for path in files}
-    return {
-        f"ckptd.{'.'.join(parts)}".removesuffix(".__init__"): path for path, parts in names.items()
-    }
+    return {_name(path.relative_to(root)): path for path in files}
+
+
+def _name(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return "ckptd" if path == Path(FACE) else ".".join(("ckptd", *parts)).removesuffix(".__init__")
 
 
 def room_of(name: str) -> str:
     """Return the room of a module: "job" for "ckptd.daemon.job.catalog"."""
-    return [*name.split("."), "__init__"][2]
+    return "face" if name == "ckptd" else [*name.split("."), "__init__"][2]
 
 
 @dataclass(slots=True)
@@ -105,7 +111,7 @@ def rooms_of(name: str, root: Path = ROOT) -> Package:
     """Return the rooms of the package `name` in a checkout."""
     found, known = Package(), modules(root)
     for module, path in known.items():
-        if module.split(".")[1] != name or path == root / name / "__init__.py":
+        if path.relative_to(root).parts[0] != name or path == root / name / "__init__.py":
             continue
         room = room_of(module)
         below = found.imports.setdefault(room, set())

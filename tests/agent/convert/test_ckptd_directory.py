@@ -14,6 +14,7 @@ from ckptd.agent.convert import ckptd_directory
 from ckptd.agent.convert.ckptd_directory import PlannedPart, contents_of, write_directory
 from ckptd.agent.convert.contents import Contents, Leaf, flat, leaf_of, replaced
 from ckptd.agent.dcp import standalone
+from ckptd.agent.read.checkpoint import opened_of
 from ckptd.shared.errors import IntegrityError, UnsavableValue
 from ckptd.shared.formats.plan import Plan
 from tests.agent.convert.saved import assert_same, bits, loaded, shared
@@ -37,7 +38,7 @@ def test_leaves_tell_which_tensors_are_tied(daemon: Daemon) -> None:
     agent.snapshot(state, step=1)
     agent.close()
     with Checkpoint.open(daemon.home.root / "job") as checkpoint:
-        found = leaves(contents_of(checkpoint.opened))
+        found = leaves(contents_of(opened_of(checkpoint)))
     assert found["a"].is_tied_to(found["b"])
     assert not any(found["a"].is_tied_to(found[name]) for name in ("rows", "t", "other"))
     assert {found[name].storage for name in ("a", "b", "rows", "t")} == {found["a"].storage}
@@ -56,7 +57,7 @@ def test_modules_are_found_by_their_place(daemon: Daemon) -> None:
     )
     agent.close()
     with Checkpoint.open(daemon.home.root / "job") as checkpoint:
-        assert contents_of(checkpoint.opened).modules == ["nets.g", "nets.d"]
+        assert contents_of(opened_of(checkpoint)).modules == ["nets.g", "nets.d"]
 
 
 def test_a_plan_has_the_items_and_aliases_of_a_snapshot(daemon: Daemon) -> None:
@@ -64,8 +65,8 @@ def test_a_plan_has_the_items_and_aliases_of_a_snapshot(daemon: Daemon) -> None:
     agent.snapshot({"model": shared()}, step=1)
     agent.close()
     with Checkpoint.open(daemon.home.root / "job") as checkpoint:
-        [source] = checkpoint.opened.sources
-        planned = PlannedPart(contents_of(checkpoint.opened).tree, None)
+        [source] = opened_of(checkpoint).sources
+        planned = PlannedPart(contents_of(opened_of(checkpoint)).tree, None)
         assert planned.layout.plan.items == source.plan.items
         assert planned.layout.plan.aliases == source.plan.aliases
         assert Plan.decode(planned.layout.document).metadata == source.plan.metadata

@@ -17,6 +17,7 @@ from ckptd.agent.convert import dcp_directory, dcp_metadata
 from ckptd.agent.convert.ckptd_directory import contents_of
 from ckptd.agent.convert.contents import Leaf, replaced
 from ckptd.agent.convert.dcp_directory import Planned, read_directory, write_directory
+from ckptd.agent.read.checkpoint import opened_of
 from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
 from tests.agent.convert.saved import STATES, assert_same, one_process, save, save_sharded
 from tests.support import sharded
@@ -32,7 +33,7 @@ def test_files_of_bounded_size(
     out = tmp_path / "out"
     out.mkdir()
     with Checkpoint.open(save(state, tmp_path / "checkpoint")) as checkpoint:
-        contents = contents_of(checkpoint.opened)
+        contents = contents_of(opened_of(checkpoint))
         write_directory(out, Planned(contents.tree), contents, lambda length: None)
     assert len(list(out.glob("*.distcp"))) == files
     metadata = FileSystemReader(out).read_metadata()
@@ -160,6 +161,6 @@ def test_a_state_without_items_is_written(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     with Checkpoint.open(save({}, tmp_path / "checkpoint")) as checkpoint:
-        contents = contents_of(checkpoint.opened)
+        contents = contents_of(opened_of(checkpoint))
         write_directory(out, Planned(contents.tree), contents, lambda length: None)
     assert FileSystemReader(out).read_metadata().state_dict_metadata == {}

@@ -18,6 +18,7 @@ from ckptd.agent import Checkpoint
 from ckptd.agent.convert.ckptd_directory import contents_of
 from ckptd.agent.convert.contents import Leaf
 from ckptd.agent.convert.safetensors_file import DTYPES, check, read_file, without_ties, write_file
+from ckptd.agent.read.checkpoint import opened_of
 from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
 from tests.agent.convert.saved import assert_same
 from tests.agent.convert.saved import save as save_state
@@ -86,7 +87,7 @@ def test_every_tensor_is_aligned_whatever_the_names_are(tmp_path: Path) -> None:
         "x" * 13: torch.ones(1),
     }
     with Checkpoint.open(save_state(state, tmp_path / "checkpoint")) as checkpoint:
-        contents = contents_of(checkpoint.opened)
+        contents = contents_of(opened_of(checkpoint))
         write_file(
             tmp_path / "out",
             contents.tree,

@@ -14,6 +14,7 @@ from ckptd.agent import Checkpoint
 from ckptd.agent.convert import torch_file
 from ckptd.agent.convert.ckptd_directory import contents_of
 from ckptd.agent.convert.torch_file import check_values, write_file
+from ckptd.agent.read.checkpoint import opened_of
 from ckptd.shared.errors import IntegrityError, UnsavableValue
 from tests.agent.convert.saved import save
 
@@ -65,6 +66,6 @@ def test_a_storage_that_torch_has_not_written_is_noticed(
     with Checkpoint.open(
         save({"x": torch.ones(2), "y": torch.ones(3)}, tmp_path / "checkpoint")
     ) as checkpoint:
-        contents = contents_of(checkpoint.opened)
+        contents = contents_of(opened_of(checkpoint))
         with pytest.raises(IntegrityError, match="^torch wrote 1 of 2 storages into out$"):
             write_file(tmp_path / "out", contents.tree, contents, lambda length: None)

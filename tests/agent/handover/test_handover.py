@@ -13,7 +13,7 @@ import pytest
 
 from ckptd.agent.handover.handover import Handover, Handovers
 from ckptd.agent.link.client import Call, Client
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import PendingSnapshot
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, SnapshotFailed
 from ckptd.shared.formats.segment import SlotState
 from ckptd.shared.wire import messages as m
@@ -87,7 +87,7 @@ class World:
         self.all.slots._slots.update(cast(Any, self.slots))
 
     def open(self, step: int) -> Handover:
-        handover = self.all.open(Pending(step, 1), None)
+        handover = self.all.open(PendingSnapshot(step, 1), None)
         handover.begin()
         return handover
 
@@ -244,14 +244,14 @@ def test_the_daemon_hears_of_a_failure_but_only_a_step_that_is_free_can_fail(
 ) -> None:
     world = World()
     world.all.last_step = last_step
-    world.all.fail(Pending(step, 1), SnapshotFailed("why"))
+    world.all.fail(PendingSnapshot(step, 1), SnapshotFailed("why"))
     assert world.daemon.said() == [("abandon", ("", told, "why"))]
 
 
 def test_a_snapshot_that_fails_after_its_step_was_taken_is_not_reported_again() -> None:
     world = World()
     world.all.last_step = 5
-    pending = Pending(5, 1)
+    pending = PendingSnapshot(5, 1)
     pending.segment = "a"
     world.all.fail(pending, SnapshotFailed("why"))
     assert world.daemon.said() == []
@@ -260,7 +260,7 @@ def test_a_snapshot_that_fails_after_its_step_was_taken_is_not_reported_again() 
 def test_a_second_call_for_a_step_does_not_fail_the_first() -> None:
     world = World(granted("a"))
     first = world.filled(1)
-    world.all.fail(Pending(1, 1), SnapshotFailed("step 1 does not follow step 1"))
+    world.all.fail(PendingSnapshot(1, 1), SnapshotFailed("step 1 does not follow step 1"))
     assert world.all.pending[1, 1] is first.pending
     assert world.daemon.said() == [
         ("acquire", 1),
@@ -270,7 +270,7 @@ def test_a_second_call_for_a_step_does_not_fail_the_first() -> None:
 
 def test_a_memory_only_snapshot_is_superseded_in_its_slot() -> None:
     world = World(granted("a"), granted("a", 2))
-    old = world.all.open(Pending(1, 1, persist=False), None)
+    old = world.all.open(PendingSnapshot(1, 1, persist=False), None)
     old.begin()
     old.reserve(100, time.monotonic() + 60)
     old.acquire()
@@ -284,7 +284,7 @@ def test_a_memory_only_snapshot_is_superseded_in_its_slot() -> None:
 
 def test_closing_fails_snapshots_that_are_not_durable() -> None:
     world = World(granted("a"))
-    memory_only = world.all.open(Pending(0, 1, persist=False), None)
+    memory_only = world.all.open(PendingSnapshot(0, 1, persist=False), None)
     memory_only.begin()
     handover = world.filled(1)
     world.all.slots._slots.clear()

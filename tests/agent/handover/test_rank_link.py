@@ -17,7 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ckptd.agent.handover import rank_link
 from ckptd.agent.handover.rank_link import RankLink, links
 from ckptd.agent.link.rounds import Alone, Told
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import PendingSnapshot
 from ckptd.shared.errors import (
     Busy,
     CkptdError,
@@ -82,9 +82,9 @@ def done(connection: Connection, kind: type[m.Request]) -> Callable[[], None]:
     return lambda: connection.reply(m.Done(re=connection.next(kind).id))
 
 
-def sealed(link: RankLink, step: int) -> Pending:
+def sealed(link: RankLink, step: int) -> PendingSnapshot:
     """A snapshot that is sealed and not durable yet."""
-    pending = Pending(step, link.attempt)
+    pending = PendingSnapshot(step, link.attempt)
     pending.segment = f"{step}.seg"
     for event in (Event.GRANT, Event.STAGE, Event.SEAL):
         pending.move(event)
@@ -147,7 +147,7 @@ def test_a_job_without_a_name_is_refused_and_the_other_ranks_hear_of_it(world: W
 
 def test_news_reach_the_snapshot_of_their_attempt_and_step(world: World) -> None:
     connection = world.linked()
-    one, other, older = sealed(world.link, 1), sealed(world.link, 2), Pending(1, 2)
+    one, other, older = sealed(world.link, 1), sealed(world.link, 2), PendingSnapshot(1, 2)
     world.link.handovers.pending[2, 1] = older
     connection.reply(
         m.Progress(re=0, attempt=3, step=1, state="durable"),
@@ -240,7 +240,8 @@ def test_a_new_connection_resumes_the_attempt_and_reports_what_is_sealed(world: 
     seal = again.next(m.Seal)
     assert (seal.segment, seal.attempt, seal.step) == ("1.seg", 3, 1)
     again.reply(m.Sealed(re=seal.id, durable=True))
-    assert one.wait("durable", SECONDS) is one
+    one.wait("durable", SECONDS)
+    assert one.state == "durable"
 
 
 def test_a_newer_attempt_fails_what_is_sealed(world: World) -> None:
@@ -307,7 +308,7 @@ def test_a_step_of_dcp_follows_the_last(world: World) -> None:
 
 def test_the_other_ranks_hear_of_a_refused_snapshot_when_the_outer_call_ends(world: World) -> None:
     connection = world.linked(Told(0, 2, Store))
-    pending = Pending(5, 3)
+    pending = PendingSnapshot(5, 3)
     with world.link.calls("snapshot"):
         world.link.refuse(pending, Busy("snapshot() is running"))
         assert connection.requests.empty()

@@ -9,7 +9,7 @@ import pytest
 
 from ckptd.agent.handover.seals import Seals
 from ckptd.agent.link.client import Client
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import PendingSnapshot
 from ckptd.shared.errors import Fenced, SnapshotFailed, StorageError
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.lifecycle import Event
@@ -26,8 +26,8 @@ class Wire:
         self.posted.append((make(len(self.posted)), answered))
 
 
-def sealed(step: int, segment: str = "a") -> Pending:
-    pending = Pending(step, 1)
+def sealed(step: int, segment: str = "a") -> PendingSnapshot:
+    pending = PendingSnapshot(step, 1)
     pending.segment = segment
     for event in (Event.GRANT, Event.STAGE, Event.SEAL):
         pending.move(event)
@@ -35,7 +35,7 @@ def sealed(step: int, segment: str = "a") -> Pending:
 
 
 class World:
-    def __init__(self, *snapshots: Pending) -> None:
+    def __init__(self, *snapshots: PendingSnapshot) -> None:
         self.wire = Wire()
         self.pending = {(snapshot.attempt, snapshot.step): snapshot for snapshot in snapshots}
         self.seals = Seals(cast(Client, self.wire), self.pending)
@@ -74,7 +74,7 @@ def test_the_reply_to_a_seal(reply: m.Reply, state: str, error: str | None) -> N
 
 
 def test_after_a_lost_connection_what_is_sealed_is_reported_again() -> None:
-    staged, one, durable = Pending(7, 1), sealed(5), sealed(6)
+    staged, one, durable = PendingSnapshot(7, 1), sealed(5), sealed(6)
     world = World(staged, one, durable)
     world.seals.finish(durable, None)
     world.seals.hand_over_again()
@@ -101,7 +101,7 @@ def test_every_snapshot_fails_when_the_attempt_is_lost() -> None:
 # -- a daemon with a stage
 
 
-def staged(*steps: int) -> tuple[World, list[Pending]]:
+def staged(*steps: int) -> tuple[World, list[PendingSnapshot]]:
     """Return a world whose daemon has a stage, and snapshots that are durable there."""
     pending = [sealed(step) for step in steps]
     world = World(*pending)
@@ -120,7 +120,8 @@ def test_a_durable_checkpoint_is_uploaded_once_the_daemon_says_so() -> None:
         one.wait("uploaded", timeout=0)
     world.seals.follow_uploads(m.Uploads(re=0, attempt=1, uploaded=[5], waiting=[6]))
     assert [one.state, two.state] == ["uploaded", "durable"]
-    assert one.wait("durable", timeout=0) is one.wait("uploaded", timeout=0) is one
+    one.wait("durable", timeout=0)
+    one.wait("uploaded", timeout=0)
 
 
 def test_a_checkpoint_that_no_longer_waits_and_is_not_in_the_root_is_not_called_uploaded() -> None:
@@ -130,7 +131,8 @@ def test_a_checkpoint_that_no_longer_waits_and_is_not_in_the_root_is_not_called_
         SnapshotFailed, match="step 5 is not in the root, and does not wait for its upload"
     ):
         one.wait("uploaded", timeout=0)
-    assert one.wait("durable", timeout=0).state == "durable"
+    one.wait("durable", timeout=0)
+    assert one.state == "durable"
 
 
 def test_an_upload_that_was_told_before_the_seal_was_confirmed_counts() -> None:

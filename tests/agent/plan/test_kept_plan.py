@@ -10,7 +10,7 @@ import torch
 
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Alone
-from ckptd.agent.pending import Pending
+from ckptd.agent.pending import PendingSnapshot
 from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan
 from ckptd.agent.state.capture import Captured, capture
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, StructureChanged, UnsavableValue
@@ -69,7 +69,7 @@ def made(ranks: Any = None) -> tuple[KeptPlan, FakeClient]:
 
 def renewed(plan: KeptPlan, state: Any, step: int = 1, budget: float = 5.0) -> Captured:
     captured = capture(state)
-    plan.renew(captured, state, Pending(step, 3), budget)
+    plan.renew(captured, state, PendingSnapshot(step, 3), budget)
     return captured
 
 
@@ -77,7 +77,7 @@ def test_a_kept_plan_gives_the_live_tensors_of_the_next_state() -> None:
     plan, client = made()
     state = {"w": torch.ones(4), "b": torch.zeros(2, dtype=torch.int64), "n": 1}
     assert (plan.valid, plan.reuse(capture(state))) == (False, None)
-    first = plan.renew(capture(state), state, Pending(1, 1), 5.0)
+    first = plan.renew(capture(state), state, PendingSnapshot(1, 1), 5.0)
     layout, sources = first.layout, first.sources
     assert plan.valid
     later = {"w": torch.full((4,), 7.0), "b": torch.ones(2, dtype=torch.int64), "n": 2}
@@ -170,7 +170,7 @@ def test_a_planning_that_fails_leaves_no_valid_plan() -> None:
     ranks.other = lambda said: said
     with pytest.raises(UnsavableValue, match="^m: a tensor on the meta device"):
         renewed(plan, {"m": torch.ones(1, device="meta")})
-    failed = Pending(9, 3)
+    failed = PendingSnapshot(9, 3)
     failed.fail(StructureChanged("the step has failed"))
     with pytest.raises(StructureChanged, match="^the step has failed$"):
         plan.renew(capture(state), state, failed, 5.0)
@@ -179,7 +179,7 @@ def test_a_planning_that_fails_leaves_no_valid_plan() -> None:
 def test_replicas_are_shared() -> None:
     plan, _ = made(TwoRanks())
     state = {"a": torch.ones(1000), "b": torch.ones(1000), "n": 1}
-    layout = plan.renew(capture(state), state, Pending(1, 3), 5.0).layout
+    layout = plan.renew(capture(state), state, PendingSnapshot(1, 3), 5.0).layout
     assert len(layout.plan.items) == 1
 
 
@@ -210,7 +210,7 @@ def test_a_plan_made_ahead_is_the_one_that_a_snapshot_would_make() -> None:
     assert plan.valid
     ahead = plan.reuse(capture(state))
     assert ahead is not None
-    fresh = made()[0].renew(capture(state), state, Pending(1, 1), 5.0)
+    fresh = made()[0].renew(capture(state), state, PendingSnapshot(1, 1), 5.0)
     layout, sources = fresh.layout, fresh.sources
     assert ahead.layout == layout
     assert [id(source) for source in ahead.sources] == [id(source) for source in sources]
@@ -224,7 +224,7 @@ def test_the_tensors_that_a_copy_converts_are_known_unless_they_may_have_changed
         "transposed": torch.ones(2, 3).T,
         "negative": torch._neg_view(torch.ones(4)),
     }
-    first = plan.renew(capture(state), state, Pending(1, 1), 5.0)
+    first = plan.renew(capture(state), state, PendingSnapshot(1, 1), 5.0)
     layout, unlike = first.layout, first.unlike
     assert unlike is not None
     assert {layout.plan.items[n].fqn for n in unlike} == {"strided", "negative"}

@@ -20,6 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptd.agent import Checkpoint, StorageWriter
+from ckptd.agent.read.checkpoint import opened_of
 from ckptd.agent.read.loader import load
 from ckptd.shared.errors import Busy, IntegrityError, NotFound, UnsavableValue
 from ckptd.shared.formats.manifest import Manifest
@@ -214,7 +215,7 @@ def test_parameters_views_and_other_dtypes_are_filled_alike(tmp_path: Path) -> N
         "other": torch.zeros(3, 4, dtype=torch.float64), "turned": torch.zeros(4, 3).T,
     }  # fmt: skip
     with Checkpoint.open(tmp_path / "it") as checkpoint:
-        load(checkpoint.opened.saved, places)
+        load(opened_of(checkpoint).saved, places)
     for name, place in places.items():
         assert torch.equal(place.detach().to(torch.float32), saved[name]), name
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.read import loader
+from ckptd.agent.read.checkpoint import opened_of
 from ckptd.agent.read.loader import check_partition, load
 from ckptd.agent.read.saved import Saved
 from ckptd.shared.errors import NotFound, StructureMismatch
@@ -42,7 +43,7 @@ def saved(daemon: Daemon) -> Iterator[Saved]:
             step=1,
         ).wait(timeout=60)
     with Checkpoint.open(daemon.home.root / "job") as checkpoint:
-        yield checkpoint.opened.saved
+        yield opened_of(checkpoint).saved
 
 
 DESTINATIONS: dict[str, torch.Tensor] = {
@@ -129,7 +130,7 @@ def load_strided(path: Path) -> list[str]:
                                    stride=BIG.stride())  # fmt: skip
         try:
             with Checkpoint.open(path) as checkpoint:
-                load(checkpoint.opened.saved, {"w": place})
+                load(opened_of(checkpoint).saved, {"w": place})
         except StructureMismatch as error:
             errors.append(str(error))
     return errors
@@ -186,7 +187,7 @@ def planned_names(path: Path, dtype: torch.dtype) -> list[str]:
         "uneven": sharded(torch.zeros(5).to(dtype)),
     }
     with Checkpoint.open(path) as checkpoint:
-        load(checkpoint.opened.saved, state)
+        load(opened_of(checkpoint).saved, state)
     assert torch.equal(state["w"].to_local(), sharded(BIG).to_local().to(dtype))
     assert torch.equal(state["uneven"].to_local(), sharded(torch.arange(5.0)).to_local().to(dtype))
     return names

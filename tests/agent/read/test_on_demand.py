@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
 from ckptd.agent.dcp.targets import leave_all
+from ckptd.agent.read.checkpoint import opened_of
 from ckptd.agent.read.on_demand import SavedOnDemand
 from ckptd.daemon.commands.cli import main
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
@@ -86,7 +87,7 @@ def test_one_rank(place: Home, tmp_path: Path) -> None:
     )
 
     with Checkpoint.open(place.root / "job") as checkpoint:
-        saved = checkpoint.opened.saved
+        saved = opened_of(checkpoint).saved
         assert isinstance(saved, SavedOnDemand)
         (part,) = saved.parts
         assert checkpoint.metadata("layers.00007.weight") == (torch.float32, torch.Size([1]))
@@ -285,14 +286,14 @@ def test_a_save_that_dcp_has_planned_says_which_rank_has_each_item(place: Home) 
             ranks.call(save_with_planner, place.socket)
             ranks.call(leave_all)
         with Checkpoint.open(place.root / "job") as checkpoint:
-            assert isinstance(checkpoint.opened.saved, SavedOnDemand)
+            assert isinstance(opened_of(checkpoint).saved, SavedOnDemand)
             assert all(
                 checkpoint.tensor(name).tolist() == values for name, values in wanted.items()
             )
         with Checkpoint.open(place.root / "planned") as checkpoint:
             stored = [
                 {(item.fqn, item.offsets) for item in source.plan.items}
-                for source in checkpoint.opened.sources
+                for source in opened_of(checkpoint).sources
             ]
             described = checkpoint.manifest.metadata["state_dict_metadata"]
             for name, entry in described.items():

@@ -67,6 +67,6 @@ def test_the_end_of_the_process_waits_for_a_call_but_not_for_ever(
     )
     assert (ended.returncode, ended.stdout) == (0, said)
     assert (
-        "on_failure has not returned after 0.1 s, and ends with the process (calls: 1)"
-        in ended.stderr
+        "on_failure, or a function of a future, has not returned after 0.1 s, and ends with the "
+        "process (calls: 1)" in ended.stderr
     ) == (not said)

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 
 from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
+from ckptd.agent.pending import Milestone
 from ckptd.daemon.commands.cli import main
 from ckptd.daemon.commands.report import status_text
 from ckptd.daemon.stage.uploader import FIRST_PAUSE, LONGEST_PAUSE
@@ -58,7 +59,7 @@ def with_stage(place: Home, *arguments: str, failpoints: str = "") -> Any:
     )
 
 
-def save(agent: Agent, *steps: int, wait: str = "durable") -> None:
+def save(agent: Agent, *steps: int, wait: Milestone = "durable") -> None:
     for step in steps:
         agent.snapshot(trainers.expected(step), step=step).wait(wait, timeout=60)
 

@@ -1,0 +1,1 @@
+../../agent/face/__init__.py
