@@ -622,7 +622,8 @@ def spoken(kind: Any) -> str:
                 if isinstance(kind.item_type, info.StructType)
                 else spoken(kind.item_type)
             )
-            return f"list of {items}" + (
+            least = f", at least {kind.min_length:,d}" if kind.min_length else ""
+            return f"list of {items}{least}" + (
                 f", at most {kind.max_length:,d}" if kind.max_length is not None else ""
             )
         case info.DictType():
