@@ -300,6 +300,33 @@ def test_a_pinned_or_read_checkpoint_cannot_be_forgotten(world: World) -> None:
     assert (world.job.retiring, world.counters["retired"]) == (set(), 1)
 
 
+@pytest.mark.parametrize("held", ["pinned", "read", "guarded"])
+def test_a_deletion_that_was_begun_is_given_up_only_while_the_manifest_is_there(
+    world: World, held: str
+) -> None:
+    """Without its manifest a checkpoint is lost, and its files would stay for ever."""
+    old, new = saved_twice(world)
+    intent = r.Retiring(job="gpt", tag=old, files=list(world.job.checkpoints[old].files))
+    lease = world.storage.lease("gpt", old) if held == "read" else None
+    if held == "pinned":
+        world.storage.pin("gpt", old)
+    if held == "guarded":
+        world.job.guards[new] = "feature"
+    for manifest, left in ((True, [old, new]), (False, [new])):
+        if not manifest:
+            world.storage.delete_files("gpt", old, [names.MANIFEST])
+        world.journal.state.apply(intent)
+        asyncio.run(world.saver.root.finish_deletion(f"gpt/{old}"))
+        assert world.storage.tags("gpt") == left
+        assert (list(world.job.checkpoints), world.journal.state.retiring) == (left, {})
+    if lease is not None:
+        lease.close()
+    assert (world.job.retiring, world.counters["retired"]) == (set(), 0)
+    records = len(world.journal.records)
+    asyncio.run(world.saver.root.finish_deletion(f"gpt/{old}"))  # the intent is gone by then
+    assert len(world.journal.records) == records
+
+
 def test_a_damaged_checkpoint_is_deleted_with_its_parts_and_no_other_file(world: World) -> None:
     old, _ = saved_twice(world)
     place = world.root / "gpt" / old
