@@ -47,6 +47,7 @@ def environment(home: Path) -> dict[str, str]:
         **clean,
         "XDG_RUNTIME_DIR": str(home),
         "CKPTD_IDLE_TIMEOUT": "1",
+        "CKPTD_STALL_BUDGET": "60",  # on a busy machine a step would be skipped
         "OMP_NUM_THREADS": "1",
     }
 
