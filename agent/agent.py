@@ -174,7 +174,9 @@ class Agent:
         self._planner = planner
         self._load_planner = load_planner or (DefaultLoadPlanner() if planner is not None else None)
         self._habits = Habits()
-        self._outcomes, self._advice, self._step_times = Outcomes(), Advice(), StepTimes()
+        self._outcomes = Outcomes()
+        self._advice = Advice()
+        self._step_times = StepTimes()
         self.schedules = 0
         # Bytes to reserve for the states of the random generators: the most seen so
         # far.

@@ -176,7 +176,9 @@ class Schedule:
             self._number = agent.schedules
         self._agent, self._attempt = agent, 0 if agent is None else agent.attempt
         self._word, self._about = Word(False, False, 0), -1
-        self._heard, self._again, self._not_before = 0, 0, 0.0
+        self._heard = 0
+        self._again = 0
+        self._not_before = 0.0
         self._pace = Pace(self._persist_every)
         self._stalls: deque[float] = deque(maxlen=5)
         self._saving: Pending | None = None

@@ -7,31 +7,31 @@ clients; a deletion without a daemon adds nothing.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ckptd.daemon import recovery, tasks
-from ckptd.daemon.chunks.pipeline import Pipeline, SealedSlot
+from ckptd.daemon.chunks.pipeline import Pipeline
 from ckptd.daemon.chunks.seal_check import SealCheck, read_sealed
 from ckptd.daemon.config import Config
-from ckptd.daemon.engine.custody import Custody
 from ckptd.daemon.engine.engine import PLAN_GRACE_SECONDS, Engine
 from ckptd.daemon.engine.orphans import Orphans
 from ckptd.daemon.engine.seal_intake import SealIntake
 from ckptd.daemon.engine.steps import Steps
-from ckptd.daemon.job.catalog import Catalog, Job
-from ckptd.daemon.job.snapshot import SlotContents, Snapshot
+from ckptd.daemon.job.catalog import Catalog
+from ckptd.daemon.job.events import Events
 from ckptd.daemon.journal.journal import Journal
 from ckptd.daemon.journal.place import journal_directory
 from ckptd.daemon.memory import moved_root
 from ckptd.daemon.memory.admission import Admission
 from ckptd.daemon.memory.foreign_memory import ForeignMemoryKeeper
-from ckptd.daemon.memory.slots import Slot, Slots
-from ckptd.daemon.root.attempts import Attempts
-from ckptd.daemon.root.claims import Claims
+from ckptd.daemon.memory.slots import Slots
+from ckptd.daemon.root.claims import Attempts, Claims
 from ckptd.daemon.root.served_root import ServedRoot
 from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.daemon.runs.heartbeats import Heartbeats
@@ -41,7 +41,7 @@ from ckptd.daemon.saving.saver import Saver
 from ckptd.daemon.stage.root import StageRoot, check_apart, check_is_no_stage
 from ckptd.daemon.stage.uploader import Uploader
 from ckptd.shared import names
-from ckptd.shared.formats.segment import RootMark, SegmentHeader
+from ckptd.shared.formats.segment import RootMark
 from ckptd.shared.location import Location
 from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.locate import open_root
@@ -58,11 +58,13 @@ class Parts:
     `engine` decides about ranks and seals, `saver` writes checkpoints, and `orphans`
     looks after dead trainers. `identity` is the identity of the root. `served` checks
     that the root is still there, and `foreign` keeps the memory of other roots apart.
-    `repository` is the root, or the stage if there is one. With a stage, `uploader`
-    uploads to the root, and the second of `pipelines` writes to the root.
+    `events` reports what the daemon has done. `repository` is the root, or the stage if
+    there is one. With a stage, `uploader` uploads to the root, and the second of
+    `pipelines` writes to the root.
     """
 
     config: Config
+    events: Events
     repository: Repository
     identity: str
     served: ServedRoot
@@ -72,9 +74,11 @@ class Parts:
     slots: Slots
     catalog: Catalog
     journal: Journal
+    claims: Claims
     engine: Engine
     saver: Saver
     orphans: Orphans
+    heartbeats: Heartbeats
     uploader: Uploader | None = None
 
 
@@ -84,7 +88,6 @@ async def opened(
     fs: FileSystem,
     *,
     failed: Callable[[BaseException], None],
-    changed: Callable[[], None],
     locked: Callable[[], None] = lambda: None,
     lost: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Parts]:
@@ -92,11 +95,10 @@ async def opened(
     at the end.
 
     `failed` is called with the error of a background task or of the journal, after
-    which the daemon must end. `changed` is called when a save or the work for a dead
-    trainer has ended. `locked` is called once the root is locked and the journal is
-    replayed, before anything is recovered. `lost` is called if another root is found at
-    the place of the root. Raises Busy if another daemon has the root, StorageError,
-    InvalidConfig, NewerFormat.
+    which the daemon must end. `locked` is called once the root is locked and the
+    journal is replayed, before anything is recovered. `lost` is called if another root
+    is found at the place of the root. Raises Busy if another daemon has the root,
+    StorageError, InvalidConfig, NewerFormat.
     """
     with ExitStack() as held:
         root = open_root(config.root, fs)
@@ -145,62 +147,12 @@ async def opened(
             locked()
             identity = await calls.run(repository.identity) if behind is None else behind.identity
             slots.mark = RootMark(identity, str(config.root))
-            catalog, seal_check = Catalog(), SealCheck()
-
-            def lose_claim(job: Job, attempt: int) -> None:
-                engine.lose_claim(job, attempt)
-                orphans.ensure_timer(job)
-
-            def save(snapshot: Snapshot) -> None:
-                saver.start(snapshot)
-
-            def read_seal(
-                fd: int, header: SegmentHeader
-            ) -> Awaitable[tuple[SealedSlot, SlotContents]]:
-                return pipeline.run(lambda: read_sealed(fd, header))
-
-            def compare_seals(
-                contents: Mapping[int, SlotContents], world_size: int
-            ) -> Awaitable[None]:
-                return pipeline.run(lambda: seal_check.compare(contents, world_size))
-
-            async def reach_root(job: Job) -> None:
-                assert uploader is not None
-                await uploader.reach(job)
-
-            async def finish_save(place: str) -> None:
-                await recovery.finish_save(final, saver, catalog, root_calls, place)
-
-            def settled(job: Job) -> None:
-                steps.release_replaced(job)
-                orphans.ensure_timer(job)
-                if uploader is not None:
-                    uploader.wake()
-                changed()
-
-            async def take_over(foreign: list[Slot]) -> None:
-                await recovery.take_over(foreign, claims, catalog, orphans)
-
-            async def may_save(job: Job, attempt: int) -> None:
-                if behind is None or job.node is not None:
-                    await served.check_before_save()
-                await claims.claimed(job, attempt)
-
-            def gather() -> None:
-                moved_root.gather(
-                    slots, config.root, None if overflow is None else overflow.parent.parent
-                )
-
+            events, counters = Events(), Counter[str]()
             served = ServedRoot(root, root_calls, slots.mark, lost, staged=behind is not None)
-            foreign = ForeignMemoryKeeper(slots, str(config.root), config.foreign_memory, take_over)
-            claims = Claims(
-                Attempts(root, root_calls, None if behind is None else repository),
-                on_loss=lose_claim,
-            )
-            steps = Steps(catalog, slots, save, config.rank_timeout)
             front = final = Destination(
-                config, repository, journal, catalog, calls, pipeline, steps.counters, steps.tell
-            )
+                config, repository, journal, Catalog(), calls, pipeline, counters, events,
+                served if behind is None else None,
+            )  # fmt: skip
             if of_root is not None:
                 pipelines.append(
                     Pipeline(
@@ -209,67 +161,103 @@ async def opened(
                 )
                 held.callback(pipelines[-1].close)
                 final = Destination(
-                    config,
-                    root,
-                    of_root,
-                    Catalog(),
-                    root_calls,
-                    pipelines[-1],
-                    steps.counters,
-                    steps.tell,
-                    reach_root,
-                )
-            saver = Saver(
-                config, catalog, slots, front, final,
-                counters=steps.counters, claimed=may_save, tell=steps.tell, settled=settled,
-            )  # fmt: skip
-            uploader = None
-            if behind is not None:
-                uploader = Uploader(behind, front, final, finish_save=finish_save, changed=changed)
-                saver.front_parts.evict = uploader.make_room
-            seals = SealIntake(catalog, steps, journal, read_seal, compare_seals)
-            admission = Admission(slots, config.chunk_size, pipeline.run)
-            plan_timeout = config.stall_budget + PLAN_GRACE_SECONDS
-            beats = HeartbeatStore(root.storage)
-            heartbeats = Heartbeats(beats, claims.is_claimed)
-            guard = RunGuard(beats, root_calls, heartbeats)
-            engine = Engine(
-                catalog,
-                slots,
-                journal,
-                claims,
-                admission,
-                steps,
-                seals,
-                saver,
-                guard,
-                served,
-                foreign,
-                plan_timeout,
-            )
-            orphans = Orphans(
-                Custody(catalog, slots, steps, seals, saver), config.memory_ttl, changed
-            )
-            if of_root is not None:
-                of_root.start()
-            await recovery.recover(
-                repository, calls, claims, journal, catalog, slots, saver, orphans, foreign, gather
-            )
-            if uploader is not None:
-                _know_attempts(catalog)
-                uploader.start()
-            heartbeats.resume(catalog.jobs.values())
-            try:
-                yield Parts(
-                    config, repository, identity, served, foreign, calls, pipelines, slots, catalog,
-                    journal, engine, saver, orphans, uploader,
+                    config, root, of_root, Catalog(), root_calls, pipelines[-1], counters, events,
+                    served,
                 )  # fmt: skip
+                of_root.start()
+            parts = _composed(
+                config, identity, slots, pipelines, front, final, served, behind, events
+            )
+            gather = partial(
+                moved_root.gather, slots, config.root, overflow and overflow.parent.parent
+            )
+            await recovery.recover(
+                parts.saver, parts.claims, slots, parts.orphans, parts.foreign, gather
+            )
+            if parts.uploader is not None:
+                _know_attempts(parts.catalog)
+                parts.uploader.start()
+            parts.heartbeats.resume(parts.catalog.jobs.values())
+            try:
+                yield parts
             finally:
-                await heartbeats.close()
-                if uploader is not None and of_root is not None:
-                    await uploader.close()
+                await parts.heartbeats.close()
+                if parts.uploader is not None and of_root is not None:
+                    await parts.uploader.close()
                     await of_root.close()
                 await journal.close()
+
+
+def _composed(
+    config: Config,
+    identity: str,
+    slots: Slots,
+    pipelines: list[Pipeline],
+    front: Destination,
+    root: Destination,
+    served: ServedRoot,
+    behind: StageRoot | None,
+    events: Events,
+) -> Parts:
+    """Return the parts of a daemon that saves to `front`, and to `root` if `front` is a
+    stage. `behind` is then the root behind the stage.
+    """
+    catalog, journal, pipeline = front.catalog, front.journal, front.pipeline
+    stage = None if behind is None else front.repository
+    claims = Claims(Attempts(root.repository, root.calls, stage), events)
+    saver = Saver(config, catalog, slots, front, root, claims, events)
+    uploader = None
+    if behind is not None:
+        uploader = Uploader(behind, saver, events)
+        root.ready = uploader.reach
+        front.evict = uploader.make_room
+    steps = Steps(catalog, slots, saver, config.rank_timeout)
+    seal_check = SealCheck()
+    seals = SealIntake(
+        catalog,
+        steps,
+        journal,
+        read=lambda fd, header: pipeline.run(partial(read_sealed, fd, header)),
+        compare=lambda contents, size: pipeline.run(partial(seal_check.compare, contents, size)),
+    )
+    orphans = Orphans(catalog, slots, steps, seals, saver, events, config.memory_ttl)
+    take_over = partial(recovery.take_over, claims, catalog, orphans)
+    foreign = ForeignMemoryKeeper(slots, str(config.root), config.foreign_memory, take_over)
+    beats = HeartbeatStore(root.repository.storage)
+    heartbeats = Heartbeats(beats, claims.is_claimed)
+    engine = Engine(
+        catalog,
+        slots,
+        journal,
+        claims,
+        Admission(slots, config.chunk_size, pipeline.run),
+        steps,
+        seals,
+        saver,
+        RunGuard(beats, root.calls, heartbeats),
+        served,
+        foreign,
+        config.stall_budget + PLAN_GRACE_SECONDS,
+    )
+    subscribe(events, steps, engine, orphans, uploader)
+    return Parts(
+        config, events, front.repository, identity, served, foreign, front.calls, pipelines, slots,
+        catalog, journal, claims, engine, saver, orphans, heartbeats, uploader,
+    )  # fmt: skip
+
+
+def subscribe(
+    events: Events, steps: Steps, engine: Engine, orphans: Orphans, uploader: Uploader | None
+) -> None:
+    """Name the parts that act on each event, in their order."""
+    events.on_saved = [steps.tell]
+    events.on_settled = [steps.release_replaced, orphans.ensure_timer]
+    if uploader is not None:
+        events.on_settled.append(lambda job: uploader.wake())
+    events.on_claim_lost = [
+        engine.lose_claim,
+        lambda job, attempt: orphans.ensure_timer(job),
+    ]
 
 
 def _root_behind(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from ckptd.daemon.engine.orphans import Orphans
@@ -18,17 +18,16 @@ from ckptd.daemon.job.catalog import Catalog, Job
 from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal import records as r
-from ckptd.daemon.journal.journal import Journal, JournalBroken
+from ckptd.daemon.journal.journal import JournalBroken
 from ckptd.daemon.memory.foreign_memory import ForeignMemoryKeeper
 from ckptd.daemon.memory.slots import Slot, Slots
 from ckptd.daemon.root.claims import Claims
 from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.daemon.saving.committer import Document
-from ckptd.daemon.saving.deleter import sweep, uncommit
 from ckptd.daemon.saving.destination import Destination
 from ckptd.daemon.saving.saver import Saver
 from ckptd.shared import names
-from ckptd.shared.errors import Busy, IntegrityError, NewerFormat, NotFound, StorageError
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
 from ckptd.shared.formats.manifest import PartEntry
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.repository import Repository
@@ -107,37 +106,36 @@ async def scan_job(
             job.commit(StoredCheckpoint.of(manifest, user_tag=parsed[1] is None))
             if manifest.unknown_deleter_features:
                 guards[tag] = manifest.unknown_deleter_features[0]
-    job.uncommitted, job.damaged, job.newer, job.guards = (
-        uncommitted,
-        damaged,
-        newer,
-        guards,
-    )  # all at once, at the end: retention may read them while the scan waits
+    # Without an await between them: retention may read them while a scan waits.
+    job.uncommitted = uncommitted
+    job.damaged = damaged
+    job.newer = newer
+    job.guards = guards
     for gone in before - set(tags) | set(damaged) | set(newer):
         job.checkpoints.pop(gone, None)
 
 
 async def recover(
-    repository: Repository,
-    calls: StorageCalls,
-    claims: Claims,
-    journal: Journal,
-    catalog: Catalog,
-    slots: Slots,
     saver: Saver,
+    claims: Claims,
+    slots: Slots,
     orphans: Orphans,
     foreign: ForeignMemoryKeeper,
     gather: Callable[[], None],
 ) -> None:
     """Bring a starting daemon to the state in which it can serve clients.
 
-    The journal must have been replayed already.
+    The journal must have been replayed already. With a stage, what the root has is left
+    to the uploader.
 
     If the root was moved, `gather` brings its segments to `slots`.
 
     Raises StorageError if the root cannot be read or the journal cannot be written.
     """
     failpoint("start.replayed")
+    front = saver.front
+    repository, calls = front.repository, front.calls
+    journal, catalog = front.journal, front.catalog
     try:
         await calls.read("look for the memory of a root that was moved", gather)
         slots.adopt()
@@ -158,15 +156,21 @@ async def recover(
         job = catalog.job(name)
         job.seq = max(job.seq, known.seq)
         if known.attempt > job.attempt:
-            job.attempt, job.world_size, job.node = known.attempt, known.world_size, known.node
+            job.attempt = known.attempt
+            job.world_size = known.world_size
+            job.node = known.node
     orphans.adopt(adopted)
     for job in catalog.jobs.values():
         if job.node is None:  # otherwise the claim was durable before this node joined
             await claims.adopt(job)
-    await finish_retiring(repository, journal, catalog, calls)
+    for place in list(journal.state.retiring):
+        try:
+            await front.finish_deletion(place)
+        except OSError as error:
+            log.warning("%s: %s", place, StorageError.of("delete it", error))
     for place in list(journal.state.staged):
         try:
-            await finish_save(saver.front, saver, catalog, calls, place)
+            await finish_save(front, saver, catalog, place)
         except JournalBroken:
             raise
         except (OSError, StorageError) as error:
@@ -178,11 +182,11 @@ async def recover(
     failpoint("start.swept")
     await orphans.settle_adopted(adopted)
     for job in catalog.jobs.values():
-        await saver.front.deleter.repair_newest(job)
+        await front.deleter.repair_newest(job)
 
 
 async def take_over(
-    adopted: list[Slot], claims: Claims, catalog: Catalog, orphans: Orphans
+    claims: Claims, catalog: Catalog, orphans: Orphans, adopted: list[Slot]
 ) -> None:
     """Adopt slots of one job while the daemon is running.
 
@@ -197,44 +201,7 @@ async def take_over(
     orphans.watch()
 
 
-async def finish_retiring(
-    repository: Repository, journal: Journal, catalog: Catalog, calls: StorageCalls
-) -> None:
-    """Finish the deletions that an earlier daemon has begun.
-
-    Those that fail are left for the next start.
-    """
-    for place, files in list(journal.state.retiring.items()):
-        name, tag = place.split("/")
-        try:
-            if await calls.run(partial(_delete_unless_held, repository, name, tag, files)):
-                catalog.job(name).checkpoints.pop(tag, None)
-            await journal.append(r.Retired(job=name, tag=tag))
-        except OSError as error:
-            log.warning("%s: %s", place, StorageError.of("delete it", error))
-
-
-def _delete_unless_held(repository: Repository, job: str, tag: str, files: Sequence[str]) -> bool:
-    """Delete a checkpoint that was being deleted.
-
-    Return False if it stays, because it is pinned or being read.
-    """
-    try:
-        with repository.exclude(job, tag):
-            # Since the daemon died.
-            if tag in repository.pins(job) and repository.is_committed(job, tag):
-                return False
-            uncommit(repository, job, tag)
-    except Busy:  # a reader who finds that the manifest is gone gives up
-        if repository.is_committed(job, tag):
-            return False
-    sweep(repository, job, tag, files)
-    return True
-
-
-async def finish_save(
-    destination: Destination, saver: Saver, catalog: Catalog, calls: StorageCalls, place: str
-) -> None:
+async def finish_save(destination: Destination, saver: Saver, catalog: Catalog, place: str) -> None:
     """Finish a save that was under way: commit it if it lacks only the manifest, and
     delete its files otherwise.
 
@@ -242,22 +209,22 @@ async def finish_save(
     `job/tag`. Raises JournalBroken, StorageError, OSError.
     """
     name, tag = place.split("/")
-    there, journal = destination.catalog.job(name), destination.journal
-    files = journal.state.staged.get(place, {})
+    there = destination.catalog.job(name)
+    files = destination.journal.state.staged.get(place, {})
     parts = sorted(
         (part for part in files.values() if part is not None), key=lambda part: part.rank
     )
     attempt, step = (parts[0].attempt, parts[0].step) if parts else (0, 0)
     if (known := there.checkpoints.get(tag)) is not None:
         needless = [file for file in files if file not in known.files]
-        await calls.run(partial(destination.repository.delete_unfinished, name, tag, needless))
-        await journal.append(
-            r.Committed(job=name, attempt=known.attempt, step=known.step, tag=tag, seq=known.seq)
+        await destination.calls.run(
+            partial(destination.repository.delete_unfinished, name, tag, needless)
         )
+        await destination.committer.journal_commit(known)
     elif (
         not parts
         or tag in there.damaged
-        or not await _roll_forward(destination, saver, catalog.job(name), calls, parts)
+        or not await _roll_forward(destination, saver, catalog.job(name), parts)
     ):
         await destination.committer.drop(
             name, tag, attempt, step, "the daemon ended before it was committed"
@@ -268,7 +235,6 @@ async def _roll_forward(
     destination: Destination,
     saver: Saver,
     job: Job,
-    calls: StorageCalls,
     durable: list[r.PartDurable],
 ) -> bool:
     """Commit a checkpoint from its durable parts.
@@ -280,7 +246,7 @@ async def _roll_forward(
     """
     first = durable[0]
     try:
-        read = await calls.run(
+        read = await destination.calls.run(
             lambda: [_read_part(destination.repository, part) for part in durable]
         )
         documents, world_size = [document for document, _ in read], read[0][1]

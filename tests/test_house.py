@@ -221,6 +221,20 @@ def test_nothing_imports_the_command_line() -> None:
     assert importers == ["__main__.py"]
 
 
+def test_an_assignment_sets_at_most_two_attributes() -> None:
+    """A reader finds the place where an attribute is set, and what it is set to."""
+    packed = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Tuple)
+        and sum(isinstance(each, ast.Attribute) for each in target.elts) > 2
+    ]
+    assert packed == []
+
+
 # -- the storage seam
 
 FILE_CALLS = {

@@ -134,7 +134,9 @@ class MappedSlot:
         )
         self._views = _NO_VIEWS
         self._copying = CheckedCopy([], self.header.chunk_size)
-        self._locking, self._locked_at, self._forgotten = threading.Lock(), 0, False
+        self._locking = threading.Lock()
+        self._locked_at = 0
+        self._forgotten = False
 
     def __repr__(self) -> str:
         return f"<MappedSlot {self.name[:8]} {self.header.state.name} step {self.header.step}>"

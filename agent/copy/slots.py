@@ -190,13 +190,11 @@ class Preparation:
         self.allocated = Flag()
         self.error: CkptdError | None = None
         self._begun = time.monotonic()
-        self._client, self._capacity, self._count, self._slots, self._layout = (
-            client,
-            capacity,
-            count,
-            slots,
-            layout,
-        )
+        self._client = client
+        self._capacity = capacity
+        self._count = count
+        self._slots = slots
+        self._layout = layout
         self._started, self._over = threading.Lock(), Flag()
         self._made: list[MappedSlot] = []
         self._descriptors: Sequence[Descriptor] = ()

@@ -54,7 +54,9 @@ class StandalonePart:
         spread: Spread,
     ) -> None:
         checkpoint.make()
-        self._checkpoint, self._rank, self._world_size = checkpoint, rank, world_size
+        self._checkpoint = checkpoint
+        self._rank = rank
+        self._world_size = world_size
         self._threads = threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
         self._chunks: list[Chunk] = []
         self._pid = os.getpid()

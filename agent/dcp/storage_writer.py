@@ -141,12 +141,10 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         BlockingAsyncStager.__init__(self)
         codecs.encoder(codec)
         self.spread = Spread.checked(files_per_rank, bytes_per_file)
-        self.overwrite, self.codec, self.threads, self.weights_only = (
-            overwrite,
-            codec,
-            threads,
-            weights_only,
-        )
+        self.overwrite = overwrite
+        self.codec = codec
+        self.threads = threads
+        self.weights_only = weights_only
         self.socket = None if socket is None else os.fspath(socket)
         self._path = None if path is None else located(path)
         self._local = threading.local()

@@ -181,7 +181,9 @@ class RankLink:
                     self.root,
                     stage,
                 )
-        self.handovers.last_step, self.attempt, self.node = -1, begun.attempt, begun.node
+        self.handovers.last_step = -1
+        self.attempt = begun.attempt
+        self.node = begun.node
         self.ranks.scope = self.job
         if (
             self.node is not None
@@ -427,7 +429,9 @@ class RankLink:
         """Close this link in a forked child, which must not use its parent's connection
         and locks.
         """
-        self._closed, self.calls, self._board = True, CallLock(), None
+        self._closed = True
+        self.calls = CallLock()
+        self._board = None
         self.client.forget()
         self.handovers.slots.forget()
 

@@ -65,7 +65,10 @@ class Board:
         leaders: Sequence[int],
         tell: Callable[[Answer], None],
     ) -> None:
-        self._store, self._rank, self._leaders, self._tell = store, rank, list(leaders), tell
+        self._store = store
+        self._rank = rank
+        self._leaders = list(leaders)
+        self._tell = tell
         self._holds = {leader: f"{prefix}/holds/{leader}" for leader in leaders}
         self._answer = f"{prefix}/answer"
         self._changed = Waiters()
@@ -145,7 +148,10 @@ class Board:
         else:
             self._store.set(self._holds[self._rank], msgspec.msgpack.encode(holding))  # type: ignore[arg-type]
         before = self._next
-        self._written, self._looks, self._pause, self._waited = holding, 0, self._usual, self._usual
+        self._written = holding
+        self._looks = 0
+        self._pause = self._usual
+        self._waited = self._usual
         self._plan(news=True)
         if before is not None:  # steps that come fast must not put off the look at those before
             self._next = before if self._next is None else min(before, self._next)

@@ -89,13 +89,11 @@ class Client:
         lost: Callable[[CkptdError], None],
         late: Callable[[m.Reply], None],
     ) -> None:
-        self._place, self._resume, self._news, self._lost, self._late = (
-            place,
-            resume,
-            news,
-            lost,
-            late,
-        )
+        self._place = place
+        self._resume = resume
+        self._news = news
+        self._lost = lost
+        self._late = late
         self._calls: dict[int, Call] = {}
         self._lock = threading.RLock()
         # Made while their thread was inside `_send`, which sends them at its end.

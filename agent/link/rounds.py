@@ -100,7 +100,9 @@ class Told(Alone):
         others: Sequence[bytes | None] = (),
         answer: bytes | None = None,
     ) -> None:
-        self.rank, self.world_size, self.new_client = rank, world_size, store
+        self.rank = rank
+        self.world_size = world_size
+        self.new_client = store
         self._others, self._answer = others, answer
 
 

@@ -124,12 +124,10 @@ class PartWithSlot:
     def __init__(self, part: PartReader, slot: SlotSource) -> None:
         self._part = part
         self._slot: SlotSource | None = slot
-        self.name, self.plan, self.values, self.ranges = (
-            part.name,
-            part.plan,
-            part.values,
-            part.ranges,
-        )
+        self.name = part.name
+        self.plan = part.plan
+        self.values = part.values
+        self.ranges = part.ranges
 
     @staticmethod
     def match(part: PartReader, slot: SlotSource) -> bool:

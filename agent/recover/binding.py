@@ -81,7 +81,9 @@ class Binding:
         self._optimizers = Optimizers(
             leaves, names, SavedParameters(tree, saved, recorded), self._bind, kept
         )
-        self.in_place, self.fresh, self.kept = leaves.in_place, leaves.fresh, leaves.kept
+        self.in_place = leaves.in_place
+        self.fresh = leaves.fresh
+        self.kept = leaves.kept
         value = self._bind(state, tree, "")
         self.matched, self.fresh_dtypes = leaves.matched, leaves.fresh_dtypes
         # Other ranks may have a place for these keys.

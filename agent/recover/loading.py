@@ -64,7 +64,10 @@ class Loading:
         options: Options,
         overwritten: set[str],
     ) -> None:
-        self._client, self._ranks, self._job, self._candidate = client, ranks, job, candidate
+        self._client = client
+        self._ranks = ranks
+        self._job = job
+        self._candidate = candidate
         self._options, self._overwritten = options, overwritten
         self.opened: Opened | None = None
         self._documents: list[dict[str, Any]] = []

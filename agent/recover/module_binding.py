@@ -53,7 +53,9 @@ class Modules:
         bind: Callable[[Any, Any, str], Value],
         versions: Mapping[str, Versions],
     ) -> None:
-        self._leaves, self._bind, self._versions = leaves, bind, versions
+        self._leaves = leaves
+        self._bind = bind
+        self._versions = versions
 
     def bind(self, place: torch.nn.Module, saved: Any, path: str) -> Value:
         leaves, flat = self._leaves, flattens(place)

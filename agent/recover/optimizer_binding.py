@@ -49,13 +49,11 @@ class Optimizers:
         bind: Callable[[Any, Any, str], Value],
         kept: frozenset[int] = frozenset(),
     ) -> None:
-        self._leaves, self._names, self._parameters, self._bind, self._kept = (
-            leaves,
-            names,
-            parameters,
-            bind,
-            kept,
-        )
+        self._leaves = leaves
+        self._names = names
+        self._parameters = parameters
+        self._bind = bind
+        self._kept = kept
 
     def bind(self, place: torch.optim.Optimizer, saved: Any, path: str) -> Value:
         leaves = self._leaves

@@ -120,8 +120,13 @@ class Recovery:
         *,
         nodes: bool = False,
     ) -> None:
-        self._client, self._ranks, self._job, self._topic = client, ranks, job, topic
-        self._options, self._planner, self._nodes = options, planner, nodes
+        self._client = client
+        self._ranks = ranks
+        self._job = job
+        self._topic = topic
+        self._options = options
+        self._planner = planner
+        self._nodes = nodes
         self.last_step = -1
         """The highest step that any rank has captured in this attempt, or -1. Known
         once `run` has heard from all ranks.

@@ -60,4 +60,7 @@ class Governor:
         self._late = self._sealed_at is not None and 2 * seconds > sealed_at - self._sealed_at
         if self._late:
             self.threads = min(self.most, 2 * self.threads)
-        self._step, self._sealed_at, self._seconds, self._held = step, sealed_at, seconds, held
+        self._step = step
+        self._sealed_at = sealed_at
+        self._seconds = seconds
+        self._held = held

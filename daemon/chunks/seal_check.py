@@ -1,10 +1,12 @@
-"""Checks what a seal describes before it is acknowledged, so that what is acknowledged
-can be loaded (PROTOCOL.md, section 3).
+"""Checks sealed slots: their documents before the seal is acknowledged, and the bytes
+of their chunks afterwards.
 
-`read_sealed` reads one slot and checks what it says by itself. `SealCheck.compare`
-compares the slots of all ranks of this node once the last of them is sealed. Both run
-on worker threads. Neither needs torch, so that values that only torch can decode are
-not checked.
+What is acknowledged can be loaded (PROTOCOL.md, section 3). `read_sealed` reads one
+slot and checks its documents. `SealCheck.compare` compares the slots of all ranks of
+this node once the last of them is sealed. Both run on worker threads. Neither needs
+torch, so that values that only torch can decode are not checked. `SlotChecksums`
+computes the checksums of the chunks once, or compares them with those that the slot
+has.
 """
 
 from __future__ import annotations
@@ -13,13 +15,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from ckptd.daemon.chunks.pipeline import SealedSlot
-from ckptd.daemon.job.snapshot import SlotContents
+from ckptd.daemon.chunks.pipeline import Pipeline, SealedSlot
+from ckptd.daemon.job.snapshot import RankSeal, SlotContents, Snapshot
+from ckptd.daemon.memory.slots import Slots
+from ckptd.daemon.tasks import all_of
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.bounds import MAX_DEPTH
 from ckptd.shared.formats.plan_check import check_plans
-from ckptd.shared.formats.segment import SegmentHeader, read_document
+from ckptd.shared.formats.reuse import StoredPart
+from ckptd.shared.formats.segment import SegmentHeader, read_document, write_check
 from ckptd.shared.formats.values_check import check_values
+from ckptd.shared.system.failpoints import failpoint
 
 _LEVELS = 2 * MAX_DEPTH + 2
 """The most levels of a values document. A level of the state may take two levels of the
@@ -43,7 +49,7 @@ def read_sealed(fd: int, header: SegmentHeader) -> tuple[SealedSlot, SlotContent
 
 
 class SealCheck:
-    """The check of one daemon. Any number of threads may call it."""
+    """The check of documents of one daemon. Any number of threads may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,3 +86,56 @@ class SealCheck:
             while len(self._sound) > _MOST_KNOWN:
                 self._sound.popitem(last=False)
         return names
+
+
+class SlotChecksums:
+    """The checks of the chunks of one daemon."""
+
+    def __init__(self, slots: Slots, pipeline: Pipeline) -> None:
+        self._slots, self._pipeline = slots, pipeline
+
+    async def check(self, snapshot: Snapshot, stored: Mapping[int, StoredPart]) -> None:
+        """Check each slot of the snapshot once: compute its checksums, and write them
+        into the segment.
+
+        If checksums are there already, compare with them instead. A slot that came from
+        the trainer with checksums is not read here. Several callers at the same time
+        share one check. stored: the parts of the last save whose unchanged chunks the
+        next save links, by rank; it then needs digests, too. Raises IntegrityError if a
+        slot has changed since it was sealed, NotFound if it has been released.
+        """
+        with snapshot.held():
+            async with snapshot.checking:
+                await all_of(
+                    [
+                        self._check_seal(snapshot, seal, stored.get(seal.rank))
+                        for seal in snapshot.seals.values()
+                        if seal.checks is None
+                    ]
+                )
+
+    async def _check_seal(
+        self, snapshot: Snapshot, seal: RankSeal, before: StoredPart | None
+    ) -> None:
+        slot = self._slots.get(seal.segment)
+        header = slot.header
+        with slot.pinned() as fd:
+            sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))
+            digests = before is not None and before.steady
+            checks = await self._pipeline.checksum(sealed, with_digests=digests)
+            # A trainer raises it before it changes the first byte.
+            if slot.refresh().generation != seal.generation:
+                raise IntegrityError(
+                    f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was "
+                    f"being checked"
+                )
+            crcs = [check.crc for check in checks]
+            if sealed.crcs is None:
+                write_check(fd, header, crcs)
+            elif sealed.crcs != crcs:
+                raise IntegrityError(
+                    f"{snapshot.job} step {snapshot.step}: the copy in memory has changed since "
+                    f"it was sealed"
+                )
+        seal.checks = checks
+        failpoint("seal.checked")

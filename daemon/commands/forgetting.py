@@ -228,9 +228,7 @@ async def _delete_without_a_daemon(config: Config, job: str, tags: Sequence[str]
     Return the reason for each tag that stays. Raises Busy if a daemon serves the root.
     """
     failures: list[BaseException] = []
-    async with opened(
-        config, PosixFileSystem(), failed=failures.append, changed=lambda: None
-    ) as parts:
+    async with opened(config, PosixFileSystem(), failed=failures.append) as parts:
         try:
             refused = await Service(parts).forget(job, tags)
         finally:

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from ckptd.daemon.commands.stage_report import stage_lines
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, CkptdError, IntegrityError, NotFound, StorageError
 from ckptd.shared.formats.coverage import Shards
@@ -126,6 +125,30 @@ def status_text(status: dict[str, Any]) -> str:
         if len(rows) > 1
         else "\n".join([*lines, "  no jobs yet"])
     )
+
+
+def stage_lines(stage: dict[str, Any], free: str) -> list[str]:
+    """Return the lines about a stage. `free`: the room there, as text."""
+    wait = "everything is uploaded"
+    if stage["waiting"]:
+        age = stage["oldest_age_seconds"]
+        since = "" if age is None else f", the oldest for {span_text(age)}"
+        wait = (
+            f"{count_text(stage['waiting'], 'checkpoint')} "
+            f"({size_text(stage['waiting_bytes'])}) "
+            f"not uploaded yet{since}"
+        )
+    elif not stage["root_known"]:
+        wait = "the root has not answered yet"
+    lines = [f"  stage          {stage['directory']}{free}: {wait}"]
+    if one := stage["uploading"]:
+        lines.append(
+            f"  UPLOADING      {one['job']}/{one['tag']}: "
+            f"{100 * one['done_bytes'] // max(one['total_bytes'], 1)} %"
+        )
+    if stage["problem"]:
+        lines.append(f"  NO UPLOAD      {stage['problem']}")
+    return [*lines, *(f"  NOT UPLOADED   {name}: {why}" for name, why in stage["refused"].items())]
 
 
 def _step(step: int | None) -> str:

@@ -78,18 +78,14 @@ class Engine:
         plan_timeout: float,
     ) -> None:
         self.catalog, self.slots = catalog, slots
-        self._journal, self._claims, self._admission, self._saver = (
-            journal,
-            claims,
-            admission,
-            saver,
-        )
-        self._steps, self._seals, self._guard, self._plan_timeout = (
-            steps,
-            seals,
-            guard,
-            plan_timeout,
-        )
+        self._journal = journal
+        self._claims = claims
+        self._admission = admission
+        self._saver = saver
+        self._steps = steps
+        self._seals = seals
+        self._guard = guard
+        self._plan_timeout = plan_timeout
         self._served, self._foreign = served, foreign
         self.stopping = False  # once this is True, nothing new begins, but seals are still taken
 
@@ -211,7 +207,10 @@ class Engine:
                 f"attempt {attempt} of job {job.name!r} was claimed by another daemon first: "
                 f"start this run again"
             )
-        job.attempt, job.world_size, job.node, job.answer = attempt, world_size, node, Answer()
+        job.attempt = attempt
+        job.world_size = world_size
+        job.node = node
+        job.answer = Answer()
         log.info(
             "job %s: attempt %d begins with %s, %d here",
             job.name,

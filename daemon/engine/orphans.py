@@ -1,10 +1,10 @@
-"""Notices when a trainer is dead and when `memory_ttl` ends, and has `custody.py` save
-or free the slots then.
+"""Decides what happens to the slots of trainers that are dead: notices the death, saves
+what is owed, and frees what is no longer needed.
 
 An `Owner` outlives the connection of its rank, and ends here, once its process is known
 to be dead. Its seals are then recorded. The newest sealed snapshot is saved unasked and
-stays in memory for `memory_ttl`; the other slots are freed. The start and the stop of
-the daemon pass through here too, because they start and stop the timers and the watch.
+stays in memory for `memory_ttl`; the other slots are freed. A starting daemon adopts
+the slots that an earlier daemon left, and a stopping one saves what is owed.
 """
 
 from __future__ import annotations
@@ -12,14 +12,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 
-from ckptd.daemon.engine.custody import Custody
-from ckptd.daemon.job.catalog import Job
+from ckptd.daemon.engine.seal_intake import SealIntake
+from ckptd.daemon.engine.steps import Steps
+from ckptd.daemon.job import decisions as d
+from ckptd.daemon.job.catalog import Catalog, Job
+from ckptd.daemon.job.events import Events
 from ckptd.daemon.job.ranks import Owner
-from ckptd.daemon.memory.slots import Slot
+from ckptd.daemon.journal.journal import JournalBroken
+from ckptd.daemon.memory.slots import Slot, Slots
+from ckptd.daemon.saving.saver import Saver
 from ckptd.daemon.tasks import watched
-from ckptd.shared.errors import StorageError
+from ckptd.shared import names
+from ckptd.shared.errors import CkptdError, IntegrityError, SnapshotFailed, StorageError
+from ckptd.shared.formats.segment import SlotState
+from ckptd.shared.system.failpoints import failpoint
 
 log = logging.getLogger("ckptd.orphans")
 
@@ -30,16 +38,26 @@ restart of the daemon.
 
 
 class Orphans:
-    """The watch of one daemon over the trainers of all jobs, with the timers of
-    `memory_ttl`.
+    """The slots of the dead trainers of all jobs of one daemon, the watch over those
+    that live, and the timers of `memory_ttl`.
     """
 
-    def __init__(self, custody: Custody, memory_ttl: float, changed: Callable[[], None]) -> None:
-        """memory_ttl: seconds that a dead trainer's newest snapshot stays in memory.
-
-        `changed` is called when work has ended.
-        """
-        self._custody, self._ttl, self._changed = custody, memory_ttl, changed
+    def __init__(
+        self,
+        catalog: Catalog,
+        slots: Slots,
+        steps: Steps,
+        seals: SealIntake,
+        saver: Saver,
+        events: Events,
+        memory_ttl: float,
+    ) -> None:
+        """memory_ttl: seconds that a dead trainer's newest snapshot stays in memory."""
+        self._catalog, self._slots = catalog, slots
+        self._steps = steps
+        self._seals = seals
+        self._saver = saver
+        self._events, self._ttl = events, memory_ttl
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._guards: dict[tuple[str, int, int], int] = {}
         self._unread = set[tuple[str, int, int]]()  # the dead owners whose memory cannot be read
@@ -91,13 +109,24 @@ class Orphans:
         # on after it has closed its agent and so its lock. It may be dead while a
         # forked child has the lock, and its number may be given again. In a container
         # it may not be shown at all.
-        while waiting := [
-            owner for owner in self._custody.absent() if owner.identity not in self._guards
-        ]:
+        while waiting := [owner for owner in self.absent() if owner.identity not in self._guards]:
             for owner in waiting:
-                if owner.notify is None and not self._custody.holds_lock(owner):
+                if owner.notify is None and not self.holds_lock(owner):
                     await self._end(owner)
             await asyncio.sleep(CHECK_SECONDS)
+
+    def absent(self) -> list[Owner]:
+        """Return the owners whose connection is lost."""
+        return [
+            owner
+            for job in self._catalog.jobs.values()
+            for owner in job.ranks.owners.values()
+            if owner.notify is None
+        ]
+
+    def holds_lock(self, owner: Owner) -> bool:
+        """Return True if the trainer of an owner holds its lock on a segment."""
+        return any(self._slots.is_held(slot) for slot in self._slots.of(*owner.identity))
 
     async def _end(self, owner: Owner) -> None:
         """End an owner whose process is dead.
@@ -105,7 +134,7 @@ class Orphans:
         If its memory cannot be read now, log the reason, and leave it to `_watch`.
         """
         try:
-            job = await self._custody.end_owner(owner)
+            job = await self.end_owner(owner)
         except StorageError as error:
             if owner.identity not in self._unread:
                 self._unread.add(owner.identity)
@@ -121,6 +150,49 @@ class Orphans:
         if job is not None:
             self.start_timer(job)
 
+    async def end_owner(self, owner: Owner) -> Job | None:
+        """End an owner whose process is dead: record its seals, free its other slots,
+        and save the newest snapshot of its job.
+
+        Return the job, or None if the owner has left already. If a slot cannot be read
+        now, raises StorageError, and the owner stays.
+        """
+        failpoint("orphan.found")
+        job = self._catalog.job(owner.job)
+        if not job.ranks.is_here(owner):
+            return None
+        recorded = {
+            slot.name
+            for slot in self._slots.of(*owner.identity)
+            if await self._seals.record_unreported(slot)
+        }
+        if not job.ranks.is_here(owner):
+            return None
+        job.ranks.remove(owner)
+        log.info(
+            "job %s attempt %d rank %d: the trainer is gone", owner.job, owner.attempt, owner.rank
+        )
+        for slot in self._slots.of(*owner.identity):
+            if slot.name not in recorded and (step := job.step_in(slot.name)) is not None:
+                self._steps.perform(job, [d.Free(step.key, slot.name)])
+        self._steps.end(job, owner, "ended")
+        self.save_owed(job)
+        self._steps.release_replaced(job)
+        return job
+
+    def save_owed(self, job: Job) -> None:
+        """Save what `Job.owed` names, although no rank has requested it."""
+        for owed in job.owed():
+            if not owed.persist:
+                log.info(
+                    "snapshot %s/%s: is to be saved unasked, because its trainer is gone or this "
+                    "daemon is stopping",
+                    owed.job,
+                    owed.tag,
+                )
+                owed.persist = owed.unasked = True
+            self._saver.start(owed)
+
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = watched(work, "taking back the slots of a dead trainer")
         self._tasks.add(task)
@@ -128,7 +200,7 @@ class Orphans:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._changed()
+        self._events.changed()
 
     # -- memory_ttl
 
@@ -153,18 +225,15 @@ class Orphans:
             timer.cancel()
 
     def _expire(self, job: Job) -> None:
-        self._custody.release_expired(job)
-        self.start_timer(job)
-        self._changed()
+        """Free the snapshots of a job that are durable, and save the newest one in
+        memory if it is not. Its `memory_ttl` has ended.
 
-    async def let_go(self, job: Job, tag: str) -> str:
-        """Free the copies in memory of a checkpoint that is about to be deleted.
-
-        Return the reason if that is not possible.
+        Of several nodes, snapshots whose save has failed are freed too.
         """
-        reason = await self._custody.forget_copy(job, tag)
-        self.ensure_timer(job)
-        return reason
+        self._steps.perform(job, [*d.durable(job), *d.given_up(job)])
+        self.save_owed(job)
+        self.start_timer(job)
+        self._events.changed()
 
     # -- start and stop of the daemon
 
@@ -172,23 +241,128 @@ class Orphans:
         """Adopt the segments that an earlier daemon left, before any file is finished
         or swept.
         """
-        self._custody.adopt(slots)
+        for slot in slots:
+            header = slot.header
+            job = self._catalog.job(header.job)
+            if header.attempt > job.attempt:
+                job.attempt = header.attempt
+                job.world_size = header.world_size
+                job.node = None
+        for slot in slots:
+            header = slot.header
+            job = self._catalog.job(header.job)
+            if header.attempt < job.attempt:
+                continue  # the trainer is fenced, so only a sealed slot of it matters
+            if not job.ranks.has(header.attempt, header.rank):
+                job.ranks.join(Owner(header.job, header.attempt, header.rank, header.world_size))
+            if header.state is SlotState.FILLING and header.step is not None:
+                job.occupy(slot.name, header.rank, (header.attempt, header.step))
+        failpoint("start.adopted")
 
     async def settle_adopted(self, slots: list[Slot]) -> None:
-        """Record the seals of adopted slots, and release the slots that belong to no
-        owner.
+        """Record the seals of adopted slots in order of attempt and step, and release
+        those that have no owner.
         """
-        for job in await self._custody.record_adopted(slots):
-            self.start_timer(job)
+        for slot in sorted(slots, key=lambda s: (s.header.attempt, s.header.step or 0)):
+            if slot.header.state is SlotState.SEALED:
+                try:
+                    await self._seals.record(slot, adopted=True)
+                except JournalBroken:
+                    raise
+                except StorageError as error:
+                    log.error("%r is left alone: %s", slot, error)
+                except (
+                    CkptdError
+                ) as error:  # the seal is damaged: its step has failed, and its slot is free
+                    log.warning("%r removed: %s", slot, error)
+                    self._saver.counters["verify_failures"] += 1
+        for slot in slots:
+            job = self._catalog.job(slot.header.job)
+            if (
+                not slot.released
+                and not job.ranks.has(slot.header.attempt, slot.header.rank)
+                and job.step_in(slot.name) is None
+            ):
+                self._slots.release(slot)
+        for name in sorted({slot.header.job for slot in slots}):
+            self._steps.release_replaced(self._catalog.job(name))
+            self.start_timer(self._catalog.job(name))
 
     async def drain(self) -> None:
         """Save the newest sealed snapshot of every job, wait for all saves, and stop
         watching.
         """
-        await self._custody.drain()
+        for slot in list(self._slots.slots.values()):
+            try:
+                await self._seals.record_unreported(slot)
+            except StorageError as error:
+                log.error("%r is left to the next daemon: %s", slot, error)
+        self._saver.stop_waiting()
+        while True:
+            for job in self._catalog.jobs.values():
+                self.save_owed(job)
+            await self._saver.drain()
+            # Otherwise one was sealed meanwhile.
+            if all(owed.persist for job in self._catalog.jobs.values() for owed in job.owed()):
+                break
+        self._steps.close()
         for name in list(self._timers):
             self.cancel_timer(name)
         for identity in list(self._guards):
             self.unguard(identity)
         for task in self._tasks:
             task.cancel()
+
+    # -- a checkpoint is deleted
+
+    async def let_go(self, job: Job, tag: str) -> str:
+        """Free the copies in memory of a checkpoint that is about to be deleted,
+        because a later daemon would save them again.
+
+        Return the reason if that is not possible, because a running trainer or a reader
+        has them.
+        """
+        reason = await self._free_copy(job, tag)
+        self.ensure_timer(job)
+        return reason
+
+    async def _free_copy(self, job: Job, tag: str) -> str:
+        known, parsed = job.checkpoints.get(tag), names.parse_tag_directory(tag)
+        attempt, number = (
+            (known.attempt, known.step)
+            if known
+            else (parsed[2], parsed[1])
+            if parsed
+            else (0, None)
+        )
+        if number is None:
+            return ""
+        for slot in list(self._slots.slots.values()):
+            if slot.released or (slot.header.job, slot.header.attempt) != (job.name, attempt):
+                continue
+            try:
+                header = slot.refresh()
+            except IntegrityError:
+                continue  # a damaged slot is never saved
+            if (header.step, header.state) != (number, SlotState.SEALED):
+                continue
+            if self._slots.is_held(slot):
+                return (
+                    f"checkpoint {job.name}/{tag} is still in the memory of a running trainer; "
+                    "try again after its next snapshot, or after it has ended"
+                )
+            if job.ranks.has(attempt, header.rank):
+                await self.end_owner(job.ranks.owners[header.rank])
+        snapshot = job.snapshot((attempt, number))
+        if snapshot is None:
+            return ""
+        await self._saver.settle(snapshot)
+        if job.snapshot(snapshot.key) is snapshot:
+            if snapshot.holds:
+                return f"the copy of checkpoint {job.name}/{tag} in memory is being read"
+            step = job.step(snapshot.key)
+            error = SnapshotFailed(f"step {number} was deleted by ckptd forget")
+            self._steps.perform(
+                job, [d.Release(step.key)] if snapshot.complete else d.fail(step, error)
+            )
+        return ""

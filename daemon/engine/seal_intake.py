@@ -48,7 +48,9 @@ class SealIntake:
         compare: compares the slots of all ranks of this node, given the number of ranks
         of the job. Both work on a worker thread.
         """
-        self._catalog, self._steps, self._journal = catalog, steps, journal
+        self._catalog = catalog
+        self._steps = steps
+        self._journal = journal
         self._read_documents, self._compare = read, compare
 
     async def record(self, slot: Slot, *, adopted: bool = False) -> Snapshot:

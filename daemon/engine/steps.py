@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from ckptd.daemon.job import decisions as d
 from ckptd.daemon.job import holdings
@@ -19,6 +18,7 @@ from ckptd.daemon.job.catalog import Catalog, Failure, Job, Step
 from ckptd.daemon.job.ranks import Owner
 from ckptd.daemon.job.snapshot import Key, Snapshot
 from ckptd.daemon.memory.slots import Slots
+from ckptd.daemon.saving.saver import Saver
 from ckptd.shared import names
 from ckptd.shared.wire.board import Answer
 from ckptd.shared.wire.lifecycle import Event, SnapshotState
@@ -42,21 +42,16 @@ shown this by then.
 class Steps:
     """Carries out decisions for all jobs.
 
-    `save` starts the save of a snapshot. `counters` are those of `ckptd status`.
+    `counters` are those of `ckptd status`.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        slots: Slots,
-        save: Callable[[Snapshot], object],
-        rank_timeout: float,
-    ) -> None:
+    def __init__(self, catalog: Catalog, slots: Slots, saver: Saver, rank_timeout: float) -> None:
         """rank_timeout: seconds that the ranks have to seal a step once one of them has
         requested a slot for it.
         """
-        self._catalog, self._slots, self._save, self._timeout = catalog, slots, save, rank_timeout
-        self.counters: Counter[str] = Counter()
+        self._catalog, self._slots = catalog, slots
+        self._saver, self._timeout = saver, rank_timeout
+        self.counters = saver.counters
 
     def perform(self, job: Job, actions: Iterable[d.Action]) -> None:
         """Carry out the actions in their order, and drop the records that nothing needs
@@ -114,7 +109,7 @@ class Steps:
             case d.Release(key):
                 self._release(job, job.step(key))
             case d.Save(key):
-                self._save(self._snapshot(job, key))
+                self._saver.start(self._snapshot(job, key))
             case d.Raise(error):
                 raise error
 

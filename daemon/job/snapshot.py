@@ -1,5 +1,5 @@
-"""A snapshot in memory: the seals of the ranks of this node, its state, and the slots
-that hold it.
+"""A snapshot in memory: the seals of the ranks of this node, its state, the slots that
+hold it, and the progress of its save.
 
 This module does no I/O. A snapshot is known by its `Key`, and ordered by it, never by a
 clock.
@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ckptd.daemon.job.save_progress import SaveProgress
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.plan import Plan
 from ckptd.shared.formats.replicas import Brief, ReplicaDigests
@@ -65,6 +64,39 @@ class RankSeal:
     cost: TrainingCost | None = None
     replicas: Sequence[ReplicaDigests] = ()
     contents: SlotContents | None = None
+
+
+@dataclass(slots=True)
+class SaveProgress:
+    """The progress of one save.
+
+    `total`: bytes of the slots of all ranks. `begun`: when the save began, in seconds
+    of a monotonic clock.
+    """
+
+    total: int
+    begun: float
+    _done: dict[int, int] = field(default_factory=dict)
+
+    def begin_part(self, rank: int) -> None:
+        """Count the part of `rank` from 0. Called again when the part is written again."""
+        self._done[rank] = 0
+
+    def add(self, rank: int, nbytes: int) -> None:
+        self._done[rank] += nbytes
+
+    def report(self, now: float) -> dict[str, float | int | None]:
+        """Return the bytes that are done and in all, the bytes per second, and the
+        seconds left. The last two are None at the start.
+        """
+        done = min(sum(self._done.values()), self.total)
+        rate = done / max(now - self.begun, 1e-6)
+        return {
+            "done_bytes": done,
+            "total_bytes": self.total,
+            "bytes_per_second": round(rate) if done else None,
+            "seconds_left": round((self.total - done) / rate, 1) if done else None,
+        }
 
 
 @dataclass(slots=True, eq=False)

@@ -119,7 +119,9 @@ class Journal:
         pool: ThreadPoolExecutor,
         on_broken: Callable[[JournalBroken], None],
     ) -> None:
-        self._fs, self._directory, self._pool = fs, directory, pool
+        self._fs = fs
+        self._directory = directory
+        self._pool = pool
         self.state = r.JournalState()
         self.torn = self.corrupt = 0
         self.records = 0
@@ -417,12 +419,10 @@ class Journal:
         failpoint("journal.syncing")
         self._fs.sync_data(self._fd)
         failpoint("journal.synced")
-        self._end, self._crc, self._sequence, self._durable = (
-            start + len(data),
-            crc,
-            sequence,
-            sequence,
-        )
+        self._end = start + len(data)
+        self._crc = crc
+        self._sequence = sequence
+        self._durable = sequence
         for record, _, _ in group:
             self.state.apply(record)
 
@@ -477,18 +477,14 @@ class Journal:
     def _use(self, begun: _Begun) -> None:
         if self._fd >= 0:
             self._fs.close(self._fd)
-        self._fd, self._number, self._salt, self._whole = (
-            begun.fd,
-            begun.number,
-            begun.salt,
-            begun.number,
-        )
-        self._end, self._crc, self._sequence, self._durable = (
-            begun.end,
-            begun.crc,
-            begun.sequence,
-            begun.sequence,
-        )
+        self._fd = begun.fd
+        self._number = begun.number
+        self._salt = begun.salt
+        self._whole = begun.number
+        self._end = begun.end
+        self._crc = begun.crc
+        self._sequence = begun.sequence
+        self._durable = begun.sequence
 
     def _go_on(self, last: _Last) -> _Begun:
         """Open the newest file to append to it.

@@ -149,7 +149,9 @@ class JournalState(msgspec.Struct):
         if (record.attempt, step) > (job.attempt, job.sealed_step):
             if isinstance(record, Begun) or record.attempt > job.attempt:
                 job.node = record.node if isinstance(record, Begun) else None
-            job.attempt, job.world_size, job.sealed_step = record.attempt, record.world_size, step
+            job.attempt = record.attempt
+            job.world_size = record.world_size
+            job.sealed_step = step
 
 
 def place(record: Any) -> str:

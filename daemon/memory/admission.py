@@ -30,7 +30,9 @@ class Admission:
     def __init__(
         self, slots: Slots, chunk_size: int, run: Callable[[Callable[[], Slot]], Awaitable[Slot]]
     ) -> None:
-        self._slots, self._chunk_size, self._run = slots, chunk_size, run
+        self._slots = slots
+        self._chunk_size = chunk_size
+        self._run = run
         self._allocating = asyncio.Lock()
 
     # -- segments

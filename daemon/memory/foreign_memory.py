@@ -119,7 +119,10 @@ class ForeignMemoryKeeper:
         setting: str,
         take_over: Callable[[list[Slot]], Awaitable[None]],
     ) -> None:
-        self._slots, self._place, self._setting, self._take_over = slots, place, setting, take_over
+        self._slots = slots
+        self._place = place
+        self._setting = setting
+        self._take_over = take_over
 
     def held(self) -> list[HeldSnapshot]:
         """Return the newest foreign snapshot of each job, by the name of the job."""

@@ -8,10 +8,8 @@ owed, then end; a second one ends at once.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
-import secrets
 import signal
 import socket
 import time
@@ -26,13 +24,10 @@ from ckptd.daemon.process import limits, notify
 from ckptd.daemon.process.listener import listen
 from ckptd.daemon.process.server import Server
 from ckptd.daemon.process.service import Service
-from ckptd.daemon.process.vitals import Vitals, rss_bytes
+from ckptd.daemon.process.vitals import Vitals
 from ckptd.shared import __version__
-from ckptd.shared.errors import StorageError, VersionMismatch
-from ckptd.shared.system import settings
+from ckptd.shared.errors import StorageError
 from ckptd.shared.system.fs import FileSystem, PosixFileSystem
-from ckptd.shared.wire import messages as m
-from ckptd.shared.wire.session import MAX_VERSION, NODES, REPLICAS, STAGE
 
 log = logging.getLogger("ckptd")
 
@@ -73,7 +68,6 @@ class App:
             self._config,
             self._fs,
             failed=self._end,
-            changed=self._changed,
             locked=self._handle_signals,
             lost=self._lost_root,
         ) as parts:
@@ -153,10 +147,6 @@ class App:
             )
         )
 
-    def _changed(self) -> None:
-        if self._serving is not None:
-            self._serving.consider_leaving()
-
 
 class Serving:
     """A daemon that has recovered, while clients may use it.
@@ -172,19 +162,14 @@ class Serving:
         ready_fd: int,
         lost_root: Callable[[], None],
     ) -> None:
-        self._parts, self._stop, self._ready_fd = parts, stop, ready_fd
-        self._instance = secrets.token_hex(16)
-        self._service, self._vitals = Service(parts), Vitals(parts, started, lost_root)
+        self._parts = parts
+        self._stop = stop
+        self._ready_fd = ready_fd
+        self._vitals = Vitals(parts, started, lost_root)
         self.ready = False
         self._idle: asyncio.TimerHandle | None = None
-        self._server = Server(
-            parts.engine, parts.orphans, max_connections=parts.config.max_connections,
-            descriptors=self._descriptors(), welcome=self._welcome,
-            status=lambda: json.dumps(self.status()), find=self._service.find,
-            deliver=self._service.deliver, forget=self._service.forget,
-            remark=lambda slots: self._service.remark(slots, self._vitals.disk_free),
-            changed=self._clients_changed,
-        )  # fmt: skip
+        self._server = Server(parts, Service(parts), self._vitals, self._descriptors())
+        parts.events.on_changed.append(self.consider_leaving)
 
     def _descriptors(self) -> limits.DescriptorPlan:
         """Return the plan for this daemon's descriptors.
@@ -242,11 +227,6 @@ class Serving:
         """Return the snapshots that are in memory only at this moment."""
         return unsaved.in_memory_only(self._parts.catalog, self._parts.slots)
 
-    def _clients_changed(self) -> None:
-        if self._parts.uploader is not None:
-            self._parts.uploader.wake()  # tells a rank that has just begun what is uploaded
-        self.consider_leaving()
-
     # -- a private daemon
 
     def consider_leaving(self) -> None:
@@ -271,67 +251,3 @@ class Serving:
     def _leave(self) -> None:
         log.info("no clients, slots or work are left: this private daemon ends")
         self._stop.set()
-
-    # -- answers to clients
-
-    def _welcome(self, hello: m.Hello) -> m.Welcome:
-        config = self._parts.config
-        if config.stage is not None and STAGE not in hello.features:
-            raise VersionMismatch(
-                f"{hello.client or 'this client'} knows nothing of stages, and would miss the "
-                f"newest checkpoints: "
-                "install the same ckptd in both places"
-            )
-        features = [NODES, REPLICAS] if config.stage is None else [NODES, REPLICAS, STAGE]
-        return m.Welcome(
-            re=hello.id, version=MAX_VERSION, features=features, daemon=__version__,
-            root=str(config.root), private=config.private, slots=config.slots,
-            chunk_size=config.chunk_size, stall_budget=config.stall_budget, instance=self._instance,
-            identity=self._parts.identity, stage=str(config.stage or ""),
-            settings=settings.given(os.environ) if config.private else None,
-        )  # fmt: skip
-
-    def status(self) -> dict[str, object]:
-        """Return what `ckptd status --json` prints. Sizes are bytes, times are seconds."""
-        config, server, vitals, report = (
-            self._parts.config,
-            self._server,
-            self._vitals,
-            self._service.report(self._vitals.disk_free),
-        )
-        counters = report.pop("counters")
-        assert isinstance(counters, dict)
-        return {
-            "ready": self.ready,
-            "version": __version__,
-            "pid": os.getpid(),
-            "root": str(config.root),
-            "identity": self._parts.identity,
-            "foreign_memory": [held.report() for held in self._parts.foreign.held()],
-            "stage": None
-            if self._parts.uploader is None
-            else {"directory": str(config.stage), **self._parts.uploader.report()},
-            "socket": str(config.socket),
-            "private": config.private,
-            "log_file": str(config.log_file) if config.log_file else None,
-            "uptime_seconds": round(vitals.uptime, 3),
-            "rss_bytes": rss_bytes(),
-            "event_loop_lag_seconds": round(vitals.lag, 6),
-            "disk_free_bytes": vitals.disk_free,
-            "descriptors": {
-                "used": limits.used(),
-                "limit": limits.soft_limit(),
-                "per_rank": server.descriptors.per_rank,
-                "clients": len(server.connections),
-                "clients_fit": min(
-                    config.max_connections, server.descriptors.ranks(limits.soft_limit())
-                ),
-                "accepting_paused": server.paused,
-            },
-            **report,
-            "counters": {
-                **counters,
-                "connections_refused": server.refused,
-                "accept_pauses": server.pauses,
-            },
-        }

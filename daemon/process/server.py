@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from ckptd.daemon.engine.engine import Engine
-from ckptd.daemon.engine.orphans import Orphans
-from ckptd.daemon.job.catalog import EarlierAttempt
+from ckptd.daemon.composition import Parts
 from ckptd.daemon.job.ranks import Owner, Process
 from ckptd.daemon.memory.slots import Slot
 from ckptd.daemon.process import limits
 from ckptd.daemon.process.peers import NOTHING_LEFT, Peer
+from ckptd.daemon.process.service import Service
+from ckptd.daemon.process.vitals import Vitals
 from ckptd.daemon.tasks import watched
 from ckptd.shared.errors import (
     Busy,
@@ -55,31 +57,18 @@ Reply = tuple[m.Message, Sequence[int]]
 
 
 class Server:
-    """The server of one daemon. The callables answer Hello, Status, Find and Forget.
+    """The server of one daemon.
 
-    `remark` returns the sentence that goes with new slots, or "". `changed` is called
-    when a client comes or goes.
+    The engine answers the requests of a rank about its own snapshots, and `service`
+    answers the others.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        orphans: Orphans,
-        *,
-        max_connections: int,
-        descriptors: limits.DescriptorPlan,
-        welcome: Callable[[m.Hello], m.Welcome],
-        status: Callable[[], str],
-        find: Callable[[str, int | None, int], Awaitable[m.Found]],
-        deliver: Callable[[str], Awaitable[EarlierAttempt]],
-        forget: Callable[[str, Sequence[str]], Awaitable[dict[str, str]]],
-        remark: Callable[[Sequence[Slot]], str],
-        changed: Callable[[], None],
+        self, parts: Parts, service: Service, vitals: Vitals, descriptors: limits.DescriptorPlan
     ) -> None:
-        self.engine, self.orphans = engine, orphans
-        self.welcome, self.status, self.remark, self.changed = welcome, status, remark, changed
-        self.find, self.deliver, self.forget = find, deliver, forget
-        self._max, self.descriptors = max_connections, descriptors
+        self.parts, self.service = parts, service
+        self.engine, self.orphans = parts.engine, parts.orphans
+        self.vitals, self.descriptors = vitals, descriptors
         self.connections: set[Connection] = set()
         self.refused = self.pauses = 0
         # The reason why no client is accepted at the moment, or None.
@@ -152,10 +141,9 @@ class Server:
 
         Clients are refused before the descriptors run out.
         """
-        if len(self.connections) >= self._max:
+        if len(self.connections) >= (most := self.parts.config.max_connections):
             return Busy(
-                f"this daemon has {self._max} clients already; try again later, or raise "
-                f"max_connections"
+                f"this daemon has {most} clients already; try again later, or raise max_connections"
             )
         limit, new = limits.soft_limit(), sum(connection.new for connection in self.connections)
         if self.descriptors.fits(limit, len(self.connections), new, len(self.engine.slots.slots)):
@@ -166,6 +154,29 @@ class Server:
         self.connections.discard(connection)
         self._closed.set()
         self.changed()
+
+    def changed(self) -> None:
+        """Report that a client has come or gone, or that a rank has begun or ended."""
+        if self.parts.uploader is not None:
+            self.parts.uploader.wake()  # tells a rank that has just begun what is uploaded
+        self.parts.events.changed()
+
+    def report(self) -> dict[str, Any]:
+        """Return the part of `ckptd status --json` that is about the clients."""
+        limit = limits.soft_limit()
+        return {
+            "descriptors": {
+                "used": limits.used(),
+                "limit": limit,
+                "per_rank": self.descriptors.per_rank,
+                "clients": len(self.connections),
+                "clients_fit": min(
+                    self.parts.config.max_connections, self.descriptors.ranks(limit)
+                ),
+                "accepting_paused": self.paused,
+            },
+            "counters": {"connections_refused": self.refused, "accept_pauses": self.pauses},
+        }
 
     async def close(self) -> None:
         tasks = [
@@ -299,7 +310,7 @@ class Connection:
         return m.Error(re=request.id, code=error.code, message=str(error), retry=error.retry)
 
     async def _handle(self, request: m.Request) -> Reply:
-        engine = self._server.engine
+        engine, service = self._server.engine, self._server.service
         match request:
             case m.Hello():
                 version = min(request.max_version, s.MAX_VERSION)
@@ -310,12 +321,13 @@ class Connection:
                         f"{s.MAX_VERSION}: install the same ckptd in both places"
                     )
                 self._features = frozenset(request.features)
-                return self._server.welcome(request), ()
+                return service.welcome(request), ()
             case m.Status():
-                return m.StatusReport(re=request.id, report=self._server.status()), ()
+                status = service.status(self._server.vitals, self._server.report())
+                return m.StatusReport(re=request.id, report=json.dumps(status)), ()
             case m.Forget():
                 return m.Forgotten(
-                    re=request.id, refused=await self._server.forget(request.job, request.tags)
+                    re=request.id, refused=await service.forget(request.job, request.tags)
                 ), ()
             case m.Begin():
                 before = self._owner
@@ -389,7 +401,7 @@ class Connection:
             case m.Heard():
                 engine.hear(owner, request.attempt, request.answer)
             case m.Deliver():
-                earlier = await self._server.deliver(owner.job)
+                earlier = await service.deliver(owner.job)
                 return m.Delivered(
                     re=request.id,
                     attempt=earlier.attempt,
@@ -414,7 +426,7 @@ class Connection:
         return m.Done(re=request.id), ()
 
     async def _find(self, request: m.Find, owner: Owner) -> m.Found:
-        found = await self._server.find(owner.job, request.step, request.delivered)
+        found = await self._server.service.find(owner.job, request.step, request.delivered)
         return msgspec.structs.replace(found, re=request.id)
 
     def _pass_on(self, request_id: int, slots: list[Slot]) -> Reply:
@@ -433,7 +445,7 @@ class Connection:
         return m.Segments(
             re=request_id,
             segments=[_held(slot) for slot in slots],
-            remark=self._server.remark(slots),
+            remark=self._server.service.remark(slots, self._server.vitals.disk_free),
         ), opened
 
     def _notify(self, message: m.News) -> None:

@@ -1,5 +1,5 @@
-"""Answers questions about the whole daemon: which snapshots can be recovered, what
-`status` prints; and deletes on request.
+"""Answers questions about the whole daemon: which version and features it has, which
+snapshots can be recovered, what `status` prints; and deletes on request.
 """
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ import asyncio
 import errno
 import logging
 import math
+import os
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -20,10 +23,13 @@ from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal.journal import JournalBroken
 from ckptd.daemon.memory.slots import Slot
-from ckptd.shared import names
-from ckptd.shared.errors import CkptdError, NewerFormat, StorageError
+from ckptd.daemon.process.vitals import Vitals, rss_bytes
+from ckptd.shared import __version__, names
+from ckptd.shared.errors import CkptdError, NewerFormat, StorageError, VersionMismatch
+from ckptd.shared.system import settings
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.lifecycle import SnapshotState
+from ckptd.shared.wire.session import MAX_VERSION, NODES, REPLICAS, STAGE
 
 log = logging.getLogger("ckptd")
 
@@ -49,6 +55,25 @@ class Service:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._instance = secrets.token_hex(16)
+
+    def welcome(self, hello: m.Hello) -> m.Welcome:
+        """Return the answer to Hello. Raises VersionMismatch for too old a client."""
+        config = self._parts.config
+        if config.stage is not None and STAGE not in hello.features:
+            raise VersionMismatch(
+                f"{hello.client or 'this client'} knows nothing of stages, and would miss the "
+                f"newest checkpoints: "
+                "install the same ckptd in both places"
+            )
+        features = [NODES, REPLICAS] if config.stage is None else [NODES, REPLICAS, STAGE]
+        return m.Welcome(
+            re=hello.id, version=MAX_VERSION, features=features, daemon=__version__,
+            root=str(config.root), private=config.private, slots=config.slots,
+            chunk_size=config.chunk_size, stall_budget=config.stall_budget, instance=self._instance,
+            identity=self._parts.identity, stage=str(config.stage or ""),
+            settings=settings.given(os.environ) if config.private else None,
+        )  # fmt: skip
 
     async def find(self, job_name: str, step: int | None, delivered: int = 0) -> m.Found:
         """Return the candidates for a recovery, best first: by (attempt, step), memory
@@ -290,10 +315,39 @@ class Service:
             if fit is None:
                 fit = disk_free // max(1, header.capacity * header.world_size)
             if parts.uploader is None or job.node is None:
-                told.append(parts.saver.front.room.remark(job, fit, disk_free))
+                told.append(parts.saver.front.remark(job, fit, disk_free))
         return "; ".join(filter(None, told))
 
-    def report(self, disk_free: int | None) -> dict[str, object]:
+    def status(self, vitals: Vitals, clients: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `ckptd status --json` prints. Sizes are bytes, times are seconds.
+
+        clients: the part about the clients, from `Server.report`.
+        """
+        parts, config = self._parts, self._parts.config
+        report = self.report(vitals.disk_free)
+        return {
+            "ready": not parts.engine.stopping,
+            "version": __version__,
+            "pid": os.getpid(),
+            "root": str(config.root),
+            "identity": parts.identity,
+            "foreign_memory": [held.report() for held in parts.foreign.held()],
+            "stage": None
+            if parts.uploader is None
+            else {"directory": str(config.stage), **parts.uploader.report()},
+            "socket": str(config.socket),
+            "private": config.private,
+            "log_file": str(config.log_file) if config.log_file else None,
+            "uptime_seconds": round(vitals.uptime, 3),
+            "rss_bytes": rss_bytes(),
+            "event_loop_lag_seconds": round(vitals.lag, 6),
+            "disk_free_bytes": vitals.disk_free,
+            **clients,
+            **report,
+            "counters": report["counters"] | clients["counters"],
+        }
+
+    def report(self, disk_free: int | None) -> dict[str, Any]:
         """Return the part of `ckptd status --json` that is about jobs, shared memory
         and counters. Sizes are bytes, times are seconds.
 

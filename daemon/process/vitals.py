@@ -40,7 +40,9 @@ class Vitals:
 
         `lost_root` is called if the root is no longer there.
         """
-        self._parts, self._started, self._lost_root = parts, started, lost_root
+        self._parts = parts
+        self._started = started
+        self._lost_root = lost_root
         self._seen_lost = 0
         self.lag = 0.0
         self.disk_free: int | None = None

@@ -47,13 +47,11 @@ class ServedRoot:
         *,
         staged: bool = False,
     ) -> None:
-        self._repository, self._calls, self._mark, self._lost, self._staged = (
-            repository,
-            calls,
-            mark,
-            lost,
-            staged,
-        )
+        self._repository = repository
+        self._calls = calls
+        self._mark = mark
+        self._lost = lost
+        self._staged = staged
 
     async def check(self, job: Job) -> None:
         """Check the root before a run of a job begins or recovers.

@@ -49,7 +49,10 @@ class RunGuard:
         heartbeats: Heartbeats,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._calls, self._heartbeats, self._clock = store, calls, heartbeats, clock
+        self._store = store
+        self._calls = calls
+        self._heartbeats = heartbeats
+        self._clock = clock
 
     async def wait_for_end(
         self, job: Job, process: Process, seconds: float, *, everywhere: bool

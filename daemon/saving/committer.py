@@ -5,9 +5,10 @@ that will not be committed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ckptd.daemon.job.catalog import Catalog
+from ckptd.daemon.job.events import Events
 from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal import records as r
@@ -38,13 +39,15 @@ class Committer:
         repository: Repository,
         catalog: Catalog,
         calls: StorageCalls,
-        tell: Callable[[Snapshot], None],
+        events: Events,
     ) -> None:
-        """codec: the codec setting, for the manifest. tell: sends the ranks the outcome
-        of a save.
-        """
-        self._codec, self._journal, self._repository = codec, journal, repository
-        self._catalog, self._calls, self._tell = catalog, calls, tell
+        """codec: the codec setting, for the manifest."""
+        self._codec = codec
+        self._journal = journal
+        self._repository = repository
+        self._catalog = catalog
+        self._calls = calls
+        self._events = events
 
     def manifest(
         self, snapshot: Snapshot, parts: Sequence[PartEntry], plan: Plan, request: SnapshotRequest
@@ -92,23 +95,16 @@ class Committer:
 
     async def record(self, snapshot: Snapshot, manifest: Manifest) -> None:
         """Record a commit, which is durable, in the catalog and in the journal, and
-        tell the ranks.
+        report the snapshot as saved.
 
         A record that the journal has no room for is left out: the commit has not
         failed. Raises JournalBroken.
         """
         user_tag = names.parse_tag_directory(snapshot.tag)[1] is None  # type: ignore[index]
-        self._catalog.job(snapshot.job).commit(StoredCheckpoint.of(manifest, user_tag=user_tag))
+        checkpoint = StoredCheckpoint.of(manifest, user_tag=user_tag)
+        self._catalog.job(snapshot.job).commit(checkpoint)
         try:
-            await self._journal.append(
-                r.Committed(
-                    job=snapshot.job,
-                    attempt=snapshot.attempt,
-                    step=snapshot.step,
-                    tag=snapshot.directory,
-                    seq=manifest.seq,
-                )
-            )
+            await self.journal_commit(checkpoint)
         except JournalBroken:
             raise
         except StorageError as error:  # the manifest is the truth, and the next start finds it
@@ -120,7 +116,19 @@ class Committer:
             )
         failpoint("commit.journaled")
         snapshot.move(Event.COMMIT)
-        self._tell(snapshot)
+        self._events.saved(snapshot)
+
+    async def journal_commit(self, checkpoint: StoredCheckpoint) -> None:
+        """Journal that a checkpoint is committed, which ends all intents for it."""
+        await self._journal.append(
+            r.Committed(
+                job=checkpoint.job,
+                attempt=checkpoint.attempt,
+                step=checkpoint.step,
+                tag=checkpoint.tag,
+                seq=checkpoint.seq,
+            )
+        )
 
     async def drop(self, job: str, tag: str, attempt: int, step: int, reason: str) -> None:
         """Delete the files that the journal names for a checkpoint that will not be

@@ -39,10 +39,7 @@ def uncommit(repository: Repository, job: str, tag: str) -> None:
     """
     files = repository.files(job, tag)
     receipts = any(names.parse_receipt_file(file) is not None for file in files)
-    try:
-        buried = names.MANIFEST in files and not repository.is_committed(job, tag)
-    except OSError:  # the manifest cannot be read, and is deleted
-        buried = False
+    buried = names.MANIFEST in files and not _is_committed(repository, job, tag)
     parsed = names.parse_tag_directory(tag)
     if (
         receipts
@@ -60,6 +57,14 @@ def uncommit(repository: Repository, job: str, tag: str) -> None:
         repository.delete_receipts(job, tag)
     if not buried:
         repository.delete_files(job, tag, [names.MANIFEST])
+
+
+def _is_committed(repository: Repository, job: str, tag: str) -> bool:
+    """Return True if a checkpoint has a manifest, even one that cannot be read."""
+    try:
+        return repository.is_committed(job, tag)
+    except OSError:
+        return True
 
 
 def sweep(repository: Repository, job: str, tag: str, files: Sequence[str]) -> None:
@@ -90,12 +95,10 @@ class Deleter:
         locks: Mapping[str, asyncio.Lock],
         counters: Counter[str],
     ) -> None:
-        self._policies, self._journal, self._repository, self._calls = (
-            tuple(policies),
-            journal,
-            repository,
-            calls,
-        )
+        self._policies = tuple(policies)
+        self._journal = journal
+        self._repository = repository
+        self._calls = calls
         self._locks, self.counters = locks, counters
 
     # -- at the start
@@ -284,45 +287,75 @@ class Deleter:
         "" if it is gone.
 
         local: True if this is only the local copy of a checkpoint in the root, which
-        does not count as a deleted checkpoint.
+        does not count as a deleted checkpoint. Raises OSError, StorageError.
+        """
+        why = await self._delete(job, old)
+        if not why:
+            self.counters["retired"] += not local
+            done = "local copy deleted" if local else "deleted"
+            log.info("checkpoint %s/%s: %s", job.name, old.tag, done)
+        return why
+
+    async def finish(self, job: Job, tag: str) -> None:
+        """Finish a deletion whose intent is in the journal, or take the intent back if
+        the checkpoint stays. Raises OSError, StorageError.
+        """
+        place = f"{job.name}/{tag}"
+        async with self._locks[job.name]:
+            files = self._journal.state.retiring.get(place)
+            if files is None:
+                return  # it was deleted on request meanwhile
+            old = job.checkpoints.get(tag) or StoredCheckpoint(
+                job.name, tag, 0, None, 0, 0, tuple(files), False
+            )
+            # A reader that finds no manifest gives up, so nobody keeps the rest.
+            gone = not await self._calls.run(lambda: _is_committed(self._repository, job.name, tag))
+            if why := await self._delete(job, old, uncommitted=gone):
+                await self._journal.append(r.Retired(job=job.name, tag=tag))
+            log.info("%s", f"{why}; it stays" if why else f"checkpoint {place}: deleted")
+
+    async def _delete(self, job: Job, old: StoredCheckpoint, *, uncommitted: bool = False) -> str:
+        """Delete a checkpoint. Return the reason if it stays, or "".
 
         The order matters: journal the intent, delete the receipts of the nodes and the
         manifest (`uncommit`), then the parts, then the directory, and journal the end.
-        Raises OSError, StorageError.
+        uncommitted: True if the manifest is gone already.
         """
-        if job.guard:
-            return job.guard
         try:
-            return await self._retire(job, old, local)
+            if not uncommitted and (why := await self._uncommit(job, old)):
+                return why
+            failpoint("retire.uncommitted")
+            await self._calls.run(lambda: sweep(self._repository, job.name, old.tag, old.files))
+            failpoint("retire.swept")
+            await self._journal.append(r.Retired(job=job.name, tag=old.tag))
+            job.checkpoints.pop(old.tag, None)
+            return ""
         finally:
             job.retiring.discard(old.tag)
 
-    async def _retire(self, job: Job, old: StoredCheckpoint, local: bool) -> str:
+    async def _uncommit(self, job: Job, old: StoredCheckpoint) -> str:
+        """Journal the intent to delete a checkpoint, and delete its manifest.
+
+        Return the reason if it stays, or "".
+        """
+        if job.guard:
+            return job.guard
         repository, run = self._repository, self._calls.run
         try:
             async with self._calls.entered(repository.exclude(job.name, old.tag)):
                 if old.tag in await run(lambda: repository.pins(job.name)):
                     return f"checkpoint {job.name}/{old.tag} is pinned"
                 job.retiring.add(old.tag)
-                await self._journal.append(
-                    r.Retiring(job=job.name, tag=old.tag, files=list(old.files))
-                )
+                if f"{job.name}/{old.tag}" not in self._journal.state.retiring:
+                    await self._journal.append(
+                        r.Retiring(job=job.name, tag=old.tag, files=list(old.files))
+                    )
                 failpoint("retire.intended")
                 if await run(lambda: repository.read_newest(job.name)) == old.tag:
                     await self._leave_newest(job)
                 await run(lambda: uncommit(repository, job.name, old.tag))
         except Busy as error:
             return str(error)
-        failpoint("retire.uncommitted")
-        await run(lambda: sweep(repository, job.name, old.tag, old.files))
-        failpoint("retire.swept")
-        await self._journal.append(r.Retired(job=job.name, tag=old.tag))
-        job.checkpoints.pop(old.tag, None)
-        if not local:
-            self.counters["retired"] += 1
-        log.info(
-            "checkpoint %s/%s: %s", job.name, old.tag, "local copy deleted" if local else "deleted"
-        )
         return ""
 
     async def _leave_newest(self, job: Job) -> None:

@@ -8,19 +8,26 @@ of several nodes and for uploads.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 
 from ckptd.daemon.chunks.pipeline import Pipeline
 from ckptd.daemon.config import Config
 from ckptd.daemon.job.catalog import Catalog, Job
-from ckptd.daemon.job.snapshot import Snapshot
+from ckptd.daemon.job.events import Events
 from ckptd.daemon.journal.journal import Journal
-from ckptd.daemon.root.room import Room
+from ckptd.daemon.root.served_root import ServedRoot
 from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.daemon.saving.committer import Committer
 from ckptd.daemon.saving.deleter import Deleter
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.units import size_text
+
+log = logging.getLogger("ckptd.saver")
+
+_FEW = 5
+"""The log warns if fewer checkpoints than this still fit into a destination."""
 
 
 async def _is_open(job: Job) -> None:
@@ -33,7 +40,10 @@ class Destination:
 
     The threads are its own, so that a storage that hangs holds up no save to another
     one. `catalog` has the jobs with the checkpoints in this repository. `locks` has a
-    lock for each job, which is held during each save and each deletion.
+    lock for each job, which is held during each save and each deletion. `ready` returns
+    once a job may be saved here, and raises StorageError or OSError. On a stage,
+    `evict` deletes a local copy, and returns False if there is none that may go. On the
+    root, it is None, and `served` checks that the root is still there.
     """
 
     def __init__(
@@ -45,23 +55,20 @@ class Destination:
         calls: StorageCalls,
         pipeline: Pipeline,
         counters: Counter[str],
-        tell: Callable[[Snapshot], None],
-        ready: Callable[[Job], Awaitable[None]] = _is_open,
+        events: Events,
+        served: ServedRoot | None = None,
     ) -> None:
-        """tell: sends the ranks the outcome of a save. ready: returns once a job may be
-        saved here. Raises StorageError, OSError.
-        """
-        self.repository, self.journal, self.catalog, self.ready = (
-            repository,
-            journal,
-            catalog,
-            ready,
-        )
-        self.calls, self.pipeline = calls, pipeline
+        self.repository, self.journal = repository, journal
+        self.catalog, self.calls = catalog, calls
+        self.pipeline, self.counters = pipeline, counters
+        self.ready: Callable[[Job], Awaitable[None]] = _is_open
+        self.evict: Callable[[Job], Awaitable[bool]] | None = None
+        self.served = served
         self.locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self.committer = Committer(config.codec, journal, repository, catalog, calls, tell)
+        self.committer = Committer(config.codec, journal, repository, catalog, calls, events)
         self.deleter = Deleter(config.retention, journal, repository, calls, self.locks, counters)
-        self.room = Room(config, repository, calls)
+        self._may_delete_early = config.make_room
+        self._fit: dict[str, int] = {}  # how many more checkpoints fit, by job; at most _FEW
 
     async def retain(self, name: str) -> None:
         """Apply retention to a job after a commit, and warn if only few more of its
@@ -70,7 +77,42 @@ class Destination:
         job = self.catalog.job(name)
         async with self.locks[name]:
             await self.deleter.retain(job)
-        await self.room.warn(job)
+        await self.warn_of_room(job)
+
+    async def warn_of_room(self, job: Job) -> None:
+        """Log a warning if only few more checkpoints like the newest fit, each time
+        their number has become smaller.
+        """
+        free = await self.calls.run(self.repository.storage.free)
+        room = job.room_for(free)
+        fit = _FEW if room is None else min(_FEW, room)
+        if fit < self._fit.get(job.name, _FEW):
+            log.warning("%s", self.remark(job, fit, free))
+        self._fit[job.name] = fit
+
+    def remark(self, job: Job, fit: int, free: int | None) -> str:
+        """Return a warning that only `fit` more checkpoints fit into the `free` bytes
+        under the root, or "" if that is enough.
+        """
+        if fit >= _FEW:
+            return ""
+        then = "the oldest ones are then deleted early"
+        if not self._may_delete_early:
+            then = (
+                "delete some (`ckptd forget`), keep fewer (keep_last), or set make_room, "
+                "which then deletes the oldest ones early"
+            )
+        return (
+            f"job {job.name}: the root has room for {fit} more of its checkpoints "
+            f"({size_text(free or 0)} free): {then}"
+        )
+
+    async def finish_deletion(self, place: str) -> None:
+        """Finish a deletion that an earlier daemon has begun, given its job and tag as
+        `job/tag`. Raises StorageError, OSError.
+        """
+        name, tag = place.split("/")
+        await self.deleter.finish(self.catalog.job(name), tag)
 
     async def make_room(self, job: Job, needed: int) -> bool:
         """Delete an older checkpoint of a job here, for `needed` bytes.

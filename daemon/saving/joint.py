@@ -85,12 +85,12 @@ class Joint:
         remote: bool,
         stopping: Callable[[], bool],
     ) -> None:
-        self._catalog, self._committer, self._repository = (
-            destination.catalog,
-            destination.committer,
-            destination.repository,
-        )
-        self._ready, self._calls, self._timeout = destination.ready, destination.calls, timeout
+        self._catalog = destination.catalog
+        self._committer = destination.committer
+        self._repository = destination.repository
+        self._root = destination
+        self._calls = destination.calls
+        self._timeout = timeout
         self._last_look = _LAST_REMOTE_LOOK if remote else _LAST_LOOK
         self._stopping = stopping
 
@@ -221,7 +221,7 @@ class Joint:
         until = loop.time() + self._timeout
         while not self._stopping() and loop.time() < until and snapshot.attempt == job.attempt:
             try:
-                await self._ready(job)  # another root may be there, or none
+                await self._root.ready(job)  # another root may be there, or none
                 found = await self._calls.run(
                     lambda: self._repository.outcome(snapshot.job, snapshot.directory)
                 )

@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 
 from ckptd.daemon.chunks.governor import Governor
 from ckptd.daemon.chunks.pipeline import SealedSlot
 from ckptd.daemon.config import Config
-from ckptd.daemon.job.catalog import Catalog, Job
+from ckptd.daemon.job.catalog import Catalog
 from ckptd.daemon.job.snapshot import RankSeal, Snapshot
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.memory.slots import Slots
@@ -40,15 +39,8 @@ Saved = tuple[Document, StoredPart]
 """A durable part, and what the next save needs to link its files."""
 
 
-async def _nothing_to_evict(job: Job) -> bool:
-    return False
-
-
 class PartSaver:
-    """Writes the parts of snapshots to one destination.
-
-    `make_room` and `evict` delete older checkpoints of a job on a full disk.
-    """
+    """Writes the parts of snapshots to one destination."""
 
     def __init__(
         self,
@@ -56,25 +48,17 @@ class PartSaver:
         catalog: Catalog,
         slots: Slots,
         destination: Destination,
-        *,
-        counters: Counter[str],
         governor: Callable[[str], Governor],
-        make_room: Callable[[Job, int], Awaitable[bool]],
     ) -> None:
-        """governor: returns the governor of the saves of a job.
-
-        make_room: deletes one older checkpoint of the job for a part of that many
-        bytes. Returns False if there is none.
-        """
-        self._config, self._catalog, self._slots = config, catalog, slots
-        self._journal, self._repository, self._pipeline = (
-            destination.journal,
-            destination.repository,
-            destination.pipeline,
-        )
+        """governor: returns the governor of the saves of a job."""
+        self._config = config
+        self._catalog = catalog
+        self._slots = slots
+        self._journal = destination.journal
+        self._repository = destination.repository
+        self._pipeline = destination.pipeline
         self._encoder = codec.encoder(config.codec)
-        self._counters, self._governor, self._make_room = counters, governor, make_room
-        self.evict = _nothing_to_evict  # deletes a local copy on a full stage
+        self._destination, self._governor = destination, governor
 
     async def save(self, snapshot: Snapshot, checking: asyncio.Future[None]) -> list[Saved]:
         """Write the parts of all ranks at the same time, while `checking` checks the
@@ -148,7 +132,7 @@ class PartSaver:
         rewritten, progress = False, snapshot.progress
         assert progress is not None
         before = (
-            self._catalog.job(snapshot.job).stored.get(seal.rank)
+            self._destination.catalog.job(snapshot.job).stored.get(seal.rank)
             if self._config.link_unchanged
             else None
         )
@@ -200,16 +184,7 @@ class PartSaver:
                 )
             except OSError as error:
                 full = alone and error.errno in NO_ROOM
-                if full and await self.evict(self._catalog.job(snapshot.job)):
-                    continue
-                may_delete = self._config.make_room and (
-                    snapshot.node is None or snapshot.node.leads
-                )
-                if (
-                    full
-                    and may_delete
-                    and await self._make_room(self._catalog.job(snapshot.job), writer.needed)
-                ):
+                if full and await self._make_room(snapshot, writer.needed):
                     continue
                 if rewritten or error.errno != errno.EIO:
                     raise
@@ -220,7 +195,7 @@ class PartSaver:
                     snapshot.tag,
                     error.strerror,
                 )
-                self._counters["rewrites"] += 1
+                self._destination.counters["rewrites"] += 1
                 continue
             await self._journal.append(
                 r.PartDurable(
@@ -232,3 +207,14 @@ class PartSaver:
             )
             failpoint("persist.journaled")
             return entry, stored
+
+    async def _make_room(self, snapshot: Snapshot, needed: int) -> bool:
+        """Delete an older checkpoint on a full disk, or a local copy on a full stage.
+
+        Return False if there is none that may be deleted.
+        """
+        job, destination = self._catalog.job(snapshot.job), self._destination
+        if destination.evict is not None:
+            return await destination.evict(job)
+        may_delete = self._config.make_room and (snapshot.node is None or snapshot.node.leads)
+        return may_delete and await destination.make_room(job, needed)

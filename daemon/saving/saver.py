@@ -16,19 +16,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
 from ckptd.daemon.chunks.governor import Governor
-from ckptd.daemon.chunks.slot_check import SlotCheck
+from ckptd.daemon.chunks.seal_check import SlotChecksums
 from ckptd.daemon.config import Config
 from ckptd.daemon.job.catalog import Catalog, Job
-from ckptd.daemon.job.save_progress import SaveProgress
-from ckptd.daemon.job.snapshot import Snapshot
+from ckptd.daemon.job.events import Events
+from ckptd.daemon.job.snapshot import SaveProgress, Snapshot
 from ckptd.daemon.journal.journal import JournalBroken
 from ckptd.daemon.memory.slots import Slots
+from ckptd.daemon.root.claims import Claims
 from ckptd.daemon.saving.destination import Destination
 from ckptd.daemon.saving.joint import Abandoned, Joint, Undecided
 from ckptd.daemon.saving.part_saver import PartSaver
@@ -42,15 +41,10 @@ from ckptd.shared.wire.lifecycle import Event, SnapshotState
 log = logging.getLogger("ckptd.saver")
 
 
-async def _keep_all(job: Job, needed: int) -> bool:
-    return False
-
-
 class Saver:
     """The saver of one daemon.
 
-    `start` begins a save. A save that fails does not raise: it is reported through
-    `tell`.
+    `start` begins a save. A save that fails does not raise: it is reported to `events`.
 
     A JournalBroken is not reported, because the journal itself ends the daemon.
     `persist_seconds`: seconds that successful saves have taken. `front`: the stage if
@@ -65,20 +59,13 @@ class Saver:
         slots: Slots,
         front: Destination,
         root: Destination,
-        *,
-        counters: Counter[str],
-        claimed: Callable[[Job, int], Awaitable[None]],
-        tell: Callable[[Snapshot], None],
-        settled: Callable[[Job], None],
+        claims: Claims,
+        events: Events,
     ) -> None:
-        """claimed: waits until an attempt of a job is durably claimed. tell: sends the
-        ranks the outcome of a save.
-
-        settled: called when slots of a job may have become free, which is after a
-        commit and at the end of each save.
-        """
-        self._config, self._catalog, self._slots = config, catalog, slots
-        self._claimed, self._tell, self._settled = claimed, tell, settled
+        self._config = config
+        self._catalog = catalog
+        self._slots = slots
+        self._claims, self._events = claims, events
         self.front, self.root = front, root
         self.joint = Joint(
             root,
@@ -86,28 +73,19 @@ class Saver:
             remote=isinstance(config.root, Url),
             stopping=lambda: self.stopping,
         )
-        self.check = SlotCheck(
-            catalog, slots, front.pipeline, link_unchanged=config.link_unchanged
-        ).check
+        self._checksums = SlotChecksums(slots, front.pipeline)
         # Once this is True, saves no longer wait for other nodes to seal a step.
         self.stopping = False
         self._tasks: dict[Snapshot, asyncio.Task[None]] = {}
         self._refusals: dict[Snapshot, asyncio.Task[None]] = {}
-        self.counters = counters
+        self.counters = front.counters
         self.persist_seconds = 0.0
         self._governors: dict[str, Governor] = {}
         self._writers = front.pipeline.writers
-
-        def part_saver(
-            destination: Destination, make_room: Callable[[Job, int], Awaitable[bool]]
-        ) -> PartSaver:
-            return PartSaver(
-                config, catalog, slots, destination, counters=counters, governor=self.governor,
-                make_room=make_room
-            )  # fmt: skip
-
-        self.root_parts = part_saver(root, root.make_room)
-        self.front_parts = self.root_parts if front is root else part_saver(front, _keep_all)
+        self.root_parts = PartSaver(config, catalog, slots, root, self.governor)
+        self.front_parts = self.root_parts
+        if front is not root:
+            self.front_parts = PartSaver(config, catalog, slots, front, self.governor)
 
     @property
     def busy(self) -> bool:
@@ -119,6 +97,11 @@ class Saver:
 
     def _destination(self, snapshot: Snapshot) -> Destination:
         return self.front if snapshot.node is None else self.root
+
+    async def check(self, snapshot: Snapshot) -> None:
+        """Check the slots of a sealed snapshot, as `SlotChecksums.check` does."""
+        stored = self._destination(snapshot).catalog.job(snapshot.job).stored
+        await self._checksums.check(snapshot, stored if self._config.link_unchanged else {})
 
     def start(self, snapshot: Snapshot) -> asyncio.Task[None]:
         """Return the task that checks a sealed snapshot and, if it is to persist, saves
@@ -142,7 +125,7 @@ class Saver:
         hold.close()
         if self._tasks.get(snapshot) is task:
             del self._tasks[snapshot]
-        self._settled(self._catalog.job(snapshot.job))
+        self._events.settled(self._catalog.job(snapshot.job))
 
     async def settle(self, snapshot: Snapshot) -> None:
         """Wait until no save of this snapshot is running."""
@@ -182,7 +165,7 @@ class Saver:
                         await asyncio.gather(checking, return_exceptions=True)  # it reads the slots
                 checking.result()
             if snapshot.state is SnapshotState.DURABLE:
-                self._settled(job)
+                self._events.settled(job)
             if snapshot.state is SnapshotState.DURABLE and (
                 snapshot.node is None or snapshot.node.leads
             ):
@@ -234,7 +217,7 @@ class Saver:
 
         Raises the reason if another node will never seal the step.
         """
-        self._settled(job)  # the checksums are known now, so the step may go on the board
+        self._events.settled(job)  # the checksums are known now, so the step may go on the board
         try:
             async with asyncio.timeout(self._config.rank_timeout):
                 while not self.stopping and not job.may_save(snapshot):
@@ -256,7 +239,10 @@ class Saver:
         begun = time.monotonic()
         if checking.done():
             checking.result()
-        await self._claimed(job, snapshot.attempt)
+        destination = self._destination(snapshot)
+        if destination.served is not None:
+            await destination.served.check_before_save()
+        await self._claims.claimed(job, snapshot.attempt)
         if snapshot.node is not None and not await self._needs_parts(job, snapshot):
             return
         snapshot.move(Event.WRITE)
@@ -276,7 +262,7 @@ class Saver:
             await self.front.committer.commit(snapshot, documents)
         else:
             await self.joint.deliver(job, snapshot, documents)
-        job.stored = self._destination(snapshot).catalog.job(job.name).stored = {
+        destination.catalog.job(job.name).stored = {
             entry.rank: stored for (entry, _, _), stored in saved
         }
         seconds = time.monotonic() - begun
@@ -349,7 +335,7 @@ class Saver:
         if snapshot.state in (SnapshotState.SEALED, SnapshotState.WRITING, SnapshotState.WRITTEN):
             snapshot.move(Event.FAIL)
         if snapshot.state is SnapshotState.FAILED:
-            self._tell(snapshot)
+            self._events.saved(snapshot)
         if not reported and not isinstance(error, Undecided):
             refusal = watched(
                 self._refuse(job, replace(snapshot), error),

@@ -15,15 +15,15 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
 
+from ckptd.daemon import recovery
 from ckptd.daemon.job import stage_decisions as d
 from ckptd.daemon.job.catalog import Job
+from ckptd.daemon.job.events import Events
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.journal.journal import JournalBroken
-from ckptd.daemon.recovery import scan_job
-from ckptd.daemon.saving.destination import Destination
+from ckptd.daemon.saving.saver import Saver
 from ckptd.daemon.stage.copier import CheckpointCopier, Copying, one_at_a_time
 from ckptd.daemon.stage.root import StageRoot
 from ckptd.daemon.tasks import watched
@@ -55,33 +55,14 @@ class Uploader:
     why nothing is uploaded at the moment, or "".
     """
 
-    def __init__(
-        self,
-        behind: StageRoot,
-        stage: Destination,
-        root: Destination,
-        *,
-        finish_save: Callable[[str], Awaitable[None]],
-        changed: Callable[[], None],
-    ) -> None:
-        """finish_save: finishes a save that an earlier daemon has begun, by its
-        `job/tag`. changed: called when nothing waits any more.
-        """
-        self._root, self._stage, self._catalog, self._local = (
-            behind,
-            stage.repository,
-            stage.catalog,
-            stage.deleter,
-        )
-        self._journal, self._locks, self._deleter, self._committer = (
-            root.journal,
-            root.locks,
-            root.deleter,
-            root.committer,
-        )
-        self._calls, self._finish_save, self._changed = root.calls, finish_save, changed
-        self.jobs = root.catalog
-        self.counters = self._local.counters
+    def __init__(self, behind: StageRoot, saver: Saver, events: Events) -> None:
+        """saver: the saver, whose `front` is the stage and whose `root` is the root."""
+        self._behind = behind
+        self._saver = saver
+        self._events = events
+        self._stage, self._root = saver.front, saver.root
+        self._catalog, self.jobs = saver.front.catalog, saver.root.catalog
+        self.counters = saver.counters
         # Job/tag of each upload that has begun, and may have left files.
         self._begun: set[str] = set()
         # Job/tag of each save of earlier daemons that is not finished or undone yet.
@@ -152,14 +133,16 @@ class Uploader:
                 pause = min(2 * pause, LONGEST_PAUSE)
                 continue
             pause = FIRST_PAUSE
-            self._changed()
+            self._events.changed()
             await self._wake.wait()
 
     def _note(self, problem: str) -> None:
         if problem and problem != self.problem:
-            log.error("nothing is uploaded to %s: %s; it is tried again", self._root.place, problem)
+            log.error(
+                "nothing is uploaded to %s: %s; it is tried again", self._behind.place, problem
+            )
         elif self.problem and not problem:
-            log.info("uploads to %s work again", self._root.place)
+            log.info("uploads to %s work again", self._behind.place)
         self.problem = problem
 
     # -- one step
@@ -173,11 +156,12 @@ class Uploader:
 
     async def _tidy_and_upload(self) -> bool:
         await self._open()
-        await self._finish_deletions()
+        for place in list(self._root.journal.state.retiring):
+            await self._root.finish_deletion(place)
         await self._drop_leftovers()
         for job in list(self._catalog.jobs.values()):
             for old in d.needless(job):
-                await self._local.evict(job, old)
+                await self._stage.deleter.evict(job, old)
         name = d.next_job(
             [job.name for job in self._catalog.jobs.values() if self.waiting(job)], self._last
         )
@@ -196,12 +180,12 @@ class Uploader:
         If it cannot be uploaded, it stays on the stage, and is not tried again. Raises
         StorageError, OSError.
         """
-        await self._calls.run(self._root.check)
+        await self._root.calls.run(self._behind.check)
         try:
             await self._upload(job, one)
         except NotFound as error:  # it was deleted from the stage meanwhile
             log.info("%s/%s is not uploaded: %s", job.name, one.tag, error)
-            await scan_job(self._stage, job, self._calls)
+            await recovery.scan_job(self._stage.repository, job, self._stage.calls)
         except (IntegrityError, AlreadyExists) as error:
             log.error(
                 "%s/%s cannot be uploaded, and stays on the stage: %s", job.name, one.tag, error
@@ -218,12 +202,14 @@ class Uploader:
         """
         async with self._opening:
             if not self._known:
-                await self._calls.read(f"open the root {self._root.place}", self._root.open)
-                for name in await self._calls.read(
-                    f"list the root {self._root.place}", self._root.repository.jobs
+                await self._root.calls.read(
+                    f"open the root {self._behind.place}", self._behind.open
+                )
+                for name in await self._root.calls.read(
+                    f"list the root {self._behind.place}", self._root.repository.jobs
                 ):
                     await self.scan(name)
-                for place in self._journal.state.staged:
+                for place in self._root.journal.state.staged:
                     name, tag = place.split("/")
                     # Uploads are continued.
                     (self._begun if tag in self._catalog.job(name).checkpoints else self._left).add(
@@ -245,7 +231,7 @@ class Uploader:
                 self._tell()
 
     async def _finish(self, place: str) -> None:
-        await self._finish_save(place)
+        await recovery.finish_save(self._root, self._saver, self._catalog, place)
         self._left.discard(place)
 
     # -- for jobs of several nodes
@@ -259,7 +245,7 @@ class Uploader:
         the directory of one that is then undone.
         """
         await self._open()
-        await self._calls.read(f"find the root {self._root.place}", self._root.check)
+        await self._root.calls.read(f"find the root {self._behind.place}", self._behind.check)
         async with self._opening:
             for place in [place for place in self._left if place.startswith(f"{job.name}/")]:
                 await self._finish(place)
@@ -293,10 +279,10 @@ class Uploader:
         there, job = self.jobs.job(name), self._catalog.job(name)
         there.node = job.node
         try:
-            await self._calls.read(f"find the root {self._root.place}", self._root.check)
+            await self._root.calls.read(f"find the root {self._behind.place}", self._behind.check)
         except OSError as error:
-            raise StorageError.of(f"find the root {self._root.place}", error) from None
-        await scan_job(self._root.repository, there, self._calls, fresh=fresh)
+            raise StorageError.of(f"find the root {self._behind.place}", error) from None
+        await recovery.scan_job(self._root.repository, there, self._root.calls, fresh=fresh)
         self._join(job, there)
         return there
 
@@ -311,23 +297,23 @@ class Uploader:
         Raises NotFound if it is gone from the stage; AlreadyExists, IntegrityError if
         it cannot be uploaded; JournalBroken, Busy, StorageError, OSError.
         """
-        run, begun = self._calls.run, time.monotonic()
-        transfer = CheckpointCopier(self._stage, self._root.repository)
+        run, begun = self._root.calls.run, time.monotonic()
+        transfer = CheckpointCopier(self._stage.repository, self._root.repository)
         planned = await run(lambda: transfer.planned(job.name, one.tag))
         manifest = planned.manifest
         if manifest is None:
             raise IntegrityError(planned.error or "its manifest is damaged")
         if not planned.there:
-            self._uploading, self._done, self._total = (job.name, one.tag), 0, manifest.nbytes
-            async with self._calls.entered(one_at_a_time(self._root.place)):
+            self._uploading = (job.name, one.tag)
+            self._done = 0
+            self._total = manifest.nbytes
+            async with self._root.calls.entered(one_at_a_time(self._behind.place)):
                 await self._copy(transfer, planned, manifest)
         newest = await self._see_other_attempts(job.name)
         there = self.jobs.job(job.name)
         there.commit(StoredCheckpoint.of(manifest, user_tag=one.user_tag))
         self._join(job, there)
-        await self._journal.append(
-            r.Committed(job=job.name, attempt=one.attempt, step=one.step, tag=one.tag, seq=one.seq)
-        )
+        await self._root.committer.journal_commit(one)
         failpoint("upload.journaled")
         self._tell()
         if not planned.there:
@@ -342,22 +328,22 @@ class Uploader:
         # Otherwise a newer attempt, perhaps on another machine, decides what the root
         # keeps.
         if one.attempt >= newest:
-            async with self._locks[job.name]:
-                await self._deleter.retain(there)
+            async with self._root.locks[job.name]:
+                await self._root.deleter.retain(there)
 
     async def _see_other_attempts(self, name: str) -> int:
         """Return the newest attempt of a job.
 
         Read its checkpoints again if an attempt has begun since they were read.
         """
-        newest = await self._calls.run(lambda: self._root.repository.newest_attempt(name))
+        newest = await self._root.calls.run(lambda: self._root.repository.newest_attempt(name))
         if newest != self._attempts.get(name):
             await self.scan(name)
             self._attempts[name] = newest
         return newest
 
     async def _copy(self, transfer: CheckpointCopier, one: Copying, manifest: Manifest) -> None:
-        run, repository = self._calls.run, self._root.repository
+        run, repository = self._root.calls.run, self._root.repository
         self._begun.add(f"{one.job}/{one.tag}")
         common = {
             "job": one.job,
@@ -365,7 +351,7 @@ class Uploader:
             "step": manifest.step or 0,
             "tag": one.tag,
         }
-        await self._journal.append(
+        await self._root.journal.append(
             *(r.Staging(**common, rank=part.rank, file=part.file) for part in manifest.parts)  # type: ignore[arg-type]
         )
         failpoint("upload.intended")
@@ -384,7 +370,7 @@ class Uploader:
             await run(lambda: transfer.publish(one, manifest, objects))
         except (IntegrityError, NotFound) as error:
             await run(lambda: transfer.undo(one, manifest))
-            await self._journal.append(r.Dropped(**common, reason=str(error)))  # type: ignore[arg-type]
+            await self._root.journal.append(r.Dropped(**common, reason=str(error)))  # type: ignore[arg-type]
             raise
         except FileExistsError:
             raise AlreadyExists(
@@ -397,38 +383,19 @@ class Uploader:
             raise _Stopped
         self._done += length
 
-    # -- what earlier uploads and deletions have left in the root
-
-    async def _finish_deletions(self) -> None:
-        for place, files in list(self._journal.state.retiring.items()):
-            name, tag = place.split("/")
-            there = self.jobs.job(name)
-            old = there.checkpoints.get(tag) or StoredCheckpoint(
-                name, tag, 0, None, 0, 0, tuple(files), False
-            )
-            async with self._locks[name]:
-                if place not in self._journal.state.retiring:
-                    continue  # it was being deleted on request
-                if why := await self._deleter.retire(there, old):
-                    log.info("%s; it stays in the root", why)
-                    await self._journal.append(r.Retired(job=name, tag=tag))
+    # -- what earlier uploads have left in the root
 
     async def _drop_leftovers(self) -> None:
         """Delete the files of uploads that will not be continued, because the stage no
         longer has the checkpoint.
         """
-        for place in self._begun.intersection(self._journal.state.staged):
+        for place in self._begun.intersection(self._root.journal.state.staged):
             name, tag = place.split("/")
             there, job = self.jobs.job(name), self._catalog.job(name)
             if tag in there.checkpoints:
-                known = there.checkpoints[tag]
-                await self._journal.append(
-                    r.Committed(
-                        job=name, attempt=known.attempt, step=known.step, tag=tag, seq=known.seq
-                    )
-                )
+                await self._root.committer.journal_commit(there.checkpoints[tag])
             elif tag not in job.checkpoints or tag in self.refused[name]:
-                await self._committer.drop(
+                await self._root.committer.drop(
                     name, tag, 0, 0, "its upload was not finished, and the stage no longer has it"
                 )
 
@@ -443,9 +410,9 @@ class Uploader:
         """
         for other in [job, *(other for other in self._catalog.jobs.values() if other is not job)]:
             for old in d.spare(other):
-                if (other is job or not self._local.is_locked(other)) and await self._local.evict(
-                    other, old, locked=other is job
-                ):
+                if (
+                    other is job or not self._stage.deleter.is_locked(other)
+                ) and await self._stage.deleter.evict(other, old, locked=other is job):
                     return True
         return False
 
@@ -479,12 +446,14 @@ class Uploader:
             tag in job.checkpoints or tag in job.damaged,
             tag in there.checkpoints or tag in there.damaged or tag in there.newer,
         )
-        if known[1] and tag in await self._calls.run(lambda: self._root.repository.pins(job.name)):
+        if known[1] and tag in await self._root.calls.run(
+            lambda: self._root.repository.pins(job.name)
+        ):
             return f"checkpoint {job.name}/{tag} is pinned"
-        if known[0] and (why := await self._local.forget(job, tag)):
+        if known[0] and (why := await self._stage.deleter.forget(job, tag)):
             return why
         self.refused[job.name].pop(tag, None)
-        why = await self._deleter.forget(there, tag) if known[1] or not known[0] else ""
+        why = await self._root.deleter.forget(there, tag) if known[1] or not known[0] else ""
         self.wake()
         return why
 

@@ -63,7 +63,9 @@ class Auto:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._planes, self._clock = Planes(), clock
-        self._writes, self._writing, self._encoding = 0, _Pace(), _Pace()
+        self._writes = 0
+        self._writing = _Pace()
+        self._encoding = _Pace()
         self._lock = threading.Lock()
 
     @classmethod

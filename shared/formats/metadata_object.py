@@ -199,7 +199,9 @@ class MetadataReader:
         self, source: Source, entry: MetadataObjectEntry, world_size: int, called: str
     ) -> None:
         self._source, self._world_size = source, world_size
-        self._called, self._file, self._end = called, entry.file, entry.index
+        self._called = called
+        self._file = entry.file
+        self._end = entry.index
         self._closed = False
         if entry.bytes - entry.index > _most_stored(MAX_RAW):
             raise IntegrityError(

@@ -127,7 +127,10 @@ class PartWriter:
         spread: Spread = ONE_FILE,
         linker: Linker | None = None,
     ) -> None:
-        self._creator, self._nonce, self._encoder, self._spread = creator, nonce, encoder, spread
+        self._creator = creator
+        self._nonce = nonce
+        self._encoder = encoder
+        self._spread = spread
         self._linker, self._apart = linker, NOTHING.apart
         # The files that could be linked, by their positions in `Reuse.files`.
         self._linked: dict[int, StoredFile] = {}

@@ -132,7 +132,9 @@ class _Walk:
     """
 
     def __init__(self, data: bytes, levels: int) -> None:
-        self._data, self._end, self._levels = data, len(data), levels
+        self._data = data
+        self._end = len(data)
+        self._levels = levels
         self.found = Checked()
         self.lists = self.others = 0
 

@@ -86,7 +86,9 @@ class Bucket:
 
         Default: `store`.
         """
-        self._store, self._url, self._bulk = store, url, bulk or store
+        self._store = store
+        self._url = url
+        self._bulk = bulk or store
         # False once the store has answered a request for a range in a way that obstore
         # does not accept
         self.ranges = True

@@ -40,7 +40,9 @@ class Leases:
     def __init__(
         self, bucket: Bucket, directory: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._bucket, self._directory, self._clock = bucket, directory, clock
+        self._bucket = bucket
+        self._directory = directory
+        self._clock = clock
         # The version of an object of another process, and when it was first seen.
         self._seen: dict[str, tuple[str, float]] = {}
         self._lock = threading.Lock()

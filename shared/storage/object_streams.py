@@ -32,7 +32,9 @@ class ObjectSource:
     def __init__(
         self, bucket: Bucket, name: str, closed: Callable[[], None] = lambda: None
     ) -> None:
-        self._bucket, self._name, self._closed = bucket, name, closed
+        self._bucket = bucket
+        self._name = name
+        self._closed = closed
         found, self._first = bucket.open(name, FIRST)
         self.size = found.size
 
@@ -70,13 +72,11 @@ class ObjectSink:
         at_once: int,
         ended: Callable[[], None],
     ) -> None:
-        self._bucket, self._name, self._part_size, self._at_once, self._ended = (
-            bucket,
-            name,
-            part_size,
-            at_once,
-            ended,
-        )
+        self._bucket = bucket
+        self._name = name
+        self._part_size = part_size
+        self._at_once = at_once
+        self._ended = ended
         self._pieces: queue.Queue[bytes | None] = queue.Queue(1)  # None is the end
         self._lock = threading.Lock()
         self._discarded = False

@@ -57,7 +57,11 @@ class PosixSink:
         directory: Callable[[], AbstractContextManager[int]],
         head: bytes | None = None,
     ) -> None:
-        self._fs, self._fd, self._name, self._directory, self._head = fs, fd, name, directory, head
+        self._fs = fs
+        self._fd = fd
+        self._name = name
+        self._directory = directory
+        self._head = head
         self._lock = threading.Lock()
         self.size = ALIGN
 

@@ -44,8 +44,8 @@ CHECKS: dict[str, tuple[str, ...]] = {
         STATES,
     ),
     "daemon/saving/saver.py": ("pytest tests/daemon/saving/test_saver.py", STATES),
-    "daemon/chunks/slot_check.py": (
-        "pytest tests/daemon/chunks/test_slot_check.py tests/daemon/saving/test_saver.py",
+    "daemon/chunks/seal_check.py": (
+        "pytest tests/daemon/chunks/test_seal_check.py tests/daemon/saving/test_saver.py",
     ),
     "shared/system/fs.py": (
         "pytest tests/shared/system/test_fs.py tests/crash/test_disk.py",

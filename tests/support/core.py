@@ -1,5 +1,5 @@
-"""The daemon's core without processes, files or threads: the real engine, steps,
-custody and orphans, over fakes and a clock of its own.
+"""The daemon's core without processes, files or threads: the real engine, steps
+and orphans, over fakes and a clock of its own.
 
 A test moves the core by hand. `Core.tick` runs what is ready, `Core.advance` moves the
 clock, and `Core.work` has the calls that the core waits for: reads of seals, saves,
@@ -20,12 +20,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from ckptd.daemon import tasks
-from ckptd.daemon.engine.custody import Custody
+from ckptd.daemon.composition import subscribe
 from ckptd.daemon.engine.engine import Engine
 from ckptd.daemon.engine.orphans import Orphans
 from ckptd.daemon.engine.seal_intake import SealIntake
 from ckptd.daemon.engine.steps import Steps
 from ckptd.daemon.job.catalog import Catalog, Job
+from ckptd.daemon.job.events import Events
 from ckptd.daemon.job.ranks import Owner
 from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
@@ -242,10 +243,8 @@ class Saver:
     The work "save" ends with None or an error.
     """
 
-    def __init__(
-        self, core: Core, tell: Callable[[Snapshot], None], settled: Callable[[Job], None]
-    ) -> None:
-        self._core, self._tell, self._settled = core, tell, settled
+    def __init__(self, core: Core, events: Events) -> None:
+        self._core, self._events = core, events
         self.counters: Counter[str] = Counter()
         self.running: dict[Snapshot, asyncio.Task[None]] = {}
 
@@ -271,7 +270,7 @@ class Saver:
         hold.close()
         if self.running.get(snapshot) is task:
             del self.running[snapshot]
-        self._settled(self._core.catalog.job(snapshot.job))
+        self._events.settled(self._core.catalog.job(snapshot.job))
 
     async def _run(self, snapshot: Snapshot, hold: ExitStack) -> None:
         job = self._core.catalog.job(snapshot.job)
@@ -295,9 +294,9 @@ class Saver:
                         )
                     )
                     snapshot.move(Event.COMMIT)
-                    self._tell(snapshot)
+                    self._events.saved(snapshot)
             if snapshot.state is SnapshotState.DURABLE:
-                self._settled(job)
+                self._events.settled(job)
         except CkptdError as error:
             snapshot.reason, snapshot.code = str(error), error.code
             if snapshot.state in (
@@ -307,7 +306,7 @@ class Saver:
             ):
                 snapshot.move(Event.FAIL)
             if snapshot.state is SnapshotState.FAILED:
-                self._tell(snapshot)
+                self._events.saved(snapshot)
 
     async def check(self, snapshot: Snapshot) -> None:
         with snapshot.held():
@@ -382,15 +381,9 @@ class Core:
         self.compared: list[list[int]] = []
         """The ranks whose slots were compared, each time."""
 
-        def save(snapshot: Snapshot) -> None:
-            self.saver.start(snapshot)
-
-        def settled(job: Job) -> None:
-            self.steps.release_replaced(job)
-            self.orphans.ensure_timer(job)
-
-        self.steps = Steps(self.catalog, slots, save, RANK_TIMEOUT)
-        self.saver = _fake(Saver(self, self.steps.tell, settled))
+        self.events = Events(on_changed=[self._changed])
+        self.saver = _fake(Saver(self, self.events))
+        self.steps = Steps(self.catalog, slots, self.saver, RANK_TIMEOUT)
         self.seals = SealIntake(self.catalog, self.steps, self.journal, self._read, self._compare)
         self.admission = Admission(slots, MIN_CHUNK, self._create)
         self.engine = Engine(
@@ -398,8 +391,10 @@ class Core:
             self.saver, RunGuard(_fake(NoHeartbeats()), _fake(NoHeartbeats()),
             _fake(NoHeartbeats())), _fake(OneRoot()), _fake(OneRoot()), PLAN_TIMEOUT,
         )  # fmt: skip
-        self.custody = Custody(self.catalog, slots, self.steps, self.seals, self.saver)
-        self.orphans = Orphans(self.custody, MEMORY_TTL, self._changed)
+        self.orphans = Orphans(
+            self.catalog, slots, self.steps, self.seals, self.saver, self.events, MEMORY_TTL
+        )
+        subscribe(self.events, self.steps, self.engine, self.orphans, None)
         for name, checkpoints in left.checkpoints.items():
             for checkpoint in checkpoints:
                 self.catalog.job(name).commit(checkpoint)
@@ -412,8 +407,7 @@ class Core:
         attempt.
         """
         self.claims.lost.add((job.name, attempt))
-        self.engine.lose_claim(job, attempt)
-        self.orphans.ensure_timer(job)
+        self.events.claim_lost(job, attempt)
 
     # -- what the core waits for
 

@@ -282,9 +282,7 @@ async def recover_only(config: Config, fs: FileSystem | None = None) -> Parts:
     Return its parts, which are closed.
     """
     failures: list[BaseException] = []
-    async with opened(
-        config, fs or PosixFileSystem(), failed=failures.append, changed=lambda: None
-    ) as parts:
+    async with opened(config, fs or PosixFileSystem(), failed=failures.append) as parts:
         pass
     if failures:
         raise failures[0]

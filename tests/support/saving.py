@@ -7,10 +7,13 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from ckptd.daemon.chunks.pipeline import Pipeline
 from ckptd.daemon.config import Config
 from ckptd.daemon.job.catalog import Catalog, Job
+from ckptd.daemon.job.events import Events
 from ckptd.daemon.job.snapshot import RankSeal, Snapshot
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.journal.journal import JournalBroken
@@ -98,6 +101,7 @@ class World:
         def tell(snapshot: Snapshot) -> None:
             self.told.append(snapshot.state)
 
+        events = Events(on_saved=[tell])
         root = Destination(
             config,
             self.storage,
@@ -106,12 +110,11 @@ class World:
             self.calls,
             self.pipeline,
             self.counters,
-            tell,
+            events,
         )
-        self.saver = Saver(
-            config, self.catalog, self.slots, root, root,
-            counters=self.counters, claimed=self._claimed, tell=tell, settled=lambda job: None,
-        )  # fmt: skip
+        self.claims = SimpleNamespace(claimed=self._claimed)
+        claims: Any = self.claims
+        self.saver = Saver(config, self.catalog, self.slots, root, root, claims, events)
         self.snapshot = Snapshot(
             "gpt", 1, 5, "step-00000005.a0001", world_size, persist=True, state=SnapshotState.SEALED
         )

@@ -33,6 +33,7 @@ import msgspec
 from ckptd.daemon import recovery
 from ckptd.daemon.config import Config
 from ckptd.daemon.job.catalog import Catalog
+from ckptd.daemon.job.events import Events
 from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.saving.committer import Committer
@@ -122,7 +123,7 @@ class Daemon:
             self.calls,
             cast(Any, None),
             Counter(),
-            lambda snapshot: None,
+            Events(),
         )
         self.joint = Joint(self.root, _TIMEOUT, remote=False, stopping=lambda: False)
         self.job = self.catalog.job(JOB)
@@ -152,9 +153,10 @@ class Daemon:
         saver: Any = SimpleNamespace(
             joint=self.joint, follow=lambda job, snapshot: self.followed.append(snapshot)
         )
-        done(recovery.finish_retiring(self.repository, self.root.journal, self.catalog, self.calls))
+        for place in list(self.root.journal.state.retiring):
+            done(self.root.finish_deletion(place))
         for place in list(self.root.journal.state.staged):
-            done(recovery.finish_save(self.root, saver, self.catalog, self.calls, place))
+            done(recovery.finish_save(self.root, saver, self.catalog, place))
 
     def save(self, step: int) -> bool:
         """Save a step that this node holds.

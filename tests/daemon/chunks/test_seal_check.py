@@ -1,27 +1,36 @@
 """Tests what the daemon checks before it acknowledges a seal: the documents of a slot,
-and those of all ranks together.
+and those of all ranks together. Tests the checksums that are left in the segment, too;
+`test_saver.py` has whole saves.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 
 from ckptd.agent import Checkpoint
 from ckptd.daemon.chunks import seal_check
-from ckptd.daemon.chunks.seal_check import SealCheck
+from ckptd.daemon.chunks.pipeline import SealedSlot
+from ckptd.daemon.chunks.seal_check import SealCheck, SlotChecksums
 from ckptd.daemon.job.snapshot import SlotContents
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.plan import Item, Plan, Region
 from ckptd.shared.formats.plan_check import check_plans
+from ckptd.shared.formats.reuse import ChunkCheck
+from ckptd.shared.formats.segment import read_check
 from ckptd.shared.wire import messages as m
 from tests.crash.nonsense import Case, Client, simple_case, sound_case
 from tests.shared.samples import WRITER
 from tests.support.daemons import Home, home, running
+from tests.support.saving import World
 
 Ext = msgspec.msgpack.Ext
 
@@ -197,3 +206,52 @@ def test_a_sound_case_of_every_kind_is_loaded(place: Home) -> None:
                 checkpoint.verify()
                 assert checkpoint.load()["model"].keys() <= {*checkpoint.keys(), "blob"}
         client.close()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.close()
+
+
+def check(world: World) -> None:
+    asyncio.run(SlotChecksums(world.slots, world.pipeline).check(world.snapshot, {}))
+
+
+def test_checksums_are_written_once_and_then_compared(world: World) -> None:
+    check(world)
+    seal, slot = world.snapshot.seals[0], world.held[0]
+    assert seal.checks is not None
+    crcs = [one.crc for one in seal.checks]
+    assert read_check(slot.fd, slot.header) == crcs
+    seal.checks = None
+    check(world)
+    again = world.snapshot.seals[0].checks
+    assert again is not None
+    assert [one.crc for one in again] == crcs
+
+
+def test_several_callers_share_one_check(world: World) -> None:
+    checks, read = SlotChecksums(world.slots, world.pipeline), list[object]()
+    checksum = world.pipeline.checksum
+
+    async def counting(sealed: SealedSlot, *, with_digests: bool) -> list[ChunkCheck]:
+        read.append(sealed)
+        return await checksum(sealed, with_digests=with_digests)
+
+    async def several() -> None:
+        await asyncio.gather(*(checks.check(world.snapshot, {}) for _ in range(4)))
+
+    with mock.patch.object(world.pipeline, "checksum", counting):
+        asyncio.run(several())
+    assert len(read) == len(world.snapshot.seals)
+
+
+def test_a_slot_that_has_changed_since_it_was_sealed_is_damaged(world: World) -> None:
+    check(world)
+    slot = world.held[0]
+    os.pwrite(slot.fd, b"\xff", slot.header.data_offset)
+    world.snapshot.seals[0].checks = None
+    with pytest.raises(IntegrityError, match="has changed since it was sealed"):
+        check(world)

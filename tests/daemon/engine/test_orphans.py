@@ -1,4 +1,6 @@
-"""When a trainer counts as dead, and when its memory is freed."""
+"""When a trainer counts as dead, and what becomes of its slots: after its death, a
+restart, a deletion, and at the end.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,7 @@ def test_memory_that_could_not_be_saved_is_kept_for_another_time(ranks: Connecte
 def test_a_rank_that_begins_stops_the_time(ranks: ConnectedRanks) -> None:
     ranks.seal(0, 5)
     ranks.core.finish()
-    ranks.core.run(ranks.core.custody.end_owner(ranks.lose(0)))
+    ranks.core.run(ranks.core.orphans.end_owner(ranks.lose(0)))
     ranks.call(lambda: ranks.core.orphans.ensure_timer(ranks.job))
     (timer,) = ranks.core.loop.timers()
     ranks.core.advance(1.0)
@@ -174,3 +176,206 @@ def test_nothing_is_watched_once_the_daemon_stops(ranks: ConnectedRanks) -> None
         False,
     )
     assert ranks.job.is_durable(1, 5)
+
+
+TAG = "step-00000005.a0001"
+
+
+@pytest.fixture
+def two() -> Iterator[ConnectedRanks]:
+    made = ConnectedRanks()
+    yield made
+    made.core.close()
+
+
+def complete(two: ConnectedRanks, step: int, *, persist: bool = True) -> None:
+    for rank in range(two.size):
+        slot = two.grant(rank, step)
+        slot.persist = persist
+        two.write_seal(slot, step)
+        two.core.spawn(two.core.engine.seal(two.owner(two.clients[rank]), slot.name, 1, step))
+    two.core.finish()
+
+
+def test_the_unreported_seals_of_a_dead_trainer_count(two: ConnectedRanks) -> None:
+    two.seal(0, 5)
+    two.write_seal(two.grant(1, 5), 5)
+    two.grant(1, 6)
+    owner = two.lose(1)
+    assert two.core.run(two.core.orphans.end_owner(owner)) is two.job
+    assert two.job.is_durable(1, 5)
+    assert two.clients[0].failures(1, 6) == [
+        "step 6 failed: rank 1 ended before it sealed the step"
+    ]
+    assert len(two.core.segments.of(*owner.identity)) == 1  # that of step 5
+    assert (two.job.ranks.gone, two.core.run(two.core.orphans.end_owner(owner))) == (
+        {1: "ended"},
+        None,
+    )
+
+
+def test_an_owner_whose_memory_cannot_be_read_stays_until_it_can(two: ConnectedRanks) -> None:
+    two.seal(0, 5)
+    slot = two.grant(1, 5)
+    two.write_seal(slot, 5)
+    owner = two.lose(1)
+    slot.unreadable = True
+    with pytest.raises(StorageError, match="cannot read the segment"):
+        two.core.run(two.core.orphans.end_owner(owner))
+    assert two.job.ranks.is_here(owner)
+    assert slot.name in two.core.segments.slots
+    slot.unreadable = False
+    assert two.core.run(two.core.orphans.end_owner(owner)) is two.job
+    assert two.job.is_durable(1, 5)
+
+
+def test_a_new_daemon_leaves_a_slot_alone_that_it_cannot_read(two: ConnectedRanks) -> None:
+    two.seal(0, 5)
+    slot = two.grant(1, 5)
+    two.write_seal(slot, 5)
+    two.core.finish("journal")
+    two.core = core = Core(two.core.close())
+    slot.unreadable = True
+    core.start()
+    assert slot.name in core.segments.slots
+    slot.unreadable = False
+    (owner,) = (owner for owner in two.job.ranks.owners.values() if owner.rank == 1)
+    core.run(core.orphans.end_owner(owner))
+    assert two.job.is_durable(1, 5)
+
+
+def test_a_daemon_that_stops_leaves_a_slot_that_it_cannot_read_to_the_next_one(
+    two: ConnectedRanks,
+) -> None:
+    complete(two, 5, persist=False)
+    slot = two.grant(1, 6)
+    two.write_seal(slot, 6)
+    slot.unreadable = True
+    two.core.run(two.core.orphans.drain())
+    assert two.job.is_durable(1, 5)
+    assert slot.name in two.core.segments.slots
+
+
+def test_a_memory_only_snapshot_is_saved_when_its_trainer_is_dead(two: ConnectedRanks) -> None:
+    complete(two, 5, persist=False)
+    assert not two.job.is_durable(1, 5)
+    two.core.run(two.core.orphans.end_owner(two.lose(0)))
+    snapshot = two.job.snapshot((1, 5))
+    assert snapshot is not None
+    assert (two.job.is_durable(1, 5), snapshot.unasked) == (True, True)
+
+
+def test_a_save_that_a_rank_has_requested_is_not_called_unasked(
+    two: ConnectedRanks, caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank in (0, 1):
+        two.seal(rank, 5)
+    with caplog.at_level("INFO"):
+        two.core.orphans.save_owed(two.job)
+        two.core.run(two.core.orphans.end_owner(two.lose(0)))
+    snapshot = two.job.snapshot((1, 5))
+    assert snapshot is not None
+    assert not snapshot.unasked
+    assert "unasked" not in caplog.text
+
+
+def test_a_failed_save_is_tried_again_and_only_then_the_memory_is_freed(
+    two: ConnectedRanks,
+) -> None:
+    for rank in (0, 1):
+        two.seal(rank, 5)
+    two.core.finish("read", "check")
+    for rank in (0, 1):
+        two.core.spawn(two.core.orphans.end_owner(two.lose(rank)))
+    two.core.finish("read", "check")
+    next(work for work in two.core.work if work.what == "save").end(StorageError("full"))
+    two.core.finish()
+    snapshot = two.job.snapshot((1, 5))
+    assert snapshot is not None
+    assert snapshot.state is SnapshotState.FAILED
+    for expected in (1, 0):  # the first time saves it, the second frees it
+        two.core.advance(MEMORY_TTL)
+        two.core.finish()
+        assert (two.job.is_durable(1, 5), len(two.job.snapshots)) == (True, expected)
+
+
+def test_a_new_daemon_goes_on_with_what_is_in_memory(two: ConnectedRanks) -> None:
+    two.seal(0, 5)
+    two.write_seal(two.grant(1, 5), 5)
+    two.grant(0, 6)
+    two.core.finish("journal")
+    two.core = core = Core(two.core.close())
+    core.start()
+    assert [(owner.rank, owner.attempt) for owner in two.job.ranks.owners.values()] == [
+        (0, 1),
+        (1, 1),
+    ]
+    assert two.job.is_durable(1, 5)
+    assert two.job.step((1, 6)).slots == {"gpt1r0n2": 0}
+    assert two.job.step((1, 6)).snapshot is None
+
+
+def test_a_new_daemon_keeps_no_unsealed_slot_of_an_attempt_that_is_over(
+    two: ConnectedRanks,
+) -> None:
+    two.grant(0, 5)
+    left = two.core.close()
+    # The record of the next attempt was the last that the daemon did.
+    left.journal.jobs["gpt"].attempt = 2
+    two.core = core = Core(left)
+    core.start()
+    assert (core.segments.slots, two.job.steps, two.job.ranks.owners) == ({}, {}, {})
+
+
+def test_a_checkpoint_is_forgotten_in_memory_if_nobody_uses_it(two: ConnectedRanks) -> None:
+    complete(two, 5)
+    forget = two.core.orphans.let_go
+    assert "is still in the memory of a running trainer" in two.core.run(forget(two.job, TAG))
+    for rank in (0, 1):
+        two.lose(rank)
+    snapshot = two.job.snapshot((1, 5))
+    assert snapshot is not None
+    with snapshot.held():
+        assert "is being read" in two.core.run(forget(two.job, TAG))
+    assert two.core.run(forget(two.job, TAG)) == ""
+    assert (two.job.snapshots, two.core.segments.slots) == ([], {})
+    assert two.core.run(forget(two.job, "no tag of ours")) == ""
+
+
+def test_a_daemon_that_stops_saves_the_newest_of_each_job(two: ConnectedRanks) -> None:
+    complete(two, 5, persist=False)
+    two.seal(0, 6)  # rank 1 does not seal it
+    two.core.run(two.core.orphans.drain())
+    assert (
+        [checkpoint.step for checkpoint in two.job.checkpoints.values()],
+        two.core.loop.timers(),
+    ) == ([5], [])
+
+
+def test_a_step_that_is_sealed_while_the_daemon_stops_is_saved_too(two: ConnectedRanks) -> None:
+    complete(two, 5, persist=False)
+    slots = [two.grant(rank, 6) for rank in range(two.size)]
+    draining = two.core.spawn(two.core.orphans.drain())
+    two.core.tick(4)  # the save of step 5 is under way
+    for rank, slot in enumerate(slots):
+        slot.persist = False
+        two.write_seal(slot, 6)
+        two.core.spawn(two.core.engine.seal(two.owner(two.clients[rank]), slot.name, 1, 6))
+    two.core.finish()
+    assert draining.done()
+    assert [checkpoint.step for checkpoint in two.job.checkpoints.values()] == [5, 6]
+
+
+def test_who_is_absent_and_who_holds_a_lock(two: ConnectedRanks) -> None:
+    first, second = (two.owner(client) for client in two.clients)
+    assert (two.core.orphans.absent(), two.core.orphans.holds_lock(first)) == ([], True)
+    two.lose(0)
+    assert (
+        two.core.orphans.absent(),
+        two.core.orphans.holds_lock(first),
+        two.core.orphans.holds_lock(second),
+    ) == (
+        [first],
+        False,
+        True,
+    )

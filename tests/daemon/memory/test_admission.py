@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -41,7 +43,7 @@ class Rank:
         self.between: Callable[[int], None] = lambda number: None
         self.made = 0
         self.admission = Admission(self.slots, MIN_CHUNK, self._run)
-        self.steps = Steps(self.catalog, self.slots, lambda snapshot: None, 60.0)
+        self.steps = Steps(self.catalog, self.slots, mock.Mock(counters=Counter()), 60.0)
 
     async def _run(self, create: Callable[[], Slot]) -> Slot:
         slot = create()
@@ -154,7 +156,7 @@ class Grants:
         for owner in self.owners:
             self.job.ranks.join(owner)
         self.admission = Admission(self.slots, 1 << 20, lambda _: asyncio.sleep(0))  # type: ignore[arg-type, return-value]
-        self.steps = Steps(catalog, self.slots, lambda snapshot: None, 60.0)
+        self.steps = Steps(catalog, self.slots, mock.Mock(counters=Counter()), 60.0)
 
     @staticmethod
     def _slot(rank: int, name: str) -> Any:

@@ -274,9 +274,7 @@ async def test_a_daemon_that_ends_lets_the_heartbeats_of_living_trainers_stay(
         shm_dir=tmp_path,
     )
     before, errors = asyncio.all_tasks(), list[BaseException]()
-    async with opened(
-        config, PosixFileSystem(), failed=errors.append, changed=lambda: None
-    ) as parts:
+    async with opened(config, PosixFileSystem(), failed=errors.append) as parts:
         for job in ("living", "ended"):
             await parts.engine.begin(job, 0, 1, 0, lambda message: None, PROCESS, 0.0)
         await place.until(lambda: all(place.store.attempts(job) for job in ("living", "ended")))

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from ckptd.daemon.job.catalog import Catalog
+from ckptd.daemon.job.events import Events
 from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.root.storage_calls import StorageCalls
@@ -43,7 +44,7 @@ class Made:
         self.told: list[SnapshotState] = []
         self.committer = Committer(
             "raw", self.journal, self.repository, self.catalog, self.calls,  # type: ignore[arg-type]
-            lambda s: self.told.append(s.state)
+            Events(on_saved=[lambda s: self.told.append(s.state)]),
         )  # fmt: skip
         self.snapshot = Snapshot("gpt", 2, 1000, TAG, 2, persist=True, state=SnapshotState.WRITTEN)
         written = write_parts(self.repository.part_files("gpt", TAG), world_size=2)

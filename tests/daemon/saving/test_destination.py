@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ import pytest
 
 from ckptd.agent import Agent, Checkpoint
 from ckptd.daemon.config import Config
-from ckptd.daemon.job.catalog import Catalog
+from ckptd.daemon.job.catalog import Catalog, Job
+from ckptd.daemon.job.events import Events
+from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.recovery import scan_job
 from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.daemon.saving.destination import Destination
@@ -123,7 +126,7 @@ def test_a_destination_deletes_only_what_it_has_itself(tmp_path: Path) -> None:
             calls,
             mock.Mock(),
             Counter(),
-            lambda snapshot: None,
+            Events(),
         )
         asyncio.run(scan_job(one.repository, one.catalog.job(JOB), calls))
         # As if they had been applied before.
@@ -398,3 +401,43 @@ def test_a_node_that_is_lost_with_its_stage_costs_nothing(two: Nodes) -> None:
     two[1].start(*KEEP)
     with Ranks(2) as ranks:
         assert ranks.call(recover, sockets(two, 0, 1)) == [(5, names.tag_directory(5, None, 1))] * 2
+
+
+def destination(root: Path, calls: StorageCalls, *, make_room: bool = False) -> Destination:
+    """Return a destination in which nothing is saved."""
+    return Destination(
+        Config(root=root, socket=root / "s", make_room=make_room),
+        open_root(root),
+        mock.Mock(),
+        Catalog(),
+        calls,
+        mock.Mock(),
+        Counter(),
+        Events(),
+    )
+
+
+def test_each_smaller_number_of_checkpoints_that_fit_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = StorageCalls(60.0)
+    root, job = destination(tmp_path, calls), Job("gpt")
+    job.commit(StoredCheckpoint("gpt", "step-00000001.a0001", 1, 1, 1, 100, (), user_tag=False))
+    with caplog.at_level(logging.WARNING):
+        for free in (1000, 350, 340, 250, 1000, 350):
+            with mock.patch.object(root.repository.storage, "free", return_value=free):
+                asyncio.run(root.warn_of_room(job))
+    calls.close()
+    told = [record.getMessage().split(" of its")[0] for record in caplog.records]
+    assert told == [f"job gpt: the root has room for {count} more" for count in (3, 2, 3)]
+
+
+def test_the_remark_says_what_to_do(tmp_path: Path) -> None:
+    job = Job("gpt")
+    for make_room, advice in (
+        (False, "delete some (`ckptd forget`)"),
+        (True, "the oldest ones are then deleted early"),
+    ):
+        root = destination(tmp_path, mock.Mock(), make_room=make_room)
+        assert advice in root.remark(job, 2, 250)
+        assert root.remark(job, 5, 1000) == ""

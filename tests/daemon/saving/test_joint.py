@@ -18,6 +18,7 @@ from obstore.store import MemoryStore
 
 from ckptd.daemon.config import Config
 from ckptd.daemon.job.catalog import Catalog
+from ckptd.daemon.job.events import Events
 from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.root.storage_calls import StorageCalls
@@ -65,7 +66,8 @@ class Node:
         self.root = Destination(
             Config(root=Path("/root"), socket=Path("/s"), codec="raw"), self.repository,
             self.journal, self.catalog,  # type: ignore[arg-type]
-            self.calls, mock.Mock(), Counter(), lambda s: self.told.append(s.state),
+            self.calls, mock.Mock(), Counter(),
+            Events(on_saved=[lambda s: self.told.append(s.state)]),
         )  # fmt: skip
         self.joint = Joint(self.root, timeout, remote=False, stopping=lambda: self.stopping)
         self.share = Membership(claim=claim, ranks=list(ranks))

@@ -16,7 +16,7 @@ import pytest
 
 from ckptd.daemon.chunks.pipeline import SealedSlot
 from ckptd.daemon.job.catalog import Job
-from ckptd.daemon.job.save_progress import SaveProgress
+from ckptd.daemon.job.snapshot import SaveProgress
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.saving.part_saver import PartSaver
 from ckptd.shared.formats.membership import Membership
@@ -173,7 +173,7 @@ def test_an_io_error_after_room_was_made_is_tried_once_more_only(
         dataclasses.replace(world.saver.root_parts._config, make_room=True),
     )
     monkeypatch.setattr(world.pipeline, "write_part", write_part)
-    monkeypatch.setattr(world.saver.root_parts, "_make_room", make_room)
+    monkeypatch.setattr(world.saver.root, "make_room", make_room)
     world.run()
     world.check_failed("Input/output error")
     assert (made, faults) == ([world.job, world.job], [errno.EIO])
@@ -191,7 +191,7 @@ def test_a_node_without_rank_0_deletes_nothing_on_a_full_disk(
         return False
 
     monkeypatch.setattr(parts, "_config", dataclasses.replace(parts._config, make_room=True))
-    monkeypatch.setattr(parts, "_make_room", make_room)
+    monkeypatch.setattr(world.saver.root, "make_room", make_room)
     for ranks in ([0], [1]):
         world.fs.faults["create"] = 1, errno.ENOSPC
         world.snapshot.node = Membership(claim="0" * 32, ranks=ranks)
@@ -213,6 +213,6 @@ def test_a_full_stage_is_tried_again_after_each_local_copy_that_could_go(world: 
         gone.append(job.name)
         return True
 
-    world.saver.root_parts.evict = evict
+    world.saver.front.evict = evict
     world.run()
     assert (gone, world.told) == (["gpt", "gpt"], [SnapshotState.DURABLE])

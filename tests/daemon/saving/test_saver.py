@@ -296,7 +296,7 @@ def test_nothing_is_saved_before_its_attempt_is_claimed(world: World) -> None:
     async def lost(job: Job, attempt: int) -> None:
         raise Fenced("claimed by another daemon")
 
-    world.saver._claimed = lost
+    world.claims.claimed = lost
     world.snapshot.state = SnapshotState.SEALED
     world.job.checkpoints.clear()
     world.told.clear()
