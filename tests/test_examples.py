@@ -12,17 +12,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from ckptd.shared import names
 from ckptd.shared.location import located
+from ckptd.shared.storage.locate import open_root
 from examples import two_nodes
 from examples.runs import RECOVERED, Run, check_checkpoints, check_losses
 from tests.support import stores
+from tests.support.daemons import until
 
 TRAINER = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 TINY = [
@@ -47,6 +47,7 @@ def environment(home: Path) -> dict[str, str]:
         **clean,
         "XDG_RUNTIME_DIR": str(home),
         "CKPTD_IDLE_TIMEOUT": "1",
+        "CKPTD_STALL_BUDGET": "60",  # on a busy machine a step would be skipped
         "OMP_NUM_THREADS": "1",
     }
 
@@ -112,7 +113,8 @@ def test_a_run_in_an_object_store_outlives_its_node(
         command(whole), env=environment(whole), check=True, timeout=200, capture_output=True
     )
     with stores.Servers(tmp_path_factory.mktemp("stores")) as servers:
-        environ = environment(tmp_path) | servers.get("seaweed").environ
+        server = servers.get("seaweed")
+        environ = environment(tmp_path) | server.environ
         root, lost, new = (
             f"s3://bucket/{names.new_nonce().hex()}",
             tmp_path / "lost",
@@ -121,27 +123,27 @@ def test_a_run_in_an_object_store_outlives_its_node(
         again = [*command(tmp_path)[:-4], "--root", root, "--losses", str(tmp_path / "losses.json")]
         with subprocess.Popen(
             again,
-            env=environ | {"CKPTD_STATE_DIR": str(lost)},
+            # The daemon outlives a trainer that is faster than this test.
+            env=environ | {"CKPTD_STATE_DIR": str(lost), "CKPTD_IDLE_TIMEOUT": "120"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         ) as trainer:
             assert trainer.stdout is not None
-            daemon = 0
             while not (line := trainer.stdout.readline()).startswith("step 8/12"):
                 assert line
-                # Now, because a short run may end before it is asked for.
-                if line.startswith("step ") and not daemon:
-                    daemon = next(
-                        row["pid"]
-                        for row in json.loads(ckptd(environ, "ps", "--json"))
-                        if row["root"] == root
-                    )
-            until = time.monotonic() + 60
-            while newest_in(root, environ) < "step-00000008":
-                assert time.monotonic() < until
-            with suppress(ProcessLookupError):
-                os.kill(daemon, signal.SIGKILL)
+            with stores.in_environment(server):
+                repository = open_root(located(root))
+                until(
+                    lambda: (repository.read_newest("train_gpt") or "") >= "step-00000008",
+                    "step 8 in the bucket",
+                )
+            for row in json.loads(ckptd(environ, "ps", "--json")):
+                if row["root"] == root:
+                    os.kill(row["pid"], signal.SIGKILL)
+                    break
+            else:
+                pytest.fail("`ckptd ps` does not show the daemon")
             trainer.kill()
         for path in (lost, Path("/dev/shm") / names.segment_directory(located(root))):
             # The daemon of a run that has ended leaves no memory behind.
@@ -188,11 +190,6 @@ def ckptd(environ: dict[str, str], *arguments: str) -> bytes:
         capture_output=True,
         check=False,
     ).stdout
-
-
-def newest_in(root: str, environ: dict[str, str]) -> str:
-    rows = json.loads(ckptd(environ, "ls", f"{root}/train_gpt", "--json"))
-    return max((row["tag"] for row in rows), default="") if isinstance(rows, list) else ""
 
 
 def test_a_run_on_two_ranks_of_which_one_is_killed_gives_the_same_losses(
@@ -276,11 +273,10 @@ def test_the_policies_example_keeps_what_it_says(tmp_path: Path) -> None:
         "for-evaluation.a0001",
         *(f"step-00000{step}.a0001" for step in (100, 140, 200, 240, 260)),
     }
-    until = time.monotonic() + 60
-    # The daemon still deletes the others.
-    while {path.parent.name for path in tmp_path.glob("root/tiny/*/manifest.json")} != wanted:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(  # the daemon still deletes the others
+        lambda: {path.parent.name for path in tmp_path.glob("root/tiny/*/manifest.json")} == wanted,
+        "end of the deletions",
+    )
     assert len(list(tmp_path.glob("root/tiny/*/*.ckpt"))) == 12
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from ckptd.shared.system import failpoints
 from tests.support import code_map
+from tests.support.assertions import Weak, look
 from tests.support.rooms import FACE, ORDER, PACKAGES, ROOT, imports, modules, rooms_of, tree
 
 FILES = sorted(modules().values())
@@ -289,19 +290,26 @@ files is part of a checkpoint.
 
 
 def test_only_the_storage_package_uses_the_files_of_a_root() -> None:
-    found = set()
-    for path in (path for path in FILES if "storage" not in path.relative_to(ROOT).parts):
+    found, outside = (
+        set(),
+        [path for path in FILES if "storage" not in path.relative_to(ROOT).parts],
+    )
+    for path in outside:
         for name, call in _calls(path):
             if name in FILE_CALLS or (
                 isinstance(call.func, ast.Attribute) and call.func.attr in FILE_METHODS
             ):
                 found.add(str(path.relative_to(ROOT)))
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-                assert not ast.unparse(node.left).endswith("config.root"), (
-                    f"{path}: {ast.unparse(node)} is a file of the root"
-                )
     assert found == set(TOUCH_FILES)
+    paths_of_the_root = [
+        f"{path}: {ast.unparse(node)}"
+        for path in outside
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Div)
+        and ast.unparse(node.left).endswith("config.root")
+    ]
+    assert paths_of_the_root == []
 
 
 def test_only_the_storage_package_knows_its_implementations() -> None:
@@ -323,8 +331,8 @@ def test_only_the_storage_package_knows_its_implementations() -> None:
 def test_the_tables_of_the_code_map_are_those_of_the_source() -> None:
     shown = code_map.PAGE.read_text()
     assert shown == code_map.page(), "run `python -m tests.support.code_map --write`"
-    for path in FILES:
-        assert path.name == "__init__.py" or f"| `{path.relative_to(ROOT)}` | " in shown
+    listed = [name for name in OWN_FILES if f"| `{name}` | " in shown]
+    assert listed == list(OWN_FILES)
 
 
 def test_the_code_map_names_files_that_exist() -> None:
@@ -498,11 +506,16 @@ _FACTORIES = re.compile(
 def test_every_allocation_names_its_device_and_dtype(path: Path) -> None:
     # A caller may have set another default device, on which the memory that this
     # process writes would not exist.
-    for name, call in _calls(path):
-        given = {keyword.arg for keyword in call.keywords}
-        assert not _FACTORIES.fullmatch(name) or None in given or {"device", "dtype"} <= given, (
-            f"line {call.lineno}"
-        )
+    allocations = [
+        (call.lineno, {keyword.arg for keyword in call.keywords})
+        for name, call in _calls(path)
+        if _FACTORIES.fullmatch(name)
+    ]
+    assert [
+        f"line {line}"
+        for line, given in allocations
+        if None not in given and not {"device", "dtype"} <= given
+    ] == []
 
 
 # -- waits
@@ -516,8 +529,7 @@ def test_no_wait_of_the_agent_can_be_broken_by_ctrl_c(path: Path) -> None:
         f"threading.{name}"
         for name in ("Event", "Condition", "Semaphore", "BoundedSemaphore", "Barrier")
     }
-    for name, call in _calls(path):
-        assert name not in waits, f"line {call.lineno}"
+    assert [f"line {call.lineno}" for name, call in _calls(path) if name in waits] == []
 
 
 # -- pickle
@@ -529,29 +541,47 @@ def _calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
             yield ast.unparse(node.func), node
 
 
+def _may_unpickle(name: str, call: ast.Call) -> bool:
+    """Return True if a call runs code, or does not forbid pickles where it could."""
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    return (
+        name in ("eval", "exec", "compile")
+        or (name == "torch.load" and given.get("weights_only") != "True")
+        or (
+            name.endswith(("read_array", "write_array", "np.load", "np.save"))
+            and given.get("allow_pickle") != "False"
+        )
+        or given.get("weights_only") == "False"
+        or given.get("allow_pickle") == "True"
+    )
+
+
+def test_calls_that_may_unpickle_are_seen() -> None:
+    calls = {
+        "torch.load(f)": True,
+        "torch.load(f, weights_only=False)": True,
+        "torch.load(f, weights_only=True)": False,
+        "np.load(f)": True,
+        "numpy.lib.format.read_array(f, allow_pickle=False)": False,
+        "any_other(f, allow_pickle=True)": True,
+        "eval(text)": True,
+        "json.loads(text)": False,
+    }
+    found = {}
+    for text in calls:
+        call = ast.parse(text, mode="eval").body
+        found[text] = isinstance(call, ast.Call) and _may_unpickle(ast.unparse(call.func), call)
+    assert found == calls
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_is_unpickled(path: Path) -> None:
+    pickles = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
     # Its unpickler finds no class and no function that a pickle names.
-    if path != ROOT / "agent/convert/dcp_metadata.py":
-        assert not [
-            name
-            for name in imports(path)
-            if name.split(".")[0]
-            in ("pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal")
-        ]
+    excused = {"pickle"} if path == ROOT / "agent/convert/dcp_metadata.py" else set()
+    assert {name.split(".")[0] for name in imports(path)} & pickles == excused
     assert not [name for name, _ in _calls(path) if name.startswith("pickle.")]
-    for name, call in _calls(path):
-        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-        if name == "torch.load":
-            assert ast.unparse(keywords["weights_only"]) == "True"
-        if name.endswith(("read_array", "write_array", "np.load", "np.save")):
-            assert ast.unparse(keywords["allow_pickle"]) == "False"
-        for keyword, value in keywords.items():
-            assert (keyword, ast.unparse(value)) not in (
-                ("weights_only", "False"),
-                ("allow_pickle", "True"),
-            )
-        assert name not in ("eval", "exec", "compile")
+    assert [ast.unparse(call) for name, call in _calls(path) if _may_unpickle(name, call)] == []
 
 
 # -- decoders
@@ -568,13 +598,14 @@ def test_every_decoder_is_made_at_the_import(path: Path) -> None:
         if isinstance(function, ast.FunctionDef)
         for node in ast.walk(function)
     }
-    for name, call in _calls(path):
-        if name in ("msgspec.msgpack.decode", "msgspec.json.decode", "msgspec.convert"):
-            assert "type" not in {keyword.arg for keyword in call.keywords}, (
-                f"{path}: {ast.unparse(call)}"
-            )
-        if name in ("msgspec.msgpack.Decoder", "msgspec.json.Decoder"):
-            assert id(call) not in inside, f"{path}: {ast.unparse(call)}"
+    decodes = ("msgspec.msgpack.decode", "msgspec.json.decode", "msgspec.convert")
+    decoders = ("msgspec.msgpack.Decoder", "msgspec.json.Decoder")
+    assert [
+        f"{path}: {ast.unparse(call)}"
+        for name, call in _calls(path)
+        if (name in decodes and "type" in {keyword.arg for keyword in call.keywords})
+        or (name in decoders and id(call) in inside)
+    ] == []
 
 
 # -- failpoints
@@ -615,5 +646,59 @@ def test_every_failpoint_is_passed_in_one_place() -> None:
 
 
 def test_agent_and_daemon_pass_only_their_own_failpoints() -> None:
-    for name, places in _passed().items():
+    passed = _passed()
+    assert len(passed) > 20
+    for name, places in passed.items():
         assert (name in failpoints.AGENT) == places[0].startswith("agent/"), name
+
+
+# -- tests
+
+
+def test_no_test_passes_without_its_assertions() -> None:
+    """No test returns early: `pytest.skip` says why it ends.
+
+    Where only one side of an `if` asserts, its condition depends on the parameters of the
+    test alone. A loop that asserts is over what stands in the source, or the test asserts
+    something about what it is over, such as its length.
+    """
+    found = Weak()
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        look(path, found)
+    assert found == Weak()
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("returns", "    if found():\n        return\n    assert True\n"),
+        ("ifs", "    if found() is not None:\n        assert True\n"),
+        ("loops", "    for each in found():\n        assert each\n"),
+        (
+            "loops",
+            "    for each in sorted(found()):\n        with pytest.raises(E):\n            f()\n",
+        ),
+    ],
+)
+def test_weak_assertions_are_seen(tmp_path: Path, kind: str, body: str) -> None:
+    path = tmp_path / "test_x.py"
+    path.write_text(f"def test_x():\n{body}")
+    look(path, found := Weak())
+    (place,) = getattr(found, kind)
+    assert place.startswith("test_x.py::test_x")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "    if found():\n        assert one()\n    else:\n        assert two()\n",
+        "    for each in (1, 2):\n        if each == 1:\n            assert found()\n",
+        "    made = found()\n    assert made\n    for each in made:\n        assert each\n",
+        "    def inner():\n        return found()\n    assert inner()\n",
+    ],
+)
+def test_assertions_that_always_run_are_not_weak(tmp_path: Path, body: str) -> None:
+    path = tmp_path / "test_x.py"
+    path.write_text(f"def test_x():\n{body}")
+    look(path, found := Weak())
+    assert found == Weak()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.advice import Advice, Restart
 from ckptd.shared.errors import InvalidRequest
 from tests.support.daemons import Daemon
+from tests.support.trainers import vanish
 
 STATE = {"w": torch.ones(3)}
 
@@ -89,12 +92,11 @@ def test_nothing_cannot_be_saved(daemon: Daemon, state: object) -> None:
 
 
 def test_an_agent_gives_the_advice(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
-    for attempt in (1, 2):
-        agent = Agent("gpt", socket=daemon.home.socket)
-        if attempt == 2:
-            assert agent.recover(STATE) is not None
+    with closing(Agent("gpt", socket=daemon.home.socket)) as agent:
         agent.snapshot(STATE, step=5)
-        agent.close()
+    with closing(Agent("gpt", socket=daemon.home.socket)) as agent:
+        assert agent.recover(STATE) is not None
+        agent.snapshot(STATE, step=5)
     assert [told for told in warned(caplog) if "step 5 does not come after step 5" in told]
 
 
@@ -139,7 +141,7 @@ def test_a_snapshot_from_which_no_run_gets_on_is_told(
         agent.recover(STATE, step=asked)
         for step in steps:
             agent.snapshot(STATE, step=step).wait("durable", timeout=60)
-        agent._link.let_go()  # it dies
+        vanish(agent)  # it dies
         return [told for told in warned(caplog) if "is recovered again" in told]
 
     assert run(69, 79) == []
@@ -161,5 +163,5 @@ def test_recoveries_within_a_process_are_no_runs(
         assert recovered is not None
         assert recovered.step == 69
     assert agent.attempt == 6
-    agent._link.let_go()
+    vanish(agent)
     assert not [told for told in warned(caplog) if "is recovered again" in told]

@@ -211,8 +211,9 @@ def test_the_average_of_a_wrapped_model_recovers_as_that_of_the_model(
     into = {"ema": AveragedModel(compiled(layers()))}
     agent.recover(into)
     assert into["ema"].n_averaged == 2
-    for mine, theirs in zip(into["ema"].parameters(), saved["ema"].parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    mine, theirs = list(into["ema"].parameters()), list(saved["ema"].parameters())
+    assert len(mine) == len(list(layers().parameters()))
+    assert all(map(torch.equal, mine, theirs))
 
 
 def test_an_attribute_of_the_users_own_is_no_wrapper(agent: Agent) -> None:
@@ -407,8 +408,8 @@ def test_flattened_parameters_keep_groups_without_parameters_and_state_of_none(
     assert into["optim"].state["global"]["seen"].tolist() == [7]
     for _ in range(2):
         assert len(into["optim"].state) == len(saved["optim"].state)
-        if len(saved["optim"].state) > 1:
-            assert same(bits(into), bits(saved))
+        # The models are not saved: before the first step only the settings are the same.
+        assert same(bits(into), bits(saved)) == bool(steps)
         train(saved)
         train(into)
 
@@ -539,11 +540,13 @@ def test_a_checkpoint_of_an_earlier_version_is_recovered_by_the_program_that_sav
         assert all(map(torch.equal, in_order(into), in_order(expected)))
         train(into)
         train(expected)
-    if "ema" in into:
-        assert all(
-            torch.equal(a, b)
-            for a, b in zip(into["ema"].parameters(), expected["ema"].parameters(), strict=True)
-        )
+    averages, wanted = (
+        [value for part in ("ema",) if part in state for value in state[part].parameters()]
+        for state in (into, expected)
+    )
+    assert bool(averages) == (name in ("average", "wrapped average"))
+    assert len(averages) == len(wanted)
+    assert all(map(torch.equal, averages, wanted))
     agent.close()
 
 

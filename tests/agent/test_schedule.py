@@ -103,18 +103,20 @@ def test_nothing_is_due_while_the_last_snapshot_is_being_saved() -> None:
 def test_no_two_snapshots_are_much_closer_than_the_interval(
     seconds: list[float], interval: float
 ) -> None:
-    now, again, last = 0.0, 0, 0.0
+    now, again, agains = 0.0, 0, []
+    taken = [seconds[0]]  # the interval begins at the first step
     pace = Pace(1)
     for step, took in enumerate(seconds):
         now += took
         if step >= again:
             word = pace.decide(step, now, interval)
             again = word.again
-            if step == 0:
-                last = now
+            agains.append((step, again))
             if word.due:
-                assert now - last >= interval - max(seconds) / 2 - 1e-6
-                last = now
+                taken.append(now)
+    assert [pair for pair in agains if pair[0] >= pair[1]] == []
+    shortest = interval - max(seconds) / 2 - 1e-6
+    assert [gap for one, next in pairwise(taken) if (gap := next - one) < shortest] == []
 
 
 def test_a_few_quick_steps_do_not_delay_the_next_decision_much() -> None:
@@ -440,9 +442,8 @@ def test_a_state_that_cannot_be_saved_is_not_tried_at_every_step(
         clock.now += 1
         pending = when.snapshot({"x": object()}, step=step, on_error="log")
         if pending is not None:
-            assert pending.state == "failed"
-            due.append(step)
-    assert due == [0, 30, 60, 90]
+            due.append((step, pending.state))
+    assert due == [(step, "failed") for step in (0, 30, 60, 90)]
     with pytest.raises(
         SnapshotFailed,
         match="nothing of this run was saved: none of its 4 snapshots could be saved",

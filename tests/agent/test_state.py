@@ -10,6 +10,7 @@ import math
 import pathlib
 import random
 import warnings
+from contextlib import closing
 from typing import Any
 from unittest import mock
 
@@ -121,8 +122,7 @@ def test_every_dtype_comes_back(agent: Agent, daemon: Daemon) -> None:
     for value in state.values():
         memory(value, value.nbytes)[:] = bytes(value.nbytes)
     agent.recover(state)
-    for key, wanted in before.items():
-        assert raw_bytes(state[key]) == wanted, key
+    assert {key: raw_bytes(value) for key, value in state.items()} == before
 
 
 @pytest.mark.parametrize(
@@ -382,8 +382,8 @@ def test_training_continues_bit_for_bit(
     train(net, optimizer)
     scheduler.step()
     assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == drawn
-    for key, value in wanted.items():
-        assert same(net.state_dict()[key], value), key
+    assert len(wanted) > 3
+    assert [key for key, value in wanted.items() if not same(net.state_dict()[key], value)] == []
 
 
 @pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64])
@@ -878,16 +878,14 @@ def test_a_learning_rate_that_is_a_tensor_in_fsdp1_comes_back(
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        for number, (model, optimizer) in enumerate((made(0.125, stepped), made(0.5, warm))):
-            agent = Agent("fsdp1", socket=daemon.home.socket)
-            if number == 0:
-                agent.snapshot({"model": model, "optim": optimizer}, step=1).wait(
-                    "durable", timeout=60
-                )
-            else:
-                assert agent.recover({"model": model, "optim": optimizer}) is not None
-                assert optimizer.param_groups[0]["lr"] == 0.125
-                assert bool(optimizer.state) is stepped
-            agent.close()
+        model, optimizer = made(0.125, stepped)
+        with closing(Agent("fsdp1", socket=daemon.home.socket)) as agent:
+            state = {"model": model, "optim": optimizer}
+            agent.snapshot(state, step=1).wait("durable", timeout=60)
+        model, optimizer = made(0.5, warm)
+        with closing(Agent("fsdp1", socket=daemon.home.socket)) as agent:
+            assert agent.recover({"model": model, "optim": optimizer}) is not None
+            assert optimizer.param_groups[0]["lr"] == 0.125
+            assert bool(optimizer.state) is stepped
     finally:
         dist.destroy_process_group()

@@ -107,6 +107,7 @@ def test_every_job_is_recovered_and_every_begun_save_and_deletion_is_settled(nod
         }  # fmt: skip
     after = files(node)
 
+    assert sum(len(left.committed) for left in JOBS.values()) > len(JOBS)
     for job, left in JOBS.items():
         for tag in left.committed:
             wanted = {} if (job, tag) == RETIRING else under(before, job, tag)

@@ -17,6 +17,7 @@ def test_what_is_acknowledged_can_be_verified_and_loaded() -> None:
 
 
 def test_each_mutation_changes_some_case() -> None:
+    assert len(nonsense.MUTATIONS) > 20
     for name, mutation in nonsense.MUTATIONS.items():
         cases = [
             nonsense.sound_case(Random(f"{name}/{number}"), 1 + number % 2, large=False)

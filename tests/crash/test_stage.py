@@ -128,7 +128,7 @@ def test_files_of_an_upload_that_nobody_finishes_are_deleted(place: Home, point:
         agent.snapshot(trainers.expected(2), step=2).wait("durable", timeout=60)
         assert daemon.died() == -signal.SIGKILL, place.log_text()
         daemon.close()
-    agent._link.let_go()
+    trainers.vanish(agent)
     shutil.rmtree(place.path / "stage")
     shutil.rmtree(place.segments)
     with running(place, *ARGUMENTS, forked=True) as daemon:

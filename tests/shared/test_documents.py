@@ -291,8 +291,9 @@ def test_every_journal_record_type_is_in_the_document() -> None:
     }
     assert {number: name for number, (name, _) in table.items()} == RECORD_NAMES
     assert table[r.STATE][1] == list(r.JournalState.__struct_fields__)
-    for number, cls in r.TYPES.items():
-        assert table[number][1] == list(cls.__struct_fields__), cls.__name__
+    assert {number: table[number][1] for number in r.TYPES} == {
+        number: list(cls.__struct_fields__) for number, cls in r.TYPES.items()
+    }
 
 
 def test_every_extension_code_is_in_the_document() -> None:
@@ -509,10 +510,10 @@ def test_the_table_of_the_session() -> None:
 
 
 def test_every_message_is_mentioned() -> None:
-    for cls in get_args(m.Message):
-        assert re.search(rf"\b{cls.__name__}\b", section(PROTOCOL, 3) + section(PROTOCOL, 4)), (
-            cls.__name__
-        )
+    mentioned = set(re.findall(r"\w+", section(PROTOCOL, 3) + section(PROTOCOL, 4)))
+    messages = {cls.__name__ for cls in get_args(m.Message)}
+    assert len(messages) > 20
+    assert messages <= mentioned
 
 
 def _raised_by_the_daemon() -> set[type[errors.CkptdError]]:

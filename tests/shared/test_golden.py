@@ -230,8 +230,8 @@ def test_golden_files_are_never_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_two_ranks_with_two_files_each() -> None:
-    for name, data in make_ranks.files().items():
-        assert read(f"two-ranks/{name}") == data, name
+    made = make_ranks.files()
+    assert {name: read(f"two-ranks/{name}") for name in made} == made
     with ArrayCheckpoint.open(make_ranks.PLACE) as checkpoint:
         found = checkpoint.load()
         assert checkpoint.verify() == sum(part.raw_bytes for part in checkpoint.manifest.parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pwd
+import string
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import InvalidName
 from tests.shared.samples import steady
 
+NAME = string.ascii_letters + string.digits + "._-"
 NONCE = bytes(range(16))
 HEX = "000102030405060708090a0b0c0d0e0f"
 GOOD = ["a", "0", "gpt", "GPT-2_final.v1", "a" * 128, "7.", "x--", "newest", "manifest.json"]
@@ -58,15 +60,28 @@ def test_invalid_names_are_also_value_errors() -> None:
 
 
 @steady
-@given(st.text())
-def test_a_checked_name_is_one_component_of_a_path(name: str) -> None:
-    try:
-        names.check_name("job", name)
-    except InvalidName:
-        return
-    assert Path("/root", name).parts == ("/", "root", name)
-    assert not name.startswith(".")
-    assert name.isascii()
+@given(st.text(NAME, min_size=1, max_size=128))
+def test_a_name_of_letters_and_digits_is_one_component_of_a_path(name: str) -> None:
+    if name[0] in "._-":
+        with pytest.raises(InvalidName):
+            names.check_name("job", name)
+    else:
+        assert names.check_name("job", name) == name
+        assert Path("/root", name).parts == ("/", "root", name)
+
+
+@steady
+@given(
+    st.text(NAME, max_size=20),
+    st.sampled_from(string.punctuation.translate(str.maketrans("", "", "._-")) + " \n")
+    | st.characters(exclude_characters=NAME),
+    st.text(NAME, max_size=20),
+)
+def test_a_name_with_any_other_character_is_refused(
+    before: str, character: str, behind: str
+) -> None:
+    with pytest.raises(InvalidName):
+        names.check_name("job", f"a{before}{character}{behind}")
 
 
 @pytest.mark.parametrize("tag", ["step-1", "step-00001000", "step-", "step-best"])

@@ -38,7 +38,11 @@ if os.environ.get("STATE_DIRECTORY_OF_TEST") != _WORKER:
     os.environ["STATE_DIRECTORY"] = _state.name
     os.environ["STATE_DIRECTORY_OF_TEST"] = _WORKER
 
-READY_SECONDS = 60.0  # shared machines may be slow; the timeout measures nothing
+READY_SECONDS = 120.0  # shared machines may be slow; the timeout measures nothing
+STALL_SECONDS = "30"
+"""The stall budget of daemons whose test sets none. With the default of 10 s, a machine
+that is busy skips the first steps of several ranks, while their slots are being made.
+"""
 
 
 class Home:
@@ -114,7 +118,12 @@ class Daemon:
             str(home.state),
             *arguments,
         )
-        environment = {**home.environ, **(environment or {}), "CKPTD_FAILPOINTS": failpoints}
+        environment = {
+            "CKPTD_STALL_BUDGET": STALL_SECONDS,
+            **home.environ,
+            **(environment or {}),
+            "CKPTD_FAILPOINTS": failpoints,
+        }
         self.process: subprocess.Popen[bytes] | Fork
         if forked:
             self.process = Fork(
@@ -330,11 +339,11 @@ def holds(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
-    """Wait for the condition, a minute at most.
+    """Wait for the condition, two minutes at most.
 
     The time is long because machines may be slow; it measures nothing.
     """
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, f"no {what}"
         time.sleep(0.01)

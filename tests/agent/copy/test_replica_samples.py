@@ -107,7 +107,8 @@ def test_copies_have_equal_digests(every: int) -> None:
 def test_other_values_in_every_element_are_found_at_once() -> None:
     state = states()
     samples, before = made(state), digests(made(state), state)[0].runs()
-    for place, name in enumerate(sorted(name for name in state if name != "empty")):
+    assert len(before) == len(state) - 1 > 5
+    for place, name in enumerate(sorted(state.keys() - {"empty"})):
         other = dict(state)
         flat = state[name].clone() if name != "conj" else state[name].conj().clone()
         flat.view(
@@ -246,6 +247,7 @@ class _Bytes:
 def test_a_line_is_never_read_beyond_its_tensor() -> None:
     for nbytes in (1, 63, 64, SAMPLE, SAMPLE + 1, 1000):
         samples = made({"w": torch.zeros(nbytes, dtype=torch.uint8)})
+        assert samples._pieces[torch.device("cpu")]
         for step in range(200):
             for pieces in samples._pieces[torch.device("cpu")]:
                 assert int(pieces.offsets(step).max()) + pieces.width <= nbytes
@@ -261,17 +263,20 @@ def test_c_and_numpy_digest_alike(monkeypatch: pytest.MonkeyPatch, width: int) -
     compiled = replica_samples._digested_at(addresses, width)
     monkeypatch.setattr(replica_samples, "digest_pieces", None)
     assert compiled.tolist() == replica_samples._digested_at(addresses, width).tolist()
-    assert len(set(compiled.tolist())) > 90 or width < 3
+    assert len(set(compiled.tolist())) > (50 if width == 1 else 90)
 
 
-def test_a_width_that_cannot_be_is_refused() -> None:
-    if replica_samples.digest_pieces is not None:
-        some = np.zeros(1, dtype=np.uint64)
-        for width in (0, -1, SAMPLE + 1):
-            with pytest.raises(ValueError, match="expected a width of 1 to 128 bytes"):
-                replica_samples.digest_pieces(
-                    some, width, np.zeros(16, dtype=np.uint64), np.zeros(1, dtype=np.uint64)
-                )
+@pytest.mark.skipif(
+    replica_samples.digest_pieces is None, reason="`_checked_copy.c` is not compiled here"
+)
+@pytest.mark.parametrize("width", [0, -1, SAMPLE + 1])
+def test_a_width_that_cannot_be_is_refused(width: int) -> None:
+    some = np.zeros(1, dtype=np.uint64)
+    assert replica_samples.digest_pieces is not None
+    with pytest.raises(ValueError, match="expected a width of 1 to 128 bytes"):
+        replica_samples.digest_pieces(
+            some, width, np.zeros(16, dtype=np.uint64), np.zeros(1, dtype=np.uint64)
+        )
 
 
 def test_c_and_numpy_choose_the_same_places(monkeypatch: pytest.MonkeyPatch) -> None:

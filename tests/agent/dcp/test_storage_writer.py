@@ -493,14 +493,23 @@ def test_overwriting_a_checkpoint_of_dcp_leaves_nothing_that_dcp_would_read(tmp_
         dcp.FileSystemReader(tmp_path).read_metadata()
 
 
-def test_programs_that_look_for_metadata_find_a_checkpoint_outside_every_root(spot: Place) -> None:
+def test_a_checkpoint_in_the_root_of_a_daemon_has_no_marker(daemon: Daemon) -> None:
+    spot = Place(daemon.home.root / "gpt", daemon)
+    spot.base.mkdir()
+    dcp.save({"a": torch.ones(3)}, storage_writer=spot.writer("first"))
+    assert list(spot.base.rglob("manifest.json"))
+    assert not list(spot.base.rglob(".metadata"))
+    leave_all()
+
+
+def test_programs_that_look_for_metadata_find_a_checkpoint_outside_every_root(
+    tmp_path: Path,
+) -> None:
     """DCP's own reader refuses the marker, and ckptd's own checks do not take it for a
     checkpoint of DCP.
     """
+    spot = Place(tmp_path, None)
     dcp.save({"a": torch.ones(3)}, storage_writer=spot.writer("first"))
-    if spot.daemon:
-        assert not list(spot.base.rglob(".metadata"))
-        return
     marker = spot.path("first") / ".metadata"
     assert marker.read_bytes() == MARKER
     with pytest.raises(pickle.UnpicklingError, match="invalid load key, '#'"):

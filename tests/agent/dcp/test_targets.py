@@ -173,9 +173,12 @@ def test_a_path_under_the_root_of_a_daemon_names_a_job_and_a_tag(
 ) -> None:
     found = Target.of(tmp_path / path, str(daemon.socket))
     assert (found and (found.job, found.tag, found.step)) == expected
-    if found is not None:
-        assert (found.socket, found.root) == (str(daemon.socket), str(tmp_path))
-        assert found.path == tmp_path / "gpt" / (found.tag or "step-5")
+    where = (
+        (str(daemon.socket), str(tmp_path), tmp_path / "gpt" / (found.tag or "step-5"))
+        if found
+        else None
+    )
+    assert (found and (found.socket, found.root, found.path)) == where
 
 
 def test_names_that_cannot_be_are_refused(tmp_path: Path, daemon: FakeDaemon) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -145,8 +146,8 @@ def test_the_first_look_comes_when_the_answer_was_there_before() -> None:
                 self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
             )
 
-    store = Answering()
-    board = Board(store, "gpt/board/1", 1, [0, 1], lambda answer: None)  # type: ignore[arg-type]
+    store, heard = Answering(), list[Answer]()
+    board = Board(store, "gpt/board/1", 1, [0, 1], heard.append)  # type: ignore[arg-type]
     board.end()
     board._thread.join()
     common: list[int] = []
@@ -158,7 +159,7 @@ def test_the_first_look_comes_when_the_answer_was_there_before() -> None:
         pauses.append(board._pause)
         for _ in range(looks):
             board._look()
-        assert board._known.common == common
+        assert heard[-1].common == common
         assert board._next is None
     pauses.append(board._usual)
     assert pauses == pytest.approx([0.005, 0.02, 0.0198, 0.019602, 0.024602])
@@ -206,7 +207,8 @@ def test_rank_0_looks_seldom_while_no_node_waits_for_another(store: TCPStore) ->
     """A node that has sealed a step which rank 0 has skipped hears of it within a
     second, also if it was late.
     """
-    boards = [Board(Counted(store), "b", rank, [0, 1], lambda answer: None) for rank in (0, 1)]  # type: ignore[arg-type]
+    heard: list[Answer] = []
+    boards = [Board(Counted(store), "b", rank, [0, 1], heard.append) for rank in (0, 1)]  # type: ignore[arg-type]
     for board in boards:
         board.end()
         board._thread.join()
@@ -231,23 +233,20 @@ def test_rank_0_looks_seldom_while_no_node_waits_for_another(store: TCPStore) ->
         pause_of_rank_0(Holding(held=[1], done=2), Holding(held=[1, 2], done=2))
         > board_module._IDLE_LOOK
     )
-    assert list(boards[0]._known.dead) == [2]
-
-
-def _all_have_an_answer(boards: list[Board]) -> bool:
-    return all(board._known.common for board in boards)
+    assert list(heard[-1].dead) == [2]
 
 
 def test_keys_of_boards_that_have_ended_are_deleted(store: TCPStore) -> None:
     client = PrefixStore("ckptd", store.clone())  # type: ignore[attr-defined]
     for attempt in range(6):
+        heard: list[Answer] = []
         boards = [
-            Board(Counted(store), f"gpt/board/{attempt}", rank, [0, 1], lambda answer: None)  # type: ignore[arg-type]
+            Board(Counted(store), f"gpt/board/{attempt}", rank, [0, 1], heard.append)  # type: ignore[arg-type]
             for rank in (0, 1)
         ]
         for board in boards:
             board.show(Holding(held=[1], done=1))
-        until(partial(_all_have_an_answer, boards), "answer")
+        until(partial(operator.eq, [Answer(common=[1])] * 2, heard), "answer")
         for board in boards:
             board.end()
     there = [attempt for attempt in range(6) if client.check([f"gpt/board/{attempt}/answer"])]

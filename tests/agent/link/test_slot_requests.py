@@ -306,21 +306,24 @@ def test_a_drop_that_ctrl_c_interrupts_is_finished_by_the_next(
 
 
 @pytest.mark.parametrize(
-    ("answer", "lost"),
+    ("answer", "raises", "lost"),
     [
-        (granted("a"), False),
-        (None, True),
-        (DaemonUnreachable("lost"), True),
-        (AlreadyExists("taken"), False),
+        (None, DaemonUnreachable, True),
+        (DaemonUnreachable("lost"), DaemonUnreachable, True),
+        (AlreadyExists("taken"), AlreadyExists, False),
     ],
-    ids=["granted", "no answer", "lost", "refused"],
+    ids=["no answer", "lost", "refused"],
 )
 def test_a_slot_may_have_been_granted_unless_there_is_an_answer(
-    clock: Clock, answer: m.Reply | CkptdError | None, lost: bool
+    clock: Clock, answer: CkptdError | None, raises: type[CkptdError], lost: bool
 ) -> None:
     request = requested(FakeClient(clock, answer), 0.0)
-    try:
+    with pytest.raises(raises):
         request.answer()
-    except CkptdError:
-        pass
     assert request.lost == lost
+
+
+def test_a_slot_that_was_granted_is_not_lost(clock: Clock) -> None:
+    request = requested(FakeClient(clock, granted("a")), 0.0)
+    request.answer()
+    assert not request.lost

@@ -4,7 +4,6 @@ the tensor is listed shard by shard.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -43,7 +42,9 @@ def test_placements_as_splits(
 ) -> None:
     assert _splits_of(placements, shape) == splits
     mesh = Mesh.of(shape, range(torch.Size(shape).numel()))
-    for coordinate in itertools.product(*map(range, shape)):
+    coordinates = list(mesh.coordinates())
+    assert len(coordinates) == torch.Size(shape).numel()
+    for coordinate in coordinates:
         sizes, offsets = where_torch_puts_it((24, 12), shape, list(coordinate), placements)
         assert place((24, 12), mesh, splits, coordinate) == (tuple(offsets), tuple(sizes))
 

@@ -29,6 +29,7 @@ from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.storage.locate import open_root
 from tests.support.daemons import Daemon, Home, home, running, until
+from tests.support.trainers import vanish
 
 NOTHING: dict[str, str] = {}
 
@@ -118,7 +119,7 @@ def test_status_tells_how_far_a_save_has_come(place: Home) -> None:
         )
         text = ckptd("status", "--socket", place.socket).stdout
         (saving,) = daemon.status()["jobs"][0]["saving"]
-        agent._link.let_go()
+        vanish(agent)
     assert re.search(
         r"  step-00000001\.a0001 \(\d+ %, \d+\.\d [kM]B/s, (\d+ min|\d+ s) left\)", text
     ), text
@@ -330,9 +331,11 @@ def test_verify_finds_a_flipped_byte_in_each_checkpoint_that_links_the_file(daem
 
 def test_every_verb_of_another_package_is_listed() -> None:
     assert {found.name for found in entry_points(group="ckptd.verbs")} == set(cli._VERBS)
-    for name, verb in cli.main.commands.items():
-        if isinstance(verb, cli.Verb):
-            assert verb.load().short_help == cli._VERBS[name]
+    assert {
+        name: verb.load().short_help
+        for name, verb in cli.main.commands.items()
+        if isinstance(verb, cli.Verb)
+    } == cli._VERBS
 
 
 def flip(part: Path, offset: int = ALIGN) -> None:

@@ -30,6 +30,7 @@ from tests.support import forks
 from tests.support.daemons import Daemon, Home, running, until
 from tests.support.ranks import HERE, Ranks
 from tests.support.strangers import KINDS, NOBODY, holding, is_another_user
+from tests.support.trainers import vanish
 
 
 def ckptd(
@@ -314,8 +315,7 @@ def test_forget_without_a_daemon_also_saves_what_was_owed(place: Home) -> None:
         agent = Agent("gpt", socket=place.socket)
         agent.snapshot({"w": torch.full((10,), 7.0)}, step=7)
         daemon.died()
-    agent._link.client.close()
-    agent._link.handovers.slots.drop()
+    vanish(agent)
     run = ckptd("forget", place.root / "gpt" / tag(1))
     assert (run.returncode, run.stderr) == (0, "")
     assert steps(place) == [2, 7]
@@ -421,7 +421,7 @@ def test_a_damaged_segment_does_not_keep_a_checkpoint_from_being_deleted(place: 
             ckptd("forget", place.root / "gpt" / tag(1), "--socket", daemon.home.socket).returncode
             == 0
         )
-        agent._link.client.close()
+        vanish(agent)
 
 
 def test_the_pin_of_a_damaged_checkpoint_can_be_removed(place: Home) -> None:
@@ -661,7 +661,7 @@ def test_a_pin_set_after_the_death_of_the_daemon_stops_its_deletion(place: Home)
         for step in (1, 2):
             agent.snapshot({"w": torch.ones(3)}, step=step)
         daemon.died()
-    agent._link.client.close()
+    vanish(agent)
     assert ckptd("pin", place.root / "gpt" / tag(1)).returncode == 0
     with running(place, "--keep-last", "1", forked=True):
         assert steps(place) == [1, 2]

@@ -18,6 +18,7 @@ from ckptd.daemon.commands.neighbours import Neighbour
 from ckptd.shared.errors import DaemonUnreachable, InvalidConfig
 from tests.daemon.commands.test_cli import ckptd
 from tests.support.daemons import Daemon, Home, home, running
+from tests.support.trainers import vanish
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_stop_saves_what_is_in_memory_and_ends_the_daemon_of_the_root(served: Da
             )
             assert served.died() == 0
             assert (served.home.root / "gpt" / "step-00000001.a0001" / "manifest.json").exists()
-            agent._link.let_go()
+            vanish(agent)
         assert second.status()["ready"]
         missing = ckptd("stop", served.home.root)
         assert missing.returncode == 14

@@ -607,6 +607,11 @@ SABOTAGE = [
 ]
 
 
+def content_of_mine(place: Place) -> bytes | None:
+    mine = place.path / "mine"
+    return mine.read_bytes() if mine.exists() else None
+
+
 @pytest.mark.parametrize("sabotage", SABOTAGE)
 async def test_a_file_that_is_unfit_as_a_spare_is_not_written_to(
     place: Place, sabotage: Callable[[Place], None]
@@ -616,7 +621,7 @@ async def test_a_file_that_is_unfit_as_a_spare_is_not_written_to(
     journal = place.started()
     await journal.append(begun(1))
     sabotage(place)
-    mine = (place.path / "mine").read_bytes() if (place.path / "mine").exists() else None
+    before = content_of_mine(place)
     no_room(place)
     again = place.started()  # the journal continues in its last file
     await again.append(begun(2))
@@ -628,8 +633,7 @@ async def test_a_file_that_is_unfit_as_a_spare_is_not_written_to(
     if sabotage is not sabotage_directory:
         assert place.spare.lstat().st_size == jf.FILE_SIZE
         assert place.spare.lstat().st_nlink == 1
-    if mine is not None:
-        assert (place.path / "mine").read_bytes() == mine
+    assert content_of_mine(place) == before
     no_room(place)
     if sabotage is not sabotage_directory:
         place.started()

@@ -8,6 +8,7 @@ import errno
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -45,7 +46,7 @@ from ckptd.shared.formats.segment import (
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.system.fs import PosixFileSystem
 from tests.support import stores
-from tests.support.daemons import Home, running, until
+from tests.support.daemons import Daemon, Home, running, until
 from tests.support.replaced_roots import (
     LAST,
     REPLACEMENTS,
@@ -59,50 +60,66 @@ from tests.support.replaced_roots import (
     take_away,
     train_and_die,
 )
-from tests.support.trainers import blank, expected
+from tests.support.trainers import blank, expected, vanish
 
 # -- a daemon of the node
 
 
-@pytest.mark.parametrize("way", ["drop", "adopt", "the right root"])
-@pytest.mark.parametrize("replaced", REPLACEMENTS)
-@pytest.mark.parametrize("killed", [False, True], ids=["alive", "killed"])
-def test_memory_of_a_root_that_is_gone_is_refused_until_a_person_decides(
-    place: Home, killed: bool, replaced: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def replace_the_root(place: Home, killed: bool, replaced: str) -> None:
+    """Train, and replace the root under its daemon, or after the daemon was killed."""
     with running(place, forked=True) as daemon:
         train_and_die(place)
         if killed:
             daemon.kill()
         take_away(place)
         REPLACEMENTS[replaced](place)
-        if not killed:
-            assert daemon.died() == 1
+        assert daemon.died() == (-signal.SIGKILL if killed else 1)
+
+
+def refuses_the_memory(place: Home, daemon: Daemon) -> None:
+    """Check that a new daemon refuses the job, and shows whose memory it holds."""
+    refused(place)
+    (held,) = daemon.status()["foreign_memory"]
+    assert (held["job"], held["attempt"], held["step"], held["root"]) == (
+        "job",
+        1,
+        LAST,
+        str(place.root),
+    )
+
+
+@pytest.mark.parametrize("way", ["drop", "adopt"])
+@pytest.mark.parametrize("replaced", REPLACEMENTS)
+@pytest.mark.parametrize("killed", [False, True], ids=["alive", "killed"])
+def test_memory_of_a_root_that_is_gone_is_refused_until_a_person_decides(
+    place: Home, killed: bool, replaced: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_the_root(place, killed, replaced)
     with running(place, forked=True) as daemon:
-        refused(place)
-        (held,) = daemon.status()["foreign_memory"]
-        assert (held["job"], held["attempt"], held["step"], held["root"]) == (
-            "job",
-            1,
-            LAST,
-            str(place.root),
-        )
-        if way == "the right root":
-            shutil.rmtree(place.root)
-            (place.path / "gone").rename(place.root)
-            daemon.died()
-        else:
-            with choice(monkeypatch, way):
-                agent = Agent("job", socket=place.socket)
-            assert recovered_by(agent) == (None if way == "drop" else (LAST, "memory"))
-            assert daemon.status()["foreign_memory"] == []
-            goes_on(agent, place, LAST + 1)
-            tags = [path.name for path in sorted((place.root / "job").glob("step-*"))]
-            if way == "drop":
-                assert tags == ["step-00000004.a0001"]
-            else:  # step 2 may have been in memory, too
-                assert tags[-2:] == ["step-00000003.a0001", "step-00000004.a0002"]
-            return
+        refuses_the_memory(place, daemon)
+        with choice(monkeypatch, way):
+            agent = Agent("job", socket=place.socket)
+        assert recovered_by(agent) == (None if way == "drop" else (LAST, "memory"))
+        assert daemon.status()["foreign_memory"] == []
+        goes_on(agent, place, LAST + 1)
+        tags = [path.name for path in sorted((place.root / "job").glob("step-*"))]
+        if way == "drop":
+            assert tags == ["step-00000004.a0001"]
+        else:  # step 2 may have been in memory, too
+            assert tags[-2:] == ["step-00000003.a0001", "step-00000004.a0002"]
+
+
+@pytest.mark.parametrize("replaced", REPLACEMENTS)
+@pytest.mark.parametrize("killed", [False, True], ids=["alive", "killed"])
+def test_memory_of_a_root_that_is_gone_is_recovered_once_the_root_is_back(
+    place: Home, killed: bool, replaced: str
+) -> None:
+    replace_the_root(place, killed, replaced)
+    with running(place, forked=True) as daemon:
+        refuses_the_memory(place, daemon)
+        shutil.rmtree(place.root)
+        (place.path / "gone").rename(place.root)
+        daemon.died()
     with running(place, forked=True) as daemon:
         assert daemon.status()["foreign_memory"] == []
         agent = Agent("job", socket=place.socket)
@@ -120,10 +137,10 @@ def test_a_daemon_can_be_told_for_all_jobs(place: Home, setting: str) -> None:
         assert len(daemon.status()["foreign_memory"]) == (setting == "refuse")
         if setting == "refuse":
             refused(place)
-            return
-        agent = Agent("job", socket=place.socket)
-        assert recovered_by(agent) == (None if setting == "drop" else (LAST, "memory"))
-        goes_on(agent, place, LAST + 1)
+        else:
+            agent = Agent("job", socket=place.socket)
+            assert recovered_by(agent) == (None if setting == "drop" else (LAST, "memory"))
+            goes_on(agent, place, LAST + 1)
 
 
 def test_a_run_may_overrule_the_daemon(place: Home, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +205,9 @@ def test_what_was_adopted_is_the_new_roots_for_every_later_daemon(
             agent = Agent("job", socket=place.socket)
         daemon.kill()
     identity = open_root(place.root).known_identity()
-    for path in place.segment_files():
+    segments = place.segment_files()
+    assert len(segments) > 0
+    for path in segments:
         with path.open("rb") as file:
             mark = read_root_mark(file.fileno(), read_header(file.fileno()))
             assert mark is not None
@@ -247,7 +266,7 @@ def test_slots_in_which_nothing_is_sealed_raise_no_question(place: Home) -> None
         agent.prepare(expected(1, SIZE))
         until(place.segment_files, "slots")
         daemon.kill()
-    agent._link.let_go()
+    vanish(agent)
     take_away(place)
     with running(place, forked=True):
         assert place.segment_files() == []

@@ -24,6 +24,7 @@ from ckptd.shared.storage.locate import open_root
 from tests.daemon.commands.test_cli import ckptd
 from tests.shared.samples import write_checkpoint
 from tests.support.daemons import Home, running, until
+from tests.support.trainers import vanish
 
 FULL = "persist.writing=error(ENOSPC)"
 STATE = {"w": torch.arange(1000.0)}
@@ -47,7 +48,7 @@ def test_stop_on_a_full_disk_says_what_is_in_memory_only_and_the_next_daemon_sav
     with running(place, failpoints=FULL) as daemon:
         agent = sealed(place, 8, persist=persist)
         if not alive:
-            agent._link.let_go()
+            vanish(agent)
         run = ckptd("stop", place.root)
         assert (run.returncode, run.stdout) == (
             15,
@@ -67,7 +68,7 @@ def test_stop_on_a_full_disk_says_what_is_in_memory_only_and_the_next_daemon_sav
     said = last_line(place)
     assert "ERROR ckptd: NOT SAVED: step 8 of job gpt (attempt 1) is in memory only, in " in said
     assert "No space left on device" in said
-    agent._link.let_go()
+    vanish(agent)
     with running(place) as daemon:
         assert daemon.stop() == 0
     with Checkpoint.open(place.root / "gpt", "newest") as checkpoint:
@@ -89,7 +90,7 @@ def test_stop_as_json_lists_what_is_in_memory_only(place: Home) -> None:
             15,
             {"pid": daemon.process.pid, "stopped": True, "unsaved": [row]},
         )
-        agent._link.let_go()
+        vanish(agent)
 
 
 @pytest.mark.parametrize("tag", [None, "best"])
@@ -105,7 +106,7 @@ def test_nothing_is_said_of_what_is_saved(place: Home, tag: str | None) -> None:
         assert (run.returncode, run.stderr) == (0, "")
         assert len(place.segment_files()) == 2
         assert daemon.died() == 0
-        agent._link.let_go()
+        vanish(agent)
     assert "NOT SAVED" not in place.log_text()
 
 
@@ -118,7 +119,7 @@ def test_what_is_on_the_stage_is_saved(place: Home) -> None:
         run = ckptd("stop", place.root, "--json")
         assert (run.returncode, json.loads(run.stdout)["unsaved"]) == (0, [])
         assert daemon.died() == 0
-        agent._link.let_go()
+        vanish(agent)
     assert not (place.root / "gpt" / "step-00000008.a0001").exists()
 
 
@@ -129,7 +130,7 @@ def test_stop_of_a_daemon_that_is_killed_meanwhile_says_what_is_in_memory_only(p
         assert daemon.died() == -signal.SIGKILL
         assert run.returncode == 15
         assert "NOT SAVED: step 8 of job gpt (attempt 1) is in memory only" in run.stderr
-        agent._link.let_go()
+        vanish(agent)
 
 
 def test_stop_that_does_not_wait_longer_says_what_is_in_memory_only_until_then(place: Home) -> None:
@@ -143,7 +144,7 @@ def test_stop_that_does_not_wait_longer_says_what_is_in_memory_only_until_then(p
         )
         daemon.process.terminate()
         assert daemon.died() == 130
-        agent._link.let_go()
+        vanish(agent)
     assert (
         "a second signal ends this daemon at once. NOT SAVED: step 8 of job gpt (attempt 1) is in "
         "memory only" in last_line(place)
@@ -156,7 +157,7 @@ def test_the_line_at_the_signal_names_what_is_being_saved(place: Home) -> None:
         agent = sealed(place, 8)
         until(lambda: daemon.status()["jobs"][0]["last_sealed"] is not None, "the seal")
         assert daemon.stop() == 0
-        agent._link.let_go()
+        vanish(agent)
     said = (
         "stopping: saving the newest snapshots that are not durable yet (step 8 of job "
         "gpt "

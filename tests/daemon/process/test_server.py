@@ -481,6 +481,7 @@ def test_a_slot_that_cannot_be_passed_on_leaves_no_descriptor_open() -> None:
     )
     with pytest.raises(errors.StorageError):
         Connection._pass_on(cast(Connection, connection), 1, cast(list[Slot], ["a", "b"]))
+    assert len(opened) == 3
     for fd in opened:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)

@@ -339,7 +339,9 @@ def test_a_daemon_that_dies_during_a_save_goes_on_with_it(two: Nodes, point: str
         assert ranks.results() == [""] * 2
     assert steps(root_of(two)) == [5, 6]
     repository = open_root(two.root)
-    for tag in repository.tags(JOB):
+    tags = repository.tags(JOB)
+    assert tags == [names.tag_directory(step, None, 1) for step in (5, 6)]
+    for tag in tags:
         kept = set(repository.read_manifest(JOB, tag).files)
         parts = {names.part_of(file) for file in repository.files(JOB, tag)}
         assert {part for part in parts if part} == {

@@ -215,10 +215,13 @@ REQUESTS: dict[str, bytes] = {
 def test_hostile_documents_are_refused_in_little_memory(
     module: str, function: str, documents: dict[str, bytes], tmp_path: Path
 ) -> None:
-    for name, (kind, sentence) in outcomes(module, function, documents, tmp_path).items():
-        assert kind == "IntegrityError", (name, kind, sentence)
-        assert len(sentence) < 2_500, name
-        assert "\n" not in sentence, name
+    found = outcomes(module, function, documents, tmp_path)
+    assert {name: kind for name, (kind, _) in found.items()} == dict.fromkeys(
+        documents, "IntegrityError"
+    ), found
+    assert [
+        name for name, (_, sentence) in found.items() if len(sentence) >= 2_500 or "\n" in sentence
+    ] == []
 
 
 def test_a_plan_at_its_limits_is_read_in_little_memory(tmp_path: Path) -> None:

@@ -181,8 +181,7 @@ def test_a_part_in_one_file_has_the_old_format(place: Place) -> None:
 
 def test_a_part_in_several_files_has_a_feature_bit_that_older_versions_refuse(place: Place) -> None:
     place.write(2)
-    for path in place.path.iterdir():
-        assert path.read_bytes()[12:16] == b"\1\0\0\0"
+    assert [path.read_bytes()[12:16] for path in place.path.iterdir()] == [b"\1\0\0\0"] * 2
     part = place.path / part_file(0, NONCE)
     part.write_bytes(resealed(part.read_bytes(), 12, 5, start=0, body=184))
     with pytest.raises(NewerFormat, match="features 0x5"):
@@ -247,7 +246,9 @@ def test_a_part_without_its_data_files_is_refused(place: Place) -> None:
 def test_random_flips_are_seen_in_every_file(place: Place) -> None:
     place.write(3, codec_name="zstd:1")
     chance = random.Random(5)
-    for path in sorted(place.path.iterdir()):
+    paths = sorted(place.path.iterdir())
+    assert len(paths) == 3
+    for path in paths:
         data = path.read_bytes()
         for bit in [*chance.sample(range(8 * 200), 20), *chance.sample(range(8 * len(data)), 60)]:
             path.write_bytes(

@@ -36,9 +36,7 @@ def test_the_golden_document() -> None:
         "deque": list(expected["deque"]), "counter": dict(expected["counter"]),
         "path": str(expected["path"]), "dtype": "bfloat16", "device": "cuda:1",
     }  # fmt: skip
-    for key in found:
-        if key in plain:
-            assert found[key] == plain[key], key
+    assert {key: found[key] for key in plain} == plain
     assert isinstance(found["layout"], Undecoded)  # as torch.save has encoded it
     assert np.array_equal(found["array"], expected["array"])
     assert merged([found])["own"] == {"position": 7}

@@ -258,22 +258,26 @@ def test_noise_is_refused(noise: bytes) -> None:
         Plan.decode(noise)
 
 
-@steady
-@given(st.integers(0, 8 * len(sample_plan().encode()) - 1))
-def test_a_flipped_bit_gives_a_sound_plan_or_an_integrity_error(bit: int) -> None:
+def test_a_flipped_bit_gives_a_sound_plan_or_an_integrity_error() -> None:
     """The document has no checksum itself.
 
     A damage that passes the outer checksums must still not crash the reader.
     """
-    document = bytearray(sample_plan().encode())
-    document[bit >> 3] ^= 1 << (bit & 7)
-    try:
-        plan = Plan.decode(bytes(document))
-    except IntegrityError:
-        return
-    assert all(
-        i.offset >= 0 and i.offset + i.length <= plan.data_length for i in plan.items if i.length
-    )
+    sound, whole = 0, sample_plan().encode()
+    for bit in range(8 * len(whole)):
+        document = bytearray(whole)
+        document[bit >> 3] ^= 1 << (bit & 7)
+        try:
+            plan = Plan.decode(bytes(document))
+        except IntegrityError:
+            continue
+        sound += 1
+        assert all(
+            i.offset >= 0 and i.offset + i.length <= plan.data_length
+            for i in plan.items
+            if i.length
+        )
+    assert 0 < sound < 4 * len(whole), "most bits count, and a bit of a name does not"
 
 
 # -- sound plans of every shape

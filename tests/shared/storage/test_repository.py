@@ -207,6 +207,7 @@ def test_check_manifest_place(tmp_path: Path) -> None:
 
 def test_open_part(tmp_path: Path, storage: Repository) -> None:
     manifest = write_checkpoint(tmp_path, world_size=2)
+    assert len(manifest.parts) == 2
     for part in manifest.parts:
         reader = storage.open_part("gpt", TAG, part.file, part.index_sha256)
         try:

@@ -109,15 +109,16 @@ def test_every_request_in_every_state(state: SessionState, kind: type[m.Request]
     if after is None:
         unchanged(agent, lambda: agent.send(request))
         unchanged(daemon, lambda: daemon.receive(raw(request)))
-        return
-    deliver(agent, daemon, request)
-    for session in (agent, daemon):
-        assert session.state is after
-        assert session.under_way[50] == request
-        assert (
-            repr(session)
-            == f"<Session {session.role.value} {after.value} under_way={len(session.under_way)}>"
-        )
+    else:
+        deliver(agent, daemon, request)
+        for session in (agent, daemon):
+            assert session.state is after
+            assert session.under_way[50] == request
+            under_way = len(session.under_way)
+            assert (
+                repr(session)
+                == f"<Session {session.role.value} {after.value} under_way={under_way}>"
+            )
 
 
 @pytest.mark.parametrize("state", SessionState)
@@ -179,15 +180,15 @@ def test_every_reply_to_every_request(asked: type[m.Request], answer: type[m.Rep
     reply = msgspec.structs.replace(REPLY_TYPES[answer], re=50)
     expected = REPLIES[asked]
     allowed = (expected if isinstance(expected, tuple) else (expected,)) + (m.Error,)
-    if answer not in allowed:
+    if answer in allowed:
+        between = agent.state
+        deliver(agent, daemon, reply)
+        for session in (agent, daemon):
+            assert 50 not in session.under_way
+            assert session.state is ANSWERED.get((between, answer is not m.Error), state)
+    else:
         unchanged(daemon, lambda: daemon.send(reply))
         unchanged(agent, lambda: agent.receive(raw(reply)))
-        return
-    between = agent.state
-    deliver(agent, daemon, reply)
-    for session in (agent, daemon):
-        assert 50 not in session.under_way
-        assert session.state is ANSWERED.get((between, answer is not m.Error), state)
 
 
 def test_replies_lead_to_the_states_of_the_document() -> None:
@@ -330,11 +331,13 @@ def test_noise_is_no_more_than_a_protocol_error(
     role: Role, state: SessionState, pieces: list[bytes]
 ) -> None:
     session = pair(state)[role is Role.DAEMON]
+    under_way = dict(session.under_way)
     try:
         for piece in pieces:
-            session.receive(piece)
+            assert session.receive(piece) == [], "noise is no message"
     except ProtocolError:
-        pass
+        pass  # the session is as it was, which the next line asserts
+    assert (session.state, dict(session.under_way)) == (state, under_way)
 
 
 @steady
