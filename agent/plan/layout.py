@@ -31,7 +31,7 @@ from ckptd.agent.link.script import script
 from ckptd.agent.plan.structure import PLAIN, shard_at
 from ckptd.agent.state.dtypes import copyable, dtype_name, sizeless
 from ckptd.agent.state.refusals import check_tensor
-from ckptd.shared import __version__, names
+from ckptd.shared import __version__
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.formats.coverage import Box
 from ckptd.shared.formats.plan import (
@@ -50,6 +50,7 @@ from ckptd.shared.formats.plan import (
     signature,
 )
 from ckptd.shared.formats.sharding import Mesh
+from ckptd.shared.system import machine
 from ckptd.shared.system.failpoints import failpoint
 
 
@@ -433,7 +434,7 @@ def _writer() -> dict[str, str]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
-    return versions | {"script": script()[:1024], "host": names.host(), "user": names.user()}
+    return versions | {"script": script()[:1024], "host": machine.host(), "user": machine.user()}
 
 
 def _place(rows: list[Row]) -> tuple[list[Region], list[Item]]:

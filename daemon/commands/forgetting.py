@@ -39,6 +39,7 @@ from ckptd.shared.retention import Policy
 from ckptd.shared.storage.locate import find_job_or_checkpoint
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.system import machine
 from ckptd.shared.system.fs import PosixFileSystem
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.channel import Channel
@@ -251,7 +252,7 @@ def _settings(root: Location) -> Config:
     file = os.environ.get("CKPTD_CONFIG")
     flags = {
         "root": str(root),
-        "socket": f"{names.private_socket(root)}.{os.getpid()}",
+        "socket": f"{machine.private_socket(root)}.{os.getpid()}",
         "keep_last": 0,
         "keep": (),
     }
@@ -265,7 +266,9 @@ def _daemon_of(root: Location, socket: Path | None) -> Channel | None:
     InvalidRequest if no daemon of `root` can be used there.
     """
     for place in (
-        [socket] if socket is not None else [*names.private_sockets(root), *names.default_sockets()]
+        [socket]
+        if socket is not None
+        else [*machine.private_sockets(root), *machine.default_sockets()]
     ):
         try:
             channel = Channel(place, neighbours.TIMEOUT, later=_SECONDS)

@@ -22,6 +22,7 @@ from ckptd.daemon.journal.journal import JournalBroken
 from ckptd.daemon.memory.slots import Slot
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, NewerFormat, StorageError
+from ckptd.shared.system import machine
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.lifecycle import SnapshotState
 
@@ -352,7 +353,7 @@ class Service:
                 if s.state is SnapshotState.WRITING and s.progress is not None
             ],
             "pending": sorted(s.tag for s in job.snapshots if s.persist and not job.is_settled(s)),
-            "host": names.host(),
+            "host": machine.host(),
             "ranks_here": list(job.ranks_here) if job.node is not None else None,
             "delivered": sorted(
                 s.directory

@@ -36,6 +36,7 @@ from ckptd.shared.formats import replicas
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.plan import Plan
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
+from ckptd.shared.system import machine
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.units import some_text
 from ckptd.shared.wire.lifecycle import SnapshotState
@@ -192,7 +193,7 @@ class Joint:
         assert snapshot.node is not None
         return rc.Receipt(
             job=snapshot.job, attempt=snapshot.attempt, step=snapshot.step, tag=snapshot.directory,
-            node=snapshot.node, host=names.host(), world_size=snapshot.world_size,
+            node=snapshot.node, host=machine.host(), world_size=snapshot.world_size,
             global_plan=global_plan, parts=parts, code=error.code if error is not None else "",
             reason="" if error is None else f"{self._named(snapshot)}: "
                 f"{error}"[: rc.MAX_REASON], replicas=list(shared),
@@ -204,7 +205,7 @@ class Joint:
         return (
             f"rank{'s' if len(snapshot.ranks) > 1 else ''} {some_text(snapshot.node.ranks)} "
             f"on "
-            f"{names.host()}"
+            f"{machine.host()}"
         )
 
     async def refuse(self, job: Job, snapshot: Snapshot, error: CkptdError) -> bool:
