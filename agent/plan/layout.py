@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from ckptd.agent.link.script import script
 from ckptd.agent.plan.structure import PLAIN, shard_at
 from ckptd.agent.state.dtypes import copyable, dtype_name, sizeless
-from ckptd.agent.state.refusals import check_tensor
+from ckptd.agent.state.tensor_check import check_tensor
 from ckptd.shared import __version__
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.formats.coverage import Box
