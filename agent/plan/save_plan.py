@@ -189,12 +189,23 @@ class Resolved:
         return layout_of(self.rows, [], metadata=metadata, global_plan=global_plan)
 
 
-def loads_as_weights(data: bytes | memoryview) -> bool:
-    """Return True if bytes that torch.save has written can be loaded without running
-    pickled code.
+# DCP's example of a train state holds a BytesIO, which is nothing but data. torch's reader of
+# weights does not know that class by itself.
+torch.serialization.add_safe_globals([io.BytesIO])
+
+
+def load_weights(data: bytes | memoryview) -> Any:
+    """Return the value that torch.save has written as `data`, on the CPU.
+
+    Raises errors of many types if only pickled code could bring it back, or if it is damaged.
     """
+    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+
+
+def loads_as_weights(data: bytes | memoryview) -> bool:
+    """Return True if bytes of torch.save can be loaded without running pickled code."""
     try:
-        torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+        load_weights(data)
     except Exception:  # whatever the error is, these bytes cannot be loaded
         return False
     return True

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
+from ckptd.agent.plan.save_plan import load_weights
 from ckptd.agent.read.on_demand import OPENED_AT_ONCE, PartOnDemand, SavedOnDemand
 from ckptd.agent.read.saved import Saved, torch_version
 from ckptd.agent.read.slot_source import PartWithSlot, SlotSource
@@ -193,7 +194,7 @@ def load_blob(name: str, data: bytes) -> Any:
     Raises UnsavableValue if only pickled code could bring it back.
     """
     try:
-        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+        return load_weights(data)
     except Exception:  # torch.load raises errors of many types
         raise UnsavableValue(
             f"{name}: it can only be loaded by running pickled code, which ckptd does not do"

@@ -204,15 +204,12 @@ def stop(root: Location | None, socket: Path | None, timeout: float, as_json: bo
 )
 @click.option("--yes", is_flag=True, help="Do not ask before snapshots are deleted.")
 @click.option(
-    "--shm-dir",
-    type=click.Path(path_type=Path),
-    default="/dev/shm",
-    envvar="CKPTD_SHM_DIR",
-    help="Default: /dev/shm.",
-)
+    "--shm-dir", type=click.Path(exists=True, file_okay=False, path_type=Path),
+    envvar="CKPTD_SHM_DIR", help="The directory of the segments. Default: /dev/shm.",
+)  # fmt: skip
 @json_option
 @speaks
-def gc(delete: bool, yes: bool, shm_dir: Path, as_json: bool) -> None:
+def gc(delete: bool, yes: bool, shm_dir: Path | None, as_json: bool) -> None:
     """List the segments and sockets that dead daemons have left, with owner and size.
 
     Segments and sockets in use are left out. The next daemon of a root saves the
@@ -222,7 +219,7 @@ def gc(delete: bool, yes: bool, shm_dir: Path, as_json: bool) -> None:
     """
     from ckptd.daemon.commands import leftovers
 
-    everything = list(leftovers.find(shm_dir))
+    everything = list(leftovers.find(Path("/dev/shm") if shm_dir is None else shm_dir))
     holds = [(found, held) for found in everything for held in found.holds]
     if delete and holds and not yes:
         ask_before_deleting(

@@ -15,6 +15,8 @@ from click.testing import CliRunner
 
 from ckptd.agent import Agent
 from ckptd.daemon.commands.cli import main
+from ckptd.shared import names
+from tests.daemon.memory.test_unsaved import segment
 from tests.support.daemons import home, running
 
 COMMANDS = (
@@ -38,8 +40,12 @@ COMMANDS = (
     "status {root} --job gpt",
     "stop {root}",
     "doctor --root {root}",
+    "gc --delete --yes --shm-dir {root}-shm",
+    "ps --json",
+    "run --root {root}-new --keep LatestN(1)",
+    "bench --root {root}-new",
 )
-NEW = ("{root}-copy", "{root}-export", "{root}-import", "{root}/tuned")
+NEW = ("{root}-copy", "{root}-export", "{root}-import", "{root}/tuned", "{root}-new")
 """Words that name what does not exist yet: any other name is as good."""
 OTHERS = ("doctor", "stop")
 """Commands that have nothing to misspell but a root, which `doctor` may make and `stop`
@@ -78,7 +84,9 @@ def cases(root: Path) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def root() -> Iterator[Path]:
-    """A root with three checkpoints, one of them pinned, and a file of another tool."""
+    """A root with three checkpoints, a file of another tool, and shared memory in which
+    a dead trainer has left a snapshot.
+    """
     with home() as place:
         with running(place, forked=True):
             agent = Agent("gpt", socket=place.socket)
@@ -88,6 +96,9 @@ def root() -> Iterator[Path]:
                 ).wait("durable", timeout=60)
             agent.close()
         torch.save({"w": torch.ones(3)}, f"{place.root}.pt")
+        memory = Path(f"{place.root}-shm")
+        memory.mkdir()
+        segment(memory / names.segment_directory(place.root), "a", 1000)
         yield place.root
 
 
@@ -126,3 +137,8 @@ def test_no_misspelt_command_deletes_or_claims_anything(
             break
     assert wrong == []
     assert tried > 200
+    assert "gpt step 1000" in CliRunner().invoke(main, ["gc", "--shm-dir", f"{root}-shm"]).output
+
+
+def test_every_command_is_misspelt() -> None:
+    assert {command.split()[0] for command in COMMANDS} == set(main.commands)

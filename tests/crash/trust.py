@@ -50,6 +50,7 @@ from tests.crash import (
     reads,
     rollbacks,
     segments,
+    starts,
     states,
     store_faults,
     users,
@@ -309,6 +310,7 @@ RIGS: dict[str, Rig] = {
     "nonsense": Rig(Alike("seals of nonsense", "seals", nonsense.run), (20_000,)),
     "hostile": Rig(Alike("hostile files", "checkpoints", hostile.run), (5000,)),
     "hung": Rig(Alike("disk that hangs", "hangs", hung.run), (100,)),
+    "starts": Rig(Alike("start on a disk that hangs", "starts", starts.run), (300,)),
     "oracle": Rig(
         Alike("recoveries against torch's own", "pairs of programs", oracle.run),
         (25_000, 25_000),

@@ -53,17 +53,18 @@ def imports(path: Path, nodes: Iterable[ast.AST] | None = None) -> Iterator[str]
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module is not None, f"{path}: relative import"
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def modules(root: Path = ROOT) -> dict[str, Path]:
     """Return the modules of all packages below a checkout, by full name."""
     files = (path for package in PACKAGES for path in sorted((root / package).glob("**/*.py")))
+    names = {path: path.relative_to(root).with_suffix("").parts for path in files}
     return {
-        f"ckptd.{'.'.join(path.relative_to(root).with_suffix('').parts).removesuffix('.__init__')}": path
-        for path in files
-    }  # fmt: skip
+        f"ckptd.{'.'.join(parts)}".removesuffix(".__init__"): path for path, parts in names.items()
+    }
 
 
 def room_of(name: str) -> str:

@@ -883,6 +883,19 @@ class Hostile:
 MARK = Path("unset")
 
 
+def test_a_buffer_of_bytes_is_data_and_no_code(spot: Place) -> None:
+    """The train state of DCP's own example holds a BytesIO."""
+    written = io.BytesIO(b"\x00position 7")
+    written.seek(3)
+    dcp.save({"a": torch.arange(4), "b": written}, storage_writer=spot.writer("buffer"))
+    loaded: dict[str, Any] = {"a": torch.zeros(4, dtype=torch.int64), "b": io.BytesIO()}
+    dcp.load(loaded, storage_reader=StorageReader(spot.path("buffer")))
+    assert loaded["b"].getvalue() == b"\x00position 7"
+    with Checkpoint.open(spot.path("buffer")) as checkpoint:
+        tree = checkpoint.load()
+    assert (tree["b"].getvalue(), tree["b"].tell()) == (b"\x00position 7", 3)
+
+
 def test_values_that_need_pickled_code_are_refused(
     spot: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -459,6 +459,26 @@ def test_a_bug_in_resuming_costs_one_connection(
     assert "RuntimeError: a bug" in caplog.text
 
 
+def test_a_lost_connection_is_closed_under_the_lock_of_the_senders(
+    rank: Rank, daemon: FakeDaemon, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a thread that is sending may write to the descriptor of another file,
+    which has got the same number.
+    """
+    client, close, held = rank.client, Channel.close, list[bool]()
+
+    def watched(channel: Channel) -> None:
+        held.append(client._inside())
+        close(channel)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, "close", watched)
+        connection.hang_up()
+        daemon.accepted().attach()
+        assert client.wait_connected(SECONDS)
+    assert held == [True]
+
+
 def test_a_resumed_connection_that_is_lost_meanwhile_does_not_count_as_up(
     rank: Rank, daemon: FakeDaemon, connection: Connection
 ) -> None:

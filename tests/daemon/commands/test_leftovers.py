@@ -123,3 +123,13 @@ def test_a_socket_without_a_listener_is_a_leftover(
         assert not leftovers.delete(Leftover(live, "me", 0))
         assert leftovers.delete(found[0])
         assert (stale.exists(), live.exists()) == (False, True)
+
+
+def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    """Otherwise `ckptd gc` would say of a misspelt one that nothing is left in it."""
+    for run in (
+        ckptd("gc", "--shm-dir", tmp_path / "gone"),
+        ckptd("gc", environment={"CKPTD_SHM_DIR": str(tmp_path / "gone")}),
+    ):
+        assert (run.returncode, run.stdout) == (2, "")
+        assert f"Directory '{tmp_path}/gone' does not exist" in run.stderr

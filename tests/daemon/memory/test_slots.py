@@ -880,10 +880,27 @@ def test_a_full_disk_is_named_beside_the_tmpfs(shm: Shm) -> None:
     slots.close()
 
 
-def test_without_a_tmpfs_all_segments_go_to_the_disk(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("exists", "problem"),
+    [(False, "there is no directory {shm}: mount a tmpfs there"), (True, "Read-only file system")],
+)
+def test_without_a_usable_tmpfs_all_segments_go_to_the_disk(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    exists: bool,
+    problem: str,
 ) -> None:
-    shm, overflow = tmp_path / "gone", tmp_path / "state" / "segments"
+    shm, overflow, mkdir = tmp_path / "shm", tmp_path / "state" / "segments", os.mkdir
+    if exists:
+        shm.mkdir()
+
+    def read_only(path: Any, *arguments: Any, **options: Any) -> None:
+        if exists and Path(path).parent == shm:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "mkdir", read_only)
     slots = Slots(PosixFileSystem(), shm, "ckptd-test", 0, overflow)
     made = slots.add(slots.create(header()))
     assert [path.name for path in overflow.iterdir()] == [made.name]
@@ -891,10 +908,10 @@ def test_without_a_tmpfs_all_segments_go_to_the_disk(
     assert slots.remark([made]).startswith(
         "there is no shared memory that can be used, so the slots are files in "
     )
-    assert f"there is no directory {shm}: mount a tmpfs there" in caplog.text
+    assert problem.format(shm=shm) in caplog.text
     slots.close()
     again = Slots(PosixFileSystem(), shm, "ckptd-test", 0, overflow)
     assert [slot.name for slot in again.adopt()] == [made.name]
     again.close()
-    with pytest.raises(StorageError, match="^there is no directory "):
+    with pytest.raises(StorageError, match=problem.format(shm=shm)):
         Slots(PosixFileSystem(), shm, "ckptd-test", 0)
