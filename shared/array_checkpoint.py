@@ -7,6 +7,7 @@ that it reads is verified.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -29,8 +30,11 @@ from ckptd.shared.formats.manifest import MAX_MANIFEST, Manifest
 from ckptd.shared.formats.part import PartReader
 from ckptd.shared.formats.plain_values import Undecoded, decode_plain, merged
 from ckptd.shared.formats.plan import BLOB, HIDDEN, Alias, Item, c_order, element_size
+from ckptd.shared.formats.receipt import is_abandonment
 from ckptd.shared.formats.scatter import scatter, verify
 from ckptd.shared.location import local
+
+log = logging.getLogger("ckptd.arrays")
 
 _NUMPY = frozenset({
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16",
@@ -139,12 +143,17 @@ class ArrayCheckpoint:
         for directory in _newest_first(where, which):
             try:
                 return cls(directory)
+            except NotFound:
+                continue
             except NewerFormat:
                 raise
             except IntegrityError as error:
                 failure = failure or error
                 if which != "newest":
                     raise
+                log.warning(
+                    "checkpoint %s/%s is passed over: %s", where.name, directory.name, error
+                )
         raise failure or NotFound(
             f"no checkpoint{'' if which == 'newest' else f' {which!r}'} in {where}"
         )
@@ -358,14 +367,22 @@ class _File:
 
 
 def _manifest(directory: Path) -> Manifest:
+    """Return the manifest in a directory.
+
+    Raises NotFound if an abandonment has its name, IntegrityError, OSError.
+    """
     with (directory / names.MANIFEST).open("rb") as file:
-        return Manifest.decode(file.read(MAX_MANIFEST + 1))
+        data = file.read(MAX_MANIFEST + 1)
+    if is_abandonment(data):
+        raise NotFound(f"no checkpoint in {directory}: its save was abandoned")
+    return Manifest.decode(data)
 
 
 def _newest_first(job: Path, which: str | int) -> Iterator[Path]:
     """Yield the committed directories of a job that `which` selects, the newest first.
 
-    Damaged ones come where their names place them.
+    A damaged one comes where its name places it. With a tag of the user's own it is the
+    first of its attempt.
     """
     found: list[tuple[tuple[float, ...], Path]] = []
     for directory in job.iterdir() if job.is_dir() else ():
@@ -373,14 +390,17 @@ def _newest_first(job: Path, which: str | int) -> Iterator[Path]:
         if parsed is None or not (directory / names.MANIFEST).is_file():
             continue
         tag, step, attempt = parsed
+        order: tuple[float, ...] = (attempt, math.inf if step is None else step)
         if step is None:
             try:
                 manifest = _manifest(directory)
-                step = -1 if manifest.step is None else manifest.step
+                order, step = manifest.order, manifest.step
+            except NotFound:
+                continue
             except IntegrityError:
-                step = -1
+                pass  # it may be the newest of its attempt
         if which in ("newest", tag, directory.name) or (isinstance(which, int) and which == step):
-            found.append(((attempt, step), directory))
+            found.append((order, directory))
     return (directory for _, directory in sorted(found, reverse=True))
 
 

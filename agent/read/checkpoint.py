@@ -79,8 +79,9 @@ class Checkpoint:
         except OSError as error:
             raise StorageError.of(f"list {where}", error) from None
         failure: IntegrityError | NotFound | None = None
+        damaged: list[IntegrityError] = []
         try:
-            for manifest in _newest_first(repository, job, tags, which):
+            for manifest in _newest_first(repository, job, tags, which, damaged):
                 try:
                     return cls(repository, job, manifest)
                 except NewerFormat as error:
@@ -89,10 +90,13 @@ class Checkpoint:
                     failure = failure or error
                     if which != "newest":
                         raise
+                    log.warning("checkpoint %s/%s is passed over: %s", job, manifest.tag, error)
         except OSError as error:
             raise StorageError.of(f"read {where}", error) from None
-        raise failure or NotFound(
-            f"no checkpoint{'' if which == 'newest' else f' {which!r}'} in {where}"
+        raise (
+            failure
+            or next(iter(damaged), None)
+            or NotFound(f"no checkpoint{'' if which == 'newest' else f' {which!r}'} in {where}")
         )
 
     @property
@@ -286,11 +290,17 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def _newest_first(
-    repository: Repository, job: str, tags: list[str], which: str | int
+    repository: Repository,
+    job: str,
+    tags: list[str],
+    which: str | int,
+    damaged: list[IntegrityError],
 ) -> Iterator[Manifest]:
     """Yield the sound manifests that `which` selects, the newest first.
 
     See `Checkpoint.open`.
+
+    For "newest", add the errors of the others to `damaged`.
 
     The name of a directory tells attempt and step, unless the user has chosen the tag.
     So only the manifests of such tags are all read. Raises IntegrityError if the
@@ -324,6 +334,9 @@ def _newest_first(
             # It may be the newest of its attempt.
             if isinstance(error, NewerFormat) and which == "newest":
                 found.append(((attempt, math.inf), tag, error))
+            elif which == "newest":
+                log.warning("checkpoint %s/%s is passed over: %s", job, tag, error)
+                damaged.append(error)
     for _, tag, known in sorted(found, key=lambda entry: entry[0], reverse=True):
         try:
             if isinstance(known, NewerFormat):
@@ -333,6 +346,8 @@ def _newest_first(
             continue
         except NewerFormat as error:
             raise newer(error, f"{job}/{tag}", _OLDER) from None
-        except IntegrityError:
+        except IntegrityError as error:
             if which != "newest":
                 raise
+            log.warning("checkpoint %s/%s is passed over: %s", job, tag, error)
+            damaged.append(error)

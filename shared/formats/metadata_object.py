@@ -45,12 +45,12 @@ _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 class MetadataObjectEntry(msgspec.Struct, frozen=True, kw_only=True):
     """The member of a manifest that names a metadata object.
 
-    file: its name. bytes: its size. index: the offset of its index. index_sha256: the
-    sha256 of the stored index, in hexadecimal digits. tensors: the number of its
-    entries.
+    file: its name, which is no path, because readers open this file and deleters unlink
+    it. bytes: its size. index: the offset of its index. index_sha256: the sha256 of the
+    stored index, in hexadecimal digits. tensors: the number of its entries.
     """
 
-    file: Annotated[str, msgspec.Meta(max_length=256)]
+    file: Annotated[str, msgspec.Meta(pattern=r"^metadata\.[0-9a-f]{32}\.ckpt\Z")]
     bytes: Annotated[int, msgspec.Meta(ge=PREAMBLE.size, le=MAX_BYTES)]
     index: Annotated[int, msgspec.Meta(ge=PREAMBLE.size, le=MAX_BYTES)]
     index_sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]

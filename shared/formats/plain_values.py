@@ -50,6 +50,20 @@ class _OwnValue:
     value: Any
 
 
+class _Tree(dict[Any, Any]):
+    """The tree of an object, or the fields of a record.
+
+    `merged` unites it with others of this class alone, and makes a dict of it.
+    """
+
+
+class _Deque(list[Any]):
+    """The items of a deque.
+
+    `merged` unites it with others of this class alone, and makes a list of it.
+    """
+
+
 @paused_collector()
 def decode_plain(document: bytes, resolve: Callable[[str], Any]) -> Any:
     """Return the content of a values document.
@@ -112,6 +126,10 @@ def _dict(pairs: Any) -> dict[Any, Any]:
     return {key: value for key, value in pairs}  # noqa: C416 (a list of lists, not of pairs)
 
 
+def _tree(value: Any) -> Any:
+    return _Tree(value) if isinstance(value, dict) else value
+
+
 _BY_ITEMS: dict[int, Callable[[Any], Any]] = {
     2: tuple,
     3: lambda items: _hashed(set, items),
@@ -123,12 +141,12 @@ _BY_ITEMS: dict[int, Callable[[Any], Any]] = {
     14: tuple,
     15: _dict,
     16: _dict,
-    17: lambda parts: list(parts[0]),
-    20: lambda parts: parts[1],
+    17: lambda parts: _Deque(parts[0]),
+    20: lambda parts: _tree(parts[1]),
     21: _OwnValue,
-    22: lambda parts: parts[1],
+    22: lambda parts: _tree(parts[1]),
     23: standard.make,
-    24: lambda parts: parts[2],
+    24: lambda parts: _tree(parts[2]),
     25: lambda parts: _dict(parts[1]),
     27: _flag,
     28: lambda parts: str(parts[1]),
@@ -163,17 +181,25 @@ def merged(trees: Sequence[Any]) -> Any:
         values = [merged([tree.value]) for tree in trees if isinstance(tree, _OwnValue)]
         return values[0] if len(values) == 1 else values
     if isinstance(first, dict):
-        dicts = [tree for tree in trees if isinstance(tree, dict)]
+        dicts = [
+            tree
+            for tree in trees
+            if isinstance(tree, dict) and (type(tree) is _Tree) == (type(first) is _Tree)
+        ]
         if len(dicts) == 1 and is_flat(first.values()):
-            return first
+            return dict(first) if type(first) is _Tree else first
         keys = {key: None for tree in dicts for key in tree}
         made = {key: merged([tree[key] for tree in dicts if key in tree]) for key in keys}
         if _is_optimizer(first):
             made["param_groups"] = _groups([tree for tree in dicts if _is_optimizer(tree)])
         return made
-    if type(first) in (list, tuple) and not is_flat(first):
+    if type(first) in (list, tuple, _Deque):
+        if is_flat(first):
+            return list(first) if type(first) is _Deque else first
         alike = [tree for tree in trees if type(tree) is type(first) and len(tree) == len(first)]
-        return type(first)(merged([tree[number] for tree in alike]) for number in range(len(first)))
+        return (tuple if type(first) is tuple else list)(
+            merged([tree[number] for tree in alike]) for number in range(len(first))
+        )
     return first
 
 
@@ -190,7 +216,8 @@ def _groups(optimizers: Sequence[dict[Any, Any]]) -> list[dict[Any, Any]]:
     seen: set[Any] = set()
     groups: list[dict[Any, Any]] = []
     for number, optimizer in enumerate(optimizers):
-        for group in optimizer["param_groups"]:
+        for stored in optimizer["param_groups"]:
+            group = merged([stored])
             fresh = [name for name in group["params"] if name not in seen]
             seen.update(fresh)
             if fresh or (

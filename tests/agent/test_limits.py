@@ -192,7 +192,7 @@ def test_the_table_of_limits_has_these_rows() -> None:
         "bytes of a metadata object": "tests/shared/formats/test_metadata_object.py",
         "bytes of its index, and of one block, before "
         "compression": "tests/shared/formats/test_metadata_object.py",
-        "dimensions of a mesh, and its ranks": "tests/shared/formats/test_sharding.py",
+        "dimensions of a mesh": "tests/shared/formats/test_sharding.py",
         "elements of a tensor: the product of its dimensions, those of size 0 left "
         "out": "tests/shared/formats/test_bounds.py; torch has none",
         "items, and aliases, of one "
@@ -200,7 +200,10 @@ def test_the_table_of_limits_has_these_rows() -> None:
         "regions of a "
         "plan": "tests/shared/formats/test_plan.py; a writer has one for each element size",
         "chunks, and data files, of one part": "tests/shared/formats/test_bounds.py",
-        "parts of a manifest": "tests/shared/formats/test_manifest.py",
+        "bytes of `global_plan`": "tests/shared/test_vectors.py; the writer's is a digest",
+        "groups in `replicas`, and bytes of `digests` and `keys` of "
+        "each": "tests/shared/formats/test_snapshot_request.py",
+        "ranks of a `node`": "tests/shared/formats/test_snapshot_request.py",
         "policies in `retention`, and characters of "
         "each": "tests/shared/test_retention.py, tests/shared/test_vectors.py",
         "`created` of a request": "tests/shared/formats/test_bounds.py; the writer's clock",
@@ -209,5 +212,7 @@ def test_the_table_of_limits_has_these_rows() -> None:
         "value": "tests/shared/formats/test_bounds.py; three entries of ckptd's own",
         "characters of `job`, `tag` and `created` in a manifest, and of `tag` in an "
         "index": "tests/shared/test_names.py",
+        "characters of `job` in an index, and of `tag` in a "
+        "request": "tests/shared/test_vectors.py, tests/shared/formats/test_snapshot_request.py",
     }
     assert sorted(rows) == sorted([*here, *elsewhere])

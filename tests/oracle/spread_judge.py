@@ -146,13 +146,15 @@ def _at_odds(found: list[Print]) -> list[str]:
 
 
 def _names_optimizer(errors: list[str]) -> bool:
-    """Return True if each error names a moment, or the optimizer, from which FSDP1
-    could not gather the moments.
+    """Return True if each error names a moment, or the optimizer whose moments FSDP1 could not
+    gather, or could not divide because their class does not know how.
     """
-    return all(
-        "optim.state." in error or "optim: FullyShardedDataParallel cannot gather " in error
-        for error in errors
+    reasons = (
+        "optim.state.",
+        "optim: FullyShardedDataParallel cannot gather ",
+        "EightBit has no aten.split",
     )
+    return all(any(reason in error for reason in reasons) for error in errors)
 
 
 def _unmarked(

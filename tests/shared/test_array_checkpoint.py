@@ -242,6 +242,28 @@ def test_a_newer_checkpoint_is_not_passed_over(two: Path, monkeypatch: pytest.Mo
         ArrayCheckpoint.open(two)
 
 
+def test_a_newer_checkpoint_with_a_tag_of_the_users_own_may_be_the_newest(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(daemon, {"x": torch.tensor(1)}, step=1, tag="best")
+    right = array_checkpoint._manifest
+
+    def newer(directory: Path) -> Any:
+        if directory.name.startswith("best"):
+            raise NewerFormat("manifest was written by a newer ckptd")
+        return right(directory)
+
+    monkeypatch.setattr(array_checkpoint, "_manifest", newer)
+    saved(daemon, {"x": torch.tensor(2)}, step=2)
+    with ArrayCheckpoint.open(path) as found:  # of a later attempt
+        assert found.manifest.step == 2
+    next(path.glob("step-*")).rename(path / "step-00000002.a0001")
+    with pytest.raises(NewerFormat):
+        ArrayCheckpoint.open(path)
+    with ArrayCheckpoint.open(path, 2) as found:
+        assert found.manifest.step == 2
+
+
 @pytest.fixture
 def without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)

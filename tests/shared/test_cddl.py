@@ -84,6 +84,7 @@ PATTERNS = {
     r"^[0-9a-f]{64}\Z": "hex-sha256",
     r"^[0-9a-f]{32}\Z": "hex-128",
     r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z": "name",
+    r"^metadata\.[0-9a-f]{32}\.ckpt\Z": "metadata-file",
 }
 INSTEAD = {
     ("manifest-1", "format"): 'format: "ckptd-manifest"',

@@ -416,7 +416,7 @@ def test_the_registry_of_magics() -> None:
     assert listed == [magic.decode() for magic in known]
     written = {
         node.value.decode()
-        for path in (*SHARED.rglob("*.py"), *(SHARED.parent / "daemon").glob("*.py"))
+        for path in (*SHARED.rglob("*.py"), *(SHARED.parent / "daemon").rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant)
         and isinstance(node.value, bytes)
@@ -622,7 +622,8 @@ def spoken(kind: Any) -> str:
                 if isinstance(kind.item_type, info.StructType)
                 else spoken(kind.item_type)
             )
-            return f"list of {items}" + (
+            least = f", at least {kind.min_length:,d}" if kind.min_length else ""
+            return f"list of {items}{least}" + (
                 f", at most {kind.max_length:,d}" if kind.max_length is not None else ""
             )
         case info.DictType():

@@ -10,10 +10,14 @@ import io
 import json
 import os
 import re
+import shutil
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,7 @@ from ckptd.daemon.journal import file as jf
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.journal.journal import Journal
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
-from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, ProtocolError
 from ckptd.shared.formats import standard
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.formats.metadata_object import MetadataReader, stored_places
@@ -44,9 +48,14 @@ from ckptd.shared.formats.segment import (
 from ckptd.shared.formats.sharding import Mesh
 from ckptd.shared.names import journal_file
 from ckptd.shared.system.fs import PosixFileSystem
-from tests.shared.test_documents import FORMAT, code_names, rows, section
+from ckptd.shared.wire import frames
+from ckptd.shared.wire import messages as m
+from tests.golden.make import tag_of
+from tests.shared.test_documents import FORMAT, PROTOCOL, code_names, rows, section
+from tests.shared.wire.samples import MESSAGES
 from tests.support.storage import source
 from tests.vectors import make
+from tests.vectors.frames import shown
 
 FILES = make.unpacked(make.ARCHIVE.read_bytes())
 INDEX = json.loads(FILES["vectors.json"])
@@ -95,13 +104,35 @@ def test_every_vector_that_must_be_refused_names_a_check_of_the_document() -> No
     checks = {
         name for row in rows(section(FORMAT, 13), "| check | ") for name in code_names(row[0])
     }
+    checks |= {code_names(row[0])[0] for row in rows(section(PROTOCOL, 1), "| check | ")}
     assert {entry["check"] for entry in VECTORS.values() if "check" in entry} <= checks
 
 
 def test_every_check_of_a_file_has_a_vector() -> None:
     table = {code_names(row[0])[0]: row[-1] for row in rows(section(FORMAT, 13), "| check | ")}
-    shown = {entry["check"] for entry in VECTORS.values() if "check" in entry}
+    shown = {
+        entry["check"]
+        for entry in VECTORS.values()
+        if "check" in entry and entry["kind"] != "frame"
+    }
     assert {name for name, vectors in table.items() if vectors == "yes"} == shown
+    of_frames = {code_names(row[0])[0] for row in rows(section(PROTOCOL, 1), "| check | ")}
+    assert {
+        entry["check"]
+        for entry in VECTORS.values()
+        if "check" in entry and entry["kind"] == "frame"
+    } == of_frames
+
+
+def test_every_vector_says_its_kind() -> None:
+    assert {name: f"{entry['kind']}s" for name, entry in VECTORS.items()} == {
+        name: name.partition("/")[0] for name in VECTORS
+    }
+    assert all(entry["path"].startswith(f"{entry['kind']}s/") for entry in VECTORS.values())
+    assert {entry["kind"] for entry in VECTORS.values()} <= set(re.findall(r'"(\w+)"', KIND))
+
+
+KIND = next(row[1] for row in rows(section(FORMAT, 17), "| member | value |") if row[0] == "`kind`")
 
 
 # -- sound checkpoints
@@ -126,7 +157,7 @@ def plain(value: Any) -> Any:
             return {key: plain(item) for key, item in value.items()}
         case dict():
             return {"$pairs": [[plain(key), plain(item)] for key, item in value.items()]}
-        case list() | tuple():
+        case list() | tuple() | deque():
             return [plain(item) for item in value]
         case set() | frozenset():
             return sorted(value)
@@ -138,7 +169,16 @@ def plain(value: Any) -> Any:
             }
         case io.BytesIO() | io.StringIO():
             return plain(value.getvalue())
-        case datetime.date() | uuid.UUID() | range():
+        case (
+            datetime.date()
+            | datetime.time()
+            | datetime.timedelta()
+            | datetime.tzinfo()
+            | uuid.UUID()
+            | range()
+            | Decimal()
+            | Fraction()
+        ):
             return {"$standard": plain(standard.parts_of(value))}
     raise AssertionError(f"{value!r} has no form in vectors.json")
 
@@ -231,10 +271,11 @@ def test_a_sound_checkpoint_with_torch(name: str, place: Path) -> None:
         } == entry.get("blobs", {})
 
 
-def test_trees_are_merged_with_torch_as_without(place: Path) -> None:
+@pytest.mark.parametrize("name", ["merging", "merging-objects"])
+def test_trees_are_merged_with_torch_as_without(name: str, place: Path) -> None:
     from ckptd.agent import Checkpoint
 
-    entry = VECTORS["checkpoints/merging"]
+    entry = VECTORS[f"checkpoints/{name}"]
     with Checkpoint.open((place / entry["path"]).parent, Path(entry["path"]).name) as checkpoint:
         assert plain(checkpoint.load()) == entry["state"]
 
@@ -411,7 +452,7 @@ def records_of(scan: jf.Scan) -> Iterator[tuple[int, bytes]]:
 @pytest.mark.parametrize("name", named("journals", "read"))
 def test_a_journal(name: str, place: Path) -> None:
     entry = VECTORS[name]
-    scan = jf.scan((place / entry["path"]).read_bytes(), 1)
+    scan = jf.scan((place / entry["path"]).read_bytes(), entry["number"])
     assert (scan.ending.value, len(scan.records)) == (entry["ending"], entry["records"])
     state = r.JournalState()
     for kind, payload in records_of(scan):
@@ -426,7 +467,7 @@ def test_a_journal(name: str, place: Path) -> None:
 @pytest.mark.parametrize("name", named("journals", "refused"))
 def test_a_journal_that_must_be_refused(name: str, place: Path, tmp_path: Path) -> None:
     entry = VECTORS[name]
-    (tmp_path / journal_file(1)).write_bytes((place / entry["path"]).read_bytes())
+    (tmp_path / journal_file(entry["number"])).write_bytes((place / entry["path"]).read_bytes())
     directory = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with ThreadPoolExecutor(1) as pool, pytest.raises(IntegrityError) as refused:
@@ -434,6 +475,143 @@ def test_a_journal_that_must_be_refused(name: str, place: Path, tmp_path: Path) 
     finally:
         os.close(directory)
     assert isinstance(refused.value, NewerFormat) == (entry["why"] == "newer"), str(refused.value)
+
+
+# -- jobs
+
+
+@pytest.mark.parametrize("name", named("jobs", "read"))
+def test_the_newest_checkpoint_of_a_job(
+    name: str, place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ckptd.agent import Checkpoint
+
+    entry = VECTORS[name]
+    job = place / entry["path"]
+
+    def passed_over() -> set[str]:
+        found = {
+            tag
+            for tag in entry["damaged"]
+            for record in caplog.records
+            if f"/{tag} is passed over: " in record.getMessage()
+        }
+        assert len(caplog.records) == len(found)
+        caplog.clear()
+        return found
+
+    with ArrayCheckpoint.open(job) as found:
+        assert passed_over() == set(entry["damaged"])
+        assert (found.manifest.tag, found.manifest.step) == (entry["newest"], entry["step"])
+        assert {key: digest(found.array(key).tobytes()) for key in list(found.keys())} == {
+            key: each["sha256"] for key, each in entry["tensors"].items()
+        }
+    with Checkpoint.open(job) as opened_with_torch:
+        assert opened_with_torch.tag == entry["newest"]
+        assert passed_over() == set(entry["damaged"])
+    for tag in entry["damaged"]:
+        with pytest.raises(IntegrityError):
+            ArrayCheckpoint.open(job, tag)
+
+
+@pytest.mark.parametrize("name", named("jobs", "read"))
+def test_the_order_of_the_checkpoints_of_a_job(name: str, place: Path, tmp_path: Path) -> None:
+    """Each time that the newest one is gone, the next one is the newest."""
+    from ckptd.agent import Checkpoint
+
+    entry = VECTORS[name]
+    copy = tmp_path / "job"
+    shutil.copytree(place / entry["path"], copy)
+    found, found_with_torch = [], []
+    for _ in entry["order"]:
+        with ArrayCheckpoint.open(copy) as checkpoint, Checkpoint.open(copy) as opened_with_torch:
+            found.append(checkpoint.manifest.tag)
+            found_with_torch.append(opened_with_torch.tag)
+        (copy / found[-1] / "manifest.json").unlink()
+    assert found == found_with_torch == entry["order"]
+
+
+@pytest.mark.parametrize("name", named("jobs", "refused"))
+def test_a_job_whose_newest_checkpoint_must_be_refused(name: str, place: Path) -> None:
+    from ckptd.agent import Checkpoint
+
+    entry = VECTORS[name]
+    for open_job in (ArrayCheckpoint.open, Checkpoint.open):
+        with pytest.raises(IntegrityError) as refused:
+            open_job(place / entry["path"])
+        assert isinstance(refused.value, NewerFormat) == (entry["why"] == "newer"), str(
+            refused.value
+        )
+
+
+@pytest.mark.parametrize("name", named("jobs", "nothing"))
+def test_a_job_without_a_checkpoint(name: str, place: Path) -> None:
+    from ckptd.agent import Checkpoint
+
+    for open_job in (ArrayCheckpoint.open, Checkpoint.open):
+        with pytest.raises(NotFound):
+            open_job(place / VECTORS[name]["path"])
+
+
+# -- frames
+
+
+def message_of(data: bytes) -> tuple[bytes, m.Message]:
+    """Return the payload of a frame, and its message."""
+    [payload] = frames.Decoder().feed(data)
+    return payload, m.decode(payload)
+
+
+AS_OTHERS_WRITE = ("holds", "cost-in-integers", "defaults", "another-order", "later-keys")
+"""The frames that ckptd's own encoder does not write like this."""
+
+
+@pytest.mark.parametrize("name", named("frames", "read"))
+def test_a_frame(name: str, place: Path) -> None:
+    entry = VECTORS[name]
+    data = (place / entry["path"]).read_bytes()
+    payload, message = message_of(data)
+    assert shown(msgspec.msgpack.decode(payload)) == entry["message"]
+    again = m.encode(message)
+    if name.partition("/")[2] in AS_OTHERS_WRITE:
+        assert m.decode(again) == message
+    else:
+        written = shown(msgspec.msgpack.decode(again))
+        assert written == {key: value for key, value in entry["message"].items() if key in written}
+        assert m.decode(again) == message
+
+
+@pytest.mark.parametrize("name", named("frames", "refused"))
+def test_a_frame_that_must_be_refused(name: str, place: Path) -> None:
+    with pytest.raises(ProtocolError):
+        message_of((place / VECTORS[name]["path"]).read_bytes())
+
+
+def test_the_frames_have_every_field_of_every_message_and_of_the_maps_in_them() -> None:
+    """Together with the golden frames: see section 5 of PROTOCOL.md."""
+    found: dict[str, set[str]] = {}
+    for entry in VECTORS.values():
+        if "message" in entry:
+            collect(entry["message"]["type"], entry["message"], found)
+    for message in MESSAGES:
+        collect(tag_of(message), shown(msgspec.msgpack.decode(m.encode(message))), found)
+    for row in rows(section(PROTOCOL, 6), "| type |"):
+        rule, field = code_names(row[0])[0], code_names(row[1])[0]
+        if rule != "brief":
+            assert field in found[rule], f"no frame has {field} of {rule}"
+
+
+INSIDE = {"held": "segment", "segments": "segment", "candidates": "candidate"}
+
+
+def collect(rule: str, value: dict[str, Any], found: dict[str, set[str]]) -> None:
+    found.setdefault(rule, set()).update(value)
+    for field, inner in value.items():
+        if isinstance(inner, dict) and field in ("cost", "node", "holding", "answer"):
+            collect(field, inner, found)
+        for one in inner if isinstance(inner, list) else ():
+            if isinstance(one, dict):
+                collect(INSIDE[field], one, found)
 
 
 def test_names_of_vectors_are_words() -> None:

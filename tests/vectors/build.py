@@ -163,6 +163,7 @@ class Part:
     values: Any
     rank: int = 0
     world_size: int = 1
+    attempt: int = ATTEMPT
     step: int | None = STEP
     tag: str = TAG
     aliases: Sequence[Sequence[Any]] = ()
@@ -223,7 +224,7 @@ class Part:
             placed.append(file)
         index: dict[str, Any] = {
             "job": JOB,
-            "attempt": ATTEMPT,
+            "attempt": self.attempt,
             "step": self.step,
             "rank": self.rank,
             "world_size": self.world_size,
@@ -351,9 +352,16 @@ def sealed(body: bytes) -> bytes:
 
 
 def trailer(
-    offset: int, length: int, whole: int, crc: int, *, version: int = 1, zero: bytes = bytes(16)
+    offset: int,
+    length: int,
+    whole: int,
+    crc: int,
+    *,
+    version: int = 1,
+    zero: bytes = bytes(16),
+    features: int = 0,
 ) -> bytes:
-    body = preamble(END_MAGIC, 0, version) + struct.pack(
+    body = preamble(END_MAGIC, features, version) + struct.pack(
         "<QQQI16s", offset, length, whole, crc, zero
     )
     return body + struct.pack("<I", crc32c(body))
@@ -374,6 +382,7 @@ class Checkpoint:
     """A checkpoint before its manifest is encoded."""
 
     parts: Sequence[Part]
+    attempt: int = ATTEMPT
     step: int | None = STEP
     tag: str = TAG
     features: Sequence[str] = ()
@@ -401,7 +410,7 @@ class Checkpoint:
             "version": 1,
             "features": list(self.features),
             "job": JOB,
-            "attempt": ATTEMPT,
+            "attempt": self.attempt,
             "step": self.step,
             "tag": self.tag,
             "seq": 7,

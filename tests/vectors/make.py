@@ -15,7 +15,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from tests.vectors import memory, refused, sound
+from tests.vectors import frames, jobs, memory, refused, sound
 from tests.vectors.build import JOB, Files
 
 ARCHIVE = Path(__file__).parent / "vectors.tar.xz"
@@ -31,7 +31,7 @@ def vectors() -> tuple[Files, dict[str, Any]]:
 
     def add_checkpoint(name: str, content: Files, entry: dict[str, Any], tag: str) -> None:
         path = f"checkpoints/{name}/{JOB}/{tag}"
-        entries[f"checkpoints/{name}"] = {"path": path} | entry
+        entries[f"checkpoints/{name}"] = {"kind": "checkpoint", "path": path} | entry
         files.update({f"{path}/{file}": data for file, data in content.items()})
 
     for name, make in sound.SOUND.items():
@@ -44,13 +44,18 @@ def vectors() -> tuple[Files, dict[str, Any]]:
     for name, case in refused.REFUSED.items():
         add_checkpoint(name, case.files, case.entry(), "step-00001000.a0002")
     for kind, found, suffix in (
-        ("segments", memory.segments(), "seg"),
-        ("journals", memory.journals(), "log"),
+        ("segment", memory.segments(), "seg"),
+        ("journal", memory.journals(), "log"),
+        ("frame", frames.frames(), "frame"),
     ):
         for name, each in found.items():
-            path = f"{kind}/{name}.{suffix}"
-            entries[f"{kind}/{name}"] = {"path": path} | each.entry
+            path = f"{kind}s/{name}.{suffix}"
+            entries[f"{kind}s/{name}"] = {"kind": kind, "path": path} | each.entry
             files[path] = each.data
+    for name, job in jobs.jobs().items():
+        path = f"jobs/{name}/{JOB}"
+        entries[f"jobs/{name}"] = {"kind": "job", "path": path} | job.entry
+        files.update({f"{path}/{file}": data for file, data in job.files.items()})
     return files, {"format": "ckptd-vectors", "version": 1, "vectors": entries}
 
 

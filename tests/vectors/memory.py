@@ -62,6 +62,7 @@ def head(
     chunk_size: int = CHUNK,
     zero: int = 0,
     job: bytes = JOB.encode(),
+    world_size: int = 1,
 ) -> bytes:
     """Return one copy of a header, 4096 bytes.
 
@@ -80,7 +81,7 @@ def head(
             generation,
             state,
             0,
-            1,
+            world_size,
             ATTEMPT,
             step,
             BOOT,
@@ -118,8 +119,8 @@ def checks(
     )
 
 
-def mark(place: bytes = b"/ckpts") -> bytes:
-    start = preamble(b"CKPTDROT") + IDENTITY + struct.pack("<I", len(place))
+def mark(place: bytes = b"/ckpts", version: int = 1) -> bytes:
+    start = preamble(b"CKPTDROT", 0, version) + IDENTITY + struct.pack("<I", len(place))
     return (start + struct.pack("<I", crc32c(place, crc32c(start))) + place).ljust(ALIGN, b"\0")
 
 
@@ -204,6 +205,17 @@ def segments() -> dict[str, Memory]:
         does not count.
         """
         return case(about, segment(SEALED, FILLING, check, root_mark), told(4, "sealed"), None)
+
+    of_both = msgspec.msgpack.encode(
+        {
+            "state": {
+                "weight": msgspec.msgpack.Ext(1, b"weight"),
+                "other": msgspec.msgpack.Ext(1, b"other"),
+            }
+        }
+    )
+    of_two_ranks = PLACES | {"values": (64, of_both)}
+    long_tag = msgspec.msgpack.decode(REQUEST) | {"tag": "t" * 129}
 
     def sealed_with(
         about: str, check: str, name: str, document: bytes, at: int | None = None
@@ -368,6 +380,35 @@ def segments() -> dict[str, Memory]:
         "values-inside": sealed_with(
             "the values document begins inside the tensors", "values-place", "values", VALUES, 16
         ),
+        "mark-version": ignored(
+            "the root mark has version 2: the segment is none of this root, and its identity is "
+            "not known",
+            b"",
+            mark(version=2),
+        ),
+        "of-two-ranks": case(
+            "rank 0 of 2, whose values name a tensor that only rank 1 stores: one segment cannot "
+            "tell whether that is so",
+            segment(head(4, 3, places=of_two_ranks, world_size=2), FILLING, places=of_two_ranks),
+            told(4, "sealed", world_size=2),
+            None,
+        ),
+        "plan-cut": Memory(
+            segment(SEALED, FILLING)[: DATA + 600],
+            {
+                "about": "the file ends inside the plan document",
+                "expect": "refused",
+                "why": "damaged",
+                "at": "open",
+                "check": "segment-documents",
+            },
+        ),
+        "request-tag": sealed_with(
+            "the tag in the request has 129 characters",
+            "limits",
+            "request",
+            msgspec.msgpack.encode(long_tag),
+        ),
         "request-garbage": sealed_with(
             "the request document is no msgpack", "segment-documents", "request", b"\xc1" * 8
         ),
@@ -463,13 +504,28 @@ def journals() -> dict[str, Memory]:
     ) -> Memory:
         return Memory(
             whole(data),
-            {"about": about, "expect": "read", "ending": ending, "records": count, "state": found},
+            {
+                "about": about,
+                "expect": "read",
+                "number": 1,
+                "ending": ending,
+                "records": count,
+                "state": found,
+            },
         )
 
     def refused(about: str, check: str, data: bytes, *, newer: bool = False) -> Memory:
         why = "newer" if newer else "damaged"
         return Memory(
-            data, {"about": about, "expect": "refused", "why": why, "at": "open", "check": check}
+            data,
+            {
+                "about": about,
+                "expect": "refused",
+                "why": why,
+                "at": "open",
+                "check": check,
+                "number": 1,
+            },
         )
 
     def with_record(

@@ -26,7 +26,15 @@ from tests.vectors.build import (
     trailer,
     whole,
 )
-from tests.vectors.sound import compressible, floats, format_2, linked_files, state_of
+from tests.vectors.sound import (
+    compressible,
+    floats,
+    format_2,
+    linked_files,
+    metadata_object,
+    second_version,
+    state_of,
+)
 
 
 @dataclass(frozen=True)
@@ -138,7 +146,7 @@ def retrailed(data: bytes, offset: int = 0, length: int = 0, **changes: Any) -> 
     right. `offset` and `length` are added.
     """
     _, at, size, total, crc, _ = struct.unpack_from("<16sQQQI16s", data, len(data) - 64)
-    more = {name: changes[name] for name in ("version", "zero") if name in changes}
+    more = {name: changes[name] for name in ("version", "zero", "features") if name in changes}
     return data[:-64] + trailer(
         at + offset, size + length, changes.get("whole", total), changes.get("crc", crc), **more
     )
@@ -335,6 +343,12 @@ def manifests() -> Iterator[tuple[str, Refused]]:
         ),
     )
     yield case(
+        "later-nan",
+        "a member that no version knows is NaN without quotes",
+        "manifest-json",
+        bytes_of(lambda data: resealed(data.replace(b'"seq": 7', b'"later": NaN,\n"seq": 7'))),
+    )
+    yield case(
         "metric",
         "a metric is another text",
         "manifest-members",
@@ -475,6 +489,13 @@ def part_files() -> Iterator[tuple[str, Refused]]:
         "the trailer has version 2",
         "part-trailer",
         in_part(lambda data: retrailed(data, version=2)),
+        newer=True,
+    )
+    yield case(
+        "trailer-feature",
+        "the trailer has a feature bit",
+        "part-trailer",
+        in_part(lambda data: retrailed(data, features=1)),
         newer=True,
     )
     yield case(
@@ -656,6 +677,27 @@ def part_files() -> Iterator[tuple[str, Refused]]:
         ),
     )
 
+    yield case(
+        "data-file-feature",
+        "the header of a data file that is not linked has bit 1 of the features",
+        "data-files",
+        spread(
+            lambda files: {**files, data_file(files): reheaded(files[data_file(files)], features=3)}
+        ),
+    )
+    yield case(
+        "data-file-version",
+        "the header of a data file that is not linked has version 2: damage, because the part "
+        "file has version 1",
+        "data-files",
+        spread(
+            lambda files: {
+                **files,
+                data_file(files): reheaded(files[data_file(files)], features=1, version=2),
+            }
+        ),
+    )
+
     def with_features(features: int) -> Files:
         return in_part(lambda data: reheaded(data, features=features))
 
@@ -694,6 +736,12 @@ def part_files() -> Iterator[tuple[str, Refused]]:
         "the values document has 256 MiB and a byte",
         "limits",
         in_index(setter("values", 1, to=(256 << 20) + 1)),
+    )
+    yield case(
+        "long-job",
+        "the job in the index has 129 characters",
+        "limits",
+        in_index(setter("job", to="a" * 129)),
     )
     yield case(
         "long-tag",
@@ -781,6 +829,28 @@ def links() -> Iterator[tuple[str, Refused]]:
     )
 
 
+def linked_data_files() -> Iterator[tuple[str, Refused]]:
+    def case(
+        name: str, about: str, edit: Callable[[bytes], bytes], *, newer: bool = False
+    ) -> tuple[str, Refused]:
+        files = linked_files().checkpoint.built()
+        file = next(name for name in files if name.endswith(".0002.ckpt"))
+        if data := edit(files.pop(file)):
+            files[file] = data
+        return f"linked-{name}", Refused(
+            about, "linked-files" if newer else "data-files", "open", files, newer
+        )
+
+    yield case("missing", "a linked file is missing", lambda data: b"")
+    yield case("longer", "4096 zeros follow in a linked file", lambda data: data + bytes(ALIGN))
+    yield case(
+        "version",
+        "a linked file has version 2",
+        lambda data: reheaded(data, version=2, features=1),
+        newer=True,
+    )
+
+
 def plans() -> Iterator[tuple[str, Refused]]:
     def case(
         name: str,
@@ -831,6 +901,21 @@ def plans() -> Iterator[tuple[str, Refused]]:
         "a region has an element size of 3",
         setter("regions", 1, 2, to=3),
         "plan-regions",
+    )
+    yield case(
+        "region-twice",
+        "two regions have one element size",
+        lambda plan: plan["regions"].append([192, 0, 1]),
+        "plan-regions",
+    )
+    yield case(
+        "regions-six",
+        "there are six regions",
+        lambda plan: plan["regions"].extend([192 + 64 * number, 0, 1] for number in range(3)),
+        "limits",
+    )
+    yield case(
+        "global-plan", "`global_plan` has 65 bytes", setter("global_plan", to=bytes(65)), "limits"
     )
     yield case("item-beyond", "an item reaches beyond its region", setter("items", 1, 6, to=68))
     yield case("item-before", "an item lies in no region", setter("items", 1, 6, to=48))
@@ -1039,6 +1124,13 @@ def coverage() -> Iterator[tuple[str, Refused]]:
     parts = [Part([half], state_of(["rows"]), rank, 2) for rank, half in enumerate(halves)]
     about = "the tensor has a dtype in one part, and another one of the same size in another part"
     yield "cover-dtypes", Refused(about, "coverage", "read", checkpoint(parts))
+
+    hidden = [
+        Part([Tensor("~1", "uint8", (8 + rank,), bytes(8 + rank))], state_of([]), rank, 2)
+        for rank in range(2)
+    ]
+    about = "a hidden item has 8 bytes in one part, and 9 in another"
+    yield "cover-hidden", Refused(about, "coverage", "read", checkpoint(hidden))
 
 
 def codecs() -> Iterator[tuple[str, Refused]]:
@@ -1313,7 +1405,7 @@ def second_versions() -> Iterator[tuple[str, Refused]]:
     )
     yield case(
         "block-place",
-        "a block lies behind the index",
+        "a block ends behind the offset of the index",
         edit_index=blocks(lambda found: found[0].__setitem__(1, 1 << 20)),
     )
     yield case(
@@ -1425,6 +1517,29 @@ def second_versions() -> Iterator[tuple[str, Refused]]:
             name, about, edit_block=with_entry("whole", {"dtype": "bool", "size": [3]} | entry)
         )
     yield case(
+        "empty-block",
+        "a block has no entry",
+        edit_block=lambda block: block if len(block) > 1 else [],
+    )
+    for name, about, file in (
+        (
+            "outside",
+            "the metadata object is in another directory",
+            "../metadata.00000000000000000000000000000000.ckpt",
+        ),
+        ("file", "the name of the metadata object is that of the manifest", "manifest.json"),
+    ):
+        yield case(
+            name,
+            about,
+            "manifest-members",
+            at="open",
+            edit_members=lambda members, file=file: (
+                members | {"metadata_object": {**members["metadata_object"], "file": file}}
+            ),
+        )
+    yield "version-2-mesh-formula", _interleaved_mesh()
+    yield case(
         "nonces",
         "the column of nonces has one too few",
         "manifest-parts",
@@ -1478,9 +1593,43 @@ def second_versions() -> Iterator[tuple[str, Refused]]:
     )
 
 
-REFUSED = {
-    name: refused
-    for cases in (manifests, part_files, links, plans, coverage, codecs, values, second_versions)
-    for name, refused in cases()
-}
+def _interleaved_mesh() -> Refused:
+    """Return a checkpoint with a mesh that gives no rank to two coordinates, and whose
+    strides are forbidden nevertheless.
+    """
+    tensors = [Tensor(f"t{rank}", "uint8", (1,), bytes([rank])) for rank in range(8)]
+    entries = [
+        [each.fqn, {"dtype": "uint8", "size": [1], "chunks": [[[0], [1]]], "ranks": [rank]}]
+        for rank, each in enumerate(tensors)
+    ]
+    name, data, entry = metadata_object(entries, [[[3, 2], 0, [2, 3], []]])
+    parts = [
+        Part([each], state_of([each.fqn]), rank, 8, metadata={} if rank == 0 else None)
+        for rank, each in enumerate(tensors)
+    ]
+    files = Checkpoint(
+        parts,
+        edit_members=lambda members: second_version(members, entry),
+        edit_files=lambda found: found | {name: data},
+    ).built()
+    about = (
+        "a mesh whose strides 2 and 3 interleave its ranks 0, 3, 2, 5, 4 and 7: such a mesh "
+        "must "
+        "list its ranks"
+    )
+    return Refused(about, "rules", "open", files)
+
+
+_CASES = (
+    manifests,
+    part_files,
+    links,
+    linked_data_files,
+    plans,
+    coverage,
+    codecs,
+    values,
+    second_versions,
+)
+REFUSED = {name: refused for cases in _CASES for name, refused in cases()}
 """All of them, by name."""

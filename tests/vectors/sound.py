@@ -1112,6 +1112,252 @@ def zstd_dictionary() -> Vector:
     )
 
 
+# -- points that an implementation from the page alone had to guess
+
+
+def one(
+    about: str, tensors: Sequence[Tensor], *, more: Mapping[str, Any] | None = None, **options: Any
+) -> Vector:
+    """Return a checkpoint of one rank with these tensors, and no other values.
+
+    The options are those of `Checkpoint`.
+    """
+    names = [each.fqn for each in tensors]
+    part = Part(tensors, state_of(names), metadata=whole(tensors), **options.pop("part", {}))
+    return Vector(
+        about,
+        Checkpoint([part], **options),
+        expected(tensors),
+        {name: reference(name) for name in names},
+        more=more or {},
+    )
+
+
+PAIR = Tensor("w", "float32", (2,), floats(1, 2))
+
+
+def own_tag_with_step() -> Vector:
+    return one(
+        "a tag of the user's own, and a step: the name of the directory does not tell it",
+        [PAIR],
+        part={"tag": "best.a0002", "request": {"tag": "best"}},
+        tag="best.a0002",
+    )
+
+
+def empty_region() -> Vector:
+    def plan(found: dict[str, Any]) -> dict[str, Any]:
+        return found | {"regions": [*found["regions"], [64, 0, 2]]}
+
+    return one("a region of length 0, which has no chunk", [PAIR], part={"edit_plan": plan})
+
+
+def loose_texts() -> Vector:
+    return one(
+        "a job that is no valid name, and a `created` that is no time: a reader does not check "
+        "their form",
+        [PAIR],
+        members={"job": "not a name", "created": "yesterday"},
+    )
+
+
+def later_numbers() -> Vector:
+    return one(
+        "numbers beyond 2^62, with a fraction and with an exponent, in members that no version "
+        "knows",
+        [PAIR],
+        edit_members=lambda members: (
+            members
+            | {
+                "later": [2**70, -1, 1.5, 1e300],
+                "parts": [members["parts"][0] | {"later": -(2**63)}],
+            }
+        ),
+    )
+
+
+def hidden_items() -> Vector:
+    """Return a checkpoint of two ranks whose hidden items have the same name, and other
+    bytes.
+    """
+    aliases = [f"of.{rank}" for rank in range(2)]
+    metadata: dict[str, Any] = {
+        name: {"dtype": "int16", "size": [2], "chunks": [[[0], [2]]], "ranks": [rank]}
+        for rank, name in enumerate(aliases)
+    }
+    del metadata["of.0"]["ranks"]
+    parts = [
+        Part(
+            [Tensor("~shared", "uint8", (8,), counted(8, start=16 * rank))],
+            state_of([name]),
+            rank,
+            2,
+            aliases=[[name, "~shared", 2, "int16", [2], [1], False, "cpu"]],
+            metadata=metadata if rank == 0 else None,
+        )
+        for rank, name in enumerate(aliases)
+    ]
+    return Vector(
+        "two ranks with hidden items of one name and size: each alias has the bytes of its own "
+        "part",
+        Checkpoint(parts),
+        {name: ("int16", (2,), counted(2, 2, 16 * rank + 2)) for rank, name in enumerate(aliases)},
+        {name: reference(name) for name in aliases},
+    )
+
+
+def empty_columns() -> Vector:
+    checkpoint, metadata, found, shards = format_2(
+        lambda members: (
+            members
+            | {
+                "parts": members["parts"] | {"files": [], "linked_bytes": []},
+                "deleter_features": [],
+            }
+        )
+    )
+    return Vector(
+        "a manifest of version 2 with empty lists, which are as if they were missing",
+        checkpoint,
+        found,
+        {name: reference(name) for name in metadata},
+        {"blob": b"blob"},
+        {"shards": shards},
+    )
+
+
+def more_keys() -> Vector:
+    state = {
+        "bools": ext(5, [[True, "yes"], [False, "no"], [None, 0], [0.5, 1], [b"\x00", 2]]),
+        "set": ext(3, [True, False]),
+        "array": plain_ext(8, npy("<i2", (2,), counted(2, 2)) + b"behind"),
+        "naive": ext(23, ["datetime", 2026, 1, 2, 3, 4, 5, 6, 1]),
+        "offset": ext(23, ["datetime", 2026, 1, 2, 3, 4, 5, 6, 0, 0, 3600, 0, "UTC+01:00"]),
+        "zone": ext(23, ["datetime", 2026, 1, 2, 3, 4, 5, 6, 0, "Europe/Zurich"]),
+        "time": ext(23, ["time", 3, 4, 5, 6, 0, -1, 82800, 0, "west"]),
+        "delta": ext(23, ["timedelta", -1, 2, 3]),
+        "timezone": ext(23, ["timezone", 0, 3600, 0, "UTC+01:00"]),
+        "decimal": ext(23, ["Decimal", "1.50"]),
+        "fraction": ext(23, ["Fraction", "-1/3"]),
+    }
+    told: dict[str, Any] = {
+        name: {"$standard": list(msgspec.msgpack.decode(value.data))}
+        for name, value in state.items()
+        if value.code == 23
+    }
+    told |= {
+        "bools": {
+            "$pairs": [[True, "yes"], [False, "no"], [None, 0], [0.5, 1], [{"$bytes": "00"}, 2]]
+        },
+        "set": [False, True],
+        "array": {"$array": ["<i2", [2], counted(2, 2).hex()]},
+    }
+    return Vector(
+        "keys that are bools, null, floats and bytes; bytes behind the elements of an array, "
+        "which are ignored; times and their zones",
+        Checkpoint(
+            [
+                Part(
+                    [PAIR],
+                    {"state": {"w": tensor("w"), **state}, "rng": None},
+                    metadata=whole([PAIR]),
+                )
+            ]
+        ),
+        expected([PAIR]),
+        {"w": reference("w"), **told},
+        more={"needs": ["time zone Europe/Zurich"]},
+    )
+
+
+def merging_objects() -> Vector:
+    """Return a checkpoint of two ranks that shows which values of two ranks fit each
+    other.
+    """
+
+    def module(**tree: Any) -> Any:
+        return ext(20, ["module", tree])
+
+    def stateful(cls: str, **tree: Any) -> Any:
+        return ext(22, ["stateful", tree, cls])
+
+    def record(kind: str, cls: str, **fields: Any) -> Any:
+        return ext(24, [kind, cls, fields])
+
+    def deque(*items: Any) -> Any:
+        return ext(17, [list(items), None])
+
+    a, b = {"a": 1}, {"b": 2}
+    pairs: dict[str, tuple[Any, Any, Any]] = {
+        "object and object of another class": (
+            stateful("train.A", a=1),
+            stateful("train.B", b=2),
+            a | b,
+        ),
+        "code 20 and code 22": (module(a=1), stateful("train.B", b=2), a | b),
+        "record and record of another kind": (
+            record("dataclass", "train.A", a=1),
+            record("namespace", "", b=2),
+            a | b,
+        ),
+        "object and record": (module(a=1), record("dataclass", "train.A", b=2), a | b),
+        "object and dict": (module(a=1), b, a),
+        "dict and object": (a, module(b=2), a),
+        "record and dict": (record("dataclass", "train.A", a=1), b, a),
+        "dict and dict of another kind": (ext(15, [["a", 1]]), ext(25, ["int", [["b", 2]]]), a | b),
+        "dict and counter": (a, ext(16, [["b", 2]]), a | b),
+        "deque and deque": (deque(a), deque(b), [a | b]),
+        "deque and list": (deque(a), [b], [a]),
+        "list and deque": ([a], deque(b), [a]),
+        "list and tuple": ([a], ext(2, [b]), [a]),
+        "own and object": (ext(21, a), module(b=2), a),
+        "object and own": (module(a=1), ext(21, b), a),
+        "number and object": (1, module(b=2), 1),
+    }
+    trees = [{name: pair[rank] for name, pair in pairs.items()} for rank in range(2)]
+    groups = [
+        [{"params": [], "x": 1, "y": [1, 2]}],
+        [
+            {"y": [1, 2], "x": 1.0, "params": []},
+            {"params": [], "x": 1, "y": ext(2, [1, 2])},
+            {"params": [], "x": math.nan},
+        ],
+    ]
+    for rank, tree in enumerate(trees):
+        tree["groups"] = {"state": {}, "param_groups": groups[rank]}
+    names = ["w0", "w1"]
+    tensors = [Tensor(name, "float32", (1,), floats(rank)) for rank, name in enumerate(names)]
+    metadata = whole(tensors)
+    metadata["w1"]["ranks"] = [1]
+    parts = [
+        Part(
+            [tensors[rank]],
+            {"state": tree, "rng": None},
+            rank,
+            2,
+            metadata=metadata if rank == 0 else None,
+        )
+        for rank, tree in enumerate(trees)
+    ]
+    return Vector(
+        "two ranks with objects, records, dicts, lists and deques at one place: which of them "
+        "fit, and which groups are equal",
+        Checkpoint(parts),
+        expected(tensors),
+        {name: pair[2] for name, pair in pairs.items()}
+        | {
+            "groups": {
+                "state": {},
+                "param_groups": [
+                    {"params": [], "x": 1, "y": [1, 2]},
+                    {"params": [], "x": 1, "y": [1, 2]},
+                    {"params": [], "x": {"$number": "nan"}},
+                ],
+            }
+        },
+    )
+
+
 SOUND = {
     "dtypes": dtypes,
     "unknown-dtype": unknown_dtype,
@@ -1137,6 +1383,14 @@ SOUND = {
     "zstd-dictionary": zstd_dictionary,
     "values-anywhere": values_anywhere,
     "known-dtype-with-size": known_dtype_with_size,
+    "own-tag-with-step": own_tag_with_step,
+    "empty-region": empty_region,
+    "loose-texts": loose_texts,
+    "later-numbers": later_numbers,
+    "hidden-items": hidden_items,
+    "version-2-empty-columns": empty_columns,
+    "more-keys": more_keys,
+    "merging-objects": merging_objects,
 }
 
 

@@ -376,6 +376,9 @@ def test_parts_in_columns_keep_every_field() -> None:
         lambda d: d["metadata_object"].update(index=3),
         lambda d: d["metadata_object"].update(bytes=1 << 41),
         lambda d: d["metadata_object"].update(index_sha256="0"),
+        lambda d: d["metadata_object"].update(file="../" + d["metadata_object"]["file"]),
+        lambda d: d["metadata_object"].update(file="manifest.json"),
+        lambda d: d["metadata_object"].update(file=d["metadata_object"]["file"] + "\n"),
     ],
 )
 def test_an_inconsistent_manifest_of_version_2_is_refused(

@@ -14,7 +14,8 @@ import pytest
 
 from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.packer import Packer
-from ckptd.agent.state.tree import PerRank
+from ckptd.agent.state.tree import ObjectNode, PerRank
+from ckptd.agent.state.values import decode
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.formats.plain_values import Undecoded, decode_plain, merged
 from tests.golden import make
@@ -136,3 +137,45 @@ GROUPS = (
 def test_trees_of_ranks_are_merged_as_with_torch(trees: list[Any]) -> None:
     documents = [decode_plain(Packer().encode(tree), lambda name: name) for tree in trees]
     assert merged(documents) == bare(merge(trees))
+
+
+def ext(code: int, value: Any) -> Any:
+    return Ext(code, msgspec.msgpack.encode(value))
+
+
+OBJECT, OTHER = ext(20, ["module", {"x": 1}]), ext(22, ["stateful", {"y": 2}, "train.A"])
+RECORD = ext(24, ["dataclass", "train.B", {"z": 3}])
+
+
+@pytest.mark.parametrize(
+    ("trees", "expected"),
+    [
+        ([OBJECT, {"y": 2}], {"x": 1}),
+        ([{"y": 2}, OBJECT], {"y": 2}),
+        ([OBJECT, ext(15, [["y", 2]])], {"x": 1}),
+        ([OBJECT, OTHER, RECORD], {"x": 1, "y": 2, "z": 3}),
+        ([RECORD, OBJECT], {"z": 3, "x": 1}),
+        ([ext(17, [[{"x": 1}], None]), [{"y": 2}]], [{"x": 1}]),
+        ([[{"x": 1}], ext(17, [[{"y": 2}], None])], [{"x": 1}]),
+        ([ext(17, [[{"x": 1}], None]), ext(17, [[{"y": 2}], 5])], [{"x": 1, "y": 2}]),
+        ([{"state": {}, "param_groups": [{"params": ["w"], "own": ext(17, [[1], None])}]}], None),
+    ],
+)
+def test_objects_records_and_deques_merge_with_their_kind_alone(
+    trees: list[Any], expected: Any
+) -> None:
+    documents = [msgspec.msgpack.encode(tree) for tree in trees]
+    found = merged([decode_plain(document, str) for document in documents])
+    with_torch = bare(merge([decode(document) for document in documents]))
+    assert expected is None or found == expected
+    assert msgspec.msgpack.encode(found) == msgspec.msgpack.encode(plain_of(with_torch))
+    assert type(found) in (dict, list)
+
+
+def plain_of(tree: Any) -> Any:
+    """Return a merged tree as the reader without torch shows it."""
+    if isinstance(tree, ObjectNode):
+        return plain_of(tree.tree)
+    if isinstance(tree, dict):
+        return {key: plain_of(value) for key, value in tree.items()}
+    return list(map(plain_of, tree)) if isinstance(tree, (list, collections.deque)) else tree

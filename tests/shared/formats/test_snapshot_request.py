@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -97,3 +98,27 @@ def test_noise_is_refused_or_a_request(noise: bytes) -> None:
 def test_values_that_no_trainer_sends_are_refused(document: bytes, reason: str) -> None:
     with pytest.raises(IntegrityError, match=reason):
         SnapshotRequest.decode(document)
+
+
+@pytest.mark.parametrize(
+    ("most", "beyond"),
+    [
+        ({"tag": "ü" * 128}, {"tag": "ü" * 129}),
+        ({"replicas": [[bytes(8), b""]] * 1024}, {"replicas": [[bytes(8), b""]] * 1025}),
+        ({"replicas": [[bytes(8), bytes(4096)]]}, {"replicas": [[bytes(8), bytes(4097)]]}),
+        (
+            {"replicas": [[bytes(8), b"", 1, bytes(262144)]]},
+            {"replicas": [[bytes(8), b"", 1, bytes(262145)]]},
+        ),
+        (
+            {"node": {"claim": "0" * 32, "ranks": list(range(65536))}},
+            {"node": {"claim": "0" * 32, "ranks": list(range(65537))}},
+        ),
+    ],
+)
+def test_members_at_their_limit_are_read_and_those_beyond_it_are_refused(
+    most: dict[str, Any], beyond: dict[str, Any]
+) -> None:
+    SnapshotRequest.decode(msgspec.msgpack.encode(most))
+    with pytest.raises(IntegrityError, match="length <="):
+        SnapshotRequest.decode(msgspec.msgpack.encode(beyond))
