@@ -40,15 +40,14 @@ from ckptd.daemon.saving.destination import Destination
 from ckptd.daemon.saving.saver import Saver
 from ckptd.daemon.stage.root import StageRoot, check_apart, check_is_no_stage
 from ckptd.daemon.stage.uploader import Uploader
-from ckptd.shared import names
 from ckptd.shared.formats.segment import RootMark
 from ckptd.shared.location import Location
 from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system import machine
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.system.fs import FileSystem
-from ckptd.shared.system.state_directory import state_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ async def opened(
     with ExitStack() as held:
         root = open_root(config.root, fs)
         repository = root if config.stage is None else open_root(config.stage, fs)
-        held.callback(repository.storage.serve(names.host()).close)
+        held.callback(repository.storage.serve(machine.host()).close)
         calls = root_calls = StorageCalls(config.storage_timeout)
         held.callback(calls.close)
         if config.stage is not None:
@@ -121,10 +120,12 @@ async def opened(
         journal_thread = ThreadPoolExecutor(1, thread_name_prefix="ckptd-journal")
         held.callback(journal_thread.shutdown, wait=False)
         overflow = (
-            state_directory(config.state_dir, config.root) / "segments" if config.overflow else None
+            machine.state_directory(config.state_dir, config.root) / "segments"
+            if config.overflow
+            else None
         )
         slots = Slots(
-            fs, config.shm_dir, names.segment_directory(config.root), config.shm_quota, overflow
+            fs, config.shm_dir, machine.segment_directory(config.root), config.shm_quota, overflow
         )
         held.callback(slots.close)
         with ExitStack() as journals:

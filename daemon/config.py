@@ -23,9 +23,9 @@ from ckptd.shared.formats.part_writer import Spread
 from ckptd.shared.formats.plan import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
 from ckptd.shared.location import Location, Url, local, located
 from ckptd.shared.retention import LatestN, Policy, PreserveAll, parse
+from ckptd.shared.system.machine import default_state_dir
 from ckptd.shared.system.numa import parse_cpus
 from ckptd.shared.system.settings import FOREIGN_MEMORY_CHOICES, NOT_OF_THE_DAEMON, PREFIX, nearest
-from ckptd.shared.system.state_directory import default_state_dir
 
 _UNITS = {
     "": 1,

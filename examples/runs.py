@@ -28,6 +28,7 @@ import torch
 
 from ckptd import Checkpoint
 from ckptd.shared import names
+from ckptd.shared.system import machine
 
 TRAINER = Path(__file__).with_name("train_gpt.py")
 SETTINGS = {
@@ -90,7 +91,7 @@ class Run:
         self.root, self.log, self.losses, self.lines = (
             out / f"{name}{suffix}" for suffix in ("", ".log", ".json", ".json.jsonl")
         )
-        self.slots = Path(os.environ.get("CKPTD_SHM_DIR", "/dev/shm")) / names.segment_directory(
+        self.slots = Path(os.environ.get("CKPTD_SHM_DIR", "/dev/shm")) / machine.segment_directory(
             self.root
         )
         self._trainer: subprocess.Popen[bytes] | None = None
@@ -176,7 +177,7 @@ class Run:
             "status",
             "--json",
             "--socket",
-            str(names.private_socket(self.root)),
+            str(machine.private_socket(self.root)),
         ]
         said: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE).stdout)
         return said if said.get("ready") else None

@@ -1,5 +1,5 @@
-"""Builds and parses the name of every file, directory and socket that ckptd makes
-(FORMAT.md, section 1).
+"""Builds and parses the name of every file and directory below a root (FORMAT.md,
+section 1), and of the files of a journal and of segments.
 
 Other modules only add suffixes, such as `.tmp`. A sweep lists a directory, parses each
 name and keeps the files that are in use. A file whose name does not parse does not
@@ -8,17 +8,11 @@ belong to ckptd and is never touched.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
 import secrets
-import socket
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckptd.shared.errors import InvalidName
-from ckptd.shared.location import Location
-from ckptd.shared.owners import is_usable_for_sockets, own_directories, own_directory
 
 MANIFEST = "manifest.json"
 MARKER = ".metadata"
@@ -43,11 +37,6 @@ CAPABILITIES = "capabilities.json"
 STAGE = "stage.json"
 TMP_SUFFIX = ".tmp"
 
-_MOST_OF_A_SOCKET = 96
-"""The longest path of a private socket in $XDG_RUNTIME_DIR, in bytes. A socket address
-holds 107 bytes (unix(7)). The rest is for a suffix, such as the process number that
-`ckptd forget` appends.
-"""
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TAG_DIRECTORY = re.compile(
@@ -293,25 +282,6 @@ def parse_journal_file(name: str) -> int | None:
     return int(match["number"], 16) if match else None
 
 
-def host() -> str:
-    """Return the name of this host, made valid as a file name: each character that is
-    not allowed in one becomes `_`.
-    """
-    return re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname()).lstrip("._-")[:128] or "localhost"
-
-
-def user() -> str:
-    """Return the name of this process's user, or its uid if it has no name, as in some
-    containers.
-    """
-    import pwd  # Windows has no such module, and a reader of checkpoints needs the rest of this one
-
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
-
-
 def control(host: str) -> str:
     """Return the prefix of the objects below a root that belong to the daemon of this
     host.
@@ -335,87 +305,3 @@ def runs(job: str) -> str:
     The heartbeat of an attempt has the name of its claim: `attempt_file`.
     """
     return f"{CONTROL}/{RUNS}/{job}"
-
-
-def root_digest(root: Location) -> str:
-    return hashlib.sha256(os.fsencode(str(root))).hexdigest()[:16]
-
-
-def segment_directory(root: Location) -> str:
-    """Return the name of the directory in the tmpfs for the segments of this user and
-    root.
-
-    If another user has taken that name, the daemon appends `.` and 16 random
-    hexadecimal digits to it.
-    """
-    return f"ckptd-{os.getuid()}-{root_digest(root)}"
-
-
-def private_socket(root: Location) -> Path:
-    """Return the path of the socket for a private daemon of `root`.
-
-    It is short enough for a socket address, and not under the root.
-
-    The path is in $XDG_RUNTIME_DIR, if that is a directory of this user and the path is
-    not too long there. Otherwise it is in a directory of this user in /tmp, which may
-    not exist yet.
-    """
-    name = f"ckptd-{root_digest(root)}.sock"
-    runtime = _runtime_directory()
-    if runtime is not None and len(os.fsencode(runtime)) + len(name) < _MOST_OF_A_SOCKET:
-        return runtime / name
-    return own_directory(plain_directory()) / name
-
-
-def private_sockets(root: Location) -> list[Path]:
-    """Return the paths where a private daemon of `root` may listen, most likely first.
-
-    The first is that of `private_socket`. The others are in /tmp, because the daemon
-    may have been started in another environment, without this $XDG_RUNTIME_DIR.
-    """
-    first = private_socket(root)
-    others = [directory / first.name for directory in own_directories(plain_directory())]
-    return [first, *(path for path in others if path != first)]
-
-
-def private_socket_directories() -> list[Path]:
-    """Return the directories where private daemons of this user may listen.
-
-    Each exists and belongs to this user.
-    """
-    runtime = _runtime_directory()
-    return [*([runtime] if runtime is not None else []), *own_directories(plain_directory())]
-
-
-def default_sockets() -> list[Path]:
-    """Return the paths of the sockets that an agent tries when none is named.
-
-    The first is that of the system service for this user, in /run/ckptd. The second is
-    in $XDG_RUNTIME_DIR, if that can be used.
-    """
-    places = [Path("/run/ckptd") / f"{user()}.sock"]
-    if (runtime := _runtime_directory()) is not None:
-        places.append(runtime / "ckptd.sock")
-    return places
-
-
-def plain_directory() -> Path:
-    """Return the directory of this user in /tmp for sockets and locks.
-
-    `owners.py` makes it, or finds another if its name is taken.
-    """
-    return Path(f"/tmp/ckptd-{os.getuid()}")
-
-
-def _runtime_directory() -> Path | None:
-    """Return $XDG_RUNTIME_DIR, or None if it cannot be used for sockets.
-
-    It cannot be used if it is unset, relative, missing or another user's, as after
-    `su`, or if other users can replace a socket in it.
-    """
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return (
-        Path(runtime)
-        if runtime and os.path.isabs(runtime) and is_usable_for_sockets(Path(runtime))
-        else None
-    )

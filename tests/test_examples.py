@@ -19,6 +19,7 @@ import pytest
 from ckptd.shared import names
 from ckptd.shared.location import located
 from ckptd.shared.storage.locate import open_root
+from ckptd.shared.system import machine
 from examples import two_nodes
 from examples.runs import RECOVERED, Run, check_checkpoints, check_losses
 from tests.support import stores
@@ -145,7 +146,7 @@ def test_a_run_in_an_object_store_outlives_its_node(
             else:
                 pytest.fail("`ckptd ps` does not show the daemon")
             trainer.kill()
-        for path in (lost, Path("/dev/shm") / names.segment_directory(located(root))):
+        for path in (lost, Path("/dev/shm") / machine.segment_directory(located(root))):
             # The daemon of a run that has ended leaves no memory behind.
             shutil.rmtree(path, ignore_errors=True)
         done = subprocess.run(

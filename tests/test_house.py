@@ -280,9 +280,8 @@ TOUCH_FILES = {
     "shared/array_checkpoint.py": "a checkpoint, also where there is no POSIX file system",
     "shared/system/fs.py": "is the seam to the operating system",
     "shared/system/local_lock.py": "a file in this user's directory in /tmp",
-    "shared/system/log_file.py": "the log of a daemon",
     "shared/system/numa.py": "/sys",
-    "shared/owners.py": "checks owners of any path",
+    "shared/system/owners.py": "checks owners of any path, and opens the log of a daemon",
 }
 """The modules outside `shared/storage/` that use files, and which files. None of these
 files is part of a checkpoint.
@@ -346,9 +345,6 @@ def test_the_code_map_names_files_that_exist() -> None:
 # -- tests mirror modules
 
 WITHOUT_A_TEST = {
-    "agent/recover/leaves.py": "tests/agent/recover/test_binding.py compares states of every kind "
-    "through "
-    "it",
     "daemon/__main__.py": "has one statement, which every daemon that a test starts as a process "
     "executes",
     "daemon/process/app.py": "is the life of a daemon: tests/daemon/commands/test_run_command.py "
@@ -365,11 +361,6 @@ WITHOUT_A_TEST = {
     "system "
     "that "
     "fails",
-    "shared/system/log_file.py": "tests/agent/link/test_launch.py and "
-    "tests/daemon/process/test_rotating_log.py "
-    "open "
-    "files "
-    "of every kind through it",
     "shared/storage/posix_probe.py": "tests/daemon/commands/test_doctor.py shows its results",
     "shared/storage/posix_streams.py": "tests/shared/storage/test_conformance.py runs over it",
     "shared/system/storage_seam.py": "is what tests/shared/storage/test_conformance.py demands",

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ckptd.agent.link.rounds import RankGroup
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import Resolved, check_complete, plain_metadata
-from ckptd.agent.read.load_plan import read_plan
+from ckptd.agent.read.loader import read_plan
 from ckptd.agent.read.sources import Opened
 from ckptd.agent.state.tree import PerRank
 from ckptd.shared.errors import CkptdError, InvalidRequest, StructureMismatch

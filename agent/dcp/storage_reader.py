@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from ckptd.agent.dcp.metadata import place_of, set_version
-from ckptd.agent.read.load_plan import read_plan
+from ckptd.agent.read.loader import read_plan
 from ckptd.agent.read.sources import Opened, open_checkpoint
 from ckptd.shared.errors import IntegrityError, InvalidRequest, StorageError
 from ckptd.shared.location import Location, is_place, located

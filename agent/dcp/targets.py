@@ -52,6 +52,7 @@ from ckptd.shared.storage.locate import (
     job_and_tag,
     open_standalone,
 )
+from ckptd.shared.system import machine
 from ckptd.shared.wire.messages import Welcome
 
 log = logging.getLogger("ckptd.agent")
@@ -162,7 +163,7 @@ class RankDaemon:
         An error is passed on to the coordinator and not raised, because the save may
         need no daemon.
         """
-        none = cls(this_boot(), names.host())
+        none = cls(this_boot(), machine.host())
         try:
             target = Target.of(path, socket)
         except CkptdError as error:

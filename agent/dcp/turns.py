@@ -13,8 +13,8 @@ import threading
 import time
 from weakref import WeakValueDictionary
 
-from ckptd.shared import names
 from ckptd.shared.location import located
+from ckptd.shared.system import machine
 from ckptd.shared.system.local_lock import LocalLock
 
 log = logging.getLogger("ckptd.agent")
@@ -52,7 +52,7 @@ def take_turn(root: str, job: str, until: float) -> Turn:
     Saves of one process share a turn, because they share an attempt. Returns a turn
     that is not held at the time `until`, or if locks cannot be made here.
     """
-    name = f"dcp-{names.root_digest(located(root) / job)}"
+    name = f"dcp-{machine.root_digest(located(root) / job)}"
     while True:
         try:
             lock = _take(name)

@@ -24,8 +24,7 @@ from ckptd.agent.copy.fences import Transfer
 from ckptd.agent.copy.mapped_slot import Documents, MappedSlot, batches
 from ckptd.agent.copy.sealer import Sealer
 from ckptd.agent.copy.slots import MappedSlots
-from ckptd.agent.handover.returns import MAX_REASON, Returns
-from ckptd.agent.handover.seals import Seals
+from ckptd.agent.handover.slot_reports import MAX_REASON, Returns, Seals
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.slot_requests import SlotRequest
 from ckptd.agent.pending import PendingSnapshot

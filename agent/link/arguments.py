@@ -21,8 +21,9 @@ from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.formats.bounds import MAX_DEPTH, deeper_than
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.snapshot_request import MAX_REQUEST, SnapshotRequest
-from ckptd.shared.names import check_name, check_user_tag, host
+from ckptd.shared.names import check_name, check_user_tag
 from ckptd.shared.retention import Policy
+from ckptd.shared.system.machine import host
 from ckptd.shared.system.settings import FOREIGN_MEMORY_CHOICES
 
 OnBusy = Literal["wait", "skip"]

@@ -14,7 +14,6 @@ import msgspec
 from ckptd.agent.link.arguments import foreign_memory, launch_id
 from ckptd.agent.link.client import CALL_SECONDS, Client
 from ckptd.agent.link.rounds import RankGroup
-from ckptd.shared import names
 from ckptd.shared.errors import (
     CkptdError,
     DaemonUnreachable,
@@ -24,6 +23,7 @@ from ckptd.shared.errors import (
 )
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.segment import this_boot
+from ckptd.shared.system import machine
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.session import NODES
 
@@ -130,7 +130,7 @@ class RankPlace(msgspec.Struct, frozen=True, array_like=True):
         """Return the place of this process, given the greeting of its daemon."""
         return cls(
             this_boot(),
-            names.host(),
+            machine.host(),
             welcome.instance,
             welcome.root,
             job,

@@ -18,12 +18,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptd.shared import names, owners
 from ckptd.shared.errors import Busy, CkptdError, DaemonUnreachable, Forbidden, InvalidRequest
 from ckptd.shared.location import Location, located
-from ckptd.shared.system import settings
-from ckptd.shared.system.log_file import open_log
-from ckptd.shared.system.state_directory import configured_state_dir, state_directory
+from ckptd.shared.system import machine, owners, settings
 from ckptd.shared.wire.channel import Channel, no_daemon
 
 log = logging.getLogger("ckptd.agent")
@@ -88,7 +85,7 @@ def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[st
         if not path.exists():
             raise no_daemon(path)
         return Place(path, absolute, private=False)
-    for path in names.default_sockets():
+    for path in machine.default_sockets():
         if os.path.exists(path) and _serves(path, absolute):
             return Place(path, None, private=False)
     if absolute is None:
@@ -97,7 +94,7 @@ def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[st
             "DIR`, or set CKPTD_ROOT (or root=) "
             "to a directory or a URL, for which a private daemon is then started"
         )
-    return Place(names.private_socket(absolute), absolute, private=True)
+    return Place(machine.private_socket(absolute), absolute, private=True)
 
 
 def _warn_of_unknown_variables() -> None:
@@ -194,7 +191,7 @@ def _connect_to_any(root: Location) -> Channel:
     Raises the DaemonUnreachable of the preferred path if none answers, and Forbidden if
     a daemon there belongs to another user.
     """
-    first, *others = names.private_sockets(root)
+    first, *others = machine.private_sockets(root)
     try:
         return Channel(first, CONNECT_SECONDS)
     except DaemonUnreachable as error:
@@ -215,10 +212,10 @@ def start_private(root: Location) -> str:
     daemon cannot be started, fails, or is not ready within `START_SECONDS`.
     """
     socket = _private_socket(root)
-    log_file = state_directory(configured_state_dir(), root) / "daemon.log"
+    log_file = machine.state_directory(machine.configured_state_dir(), root) / "daemon.log"
     try:
         _make_own(log_file.parent)
-        log_fd = open_log(log_file)
+        log_fd = owners.open_log(log_file)
     except OSError as error:
         raise DaemonUnreachable(
             f"cannot start a private daemon: its log cannot be written: "
@@ -290,7 +287,7 @@ def _private_socket(root: Location) -> Path:
     socket. Raises DaemonUnreachable.
     """
     for _ in range(8):  # another user may take the free name in /tmp at the same moment
-        socket = names.private_socket(root)
+        socket = machine.private_socket(root)
         try:
             socket.parent.mkdir(mode=0o700, exist_ok=True)
             if owners.is_usable_for_sockets(socket.parent):

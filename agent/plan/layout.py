@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor
 from ckptd.agent.link.script import script
 from ckptd.agent.plan.structure import PLAIN, shard_at
 from ckptd.agent.state.dtypes import copyable, dtype_name, sizeless
-from ckptd.agent.state.refusals import check_tensor
-from ckptd.shared import __version__, names
+from ckptd.agent.state.tensor_check import check_tensor
+from ckptd.shared import __version__
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.formats.plan import (
     ELEMENT_SIZES,
@@ -49,6 +49,7 @@ from ckptd.shared.formats.plan import (
     signature,
 )
 from ckptd.shared.formats.sharding import Box, Mesh
+from ckptd.shared.system import machine
 from ckptd.shared.system.failpoints import failpoint
 
 
@@ -432,7 +433,7 @@ def _writer() -> dict[str, str]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
-    return versions | {"script": script()[:1024], "host": names.host(), "user": names.user()}
+    return versions | {"script": script()[:1024], "host": machine.host(), "user": machine.user()}
 
 
 def _place(rows: list[Row]) -> tuple[list[Region], list[Item]]:

@@ -31,9 +31,9 @@ from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.layout import Layout, Row, RowKey, check_item, layout_of, memory
 from ckptd.agent.state.dtypes import copyable, dtype_name, dtype_of
-from ckptd.agent.state.refusals import check_tensor
+from ckptd.agent.state.packer import Packer
+from ckptd.agent.state.tensor_check import check_tensor
 from ckptd.agent.state.tree import TensorRef
-from ckptd.agent.state.values import Packer
 from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
 from ckptd.shared.formats.coverage import check_all
 from ckptd.shared.formats.plan import BLOB

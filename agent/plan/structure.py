@@ -19,7 +19,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.state.refusals import check_tensor
+from ckptd.agent.state.tensor_check import check_tensor
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.formats.plan import Item, Plan
 

@@ -1,7 +1,8 @@
 """Loads tensors from parts or sealed slots, into given destinations or as new tensors.
 
 `load` fills destinations in place, `materialize` makes new tensors, and `execute` reads
-the items of a DCP planner. All return once every byte is verified. After an error the
+the items of a DCP planner. `read_plan` reads the items of a DCP `LoadPlan`, values that
+are not tensors included. All return once every byte is verified. After an error the
 destinations may hold damaged bytes. `load` checks all names and shapes before it reads
 the first byte. `execute` checks those of an item before it writes to the item's
 destination.
@@ -9,6 +10,7 @@ destination.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,14 +19,16 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.layout import memory
+from ckptd.agent.plan.save_plan import loads_as_weights, may_unpickle
 from ckptd.agent.plan.structure import PLAIN, local_part
 from ckptd.agent.read.saved import Reads, Saved, Shard
+from ckptd.agent.read.sources import Opened
 from ckptd.agent.state.dtypes import copyable, dtype_of
-from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
+from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch, UnsavableValue
 from ckptd.shared.formats.plan import Alias, Item
 from ckptd.shared.formats.sharding import Box
 from ckptd.shared.system.collector import paused_collector
@@ -420,3 +424,37 @@ def _same_stride(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
         size == 1 or have == want
         for size, have, want in zip(tensor.shape, tensor.stride(), stride, strict=True)
     )
+
+
+def read_plan(
+    opened: Opened, plan: LoadPlan, planner: LoadPlanner, *, weights_only: bool = True
+) -> None:
+    """Read the items of `plan`.
+
+    Tensors go to the destinations that `planner` resolves, and all other values to its
+    `load_bytes`.
+
+    The planner gets verified bytes only. weights_only: refuse bytes that only pickled
+    code could bring back.
+
+    Raises NotFound, StructureMismatch, IntegrityError, OSError; UnsavableValue for
+    bytes that are refused.
+    """
+    execute(
+        opened.saved,
+        [read for read in plan.items if read.type is not LoadItemType.BYTE_IO],
+        planner,
+    )
+    wanted = [read for read in plan.items if read.type is LoadItemType.BYTE_IO]
+    blobs = opened.blobs([read.storage_index.fqn for read in wanted])
+    for read in wanted:
+        data = blobs[read.storage_index.fqn]
+        if weights_only and may_unpickle(planner, data) and not loads_as_weights(data):
+            # Refused by default: only the caller knows whether the writer of the file
+            # can be trusted. The error says how to allow it.
+            raise UnsavableValue(
+                f"{read.storage_index.fqn}: it can only be loaded by running pickled code; pass "
+                "weights_only=False to StorageReader if you trust everyone who could have written "
+                "it"
+            )
+        planner.load_bytes(read, io.BytesIO(data))

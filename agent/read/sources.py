@@ -23,9 +23,9 @@ from ckptd.agent.read.on_demand import OPENED_AT_ONCE, PartOnDemand, SavedOnDema
 from ckptd.agent.read.saved import Saved, torch_version
 from ckptd.agent.read.slot_source import PartWithSlot, SlotSource
 from ckptd.agent.state.merge import bare, merge
-from ckptd.agent.state.state_dicts import attach_versions
 from ckptd.agent.state.tree import TensorRef, Unavailable, filled, tensor_names, unavailable
 from ckptd.agent.state.values import decode
+from ckptd.agent.state.versions import attach_versions
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.part import ChunkSource, PartReader

@@ -22,21 +22,18 @@ from ckptd.agent.plan.structure import PLAIN
 from ckptd.agent.read.saved import Saved
 from ckptd.agent.recover.conversions import Read
 from ckptd.agent.recover.differences import grouped
-from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, unchanged
+from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, load_into, unchanged
 from ckptd.agent.recover.module_binding import Modules
 from ckptd.agent.recover.optimizer_binding import Optimizers
 from ckptd.agent.recover.optimizer_check import class_difference
 from ckptd.agent.recover.options import Options
-from ckptd.agent.recover.own_loaders import load_into
 from ckptd.agent.recover.parameters import SavedParameters, kept_parameters
-from ckptd.agent.recover.reshape import put_into
 from ckptd.agent.state.capture import state_of, tensors_in
 from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.merge import Foreign, OfRanks
 from ckptd.agent.state.naming import Names, is_stateful
 from ckptd.agent.state.optimizers import without_wrappers
 from ckptd.agent.state.records import as_dict, kind_of
-from ckptd.agent.state.state_dicts import take_versions
 from ckptd.agent.state.tree import (
     RECORDS,
     ObjectNode,
@@ -46,7 +43,7 @@ from ckptd.agent.state.tree import (
     Unsaved,
     empty_like,
 )
-from ckptd.agent.state.versions import Versions
+from ckptd.agent.state.versions import Versions, take_versions
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.formats.bounds import PLAIN_TYPES, is_flat
 
@@ -526,3 +523,42 @@ def _marked(value: Value) -> Value:
         return made if made is KEEP else PerRank(made)
 
     return put
+
+
+def put_into(place: Any, made: Any) -> Any:
+    """Put `made`, a value that `on_reshape` has returned, into `place`.
+
+    Return the object that then belongs there: `place` itself if it was changed in place.
+
+    Tensors of the same shape and dtype, objects with `load_state_dict`, dicts, and
+    lists of the same length are changed in place. The same holds for everything inside
+    these containers. Anything else is replaced.
+    """
+    if isinstance(place, PerRank):
+        place = place.value
+    if isinstance(place, torch.Tensor):
+        if (
+            not isinstance(made, torch.Tensor)
+            or made.shape != place.shape
+            or made.dtype != place.dtype
+        ):
+            return made
+        place.detach().copy_(made)
+        return place
+    if isinstance(place, dict):
+        if not isinstance(made, dict):
+            return made
+        filled = {
+            key: put_into(place[key], value) if key in place else value
+            for key, value in made.items()
+        }
+        place.clear()
+        place.update(filled)
+        return place
+    if not isinstance(place, type) and callable(getattr(place, "load_state_dict", None)):
+        place.load_state_dict(made)
+        return place
+    if isinstance(place, list) and isinstance(made, list) and len(place) == len(made):
+        place[:] = [put_into(own, value) for own, value in zip(place, made, strict=True)]
+        return place
+    return made

@@ -1,10 +1,11 @@
-"""The parts of a comparison that every kind of destination needs: tensors to fill,
-tensors to make, keys to compare, and differences.
+"""The parts of a binding that every kind of destination needs: tensors to fill, tensors
+to make, keys to compare, differences, and calls of the loaders of the caller's objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,8 +26,9 @@ from ckptd.agent.recover.conversions import (
 from ckptd.agent.recover.differences import Differences
 from ckptd.agent.recover.options import Options
 from ckptd.agent.state.merge import Foreign, OfRanks, has_own, own_part
+from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.records import as_dict
-from ckptd.agent.state.refusals import is_fake, is_uninitialized
+from ckptd.agent.state.tensor_check import is_fake, is_uninitialized
 from ckptd.agent.state.tree import (
     RECORDS,
     ObjectNode,
@@ -39,6 +41,7 @@ from ckptd.agent.state.tree import (
     tensor_names,
     unavailable,
 )
+from ckptd.shared.errors import CkptdError, RecoveryFailed
 
 Resolve = Callable[[str], torch.Tensor]
 KEEP = object()
@@ -385,3 +388,37 @@ def _without_memory(part: torch.Tensor) -> str:
         )
     lacking = lacking_memory(part) if part.layout is torch.strided else ""
     return lacking and f"{lacking}: give it memory first"
+
+
+def load_into(place: Any, state: Any, path: str, options: Options, **arguments: Any) -> Any:
+    """Call an object's own `load_state_dict`, and return what it returns.
+
+    Raises RecoveryFailed for an exception in it. `options` are the options of the
+    recovery.
+    """
+    with loader_of(place, path, options):
+        return place.load_state_dict(state, **arguments)
+
+
+@contextmanager
+def loader_of(place: Any, path: str, options: Options) -> Iterator[None]:
+    """Context manager.
+
+    Raise RecoveryFailed for an exception of the caller's object in its loader.
+
+    The error has the call of `recover` that leaves this object as it is. `options` are
+    the options of the recovery.
+    """
+    try:
+        yield
+    except CkptdError:
+        raise
+    except Exception as error:
+        raise RecoveryFailed(
+            f"{path or 'the state'}: load_state_dict() of {class_of(place)} raised {error!r}; the "
+            f"state is partly overwritten: "
+            "rebuild it, and make this object ready for its state before the recovery. To leave "
+            "this object as it is, call "
+            f"{options.call_that_keeps(path)}",
+            overwritten=True,
+        ) from error

@@ -23,9 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.structure import PLAIN, local_part
-from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, unchanged
+from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, load_into, unchanged
 from ckptd.agent.recover.options import Options
-from ckptd.agent.recover.own_loaders import load_into
 from ckptd.agent.state.capture import state_of, tensors_in
 from ckptd.agent.state.customized import loads_by_itself, needs_loading, parts_with_loaders
 from ckptd.agent.state.tree import ObjectNode

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, unchanged
+from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, load_into, loader_of, unchanged
 from ckptd.agent.recover.optimizer_check import (
     changed_settings,
     class_difference,
@@ -21,7 +21,6 @@ from ckptd.agent.recover.optimizer_check import (
     state_difference,
     tensors_to_compare,
 )
-from ckptd.agent.recover.own_loaders import load_into, loader_of
 from ckptd.agent.recover.parameters import SavedParameters
 from ckptd.agent.state.capture import state_of
 from ckptd.agent.state.components import TENSOR_KINDS, kind_of_tensor, size_of
@@ -30,7 +29,7 @@ from ckptd.agent.state.flat_optimizers import flattened_state, load_flattened_st
 from ckptd.agent.state.merge import is_optimizer
 from ckptd.agent.state.naming import Names, ParameterKey, parameters_of, with_current_names
 from ckptd.agent.state.optimizers import steps_on_device, tell, unshared, without_state
-from ckptd.agent.state.refusals import is_uninitialized
+from ckptd.agent.state.tensor_check import is_uninitialized
 from ckptd.agent.state.tree import ObjectNode, TensorRef, filled, tensor_names
 from ckptd.shared.errors import UnsavableValue
 

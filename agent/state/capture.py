@@ -35,8 +35,8 @@ from ckptd.agent.state.naming import (
     parameters_of,
 )
 from ckptd.agent.state.optimizers import class_of, taken_key, without_param_names
-from ckptd.agent.state.refusals import check_values, is_uninitialized
-from ckptd.agent.state.values import TENSORS, KnownDicts, LenientPacker, Packer
+from ckptd.agent.state.packer import TENSORS, KnownDicts, LenientPacker, Packer
+from ckptd.agent.state.tensor_check import check_values, is_uninitialized
 from ckptd.agent.state.versions import Versions, versions_of
 from ckptd.agent.state.wrappers import canonical_keys, flattens, unwrapped
 from ckptd.shared.errors import CkptdError, UnsavableValue

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptd.agent.state.packer import Packer
 from ckptd.agent.state.tree import (
     RECORDS,
     ObjectNode,
@@ -24,7 +25,6 @@ from ckptd.agent.state.tree import (
     empty_like,
     like,
 )
-from ckptd.agent.state.values import Packer
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.formats.bounds import is_flat, is_group, is_same
 

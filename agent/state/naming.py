@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ckptd.agent.state.packer import TENSORS
 from ckptd.agent.state.records import KINDS, WITH_FIELDS, kind_of
 from ckptd.agent.state.tree import PerRank
-from ckptd.agent.state.values import TENSORS
 from ckptd.agent.state.wrappers import Ways, canonical_names, flattens, former_name, unwrapped
 from ckptd.shared.formats.bounds import PLAIN_TYPES, types_of
 

@@ -14,7 +14,6 @@ import click
 
 from ckptd.daemon.commands import report
 from ckptd.daemon.stage.copier import CheckpointCopier, OnBytes, one_at_a_time
-from ckptd.shared import names
 from ckptd.shared.command import PLACE, json_option, progress_bar, speaks
 from ckptd.shared.errors import Busy, IntegrityError, InvalidRequest, NotFound, StorageError
 from ckptd.shared.formats.manifest import Manifest
@@ -22,6 +21,7 @@ from ckptd.shared.location import Location
 from ckptd.shared.storage.locate import existing_root, find_job_or_checkpoint, is_root, open_root
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.system import machine
 from ckptd.shared.units import size_text
 
 
@@ -66,7 +66,7 @@ class Copier:
         """
         if not is_root(self._destination):
             with suppress(Busy):  # a daemon has just made it
-                self._to.storage.serve(names.host()).close()
+                self._to.storage.serve(machine.host()).close()
         self._to.identity()
         with one_at_a_time(self._destination):
             for one in self.todo:

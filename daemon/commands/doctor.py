@@ -25,12 +25,11 @@ from ckptd.daemon.config import Config
 from ckptd.daemon.memory.foreign_memory import described, read_held
 from ckptd.daemon.process import limits
 from ckptd.daemon.process.peers import SO_PEERPIDFD
-from ckptd.shared import names, owners
 from ckptd.shared.errors import CkptdError, Forbidden
 from ckptd.shared.location import Location, Url
 from ckptd.shared.storage import posix_probe
 from ckptd.shared.storage.locate import object_storage, open_root
-from ckptd.shared.system.state_directory import nearest_existing
+from ckptd.shared.system import machine, owners
 from ckptd.shared.units import size_text
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
@@ -194,7 +193,7 @@ def check_memory(root: Location, shm_dir: Path) -> Check:
             f"the identity of the root at {root} cannot be read: {error}",
             {"identity": None, "foreign": []},
         )
-    held = list(read_held(shm_dir / names.segment_directory(root)))
+    held = list(read_held(shm_dir / machine.segment_directory(root)))
     foreign = [one for one in held if one.root.identity != identity]
     values = {"identity": identity, "foreign": [one.report() for one in foreign]}
     if foreign:
@@ -297,7 +296,7 @@ def check_stage(stage: Path) -> Iterator[Check]:
     """
     for check in _check_directory(stage):
         yield replace(check, name="stage" if check.name == "root" else f"stage: {check.name}")
-    if (kind := _file_system(nearest_existing(stage))) in VOLATILE:
+    if (kind := _file_system(machine.nearest_existing(stage))) in VOLATILE:
         yield Check(
             "stage: kind",
             WARNING,
@@ -339,7 +338,7 @@ def check_state_dir(path: Path) -> Check:
     """Check that the journal can be written in the directory, or in the nearest parent
     that exists, and that a reboot does not empty it.
     """
-    there = nearest_existing(path)
+    there = machine.nearest_existing(path)
     kind, values = _file_system(there), {"path": str(path), "exists": there == path}
     if not os.access(there, os.W_OK | os.X_OK):
         return Check(

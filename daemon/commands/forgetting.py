@@ -22,7 +22,6 @@ from ckptd.daemon.config import Config
 from ckptd.daemon.job.retention import obstacle, to_retire
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.process.service import Service
-from ckptd.shared import names
 from ckptd.shared.errors import (
     Busy,
     DaemonUnreachable,
@@ -39,6 +38,7 @@ from ckptd.shared.retention import Policy
 from ckptd.shared.storage.locate import find_job_or_checkpoint
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.system import machine
 from ckptd.shared.system.fs import PosixFileSystem
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.channel import Channel
@@ -248,7 +248,7 @@ def _settings(root: Location) -> Config:
     file = os.environ.get("CKPTD_CONFIG")
     flags = {
         "root": str(root),
-        "socket": f"{names.private_socket(root)}.{os.getpid()}",
+        "socket": f"{machine.private_socket(root)}.{os.getpid()}",
         "keep_last": 0,
         "keep": (),
     }
@@ -262,7 +262,9 @@ def _daemon_of(root: Location, socket: Path | None) -> Channel | None:
     InvalidRequest if no daemon of `root` can be used there.
     """
     for place in (
-        [socket] if socket is not None else [*names.private_sockets(root), *names.default_sockets()]
+        [socket]
+        if socket is not None
+        else [*machine.private_sockets(root), *machine.default_sockets()]
     ):
         try:
             channel = Channel(place, neighbours.TIMEOUT, later=_SECONDS)

@@ -20,6 +20,7 @@ from pathlib import Path
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.segment import SlotState, read_header
+from ckptd.shared.system import machine
 
 _DIRECTORY = re.compile(r"ckptd-\d+-[0-9a-f]{16}(\.[0-9a-f]{16})?")
 
@@ -50,12 +51,12 @@ def find(shm_dir: Path) -> Iterator[Leftover]:
                 yield found
     sockets = (
         path
-        for directory in names.private_socket_directories()
+        for directory in machine.private_socket_directories()
         for path in sorted(directory.glob("ckptd-*.sock"))
     )
     for path in sockets:
         if path.is_socket() and not path.is_symlink() and not _listens(path):
-            yield Leftover(path, names.user(), 0)
+            yield Leftover(path, machine.user(), 0)
 
 
 def delete(leftover: Leftover) -> bool:
@@ -100,7 +101,10 @@ def _directory(path: Path) -> Leftover | None:
             finally:
                 os.close(fd)
         return Leftover(
-            path, names.user(), nbytes, tuple(f"{job} step {step}" for job, step in sorted(sealed))
+            path,
+            machine.user(),
+            nbytes,
+            tuple(f"{job} step {step}" for job, step in sorted(sealed)),
         )
     finally:
         os.close(directory)

@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 
 from ckptd.daemon.memory import unsaved
-from ckptd.shared import names
 from ckptd.shared.errors import (
     Busy,
     CkptdError,
@@ -25,6 +24,7 @@ from ckptd.shared.errors import (
     from_wire,
 )
 from ckptd.shared.location import Location, located
+from ckptd.shared.system import machine
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.channel import Channel
 
@@ -223,9 +223,9 @@ def served_root(socket: Path | None, instead: str) -> Location:
 def _connect(socket: Path | None) -> Channel:
     if socket is not None:
         return Channel(socket, TIMEOUT, later=TIMEOUT)
-    usual = names.default_sockets()
+    usual = machine.default_sockets()
     if root := os.environ.get("CKPTD_ROOT"):
-        usual = [*names.private_sockets(located(root)), *usual]
+        usual = [*machine.private_sockets(located(root)), *usual]
     problem: Forbidden | DaemonUnreachable | None = None
     for place in [place for place in usual if place.exists()]:
         try:

@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from ckptd.shared import errors as e
-from ckptd.shared import names
 from ckptd.shared.command import MEMORY_ONLY, complete_path, complete_word, speaks
+from ckptd.shared.system import machine
 
 
 @click.command(short_help="Run the daemon of this node.")
@@ -236,7 +236,7 @@ def default_socket() -> Path:
 
     Raises InvalidConfig if no usual place for it can be written.
     """
-    places = names.default_sockets()
+    places = machine.default_sockets()
     system = places[0].parent
     if os.access(system, os.W_OK) or (os.geteuid() == 0 and not system.exists()):
         return places[0]

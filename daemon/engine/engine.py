@@ -33,6 +33,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import Busy, Fenced, InvalidRequest, NotFound, SnapshotFailed
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.segment import SlotState
+from ckptd.shared.system import machine
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.units import count_text
 from ckptd.shared.wire import messages as m
@@ -153,7 +154,7 @@ class Engine:
             elif attempt > job.attempt:
                 raise Fenced(
                     f"attempt {attempt} of job {job_name!r} was begun with another daemon: this "
-                    f"daemon on {names.host()} "
+                    f"daemon on {machine.host()} "
                     f"knows {job.attempt} as the newest; start this run again"
                 )
             elif attempt < job.attempt:

@@ -19,7 +19,7 @@ from ckptd.daemon.job.ranks import Owner
 from ckptd.daemon.job.snapshot import Key, Snapshot
 from ckptd.daemon.memory.slots import Slots
 from ckptd.daemon.saving.saver import Saver
-from ckptd.shared import names
+from ckptd.shared.system import machine
 from ckptd.shared.wire.board import Answer
 from ckptd.shared.wire.lifecycle import Event, SnapshotState
 from ckptd.shared.wire.messages import Holds
@@ -71,7 +71,7 @@ class Steps:
         leader = job.ranks.owners.get(job.node.ranks[0]) if job.node is not None else None
         if leader is None or leader.notify is None or leader.attempt != job.attempt:
             return
-        holding = holdings.holding(job, names.host())
+        holding = holdings.holding(job, machine.host())
         if holding != leader.shown:
             leader.shown = holding
             leader.notify(Holds(re=0, attempt=job.attempt, holding=holding))

@@ -13,10 +13,10 @@ from pathlib import Path
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.location import Location
-from ckptd.shared.owners import stranger
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system import machine
 from ckptd.shared.system.fs import FileSystem, make_directories, sync_parents
-from ckptd.shared.system.state_directory import state_directory
+from ckptd.shared.system.owners import stranger
 
 _REMEDY = "set state_dir (--state-dir, CKPTD_STATE_DIR) to a directory of your own on a local disk"
 
@@ -41,7 +41,7 @@ def journal_directory(
     Raises StorageError if the directory cannot be made, or belongs to another user;
     Busy if another daemon uses it.
     """
-    place = state_directory(state_dir, root)
+    place = machine.state_directory(state_dir, root)
     try:
         identity = known or repository.identity()
     except OSError as error:
@@ -52,7 +52,7 @@ def journal_directory(
     try:
         _make(fs, place)
         if known is None:
-            repository.storage.take_journal(names.host(), path)
+            repository.storage.take_journal(machine.host(), path)
         _make(fs, path)
         sync_parents(fs, path)
         directory = fs.open_directory(str(path))

@@ -12,9 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ckptd.shared.errors import Busy, StorageError
-from ckptd.shared.owners import make_own_directory
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.fs import FileSystem
+from ckptd.shared.system.owners import make_own_directory
 
 log = logging.getLogger("ckptd.slots")
 

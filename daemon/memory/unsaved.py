@@ -24,6 +24,7 @@ from ckptd.shared.formats.segment import SegmentHeader, SlotState, read_header, 
 from ckptd.shared.location import located
 from ckptd.shared.storage.locate import existing_root
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system import machine
 
 STORAGE_SECONDS = 30.0
 """The seconds for which `left_behind` waits for a root or a stage that does not answer.
@@ -70,7 +71,7 @@ def text(unsaved: Sequence[UnsavedSnapshot], root: object) -> str:
         f"container "
         f"restarts, or until `ckptd gc --delete` deletes {them}. To save {them}, remove the cause "
         f"(on a full "
-        f"disk, make room), then start a daemon for {root} on {names.host()} again, which saves "
+        f"disk, make room), then start a daemon for {root} on {machine.host()} again, which saves "
         f"{them}"
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptd.daemon.process import notify
 from ckptd.shared.errors import Busy, StorageError
-from ckptd.shared.owners import check_socket_directory
+from ckptd.shared.system.owners import check_socket_directory
 
 BACKLOG = 4096
 """Connections that may wait to be accepted. The kernel lowers the number to

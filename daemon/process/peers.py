@@ -10,7 +10,7 @@ import socket
 
 import psutil
 
-from ckptd.shared.owners import peer_of
+from ckptd.shared.system.owners import peer_of
 
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
 NOTHING_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})

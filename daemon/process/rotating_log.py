@@ -10,7 +10,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from ckptd.shared.errors import InvalidConfig
-from ckptd.shared.system.log_file import open_log
+from ckptd.shared.system.owners import open_log
 
 
 class RotatingLog(RotatingFileHandler):

@@ -26,7 +26,7 @@ from ckptd.daemon.memory.slots import Slot
 from ckptd.daemon.process.vitals import Vitals, rss_bytes
 from ckptd.shared import __version__, names
 from ckptd.shared.errors import CkptdError, NewerFormat, StorageError, VersionMismatch
-from ckptd.shared.system import settings
+from ckptd.shared.system import machine, settings
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.lifecycle import SnapshotState
 from ckptd.shared.wire.session import MAX_VERSION, NODES, REPLICAS, STAGE
@@ -406,7 +406,7 @@ class Service:
                 if s.state is SnapshotState.WRITING and s.progress is not None
             ],
             "pending": sorted(s.tag for s in job.snapshots if s.persist and not job.is_settled(s)),
-            "host": names.host(),
+            "host": machine.host(),
             "ranks_here": list(job.ranks_here) if job.node is not None else None,
             "delivered": sorted(
                 s.directory

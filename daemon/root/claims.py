@@ -20,9 +20,9 @@ from typing import TypeVar
 from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.events import Events
 from ckptd.daemon.root.storage_calls import StorageCalls
-from ckptd.shared import names
 from ckptd.shared.errors import Fenced, InvalidRequest, StorageError
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system import machine
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ class Attempts:
         """
         if await self._translated(job, lambda: self._repository.claim_again(job, attempt)):
             raise InvalidRequest(
-                f"{names.host()} could claim attempt {attempt} of job {job!r}, which the node of "
+                f"{machine.host()} could claim attempt {attempt} of job {job!r}, which the node of "
                 f"rank 0 has claimed: "
                 f"{self._repository.where()} is another directory on this node, or its file "
                 f"system lets several nodes create one file; use "

@@ -26,6 +26,7 @@ from ckptd.shared.errors import CkptdError
 from ckptd.shared.formats.heartbeat import Heartbeat
 from ckptd.shared.formats.segment import this_boot
 from ckptd.shared.storage.heartbeat_store import HeartbeatStore
+from ckptd.shared.system import machine
 
 log = logging.getLogger("ckptd.heartbeats")
 
@@ -210,6 +211,6 @@ def _heartbeat(job: Job, attempt: int, before: Heartbeat | None) -> Heartbeat:
         return before.again()
     process = process or NOT_KNOWN
     return Heartbeat(
-        job=job.name, attempt=attempt, run=process.run, host=names.host(), boot=this_boot().hex(),
+        job=job.name, attempt=attempt, run=process.run, host=machine.host(), boot=this_boot().hex(),
         pid=process.pid, since=process.started, beat=names.new_nonce().hex(),
     )  # fmt: skip

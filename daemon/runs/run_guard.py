@@ -18,11 +18,11 @@ from ckptd.daemon.job.ranks import Process, processes
 from ckptd.daemon.job.sightings import Admit, Newcomer, Refuse, Sightings, WatchOn
 from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.daemon.runs.heartbeats import Heartbeats
-from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, JobRunning
 from ckptd.shared.formats.heartbeat import Heartbeat
 from ckptd.shared.formats.segment import this_boot
 from ckptd.shared.storage.heartbeat_store import HeartbeatStore
+from ckptd.shared.system import machine
 
 log = logging.getLogger("ckptd.engine")
 
@@ -106,7 +106,7 @@ class RunGuard:
         led = job.node is None or job.node.leads
         sightings = Sightings(
             job.name,
-            Newcomer(process.run, names.host(), this_boot().hex(), job.attempt, led),
+            Newcomer(process.run, machine.host(), this_boot().hex(), job.attempt, led),
             deadline,
         )
         said = False

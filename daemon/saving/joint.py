@@ -36,6 +36,7 @@ from ckptd.shared.formats import replicas
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.plan import Plan
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
+from ckptd.shared.system import machine
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.units import rank_list
 from ckptd.shared.wire.lifecycle import SnapshotState
@@ -192,7 +193,7 @@ class Joint:
         assert snapshot.node is not None
         return rc.Receipt(
             job=snapshot.job, attempt=snapshot.attempt, step=snapshot.step, tag=snapshot.directory,
-            node=snapshot.node, host=names.host(), world_size=snapshot.world_size,
+            node=snapshot.node, host=machine.host(), world_size=snapshot.world_size,
             global_plan=global_plan, parts=parts, code=error.code if error is not None else "",
             reason="" if error is None else f"{self._named(snapshot)}: "
                 f"{error}"[: rc.MAX_REASON], replicas=list(shared),
@@ -201,7 +202,7 @@ class Joint:
     @staticmethod
     def _named(snapshot: Snapshot) -> str:
         assert snapshot.node is not None
-        return f"{rank_list(snapshot.node.ranks)} on {names.host()}"
+        return f"{rank_list(snapshot.node.ranks)} on {machine.host()}"
 
     async def refuse(self, job: Job, snapshot: Snapshot, error: CkptdError) -> bool:
         """Report that this node cannot save a step in its present try, so that no other

@@ -25,6 +25,7 @@ from ckptd.shared.formats.scatter import verify
 from ckptd.shared.location import Location
 from ckptd.shared.storage.metadata import metadata_objects
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system import machine
 from ckptd.shared.system.local_lock import LocalLock
 from ckptd.shared.system.storage_seam import Source
 
@@ -239,7 +240,7 @@ def one_at_a_time(destination: Location) -> Iterator[None]:
     Keep every other `ckptd copy` of this user on this machine out of the same root.
     Raises Busy.
     """
-    lock = LocalLock.take(f"copy-{names.root_digest(destination.resolve())}")
+    lock = LocalLock.take(f"copy-{machine.root_digest(destination.resolve())}")
     if lock is None:
         raise Busy(f"another `ckptd copy` writes to {destination}: wait for it")
     try:

@@ -20,6 +20,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, InvalidConfig, StorageError
 from ckptd.shared.location import Location
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system import machine
 from ckptd.shared.system.storage_seam import Closable
 
 log = logging.getLogger("ckptd.uploader")
@@ -151,7 +152,7 @@ class StageRoot:
             if self.identity:
                 self.check()
             if self._lock is None:
-                self._lock = self.repository.storage.serve(names.host())
+                self._lock = self.repository.storage.serve(machine.host())
             self.identity = self.identity or self.repository.identity()
 
     def check(self) -> None:

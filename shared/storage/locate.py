@@ -35,6 +35,7 @@ from ckptd.shared.storage.standalone import (
     StandaloneDirectory,
     StandaloneObjects,
 )
+from ckptd.shared.system import machine
 from ckptd.shared.system.fs import FileSystem
 
 if TYPE_CHECKING:  # obstore is imported only for a URL
@@ -68,7 +69,7 @@ def object_storage(url: Url) -> ObjectStorage:
         raise InvalidConfig(
             f"{url} needs the package obstore: install it with pip install 'ckptd[s3]'"
         ) from None
-    return ObjectStorage(open_bucket(url), names.root_digest(url))
+    return ObjectStorage(open_bucket(url), machine.root_digest(url))
 
 
 def open_standalone(place: Location) -> StandaloneCheckpoint:

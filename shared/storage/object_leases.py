@@ -22,6 +22,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import Busy
 from ckptd.shared.storage import locks
 from ckptd.shared.storage.bucket import Bucket, ObjectMeta
+from ckptd.shared.system import machine
 
 SECONDS = 25.0
 """The time without a new version after which the holder of a lease or a mark is taken
@@ -192,7 +193,7 @@ class Held:
     def put(self) -> None:
         self._count += 1
         self._bucket.put(
-            self.name, f"{names.host()} {self._pid} {self._count}".encode(), create=False
+            self.name, f"{machine.host()} {self._pid} {self._count}".encode(), create=False
         )
 
     def keep(self) -> None:

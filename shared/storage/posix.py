@@ -25,6 +25,7 @@ from ckptd.shared.errors import Busy, IntegrityError, StorageError
 from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.storage import locks, old_journal, posix_root
 from ckptd.shared.storage.posix_streams import PosixSink, PosixSource
+from ckptd.shared.system import machine
 from ckptd.shared.system.fs import NO_ROOM, FileSystem, PosixFileSystem, make_directories, publish
 from ckptd.shared.system.storage_seam import Closable, Entry
 
@@ -264,7 +265,7 @@ class PosixStorage:
                 for other, _ in self.fs.entries(directory)
             ):
                 return True
-            with self.directory(names.control(names.host())) as control:
+            with self.directory(names.control(machine.host())) as control:
                 if self._link(names.LOCK, control, name, directory):
                     return True
         except FileExistsError:

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptd.shared import owners
 from ckptd.shared.storage import locks
+from ckptd.shared.system import owners
 
 
 @dataclass(frozen=True, slots=True)

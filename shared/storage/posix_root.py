@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.names import LOCK
-from ckptd.shared.owners import stranger
 from ckptd.shared.system.descriptor import Descriptor
+from ckptd.shared.system.owners import stranger
 
 log = logging.getLogger("ckptd.storage")
 

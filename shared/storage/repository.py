@@ -28,6 +28,7 @@ from ckptd.shared.formats.receipt import (
     is_abandonment,
 )
 from ckptd.shared.formats.reuse import Linker, StoredFile
+from ckptd.shared.system import machine
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.system.storage_seam import Creator, Source, Storage, read_whole
 
@@ -64,7 +65,7 @@ class Repository:
         if not self.storage.exists(name):
             try:
                 self.storage.publish(
-                    name, f"{names.new_nonce().hex()}\n".encode(), replace=False, by=names.host()
+                    name, f"{names.new_nonce().hex()}\n".encode(), replace=False, by=machine.host()
                 )
             except FileExistsError:
                 pass  # the daemon of another host was faster

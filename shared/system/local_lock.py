@@ -9,9 +9,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from ckptd.shared import names
-from ckptd.shared.owners import make_own_directory
+from ckptd.shared.system import machine
 from ckptd.shared.system.descriptor import Descriptor
+from ckptd.shared.system.owners import make_own_directory
 
 
 class LocalLock(Descriptor):
@@ -33,7 +33,7 @@ class LocalLock(Descriptor):
         """Return the lock of this name, or None if another process, or another part of
         this one, has it. Raises OSError.
         """
-        path = make_own_directory(names.plain_directory()) / name
+        path = make_own_directory(machine.plain_directory()) / name
         while True:
             lock = cls(path)
             try:

@@ -20,10 +20,11 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from ckptd.shared import __version__, names
+from ckptd.shared import __version__
 from ckptd.shared.errors import DaemonUnreachable, ProtocolError, from_wire
-from ckptd.shared.owners import check_peer, check_socket
+from ckptd.shared.system import machine
 from ckptd.shared.system.descriptor import Descriptor
+from ckptd.shared.system.owners import check_peer, check_socket
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire import session as s
 
@@ -40,7 +41,7 @@ _Received = tuple[bytes, list[tuple[int, int, bytes]], int, object]
 def no_daemon(path: Path) -> DaemonUnreachable:
     """Return the error for a socket on which no daemon of this node listens."""
     return DaemonUnreachable(
-        f"no daemon listens at {path} on {names.host()}: start one with `ckptd run --root DIR "
+        f"no daemon listens at {path} on {machine.host()}: start one with `ckptd run --root DIR "
         f"--socket {path}`"
     )
 

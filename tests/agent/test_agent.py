@@ -18,8 +18,8 @@ import torch
 
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.link.script import script
-from ckptd.shared import errors, names
-from ckptd.shared.system import failpoints
+from ckptd.shared import errors
+from ckptd.shared.system import failpoints, machine
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, running, until
 
@@ -75,7 +75,7 @@ def test_a_recovery_says_who_has_saved_and_can_set_the_random_generators_again(
     with caplog.at_level("INFO", "ckptd.agent"):
         recovered = agent.recover({"x": torch.zeros(1)})
     assert recovered is not None
-    who = f"{script() or 'an interactive session'} on {names.host()} as {names.user()}, 20"
+    who = f"{script() or 'an interactive session'} on {machine.host()} as {machine.user()}, 20"
     assert recovered.origin.startswith(who)
     assert f"; saved by {who}" in caplog.text
     assert torch.rand(3).tolist() == drawn

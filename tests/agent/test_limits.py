@@ -15,9 +15,10 @@ import torch
 
 from ckptd.agent.link.arguments import make_request
 from ckptd.agent.plan.layout import plan_locally
-from ckptd.agent.state import values
+from ckptd.agent.state import packer
 from ckptd.agent.state.capture import Habits, capture, values_document
-from ckptd.agent.state.values import NESTED, Packer, decode
+from ckptd.agent.state.packer import Packer
+from ckptd.agent.state.values import NESTED, decode
 from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
 from ckptd.shared.formats import bounds
 from ckptd.shared.formats.bounds import MAX_DEPTH, MAX_DIMENSIONS, MAX_OBJECTS
@@ -41,7 +42,7 @@ def read(state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse.
     """
     with monkeypatch.context() as unchecked:
-        unchecked.setattr(values, "check_size", lambda *_, **__: None)
+        unchecked.setattr(packer, "check_size", lambda *_, **__: None)
         document = Packer().encode_map({"state": Packer().pack(state, "")})
     for reader in (lambda: decode(document), lambda: decode_plain(document, str)):
         with pytest.raises(
@@ -65,7 +66,7 @@ def test_too_many_objects_are_refused_by_the_writer_and_by_the_readers(
     state: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounds, "MAX_OBJECTS", SMALL)
-    monkeypatch.setattr(values, "_ROOM", 0)
+    monkeypatch.setattr(packer, "_ROOM", 0)
     with pytest.raises(
         UnsavableValue,
         match="^the state has more than .* lists, or 20,000 maps and texts, the most that ckptd "
@@ -78,9 +79,9 @@ def test_too_many_objects_are_refused_by_the_writer_and_by_the_readers(
 @pytest.mark.parametrize("number", range(20))
 def test_the_writer_counts_at_least_what_a_reader_counts(number: int) -> None:
     rng = random.Random(number)
-    packer = Packer()
-    document = packer.encode([kinds.value(rng) for _ in range(200)])
-    assert packer.objects >= sum(bounds._count(document, NESTED, MAX_OBJECTS))
+    made = Packer()
+    document = made.encode([kinds.value(rng) for _ in range(200)])
+    assert made.objects >= sum(bounds._count(document, NESTED, MAX_OBJECTS))
 
 
 def test_a_million_texts_after_many_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +99,7 @@ def test_a_million_texts_after_many_bytes_are_refused(monkeypatch: pytest.Monkey
 def test_a_values_document_that_is_too_long_is_refused_before_the_ranks_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(values, "MAX_DOCUMENT", 3 << 20)
+    monkeypatch.setattr(packer, "MAX_DOCUMENT", 3 << 20)
     values_document(capture({"bytes": b"\x00" * ((2 << 20) - 100)}), rng=True)
     with pytest.raises(
         UnsavableValue,

@@ -27,6 +27,7 @@ from ckptd.shared.errors import CkptdError, ForeignMemory, JobRunning
 from ckptd.shared.location import Url
 from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.locate import open_root
+from ckptd.shared.system import machine
 from tests.crash.node_trainer import check, state_of
 from tests.support import stores
 from tests.support.daemons import until, warn_soon
@@ -629,8 +630,8 @@ def test_two_roots_at_the_same_path_are_refused(tmp_path: Path) -> None:
             found = ranks.call(_refused, sockets(place, 0, 1))
     assert len(set(found)) == 1
     assert found[0].startswith(
-        f"InvalidRequest: rank 1 on {names.host()} uses root {tmp_path}/b, rank 0 on "
-        f"{names.host()} uses {tmp_path}/a"
+        f"InvalidRequest: rank 1 on {machine.host()} uses root {tmp_path}/b, rank 0 on "
+        f"{machine.host()} uses {tmp_path}/a"
     )
 
 

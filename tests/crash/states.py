@@ -38,6 +38,7 @@ from ckptd.daemon.journal import file as journal_file
 from ckptd.daemon.process.app import App
 from ckptd.shared import names
 from ckptd.shared.storage.locate import open_root
+from ckptd.shared.system import machine
 from tests.crash.disk import FATES, Disk, Recorder, Step, Tree, lay, some_fate
 from tests.support.daemons import recover_only
 from tests.support.trainers import JOB, assert_equal, blank, expected
@@ -78,7 +79,7 @@ def simulated() -> Iterator[None]:
     """
     with (
         mock.patch.object(journal_file, "FILE_SIZE", JOURNAL),
-        mock.patch.object(names, "root_digest", return_value="0" * 16),
+        mock.patch.object(machine, "root_digest", return_value="0" * 16),
     ):
         yield
 

@@ -13,6 +13,7 @@ from ckptd.daemon.journal import file as jf
 from ckptd.daemon.journal import records as r
 from ckptd.shared import names
 from ckptd.shared.formats.segment import SegmentHeader, SlotState, read_header, this_boot
+from ckptd.shared.system import machine
 from tests.golden import make_node
 from tests.golden.make_node import HALFWAY, JOBS, PINNED, RETIRING, WRITTEN
 from tests.support.daemons import Home, running
@@ -42,7 +43,7 @@ def files(place: Home) -> dict[str, bytes]:
     return {
         name: data
         for name, data in found.items()
-        if not name.startswith(f"{names.CONTROL}/{names.host()}/")
+        if not name.startswith(f"{names.CONTROL}/{machine.host()}/")
     }
 
 
@@ -71,7 +72,7 @@ def test_the_archive_holds_what_make_node_describes(node: Home) -> None:
         (job, rank, left.newest) for job, left in JOBS.items() for rank in range(left.ranks)
     } <= sealed
     # Where versions before 0.2 kept it.
-    (journal,) = (node.root / names.CONTROL / names.host() / names.JOURNAL).iterdir()
+    (journal,) = (node.root / names.CONTROL / machine.host() / names.JOURNAL).iterdir()
     number = names.parse_journal_file(journal.name)
     assert number is not None
     scan = jf.scan(journal.read_bytes(), number)

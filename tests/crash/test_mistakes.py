@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from ckptd.agent import Agent
 from ckptd.daemon.commands.cli import main
-from ckptd.shared import names
+from ckptd.shared.system import machine
 from tests.daemon.memory.test_unsaved import segment
 from tests.support.daemons import home, running
 
@@ -98,7 +98,7 @@ def root() -> Iterator[Path]:
         torch.save({"w": torch.ones(3)}, f"{place.root}.pt")
         memory = Path(f"{place.root}-shm")
         memory.mkdir()
-        segment(memory / names.segment_directory(place.root), "a", 1000)
+        segment(memory / machine.segment_directory(place.root), "a", 1000)
         yield place.root
 
 

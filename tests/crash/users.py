@@ -43,6 +43,7 @@ from ckptd.agent import Agent
 from ckptd.shared import errors, names
 from ckptd.shared.formats.plan import MIN_CHUNK
 from ckptd.shared.formats.segment import SegmentHeader, write_header
+from ckptd.shared.system import machine
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.session import Role, Session
 from tests.crash.images import Unavailable
@@ -87,7 +88,7 @@ class Case:
         )
         self.thiefs = self.place / "thief"
         self.plain = Path(f"/tmp/ckptd-{uid}")
-        self.segments = Path(f"/dev/shm/ckptd-{uid}-{names.root_digest(self.root)}")
+        self.segments = Path(f"/dev/shm/ckptd-{uid}-{machine.root_digest(self.root)}")
         self.home = self.place / "home"
         self.home.mkdir()
         os.chown(self.home, uid, uid)
@@ -433,11 +434,11 @@ class Thief:
         path.mkdir()
         path.chmod(0o777)
         if path == self.case.root:  # together with everything in it that a daemon would make
-            for part in (path / ".ckptd", path / ".ckptd" / names.host(), path / trainers.JOB):
+            for part in (path / ".ckptd", path / ".ckptd" / machine.host(), path / trainers.JOB):
                 part.mkdir()
                 part.chmod(0o777)
             return
-        for name in (f"ckptd-{names.root_digest(self.case.root)}.sock", "ckptd.sock"):
+        for name in (f"ckptd-{machine.root_digest(self.case.root)}.sock", "ckptd.sock"):
             self.daemons.append(FakeDaemon(path / name, self.case.root))
 
     def lock(self) -> None:

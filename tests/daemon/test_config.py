@@ -15,7 +15,7 @@ from ckptd.shared.errors import InvalidConfig
 from ckptd.shared.formats.plan import DEFAULT_CHUNK
 from ckptd.shared.location import Url
 from ckptd.shared.retention import BestN, EveryNSteps
-from ckptd.shared.system.state_directory import default_state_dir
+from ckptd.shared.system.machine import default_state_dir
 
 ROOT = {"root": "/ckpts", "socket": "/run/ckptd/s"}
 

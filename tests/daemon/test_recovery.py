@@ -36,6 +36,7 @@ from ckptd.shared.formats.receipt import Abandonment, Receipt
 from ckptd.shared.formats.segment import RootMark
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system import machine
 from ckptd.shared.system.fs import FileSystem, PosixFileSystem
 from tests.shared.samples import NONCE, write_checkpoint
 from tests.support.daemons import recover_only
@@ -240,7 +241,7 @@ async def test_a_daemon_that_only_starts_deletes_no_checkpoint(root: Root) -> No
 async def test_a_segment_that_cannot_be_opened_for_lack_of_a_resource_ends_the_start(
     root: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = root._place / "shm" / names.segment_directory(root.path)
+    place = root._place / "shm" / machine.segment_directory(root.path)
     place.mkdir(mode=0o700)
     segment = place / f"{'0' * 32}.seg"
     segment.write_bytes(b"")

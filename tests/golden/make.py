@@ -322,7 +322,7 @@ def values() -> dict[str, Any]:
 
 
 def values_document() -> bytes:
-    from ckptd.agent.state.values import Packer
+    from ckptd.agent.state.packer import Packer
 
     packer = Packer(
         lambda value, path: (
@@ -336,7 +336,7 @@ def values_with_classes() -> bytes:
     """Return a values document with the code that came after those of
     `values_document`.
     """
-    from ckptd.agent.state.values import Packer
+    from ckptd.agent.state.packer import Packer
 
     packer = Packer(
         lambda value, path: ("stateful", {"epoch": 3}) if isinstance(value, Stateful) else None
@@ -361,7 +361,7 @@ def values_with_records() -> bytes:
     """Return a values document with the codes that came after that of
     `values_with_classes`.
     """
-    from ckptd.agent.state.values import LenientPacker
+    from ckptd.agent.state.packer import LenientPacker
 
     zone = datetime.timezone(datetime.timedelta(hours=1))
     state = {
@@ -386,7 +386,7 @@ def values_with_names() -> bytes:
     """Return a values document with the codes that came after those of
     `values_with_records`.
     """
-    from ckptd.agent.state.values import Packer
+    from ckptd.agent.state.packer import Packer
 
     packer = Packer()
     return packer.encode_map({"state": packer.pack(named_values(), ""), "rng": None})

@@ -44,6 +44,7 @@ from ckptd.shared.errors import CkptdError, IntegrityError
 from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.formats.part import PartReader
 from ckptd.shared.formats.segment import SegmentHeader, this_boot
+from ckptd.shared.system import machine
 from tests.support.daemons import Daemon, Home, home, until
 from tests.support.ranks import HERE, Ranks
 from tests.support.storage import source
@@ -309,7 +310,7 @@ def pack(place: Home) -> bytes:
             for path in [directory, *sorted(directory.rglob("*"))]:
                 name = "/".join((top, *path.relative_to(directory).parts))
                 name = name.replace(
-                    f"root/{names.CONTROL}/{names.host()}", f"root/{names.CONTROL}/{HOST}"
+                    f"root/{names.CONTROL}/{machine.host()}", f"root/{names.CONTROL}/{HOST}"
                 )
                 archive.add(path, name, recursive=False, filter=_without_owner)
     return found.getvalue()
@@ -328,7 +329,7 @@ def unpack(archive: Path, place: Home) -> None:
     with tarfile.open(archive) as opened:
         opened.extractall(place.path / "node", filter="data")
     node = place.path / "node"
-    (node / "root" / names.CONTROL / HOST).rename(node / "root" / names.CONTROL / names.host())
+    (node / "root" / names.CONTROL / HOST).rename(node / "root" / names.CONTROL / machine.host())
     (node / "root").rename(place.root)
     place.segments.mkdir(mode=0o700)
     for segment in sorted((node / "segments").iterdir()):

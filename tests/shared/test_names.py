@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import pwd
 import string
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -279,104 +274,3 @@ def test_nonces_are_128_random_bits() -> None:
     found = {names.new_nonce() for _ in range(100)}
     assert len(found) == 100
     assert {len(nonce) for nonce in found} == {16}
-
-
-@pytest.mark.parametrize(
-    ("told", "name"),
-    [
-        ("node-7.cluster", "node-7.cluster"),
-        ("..-my host/é", "my_host__"),
-        ("...", "localhost"),
-        ("", "localhost"),
-        ("x" * 200, "x" * 128),
-    ],
-)
-def test_the_host_name_is_made_fit_for_a_file_name(
-    monkeypatch: pytest.MonkeyPatch, told: str, name: str
-) -> None:
-    monkeypatch.setattr("socket.gethostname", lambda: told)
-    assert names.host() == name
-
-
-def test_root_digest_is_of_the_path() -> None:
-    assert names.root_digest(Path("/ckpts")) == hashlib.sha256(b"/ckpts").hexdigest()[:16]
-    assert names.root_digest(Path("/ckpts")) != names.root_digest(Path("/ckpts2"))
-    assert (
-        names.segment_directory(Path("/ckpts"))
-        == f"ckptd-{os.getuid()}-{names.root_digest(Path('/ckpts'))}"
-    )
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Set $XDG_RUNTIME_DIR and the directory that stands for /tmp/ckptd-UID to new
-    places, so that other daemons of this machine do not matter.
-    """
-    with tempfile.TemporaryDirectory(prefix="ckptd-test-") as name:
-        path = Path(name) / "runtime"
-        path.mkdir(mode=0o700)
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(path))
-        monkeypatch.setattr("ckptd.shared.names.plain_directory", lambda: path.parent / "plain")
-        yield path
-
-
-def test_private_socket_is_in_the_runtime_directory(runtime: Path) -> None:
-    root = Path("/" + "long/" * 40)
-    name = f"ckptd-{names.root_digest(root)}.sock"
-    assert names.private_socket(root) == runtime / name
-    (runtime.parent / "plain").mkdir(mode=0o700)
-    assert names.private_sockets(root) == [runtime / name, runtime.parent / "plain" / name]
-
-
-def test_private_socket_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Path("/" + "long/" * 40)
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    assert len(os.fsencode(names.private_socket(root))) <= 96
-    assert str(names.private_socket(root).parent).startswith(f"/tmp/ckptd-{os.getuid()}")
-    monkeypatch.setattr(
-        "ckptd.shared.names._runtime_directory", lambda: Path(os.environ["XDG_RUNTIME_DIR"])
-    )
-    for length in range(2, 200):
-        monkeypatch.setenv("XDG_RUNTIME_DIR", "/" + "x" * (length - 1))
-        assert len(os.fsencode(names.private_socket(root))) <= 96
-
-
-@pytest.mark.parametrize(
-    "kind", ["missing", "a file", "relative", "writable by others", "another user's"]
-)
-def test_an_unusable_runtime_directory_is_ignored(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    if kind == "missing":
-        runtime.rmdir()
-    elif kind == "a file":
-        runtime.rmdir()
-        runtime.touch()
-    elif kind == "relative":
-        monkeypatch.chdir(runtime.parent)
-        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime.name)
-    elif kind == "writable by others":
-        runtime.chmod(0o777)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert names.private_socket(Path("/ckpts")).parent == runtime.parent / "plain"
-    assert len(names.default_sockets()) == 1
-
-
-def test_default_sockets(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "pwd.getpwuid",
-        lambda uid: pwd.struct_passwd(("ada", "x", uid, uid, "", "/home/ada", "/bin/sh")),
-    )
-    assert names.default_sockets() == [Path("/run/ckptd/ada.sock"), runtime / "ckptd.sock"]
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    assert names.default_sockets() == [Path("/run/ckptd/ada.sock")]
-
-
-def test_default_socket_of_a_uid_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(uid: int) -> None:
-        raise KeyError(uid)
-
-    monkeypatch.setattr("pwd.getpwuid", unknown)
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    assert names.default_sockets() == [Path(f"/run/ckptd/{os.getuid()}.sock")]

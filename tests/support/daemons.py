@@ -23,10 +23,9 @@ from ckptd.daemon.commands.neighbours import daemon_status
 from ckptd.daemon.composition import Components, opened
 from ckptd.daemon.config import Config
 from ckptd.daemon.engine import steps
-from ckptd.shared import names
 from ckptd.shared.system import failpoints as points
+from ckptd.shared.system import machine
 from ckptd.shared.system.fs import FileSystem, PosixFileSystem
-from ckptd.shared.system.state_directory import state_directory
 from tests.support.forks import context
 from tests.support.measured import save_before_kill, save_on_signal
 
@@ -66,12 +65,12 @@ class Home:
     @property
     def journal(self) -> Path:
         """The directory of the journal. A daemon must have been started here."""
-        (found,) = state_directory(self.state, self.root).glob("journal-*")
+        (found,) = machine.state_directory(self.state, self.root).glob("journal-*")
         return found
 
     @property
     def segments(self) -> Path:
-        return Path("/dev/shm") / names.segment_directory(self.root)
+        return Path("/dev/shm") / machine.segment_directory(self.root)
 
     def segment_files(self) -> list[Path]:
         return sorted(self.segments.glob("*.seg")) if self.segments.exists() else []

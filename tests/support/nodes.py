@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ckptd.daemon.job import sightings
 from ckptd.daemon.runs import heartbeats, run_guard
-from ckptd.shared import names
 from ckptd.shared.location import Location
+from ckptd.shared.system import machine
 from tests.support.daemons import Daemon, Home
 
 
@@ -22,7 +22,7 @@ def become(name: str, then: Callable[[], None] | None = None) -> None:
     """Give this process the name of another host, which is all that a daemon knows of
     the machine it runs on.
     """
-    names.host = lambda: name
+    machine.host = lambda: name
     if then is not None:
         then()
 

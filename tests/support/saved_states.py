@@ -16,9 +16,8 @@ from ckptd.agent.recover.options import Options
 from ckptd.agent.state.capture import capture
 from ckptd.agent.state.dtypes import dtype_name
 from ckptd.agent.state.merge import Foreign, merge
-from ckptd.agent.state.state_dicts import attach_versions
 from ckptd.agent.state.values import decode
-from ckptd.agent.state.versions import merged_versions
+from ckptd.agent.state.versions import attach_versions, merged_versions
 
 
 class Checkpoint:

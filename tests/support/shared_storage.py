@@ -30,6 +30,7 @@ from ckptd.shared.storage import locks, object_leases
 from ckptd.shared.storage.bucket import Bucket, ObjectMeta
 from ckptd.shared.storage.object_leases import Held, Leases
 from ckptd.shared.storage.object_store import ObjectStorage
+from ckptd.shared.system import machine
 
 T = TypeVar("T")
 
@@ -361,7 +362,7 @@ def in_storage(world: SharedStorage) -> Iterator[None]:
 
     loop = SimpleNamespace(time=lambda: world.now)
     with (
-        mock.patch.object(names, "host", host),
+        mock.patch.object(machine, "host", host),
         mock.patch.object(names, "new_nonce", functools.partial(world.chance.randbytes, 16)),
         mock.patch.object(
             joint, "asyncio", SimpleNamespace(sleep=sleep, get_running_loop=lambda: loop)

@@ -48,6 +48,7 @@ from ckptd.shared.storage import object_leases
 from ckptd.shared.storage.bucket import ObjectMeta
 from ckptd.shared.storage.object_leases import Leases
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system import machine
 from ckptd.shared.wire.lifecycle import SnapshotState
 from tests.shared.samples import encode_part, packed_slot, sample_plan, values_after
 from tests.support.saving import Journal
@@ -148,7 +149,7 @@ class Daemon:
 
     def start(self) -> None:
         """Finish what an earlier process of this daemon has begun."""
-        self.repository.storage._leases.end_marks(names.host())  # type: ignore[attr-defined]  # as `serve` does
+        self.repository.storage._leases.end_marks(machine.host())  # type: ignore[attr-defined]  # as `serve` does
         self.scan()
         saver: Any = SimpleNamespace(
             joint=self.joint, follow=lambda job, snapshot: self.followed.append(snapshot)

@@ -30,6 +30,7 @@ from ckptd.shared.errors import (
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.receipt import Abandonment, encode
 from ckptd.shared.formats.segment import this_boot
+from ckptd.shared.system import machine
 from ckptd.shared.wire import messages as m
 from tests.support.clock import Clock
 from tests.support.fake_daemon import FakeDaemon, fake_daemon
@@ -219,7 +220,7 @@ def test_a_daemon_that_does_not_answer_is_an_error_if_it_was_named(
     """Otherwise the process saves by itself."""
     dead = tmp_path / "s"
     dead.touch()
-    monkeypatch.setattr("ckptd.shared.names.default_sockets", lambda: [dead])
+    monkeypatch.setattr("ckptd.shared.system.machine.default_sockets", lambda: [dead])
     if named == "environment":
         monkeypatch.setenv("CKPTD_SOCKET", str(dead))
     if named is None:
@@ -232,7 +233,7 @@ def test_a_daemon_that_does_not_answer_is_an_error_if_it_was_named(
 def test_no_private_daemon_is_started_for_a_path_outside_its_root(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptd.shared.names.default_sockets", list)
+    monkeypatch.setattr("ckptd.shared.system.machine.default_sockets", list)
     monkeypatch.setattr(Place, "connect", lambda place: pytest.fail("a daemon is started"))
     assert Target.of(tmp_path / "gpt" / "best", None) is None
     monkeypatch.setenv("CKPTD_ROOT", str(tmp_path / "root"))
@@ -452,9 +453,9 @@ def test_an_error_on_the_way_to_a_daemon_is_left_to_the_coordinator(
     target = Target.of(tmp_path / "gpt" / "best", str(daemon.socket))
     assert target is not None
     found = RankDaemon.of(tmp_path / "gpt" / "best", str(daemon.socket))
-    assert found == RankDaemon(this_boot(), names.host(), str(daemon.socket), target.place)
+    assert found == RankDaemon(this_boot(), machine.host(), str(daemon.socket), target.place)
     assert RankDaemon.of(tmp_path / "best", str(daemon.socket)) == RankDaemon(
-        this_boot(), names.host()
+        this_boot(), machine.host()
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from ckptd.agent.dcp import turns
 from ckptd.agent.dcp.turns import take_turn
-from ckptd.shared import names
+from ckptd.shared.system import machine
 from ckptd.shared.system.local_lock import LocalLock
 from tests.support.clock import Clock
 
@@ -22,7 +22,7 @@ from tests.support.clock import Clock
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made = tmp_path / "locks"
-    monkeypatch.setattr(names, "plain_directory", lambda: made)
+    monkeypatch.setattr(machine, "plain_directory", lambda: made)
     return made
 
 
@@ -31,7 +31,7 @@ def other_process_could_take(job: str = "gpt") -> bool:
 
     A second lock of this process conflicts as one of another process does.
     """
-    lock = LocalLock.take(f"dcp-{names.root_digest(Path('/ckpts') / job)}")
+    lock = LocalLock.take(f"dcp-{machine.root_digest(Path('/ckpts') / job)}")
     if lock is not None:
         lock.close()
     return lock is not None
@@ -63,7 +63,7 @@ def test_a_save_that_is_gone_has_no_turn() -> None:
 def test_a_turn_comes_when_the_other_process_is_ready_and_the_wait_has_an_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    taken = LocalLock.take(f"dcp-{names.root_digest(Path('/ckpts/gpt'))}")
+    taken = LocalLock.take(f"dcp-{machine.root_digest(Path('/ckpts/gpt'))}")
     assert taken is not None
     others = [taken]
     del taken

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from ckptd.agent.link.arguments import job_name, launch_id, make_request, may_take_over, ranks_of
 from ckptd.agent.link.rounds import Alone, Exchange
 from ckptd.agent.link.script import script_job
-from ckptd.shared import names
 from ckptd.shared.errors import InvalidName, InvalidRequest
 from ckptd.shared.formats.snapshot_request import MAX_REQUEST
 from ckptd.shared.retention import LatestN
+from ckptd.shared.system import machine
 
 
 def test_the_name_of_a_job_is_the_argument_or_the_environments(
@@ -71,7 +71,7 @@ def test_a_wrong_setting_for_taking_over_is_refused(monkeypatch: pytest.MonkeyPa
         (None, ""),
         ("", ""),
         ("gpt-7", "gpt-7"),
-        ("none", f"none/{names.host()}/{os.getppid()}"),
+        ("none", f"none/{machine.host()}/{os.getppid()}"),
         ("x" * 999, "x" * 256),
     ],
 )

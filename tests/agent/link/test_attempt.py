@@ -16,8 +16,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ckptd.agent.link import attempt
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Exchange
-from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, InvalidRequest, JobRunning
+from ckptd.shared.system import machine
 from ckptd.shared.wire import messages as m
 
 
@@ -127,7 +127,7 @@ def test_machines_are_nodes_even_if_their_daemons_are_old(monkeypatch: pytest.Mo
 def test_an_old_daemon_is_named() -> None:
     old = m.Welcome(re=1, version=1, root="/ckpts", instance="bb")
     assert refused((welcome("aa"), "gpt"), (old, "gpt")) == (
-        f"the daemon on {names.host()} knows no jobs of several nodes: install this version of "
+        f"the daemon on {machine.host()} knows no jobs of several nodes: install this version of "
         f"ckptd on all nodes"
     )
 
@@ -144,7 +144,7 @@ def test_roots_of_one_path_that_are_not_the_same_are_refused() -> None:
     assert refused(
         (welcome("aa", identity="1" * 32), "gpt"), (welcome("bb", identity="2" * 32), "gpt")
     ) == (
-        f"the root /ckpts of rank 1 on {names.host()} is not that of rank 0 on {names.host()}, "
+        f"the root /ckpts of rank 1 on {machine.host()} is not that of rank 0 on {machine.host()}, "
         f"although it has the same path: "
         "use a directory of a shared file system, or an object store"
     )
@@ -152,7 +152,7 @@ def test_roots_of_one_path_that_are_not_the_same_are_refused() -> None:
 
 def test_a_rank_with_another_root_is_refused() -> None:
     assert refused((welcome("aa", "/a"), "gpt"), (welcome("bb", "/b"), "gpt")) == (
-        f"rank 1 on {names.host()} uses root /b, rank 0 on {names.host()} uses /a: give all "
+        f"rank 1 on {machine.host()} uses root /b, rank 0 on {machine.host()} uses /a: give all "
         f"daemons the same root (--root or CKPTD_ROOT)"
     )
 

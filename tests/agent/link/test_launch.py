@@ -25,8 +25,8 @@ from ckptd.agent.link.launch import Place, find_place
 from ckptd.agent.link.script import script_job
 from ckptd.agent.outcomes import Outcomes
 from ckptd.daemon.commands.neighbours import daemon_status
-from ckptd.shared import errors, names
-from ckptd.shared.system.state_directory import configured_state_dir, state_directory
+from ckptd.shared import errors
+from ckptd.shared.system import machine
 from ckptd.shared.wire import messages as m
 from tests.support.clock import Clock
 from tests.support.daemons import Daemon, Home
@@ -51,7 +51,7 @@ def private(place: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
 
 
 def daemon_pid(home: Home) -> int:
-    return int(daemon_status(names.private_socket(home.root))["pid"])
+    return int(daemon_status(machine.private_socket(home.root))["pid"])
 
 
 def until_gone(pid: int) -> None:
@@ -74,7 +74,7 @@ def test_snapshot_and_recover_need_only_a_root(private: Home) -> None:
     assert state["w"].tolist() == [1.0] * 10  # type: ignore[attr-defined]
     close()
     until_gone(pid)
-    assert not names.private_socket(private.root).exists()
+    assert not machine.private_socket(private.root).exists()
     assert private.segment_files() == []
     with Checkpoint.open(private.root / script_job()) as checkpoint:
         assert checkpoint.step == 1
@@ -154,7 +154,9 @@ def test_a_job_that_was_called_default_is_not_started_under_another_name(
 
 def test_two_agents_share_one_private_daemon(private: Home) -> None:
     one, two = Agent("one"), Agent("two")
-    assert daemon_status(names.private_socket(private.root))["counters"]["connections_refused"] == 0
+    assert (
+        daemon_status(machine.private_socket(private.root))["counters"]["connections_refused"] == 0
+    )
     for agent in (one, two):
         agent.snapshot({"x": torch.ones(2)}, step=1).wait("durable", timeout=60)
         agent.close()
@@ -219,7 +221,9 @@ def saves(root: Path, job: str = "job") -> None:
 def plain(private: Home, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the directory that stands for /tmp/ckptd-UID. $XDG_RUNTIME_DIR is not set."""
     monkeypatch.delenv("XDG_RUNTIME_DIR")
-    monkeypatch.setattr("ckptd.shared.names.plain_directory", lambda: private.path / "plain")
+    monkeypatch.setattr(
+        "ckptd.shared.system.machine.plain_directory", lambda: private.path / "plain"
+    )
     return private.path / "plain"
 
 
@@ -238,7 +242,7 @@ def test_a_taken_name_of_the_socket_directory_does_not_block_the_daemon(
     saves(private.root)
     (used,) = private.path.glob("plain.*")
     assert used.stat().st_mode & 0o777 == 0o700
-    assert names.private_socket(private.root).parent == used
+    assert machine.private_socket(private.root).parent == used
     saves(private.root)
     assert kind == "FIFO" or list(plain.iterdir()) == []
 
@@ -321,7 +325,7 @@ def test_a_daemon_of_another_user_at_a_default_path_is_not_used(
     caplog: pytest.LogCaptureFixture,
     with_root: bool,
 ) -> None:
-    monkeypatch.setattr(names, "default_sockets", lambda: [private.socket])
+    monkeypatch.setattr(machine, "default_sockets", lambda: [private.socket])
     with stranger(private.socket) as heard:
         if with_root:
             os.chmod(private.path, 0o700)
@@ -340,7 +344,7 @@ def test_a_daemon_of_another_user_at_a_default_path_is_not_used(
 def test_a_log_that_is_not_our_own_file_is_not_written(private: Home, kind: str) -> None:
     target, log = (
         private.path / "target",
-        state_directory(configured_state_dir(), private.root) / "daemon.log",
+        machine.state_directory(machine.configured_state_dir(), private.root) / "daemon.log",
     )
     target.write_text("mine")
     log.parent.mkdir(parents=True)
@@ -388,7 +392,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """
     for key in [key for key in os.environ if key.startswith("CKPTD_")]:
         monkeypatch.delenv(key)
-    monkeypatch.setattr(names, "default_sockets", list)
+    monkeypatch.setattr(machine, "default_sockets", list)
     return tmp_path / "root"
 
 
@@ -423,7 +427,7 @@ def test_a_relative_root_is_made_absolute(bare: Path, monkeypatch: pytest.Monkey
 def test_a_named_socket_that_is_not_there_is_refused(bare: Path) -> None:
     with pytest.raises(
         errors.DaemonUnreachable,
-        match=f"^no daemon listens at /nowhere/s on {names.host()}: start one with `ckptd run",
+        match=f"^no daemon listens at /nowhere/s on {machine.host()}: start one with `ckptd run",
     ):
         find_place("/nowhere/s", bare)
 
@@ -432,11 +436,11 @@ def test_a_daemon_at_a_default_path_is_used_for_its_own_root_only(
     bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fake_daemon(served(bare)) as daemon:
-        monkeypatch.setattr(names, "default_sockets", lambda: [Path("/nowhere/s"), daemon.socket])
+        monkeypatch.setattr(machine, "default_sockets", lambda: [Path("/nowhere/s"), daemon.socket])
         default = Place(daemon.socket, None, private=False)
         assert find_place(None, None) == find_place(None, bare) == default
         other = bare.with_name("other")
-        assert find_place(None, other) == Place(names.private_socket(other), other, private=True)
+        assert find_place(None, other) == Place(machine.private_socket(other), other, private=True)
 
 
 def test_a_daemon_at_a_default_path_that_is_restarting_is_used_if_no_root_is_named(
@@ -444,7 +448,7 @@ def test_a_daemon_at_a_default_path_that_is_restarting_is_used_if_no_root_is_nam
 ) -> None:
     socket_file = bare.parent / "s"
     socket_file.touch()
-    monkeypatch.setattr(names, "default_sockets", lambda: [socket_file])
+    monkeypatch.setattr(machine, "default_sockets", lambda: [socket_file])
     assert find_place(None, None) == Place(socket_file, None, private=False)
     assert find_place(None, bare).private
 
@@ -473,7 +477,7 @@ def answering(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemo
     """
     with fake_daemon(served(bare)) as daemon:
         monkeypatch.setattr(
-            names, "private_sockets", lambda root: [root.parent / "first", daemon.socket]
+            machine, "private_sockets", lambda root: [root.parent / "first", daemon.socket]
         )
         yield daemon
 
@@ -577,9 +581,9 @@ def test_a_private_daemon_is_started_for_its_root_and_waited_for(
         "--root",
         str(bare),
         "--socket",
-        str(names.private_socket(bare)),
+        str(machine.private_socket(bare)),
     ]
-    assert (state_directory(configured_state_dir(), bare) / "daemon.log").exists()
+    assert (machine.state_directory(machine.configured_state_dir(), bare) / "daemon.log").exists()
 
 
 def test_a_private_daemon_that_finds_another_at_its_root_is_no_error(
@@ -598,10 +602,10 @@ def test_a_root_that_a_daemon_at_an_unknown_socket_serves_is_named_with_the_reme
     monkeypatch.setattr(launch, "CONNECT_SECONDS", 0.5)
     root = Path(daemon.home.root)
     with pytest.raises(errors.DaemonUnreachable) as refused:
-        Place(names.private_socket(root), root, private=True).connect()
+        Place(machine.private_socket(root), root, private=True).connect()
     assert str(refused.value) == (
         f"no private daemon can be started: another ckptd already serves {root}, under the host "
-        f"name {names.host()}: use that one, or stop "
+        f"name {machine.host()}: use that one, or stop "
         "it first; if it runs on another node, give each node a name of its own. If that daemon "
         "runs on this node, set CKPTD_SOCKET to its "
         "socket, which `ckptd ps` shows"
@@ -674,13 +678,13 @@ def test_a_socket_directory_that_cannot_be_made_is_an_error(
 ) -> None:
     blocked = bare.parent / "file"
     blocked.touch()
-    monkeypatch.setattr(names, "private_socket", lambda root: blocked / "directory" / "s")
+    monkeypatch.setattr(machine, "private_socket", lambda root: blocked / "directory" / "s")
     with pytest.raises(
         errors.DaemonUnreachable,
         match=f"^cannot make {blocked}/directory for the private daemon's socket: Not a",
     ):
         launch.start_private(bare)
-    monkeypatch.setattr(names, "private_socket", lambda root: blocked / "s")
+    monkeypatch.setattr(machine, "private_socket", lambda root: blocked / "s")
     with pytest.raises(
         errors.DaemonUnreachable,
         match=f"^other users have taken all names tried, such as {blocked}: ",

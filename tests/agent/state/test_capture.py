@@ -21,7 +21,7 @@ from ckptd.agent.state.capture import (
     values_document,
 )
 from ckptd.agent.state.naming import Names
-from ckptd.agent.state.refusals import check_tensor
+from ckptd.agent.state.tensor_check import check_tensor
 from ckptd.agent.state.tree import ObjectNode, TensorRef
 from ckptd.agent.state.values import decode
 from ckptd.shared.errors import UnsavableValue

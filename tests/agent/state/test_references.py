@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckptd.agent.state.packer import Packer
 from ckptd.agent.state.references import (
     constant_parts,
     make_class,
@@ -21,7 +22,7 @@ from ckptd.agent.state.references import (
     make_member,
 )
 from ckptd.agent.state.tree import Unavailable
-from ckptd.agent.state.values import Packer, decode
+from ckptd.agent.state.values import decode
 from ckptd.shared.errors import NotFound, UnsavableValue
 from tests.support import kinds
 

@@ -23,11 +23,11 @@ from click.shell_completion import BashComplete
 
 from ckptd.agent import Agent, Checkpoint, StorageWriter
 from ckptd.daemon.commands import cli, report
-from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound
 from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.storage.locate import open_root
+from ckptd.shared.system import machine
 from tests.support.daemons import Daemon, Home, home, running, until
 from tests.support.trainers import vanish
 
@@ -83,7 +83,7 @@ def test_status_passes_over_the_socket_of_a_dead_daemon(place: Home) -> None:
     runtime.mkdir(mode=0o700)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(runtime))
-        private, usual = names.private_sockets(place.root)[0], names.default_sockets()[-1]
+        private, usual = machine.private_sockets(place.root)[0], machine.default_sockets()[-1]
     for path in (private, usual):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with socket.socket(socket.AF_UNIX) as dead:

@@ -25,6 +25,7 @@ from ckptd.shared.formats.segment import read_header
 from ckptd.shared.storage import locks
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system import machine
 from tests.daemon.commands import test_cli
 from tests.support import forks
 from tests.support.daemons import Daemon, Home, running, until
@@ -98,7 +99,7 @@ def socket(request: pytest.FixtureRequest, place: Home) -> Any:
         with running(place, forked=True):
             train(place, range(1, 7))
         yield []
-        assert not names.private_socket(place.root).exists()
+        assert not machine.private_socket(place.root).exists()
     else:
         with running(place, forked=True):
             train(place, range(1, 7))

@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 
 from ckptd.daemon.journal.place import journal_directory
-from ckptd.shared import names
 from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.storage.locate import open_root
+from ckptd.shared.system import machine
 from ckptd.shared.system.fs import PosixFileSystem
-from ckptd.shared.system.state_directory import state_directory
 
 
 def opened(state: Path, root: Path) -> AbstractContextManager[int]:
     repository = open_root(root)
-    repository.storage.serve(names.host()).close()
+    repository.storage.serve(machine.host()).close()
     return journal_directory(PosixFileSystem(), state, root, repository)
 
 
@@ -35,7 +34,7 @@ def test_the_same_root_has_the_same_journal(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("root")
     assert place_of(tmp_path / "state", tmp_path / "root") == first
     assert place_of(tmp_path / "state", tmp_path / "link") == first
-    assert first.parent == state_directory(tmp_path / "state", tmp_path / "root")
+    assert first.parent == machine.state_directory(tmp_path / "state", tmp_path / "root")
     assert first.name == f"journal-{open_root(tmp_path / 'root').identity()}"
     assert first.stat().st_mode & 0o777 == 0o700
 

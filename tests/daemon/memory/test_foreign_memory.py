@@ -44,6 +44,7 @@ from ckptd.shared.formats.segment import (
     write_header,
 )
 from ckptd.shared.storage.locate import open_root
+from ckptd.shared.system import machine
 from ckptd.shared.system.fs import PosixFileSystem
 from tests.support import stores
 from tests.support.daemons import Daemon, Home, running, until
@@ -301,7 +302,7 @@ def test_memory_of_a_version_without_root_marks_is_recovered_as_before(place: Ho
 def test_nodes_that_give_a_root_its_identity_at_the_same_time_agree(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(names, "host", lambda: threading.current_thread().name)
+    monkeypatch.setattr(machine, "host", lambda: threading.current_thread().name)
     count, found = 16, set[str]()
     with ExitStack() as held:
         root: Any = tmp_path / "root"
@@ -506,7 +507,7 @@ def test_rm_rf_between_two_runs_of_a_private_daemon(private: Home, killed: bool,
     ended = script(private, 1, 3)
     assert ended.stdout == "recovered None [0.0, 0.0, 0.0, 0.0]\n", ended.stderr
     if killed:
-        psutil.Process(daemon_status(names.private_socket(private.root))["pid"]).kill()
+        psutil.Process(daemon_status(machine.private_socket(private.root))["pid"]).kill()
     shutil.rmtree(private.root)
     ended = script(private, 1, 9)
     assert (ended.returncode, ended.stdout) == (1, "")

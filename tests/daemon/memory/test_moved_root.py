@@ -14,6 +14,7 @@ from ckptd.daemon.memory.moved_root import gather
 from ckptd.daemon.memory.slots import Slots
 from ckptd.shared import names
 from ckptd.shared.formats.segment import RootMark, SegmentHeader
+from ckptd.shared.system import machine
 from ckptd.shared.system.fs import PosixFileSystem
 from tests.support.daemons import Home, running
 from tests.support.replaced_roots import LAST, goes_on, recovered_by, train_and_die
@@ -91,7 +92,7 @@ def gathered(
     """Gather the segments of a root, and return the names of those that its daemon has
     then.
     """
-    slots = Slots(PosixFileSystem(), shm, names.segment_directory(root), 1 << 30, overflow)
+    slots = Slots(PosixFileSystem(), shm, machine.segment_directory(root), 1 << 30, overflow)
     slots.mark = RootMark(MARK.identity, str(root))
     try:
         gather(slots, root, disks)

@@ -21,6 +21,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import NotFound
 from ckptd.shared.formats.segment import SegmentHeader, SlotState, write_header
 from ckptd.shared.storage.locate import open_root
+from ckptd.shared.system import machine
 from tests.daemon.commands.test_cli import ckptd
 from tests.shared.samples import write_checkpoint
 from tests.support.daemons import Home, running, until
@@ -244,7 +245,7 @@ def test_a_step_that_this_node_has_delivered_is_left_to_the_next_daemon(
     segment(tmp_path, "a", 7, 2, 4)
     told = status(place, tmp_path, ranks_here=[2])
     repository = open_root(place.root)
-    repository.storage.serve(names.host()).close()
+    repository.storage.serve(machine.host()).close()
     (place.root / "gpt" / "step-00000007.a0001").mkdir(parents=True)
     assert [each.step for each in unsaved.left_behind(told)] == [7]
     (place.root / "gpt" / "step-00000007.a0001" / names.receipt_file(2)).write_bytes(b"a receipt")

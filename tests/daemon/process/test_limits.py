@@ -97,7 +97,9 @@ def test_a_process_without_a_free_descriptor_has_used_all(monkeypatch: pytest.Mo
 
 
 def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
-    code = "from ckptd.daemon import limits; print(limits.raise_limit(), limits.soft_limit())"
+    code = (
+        "from ckptd.daemon.process import limits; print(limits.raise_limit(), limits.soft_limit())"
+    )
     command = ["prlimit", "--nofile=64:200", sys.executable, "-c", code]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "200 200\n"
 

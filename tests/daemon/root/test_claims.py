@@ -24,6 +24,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import Fenced, InvalidRequest, StorageError
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system import machine
 from ckptd.shared.system.fs import PosixFileSystem
 
 JOB = Job("gpt", attempt=2)
@@ -216,8 +217,8 @@ class Place:
         self.attempts = Attempts(self.storage, self.calls)
         self._claims = Claims(self.attempts, Events(), seconds=60.0)
         self.claims = root / names.CONTROL / names.ATTEMPTS / "gpt"
-        self.lock = root / names.CONTROL / names.host() / names.LOCK
-        self.posix.ensure(names.control(names.host()))
+        self.lock = root / names.CONTROL / machine.host() / names.LOCK
+        self.posix.ensure(names.control(machine.host()))
         self.posix.ensure(names.attempts("gpt"))
         self.lock.touch()
 
@@ -337,7 +338,7 @@ async def test_a_node_that_could_make_the_claim_of_another_node_does_not_share_i
     with pytest.raises(InvalidRequest) as caught:
         await other.attempts.check_shared("gpt", attempt)
     assert str(caught.value) == (
-        f"{names.host()} could claim attempt 1 of job 'gpt', which the node of rank 0 has "
+        f"{machine.host()} could claim attempt 1 of job 'gpt', which the node of rank 0 has "
         f"claimed: {copy} is another directory on this "
         "node, or its file system lets several nodes create one file; use a shared file system "
         "such as NFS or Lustre, or an object store"

@@ -21,11 +21,11 @@ from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.ranks import NOT_KNOWN, Owner, Process
 from ckptd.daemon.runs import heartbeats as module
 from ckptd.daemon.runs.heartbeats import Heartbeats
-from ckptd.shared import names
 from ckptd.shared.formats.heartbeat import Heartbeat
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.posix import PosixStorage
+from ckptd.shared.system import machine
 from ckptd.shared.system.fs import PosixFileSystem
 
 PROCESS = Process(4711, 1000.0, "gpt-7")
@@ -84,7 +84,7 @@ async def test_a_heartbeat_names_the_process_changes_and_ends_with_the_last_rank
     seen = place.read()
     assert seen is not None
     assert (seen.host, seen.pid, seen.since, seen.run, seen.attempt) == (
-        names.host(),
+        machine.host(),
         4711,
         1000.0,
         "gpt-7",
@@ -145,7 +145,7 @@ async def test_heartbeats_of_dead_runs_are_deleted_once_there_is_a_new_one(place
     await place.until(lambda: place.store.attempts("gpt") == [2])
     seen = place.read()
     assert seen is not None
-    assert seen.host == names.host()
+    assert seen.host == machine.host()
 
 
 async def test_after_a_restart_the_heartbeat_still_names_the_process(place: Place) -> None:

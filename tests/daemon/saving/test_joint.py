@@ -35,6 +35,7 @@ from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_store import ObjectStorage
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system import machine
 from ckptd.shared.system.storage_seam import Storage
 from ckptd.shared.wire.lifecycle import SnapshotState
 from tests.shared.samples import TAG, sample_plan, write_parts
@@ -203,7 +204,7 @@ async def test_a_failure_of_one_node_ends_the_try_for_all_and_the_next_try_has_i
         assert isinstance(error.value.error, StorageError)
         assert (
             str(error.value.error)
-            == f"ranks 2, 3 on {names.host()}: cannot save it: No space left on device"
+            == f"ranks 2, 3 on {machine.host()}: cannot save it: No space left on device"
         )
         with pytest.raises(NotFound):
             node.repository.read_manifest("gpt", TAG)
@@ -244,7 +245,7 @@ async def test_a_node_that_does_not_deliver_in_time_is_named(make: Make) -> None
         await first.settle()
     assert (
         str(error.value.error)
-        == f"ranks 2, 3 did not deliver (delivered: ranks 0, 1 on {names.host()})"
+        == f"ranks 2, 3 did not deliver (delivered: ranks 0, 1 on {machine.host()})"
     )
     late = make(2, 3)
     assert await late.joint.open_try(late.job, late.snapshot) is None

@@ -13,11 +13,11 @@ import pytest
 
 from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.daemon.stage.root import StageRoot, check_apart, check_is_no_stage
-from ckptd.shared import names
 from ckptd.shared.errors import Busy, IntegrityError, InvalidConfig, StorageError
 from ckptd.shared.location import Url
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.system import machine
 
 Join = Callable[[Path], StageRoot]
 
@@ -25,7 +25,7 @@ Join = Callable[[Path], StageRoot]
 @pytest.fixture
 def stage(tmp_path: Path) -> Repository:
     made = open_root(tmp_path / "stage")
-    made.storage.serve(names.host()).close()
+    made.storage.serve(machine.host()).close()
     return made
 
 
@@ -46,7 +46,7 @@ def test_a_stage_belongs_to_one_root(tmp_path: Path, stage: Repository, join: Jo
     assert first.identity == open_root(tmp_path / "a").identity()
     first.close()
     other = open_root(tmp_path / "b")
-    other.storage.serve(names.host()).close()
+    other.storage.serve(machine.host()).close()
     other.identity()
     with pytest.raises(InvalidConfig, match="the stage belongs to"):
         join(tmp_path / "b")

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from ckptd.agent.state.merge import bare, merge
+from ckptd.agent.state.packer import Packer
 from ckptd.agent.state.tree import ObjectNode, PerRank
-from ckptd.agent.state.values import Packer, decode
+from ckptd.agent.state.values import decode
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.formats.plain_values import Undecoded, decode_plain, merged
 from tests.golden import make

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptd.agent.state.values import Packer, decode
+from ckptd.agent.state.packer import Packer
+from ckptd.agent.state.values import decode
 from ckptd.shared.errors import IntegrityError, NewerFormat, UnsavableValue
 from ckptd.shared.formats.standard import make, parts_of
 

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 import torch
 
+from ckptd.agent.state.packer import Packer
 from ckptd.agent.state.tree import RECORDS, per_rank, tensor_names
-from ckptd.agent.state.values import _PATHS, Packer, decode
+from ckptd.agent.state.values import PATHS, decode
 from ckptd.shared.errors import CkptdError, IntegrityError, NewerFormat
 from ckptd.shared.formats import values_check
 from ckptd.shared.formats.bounds import MAX_DEPTH, MAX_DEPTH_READ, MAX_OBJECTS
@@ -223,7 +224,7 @@ def test_the_kinds_of_records_and_of_paths_are_those_of_the_agent() -> None:
     assert {
         kind: record.required for kind, record in RECORDS.items()
     } == values_check.REQUIRED_FIELDS
-    assert _PATHS.keys() == values_check.PATHS
+    assert PATHS.keys() == values_check.PATHS
 
 
 def test_what_is_accepted_can_be_decoded() -> None:

@@ -17,6 +17,7 @@ from ckptd.shared.errors import Busy, RemoteError
 from ckptd.shared.storage import locks, object_leases
 from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_leases import SECONDS, Held, Leases
+from ckptd.shared.system import machine
 from tests.support.clock import Clock
 from tests.support.in_turn import InTurn, interleavings
 
@@ -139,7 +140,7 @@ def test_a_held_lease_is_renewed_until_it_is_closed(
     held = leases.lease("gpt/x", "it")
     assert held is not None
     # Returns once the lease has been renewed.
-    assert leases.holders("gpt/x") == f"process {os.getpid()} on {names.host()}"
+    assert leases.holders("gpt/x") == f"process {os.getpid()} on {machine.host()}"
     held.close()
     assert (leases.holders("gpt/x"), names_in(bucket, LEASES)) == ("", [])
 

@@ -24,6 +24,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.posix import PosixStorage
+from ckptd.shared.system import machine
 from tests.support.daemons import Daemon, Home, running, until
 from tests.support.descriptors import opened
 
@@ -55,7 +56,7 @@ def give(path: Path, uid: int) -> None:
 
 def prepare(root: Path) -> None:
     """Prepare the root as the start of a daemon does, and unlock it again."""
-    PosixStorage(root).serve(names.host()).close()
+    PosixStorage(root).serve(machine.host()).close()
 
 
 def test_a_missing_root_is_made(root: Path) -> None:
@@ -64,8 +65,8 @@ def test_a_missing_root_is_made(root: Path) -> None:
         "a",
         "a/b",
         "a/b/.ckptd",
-        f"a/b/.ckptd/{names.host()}",
-        f"a/b/.ckptd/{names.host()}/lock",
+        f"a/b/.ckptd/{machine.host()}",
+        f"a/b/.ckptd/{machine.host()}/lock",
     ]
     prepare(root / "a" / "b")
 
@@ -74,7 +75,7 @@ def test_a_missing_root_is_made(root: Path) -> None:
     "where", ["", ".ckptd", ".ckptd/{host}", ".ckptd/attempts", ".ckptd/another-host"]
 )
 def test_a_directory_of_another_user_is_refused(root: Path, where: str) -> None:
-    path = root / where.format(host=names.host())
+    path = root / where.format(host=machine.host())
     path.mkdir(parents=True, exist_ok=True)
     prepare(root)
     path.chmod(0o777)
@@ -148,11 +149,11 @@ def test_a_job_directory_of_another_user_is_refused(root: Path) -> None:
 
 
 def test_a_second_daemon_does_not_get_the_lock(root: Path) -> None:
-    held = PosixStorage(root).serve(names.host())
+    held = PosixStorage(root).serve(machine.host())
     with pytest.raises(Busy) as refused:
-        PosixStorage(root).serve(names.host())
+        PosixStorage(root).serve(machine.host())
     assert str(refused.value) == (
-        f"another ckptd already serves {root}, under the host name {names.host()}: use that one, "
+        f"another ckptd already serves {root}, under the host name {machine.host()}: use that one, "
         f"or stop it first; if it runs on another "
         "node, give each node a name of its own"
     )
@@ -225,7 +226,7 @@ def test_a_daemon_does_not_save_into_another_users_job_directory(place: Home) ->
             os.seteuid(0)
     finally:
         daemon.close()
-        for path in Path("/dev/shm").glob(f"ckptd-{USER}-{names.root_digest(place.root)}*"):
+        for path in Path("/dev/shm").glob(f"ckptd-{USER}-{machine.root_digest(place.root)}*"):
             path.rmdir()
 
 
@@ -240,7 +241,7 @@ def modes(home: Home) -> dict[str, str]:
                 str(path)
                 .replace(str(home.segments), "MEMORY")
                 .replace(str(home.path), "")
-                .replace(names.host(), "HOST")
+                .replace(machine.host(), "HOST")
             )
             found[re.sub(r"[0-9a-f]{32}", "X", name)] = f"{stat.S_IMODE(path.lstat().st_mode):o}"
     return found

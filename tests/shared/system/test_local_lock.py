@@ -9,13 +9,13 @@ from unittest import mock
 
 import pytest
 
-from ckptd.shared import names
+from ckptd.shared.system import machine
 from ckptd.shared.system.local_lock import LocalLock
 
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(names, "plain_directory", lambda: tmp_path / "mine")
+    monkeypatch.setattr(machine, "plain_directory", lambda: tmp_path / "mine")
     return tmp_path / "mine"
 
 
@@ -36,7 +36,7 @@ def test_one_holder_at_a_time(directory: Path) -> None:
 
 
 def take_and_die(directory: Path) -> None:
-    with mock.patch.object(names, "plain_directory", return_value=directory):
+    with mock.patch.object(machine, "plain_directory", return_value=directory):
         assert LocalLock.take("it") is not None
         os._exit(0)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.shared import names
 from ckptd.shared.errors import Busy, DaemonUnreachable, Forbidden, ProtocolError, VersionMismatch
+from ckptd.shared.system import machine
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.channel import Channel
 from ckptd.shared.wire.session import Role, Session
@@ -359,7 +359,7 @@ def test_a_full_queue_is_waited_for(place: Path) -> None:
 
 def test_without_a_listening_daemon_the_error_says_how_to_start_one(place: Path) -> None:
     with pytest.raises(
-        DaemonUnreachable, match=f"no daemon listens at {place} on {names.host()}: start one"
+        DaemonUnreachable, match=f"no daemon listens at {place} on {machine.host()}: start one"
     ):
         Channel(place, TIMEOUT)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:

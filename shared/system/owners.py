@@ -1,5 +1,5 @@
 """Checks of ownership that keep the other users of a node away from sockets, from their
-directories and from the root.
+directories, from the root and from the log of a daemon.
 
 Root is trusted everywhere, because root can read and change everything anyway. No other
 user is trusted.
@@ -7,6 +7,7 @@ user is trusted.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -155,6 +156,30 @@ def owns_new_files(path: str | Path, directory: int | None, uid: int) -> bool:
         return False
     finally:
         os.close(place)
+
+
+def open_log(path: Path) -> int:
+    """Return a descriptor that appends to the log. The caller closes it.
+
+    Raises OSError if the log cannot be opened or belongs to another user: that user
+    could read the log, or make the daemon write elsewhere.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a symbolic link, or a FIFO without a reader
+            raise OSError(f"{path} is not a regular file: remove it") from None
+        raise
+    status = os.fstat(fd)
+    strange = not is_trusted(status.st_uid) and not owns_new_files(path.parent, None, status.st_uid)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or strange:
+        os.close(fd)
+        raise OSError(
+            f"{path} is not a regular file of uid {os.geteuid()} without other hard links: remove "
+            f"it"
+        )
+    return fd
 
 
 # -- this user's directories at a well-known name, or beside it if another user has taken the name

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ckptd.agent.recover.leaves import load_into, loader_of
 from ckptd.agent.recover.options import Options
-from ckptd.agent.recover.own_loaders import load_into, loader_of
 from ckptd.shared.errors import IntegrityError, RecoveryFailed
 
 

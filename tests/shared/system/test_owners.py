@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.shared import owners
 from ckptd.shared.errors import Forbidden
+from ckptd.shared.system import owners
 
 STRANGER = 65534
 

@@ -1,13 +1,8 @@
-"""Refuses values that cannot be saved, with an error that names the key and says what
+"""Refuses tensors that cannot be saved, with an error that names the key and says what
 to save instead.
 """
 
 from __future__ import annotations
-
-import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -16,91 +11,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptd.shared.errors import UnsavableValue
-from ckptd.shared.formats.bounds import MAX_DEPTH, MAX_DIMENSIONS
+from ckptd.shared.formats.bounds import MAX_DIMENSIONS
 
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-
-
-def check_text(text: str, path: str) -> None:
-    """Raise UnsavableValue if a text holds surrogates, which UTF-8 cannot encode."""
-    if text.isascii():
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UnsavableValue(
-            f"{path or 'the state'}: a text or key holds surrogates, which UTF-8 cannot encode: "
-            f"{text[:40]!r}"
-        ) from None
-
-
-def are_texts(values: Iterable[str]) -> bool:
-    """Return True if UTF-8 can encode all of these texts.
-
-    Takes little time for a million of them.
-    """
-    if all(map(str.isascii, values)):
-        return True
-    try:
-        deque(map(str.encode, values), maxlen=0)
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def too_deep(above: Sequence[tuple[int, str]], path: str) -> UnsavableValue:
-    """Return the error for a value that lies in MAX_DEPTH containers.
-
-    The cause is either deep nesting or a container that contains itself.
-
-    `above` has the id and the path of each of these containers, outermost first.
-    """
-    first: dict[int, str] = {}
-    for number, where in above:
-        if number in first:
-            whole = first[number] or "the state"
-            return UnsavableValue(
-                f"{where}: it is the same object as {whole}, which contains itself; save a copy, "
-                f"or leave it out"
-            )
-        first[number] = where
-    return UnsavableValue(
-        f"{path[:80]}...: it lies in more than {MAX_DEPTH} containers; nest the state less, or "
-        f"save the inner part under a key of its own"
-    )
-
-
-def digits(value: int, path: str) -> bytes:
-    """Return an integer as decimal text.
-
-    Raises UnsavableValue if it has more digits than Python converts to and from text by
-    default. A higher limit of this process does not count, because the process that
-    reads the integer may have the default.
-    """
-    most = sys.int_info.default_max_str_digits
-    if (about := value.bit_length() * 30_103 // 100_000 + 1) <= most + 1:
-        try:
-            if len(text := str(abs(value))) <= most:
-                return (f"-{text}" if value < 0 else text).encode()
-        except ValueError:  # this process has a lower limit
-            most = sys.get_int_max_str_digits()
-    raise UnsavableValue(
-        f"{path or 'the state'}: an integer of about {about:,d} digits; expected at most "
-        f"{most:,d}, as many as "
-        "Python converts to text: save it as bytes (int.to_bytes) or as a tensor"
-    )
-
-
-def said(how: Callable[[Any], str], value: Any) -> str:
-    """Return `how(value)`, where `how` is str or repr.
-
-    Return the name of the value's type instead if the value holds an integer that is
-    too long for Python to write. `digits` refuses that integer when it is packed.
-    """
-    try:
-        return how(value)
-    except ValueError:
-        return type(value).__name__
 
 
 def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:

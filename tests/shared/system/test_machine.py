@@ -1,0 +1,204 @@
+"""Tests the names of host and user, the paths of sockets and segments, and the directory
+that holds the state of a daemon.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pwd
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptd.shared.system import machine
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [
+        ("node-7.cluster", "node-7.cluster"),
+        ("..-my host/é", "my_host__"),
+        ("...", "localhost"),
+        ("", "localhost"),
+        ("x" * 200, "x" * 128),
+    ],
+)
+def test_the_host_name_is_made_fit_for_a_file_name(
+    monkeypatch: pytest.MonkeyPatch, told: str, name: str
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: told)
+    assert machine.host() == name
+
+
+def test_root_digest_is_of_the_path() -> None:
+    assert machine.root_digest(Path("/ckpts")) == hashlib.sha256(b"/ckpts").hexdigest()[:16]
+    assert machine.root_digest(Path("/ckpts")) != machine.root_digest(Path("/ckpts2"))
+    assert (
+        machine.segment_directory(Path("/ckpts"))
+        == f"ckptd-{os.getuid()}-{machine.root_digest(Path('/ckpts'))}"
+    )
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Set $XDG_RUNTIME_DIR and the directory that stands for /tmp/ckptd-UID to new
+    places, so that other daemons of this machine do not matter.
+    """
+    with tempfile.TemporaryDirectory(prefix="ckptd-test-") as name:
+        path = Path(name) / "runtime"
+        path.mkdir(mode=0o700)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(path))
+        monkeypatch.setattr(
+            "ckptd.shared.system.machine.plain_directory", lambda: path.parent / "plain"
+        )
+        yield path
+
+
+def test_private_socket_is_in_the_runtime_directory(runtime: Path) -> None:
+    root = Path("/" + "long/" * 40)
+    name = f"ckptd-{machine.root_digest(root)}.sock"
+    assert machine.private_socket(root) == runtime / name
+    (runtime.parent / "plain").mkdir(mode=0o700)
+    assert machine.private_sockets(root) == [runtime / name, runtime.parent / "plain" / name]
+
+
+def test_private_socket_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path("/" + "long/" * 40)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert len(os.fsencode(machine.private_socket(root))) <= 96
+    assert str(machine.private_socket(root).parent).startswith(f"/tmp/ckptd-{os.getuid()}")
+    monkeypatch.setattr(
+        "ckptd.shared.system.machine._runtime_directory",
+        lambda: Path(os.environ["XDG_RUNTIME_DIR"]),
+    )
+    for length in range(2, 200):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", "/" + "x" * (length - 1))
+        assert len(os.fsencode(machine.private_socket(root))) <= 96
+
+
+@pytest.mark.parametrize(
+    "kind", ["missing", "a file", "relative", "writable by others", "another user's"]
+)
+def test_an_unusable_runtime_directory_is_ignored(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    if kind == "missing":
+        runtime.rmdir()
+    elif kind == "a file":
+        runtime.rmdir()
+        runtime.touch()
+    elif kind == "relative":
+        monkeypatch.chdir(runtime.parent)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime.name)
+    elif kind == "writable by others":
+        runtime.chmod(0o777)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert machine.private_socket(Path("/ckpts")).parent == runtime.parent / "plain"
+    assert len(machine.default_sockets()) == 1
+
+
+def test_default_sockets(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "pwd.getpwuid",
+        lambda uid: pwd.struct_passwd(("ada", "x", uid, uid, "", "/home/ada", "/bin/sh")),
+    )
+    assert machine.default_sockets() == [Path("/run/ckptd/ada.sock"), runtime / "ckptd.sock"]
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert machine.default_sockets() == [Path("/run/ckptd/ada.sock")]
+
+
+def test_default_socket_of_a_uid_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert machine.default_sockets() == [Path(f"/run/ckptd/{os.getuid()}.sock")]
+
+
+def test_systemd_comes_first() -> None:
+    assert machine.default_state_dir(
+        {"STATE_DIRECTORY": "/var/lib/ckptd/alice:/other", "HOME": "/home/alice"}
+    ) == Path("/var/lib/ckptd/alice")
+
+
+def test_root_uses_the_directory_of_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert machine.default_state_dir({"HOME": "/root"}) == Path("/var/lib/ckptd")
+
+
+def test_another_user_uses_a_directory_in_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert (
+        machine.default_state_dir({"HOME": str(tmp_path)})
+        == tmp_path / ".local" / "state" / "ckptd"
+    )
+    assert (
+        machine.default_state_dir({"HOME": str(tmp_path), "XDG_STATE_HOME": "relative"})
+        == tmp_path / ".local" / "state" / "ckptd"
+    )
+    assert (
+        machine.default_state_dir({"HOME": str(tmp_path), "XDG_STATE_HOME": f"{tmp_path}/xdg"})
+        == tmp_path / "xdg" / "ckptd"
+    )
+
+
+@pytest.mark.parametrize("home", [{}, {"HOME": "/proc/nowhere"}, {"HOME": "relative"}])
+def test_without_a_home_the_default_is_in_var_tmp(
+    home: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    monkeypatch.setattr(
+        os, "access", lambda path, mode, **options: not str(path).startswith("/proc")
+    )
+    assert str(machine.default_state_dir(home)).startswith("/var/tmp/ckptd-12345")
+
+
+def test_a_home_that_this_user_cannot_see_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may run as another user with the home of root."""
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    (tmp_path / "home").mkdir(mode=0o700)
+    os.seteuid(12345)
+    try:
+        assert str(
+            machine.default_state_dir({"HOME": str(tmp_path / "home" / "inner")})
+        ).startswith("/var/tmp/ckptd-12345")
+    finally:
+        os.seteuid(0)
+
+
+def test_the_environment_variable_names_the_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CKPTD_STATE_DIR", "here")
+    assert machine.configured_state_dir() == tmp_path / "here"
+    monkeypatch.delenv("CKPTD_STATE_DIR")
+    assert machine.configured_state_dir() == machine.default_state_dir()
+
+
+def test_a_root_has_a_directory_for_each_host_and_real_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "link").symlink_to("root")
+    first = machine.state_directory(tmp_path, tmp_path / "root")
+    assert (
+        first
+        == machine.state_directory(tmp_path, tmp_path / "link")
+        != machine.state_directory(tmp_path, tmp_path / "other")
+    )
+    monkeypatch.setattr(machine, "host", lambda: "another-host")
+    assert (
+        machine.state_directory(tmp_path, tmp_path / "root")
+        == tmp_path / "another-host" / first.name
+    )
