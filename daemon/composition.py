@@ -1,7 +1,7 @@
-"""Builds the parts of a daemon, in the order in which they need each other, and
+"""Builds the components of a daemon, in the order in which they need each other, and
 recovers the root before anyone may use them.
 
-`opened` is the only place that puts the parts together. `App` adds the socket and its
+`opened` is the only place that puts the components together. `App` adds the socket and its
 clients; a deletion without a daemon adds nothing.
 """
 

@@ -1,3 +1,3 @@
-"""Answers the ranks: takes their seals in, decides what becomes of each step, and keeps
-the slots of dead trainers.
+"""Answers the ranks: takes their seals in, carries out what `daemon/job` decides about
+each step, and keeps the slots of dead trainers.
 """

@@ -1,5 +1,5 @@
-"""Decides what this node shows on the board, and what follows from the answer that it
-finds there: pure functions, as in `decisions.py`.
+"""Decides, by pure functions, what this node shows on the board of several nodes, and
+what follows from the answer that it finds there.
 """
 
 from __future__ import annotations

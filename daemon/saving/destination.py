@@ -1,4 +1,5 @@
-"""Groups the parts that commit checkpoints to one repository and delete them there.
+"""Groups the components that commit checkpoints to one repository and delete them
+there.
 
 A daemon without a stage has one destination, the root. A daemon with a stage has two:
 the stage, for jobs whose ranks are all on this node, and the root behind it, for jobs

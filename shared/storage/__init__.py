@@ -1,4 +1,4 @@
-"""Stores checkpoints: the storage seam, its implementations, and the layout of
+"""Stores checkpoints: the implementations of the storage seam, and the layout of
 checkpoints on any of them.
 
 No module outside this package knows whether a checkpoint lies on a POSIX file system or

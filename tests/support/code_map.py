@@ -42,7 +42,7 @@ def _rows(paths: list[Path]) -> Iterator[str]:
 def tables() -> str:
     """Return the sections of all packages."""
     lines: list[str] = []
-    for package in ("agent", "daemon", "shared"):
+    for package in ("shared", "daemon", "agent"):
         here = ROOT / package
         lines += [f"## {package}", "", first_sentence(here / "__init__.py"), ""]
         single = [here / f"{room}.py" for room in ORDER[package] if (here / f"{room}.py").exists()]
