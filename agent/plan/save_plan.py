@@ -10,6 +10,7 @@ memory at once.
 from __future__ import annotations
 
 import io
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -189,9 +190,7 @@ class Resolved:
         return layout_of(self.rows, [], metadata=metadata, global_plan=global_plan)
 
 
-# DCP's example of a train state holds a BytesIO, which is nothing but data. torch's reader of
-# weights does not know that class by itself.
-torch.serialization.add_safe_globals([io.BytesIO])
+_loading_buffers = threading.Lock()
 
 
 def load_weights(data: bytes | memoryview) -> Any:
@@ -199,7 +198,12 @@ def load_weights(data: bytes | memoryview) -> Any:
 
     Raises errors of many types if only pickled code could bring it back, or if it is damaged.
     """
-    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    if b"BytesIO" not in bytes(data):
+        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    # DCP's example of a train state holds a BytesIO, which is nothing but data. torch's
+    # reader of weights does not know that class, and its list of classes is global.
+    with _loading_buffers, torch.serialization.safe_globals([io.BytesIO]):
+        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
 
 
 def loads_as_weights(data: bytes | memoryview) -> bool:

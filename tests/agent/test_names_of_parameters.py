@@ -408,8 +408,7 @@ def test_flattened_parameters_keep_groups_without_parameters_and_state_of_none(
     assert into["optim"].state["global"]["seen"].tolist() == [7]
     for _ in range(2):
         assert len(into["optim"].state) == len(saved["optim"].state)
-        # The models are not saved: before the first step only the settings are the same.
-        assert same(bits(into), bits(saved)) == bool(steps)
+        assert same(bits(into), bits(saved))
         train(saved)
         train(into)
 
@@ -544,7 +543,7 @@ def test_a_checkpoint_of_an_earlier_version_is_recovered_by_the_program_that_sav
         [value for part in ("ema",) if part in state for value in state[part].parameters()]
         for state in (into, expected)
     )
-    assert bool(averages) == (name in ("average", "wrapped average"))
+    assert bool(averages) == (name in ("around", "average", "wrapped average"))
     assert len(averages) == len(wanted)
     assert all(map(torch.equal, averages, wanted))
     agent.close()

@@ -567,7 +567,7 @@ def test_the_registry_of_features_of_the_protocol() -> None:
     sources = {
         side: (SHARED.parent / file).read_text()
         for side, file in (
-            ("daemon", "daemon/process/app.py"),
+            ("daemon", "daemon/process/service.py"),
             ("client", "shared/wire/channel.py"),
         )
     }

@@ -185,7 +185,8 @@ def import_everything() -> None:
     """
     for package in (ckptd.agent, ckptd.daemon, ckptd.shared):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.endswith("__main__"):
+            # `agent/face` is the package `ckptd`, and has no other name.
+            if not module.name.endswith(("__main__", ".face")):
                 importlib.import_module(module.name)
     importlib.import_module("numpy.random")  # which NumPy imports at the first use
 
