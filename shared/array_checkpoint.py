@@ -374,7 +374,10 @@ def _manifest(directory: Path) -> Manifest:
     with (directory / names.MANIFEST).open("rb") as file:
         data = file.read(MAX_MANIFEST + 1)
     if is_abandonment(data):
-        raise NotFound(f"no checkpoint in {directory}: its save was abandoned")
+        raise NotFound(
+            f"{directory} contains no complete checkpoint, because its save was abandoned or the "
+            f"checkpoint was deleted: load another checkpoint"
+        )
     return Manifest.decode(data)
 
 

@@ -1,5 +1,5 @@
-"""Builds and parses the name of every file and directory below a root (FORMAT.md,
-section 1), and of the files of a journal and of segments.
+"""Builds and parses the names of all files and directories below a root (FORMAT.md,
+section 1), and the names of the files of a journal and of segments.
 
 Other modules only add suffixes, such as `.tmp`. A sweep lists a directory, parses each
 name and keeps the files that are in use. A file whose name does not parse does not

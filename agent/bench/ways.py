@@ -82,8 +82,9 @@ def by_dcp_async_save(state: State, path: Path, **options: Any) -> Times:
 
 
 class PlainCopy:
-    """A copy by torch into memory of this process that has been touched before: the
-    least that a copy of torch's takes.
+    """A copy made by torch into process memory whose pages are already faulted in.
+
+    Its time is the lower bound for every way that copies with torch.
     """
 
     def __init__(self, state: State) -> None:

@@ -190,7 +190,9 @@ def read_directory(directory: Path) -> Contents:
             )
         if not isinstance(container, dict) or entry.path[-1] in container:
             raise IntegrityError(
-                f"{directory}: {name} cannot be at {list(entry.path)}, where another value is"
+                f"{directory}: the path {list(entry.path)} of {name} in the state conflicts with "
+                f"the path of another value: the metadata of this checkpoint are inconsistent, so "
+                f"use another checkpoint"
             )
         container[entry.path[-1]] = value
     tree = {key: _as_list(value) for key, value in tree.items()}

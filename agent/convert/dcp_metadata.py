@@ -250,7 +250,10 @@ def _is_key(key: Any) -> bool:
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise IntegrityError(f"it has {type(value).__name__} where a name belongs")
+        raise IntegrityError(
+            f"it contains a value of type {type(value).__name__} where a string was expected (the "
+            f"name of a tensor, of a file or of a transform): use another checkpoint"
+        )
     return value
 
 

@@ -124,11 +124,10 @@ def _planned(offers: list[Offer]) -> list[list[int]]:
 def _place_aliases(offers: list[Offer], kept: list[list[int]]) -> list[list[str]]:
     """Return the aliases that each rank lists.
 
-    An alias is listed by the first rank that has it and writes its base.
-
-    If none of the ranks that have the alias writes its base, the first of them writes
-    the alias as an item: its row is added to `kept`. A tensor that is an item on any
-    rank is not listed as an alias.
+    An alias is listed by the first rank that both has the alias and writes the base
+    tensor of the alias. If no rank that has the alias writes the base, the first rank
+    that has the alias writes it as an item. The row of that item is added to `kept`. A
+    tensor that is an item on any rank is not listed as an alias.
     """
     written = [
         {offer.rows[number].fqn for number in rows}

@@ -184,7 +184,8 @@ def _check_document(document: Any, rank: int) -> None:
         for key, entries in versions.items()
     ):
         raise IntegrityError(
-            f"the values document of rank {rank} has versions that are not maps of maps"
+            f"the values document of rank {rank} is malformed: 'versions' must be a map from "
+            f"strings to maps of maps"
         )
 
 

@@ -554,10 +554,13 @@ class Optimizers:
     def _group_values(
         self, own: dict[str, Any], saved: dict[str, Any], path: str, twice: frozenset[int] | None
     ) -> dict[str, Value]:
-        """Bind the settings of a group.
+        """Bind the saved settings of a parameter group to the live group `own`.
 
-        Tensors are filled in place, unless their ids are in `twice`. If `twice` is
-        None, no tensor is filled in place.
+        A tensor of the live group is filled in place unless its `id()` is in `twice`,
+        the ids of the tensors that several groups share. Filling a shared tensor would
+        change the other groups, too, so the group gets a tensor of its own. `twice` is
+        None if the optimizer loads the settings by its own method. Then no tensor is
+        filled in place.
         """
         leaves, values = self._leaves, dict[str, Value]()
         saved = {

@@ -60,10 +60,10 @@ def parts_with_loaders(module: torch.nn.Module) -> list[str]:
 
 
 def needs_loading(module: torch.nn.Module) -> bool:
-    """Return True if `load_state_dict` of a module must be called.
+    """Return True if a module must be loaded through its `load_state_dict`.
 
-    This is so if a part of the module has extra state, or hooks that see what is saved
-    or loaded.
+    This is necessary if the module or a submodule has extra state, overrides
+    `_save_to_state_dict`, or has hooks that run when a state dict is made or loaded.
     """
     return any(
         _has_extra_state(part) or _overrides_saving(part) or any(map(_own_hooks, _tables(part)))

@@ -34,12 +34,11 @@ def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
             )
         if is_traceable_wrapper_subclass(local := tensor._local_tensor):
             raise UnsavableValue(
-                f"{name}: a DTensor cannot be saved if its shards are of class "
-                f"{type(local).__module__}.{type(local).__qualname__}, "
-                "which consists of several tensors, because these tensors need not be divided as "
-                "the DTensor is: use plain tensors, such "
-                "as those of an optimizer whose state is not quantized, or leave such values out "
-                "(unsavable='skip')"
+                f"{name}: cannot save this DTensor, because its shards are of class "
+                f"{type(local).__module__}.{type(local).__qualname__}, which consists of several "
+                f"tensors that may be divided differently from the DTensor: use plain tensors (for "
+                f"example, an optimizer whose state is not quantized), or leave such values out "
+                f"(unsavable='skip')"
             )
         check_tensor(name, local)
         return tensor

@@ -63,13 +63,12 @@ class Unsaved:
 
 @dataclass(frozen=True, slots=True)
 class Unavailable:
-    """The node of a decoded tree that takes the place of a value that this process
-    cannot make.
+    """A placeholder node in a decoded tree for a value that this process cannot
+    construct, such as a member of an enum class that is not imported.
 
-    A member of an enum that is not imported is such a value. why: the reason, and the
-    way out. code, data: the extension type and its payload, so that the value can be
-    saved again as it was. A tensor of a subclass has no payload; it has `fields`
-    instead, a dict of its inner tensors.
+    why: the reason, and how to fix it. code, data: the extension type and its payload,
+    which are kept so that the value can be saved again unchanged. A tensor of a
+    subclass has no payload. It has `fields` instead, a dict of its inner tensors.
     """
 
     why: str

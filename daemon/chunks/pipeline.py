@@ -172,10 +172,10 @@ class Pipeline:
     """Two sets of worker threads: one reads and checks shared memory, the other encodes
     and writes parts.
 
-    The second set waits for the disk, and has twice as many threads, so that the disk
-    has work while others encode. The first set never waits for it, so that a disk that
-    hangs does not keep a slot from being checked. `bytes_read` and `bytes_written`
-    count the raw and the stored bytes of all parts written so far.
+    The second set waits for the disk. It has twice as many threads as the first set, so
+    that some threads can write while others encode. The first set never waits for the
+    disk, so that slots are still checked when the disk hangs. `bytes_read` and
+    `bytes_written` count the raw and the stored bytes of all parts written so far.
     """
 
     def __init__(

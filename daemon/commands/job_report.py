@@ -82,8 +82,12 @@ class _Try:
 
     @classmethod
     def read(cls, repository: Repository, job: str, tag: str) -> _Try | None:
-        """Return the save in a directory, or None if the directory is empty, or that of
-        a deleted checkpoint. Raises OSError.
+        """Return the save in a directory.
+
+        Return None if the directory is empty or belongs to a deleted checkpoint. If the
+        directory cannot be read because it is damaged, the error becomes the outcome of
+        the save. Raises OSError if it cannot be read for another reason, such as an
+        object store that does not serve.
         """
         try:
             outcome = repository.outcome(job, tag)

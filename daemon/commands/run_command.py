@@ -243,7 +243,7 @@ def default_socket() -> Path:
     if len(places) > 1:
         return places[1]
     raise e.InvalidConfig(
-        f"no place for the socket: {system} cannot be written and XDG_RUNTIME_DIR is not set to a "
-        f"directory of uid {os.geteuid()}; "
-        "name one with --socket PATH"
+        f"no directory found for the socket: {system} is not writable, and XDG_RUNTIME_DIR is not "
+        f"set to a directory that belongs to uid {os.geteuid()} and in which no other user can "
+        f"replace a socket: pass the path of a socket with --socket PATH"
     )

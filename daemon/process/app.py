@@ -172,9 +172,9 @@ class Serving:
         parts.events.on_changed.append(self.consider_leaving)
 
     def _descriptors(self) -> limits.DescriptorPlan:
-        """Return the plan for this daemon's descriptors.
+        """Return the plan that divides the file descriptors of this daemon.
 
-        The log warns if `max_connections` does not fit into the limit.
+        Log a warning if the limit of open files is too low for `max_connections`.
         """
         # While adopted snapshots are being saved, descriptors come and go: the daemon's
         # own cannot be counted then.

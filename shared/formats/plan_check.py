@@ -189,7 +189,9 @@ class _Metadata:
         for name, entry in self._entries.items():
             if name.startswith(HIDDEN):
                 raise IntegrityError(
-                    f"the metadata describe {name!r}, which is the name of a hidden item"
+                    f"the metadata have an entry for {name!r}, but a name that starts with "
+                    f"{HIDDEN!r} is the name of a hidden item, which must not appear in the "
+                    f"metadata"
                 )
             if self._is_usual(entry, stored.items.get(name)):
                 continue

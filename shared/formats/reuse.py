@@ -187,9 +187,10 @@ class Linker(Protocol):
     """The place in which the files of one part are linked."""
 
     def link(self, older: StoredFile, name: str) -> bool:
-        """Give a file of an older part a second name, in the directory of the new part.
+        """Link a file of an older part, under `name`, into the directory of the new
+        part.
 
-        Return False if that is not possible.
+        Return False if the file cannot be linked.
         """
 
     def remove(self, name: str) -> None:

@@ -129,8 +129,10 @@ class PosixFileSystem:
         return read_exactly(fd, buffer, offset)
 
     def create(self, name: str, directory: int, *, direct: bool = False, mode: int = 0o666) -> int:
-        """Create a file and open it for reading and writing; with O_DIRECT if `direct`
-        is True and the file system supports it.
+        """Create a file and open it for reading and writing.
+
+        O_DIRECT is used if `direct` is True and the file system supports it. Raises
+        OSError if the file cannot be created or if its name exists already.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         if direct:

@@ -62,15 +62,13 @@ def node_of(cpus: set[int], system: Path = SYSTEM) -> int:
 
 @contextmanager
 def near(node: int, system: Path = SYSTEM) -> Iterator[None]:
-    """Context manager.
-
-    Inside it, this thread runs on the CPUs of `node`, so that its new pages come from
-    the memory of that node.
+    """Context manager. While it is active, this thread is pinned to the CPUs of `node`,
+    so that its new pages are allocated on that node.
 
     The kernel takes a page from the node of the CPU that first touches the page, as
-    long as that node has free pages. If the node is unknown, or if this process may use
-    none of its CPUs, the thread stays where it is. On exit, the thread gets its former
-    CPUs back.
+    long as that node has free pages. If the node is unknown, or if this process is not
+    allowed to run on any CPU of the node, the thread is not pinned. On exit, the thread
+    gets its former CPUs back.
     """
     here = os.sched_getaffinity(0)
     try:

@@ -1,8 +1,9 @@
-"""Checks of ownership that keep the other users of a node away from sockets, from their
-directories, from the root and from the log of a daemon.
+"""Checks of ownership that protect sockets, the directories of sockets, the root
+directory of checkpoints and the log of a daemon from the other users of a node.
 
-Root is trusted everywhere, because root can read and change everything anyway. No other
-user is trusted.
+The user of this process is trusted. The superuser (uid 0) is always trusted, too,
+because the superuser can read and change everything anyway. All other users are not
+trusted.
 """
 
 from __future__ import annotations

@@ -193,7 +193,10 @@ class Channel:
             self._descriptors.extend(map(Descriptor, _numbers(control)))
             self._received.clear()
             if flags & socket.MSG_CTRUNC:
-                raise ProtocolError("the daemon sent more descriptors than this process may open")
+                raise ProtocolError(
+                    "the daemon sent more file descriptors than this process may open: raise the "
+                    "limit of open files of this process (ulimit -n)"
+                )
             if not data:
                 raise DaemonUnreachable("the daemon closed the connection")
             if messages := self._session.receive(data):

@@ -47,8 +47,8 @@ class Decoder:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if not 0 < length <= MAX_FRAME:
                 raise ProtocolError(
-                    f"a frame claims {length} bytes; 1 to {MAX_FRAME} are allowed: this is not "
-                    f"ckptd's protocol"
+                    f"a frame has a length of {length} bytes, and 1 to {MAX_FRAME} are allowed: "
+                    f"the peer does not speak ckptd's protocol"
                 )
             end = _LENGTH.size + length
             if len(self._buffer) < end:

@@ -128,7 +128,7 @@ def test_two_values_at_one_place_are_refused(
         return found | {"c": replace(found["c"], path=path)}
 
     monkeypatch.setattr(dcp_directory, "read_metadata", wrong)
-    with pytest.raises(IntegrityError, match=r"c cannot be at \[.*\], where another value is$"):
+    with pytest.raises(IntegrityError, match=r"the path \[.*\] of c in the state conflicts with"):
         read_directory(tmp_path / "dcp")
 
 

@@ -267,10 +267,8 @@ UNSOUND: list[tuple[Change, str]] = [
         "state"),
     (lambda case: vars(case.parts[0]).update(values=7), "the values document of rank 0 has no "
         "state"),
-    (lambda case: case.parts[0].values.update(versions={"model": {"": 7}}), "versions that are not "
-        "maps "
-        "of "
-        "maps"),
+    (lambda case: case.parts[0].values.update(versions={"model": {"": 7}}), "'versions' must be "
+        "a map from strings to maps of maps"),
     (lambda case: two_dtypes(case), "w has two dtypes: int32 and float32"),
 ]  # fmt: skip
 

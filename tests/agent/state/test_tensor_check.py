@@ -82,12 +82,10 @@ def test_a_dtensor_of_wrapper_subclasses_is_refused_at_the_first_snapshot(
     with Ranks(world_size) as ranks:
         for refusal, unsaved, rest in ranks.call(snapshot_of_quantized_shards, daemon.home.socket):
             sentence = (
-                f"optim.state.w.exp_avg: a DTensor cannot be saved if its shards are of class "
-                f"{__name__}.Quantized, which consists of "
-                "several tensors, because these tensors need not be divided as the DTensor is: "
-                "use plain tensors, such as those of an "
-                "optimizer whose state is not quantized, or leave such values out "
-                "(unsavable='skip')"
+                f"optim.state.w.exp_avg: cannot save this DTensor, because its shards are of class "
+                f"{__name__}.Quantized, which consists of several tensors that may be divided "
+                f"differently from the DTensor: use plain tensors (for example, an optimizer whose "
+                f"state is not quantized), or leave such values out (unsavable='skip')"
             )
             assert refusal.removeprefix("rank 0: ").removeprefix("rank 1: ") == sentence
             assert unsaved == {"optim.state.w.exp_avg": sentence}

@@ -149,12 +149,12 @@ def test_progress_after_a_failed_begin_is_kept_until_the_next_begin(place: Home)
 @pytest.mark.parametrize(
     ("sent", "words"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", "this is not ckptd's protocol"),
+        (b"GET / HTTP/1.1\r\n\r\n", "the peer does not speak ckptd's protocol"),
         (
             struct.pack("<I", 0xFFFFFFFF),
-            "a frame claims 4294967295 bytes; 1 to 1048576 are allowed",
+            "a frame has a length of 4294967295 bytes, and 1 to 1048576 are allowed",
         ),
-        (struct.pack("<I", 0), "a frame claims 0 bytes"),
+        (struct.pack("<I", 0), "a frame has a length of 0 bytes"),
         (frames.encode(b"\xc1" * 10), "a message cannot be decoded"),
         (frames.encode(msgspec.msgpack.encode({"type": "begin"})), "a message cannot be decoded"),
         (

@@ -61,7 +61,7 @@ def test_an_empty_or_too_large_payload_cannot_be_sent(payload: bytes) -> None:
 )
 def test_an_impossible_length_is_refused_at_once(length: int) -> None:
     decoder = Decoder()
-    with pytest.raises(ProtocolError, match=f"claims {length} bytes"):
+    with pytest.raises(ProtocolError, match=f"a length of {length} bytes"):
         decoder.feed(struct.pack("<I", length))
     with pytest.raises(ProtocolError):
         Decoder().feed(encode(b"good") + struct.pack("<I", length) + b"x")
