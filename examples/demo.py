@@ -186,8 +186,7 @@ def plot(file: Path, reference: Run, interrupted: Run, acts: list[Act]) -> None:
         axes.axvspan(act.step, act.at, color="#d62728", alpha=0.08, linewidth=0)
         axes.axvline(act.at, color="#d62728", linewidth=1.2)
         text = (
-            f"killed {act.killed}\nback to step {act.step}\nfrom {act.source} "
-            f"in "
+            f"killed {act.killed}\nback to step {act.step}\nfrom {act.source} in "
             f"{act.seconds:.2f} s"
         )
         beside = (6 if side == "left" else -6, 0)

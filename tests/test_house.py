@@ -348,19 +348,11 @@ WITHOUT_A_TEST = {
     "daemon/__main__.py": "has one statement, which every daemon that a test starts as a process "
     "executes",
     "daemon/process/app.py": "is the life of a daemon: tests/daemon/commands/test_run_command.py "
-    "starts, "
-    "signals "
-    "and "
-    "ends them",
+    "starts, signals and ends them",
     "daemon/composition.py": "puts the parts together: tests/daemon/test_recovery.py starts them "
-    "in "
-    "its "
-    "own "
-    "process",
+    "in its own process",
     "daemon/journal/directory.py": "tests/daemon/journal/test_journal.py uses it under a file "
-    "system "
-    "that "
-    "fails",
+    "system that fails",
     "shared/storage/posix_probe.py": "tests/daemon/commands/test_doctor.py shows its results",
     "shared/storage/posix_streams.py": "tests/shared/storage/test_conformance.py runs over it",
     "shared/system/storage_seam.py": "is what tests/shared/storage/test_conformance.py demands",
@@ -371,8 +363,7 @@ none, because it only exports or describes.
 
 FROM_OUTSIDE = {
     "agent/dcp/planner_rounds.py": "its test snapshots and recovers with an agent that has the "
-    "caller's "
-    "planners",
+    "caller's planners",
     "agent/read/saved.py": "its test reads forged checkpoints on every way out of them",
     "agent/recover/loading.py": "its test recovers on real ranks",
     "agent/recover/optimizer_binding.py": "its test binds optimizers as parts of a state",

@@ -206,8 +206,7 @@ def _hand_over(
         link.wait_durable(handover.pending)
     except CkptdError as error:
         said = (
-            f"{error}; the state is in memory, and the daemon saves it when it can: look "
-            f"at "
+            f"{error}; the state is in memory, and the daemon saves it when it can: look at "
             f"`ckptd status`"
         )
         raise type(error)(said) from None

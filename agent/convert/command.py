@@ -31,20 +31,11 @@ def _selecting(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed((
         click.option("--only", default="", metavar="NAME", help='Part of the state, like "model".'),
         click.option("--dtype", metavar="DTYPE", help="Dtype of floating-point tensors, like bf16 "
-            "or "
-            "float32. "
-            "Default: "
-            "as "
-            "saved."),
+            "or float32. Default: as saved."),
         click.option("--rename", multiple=True, metavar="REGEX=NEW", help="Rename tensors, as "
-            "re.sub "
-            "does. "
-            "Repeatable."),
+            "re.sub does. Repeatable."),
         click.option("--map", "names", type=_FILE, metavar="FILE", help="JSON object with new "
-            "names "
-            "by "
-            "old "
-            "ones."),
+            "names by old ones."),
         click.option("--dry-run", is_flag=True, help="Check everything, and write nothing."),
     )):  # fmt: skip
         command = option(command)

@@ -250,8 +250,7 @@ def _difference(name: str, leaf: Leaf, own: torch.Tensor) -> str:
     )
     if lost or str(leaf.saved).startswith("torch.q"):
         return (
-            f"{name}: the checkpoint has {leaf.saved}, the model {own.dtype}, which cannot "
-            f"hold "
+            f"{name}: the checkpoint has {leaf.saved}, the model {own.dtype}, which cannot hold "
             f"its values"
         )
     return ""

@@ -302,8 +302,7 @@ class Exchange:
 
     def _advice(self, topic: str) -> str:
         return (
-            f": every rank must call {_call(topic.removeprefix(f'{self.scope}/'))}, not only "
-            f"some "
+            f": every rank must call {_call(topic.removeprefix(f'{self.scope}/'))}, not only some "
             f"of them"
         )
 
@@ -336,8 +335,7 @@ class Exchange:
                 mine, other = (_call(each.removeprefix(f"{self.scope}/")) for each in (topic, last))
                 if mine != other:
                     return (
-                        f": its last call was {other}, not {mine}; all ranks must make the "
-                        f"same "
+                        f": its last call was {other}, not {mine}; all ranks must make the same "
                         f"calls"
                     )
         return ""

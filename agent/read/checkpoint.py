@@ -265,8 +265,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return (
-            f"<Checkpoint {self.manifest.job}/{self.tag} step "
-            f"{self.step}, "
+            f"<Checkpoint {self.manifest.job}/{self.tag} step {self.step}, "
             f"{self.manifest.tensors} tensors>"
         )
 

@@ -260,8 +260,7 @@ class _Batch:
         if tuple(target.shape) != tuple(read.lengths):
             raise StructureMismatch(
                 f"{read.storage_index.fqn}: the planner reads a piece of shape "
-                f"{list(read.lengths)} into a tensor of shape "
-                f"{list(target.shape)}"
+                f"{list(read.lengths)} into a tensor of shape {list(target.shape)}"
             )
         if target.is_meta:
             raise StructureMismatch(

@@ -382,8 +382,7 @@ def _without_memory(part: torch.Tensor) -> str:
     """
     if part.is_meta:
         return (
-            "the state's tensor is on the meta device; give it memory "
-            "first "
+            "the state's tensor is on the meta device; give it memory first "
             "(module.to_empty(device=...))"
         )
     lacking = lacking_memory(part) if part.layout is torch.strided else ""

@@ -84,8 +84,7 @@ class Optimizers:
             unnamed = all(type(key) is int for key in keys)
             return leaves.differ(
                 f"{path or 'the state'}: no parameter of the optimizer is in the checkpoint, "
-                f"which has "
-                f"{', '.join(map(str, saved_names[:3]))}, while the optimizer has "
+                f"which has {', '.join(map(str, saved_names[:3]))}, while the optimizer has "
                 f"{', '.join(map(str, keys[:3]))}"
                 + (
                     ": the names come from the modules, so put the modules into the state, too"

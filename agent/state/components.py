@@ -146,8 +146,7 @@ def _subclass_differs(place: Any, fields: Fields) -> str:
     for name, what in ((_SIZE, "shape"), (_CONTEXT, "settings")):
         if name in own and name in fields and own[name] != fields[name]:
             return (
-                f"the checkpoint has a {type(place).__name__} of {what} {fields[name]}, the "
-                f"state "
+                f"the checkpoint has a {type(place).__name__} of {what} {fields[name]}, the state "
                 f"one of {own[name]}"
             )
     return ""
@@ -183,14 +182,12 @@ def _subclass_named(cls: str) -> Any:
 def _subclass_lacks(fields: Fields, cls: str) -> str:
     if _subclass_named(cls) is None:
         return (
-            f"the checkpoint holds a tensor of class {cls}: import "
-            f"module "
+            f"the checkpoint holds a tensor of class {cls}: import module "
             f"{cls.rpartition('.')[0]} before loading"
         )
     if _CONTEXT not in fields:
         return (
-            f"a tensor of class {cls} can only be loaded into a state that has it already: "
-            f"its "
+            f"a tensor of class {cls} can only be loaded into a state that has it already: its "
             f"settings could not be saved"
         )
     return ""

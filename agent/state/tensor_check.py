@@ -77,14 +77,12 @@ def _refusal(tensor: torch.Tensor) -> str:
         return f"a tensor of type {name} cannot be saved: save a torch.Tensor of its values instead"
     if tensor.is_meta:
         return (
-            "a tensor on the meta device, which has no values, cannot be saved: save a "
-            "tensor "
+            "a tensor on the meta device, which has no values, cannot be saved: save a tensor "
             "with values instead"
         )
     if tensor.layout is not torch.strided or tensor.is_nested:
         return (
-            f"a tensor of layout {tensor.layout} cannot be saved: save its values and indices "
-            f"as "
+            f"a tensor of layout {tensor.layout} cannot be saved: save its values and indices as "
             f"strided tensors instead"
         )
     if tensor.is_quantized:
@@ -103,8 +101,7 @@ def _refusal(tensor: torch.Tensor) -> str:
         )
     if tensor.dtype in _QUANTIZED:  # such a view has no scales
         return (
-            f"a view in the quantized dtype {tensor.dtype} cannot be saved: save the tensor "
-            f"that "
+            f"a view in the quantized dtype {tensor.dtype} cannot be saved: save the tensor that "
             f"it is a view of instead"
         )
     return ""

@@ -89,8 +89,7 @@ def check_files(plan: limits.DescriptorPlan, soft: int, hard: int, most: int) ->
     )
     if fit == 0:
         text = (
-            f"at most {limit} open files (RLIMIT_NOFILE): one rank needs "
-            f"{plan.least}; "
+            f"at most {limit} open files (RLIMIT_NOFILE): one rank needs {plan.least}; "
             f"{limits.HOW_TO_RAISE}"
         )
         return Check("open files", FAILED, text, values)
@@ -309,8 +308,7 @@ def _check_owner(place: Path, found: posix_probe.Probe) -> Check:
     os.umask(mask)
     mode, values = 0o666 & ~mask, {"umask": f"{mask:03o}", "file_mode": f"{0o666 & ~mask:03o}"}
     text = (
-        f"{place} belongs to uid {found.uid} with mode {found.mode:04o}; new files get "
-        f"mode "
+        f"{place} belongs to uid {found.uid} with mode {found.mode:04o}; new files get mode "
         f"{mode:04o} (umask {mask:03o})"
     )
     if found.stranger and os.geteuid() != 0:

@@ -182,8 +182,7 @@ _WORDS = {"delivered": "delivered", "failed": "could not save", "missing": "has 
 
 def job_text(report: Mapping[str, Any]) -> str:
     title = (
-        f"job {report['job']} in {report['root']}, attempt {report['attempt']}: newest "
-        f"checkpoint "
+        f"job {report['job']} in {report['root']}, attempt {report['attempt']}: newest checkpoint "
         f"{report['newest'] or 'none'}"
     )
     rows = [("SAVE", "STATE", "NODE", "RANKS", "")]

@@ -134,8 +134,7 @@ def stage_lines(stage: dict[str, Any], free: str) -> list[str]:
         age = stage["oldest_age_seconds"]
         since = "" if age is None else f", the oldest for {span_text(age)}"
         wait = (
-            f"{count_text(stage['waiting'], 'checkpoint')} "
-            f"({size_text(stage['waiting_bytes'])}) "
+            f"{count_text(stage['waiting'], 'checkpoint')} ({size_text(stage['waiting_bytes'])}) "
             f"not uploaded yet{since}"
         )
     elif not stage["root_known"]:
@@ -237,8 +236,7 @@ def _progress(saving: dict[str, Any]) -> str:
     if saving["seconds_left"] is None:
         return share
     return (
-        f"{share}, {size_text(saving['bytes_per_second'])}/s, "
-        f"{span_text(saving['seconds_left'])} "
+        f"{share}, {size_text(saving['bytes_per_second'])}/s, {span_text(saving['seconds_left'])} "
         f"left"
     )
 

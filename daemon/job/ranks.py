@@ -146,8 +146,7 @@ def processes(owners: Sequence[Owner]) -> str:
     pids = sorted({owner.process.pid for owner in owners} - {0})
     if not pids:
         return (
-            "a process that this daemon cannot see, or that has not reconnected since the "
-            "daemon "
+            "a process that this daemon cannot see, or that has not reconnected since the daemon "
             "started"
         )
     shown = some_text(pids, 4)

@@ -204,7 +204,6 @@ class Snapshot:
 
     def __repr__(self) -> str:
         return (
-            f"<Snapshot {self.job}/{self.tag} "
-            f"{self.state.value} "
+            f"<Snapshot {self.job}/{self.tag} {self.state.value} "
             f"{len(self.seals)}/{self.world_size}>"
         )

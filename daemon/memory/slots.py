@@ -157,8 +157,7 @@ class Slot:
 
     def __repr__(self) -> str:
         return (
-            f"<Slot {self.name[:8]} {self.header.job}.a{self.header.attempt} "
-            f"rank "
+            f"<Slot {self.name[:8]} {self.header.job}.a{self.header.attempt} rank "
             f"{self.header.rank} {self.header.state.name}>"
         )
 
@@ -245,8 +244,7 @@ class Slots:
             return ""
         if self._memory.on_disk:
             return (
-                f"there is no shared memory that can be used, so the slots are files "
-                f"in "
+                f"there is no shared memory that can be used, so the slots are files in "
                 f"{self._overflow}, which are slower: set shm_dir"
             )
         return (

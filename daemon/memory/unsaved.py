@@ -50,8 +50,7 @@ class UnsavedSnapshot:
     def __str__(self) -> str:
         why = f": {self.reason}" if self.reason else ""
         return (
-            f"step {self.step} of job {self.job} (attempt {self.attempt}) is in memory only, "
-            f"in "
+            f"step {self.step} of job {self.job} (attempt {self.attempt}) is in memory only, in "
             f"{', '.join(self.directories)}{why}"
         )
 

@@ -141,8 +141,7 @@ class App:
         self._end(
             StorageError(
                 f"the {kind} {place} has been deleted, moved or replaced; the snapshots in memory "
-                f"stay "
-                f"there, and the next daemon saves them if the same root is at "
+                f"stay there, and the next daemon saves them if the same root is at "
                 f"{self._config.root} then"
             )
         )

@@ -107,8 +107,7 @@ class DescriptorPlan:
             f"max_connections is {most}, but only {self.ranks(limit)} of them fit into the limit "
             f"of {limit} open files (RLIMIT_NOFILE): "
             f"more are refused. {most} clients need a limit of {self.needed(most)}: "
-            f"{HOW_TO_RAISE}; "
-            f"or set max_connections={self.ranks(limit)}"
+            f"{HOW_TO_RAISE}; or set max_connections={self.ranks(limit)}"
         )
 
     def refusal(self, limit: int, connections: int) -> Busy:

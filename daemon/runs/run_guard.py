@@ -33,8 +33,7 @@ ANSWER_SECONDS = 3.0
 waits no longer.
 """
 _REMEDIES = (
-    "stop that run, or give this one another job name (CKPTD_JOB), or take over "
-    "with "
+    "stop that run, or give this one another job name (CKPTD_JOB), or take over with "
     "takeover=True (CKPTD_TAKEOVER=1)"
 )
 

@@ -172,8 +172,7 @@ def _inside(value: Any) -> Iterable[Any] | None:
 
 def _too_many(what: str, most: int) -> str:
     return (
-        f"{what} has more than {most:,d} lists, or {MAX_OBJECTS:,d} maps and texts, the most "
-        f"that "
+        f"{what} has more than {most:,d} lists, or {MAX_OBJECTS:,d} maps and texts, the most that "
         f"ckptd writes or reads"
     )
 

@@ -91,8 +91,7 @@ def origin(writer: Writer) -> str:
     if "host" not in writer:
         return ""
     said = (
-        f"{writer.get('script') or 'an interactive session'} on {writer['host']} "
-        f"as "
+        f"{writer.get('script') or 'an interactive session'} on {writer['host']} as "
         f"{writer.get('user', '')}"
     )
     return said if said.isprintable() else ascii(said)  # it comes from a file, and goes into a log

@@ -235,8 +235,7 @@ def sentence(step: int, differences: Sequence[Difference]) -> str:
     )
     if keys and all(key.endswith(_OF_BATCH_NORM) for key in keys):
         cause = (
-            "pass the module itself instead of its state_dict(): the buffers of a module "
-            "are "
+            "pass the module itself instead of its state_dict(): the buffers of a module are "
             "saved from the lowest rank"
         )
     return (

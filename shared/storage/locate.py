@@ -155,8 +155,7 @@ def _of_another_tool(path: Location) -> str:
     advice = "`ckptd import` cannot read it"
     if other.importable is not None:
         advice = (
-            f"make one of ckptd from it with `ckptd "
-            f"import "
+            f"make one of ckptd from it with `ckptd import "
             f"{path / other.importable if other.importable else path} --out DIR`"
         )
     return f"is a checkpoint of {other.tool} ({other.file}): {advice}"

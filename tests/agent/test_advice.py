@@ -105,8 +105,7 @@ OLDER = "go back to an older one: recover(state, step=69)"
 
 def again(place: str, attempts: str, remedy: str) -> str:
     return (
-        f"{place} is recovered again: attempts {attempts} have left no newer snapshot. If "
-        f"this "
+        f"{place} is recovered again: attempts {attempts} have left no newer snapshot. If this "
         f"snapshot makes each run fail, {remedy}"
     )
 

@@ -267,8 +267,7 @@ def test_random_generators_come_back_on_as_many_ranks_and_are_left_alone_otherwi
             ranks.call(seed, 300)
             heard = ranks.call(recover_random, daemon.home.socket)
             warning = (
-                f"random generators are left as they are: they were saved on 4 ranks, and "
-                f"this "
+                f"random generators are left as they are: they were saved on 4 ranks, and this "
                 f"job has {world_size}"
             )
             assert [text[: len(again)] for text in heard[0][1:]] == more

@@ -381,8 +381,7 @@ def test_ranks_that_want_different_steps_back_fail(ranks: Ranks, daemon: Daemon)
     assert ranks.call(save_as, daemon.home.socket, "steps", [True, True]) == ["", ""]
     for steps, said in (([None, 1], "1 and None"), ([99, 1], "1 and 99")):
         wanted = (
-            f"InvalidRequest: the ranks want to recover step {said}: pass the same step on "
-            f"all "
+            f"InvalidRequest: the ranks want to recover step {said}: pass the same step on all "
             f"ranks"
         )
         assert ranks.call(recover_step, "steps", steps) == [wanted] * 2

@@ -279,8 +279,7 @@ class Examiner:
             newer = sum(other > key for other in found)
             if key not in found and (promised.durable[key] is not None or newer < KEEP):
                 return (
-                    f"attempt {key[0]} step {key[1]} was durable and is gone; there "
-                    f"are "
+                    f"attempt {key[0]} step {key[1]} was durable and is gone; there are "
                     f"{sorted(found)}"
                 )
         newest = storage.read_newest(JOB)
@@ -289,8 +288,7 @@ class Examiner:
         given = max(storage.newest_attempt(JOB), parts.catalog.job(JOB).attempt)
         if given < promised.attempt:
             return (
-                f"attempt {promised.attempt} was given out and is not known any more; the "
-                f"highest "
+                f"attempt {promised.attempt} was given out and is not known any more; the highest "
                 f"is {given}"
             )
         return ""

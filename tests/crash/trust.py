@@ -113,8 +113,7 @@ class Row:
         )
         what += f", {self.kills:,d} SIGKILLs" if self.kills else ""
         return (
-            f"{self.kind:30}{self.tried:11,d}{len(self.problems):6}{self.seconds:9.0f}{seeds:>12} "
-            f" "
+            f"{self.kind:30}{self.tried:11,d}{len(self.problems):6}{self.seconds:9.0f}{seeds:>12}  "
             f"{what}"
         )
 

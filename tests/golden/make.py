@@ -235,10 +235,7 @@ RECORDS: tuple[r.Record, ...] = (
     r.PartDurable(**_PART, bytes=len(RAW_PART), index_sha256=MANIFEST.parts[0].index_sha256),
     r.Committed(job=JOB, attempt=ATTEMPT, step=STEP, tag=TAG, seq=7),
     r.Dropped(job=JOB, attempt=1, step=900, tag="step-00000900.a0001", reason="the daemon ended "
-        "before "
-        "it "
-        "was "
-        "committed"),
+        "before it was committed"),
     r.Retiring(job=JOB, tag="step-00000200.a0001", files=[PART_FILE]),
     r.Retired(job=JOB, tag="step-00000200.a0001"),
 )  # fmt: skip

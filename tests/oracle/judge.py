@@ -118,8 +118,7 @@ class End:
         """Return a sentence about the first differences from another end."""
         if self.at != other.at:
             return (
-                f"ended at {self.at or 'the end'} ({self.error!r}), not "
-                f"at "
+                f"ended at {self.at or 'the end'} ({self.error!r}), not at "
                 f"{other.at or 'the end'} ({other.error!r})"
             )
         for what, mine, theirs in (

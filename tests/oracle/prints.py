@@ -118,8 +118,7 @@ def text(value: Any) -> str:
         return _tensor(value)
     if isinstance(value, np.ndarray):
         return (
-            f"ndarray {value.dtype} "
-            f"{value.shape} "
+            f"ndarray {value.dtype} {value.shape} "
             f"{value.tolist() if value.dtype.kind in 'US' else _digest(value.tobytes())}"
         )
     if isinstance(value, np.generic):
@@ -194,8 +193,7 @@ def _tensor(tensor: torch.Tensor) -> str:
             else ("crow_indices", "col_indices", "values")
         )
         return (
-            f"{what} "
-            f"{tensor.layout} "
+            f"{what} {tensor.layout} "
             f"({', '.join(_tensor(getattr(tensor, part)()) for part in parts)})"
         )
     needed = (
@@ -216,8 +214,7 @@ def _tensor(tensor: torch.Tensor) -> str:
     else:
         shown = "..."
     return (
-        f"{what} "
-        f"{shown} "
+        f"{what} {shown} "
         f"{_digest(bytes(plain.reshape(-1).view(torch.uint8).numpy().tobytes()) if plain.numel() else b'')}"  # noqa: E501
     )
 

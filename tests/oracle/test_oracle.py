@@ -329,12 +329,10 @@ def test_refusals_are_judged(
     [
         (Model("model", (Block("c", "complex"),)), Model("model", (Block("c", "complex"),),
         dtype="float32"), Call(), "complex "
-            "into "
-            "real"),
+            "into real"),
         (Model("model", (Block("s", "scaled"),)), Model("model", (Block("s", "scaled"),),
         dtype="float16"), Call(), "finite "
-            "into "
-            "infinite"),
+            "into infinite"),
         (
             Model("model", (Block("a", "linear"), Block("b", "linear"))),
             Model("model", (Block("a", "linear"), Block("b", "linear", tied_to="a"))),

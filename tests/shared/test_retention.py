@@ -127,8 +127,7 @@ def test_a_policy_that_can_rank_nothing_says_which_metrics_there_are() -> None:
     wrong, right = r.BestN("los", 2), r.BestN("loss", 2)
     assert r.unrankable([r.LatestN(1), wrong, right], made) == {
         wrong: "no checkpoint has the metric 'los' (their metrics are 'loss', 'other'); did you "
-        "mean "
-        "'loss'?"
+        "mean 'loss'?"
     }
     assert (
         r.BestN("zzz", 1).problem(made)
@@ -163,8 +162,7 @@ def test_a_checkpoint_is_kept_if_any_policy_keeps_it() -> None:
 
 EVERY: list[tuple[r.Policy, str]] = [
     (r.PreserveAll(), "PreserveAll"), (r.PreserveAll(), "PreserveAll()"), (r.LatestN(5), " "
-        "LatestN( "
-        "5 "
+        "LatestN( 5 "
         ") "), (r.LatestN(5), "LatestN(n=5)"),
     (r.LatestDuration(3600), "LatestDuration(3600)"), (r.EveryNSteps(7), "EveryNSteps(7)"),
     (r.EveryNSeconds(0.5), "EveryNSeconds(0.5)"), (r.BestN("loss", 3), "BestN('loss', "

@@ -1613,8 +1613,7 @@ def _interleaved_mesh() -> Refused:
         edit_files=lambda found: found | {name: data},
     ).built()
     about = (
-        "a mesh whose strides 2 and 3 interleave its ranks 0, 3, 2, 5, 4 and 7: such a mesh "
-        "must "
+        "a mesh whose strides 2 and 3 interleave its ranks 0, 3, 2, 5, 4 and 7: such a mesh must "
         "list its ranks"
     )
     return Refused(about, "rules", "open", files)

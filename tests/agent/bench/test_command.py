@@ -95,8 +95,7 @@ def test_the_table() -> None:
 
 def test_the_help_of_the_command_line_names_the_verb_and_loads_no_torch() -> None:
     code = (
-        "import sys\nfrom ckptd.daemon.commands.cli import "
-        "main\nmain(['--help'], "
+        "import sys\nfrom ckptd.daemon.commands.cli import main\nmain(['--help'], "
         "standalone_mode=False)\nassert 'torch' not in sys.modules"
     )
     done = subprocess.run(
@@ -114,8 +113,7 @@ def test_the_verb_has_its_own_help() -> None:
 
 def test_the_verb_without_torch_says_how_to_install_it() -> None:
     code = (
-        "import sys\nsys.modules['torch'] = None\nfrom ckptd.daemon.commands.cli "
-        "import "
+        "import sys\nsys.modules['torch'] = None\nfrom ckptd.daemon.commands.cli import "
         "main\nmain(['bench', '--root', '/x'])"
     )
     done = subprocess.run(

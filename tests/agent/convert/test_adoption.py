@@ -208,8 +208,7 @@ def test_a_place_that_is_no_job_is_refused(tmp_path: Path, root: Path) -> None:
     with pytest.raises(
         InvalidRequest,
         match="root is a root, and .*gpt is the place of a job in it: name that job, and a tag "
-        "with "
-        "`tag`$",
+        "with `tag`$",
     ):
         adopt(tmp_path / "source", root / "gpt", "base")
     assert not (root / "gpt").exists()

@@ -19,8 +19,7 @@ PLACE = RankPlace(b"\x00boot", "node0", "a daemon", "/ckpts", "gpt")
 TARGET = Target("/run/s", "/ckpts", "gpt", None, 7, PLACE)
 SAVE = SaveTicket(TARGET, BegunAttempt(3, Membership(run_id="0a" * 16, ranks=[1]), [0, 1]), 7)
 NOWHERE = (
-    "this rank saves to /ckpts/other, but the coordinator saves to another path: use the "
-    "same "
+    "this rank saves to /ckpts/other, but the coordinator saves to another path: use the same "
     "path on all ranks"
 )
 

@@ -187,8 +187,7 @@ def test_larger_slots_wait_for_slots_that_are_being_filled() -> None:
     with pytest.raises(
         SnapshotFailed,
         match="larger slots are needed, and another save of this process has not sealed its slot "
-        "in "
-        "time",
+        "in time",
     ):
         second.reserve(2000, time.monotonic() + 0.01)
     with ThreadPoolExecutor(1) as pool:

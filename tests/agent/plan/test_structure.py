@@ -199,8 +199,7 @@ def test_a_tensor_whose_storage_was_freed_or_has_shrunk_is_refused_by_key(held: 
     structure, _ = Structure.of(tensors)
     tensor.untyped_storage().resize_(held)
     expected = (
-        f"^b: the tensor needs 4000 bytes, and its storage has {held}: take the snapshot "
-        f"while "
+        f"^b: the tensor needs 4000 bytes, and its storage has {held}: take the snapshot while "
         f"the tensor has its memory"
     )
     with pytest.raises(UnsavableValue, match=expected):

@@ -185,8 +185,7 @@ def test_a_value_that_ckptd_takes_for_an_object_may_be_recovered_as_plain_values
 
 EXPANDED = "w: the state's tensor is expanded, so that its elements share memory; clone() it first"
 META = (
-    "w: the state's tensor is on the meta device; give it memory "
-    "first "
+    "w: the state's tensor is on the meta device; give it memory first "
     "(module.to_empty(device=...))"
 )
 
@@ -202,22 +201,12 @@ META = (
         ({"w": torch.ones(2)}, {"w": {"x": 1}}, "w: the checkpoint has a tensor, the state a dict"),
         ({"w": {"x": 1}}, {"w": [torch.zeros(1)]}, "w: the checkpoint has dict, the state a list"),
         ({"w": [torch.ones(1)]}, {"w": [torch.zeros(1), torch.zeros(1)]}, "w: the checkpoint has a "
-            "list "
-            "of "
-            "1, "
-            "the "
-            "state "
-            "one "
-            "of "
-            "2"),
+            "list of 1, the state one of 2"),
         ({"w": (1, 2)}, {"w": (1, 2, 3)}, "w: the checkpoint has tuple, the state a tuple of 3"),
         ({"w": [1, 2]}, {"w": (1, 2)}, "w: the checkpoint has list, the state a tuple of 2"),
         ({"w": 1}, {"w": torch.nn.Linear(1, 1)}, "w: the checkpoint has int, the state a module"),
         ({"w": {"x": 1}}, {"w": torch.optim.SGD([torch.zeros(1)])}, "w: the checkpoint has dict, "
-            "the "
-            "state "
-            "an "
-            "optimizer"),
+            "the state an optimizer"),
         ({"w": Loader()}, {"w": torch.zeros(1)}, "w: the checkpoint has an object, the state a "
             "tensor"),
         ({"a": {"b": 1}}, {"a": {"b": 1, "c": 2}}, "key a.c is in the state and not in the "
@@ -475,8 +464,7 @@ def taken(scheduler: Any) -> None:
 def test_values_that_a_scheduler_was_made_with_are_named_and_may_be_kept() -> None:
     saved, state = {"sched": scheduled(10)}, {"sched": scheduled(20)}
     say = (
-        "restored from the checkpoint: sched.T_max 10 (was 20); recover(keep=...) keeps "
-        "the "
+        "restored from the checkpoint: sched.T_max 10 (was 20); recover(keep=...) keeps the "
         "caller's"
     )
     assert remarks(saved, state) == [(logging.INFO, say)]
@@ -491,8 +479,7 @@ def test_values_that_a_scheduler_was_made_with_are_named_and_may_be_kept() -> No
 def test_values_inside_of_a_chain_of_schedulers_are_named_and_may_be_kept() -> None:
     saved, state = {"sched": scheduled(10, chain=True)}, {"sched": scheduled(20, chain=True)}
     say = (
-        "restored from the checkpoint: sched._schedulers.1.T_max 10 (was 20); "
-        "recover(keep=...) "
+        "restored from the checkpoint: sched._schedulers.1.T_max 10 (was 20); recover(keep=...) "
         "keeps the caller's"
     )
     assert remarks(saved, state) == [(logging.INFO, say)]
@@ -511,8 +498,7 @@ def test_a_scaler_that_was_disabled_and_is_enabled_now_is_refused_before_the_mod
     saved: dict[str, Any] = {"net": torch.nn.Linear(2, 2), "scaler": scaler(enabled=False)}
     state: dict[str, Any] = {"net": torch.nn.Linear(2, 2), "scaler": scaler(enabled=True)}
     words = (
-        "scaler: the checkpoint has a scaler that was disabled, and has no state; the scaler "
-        "of "
+        "scaler: the checkpoint has a scaler that was disabled, and has no state; the scaler of "
         "the state is enabled"
     )
     refuses(Checkpoint(saved), state, words, {"keep": ["scaler"]})

@@ -111,20 +111,13 @@ INF, NAN = float("inf"), float("nan")
         (torch.float8_e4m3fn, [448, -462, 0.1, 0, NAN], 466, "float8_e4m3fn holds no values beyond "
             "448"),
         (torch.float8_e4m3fnuz, [240, -247, 0.1, 0, NAN], 248, "float8_e4m3fnuz holds no values "
-            "beyond "
-            "240"),
+            "beyond 240"),
         (torch.float8_e5m2, [57344, -61184, INF, -INF, NAN], 61440, "finite values would become "
-            "infinite "
-            "in "
-            "float8_e5m2"),
+            "infinite in float8_e5m2"),
         (torch.float8_e5m2fnuz, [57344, -61184, 0.1, 0, NAN], 61440, "float8_e5m2fnuz holds no "
-            "values "
-            "beyond "
-            "57344"),
+            "values beyond 57344"),
         (torch.float8_e8m0fnu, [2.0**127, 0.1, 0, NAN], 1.75 * 2.0**127, "float8_e8m0fnu holds no "
-            "values "
-            "beyond "
-            "1.70141e+38"),
+            "values beyond 1.70141e+38"),
     ],
     ids=lambda value: str(value) if isinstance(value, torch.dtype) else "",
 )  # fmt: skip
@@ -229,27 +222,16 @@ def weight(value: torch.Tensor) -> dict[str, Any]:
     ("saved", "own", "words"),
     [
         (torch.ones(2, dtype=torch.complex64), F32, "complex64, the state float32, and its "
-            "imaginary "
-            "parts "
-            "would "
-            "be "
-            "lost"),
+            "imaginary parts would be lost"),
         (torch.ones(2), torch.int64, "float32, the state int64, and its fractions would be lost"),
         (torch.full((2,), 1e6), F16, "float32, the state float16, and finite values would become "
-            "infinite "
-            "in "
-            "float16"),
+            "infinite in float16"),
         (torch.full((2,), 300), torch.uint8, "int64, the state uint8, and integers would change in "
             "uint8"),
         (torch.full((2,), 2**24 + 1), F32, "int64, the state float32, and integers would change in "
             "float32"),
         (torch.full((2,), 1e6), torch.float8_e4m3fn, "float32, the state float8_e4m3fn, and "
-            "float8_e4m3fn "
-            "holds "
-            "no "
-            "values "
-            "beyond "
-            "448"),
+            "float8_e4m3fn holds no values beyond 448"),
     ],
 )  # fmt: skip
 def test_a_loss_is_refused_by_key_and_the_given_call_recovers_the_rest(
@@ -341,8 +323,7 @@ def pair(*, tied: bool, optimizer: bool = False) -> dict[str, Any]:
 
 
 TIED = (
-    "net.a.weight and net.b.weight share memory in the state, and differ in the checkpoint: "
-    "untie "
+    "net.a.weight and net.b.weight share memory in the state, and differ in the checkpoint: untie "
     "them, or save them tied"
 )
 

@@ -28,12 +28,7 @@ LAYERS = [f"layers.{number}.{name}" for number in range(3) for name in ("weight"
         (Differences(["x"], [], ["other", "other"]), "other; key x is in the state and not in the "
             "checkpoint"),
         (Differences(missing=LAYERS), "6 keys (layers.*.weight (3 of them), layers.*.bias (3 of "
-            "them)) "
-            "are "
-            "in "
-            "the "
-            "state "
-            "and "
+            "them)) are in the state and "
                                       "not in the checkpoint"),
     ],
 )  # fmt: skip

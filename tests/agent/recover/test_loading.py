@@ -247,8 +247,7 @@ def test_what_would_become_infinite_is_refused_before_anything_is_written(daemon
         state = {"a": torch.zeros(3), "w": torch.zeros(2, dtype=torch.float16), "epoch": 0}
         error = failure(agent, state)
         words = (
-            "w: the checkpoint has float32, the state float16, and finite values would "
-            "become "
+            "w: the checkpoint has float32, the state float16, and finite values would become "
             "infinite in float16; nothing was written"
         )
         assert str(error) == f"{words}. To recover the rest, call recover(state, keep=['w'])"

@@ -268,8 +268,7 @@ def test_a_module_whose_state_dict_raises_is_refused_by_its_key() -> None:
 def test_a_module_without_a_match_is_refused_although_strict_is_off() -> None:
     saved, state = {"net": linear(3.0), "epoch": 4}, {"net": nn.Sequential(linear(0.0)), "epoch": 0}
     words = (
-        "net: no key of the module is in the checkpoint, which has weight, bias, while the "
-        "state "
+        "net: no key of the module is in the checkpoint, which has weight, bias, while the state "
         "has 0.weight, 0.bias"
     )
     refuses(Checkpoint(saved), state, words, {"strict": False, "keep": ["net"]}, strict=False)
@@ -308,8 +307,7 @@ def test_a_module_with_a_loader_without_a_match_is_refused_although_strict_is_of
     saved, state = {"net": nn.ModuleDict({"first": Resizes(3.0)})}, {"net": Resizes(0.0)}
     words = (
         "net: no key of the module is in the checkpoint, which has first.seen, "
-        "first.inner.weight, first.inner.bias, "
-        "while the state has seen, inner.weight, inner.bias"
+        "first.inner.weight, first.inner.bias, while the state has seen, inner.weight, inner.bias"
     )
     assert refusal(Checkpoint(saved), state, strict=False)[0] == words
 
@@ -341,8 +339,7 @@ def test_a_module_on_the_meta_device_is_refused_until_it_has_memory() -> None:
         module = nn.Linear(2, 2)
     words, call = refusal(Checkpoint({"net": linear(3.0)}), {"net": module})
     say = (
-        "the state's tensor is on the meta device; give it memory "
-        "first "
+        "the state's tensor is on the meta device; give it memory first "
         "(module.to_empty(device=...))"
     )
     assert (words, call) == (f"net.weight: {say}; net.bias: {say}", {})
@@ -380,8 +377,7 @@ def test_a_fake_tensor_is_refused() -> None:
     with pytest.raises(StructureMismatch) as caught:
         Checkpoint({"net": linear(3.0)}).recover({"net": module})
     say = (
-        "the state's tensor is a fake tensor, which has no memory; make it outside "
-        "of "
+        "the state's tensor is a fake tensor, which has no memory; make it outside of "
         "FakeTensorMode"
     )
     assert str(caught.value) == f"net.weight: {say}; net.bias: {say}; nothing was written"

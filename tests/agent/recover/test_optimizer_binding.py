@@ -108,8 +108,7 @@ def test_state_that_an_optimizer_of_torch_cannot_take_is_refused_before_anything
     saving["optim"].step()
     state = of(7.0, lambda parameters: torch.optim.Adam(parameters, lr=0.25))
     words = (
-        "optim: torch.optim.adam.Adam cannot take the state that the checkpoint "
-        "has: "
+        "optim: torch.optim.adam.Adam cannot take the state that the checkpoint has: "
         "KeyError('step')"
     )
     refuses(Checkpoint(saving), state, words, {"strict": False, "keep": ["optim"]}, strict=False)
@@ -313,8 +312,7 @@ def test_groups_whose_settings_are_equal_tensors_may_be_merged(
     else:
         words = (
             "optim.param_groups.0: the checkpoint has the parameters of this group in groups with "
-            "different settings (it has 2 groups, the "
-            "optimizer 1)"
+            "different settings (it has 2 groups, the optimizer 1)"
         )
         refuses(saved, state, words, {"keep": ["optim"]})
 
@@ -460,20 +458,13 @@ def of_kind(make: Callable[..., torch.optim.Optimizer], **options: Any) -> dict[
     ("saved", "place", "words"),
     [
         (of_kind(torch.optim.AdamW), of_kind(torch.optim.SGD), "optim: the checkpoint has the "
-            "optimizer "
-            "AdamW"),
+            "optimizer AdamW"),
         (of_kind(torch.optim.AdamW, amsgrad=True), of_kind(torch.optim.AdamW),
         "optim.param_groups.0.amsgrad: "
-            "the "
-            "checkpoint "
-            "has "
-            "True"),
+            "the checkpoint has True"),
         (of_kind(torch.optim.SGD), of_kind(torch.optim.SGD, momentum=0.9),
         "optim.param_groups.0.momentum: "
-            "the "
-            "checkpoint "
-            "has "
-            "0"),
+            "the checkpoint has 0"),
     ],
 )  # fmt: skip
 def test_an_optimizer_of_another_kind_is_refused_unless_strict_is_off(
@@ -807,8 +798,7 @@ def test_an_optimizer_without_a_match_may_be_kept() -> None:
     other, into = trained(lr=0.5)
     state = {"other": torch.nn.ModuleDict({"block": other}), "optim": into, "epoch": 0}
     words = (
-        "optim: no parameter of the optimizer is in the checkpoint, which has a, b, while "
-        "the "
+        "optim: no parameter of the optimizer is in the checkpoint, which has a, b, while the "
         "optimizer has block.a, block.b"
     )
     call = {"strict": False, "keep": ["optim"]}
@@ -848,8 +838,7 @@ def test_another_number_of_parameters_without_names_is_refused() -> None:
     saved, state = trained(("a", "b", "c")), {"optim": fresh()[1], "epoch": 0}
     words = (
         "optim: the checkpoint has 3 parameters without names in this optimizer, the state 2: put "
-        "the module that holds them into the "
-        "state, too"
+        "the module that holds them into the state, too"
     )
     refuses(Checkpoint({"optim": saved[1], "epoch": 4}), state, words, {"keep": ["optim"]})
     assert (state["epoch"], moments(saved[0], state["optim"])) == (4, {})  # type: ignore[arg-type]

@@ -175,8 +175,7 @@ def test_containers_of_shards_keep_their_types(daemon: Daemon) -> None:
             )
             seconds.append(second)
         words = (
-            "holder.inside: a tensor that is sharded over ranks is no rank's own: take it out "
-            "of "
+            "holder.inside: a tensor that is sharded over ranks is no rank's own: take it out of "
             "per_rank(...)"
         )
         own = [f"object@{number}.{words}" for number in (0, 1)]

@@ -178,8 +178,7 @@ def test_a_state_that_a_reader_would_refuse_for_its_size_is_refused_whatever_was
         with pytest.raises(
             UnsavableValue,
             match="^the state has more than .* maps and texts, the most that ckptd writes or "
-            "reads: "
-            "save ",
+            "reads: save ",
         ):
             capture({"texts": texts}, habits=habits)
     captured = capture({"texts": ["ab"] * 4_000, "numbers": [[1.5]] * 200_000}, habits=habits)

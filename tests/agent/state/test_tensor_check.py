@@ -153,8 +153,7 @@ def test_the_parts_of_a_tensor_that_is_quantized_by_channel_are_named() -> None:
         "w: a quantized tensor (torch.qint8) cannot be saved: save its parts instead, which are "
         "int_repr(), "
         "q_per_channel_scales(), q_per_channel_zero_points() and q_per_channel_axis(), or its "
-        "values, dequantize(), or leave it "
-        "out (unsavable='skip')"
+        "values, dequantize(), or leave it out (unsavable='skip')"
     )
     for part in ("int_repr", "q_per_channel_scales", "q_per_channel_zero_points", "dequantize"):
         assert check_tensor("w", getattr(tensor, part)()).layout is torch.strided

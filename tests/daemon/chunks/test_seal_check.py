@@ -103,54 +103,23 @@ def change(**changes: Any) -> Any:
 
 REFUSED = [
     (lambda case: case.parts[0].items.pop(), "the metadata say that rank 0 stores the shard [4, 2] "
-        "at "
-        "[0, "
-        "0] "
-        "of "
-        "'w'; "
-        "the "
-        "plan"),
+        "at [0, 0] of 'w'; the plan"),
     (lambda case: case.parts[0].items[0].__setitem__(4, [3, 2]), "w: only 6 of 8 elements are "
         "stored"),
     (change(metadata=None), "the metadata in the plan of rank 0 are missing: they must describe "
-        "'w', "
-        "which "
-        "rank "
-        "0 "
-        "stores"),
+        "'w', which rank 0 stores"),
     (lambda case: case.parts[0].metadata["w"].update(size=[5, 2]), "the metadata say that 'w' has "
-        "the "
-        "dtype "
-        "float32 "
-        "and "
-        "the "
-        "size "
-        "[5, "
-        "2]"),
+        "the dtype float32 and the size [5, 2]"),
     (lambda case: case.parts[0].metadata["w"].update(dtype="int32"), "the metadata say that 'w' "
-        "has "
-        "the "
-        "dtype "
-        "int32"),
+        "has the dtype int32"),
     (lambda case: case.parts[0].metadata.update(v={"dtype": "bytes"}), "the metadata say that rank "
-        "0 "
-        "stores "
-        "'v'"),
+        "0 stores 'v'"),
     (change(raw_values=b"garbage"), "values document is not a map"),
     (change(values={"rng": None}), "values document has no member 'state'"),
     (change(values={"state": {"a": Ext(1, b"v")}}), "the values of rank 0 name the tensor 'v', "
-        "which "
-        "no "
-        "rank "
-        "stores"),
+        "which no rank stores"),
     (change(values={"state": {"a": [Ext(3, b"\x91\x90")]}}), "values document: 'state.a.0.0' has a "
-        "list "
-        "as "
-        "an "
-        "item "
-        "of "
-        "a "
-        "set"),
+        "list as an item of a set"),
 ]  # fmt: skip
 
 

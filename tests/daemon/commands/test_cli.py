@@ -354,12 +354,7 @@ def flip(part: Path, offset: int = ALIGN) -> None:
         (["verify", "{root}/nope"], 10, "no checkpoint"),
         (["status", "--socket", "{root}/nobody"], 14, "no daemon listens at"),
         (["status", "--socket", "{root}/nobody", "--job", "gpt"], 14, "without a daemon, name the "
-            "root: "
-            "`ckptd "
-            "status "
-            "ROOT "
-            "--job "
-            "gpt`"),
+            "root: `ckptd status ROOT --job gpt`"),
         (["ls", "--socket", "{root}/nobody"], 14, "without a daemon, name the root: `ckptd ls "
             "ROOT`"),
         (["stop", "--socket", "{root}/nobody"], 14, "no daemon listens at"),
@@ -368,23 +363,14 @@ def flip(part: Path, offset: int = ALIGN) -> None:
         (["run", "--root", "{root}2", "--socket", "{socket}"], 11, "another ckptd listens at"),
         (["run", "--socket", "{root}/s2"], 2, "no root: say where checkpoints go with --root DIR"),
         (["run", "--root", "/proc/nope", "--socket", "{root}/s2"], 1, "cannot use /proc/nope as "
-            "the "
-            "root "
-            "for "
-            "checkpoints"),
+            "the root for checkpoints"),
         (["run", "--root", "{root}", "--socket", "{root}/s2", "--codec", "lz5"], 2, "codec 'lz5' "
-            "is "
-            "not "
-            "known"),
+            "is not known"),
         (["run", "--root", "{root}", "--socket", "{root}/s2", "--config", "{root}/none.toml"], 2,
         "cannot "
-            "read "
-            "the "
-            "config "
-            "file"),
+            "read the config file"),
         (["run", "--root", "{root}", "--socket", "/" + "x" * 200], 2, "an absolute path of at most "
-            "107 "
-            "bytes"),
+            "107 bytes"),
         (["frobnicate"], 2, "No such command 'frobnicate'"),
     ],
 )  # fmt: skip

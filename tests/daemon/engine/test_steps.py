@@ -81,8 +81,7 @@ def test_a_timer_fails_its_step_when_it_ends(made: Made) -> None:
     assert made.step.failure is None
     made.core.advance(2.0)
     reason = (
-        "step 5 failed: ranks 0, 1 did not seal it within 60 s: every rank must "
-        "call "
+        "step 5 failed: ranks 0, 1 did not seal it within 60 s: every rank must call "
         "snapshot(step=5), not only some of them"
     )
     assert made.step.failure == ("snapshot-failed", reason)

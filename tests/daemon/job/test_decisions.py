@@ -331,8 +331,7 @@ def test_a_tag_belongs_to_one_step() -> None:
 
 
 CHANGED = (
-    "step 5 failed, because the structure of the state changed on some ranks only (rank 0: "
-    "w "
+    "step 5 failed, because the structure of the state changed on some ranks only (rank 0: w "
     "grew; not on rank 1)"
 )
 

@@ -90,8 +90,7 @@ SAVED = [measured(step, val_loss=float(step), train=1.0) for step in range(1, 9)
 WRONG = BestN("valloss", 2)
 WHY = (
     "BestN('valloss', 2) cannot choose: no checkpoint has the metric 'valloss' (their metrics are "
-    "'train', 'val_loss')"
-    "; did you mean 'val_loss'?"
+    "'train', 'val_loss'); did you mean 'val_loss'?"
 )
 
 

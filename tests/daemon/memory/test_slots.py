@@ -114,8 +114,7 @@ def shm(tmp_path: Path) -> Iterator[Shm]:
 def trainer(path: Path) -> Iterator[subprocess.Popen[str]]:
     """Context manager. Run a process that holds an flock on `path`."""
     code = (
-        "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); "
-        "print('held', "
+        "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print('held', "
         "flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen(

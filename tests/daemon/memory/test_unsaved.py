@@ -160,8 +160,7 @@ def test_the_line_at_the_signal_names_what_is_being_saved(place: Home) -> None:
         assert daemon.stop() == 0
         vanish(agent)
     said = (
-        "stopping: saving the newest snapshots that are not durable yet (step 8 of job "
-        "gpt "
+        "stopping: saving the newest snapshots that are not durable yet (step 8 of job gpt "
         "(attempt 1) is in memory only, in "
     )
     assert said in place.log_text()
@@ -310,7 +309,6 @@ def test_several_snapshots_are_one_line(place: Home) -> None:
     said = unsaved.text(found, "/ckpts")
     assert said.startswith(
         "NOT SAVED: step 8 of job a (attempt 1) is in memory only, in /dev/shm/x: the disk is "
-        "full; "
-        "step 9 of job b (attempt 2) is in memory only, in /dev/shm/x, /var/y. "
+        "full; step 9 of job b (attempt 2) is in memory only, in /dev/shm/x, /var/y. "
     )
     assert "\n" not in said

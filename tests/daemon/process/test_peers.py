@@ -20,8 +20,7 @@ from ckptd.daemon.process import peers
 from ckptd.daemon.process.peers import Peer
 
 CHILD = (
-    "import socket, sys; s = socket.socket(socket.AF_UNIX); "
-    "s.connect(sys.argv[1]); "
+    "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); "
     "sys.stdin.read()"
 )
 

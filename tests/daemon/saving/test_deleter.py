@@ -81,8 +81,7 @@ def test_a_policy_over_a_metric_that_no_checkpoint_has_deletes_nothing_and_says_
     deleter = world.saver.root.deleter
     said = (
         "nothing is deleted, because BestN('valloss', 1) cannot choose: no checkpoint has the "
-        "metric 'valloss' "
-        "(their metrics are 'val_loss'); did you mean 'val_loss'?"
+        "metric 'valloss' (their metrics are 'val_loss'); did you mean 'val_loss'?"
     )
     for _ in range(3):
         asyncio.run(deleter.retain(world.job))
@@ -158,8 +157,7 @@ def test_nothing_is_deleted_where_a_checkpoint_has_a_feature_for_deleters_that_i
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.run()
     why = (
-        f"nothing is deleted in job 'gpt', because {newer.tag} has the feature "
-        f"'chunk-references' "
+        f"nothing is deleted in job 'gpt', because {newer.tag} has the feature 'chunk-references' "
         f"for deleters"
     )
     assert features or why in caplog.text  # that a checkpoint is newer is a reason of its own

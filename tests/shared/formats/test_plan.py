@@ -131,13 +131,11 @@ UNSOUND = {
     "item behind the last region": (make([item(offset=4096)]), "outside its region"),
     "item without any "
     "region": (Plan(regions=[], items=[item()], aliases=[], metadata=None, writer={}), "outside "
-        "its "
-        "region"),
+        "its region"),
     "item over the end": (make([item(sizes=(1025,))]), "outside its region"),
     "item over two "
     "regions": (make([item(sizes=(20,))], regions=[Region(0, 64, 4), Region(64, 64, 2)]), "outside "
-        "its "
-        "region"),
+        "its region"),
     "item in a "
     "gap": (make([item(offset=64)], regions=[Region(0, 64, 4), Region(128, 64, 2)]), "outside its "
         "region"),

@@ -98,8 +98,7 @@ def test_a_type_of_a_later_version_is_no_damage() -> None:
         with pytest.raises(
             NewerFormat,
             match="^a value has the unknown kind 'a': it was written by a newer ckptd; upgrade "
-            "this "
-            "one$",
+            "this one$",
         ):
             decode(
                 msgspec.msgpack.encode(

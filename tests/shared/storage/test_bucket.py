@@ -21,8 +21,7 @@ from ckptd.shared.storage.bucket import Bucket, NoRanges, NoSuchRange, open_buck
 NAME, WHERE = "s3://data/ckpts/x", "s3://data/ckpts"
 KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 ANSWER = (
-    "Generic S3 error: Error performing PUT https://data.host/x?X-Amz-Signature=SECRET in 1s "
-    "- "
+    "Generic S3 error: Error performing PUT https://data.host/x?X-Amz-Signature=SECRET in 1s - "
     "Server returned non-2xx status code: {}"
 )
 BODY = "<Error><Code>{}</Code><Message>key SECRET</Message></Error>"
@@ -62,9 +61,7 @@ def made(kind: str, text: str) -> Exception:
             "Forbidden: ") + BODY.format("QuotaExceeded")), RemoteError, errno.ENOSPC,
          "the store answered 403 Forbidden (QuotaExceeded)"),
         (made("NotSupportedError", "SECRET"), RemoteError, errno.EOPNOTSUPP, "the store does not "
-            "support "
-            "the "
-            "request"),
+            "support the request"),
         (made("GenericError", "Received non-partial response when range "
             "requested"), NoRanges, errno.EIO,
          "the store does not answer requests for ranges as it should"),

@@ -262,8 +262,7 @@ def test_a_daemon_of_another_user_gets_nothing(open_place: Path) -> None:
         with pytest.raises(
             Forbidden,
             match=f"^the process that listens at {open_place} belongs to uid 65534, not to uid 0 "
-            f"or "
-            f"root, and",
+            f"or root, and",
         ):
             Channel(open_place, TIMEOUT)
         assert heard_by(listener) == b""
