@@ -2,8 +2,8 @@
 training, with and without, in the same rounds.
 
 `python -m benchmarks.replicas [--tensors N] [--elements N] [--rounds N]`. Two ranks
-hold the same tensors on the CPU. Each has two jobs, one of which compares nothing, and
-takes a snapshot of each in turn. A round counts with the longer time of the two ranks.
+hold the same tensors on the CPU. Each has one job that compares and one that does
+not, and takes a snapshot of each in turn. A round counts with the longer time of the two ranks.
 The time that the calling thread was on a processor is measured, too: on a machine with
 other work it is the better figure.
 """

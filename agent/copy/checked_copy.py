@@ -37,7 +37,7 @@ _address, _stride, _is_neg, _is_conj = (
     torch.Tensor.is_neg,
     torch.Tensor.is_conj,
 )
-# As some gradients are, of which torch knows without memory that they are zero.
+# Such as some gradients: torch knows that they are zero, and gives them no memory.
 _has_no_memory = torch.Tensor._is_zerotensor
 _dtype, _shape, _is_cpu = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_cpu")
 

@@ -151,7 +151,7 @@ def _digested_at(addresses: _Words, width: int) -> _Words:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """The tensors on one device of which pieces of one width are sampled.
+    """The tensors on one device from which pieces of one width are sampled.
 
     tensors: their numbers among the compared tensors. seeds: for each tensor, a number
     that depends on its place in its group. each: the number of pieces of each tensor.

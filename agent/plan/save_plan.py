@@ -198,7 +198,8 @@ def load_weights(data: bytes | memoryview) -> Any:
 
     Raises errors of many types if only pickled code could bring it back, or if it is damaged.
     """
-    if b"BytesIO" not in bytes(data):
+    data = bytes(data)
+    if b"BytesIO" not in data:
         return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     # DCP's example of a train state holds a BytesIO, which is nothing but data. torch's
     # reader of weights does not know that class, and its list of classes is global.

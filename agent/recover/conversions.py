@@ -322,7 +322,7 @@ def _were_shared_alike(
 def _overwritten(
     written: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[str, str] | None:
-    """Return the names of two destinations of which one overwrites the other, or None.
+    """Return the names of two destinations where one overwrites the other, or None.
 
     Writes the values into a copy of the memory that the destinations share. `written`
     has the destination and the value of each name.

@@ -79,7 +79,7 @@ def metadata_for_loading(
 
     own: the state dict of the module now. state: the saved names, canonical. versions:
     None if the checkpoint has none; the metadata are then those of `own`. As in torch,
-    a submodule of which nothing was saved has no metadata.
+    a submodule without any saved value has no metadata.
     """
     metadata = getattr(own, "_metadata", None)
     if versions is None or metadata is None:
@@ -219,8 +219,8 @@ def _metadata(versions: Versions) -> OrderedDict[str, Any]:
 def take_versions(place: OrderedDict[Any, Any], saved: Any, taken: Iterable[Any]) -> None:
     """Give a state dict of the caller's the metadata of the saved state dict.
 
-    taken: the keys whose values come from the saved state dict. A submodule of which no
-    value is taken keeps its own metadata.
+    taken: the keys whose values come from the saved state dict. A submodule without
+    such a key keeps its own metadata.
     """
     metadata = getattr(saved, "_metadata", None)
     if metadata is None:

@@ -45,7 +45,7 @@ _flattening: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyD
 
 
 class Ways:
-    """The ways from some modules to submodules, all of which are walked at once.
+    """The ways from some modules to submodules. All ways are walked at once.
 
     Each step is the number of a module and the name of its child, which gets the next
     number. The first numbers are those of the `roots` modules where the ways begin.

@@ -35,8 +35,9 @@ from ckptd.shared.system.fs import NO_ROOM, FileSystem, read_small
 log = logging.getLogger("ckptd.journal")
 
 MAX_UNDER_WAY = 1 << 20
-"""While the saves and deletions under way take more than this many bytes of the encoded
-state, new ones are refused.
+"""The most bytes that the saves and deletions under way may take in the encoded state.
+
+Beyond them, new ones are refused.
 
 A journal file has room for twice as much.
 """

@@ -3,8 +3,8 @@ within the quota.
 
 This module owns the files in the tmpfs and one read-write descriptor of each. It knows
 nothing of snapshots beyond the header of each segment. A trainer counts as alive while
-it holds its flock on a segment, through a descriptor of which the daemon has kept no
-copy.
+it holds its flock on a segment, through a descriptor that the daemon has passed on
+and keeps no copy of.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ CONNECTION = 3
 the pidfd that is watched for the trainer's death.
 
 The constants here were measured with /proc/PID/fd. A rank with 2 slots takes 5
-descriptors, of which 2 are its segments
+descriptors, including the 2 of its segments
 (`tests/daemon/process/test_limits.py::test_descriptors_of_a_rank_are_as_planned`).
 """
 SAVING = 2

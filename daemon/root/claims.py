@@ -111,7 +111,7 @@ waits for `Began` much longer, 30 s.
 
 
 class Claims:
-    """The claims of one daemon, some of which may still wait for the storage."""
+    """The claims of one daemon. Some may still wait for the storage."""
 
     def __init__(
         self,

@@ -350,7 +350,7 @@ class Joint:
 
         Receipts that are `known` are not read again, because a receipt never changes.
 
-        late: True if a missing receipt ends the try. The directory is then listed anew.
+        late: True if a missing receipt ends the try. The directory is then listed again.
         """
         if late:
             await self._calls.run(partial(self._repository.refresh_listing, job, tag))

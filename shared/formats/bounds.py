@@ -50,15 +50,13 @@ possessive, so that a long run takes no memory.
 """
 _OBJECTS = bytes([*range(0x80, 0xC0), *range(0xC7, 0xCA), *range(0xD4, 0xE0)])
 _SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""For each first byte of a bin, ext or str: the width of the length field that follows,
-in bytes.
+"""The width of the length field, in bytes, by the first byte of a bin, ext or str.
 """
 _LISTS = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
-"""For each first byte of a long list or map: the width of the length field that
-follows, in bytes.
+"""The width of the length field, in bytes, by the first byte of a long list or map.
 """
 _FIXED = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
-"""For each first byte of an ext of fixed length: the length of its payload, in bytes."""
+"""The length of the payload, in bytes, by the first byte of an ext of fixed length."""
 
 
 def most_lists(length: int, bytes_of_each: float) -> int:

@@ -36,8 +36,9 @@ class HeartbeatStore:
         return sorted({attempt for attempt in found if attempt is not None})
 
     def read(self, job: str, attempt: int) -> bytes | None:
-        """Return the bytes of a heartbeat, of which a longer object has only the first
-        `MAX_HEARTBEAT`, or None if there is none.
+        """Return the bytes of a heartbeat, or None if there is none.
+
+        Of a longer object, only the first `MAX_HEARTBEAT` bytes are returned.
 
         Raises IntegrityError if something else, such as a FIFO, has its name.
         """

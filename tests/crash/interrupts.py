@@ -51,7 +51,7 @@ MOST_PROBLEMS = 3
 HOLDS = 3
 """Exit code of a forked child that still has its parent's segments."""
 FURTHER = 8
-"""Number of snapshots after a try, of which one must be sealed."""
+"""The number of snapshots after a try. At least one of them must be sealed."""
 PLACES = tuple(
     str(Path(path).resolve())
     for package in (ckptd.agent, ckptd.shared)

@@ -123,7 +123,7 @@ class Try:
             self._trainers.append(trainer)
 
     def clients(self, count: int) -> None:
-        """Connect this many clients, some of which stay silent.
+        """Connect this many clients. Some of them stay silent.
 
         Clients that do not fit into the backlog are closed again.
         """

@@ -269,8 +269,8 @@ def simple_case(*items: tuple[str, str, list[int]], ranks: int = 1) -> Case:
 # -- mutations
 
 Mutation = Callable[[Random, Case], tuple[str, ...] | None]
-"""Change a case. Return words, one of which the refusal must contain, or () if there is
-none to name, or None if it does not apply.
+"""Change a case. Return words, or () if there is none to name, or None if the change does
+not apply. The refusal must contain one of the words.
 """
 
 

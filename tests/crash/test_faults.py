@@ -1,4 +1,4 @@
-"""Faults at the worst moment, each of which was a bug once: in the journal, at a
+"""Faults at the worst moment. Each was a bug once: in the journal, at a
 restart, in a race. Nothing sealed is lost, and nothing hangs.
 """
 

@@ -182,7 +182,7 @@ BETWEEN: dict[str, Callable[[Run], None]] = {"swap": _swap, "move": _move, "exch
 
 def between(run: Run, name: str) -> None:
     """Change the objects of a run as a training script may between two snapshots, and
-    name its parameters anew.
+    name its parameters again.
     """
     if name:
         BETWEEN[name](run)

@@ -137,7 +137,7 @@ class End:
 def judge(pair: Pair, save: Save, restore: Restore, elsewhere: Elsewhere | None = None) -> Verdict:
     """Run a pair and return the verdict.
 
-    `elsewhere` recovers in the place of `restore`, if it is given.
+    `elsewhere` recovers instead of `restore`, if it is given.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

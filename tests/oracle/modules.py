@@ -329,7 +329,7 @@ COPYABLE = frozenset(
         "attention", "buffers", "extra", "posthook", "weightnorm",
     }
 )  # fmt: skip
-"""Kinds of which `AveragedModel` can make a copy."""
+"""Kinds that `AveragedModel` can copy."""
 PLAIN = (
     "linear",
     "conv",

@@ -460,7 +460,7 @@ class _Kept:
 
         back: list[Callable[[], None]] = [put]
         for key, optimizer in run.optimizers.items():
-            # An object of the caller's, of which ckptd knows nothing but its state
+            # An object of the caller's. ckptd knows nothing about it but its state
             # dict.
             if isinstance(run.state.get(key), Holder):
                 continue

@@ -219,7 +219,7 @@ def _with_state(
 
 
 def _unmatched(pair: Pair, target: Run, facts: Facts) -> Iterator[Reason]:
-    """An optimizer of which no parameter was found is an error even with strict=False."""
+    """An optimizer without any parameter that was found is an error, strict or not."""
     facts = by_position(facts, target) if pair.call.saved else facts
     for key, optimizer in target.optimizers.items():
         theirs = {name for names in facts.groups.get(key, []) for name in names}
@@ -237,7 +237,7 @@ def _unmatched(pair: Pair, target: Run, facts: Facts) -> Iterator[Reason]:
 
 
 def _of_other_keys(pair: Pair, run: Run, target: Run) -> Iterator[Reason]:
-    """Keys that only one side has are refused, and so is a module or a state of which
+    """Keys that only one side has are refused, and so is a module or a state where
     nothing is found, even with strict=False.
     """
     apart = {key for key in run.state.keys() ^ target.state.keys() if not _is_kept(pair, key)}
@@ -444,7 +444,7 @@ def _partly_alone(pair: Pair, run: Run, target: Run) -> Iterator[Reason]:
 
 
 def _of_other_values(pair: Pair) -> Iterator[Reason]:
-    """A value is not put in the place of one of another kind."""
+    """A value does not replace one of another kind."""
     for before, after in _both(pair.before.extras, pair.after.extras):
         if before.kind != after.kind:
             yield _reason("a value is of another kind", after.key)

@@ -110,7 +110,7 @@ class Child:
 
 class Judge:
     """A process that judges pairs, and another one that recovers some of them, and is
-    made anew after a few dozen.
+    made again after a few dozen.
     """
 
     def __init__(self, socket: Path) -> None:

@@ -16,7 +16,7 @@ from tests.support.daemons import Home
 from tests.support.ranks import RankFailed, Ranks
 
 LATER = 3
-"""How many snapshots are taken of replicas of which every element differs."""
+"""The number of snapshots of replicas where every element differs."""
 
 
 class Pools:
@@ -180,7 +180,7 @@ def _spoilt(pair: SpreadPair, ranks: Ranks, socket: Path, job: str) -> Verdict:
     """Judge snapshots of replicas that begin to differ: those before must succeed, and
     the others must fail as soon as the contract says.
 
-    Replicas of which every element differs fail at every snapshot. Where one bit
+    Replicas where every element differs fail at every snapshot. Where one bit
     differs, a snapshot fails that plans, and so does at least one of as many snapshots
     in turn as the setting says.
     """

@@ -31,7 +31,7 @@ class Weak:
     returns: list[str] = field(default_factory=list)
     """Tests that end before their last statement."""
     ifs: list[str] = field(default_factory=list)
-    """An `if` of which only one side asserts, and whose condition is found at run time."""
+    """An `if` where only one side asserts, and the condition is found at run time."""
     loops: list[str] = field(default_factory=list)
     """Loops that assert, over what may be empty and is nowhere else asserted about."""
 

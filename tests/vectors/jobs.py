@@ -1,5 +1,5 @@
-"""The test vectors of whole jobs: several checkpoints, of which a reader finds the
-newest (FORMAT.md, sections 5 and 17).
+"""The test vectors of whole jobs. A reader finds the newest of several checkpoints
+(FORMAT.md, sections 5 and 17).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Operation = Callable[[], object]
 
 
 class Queue:
-    """A queue of operations, of which the first `done` have run."""
+    """A queue of operations. The first `done` of them have run."""
 
     def __init__(self) -> None:
         self.operations: list[Operation | FakeMark] = []

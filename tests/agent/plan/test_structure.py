@@ -168,7 +168,7 @@ def test_the_first_difference_is_described() -> None:
 
 
 def test_sources_finds_the_present_tensors() -> None:
-    """This includes a storage that two tensors share, of which neither covers the
+    """This includes a storage that two tensors share where neither covers the
     other.
     """
     base = torch.arange(10.0)

@@ -157,7 +157,7 @@ def test_a_part_of_several_pieces_is_refused(daemon: Daemon) -> None:
 
 
 def sharded(value: torch.Tensor) -> DTensor:
-    """Return a tensor that is sharded over all ranks by rows, of which this rank has
+    """Return a tensor that is sharded over all ranks by rows. This rank has
     the first part after its number.
     """
     mesh = DeviceMesh("cpu", list(range(torch.distributed.get_world_size())))

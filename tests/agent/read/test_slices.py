@@ -130,8 +130,8 @@ ROWS, COLUMNS = 64, MIN_CHUNK // 8
 
 @pytest.fixture
 def halves(tmp_path: Path) -> Iterator[tuple[torch.Tensor, list[Counting]]]:
-    """Return a matrix of which two ranks hold the left and the right half, and their
-    parts.
+    """Return a matrix and the parts of two ranks, which hold its left and its right
+    half.
     """
     whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
     readers = []

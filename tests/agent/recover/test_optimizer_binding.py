@@ -198,8 +198,8 @@ def quantized_into_shards(kind: str) -> tuple[str, list[float], list[str]]:
 def test_a_quantized_moment_is_refused_where_its_parameter_is_divided_now(
     kind: str, sentence: str
 ) -> None:
-    """Otherwise each rank would have the whole moment of a parameter of which it has a
-    shard, and the next step would raise.
+    """Otherwise each rank would have a whole moment for its shard of the parameter,
+    and the next step would raise.
     """
     with Ranks(1) as ranks:
         (found,) = ranks.call(quantized_into_shards, kind)

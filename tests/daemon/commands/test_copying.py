@@ -38,7 +38,7 @@ STEPS = (5, 6, 7)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A root with three checkpoints of one job, of which one is pinned, and one of
+    """A root with three checkpoints of one job, one of them pinned, and one of
     another job.
     """
     with home() as place, running(place, "--codec", "raw", "--keep-last", "0"):

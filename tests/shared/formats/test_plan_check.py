@@ -29,7 +29,7 @@ def plan(
 
 
 def described(*ranks: int, dtype: str = "float32") -> dict[str, Any]:
-    """The entry of a tensor of 8 elements, of which each of these ranks stores one
+    """The entry of a tensor of 8 elements. Each of these ranks stores one
     piece.
     """
     piece = 8 // len(ranks)
