@@ -269,7 +269,7 @@ class Schedule:
                 self._about >= self._again,
             )
             try:
-                heard = link_of(agent).hear(topic, lambda: self._decide(step), late=late)
+                heard = link_of(agent).broadcast(topic, lambda: self._decide(step), late=late)
             except Nested:
                 raise
             except CkptdError as error:

@@ -163,8 +163,10 @@ async def recover(
     for place in list(journal.state.retiring):
         try:
             await front.finish_deletion(place)
-        except OSError as error:
-            log.warning("%s: %s", place, StorageError.of("delete it", error))
+        except JournalBroken:
+            raise
+        except (OSError, StorageError) as error:
+            log.warning("the deletion of %s is left to the next start: %s", place, error)
     for place in list(journal.state.staged):
         try:
             await finish_save(front, saver, catalog, place)

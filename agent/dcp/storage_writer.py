@@ -270,7 +270,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
             self._begin_alone(path)
         global_plan = secrets.token_bytes(32)
         tickets = [
-            Ticket(str(path), rank, together, global_plan, save) for rank, save in enumerate(saves)
+            Ticket(str(path), rank, together, global_plan, one) for rank, one in enumerate(saves)
         ]
         save.ticket = tickets[0]
         send(tickets)

@@ -247,7 +247,9 @@ class RankLink:
                 )
             self.begin_next()
 
-    def hear(self, topic: str, say: Callable[[], bytes], *, late: bool = False) -> bytes | None:
+    def broadcast(
+        self, topic: str, say: Callable[[], bytes], *, late: bool = False
+    ) -> bytes | None:
         """Return the message of rank 0 on every rank.
 
         `say` makes the message, and runs on rank 0 only. Another rank waits for the
@@ -258,7 +260,7 @@ class RankLink:
         Raises SnapshotFailed if the job's store does not answer, InvalidRequest if this
         link is closed, and Busy inside another call of this thread.
         """
-        with self.calls("hear"):
+        with self.calls("due"):
             self.ready()
             return self.ranks.broadcast(topic, say, 0.0 if late else self.stall_budget)
 

@@ -68,7 +68,6 @@ class Board:
     ) -> None:
         self._store = store
         self._rank = rank
-        self._leaders = list(leaders)
         self._tell = tell
         self._holds = {leader: f"{prefix}/holds/{leader}" for leader in leaders}
         self._answer = f"{prefix}/answer"

@@ -13,6 +13,7 @@ import io
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,6 +194,16 @@ class Resolved:
 _loading_buffers = threading.Lock()
 
 
+def _knowing_buffers() -> AbstractContextManager[None]:
+    """Return a context manager in which torch's reader of weights knows `BytesIO`.
+
+    torch's own one forgets the class at its end, even if the caller had added it.
+    """
+    if io.BytesIO in torch.serialization.get_safe_globals():
+        return nullcontext()
+    return torch.serialization.safe_globals([io.BytesIO])
+
+
 def load_weights(data: bytes | memoryview) -> Any:
     """Return the value that torch.save has written as `data`, on the CPU.
 
@@ -203,7 +214,7 @@ def load_weights(data: bytes | memoryview) -> Any:
         return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     # DCP's example of a train state holds a BytesIO, which is nothing but data. torch's
     # reader of weights does not know that class, and its list of classes is global.
-    with _loading_buffers, torch.serialization.safe_globals([io.BytesIO]):
+    with _loading_buffers, _knowing_buffers():
         return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
 
 

@@ -77,25 +77,21 @@ class Checkpoint:
                 return cls(repository, job, repository.read_manifest(job, tag))
         except OSError as error:
             raise StorageError.of(f"list {where}", error) from None
-        failure: IntegrityError | NotFound | None = None
-        damaged: list[IntegrityError] = []
+        passed = _PassedOver(job)
         try:
-            for manifest in _newest_first(repository, job, tags, which, damaged):
+            for manifest in _newest_first(repository, job, tags, which, passed):
                 try:
                     return cls(repository, job, manifest)
                 except NewerFormat as error:
                     raise newer(error, f"{job}/{manifest.tag}", _OLDER) from None
                 except (IntegrityError, NotFound) as error:
-                    failure = failure or error
                     if which != "newest":
                         raise
-                    log.warning("checkpoint %s/%s is passed over: %s", job, manifest.tag, error)
+                    passed.add(manifest.tag, error)
         except OSError as error:
             raise StorageError.of(f"read {where}", error) from None
-        raise (
-            failure
-            or next(iter(damaged), None)
-            or NotFound(f"no checkpoint{'' if which == 'newest' else f' {which!r}'} in {where}")
+        raise passed.first or NotFound(
+            f"no checkpoint{'' if which == 'newest' else f' {which!r}'} in {where}"
         )
 
     @property
@@ -292,18 +288,34 @@ def _reading(what: str) -> Iterator[None]:
         ) from None
 
 
+class _PassedOver:
+    """The checkpoints of a job that cannot be opened, while `Checkpoint.open` looks for the newest.
+
+    first: the error of the first of them, or None.
+    """
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self.first: IntegrityError | NotFound | None = None
+
+    def add(self, tag: str, error: IntegrityError | NotFound) -> None:
+        """Log that a checkpoint is passed over."""
+        log.warning("checkpoint %s/%s is passed over: %s", self._job, tag, error)
+        self.first = self.first or error
+
+
 def _newest_first(
     repository: Repository,
     job: str,
     tags: list[str],
     which: str | int,
-    damaged: list[IntegrityError],
+    passed: _PassedOver,
 ) -> Iterator[Manifest]:
     """Yield the sound manifests that `which` selects, the newest first.
 
     See `Checkpoint.open`.
 
-    For "newest", add the errors of the others to `damaged`.
+    For "newest", add the others to `passed`.
 
     The name of a directory tells attempt and step, unless the user has chosen the tag.
     So only the manifests of such tags are all read. Raises IntegrityError if the
@@ -336,8 +348,7 @@ def _newest_first(
             if isinstance(error, NewerFormat) and which == "newest":
                 found.append(((parsed.attempt, math.inf), tag, error))
             elif which == "newest":
-                log.warning("checkpoint %s/%s is passed over: %s", job, tag, error)
-                damaged.append(error)
+                passed.add(tag, error)
     for _, tag, known in sorted(found, key=lambda entry: entry[0], reverse=True):
         try:
             if isinstance(known, NewerFormat):
@@ -350,5 +361,4 @@ def _newest_first(
         except IntegrityError as error:
             if which != "newest":
                 raise
-            log.warning("checkpoint %s/%s is passed over: %s", job, tag, error)
-            damaged.append(error)
+            passed.add(tag, error)

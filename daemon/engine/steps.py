@@ -217,7 +217,7 @@ class Steps:
         Called at the end of each save, too.
 
         Of several nodes, the steps that another node will never seal are failed first.
-        A rank may have sealed one after that was heard.
+        A rank may have sealed one after that answer was taken.
         """
         if job.node is not None:
             self.perform(job, holdings.answered(job))

@@ -1,7 +1,8 @@
 """Reports what has happened in a daemon, to the parts that act on it.
 
 The saver and the claims report events, and know none of the parts that act on them.
-`subscribe` in `composition.py` says which part acts on which event.
+`subscribe` in `composition.py` says which part acts on which event; `App` adds itself
+to `on_changed`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Events:
             call(snapshot)
 
     def settled(self, job: Job) -> None:
-        """Report that slots of a job may be free now: after a commit, and at the end of
-        each save.
+        """Report that slots of a job may be free now: after a commit, at the end of each
+        save, and when the checksums of a step are known, so that the board may show it.
         """
         for call in self.on_settled:
             call(job)

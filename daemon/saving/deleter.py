@@ -82,8 +82,8 @@ class Deleter:
     Every save and every deletion in a job holds the lock of that job, which is in
     `locks`.
 
-    `repair_newest` and `forget` take the lock. The caller of `retain`, `retire` or
-    `point_newest` must hold it.
+    `repair_newest`, `forget`, `finish` and `evict` take the lock, which is not
+    reentrant. The caller of `retain`, `retire` or `point_newest` must hold it.
     """
 
     def __init__(
@@ -274,11 +274,7 @@ class Deleter:
                 known = StoredCheckpoint(job.name, tag, 0, None, 0, 0, tuple(parts), False)
             if known is None:
                 return f"there is no checkpoint {job.name}/{tag}"
-            why = await self.retire(job, known)
-            if not why:
-                job.damaged.pop(tag, None)
-                job.newer.pop(tag, None)
-            return why
+            return await self.retire(job, known)
 
     async def retire(self, job: Job, old: StoredCheckpoint, *, local: bool = False) -> str:
         """Delete a checkpoint.
@@ -328,7 +324,8 @@ class Deleter:
             await self._calls.run(lambda: sweep(self._repository, job.name, old.tag, old.files))
             failpoint("retire.swept")
             await self._journal.append(r.Retired(job=job.name, tag=old.tag))
-            job.checkpoints.pop(old.tag, None)
+            for known in (job.checkpoints, job.damaged, job.newer):
+                known.pop(old.tag, None)
             return ""
         finally:
             job.retiring.discard(old.tag)

@@ -27,7 +27,7 @@ class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
     user_content: the user's content, as JSON text. created: the time of the snapshot in
     Unix seconds, by the trainer's clock. Nothing is ordered by it. retention: the
     retention policies of the job as text, or None if it has none of its own. node: the
-    share of the node in an attempt of several nodes, or None if all ranks are on one
+    membership of the node in an attempt of several nodes, or None if all ranks are on one
     node. replicas: digests of the tensors that other ranks hold too, by which these
     ranks are compared.
     """

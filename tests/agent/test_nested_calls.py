@@ -86,14 +86,14 @@ def alarm(work: Callable[[], None]) -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("name", ["recover", "prepare", "close", "hear", "wait"])
+@pytest.mark.parametrize("name", ["recover", "prepare", "close", "due", "wait"])
 def test_a_nested_call_is_refused(agent: Agent, name: str) -> None:
     pending = agent.snapshot({"w": torch.ones(10)}, step=1, persist=False)
     work: dict[str, Callable[[], Any]] = {
         "recover": lambda: agent.recover({"w": torch.zeros(10)}),
         "prepare": lambda: agent.prepare({"w": torch.zeros(10)}),
         "close": agent.close,
-        "hear": lambda: link_of(agent).hear("topic", lambda: b"said"),
+        "due": lambda: link_of(agent).broadcast("topic", lambda: b"said"),
         "wait": lambda: pending.wait("durable"),
     }
     evil = Calls(work[name])

@@ -286,7 +286,7 @@ def test_a_store_that_does_not_answer_is_retried_later(
         raise SnapshotFailed("the job's store has not answered for 5 s")
 
     with monkeypatch.context() as patch:
-        patch.setattr(link_of(agent), "hear", silent)
+        patch.setattr(link_of(agent), "broadcast", silent)
         for step in range(100):
             clock.now += 1
             assert not when.due(step)
@@ -362,7 +362,7 @@ class Told:
         self.said, self.rank, self.waited = said, rank, 0
         self._link = self
 
-    def hear(self, topic: str, say: Any, *, late: bool) -> bytes | None:
+    def broadcast(self, topic: str, say: Any, *, late: bool) -> bytes | None:
         if self.rank == 0:
             self.said[topic] = say()
         self.waited += topic not in self.said and not late

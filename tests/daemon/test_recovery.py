@@ -422,6 +422,35 @@ async def test_a_deletion_of_several_nodes_takes_the_files_of_earlier_tries(root
     assert (root.storage.tags("gpt"), root.left().retiring) == ([], {})
 
 
+async def test_a_start_succeeds_though_the_journal_has_no_room_for_the_end_of_a_deletion(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = write_checkpoint(root.path)
+    await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
+    append = Journal.append
+
+    async def full(self: Journal, record: r.Record) -> None:
+        if isinstance(record, r.Retired):
+            raise StorageError("the journal has no room", errno.ENOSPC)
+        await append(self, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", full)
+        await root.start()
+    assert list(root.left().retiring) == [f"gpt/{TAG}"]
+    await root.start()
+    assert (root.storage.tags("gpt"), root.left().retiring) == ([], {})
+
+
+async def test_a_damaged_checkpoint_whose_deletion_is_finished_is_not_counted(root: Root) -> None:
+    manifest = write_checkpoint(root.path)
+    (root.path / "gpt" / TAG / names.MANIFEST).write_bytes(b"damaged")
+    await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
+    parts = await root.start()
+    assert root.storage.tags("gpt") == []
+    assert parts.catalog.job("gpt").damaged == {}
+
+
 async def test_a_deletion_that_fails_is_left_for_the_next_start(root: Root) -> None:
     manifest = write_checkpoint(root.path)
     await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))

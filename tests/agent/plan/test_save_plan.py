@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from ckptd.agent.plan.save_plan import (
     Resolved,
     check_complete,
+    load_weights,
     loads_as_weights,
     may_unpickle,
     plain_metadata,
@@ -291,3 +292,12 @@ def test_the_coordinators_document_has_the_nested_state() -> None:
     metadata.planner_data = {"w": torch.ones(1)}
     with pytest.raises(UnsavableValue, match="planner data cannot hold tensors"):
         values_of(metadata)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_loading_a_buffer_leaves_the_classes_that_the_caller_has_added(known: bool) -> None:
+    buffer = io.BytesIO()
+    torch.save(io.BytesIO(b"x"), buffer)
+    with torch.serialization.safe_globals([io.BytesIO] if known else []):
+        assert load_weights(buffer.getvalue()).getvalue() == b"x"
+        assert (io.BytesIO in torch.serialization.get_safe_globals()) == known
