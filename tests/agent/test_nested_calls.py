@@ -162,7 +162,7 @@ def test_a_schedule_called_inside_a_call_loses_no_due_step(agent: Agent) -> None
     assert schedule.due(1) is False
     evil = Calls(lambda: schedule.due(2))
     agent.snapshot({"w": torch.ones(1), "evil": evil}, step=2)
-    assert evil.outcome.startswith("Busy: hear() was called while snapshot()")
+    assert evil.outcome.startswith("Busy: due() was called while snapshot()")
     assert schedule.due(3) is True
 
 
