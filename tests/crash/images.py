@@ -58,10 +58,16 @@ class Image:
             os.close(fd)
 
     def again(self) -> None:
-        """Unmount and mount again, which drops everything that is only in the page
+        """Unmount and mount a copy, which drops everything that is only in the page
         cache.
+
+        A mount of the same file would bring back the file system that was stopped, with
+        EIO for every call, while a process in another mount namespace still has it.
         """
         unmount(self.where)
+        copy = self.place / "copy"
+        call("cp", "--sparse=always", str(self.file), str(copy))
+        copy.replace(self.file)
         self.mount()
 
     def close(self) -> None:

@@ -789,11 +789,17 @@ class Client:
 
     def _answer(self, number: int) -> Any:
         while True:
-            for message in self.channel.receive():
-                if isinstance(message, m.Progress):
-                    self.news[message.step] = message
-                elif getattr(message, "re", None) == number:
+            for message in self._receive():
+                if getattr(message, "re", None) == number:
                     return message
+
+    def _receive(self) -> list[m.Message]:
+        """Return the messages that have arrived. Keep the progress of each step."""
+        messages = self.channel.receive()
+        for message in messages:
+            if isinstance(message, m.Progress):
+                self.news[message.step] = message
+        return messages
 
     def acquire(self, step: int) -> m.Granted:
         granted = self._ask(m.Acquire(id=self.channel.new_id(), step=step, wait=30.0))
@@ -837,9 +843,7 @@ class Client:
 
     def wait(self, step: int) -> m.Progress:
         while step not in self.news:
-            for message in self.channel.receive():
-                if isinstance(message, m.Progress):
-                    self.news[message.step] = message
+            self._receive()
         return self.news[step]
 
     def close(self) -> None:
