@@ -75,11 +75,12 @@ class Pending:
 
     @property
     def lost_seconds(self) -> float | None:
-        """Seconds by which the training is behind because of this snapshot: its call,
-        and the steps that took longer than usual until it was durable.
+        """Seconds by which the training is behind because of this snapshot: the time in
+        the call of `snapshot`, and the extra time of the steps until it was durable.
 
-        None until a step of an optimizer has ended, and if fewer than 3 undisturbed
-        steps are known. The noise of the step times may make it negative.
+        None until an optimizer has ended a step after the snapshot, or if fewer than 3
+        steps have been timed while no snapshot was being saved. Noise in the step times
+        may make it negative.
         """
         return self._snapshot.lost_seconds
 

@@ -284,9 +284,10 @@ class RankLink:
         self._nested.append(pending)
 
     def _tidy(self) -> None:
-        """Settle interrupted calls, and report refused snapshots to the other ranks.
+        """End the hand-overs of interrupted calls, and report refused snapshots to the
+        other ranks.
 
-        Runs when a call enters and before it leaves.
+        Runs when a public call has taken the lock `calls`, and before it releases it.
 
         If this link is closed, only finish a `let_go` that was interrupted.
         """

@@ -292,7 +292,7 @@ class Client:
                 raise DaemonUnreachable(
                     "this agent is closed"
                     if self._closed
-                    else "a forked process cannot use its parent's agent: make an Agent of its own"
+                    else "a forked process cannot use its parent's agent: make a new Agent in it"
                 )
             channel = self._channel
             number = channel.new_id()

@@ -217,10 +217,10 @@ def start_private(root: Location) -> str:
         _make_own(log_file.parent)
         log_fd = owners.open_log(log_file)
     except OSError as error:
+        reason = f"{log_file}: {error.strerror}" if error.strerror else error
         raise DaemonUnreachable(
-            f"cannot start a private daemon: its log cannot be written: "
-            f"{error.strerror or error}; CKPTD_STATE_DIR can name a directory of "
-            "your own"
+            f"cannot start a private daemon: its log cannot be written: {reason}; set "
+            f"CKPTD_STATE_DIR to a directory of your own"
         ) from None
     ready, told = os.pipe()
     command = [
@@ -311,4 +311,4 @@ def _make_own(directory: Path) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     if (reason := owners.stranger(directory)) and os.geteuid() != 0:
-        raise PermissionError(f"{reason}: use a directory of your own")
+        raise PermissionError(reason)

@@ -222,7 +222,7 @@ def lacking_memory(part: torch.Tensor) -> str:
 def _check_memory(tensors: dict[str, torch.Tensor], parts: list[torch.Tensor]) -> None:
     """Raise UnsavableValue for a tensor whose storage was freed or has shrunk.
 
-    `untyped_storage().resize_()` does this, for example.
+    For example, `untyped_storage().resize_()` can free or shrink a storage.
     """
     for name, part in zip(tensors, parts, strict=True):
         if lacking := lacking_memory(part):

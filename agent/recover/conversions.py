@@ -254,7 +254,7 @@ def unequal(
 
 
 class _Range(NamedTuple):
-    """The range of addresses that a destination reaches over."""
+    """The range of addresses that a destination spans."""
 
     name: str
     begin: int

@@ -117,7 +117,7 @@ class Leaves:
         self._expected |= {pair: (sentence, keep) for pair in pairs if pair[0] != pair[1]}
 
     def is_kept(self, path: str) -> bool:
-        """Return True if the caller's value of this key stays."""
+        """Return True if `keep` leaves the caller's value of this key as it is."""
         if not self.options.keep:
             return False
         matching = self.note_kept(path)
@@ -415,9 +415,8 @@ def loader_of(place: Any, path: str, options: Options) -> Iterator[None]:
     except Exception as error:
         raise RecoveryFailed(
             f"{path or 'the state'}: load_state_dict() of {class_of(place)} raised {error!r}; the "
-            f"state is partly overwritten: "
-            "rebuild it, and make this object ready for its state before the recovery. To leave "
-            "this object as it is, call "
+            f"state is partly overwritten: rebuild it, with this object set up so that it can load "
+            f"its saved state, and recover again. To leave this object as it is, call "
             f"{options.call_that_keeps(path)}",
             overwritten=True,
         ) from error

@@ -77,8 +77,8 @@ class _KeptVersions:
     encoded: bytes = b""
 
     def encode(self, versions: dict[str, Versions]) -> bytes:
-        """Return the encoded part of the values document with these versions, or
-        nothing if there are none.
+        """Return the part of the values document that holds these versions, encoded, or
+        b"" if there are none.
         """
         if versions != self.versions:
             self.versions, self.encoded = versions, Packer().encode(versions) if versions else b""

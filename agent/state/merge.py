@@ -278,8 +278,9 @@ def _merge_optimizers(
 ) -> dict[str, Any]:
     """Merge optimizers so that each parameter is in one group.
 
-    The group has the settings that the parameter had on the first rank in `held` that
-    has it. A group without parameters that several ranks have is one group.
+    The settings of a parameter's group come from the first rank in `held` that has the
+    parameter. If several ranks have the same group without parameters, the result has
+    it once.
     """
     seen: set[Any] = set()
     groups: list[dict[str, Any]] = []

@@ -124,10 +124,11 @@ def _named(source: Location) -> tuple[Repository, list[tuple[str, str]]]:
 def copy(source: Location, destination: Location, as_json: bool) -> None:
     """Copy checkpoints to another root, and verify every byte of the copies.
 
-    SRC is a root, a job in it (DIR/JOB), or one checkpoint (DIR/JOB/TAG). ROOT gets the
-    checkpoints under the names that they have. Either may be a directory or a URL. A
-    copy that was interrupted goes on where it ended when the same command is run again.
-    The exit code is 13 if a checkpoint could not be copied because it is damaged.
+    SRC is a root, a job in it (DIR/JOB), or one checkpoint (DIR/JOB/TAG). The
+    checkpoints keep their names in ROOT. SRC and ROOT can each be a directory or a URL.
+    If a copy is interrupted, run the same command again: it continues where it stopped.
+    The exit code is 13 if a checkpoint could not be copied, because it is damaged or
+    was deleted meanwhile.
     """
     copier = Copier(source, destination)
     rows = []

@@ -188,11 +188,13 @@ def _waiting(neighbour: Neighbour) -> str:
 
 
 def daemon_status(socket: Path | None) -> dict[str, Any]:
-    """Return the status of the daemon at `socket`, or else at the first of the usual
-    places where a socket of this user or root exists.
+    """Return the status of the daemon at `socket`.
 
-    Raises DaemonUnreachable if no daemon answers there, Forbidden if there are only
-    sockets of other users.
+    If `socket` is None, ask the first daemon at the usual places that accepts a
+    connection, and that runs as this user or as the superuser.
+
+    Raises DaemonUnreachable if no daemon answers, or Forbidden if the first socket that
+    was found belongs to another user.
     """
     channel = _connect(socket)
     try:

@@ -49,9 +49,9 @@ class Newcomer:
 
 @dataclass(slots=True)
 class Sighting:
-    """The last bytes that were seen of one heartbeat, and when they were first seen.
+    """The latest contents of one heartbeat, and when they were first seen.
 
-    `changed`: other bytes were seen before.
+    `changed`: True if the heartbeat had other contents before.
     """
 
     data: bytes

@@ -33,8 +33,8 @@ ANSWER_SECONDS = 3.0
 waits no longer.
 """
 _REMEDIES = (
-    "stop that run, or give this one another job name (CKPTD_JOB), or take over with "
-    "takeover=True (CKPTD_TAKEOVER=1)"
+    "stop that run, give this one another job name (CKPTD_JOB), or take over with "
+    "takeover=True (CKPTD_TAKEOVER=1). After a takeover, "
 )
 
 
@@ -87,7 +87,7 @@ class RunGuard:
             return
         running = f"job {job.name!r} is running already, in {processes(others)}"
         if not takeover:
-            raise JobRunning(f"{running}: {_REMEDIES}, after which that run can no longer save")
+            raise JobRunning(f"{running}: {_REMEDIES}the other run can no longer save")
         log.warning("%s; pid %d takes over, and that run can no longer save", running, process.pid)
 
     def began(self, job: Job, dead: Collection[int]) -> None:
@@ -143,7 +143,6 @@ class RunGuard:
 def _refusal(job: str, heartbeat: Heartbeat | None) -> str:
     who = "a process on another node" if heartbeat is None else heartbeat.who
     return (
-        f"job {job!r} is running already, in {who}: {_REMEDIES}, after which both runs save, each "
-        f"under an attempt of its own, and the "
-        "newest attempt is recovered"
+        f"job {job!r} is running already, in {who}: {_REMEDIES}both runs save, "
+        "each under an attempt of its own, and the newest attempt is recovered"
     )

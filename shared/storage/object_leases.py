@@ -72,8 +72,8 @@ class Leases:
                 if time.monotonic() > until:
                     who = self._holder(marks[0].name)
                     raise Busy(
-                        f"{called} cannot be read now: it has been marked for deletion by {who}; "
-                        f"try again later"
+                        f"{called} cannot be read now, because {who} is deleting it, or checks "
+                        f"whether it may be deleted; try again later"
                     )
                 time.sleep(RETRY_SECONDS)
         except BaseException:

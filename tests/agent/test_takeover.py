@@ -191,7 +191,7 @@ def test_a_second_run_on_another_node_is_refused_and_the_first_one_still_saves(
     refusal = (
         rf"^job 'job' is running already, in process {distant.process.pid} on node0 since "
         rf"20.* "
-        rf"UTC: stop that run, or .* takeover=True"
+        rf"UTC: stop that run, .* takeover=True"
     )
     with pytest.raises(JobRunning, match=refusal):
         Agent("job", socket=two[1].home.socket)

@@ -781,7 +781,7 @@ def test_a_forked_child_cannot_use_its_parents_connection(
     with forked(monkeypatch):
         with pytest.raises(
             DaemonUnreachable,
-            match="^a forked process cannot use its parent's agent: make an Agent of its own$",
+            match="^a forked process cannot use its parent's agent: make a new Agent in it$",
         ):
             rank.client.begin(acquire(1))
         rank.client.post(acquire(2), lambda reply: None)

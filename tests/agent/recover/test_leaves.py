@@ -36,8 +36,8 @@ def test_an_error_of_the_caller_names_the_key_and_the_class() -> None:
     assert caught.value.overwritten
     assert str(caught.value) == (
         f"loader.x: load_state_dict() of {__name__}.Place raised ValueError('no'); the state is "
-        f"partly overwritten: rebuild it, and make "
-        "this object ready for its state before the recovery. To leave this object as it is, call "
+        f"partly overwritten: rebuild it, with this object set up so that it can load its saved "
+        "state, and recover again. To leave this object as it is, call "
         "recover(state, step=4, keep=['a', 'loader.x'])"
     )
     with (

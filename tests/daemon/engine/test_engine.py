@@ -123,7 +123,7 @@ def test_another_run_is_refused_while_the_ranks_of_a_job_are_alive(ranks: Connec
     found = refused(ranks, lambda: other_run(ranks, 20, 0.0))
     assert isinstance(found, JobRunning)
     assert str(found).startswith(
-        "job 'gpt' is running already, in processes 10, 11: stop that run, or give this one "
+        "job 'gpt' is running already, in processes 10, 11: stop that run, give this one "
         "another job name"
     )
     assert ranks.job.attempt == 1

@@ -104,10 +104,9 @@ async def test_a_run_on_another_node_is_named_with_the_remedies(
         await begin(root)
     assert str(caught.value) == (
         "job 'gpt' is running already, in process 4711 on node7 since 2025-11-24 22:08:00 UTC: "
-        "stop that run, or give this one another job "
-        "name (CKPTD_JOB), or take over with takeover=True (CKPTD_TAKEOVER=1), after which both "
-        "runs save, each under an attempt of its "
-        "own, and the newest attempt is recovered"
+        "stop that run, give this one another job name (CKPTD_JOB), or take over with "
+        "takeover=True (CKPTD_TAKEOVER=1). After a takeover, both runs save, each under an attempt "
+        "of its own, and the newest attempt is recovered"
     )
     assert root.looks == 3
     assert caplog.text.count("watching the heartbeat of another run in /root/.ckptd/runs/gpt") == 1

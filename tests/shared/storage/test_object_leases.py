@@ -73,8 +73,8 @@ def test_the_mark_of_a_dead_deleter_is_waited_for_and_then_ignored(
     monkeypatch.setattr(locks, "SECONDS", 0.0)
     with pytest.raises(
         Busy,
-        match="^it cannot be read now: it has been marked for deletion by process 123 on host; try "
-        "again later",
+        match="^it cannot be read now, because process 123 on host is deleting it, or checks "
+        "whether it may be deleted; try again later",
     ):
         leases.lease("gpt/x", "it")
     assert names_in(bucket, LEASES) == []
