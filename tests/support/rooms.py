@@ -29,7 +29,8 @@ ORDER = {
     "agent": (
         "torch_support", "threads", "pending", "step_times", "advice", "outcomes", "state",
         "link", "plan", "copy", "handover", "read", "dcp", "recover", "agent", "default",
-        "schedule", "bench", "convert", "smp", "face",
+        "schedule", "bench", "convert", "smp", "integrations",
+        "face",
     ),
 }  # fmt: skip
 """The rooms of each package, lowest first: a room imports only rooms that stand before it.
@@ -60,6 +61,8 @@ def imports(path: Path, nodes: Iterable[ast.AST] | None = None) -> Iterator[str]
 
 FACE = "agent/face/__init__.py"
 """The file of the package `ckptd` itself."""
+INTEGRATIONS = "agent/integrations"
+"""The folder of the package `ckptd.integrations`."""
 
 
 def modules(root: Path = ROOT) -> dict[str, Path]:
@@ -69,13 +72,17 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
 
 
 def _name(path: Path) -> str:
-    parts = path.with_suffix("").parts
-    return "ckptd" if path == Path(FACE) else ".".join(("ckptd", *parts)).removesuffix(".__init__")
+    if path == Path(FACE):
+        return "ckptd"
+    parts = path.with_suffix("").parts[path.is_relative_to(INTEGRATIONS) :]
+    return ".".join(("ckptd", *parts)).removesuffix(".__init__")
 
 
 def room_of(name: str) -> str:
     """Return the room of a module: "job" for "ckptd.daemon.job.catalog"."""
-    return "face" if name == "ckptd" else [*name.split("."), "__init__"][2]
+    if name == "ckptd" or name.startswith("ckptd.integrations"):
+        return name.split(".")[1] if "." in name else "face"
+    return [*name.split("."), "__init__"][2]
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -554,7 +555,7 @@ RULES: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
         [(Leases, "_is_young", _no_mark_is_dead)],
     ),
     "receipts are deleted before the manifest": (
-        3905,
+        5499,
         [(Repository, "delete_receipts", lambda self, job, tag: True)],
     ),
     "a listing is fresh before something is called missing": (
@@ -575,10 +576,24 @@ that was broken without it, and what takes it out.
 """
 
 
-def is_needed(rule: str, lives: int = 10_000) -> bool:
-    """Return True if a life is broken without a rule.
-
-    The life of its seed is tried first.
-    """
+def is_needed(rule: str) -> bool:
+    """Return True if the life of the rule's seed is broken without the rule."""
     with without(rule):
-        return any(live(seed)[1] for seed in (RULES[rule][0], *range(lives)))
+        return live(RULES[rule][0])[1] != ""
+
+
+def main() -> None:
+    """Print, for each rule, the first of 10,000 seeds whose life is broken without it.
+
+    A change of the code or of this model may give each seed another life: then the
+    seeds in `RULES` are replaced.
+    """
+    logging.disable()
+    for rule, (seed, _) in RULES.items():
+        with without(rule):
+            found = next((other for other in (seed, *range(10_000)) if live(other)[1]), None)
+        print(f"{rule}: {found}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -599,4 +599,5 @@ def test_no_order_of_requests_breaks_a_promise() -> None:
 
 @pytest.mark.parametrize("rule", store_model.RULES)
 def test_a_rule_that_is_switched_off_breaks_one(rule: str) -> None:
+    """If this fails, `python -m tests.support.store_model` looks for another seed."""
     assert store_model.is_needed(rule)
