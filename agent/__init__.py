@@ -19,14 +19,17 @@ from __future__ import annotations
 # not say why.
 from ckptd.agent import torch_support  # noqa: F401
 from ckptd.agent.agent import Agent
+from ckptd.agent.batches import Batches
 from ckptd.agent.dcp.storage_reader import StorageReader
 from ckptd.agent.dcp.storage_writer import StorageWriter
 from ckptd.agent.default import close, prepare, recover, snapshot
+from ckptd.agent.newest_state import Newest, newest
 from ckptd.agent.pending import Pending
 from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.schedule import Schedule
 from ckptd.agent.state.tree import per_rank
+from ckptd.agent.training_run import Training, training
 from ckptd.shared.errors import CkptdError
 from ckptd.shared.retention import (
     BestN,
@@ -40,6 +43,7 @@ from ckptd.shared.retention import (
 
 __all__ = [
     "Agent",
+    "Batches",
     "BestN",
     "Checkpoint",
     "CkptdError",
@@ -48,15 +52,19 @@ __all__ = [
     "EveryNSteps",
     "LatestDuration",
     "LatestN",
+    "Newest",
     "Pending",
     "PreserveAll",
     "Recovered",
     "Schedule",
     "StorageReader",
     "StorageWriter",
+    "Training",
     "close",
+    "newest",
     "per_rank",
     "prepare",
     "recover",
     "snapshot",
+    "training",
 ]

@@ -22,7 +22,7 @@ from ckptd.agent import default
 from ckptd.agent.agent import Agent, link_of
 from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.threads.call_lock import CallLock, Nested
-from ckptd.shared.errors import CkptdError
+from ckptd.shared.errors import CkptdError, InvalidRequest
 
 log = logging.getLogger("ckptd.agent")
 
@@ -161,7 +161,7 @@ class Schedule:
         )
         self._mtbf = None if mtbf is None else _seconds("mtbf", mtbf)
         self._persist_every = _whole("persist_every", persist_every)
-        self._given = agent
+        self.agent = agent
         self._calls = CallLock()
         self._agent: Agent | None = None  # the agent that everything set in `_begin` belongs to
         self._begin(None)
@@ -183,7 +183,7 @@ class Schedule:
         self._asked = False
 
     def _current(self) -> Agent:
-        agent = self._given or default.default_agent()
+        agent = self.agent or default.default_agent()
         if agent is not self._agent or agent.attempt != self._attempt:
             self._begin(agent)
         return agent
@@ -250,7 +250,7 @@ class Schedule:
             failed = PendingSnapshot(step)
             failed.fail(error)
             return Pending(failed)
-        take = self._given.snapshot if self._given is not None else default.snapshot
+        take = self.agent.snapshot if self.agent is not None else default.snapshot
         pending = take(state, step=step, persist=self._word.persist, **options)
         if pending.state not in ("failed", "skipped"):
             self._stalls.append(pending.stall)
@@ -296,6 +296,18 @@ class Schedule:
         busy = self._mtbf is not None and self._saving is not None and not self._saving.done
         return msgspec.msgpack.encode(
             (step, self._pace.decide(step, time.monotonic(), interval, busy=busy))
+        )
+
+
+def check_same_agent(schedule: Schedule, agent: Agent | None) -> None:
+    """Raise InvalidRequest if a schedule would take its snapshots with another agent.
+
+    `agent` None is the agent of this process.
+    """
+    if schedule.agent is not agent:
+        raise InvalidRequest(
+            "the Schedule has another agent than its caller: pass the same agent= to both, or to "
+            "neither"
         )
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckptd.agent.agent import Agent, link_of
-from ckptd.agent.bench.training import Training
+from ckptd.agent.bench.training import TrainedModel
 from ckptd.agent.bench.ways import (
     DirectWrite,
     PlainCopy,
@@ -104,7 +104,7 @@ def measure(
             "smaller --megabytes or another --root"
         )
     tell(f"training a model of {size_text(nbytes)} for some steps")
-    training = Training(nbytes)
+    training = TrainedModel(nbytes)
     with tempfile.TemporaryDirectory(prefix="ckptd-bench-", dir=root) as made:
         place = Path(made)
         with _agent(place) as agent, _process_group():
@@ -154,7 +154,7 @@ def _process_group() -> Iterator[None]:
 
 
 def _measure(
-    place: Path, training: Training, agent: Agent, rounds: int, tell: Callable[[str], None]
+    place: Path, training: TrainedModel, agent: Agent, rounds: int, tell: Callable[[str], None]
 ) -> Report:
     state, nbytes = training.tensors, training.nbytes
     agent.prepare(state)
@@ -198,7 +198,7 @@ def _measure(
     )  # fmt: skip
 
 
-def _lost(training: Training, agent: Agent, rounds: int) -> tuple[float, float]:
+def _lost(training: TrainedModel, agent: Agent, rounds: int) -> tuple[float, float]:
     """Return the training time that a snapshot costs, the call and the slower steps
     until it is durable, and the time of a quiet step.
     """
@@ -216,7 +216,7 @@ def _lost(training: Training, agent: Agent, rounds: int) -> tuple[float, float]:
     return median(found), median(quiet)
 
 
-def _restores(place: Path, training: Training, agent: Agent, rounds: int) -> dict[str, float]:
+def _restores(place: Path, training: TrainedModel, agent: Agent, rounds: int) -> dict[str, float]:
     """Return the medians of the seconds that restores into the tensors of the training
     take.
     """

@@ -11,7 +11,7 @@ _BYTES = 12 * (WIDTH * WIDTH + WIDTH)
 """The bytes of one layer: its weights and two moments."""
 
 
-class Training:
+class TrainedModel:
     """A model of linear layers, trained by AdamW to give its input back.
 
     `tensors` are its weights and moments, live, by name.

@@ -30,17 +30,22 @@ if TYPE_CHECKING:
 
     from ckptd.agent import (
         Agent,
+        Batches,
         Checkpoint,
+        Newest,
         Pending,
         Recovered,
         Schedule,
         StorageReader,
         StorageWriter,
+        Training,
         close,
+        newest,
         per_rank,
         prepare,
         recover,
         snapshot,
+        training,
     )
     from ckptd.shared import __version__
     from ckptd.shared.errors import (
@@ -87,6 +92,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Agent",
     "AlreadyExists",
+    "Batches",
     "BestN",
     "Busy",
     "CallerError",
@@ -109,6 +115,7 @@ __all__ = [
     "LatestN",
     "MachineError",
     "NewerFormat",
+    "Newest",
     "NotFound",
     "Pending",
     "PreserveAll",
@@ -125,15 +132,18 @@ __all__ = [
     "StorageWriter",
     "StructureChanged",
     "StructureMismatch",
+    "Training",
     "UnsavableValue",
     "UnsupportedTorch",
     "VersionMismatch",
     "__version__",
     "close",
+    "newest",
     "per_rank",
     "prepare",
     "recover",
     "snapshot",
+    "training",
 ]
 
 _MODULES = ("ckptd.shared.errors", "ckptd.shared.retention", "ckptd.shared", "ckptd.agent")

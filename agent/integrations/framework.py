@@ -8,7 +8,8 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ckptd.agent.schedule import Schedule
+from ckptd.agent.agent import Agent
+from ckptd.agent.schedule import Schedule, check_same_agent
 from ckptd.shared.errors import InvalidRequest
 
 _MARK = "_ckptd_attached"
@@ -50,18 +51,22 @@ def attach_once(thing: Any, called: str) -> None:
     setattr(thing, _MARK, True)
 
 
-def schedule_of(schedule: Schedule | None, every_steps: int | None) -> Schedule:
+def schedule_of(
+    schedule: Schedule | None, every_steps: int | None, agent: Agent | None = None
+) -> Schedule:
     """Return the schedule that the arguments of an `attach` choose.
 
-    Raises InvalidRequest unless exactly one of them is given, and for an invalid number.
+    Raises InvalidRequest unless exactly one of the first two is given, for an invalid
+    number, and for a schedule of another agent.
     """
     if (schedule is None) == (every_steps is None):
         raise InvalidRequest(
             "give either every_steps=, a number of steps, or schedule=, a ckptd.Schedule"
         )
     if schedule is not None:
+        check_same_agent(schedule, agent)
         return schedule
     try:
-        return Schedule(every_steps=every_steps)
+        return Schedule(every_steps=every_steps, agent=agent)
     except ValueError as error:
         raise InvalidRequest(str(error)) from None

@@ -29,8 +29,8 @@ ORDER = {
     "agent": (
         "torch_support", "threads", "pending", "step_times", "advice", "outcomes", "state",
         "link", "plan", "copy", "handover", "read", "dcp", "recover", "agent", "default",
-        "schedule", "bench", "convert", "smp", "integrations",
-        "face",
+        "schedule", "batches", "training_run", "newest_state", "bench", "convert", "smp",
+        "integrations", "face",
     ),
 }  # fmt: skip
 """The rooms of each package, lowest first: a room imports only rooms that stand before it.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ckptd.agent.bench.training import Training
+from ckptd.agent.bench.training import TrainedModel
 
 
 def test_every_tensor_changes_at_every_step() -> None:
-    training = Training(1)
+    training = TrainedModel(1)
     assert training.nbytes == 12 * (1024 * 1024 + 1024)
     assert sorted({name.partition(".")[0] for name in training.tensors}) == [
         "exp_avg",
@@ -23,4 +23,4 @@ def test_every_tensor_changes_at_every_step() -> None:
 
 
 def test_the_size_is_about_that_which_was_asked_for() -> None:
-    assert abs(Training(50_000_000).nbytes - 50_000_000) < 7e6
+    assert abs(TrainedModel(50_000_000).nbytes - 50_000_000) < 7e6

@@ -1,0 +1,254 @@
+"""The whole of a plain training loop: recovery, the schedule, SIGTERM and the end, in
+one `with`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ckptd.agent import default
+from ckptd.agent.agent import Agent, link_of
+from ckptd.agent.link.rounds import Exchange
+from ckptd.agent.pending import Pending
+from ckptd.agent.recover.options import OnReshape
+from ckptd.agent.recover.recovery import Recovered
+from ckptd.agent.schedule import Schedule, check_same_agent
+from ckptd.shared.errors import CkptdError, InvalidRequest
+
+log = logging.getLogger("ckptd.agent")
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_EXIT_CODE = 128 + signal.SIGTERM
+
+
+def training(
+    state: Any,
+    *,
+    every: int | str | Schedule,
+    agent: Agent | None = None,
+    strict: bool = True,
+    keep: Sequence[str] = (),
+    on_reshape: OnReshape | None = None,
+) -> Training:
+    """Return the run of a training loop, for a `with` statement.
+
+    with ckptd.training(state, every="10m") as run:
+        for step in run.steps(1000):
+            loss = train_step()
+            run.metrics = {"loss": loss}
+
+    Entering it recovers the newest snapshot into `state`. `run.steps` then yields the
+    steps that are left, and takes a snapshot after each step at which one is due, and
+    after the last. Leaving it makes the newest snapshot durable and closes the agent.
+    All ranks do the same.
+
+    SIGTERM lets the current step end, saves it, and ends the process with exit code
+    143. On several ranks, all of them end after the same step.
+
+    state: as for `snapshot`.
+    every: a number of steps, a time such as "90s", "10m" or "2h", or a `Schedule`.
+    agent: the `Agent` to use. Default: the agent of this process.
+    strict, keep, on_reshape: as for `recover`.
+
+    Raises InvalidRequest if `every` is none of these, or a Schedule of another agent.
+    """
+    schedule = every if isinstance(every, Schedule) else _schedule(every, agent)
+    check_same_agent(schedule, agent)
+    return Training(state, schedule, agent, strict=strict, keep=keep, on_reshape=on_reshape)
+
+
+def _schedule(every: object, agent: Agent | None) -> Schedule:
+    seconds = re.fullmatch(r"(\d+(?:\.\d+)?) ?([smhd])", every) if isinstance(every, str) else None
+    try:
+        if seconds is not None:
+            return Schedule(every_seconds=float(seconds[1]) * _SECONDS[seconds[2]], agent=agent)
+        if isinstance(every, int):
+            return Schedule(every_steps=every, agent=agent)
+    except ValueError:
+        pass
+    raise InvalidRequest(
+        f"every is {every!r}; expected a number of steps from 1 up, a time such as '90s', '10m' or "
+        f"'2h', or a Schedule"
+    )
+
+
+class Training:
+    """The run of a training loop, made by `training`.
+
+    recovered: the snapshot that was recovered, or None at the very first start.
+    pending: the `Pending` of the last snapshot, or None. metrics: numbers by name that
+    are saved with the next snapshot.
+    """
+
+    def __init__(self, state: Any, schedule: Schedule, agent: Agent | None, **options: Any) -> None:
+        self.recovered: Recovered | None = None
+        self.pending: Pending | None = None
+        self.metrics: dict[str, float] = {}
+        self._state, self._schedule = state, schedule
+        self._given = agent
+        self._options = options
+        self._next = 0
+        self._entered = self._stop = False
+        self._terminated = False
+        self._handler: Any = None
+        self._ranks: _StopStep | None = None
+
+    def __enter__(self) -> Training:
+        """Recover, and take over SIGTERM, if this is the main thread.
+
+        Raises the errors of `Agent` and `recover`.
+        """
+        agent = self._given or default.default_agent("training")
+        self.recovered = agent.recover(self._state, **self._options)
+        if self.recovered is not None:
+            if self.recovered.step < 0:
+                raise InvalidRequest(
+                    f"the checkpoint {self.recovered.tag} has no step, from which the training "
+                    f"could go on: recover it with ckptd.recover(), and count the steps yourself"
+                )
+            self._next = self.recovered.step + 1
+        ranks = link_of(agent).ranks
+        if isinstance(ranks, Exchange):
+            self._ranks = _StopStep(ranks.new_client(), f"{agent.job}/stop/{agent.attempt}")
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._entered = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Make the newest snapshot durable, and close the agent.
+
+        Raises the errors of `close`, unless the loop itself has raised one.
+        """
+        self._entered = False
+        close: Callable[[], None] = default.close if self._given is None else self._given.close
+        try:
+            close()
+        except CkptdError as failure:
+            if kind is None:
+                raise
+            log.error("the newest snapshot could not be made durable: %s", failure)
+        finally:
+            if self._handler is not None:
+                signal.signal(signal.SIGTERM, self._handler)
+
+    @property
+    def next_step(self) -> int:
+        """The step that `steps` yields next."""
+        return self._next
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Yield the steps from the first that is not saved yet to `total - 1`.
+
+        The code after the `yield`, the body of the loop, is one step of training. A
+        step ends when the next one is asked for: the snapshots are taken then. Call
+        `stop` to end early; a step that is left by `break` is not saved.
+
+        Raises InvalidRequest outside the `with` statement, and if `total` is not an
+        integer from 1 up. Raises SystemExit after SIGTERM.
+        """
+        if isinstance(total, bool) or not isinstance(total, int) or total < 1:
+            raise InvalidRequest(f"the number of steps is {total!r}; expected a number from 1 up")
+        if not self._entered:
+            raise InvalidRequest(
+                "steps() is called outside the with statement: write `with ckptd.training(...) as "
+                "run:` around the loop"
+            )
+        return self._steps(total)
+
+    def _steps(self, total: int) -> Iterator[int]:
+        if self._next >= total:
+            log.warning("nothing is left to do: step %d of %d is saved", self._next - 1, total)
+        while self._next < total:
+            yield self._next
+            step, self._next = self._next, self._next + 1
+            ends = self._ends_at(step)
+            self._snapshot(step, last=ends or self._next == total)
+            if self._terminated and ends:
+                log.warning("SIGTERM: step %d is the last one of this process", step)
+                raise SystemExit(_EXIT_CODE)
+            if ends:
+                self._stop = False
+                return
+
+    def stop(self) -> None:
+        """End `steps` after the current step, on all ranks, and save that step."""
+        self._stop = True
+
+    def _snapshot(self, step: int, *, last: bool) -> None:
+        due = self._schedule.due(step)  # also at the last step: the ranks decide it together
+        taken: Pending | None = None
+        if last:
+            take = default.snapshot if self._given is None else self._given.snapshot
+            taken = take(self._state, step=step, metrics=self.metrics or None)
+        elif due:
+            taken = self._schedule.snapshot(self._state, step=step, metrics=self.metrics or None)
+        if taken is not None:
+            self.pending = taken
+            self.metrics = {}
+
+    def _ends_at(self, step: int) -> bool:
+        """Return True if the run ends after this step, on all ranks."""
+        wanted = self._stop or self._terminated
+        if self._ranks is None:
+            return wanted
+        ends = self._ranks.ends_at(step, wanted=wanted, signalled=self._terminated)
+        self._terminated |= self._ranks.signalled
+        return ends
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._terminated = True
+        log.warning("SIGTERM: the run ends after this step")
+
+
+class _StopStep:
+    """The step after which all ranks end, agreed under one key of the job's store.
+
+    A rank that wants to end writes the number of its next step before it begins that
+    step. Ranks that train together cannot end that step before this rank takes part in
+    it, so that they read the number in time. Ranks that are further, because they do
+    not wait for each other, end at once, each at its own step.
+
+    signalled: True if the end was asked for by a signal.
+    """
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store: Store | None = store
+        self._key = key
+        self._asked = False
+        self.signalled = False
+
+    def ends_at(self, step: int, *, wanted: bool, signalled: bool) -> bool:
+        """Return True if the ranks end after this step.
+
+        Each rank calls this at the end of each step. `wanted` says that this rank wants
+        to end. If the store does not answer, each rank decides for itself from then on.
+        """
+        if self._store is None:
+            return wanted
+        try:
+            if wanted and not self._asked:
+                self._asked = True
+                self._store.compare_set(self._key, "", f"{step + 1} {int(signalled)}")
+            if not self._store.check([self._key]):
+                return False
+            last, by_signal = self._store.get(self._key).split()
+        except RuntimeError as error:
+            log.warning("the ranks cannot agree on the step after which they end: %s", error)
+            self._store = None
+            return wanted
+        self.signalled = by_signal == b"1"
+        return step >= int(last)

@@ -1,0 +1,244 @@
+"""Tests the `with` statement around a training loop: what it recovers, saves and says,
+and how SIGTERM and SIGKILL end it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptd.agent import Agent, Checkpoint, Schedule, training
+from ckptd.agent.training_run import Training
+from ckptd.shared.errors import InvalidRequest, SnapshotFailed
+from tests.support.daemons import Daemon
+from tests.support.ranks import HERE, Ranks
+
+SCRIPT = """
+import os, signal, sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import ckptd
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(50, 4))
+batches = ckptd.Batches(DataLoader(data, batch_size=8, shuffle=True))
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+optimizer = torch.optim.AdamW(model.parameters())
+dies_at, signal_number = int(sys.argv[1]), int(sys.argv[2])
+state = {"model": model, "optim": optimizer, "data": batches}
+with ckptd.training(state, every=3) as run:
+    for step, (batch,) in zip(run.steps(20), batches):
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(step, loss.item().hex(), flush=True)
+        if step == dies_at:
+            os.kill(os.getpid(), signal_number)
+print("done")
+"""
+
+
+def lines(daemon: Daemon, job: str, dies_at: int = -1, number: int = 0) -> tuple[list[str], int]:
+    """Run the script, and return what it prints and its exit code."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(dies_at), str(int(number))],
+        env={**os.environ, "CKPTD_SOCKET": str(daemon.home.socket), "CKPTD_JOB": job},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.stdout.splitlines(), done.returncode
+
+
+@pytest.fixture
+def agent(daemon: Daemon) -> Iterator[Agent]:
+    made = Agent("job", socket=daemon.home.socket)
+    yield made
+    made.close()
+
+
+def state_of(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((3,), value)}
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "again"), [(signal.SIGKILL, -9, 12), (signal.SIGTERM, 143, 14)]
+)
+def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(
+    daemon: Daemon, number: signal.Signals, code: int, again: int
+) -> None:
+    """After SIGKILL in step 13 the snapshot of step 12 is recovered or, if its copy was
+    killed, that of step 9. SIGTERM lets step 13 end, and saves it.
+    """
+    whole, ended = lines(daemon, "whole")
+    assert (ended, len(whole), whole[-1]) == (0, 21, "done")
+    first, ended = lines(daemon, "killed", 13, number)
+    assert (ended, first) == (code, whole[:14])
+    second, ended = lines(daemon, "killed")
+    assert ended == 0
+    assert second == whole[-len(second) :]
+    assert int(second[0].split()[0]) in {again, again + 1} - ({15} if code == 143 else set())
+    third, ended = lines(daemon, "killed")
+    assert (third, ended) == (["done"], 0)
+
+
+def test_steps_are_saved_when_due_and_at_the_end(agent: Agent, daemon: Daemon) -> None:
+    state = state_of(0.0)
+    taken = []
+    with training(state, every=4, agent=agent) as run:
+        assert run.recovered is None
+        for step in run.steps(10):
+            assert run.next_step == step
+            state["w"].fill_(step)
+            run.metrics = {"loss": float(step)}
+            taken.append(run.pending and run.pending.step)
+    assert taken == [None, 0, 0, 0, 0, 4, 4, 4, 4, 8]
+    assert run.pending is not None
+    assert (run.pending.step, run.pending.state, agent.closed) == (9, "durable", True)
+    with Checkpoint.open(daemon.home.root / "job") as found:
+        assert (found.step, found.metrics) == (9, {"loss": 9.0})
+        assert found.tensor("w").tolist() == [9.0] * 3
+
+
+def test_a_run_that_is_finished_says_so(
+    agent: Agent, daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    with training(state_of(1.0), every=100, agent=agent) as run:
+        assert list(run.steps(5)) == [0, 1, 2, 3, 4]
+    state, later = state_of(0.0), Agent("job", socket=daemon.home.socket)
+    caplog.set_level(logging.WARNING, "ckptd.agent")
+    with training(state, every=100, agent=later) as run:
+        assert list(run.steps(5)) == []
+        assert caplog.messages == ["nothing is left to do: step 4 of 5 is saved"]
+        assert list(run.steps(7)) == [5, 6]
+    assert state["w"].tolist() == [1.0] * 3
+
+
+def test_stop_ends_after_the_step_and_saves_it(agent: Agent, daemon: Daemon) -> None:
+    seen = []
+    with training(state_of(0.0), every=100, agent=agent) as run:
+        for step in run.steps(50):
+            seen.append(step)
+            if step == 3:
+                run.stop()
+    assert seen == [0, 1, 2, 3]
+    with Checkpoint.open(daemon.home.root / "job") as found:
+        assert found.step == 3
+
+
+def test_an_error_of_the_loop_is_raised_and_the_newest_snapshot_is_durable(
+    agent: Agent, daemon: Daemon
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    during = []
+
+    def loop(run: Training) -> None:
+        during.append(signal.getsignal(signal.SIGTERM))
+        next(itertools.islice(run.steps(50), 5, None))
+        raise ZeroDivisionError
+
+    with (
+        pytest.raises(ZeroDivisionError),
+        training(state_of(0.0), every=2, agent=agent) as run,
+    ):
+        loop(run)
+    assert during != [before]
+    assert agent.closed
+    assert signal.getsignal(signal.SIGTERM) == before
+    with Checkpoint.open(daemon.home.root / "job") as found:
+        assert found.step == 4
+
+
+def test_the_error_of_the_loop_counts_if_the_end_fails_too(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise SnapshotFailed("no room")
+
+    monkeypatch.setattr(agent, "close", fail)
+    with pytest.raises(ZeroDivisionError), training(state_of(0.0), every=2, agent=agent):
+        raise ZeroDivisionError
+    assert "the newest snapshot could not be made durable: no room" in caplog.messages
+    monkeypatch.undo()
+    agent = Agent("other", socket=agent._link.place.socket)
+    monkeypatch.setattr(agent, "close", fail)
+    with pytest.raises(SnapshotFailed), training(state_of(0.0), every=2, agent=agent):
+        pass
+    monkeypatch.undo()
+    agent.close()
+
+
+@pytest.mark.parametrize("every", [0, -1, "", "10", "10 minutes", "0m", 2.5, None, "auto"])
+def test_an_interval_that_means_nothing_is_refused(every: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^every is .*; expected a number of steps from 1 up"):
+        training({}, every=every)
+
+
+@pytest.mark.parametrize(
+    ("every", "seconds"), [("90s", 90.0), ("10m", 600.0), ("1.5h", 5400.0), ("2 d", 172800.0)]
+)
+def test_an_interval_may_be_a_time(every: str, seconds: float) -> None:
+    assert training({}, every=every)._schedule.interval == seconds
+
+
+def test_a_schedule_of_another_agent_is_refused(agent: Agent) -> None:
+    schedule = Schedule(every_steps=5)
+    with pytest.raises(InvalidRequest, match="^the Schedule has another agent than its caller: "):
+        training({}, every=schedule, agent=agent)
+    assert isinstance(training({}, every=schedule), Training)
+
+
+def test_steps_are_refused_outside_the_with_statement_and_without_a_number(agent: Agent) -> None:
+    run = training(state_of(0.0), every=5, agent=agent)
+    with pytest.raises(InvalidRequest, match=r"^steps\(\) is called outside the with statement: "):
+        run.steps(5)
+    with run, pytest.raises(InvalidRequest, match="^the number of steps is 0; expected a number "):
+        run.steps(0)
+
+
+# -- several ranks
+
+
+def begin(socket: Path) -> int:
+    HERE["agent"] = Agent("job", socket=socket)
+    return os.getpid()
+
+
+def train(victim: int, at: int) -> tuple[int, int, Any]:
+    """Train until the end. Return the steps, the exit code, and the last `Pending`."""
+    agent, steps, code = HERE["agent"], 0, 0
+    run = training({"w": torch.zeros(4)}, every=100, agent=agent)
+    try:
+        with run:
+            for step in run.steps(30):
+                torch.distributed.all_reduce(torch.zeros(1))
+                steps = step
+                if (agent.rank, step) == (victim, at):
+                    os.kill(os.getpid(), signal.SIGTERM)
+    except SystemExit as error:
+        code = int(str(error.code))
+    assert run.pending is not None
+    return steps, code, (run.pending.step, run.pending.state)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_all_ranks_end_after_the_same_step_if_one_gets_sigterm(daemon: Daemon, victim: int) -> None:
+    """SIGTERM arrives inside step 7. Step 8 is the first that no rank can have ended."""
+    with Ranks(3) as ranks:
+        ranks.call(begin, daemon.home.socket)
+        found = ranks.call(train, victim, 7)
+    assert found == [(8, 143, (8, "durable"))] * 3
+    with Checkpoint.open(daemon.home.root / "job") as checkpoint:
+        assert checkpoint.step == 8
