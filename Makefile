@@ -12,7 +12,7 @@ COVERED := */daemon/journal/*.py,*/daemon/recovery.py,*/daemon/saving/saver.py,*
 COVERING := $(wildcard tests/daemon/journal/test_*.py) tests/daemon/test_recovery.py tests/daemon/saving/test_saver.py \
 	tests/shared/wire/test_session.py
 
-.PHONY: demo test crashes matrix lint kills rank-kills crash-matrix trust oracle coverage coverage-all bench man clean
+.PHONY: demo test crashes matrix lint kills rank-kills crash-matrix trust oracle frameworks coverage coverage-all bench man clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -59,6 +59,10 @@ trust: $(INSTALLED)
 # Compares recoveries with torch's own round trip: PAIRS random programs and changes of them, two at a time.
 oracle: $(INSTALLED)
 	$(RUN) -m tests.oracle --lanes 2 --pairs $(PAIRS) $(if $(SEED),--seed $(SEED)) $(if $(REPORT),--report $(REPORT))
+
+# Tests each framework and kills its example, in an environment of its own. NAMES selects some of them.
+frameworks:
+	$(PYTHON) -m tests.frameworks $(NAMES) --kills $(KILLS)
 
 # Requires full branch coverage of the journal, the commit, the recovery and the session.
 coverage: $(INSTALLED)

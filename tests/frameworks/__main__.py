@@ -1,0 +1,67 @@
+"""Runs the tests and the example of each framework with kills, each in a new virtual
+environment, because their pins conflict.
+
+`python -m tests.frameworks [NAME...] [--kills 5]`. Needs only Python and pip. An
+environment takes up to 4 GB under TMPDIR, and is removed after its run. Exit code 1 unless
+all tests have passed and no loss differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """An environment: what is installed, the tests, and the examples that are killed."""
+
+    packages: tuple[str, ...]
+    tests: tuple[str, ...]
+    examples: tuple[str, ...]
+
+
+FRAMEWORKS = {
+    "plain": Framework((), ("tests/agent/test_training_run.py",), ("plain",)),
+}
+
+
+def run(name: str, framework: Framework, kills: int) -> str:
+    """Test one framework. Return the problem, or "" if there is none."""
+    with tempfile.TemporaryDirectory(prefix="ckptd-frameworks-") as place:
+        python = Path(place, "venv", "bin", "python")
+        commands = [
+            [sys.executable, "-m", "venv", Path(place, "venv")],
+            [python, "-m", "pip", "install", "--quiet", "--editable", f"{ROOT}[torch,dev]"],
+            *([[python, "-m", "pip", "install", "--quiet", *framework.packages]]
+              if framework.packages else []),
+            [python, "-m", "pytest", "-q", *framework.tests],
+            [python, "-m", "tests.frameworks.kills", *framework.examples, f"--kills={kills}"],
+        ]  # fmt: skip
+        for command in commands:
+            print("+", *command, flush=True)
+            if subprocess.run(command, cwd=ROOT, check=False).returncode:
+                return f"{name}: {' '.join(map(str, command[1:]))} has failed"
+    return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", default=list(FRAMEWORKS))
+    parser.add_argument("--kills", type=int, default=5)
+    options = parser.parse_args()
+    if unknown := sorted(set(options.names) - FRAMEWORKS.keys()):
+        parser.error(f"there is no framework {unknown[0]!r}: choose from {', '.join(FRAMEWORKS)}")
+    problems = [run(name, FRAMEWORKS[name], options.kills) for name in options.names]
+    print("\n".join(filter(None, problems)) or "all tests have passed, and no loss differs")
+    sys.exit(1 if any(problems) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Kills the examples of the frameworks with SIGKILL at random moments, and compares every
+loss with that of a run that was not killed.
+
+`python -m tests.frameworks.kills plain transformers [--kills 50] [--seed N]`. An example is
+a script in examples/frameworks that appends `STEP LOSS` to a file after each step, and
+`hash SHA256` at its end. A step that is trained twice must have the same loss both times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.support.daemons import Home, home
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "frameworks"
+SECONDS = 600.0
+_EARLY = 0.1
+"""The share of kills before the first step of a life, while the process imports, builds
+and recovers.
+"""
+
+
+def run_of(name: str, steps: int) -> Callable[[Path], list[str]]:
+    """Return the command of an example for a file of losses."""
+    return lambda losses: [
+        sys.executable, str(EXAMPLES / f"{name}.py"), "--steps", str(steps), "--losses", str(losses)
+    ]  # fmt: skip
+
+
+@dataclass(slots=True)
+class Compared:
+    """The lines that the lives of a run have written, beside those of one that was not
+    killed.
+
+    problems: one text for each line that differs, or that is missing.
+    """
+
+    kills: int = 0
+    lives: int = 0
+    steps: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def compare(whole: Sequence[str], lives: Sequence[str]) -> list[str]:
+    """Return one text for each difference between the lines of an uninterrupted run and
+    those of all lives of one that was killed.
+    """
+    expected = dict(line.split() for line in whole)
+    found = [line.split() for line in lives]
+    problems = [
+        f"{key}: {value} instead of {expected.get(key, 'nothing')}"
+        for key, value in found
+        if expected.get(key) != value
+    ]
+    missing = sorted(expected.keys() - {key for key, _ in found})
+    return problems + [f"{key} is missing" for key in missing]
+
+
+def lines(losses: Path) -> list[str]:
+    """Return the lines that have been written completely."""
+    if not losses.exists():
+        return []
+    text = losses.read_text()
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+class Example:
+    """An example that is run and killed, each run with a root of its own.
+
+    command: returns the command for a file of losses.
+    """
+
+    def __init__(self, command: Callable[[Path], list[str]], chance: random.Random) -> None:
+        self._command, self._chance = command, chance
+
+    def run(self, kills: int) -> Compared:
+        """Run the example once without a kill, and then until it has been killed often
+        enough and has ended.
+        """
+        found = Compared()
+        with home() as place:
+            begun = time.monotonic()
+            whole, _ = self._live(place, _never)
+            per_step = (time.monotonic() - begun) / max(1, len(whole))
+        if not whole or not whole[-1].startswith("hash "):
+            found.problems.append("the run without a kill did not reach its end")
+            return found
+        found.steps = len(whole) - 1
+        while found.kills < kills and not found.problems:
+            self._killed(found, kills, whole, per_step)
+        return found
+
+    def _killed(self, found: Compared, kills: int, whole: list[str], per_step: float) -> None:
+        """Start one run again and again until it ends, with at most as many kills as are
+        left.
+        """
+        with home() as place:
+            while True:
+                dies = self._moment(per_step, found.steps) if found.kills < kills else _never
+                written, killed = self._live(place, dies)
+                found.lives, found.kills = found.lives + 1, found.kills + killed
+                if not killed:
+                    break
+            found.problems += compare(whole, written)
+
+    def _moment(self, per_step: float, steps: int) -> Callable[[float, int], bool]:
+        """Return the condition under which a life is killed: some time after it began, or
+        after its first step.
+        """
+        early = self._chance.random() < _EARLY
+        after = self._chance.uniform(0.0, 5.0 if early else per_step * steps / 2)
+        first: list[float] = []
+
+        def due(now: float, count: int) -> bool:
+            if not first and (early or count):
+                first.append(now)
+            return bool(first) and now > first[0] + after
+
+        return due
+
+    def _live(self, place: Home, due: Callable[[float, int], bool]) -> tuple[list[str], bool]:
+        """Run one process. Return all lines so far, and True if it was killed.
+
+        Raises AssertionError if it fails by itself.
+        """
+        losses = place.path / "losses"
+        before = len(lines(losses))
+        environ = {
+            **os.environ, "CKPTD_ROOT": str(place.root), "CKPTD_JOB": "run", "OMP_NUM_THREADS": "1",
+            "XDG_RUNTIME_DIR": str(place.path), "CKPTD_STATE_DIR": str(place.path / "state"),
+            "CKPTD_IDLE_TIMEOUT": "1", "CKPTD_MEMORY_TTL": "60",
+        }  # fmt: skip
+        environ.pop("CKPTD_SOCKET", None)
+        with (place.path / "output").open("ab") as output:
+            process = subprocess.Popen(
+                self._command(losses), env=environ, cwd=place.path, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            end = time.monotonic() + SECONDS
+            while process.poll() is None:
+                now = time.monotonic()
+                assert now < end, f"the example has not ended within {SECONDS:g} s"
+                if due(now, len(lines(losses)) - before):
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                    return lines(losses), True
+                time.sleep(0.01)
+        if process.returncode:
+            said = (place.path / "output").read_text(errors="replace")[-3000:]
+            raise AssertionError(f"the example has failed with {process.returncode}:\n{said}")
+        return lines(losses), False
+
+
+def _never(now: float, count: int) -> bool:
+    return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="+", metavar="NAME")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
+    options = parser.parse_args()
+    bad = 0
+    print(f"{'example':<16}{'steps':>8}{'lives':>8}{'kills':>8}{'differ':>8}  seed {options.seed}")
+    for name in options.names:
+        example = Example(run_of(name, options.steps), random.Random(options.seed))
+        found = example.run(options.kills)
+        bad += bool(found.problems)
+        print(
+            f"{name:<16}{found.steps:>8}{found.lives:>8}{found.kills:>8}{len(found.problems):>8}",
+            *found.problems[:5], sep="\n    ", flush=True,
+        )  # fmt: skip
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

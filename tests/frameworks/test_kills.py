@@ -1,0 +1,46 @@
+"""Tests the rig that kills the examples of the frameworks, and kills the plain one."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+from tests.frameworks.kills import Example, compare, run_of
+
+WHOLE = ["0 0x1.0p+0", "1 0x1.8p+0", "2 0x1.cp+0", "hash ab"]
+FORGETFUL = """
+import os, sys, time
+losses = open(sys.argv[1], "a")
+for step in range(8):
+    print(step, (step + os.getpid() * 1e-9).hex(), file=losses, flush=True)
+    time.sleep(0.1)
+print("hash", "ab", file=losses, flush=True)
+"""
+
+
+def test_equal_lives_have_no_difference() -> None:
+    assert compare(WHOLE, [*WHOLE[:2], WHOLE[1], *WHOLE[2:]]) == []
+
+
+def test_another_loss_and_a_missing_step_are_named() -> None:
+    assert compare(WHOLE, [WHOLE[0], "2 0x1.0p+0", "3 0x1.0p+0"]) == [
+        "2: 0x1.0p+0 instead of 0x1.cp+0",
+        "3: 0x1.0p+0 instead of nothing",
+        "1 is missing",
+        "hash is missing",
+    ]
+
+
+def test_a_run_that_is_not_exact_is_found() -> None:
+    def command(losses: Path) -> list[str]:
+        return [sys.executable, "-c", FORGETFUL, str(losses)]
+
+    found = Example(command, random.Random(1)).run(2)
+    assert len(found.problems) > 2
+    assert " instead of " in found.problems[0]
+
+
+def test_the_plain_example_is_exact_after_a_kill() -> None:
+    found = Example(run_of("plain", 30), random.Random(2)).run(2)
+    assert (found.problems, found.steps, found.kills) == ([], 30, 2)
