@@ -36,7 +36,7 @@ def run(name: str, framework: Framework, kills: int) -> str:
     """Test one framework. Return the problem, or "" if there is none."""
     with tempfile.TemporaryDirectory(prefix="ckptd-frameworks-") as place:
         python = Path(place, "venv", "bin", "python")
-        commands = [
+        commands: list[list[str | Path]] = [
             [sys.executable, "-m", "venv", Path(place, "venv")],
             [python, "-m", "pip", "install", "--quiet", "--editable", f"{ROOT}[torch,dev]"],
             *([[python, "-m", "pip", "install", "--quiet", *framework.packages]]
