@@ -35,19 +35,17 @@ FRAMEWORKS = {
 def run(name: str, framework: Framework, kills: int) -> str:
     """Test one framework. Return the problem, or "" if there is none."""
     with tempfile.TemporaryDirectory(prefix="ckptd-frameworks-") as place:
-        python = Path(place, "venv", "bin", "python")
-        commands: list[list[str | Path]] = [
-            [sys.executable, "-m", "venv", Path(place, "venv")],
-            [python, "-m", "pip", "install", "--quiet", "--editable", f"{ROOT}[torch,dev]"],
-            *([[python, "-m", "pip", "install", "--quiet", *framework.packages]]
-              if framework.packages else []),
+        python, packages = f"{place}/venv/bin/python", (f"{ROOT}[torch,dev]", *framework.packages)
+        commands = (
+            [sys.executable, "-m", "venv", f"{place}/venv"],
+            [python, "-m", "pip", "install", "--quiet", "--editable", *packages],
             [python, "-m", "pytest", "-q", *framework.tests],
             [python, "-m", "tests.frameworks.kills", *framework.examples, f"--kills={kills}"],
-        ]  # fmt: skip
+        )
         for command in commands:
             print("+", *command, flush=True)
             if subprocess.run(command, cwd=ROOT, check=False).returncode:
-                return f"{name}: {' '.join(map(str, command[1:]))} has failed"
+                return f"{name}: {' '.join(command[1:])} has failed"
     return ""
 
 
