@@ -206,7 +206,7 @@ def _composed(
     catalog, journal, pipeline = front.catalog, front.journal, front.pipeline
     stage = None if behind is None else front.repository
     claims = Claims(Attempts(root.repository, root.calls, stage), events)
-    saver = Saver(config, catalog, slots, front, root, claims, events)
+    saver = Saver(config, slots, front, root, claims, events)
     uploader = None
     if behind is not None:
         uploader = Uploader(behind, saver, events)

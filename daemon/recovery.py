@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 
 from ckptd.daemon.engine.orphans import Orphans
@@ -169,7 +170,7 @@ async def recover(
             log.warning("the deletion of %s is left to the next start: %s", place, error)
     for place in list(journal.state.staged):
         try:
-            await finish_save(front, saver, catalog, place)
+            await finish_save(front, saver, place)
         except JournalBroken:
             raise
         except (OSError, StorageError) as error:
@@ -200,7 +201,7 @@ async def take_over(
     orphans.watch()
 
 
-async def finish_save(destination: Destination, saver: Saver, catalog: Catalog, place: str) -> None:
+async def finish_save(destination: Destination, saver: Saver, place: str) -> None:
     """Finish a save that was under way: commit it if it lacks only the manifest, and
     delete its files otherwise.
 
@@ -223,7 +224,7 @@ async def finish_save(destination: Destination, saver: Saver, catalog: Catalog, 
     elif (
         not parts
         or tag in there.damaged
-        or not await _roll_forward(destination, saver, catalog.job(name), parts)
+        or not await _roll_forward(destination, saver, saver.front.catalog.job(name), parts)
     ):
         await destination.committer.drop(
             name, tag, attempt, step, "the daemon ended before it was committed"
@@ -280,8 +281,7 @@ def _read_part(repository: Repository, part: r.PartDurable) -> tuple[Document, i
 
     Raises any error if the file is damaged.
     """
-    reader = repository.open_part(part.job, part.tag, part.file, part.index_sha256)
-    try:
+    with closing(repository.open_part(part.job, part.tag, part.file, part.index_sha256)) as reader:
         index = reader.index
         entry = PartEntry(
             rank=part.rank, file=part.file, bytes=part.bytes,
@@ -290,5 +290,3 @@ def _read_part(repository: Repository, part: r.PartDurable) -> tuple[Document, i
             linked_bytes=reader.linked_bytes,
         )  # fmt: skip
         return (entry, reader.plan, SnapshotRequest.decode(index.request)), index.world_size
-    finally:
-        reader.close()

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -64,11 +64,9 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     if name in _NUMPY:
         return np.dtype(name)
     if name in _ML_DTYPES:
-        try:
+        with suppress(ImportError, AttributeError):
             found: np.dtype[Any] = np.dtype(getattr(import_module("ml_dtypes"), name))
             return found
-        except (ImportError, AttributeError):
-            pass
     size = element_size(name)
     return np.dtype(f"u{size}") if size <= 8 else np.dtype(f"V{size}")
 

@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import msgspec
@@ -507,8 +507,7 @@ def verification(path: Location) -> Iterator[dict[str, Any]]:
             "unchecked": [],
         }
         try:
-            lease = repository.lease(job, name)
-            try:
+            with closing(repository.lease(job, name)):
                 # Of all parts together, since a tensor may lie in several.
                 shards, values = Shards(), Checked()
                 manifest = repository.read_manifest(job, name)
@@ -524,8 +523,6 @@ def verification(path: Location) -> Iterator[dict[str, Any]]:
                         entries, meshes = tensors(repository, job, name, manifest)
                         for fqn, entry in entries.items():
                             shards.check_described(fqn, stored_places(entry, meshes))
-            finally:
-                lease.close()
             result["ok"] = True
             result["unchecked"] = [
                 *(
@@ -576,8 +573,7 @@ def _verify_part(
     Adds its shards to `shards`, and what its values name to `values`. Raises
     IntegrityError, OSError.
     """
-    reader = repository.open_part(job, tag, part.file, part.index_sha256)
-    try:
+    with closing(repository.open_part(job, tag, part.file, part.index_sha256)) as reader:
         found = (verify(reader), len(reader.plan.items), reader.nbytes, 1 + len(reader.index.files))
         if found != (part.raw_bytes, part.items, part.bytes, part.files):
             raise IntegrityError(
@@ -591,8 +587,6 @@ def _verify_part(
         values.tensors |= checked.tensors
         values.unjudged += checked.unjudged + sum(item.dtype == BLOB for item in reader.plan.items)
         values.newer += checked.newer
-    finally:
-        reader.close()
     return part.bytes
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import stat
+from contextlib import suppress
 
 from ckptd.daemon.journal import file as jf
 from ckptd.shared import names
@@ -73,13 +74,11 @@ class JournalDirectory:
         directory, and it stays. The caller syncs the journal's directory.
         """
         if self._fits(name) and not self.has_spare:
-            try:
+            # If a directory that ckptd did not make has the name of the spare, the
+            # journal works without a spare.
+            with suppress(IsADirectoryError):
                 self._fs.rename(name, SPARE, self._directory, replace=True)
                 return True
-            except IsADirectoryError:
-                # A directory that ckptd did not make has the name of the spare: the
-                # journal works without a spare.
-                pass
         try:
             self.delete(name)
         except IsADirectoryError:
@@ -108,10 +107,8 @@ class JournalDirectory:
 
     def delete(self, name: str) -> None:
         """Delete a file. Do nothing if it does not exist."""
-        try:
+        with suppress(FileNotFoundError):
             self._fs.unlink(name, self._directory)
-        except FileNotFoundError:
-            pass
 
     def make_spare(self) -> None:
         """Create the spare if there is none.
@@ -135,10 +132,8 @@ class JournalDirectory:
                 "%s: the journal has no spare file, so a full disk may stop it",
                 StorageError.of("make a spare journal file", error),
             )
-            try:
+            with suppress(OSError):  # the next call deletes it
                 self.delete(temporary)
-            except OSError:
-                pass  # the next call deletes it
 
     # -- a journal file
 

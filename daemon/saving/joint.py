@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 
 from ckptd.daemon.job.catalog import Job
@@ -421,13 +421,12 @@ class Joint:
             if part.file not in there:
                 raise IntegrityError(f"{snapshot.job}/{snapshot.directory}/{part.file} is missing")
         first = verdict.parts[0]
-        reader = self._repository.open_part(
-            snapshot.job, snapshot.directory, first.file, first.index_sha256
-        )
-        try:
+        with closing(
+            self._repository.open_part(
+                snapshot.job, snapshot.directory, first.file, first.index_sha256
+            )
+        ) as reader:
             return reader.plan, SnapshotRequest.decode(reader.index.request)
-        finally:
-            reader.close()
 
     # -- earlier attempts
 

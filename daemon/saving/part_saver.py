@@ -17,7 +17,6 @@ from functools import partial
 from ckptd.daemon.chunks.governor import Governor
 from ckptd.daemon.chunks.pipeline import SealedSlot
 from ckptd.daemon.config import Config
-from ckptd.daemon.job.catalog import Catalog
 from ckptd.daemon.job.snapshot import RankSeal, Snapshot
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.memory.slots import Slots
@@ -45,14 +44,12 @@ class PartSaver:
     def __init__(
         self,
         config: Config,
-        catalog: Catalog,
         slots: Slots,
         destination: Destination,
         governor: Callable[[str], Governor],
     ) -> None:
         """governor: returns the governor of the saves of a job."""
         self._config = config
-        self._catalog = catalog
         self._slots = slots
         self._journal = destination.journal
         self._repository = destination.repository
@@ -213,8 +210,9 @@ class PartSaver:
 
         Return False if there is none that may be deleted.
         """
-        job, destination = self._catalog.job(snapshot.job), self._destination
+        destination = self._destination
+        job = destination.catalog.job(snapshot.job)
         if destination.evict is not None:
             return await destination.evict(job)
         may_delete = self._config.make_room and (snapshot.node is None or snapshot.node.leads)
-        return may_delete and await destination.make_room(job, needed)
+        return may_delete and await destination.deleter.make_room(job, needed)

@@ -231,7 +231,7 @@ class Uploader:
                 self._tell()
 
     async def _finish(self, place: str) -> None:
-        await recovery.finish_save(self._root, self._saver, self._catalog, place)
+        await recovery.finish_save(self._root, self._saver, place)
         self._left.discard(place)
 
     # -- for jobs of several nodes

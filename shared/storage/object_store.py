@@ -13,7 +13,7 @@ import functools
 import os
 import threading
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import msgspec
@@ -175,13 +175,11 @@ class ObjectStorage:
 
     def _create_small(self, name: str, data: bytes) -> None:
         for _ in range(_CONFLICTS):
-            try:
+            with suppress(FileExistsError):
                 if not self.creates_once and self.exists(name):
                     raise FileExistsError
                 self._bucket.put(name, data, create=self.creates_once)
                 return
-            except FileExistsError:
-                pass
             try:
                 if self._bucket.get(name, max(len(data), 1)) == data:
                     return

@@ -104,10 +104,9 @@ class PosixStorage:
         parent, _, name = prefix.rpartition("/")
         try:
             with self.directory(parent) as directory:
-                try:
+                # The process that removed it may have died before that was durable.
+                with suppress(FileNotFoundError, NotADirectoryError):
                     self.fs.remove_directory(name, directory)
-                except (FileNotFoundError, NotADirectoryError):
-                    pass  # the process that removed it may have died before that was durable
                 self.fs.sync_directory(directory)
         except (FileNotFoundError, NotADirectoryError):
             return True
@@ -213,16 +212,14 @@ class PosixStorage:
         """A file counts as deleted if something else has taken its name or that of its
         directory: that is not ckptd's and stays.
         """
-        try:
-            with self.directory(prefix) as directory:
-                for name in [unpublished + names.TMP_SUFFIX, *files] if unpublished else files:
-                    try:
-                        self.fs.unlink(name, directory)
-                    except (FileNotFoundError, IsADirectoryError):
-                        pass
-                self.fs.sync_directory(directory)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
+        with (
+            suppress(FileNotFoundError, NotADirectoryError),
+            self.directory(prefix) as directory,
+        ):
+            for name in [unpublished + names.TMP_SUFFIX, *files] if unpublished else files:
+                with suppress(FileNotFoundError, IsADirectoryError):
+                    self.fs.unlink(name, directory)
+            self.fs.sync_directory(directory)
 
     # -- claims
 
@@ -425,11 +422,8 @@ class PosixStorage:
 
     def take_journal(self, host: str, target: Path) -> None:
         prefix = f"{names.control(host)}/{names.JOURNAL}"
-        try:
-            with self.directory(prefix) as directory:
-                old_journal.move(self.fs, directory, self.where(prefix), target)
-        except FileNotFoundError:
-            pass
+        with suppress(FileNotFoundError), self.directory(prefix) as directory:
+            old_journal.move(self.fs, directory, self.where(prefix), target)
 
     def refusal(self, prefix: str) -> str:
         try:

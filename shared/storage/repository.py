@@ -63,12 +63,10 @@ class Repository:
         """
         name = f"{names.CONTROL}/{names.IDENTITY}"
         if not self.storage.exists(name):
-            try:
+            with suppress(FileExistsError):  # the daemon of another host was faster
                 self.storage.publish(
                     name, f"{names.new_nonce().hex()}\n".encode(), replace=False, by=machine.host()
                 )
-            except FileExistsError:
-                pass  # the daemon of another host was faster
         return self._read_identity(name)
 
     def known_identity(self) -> str | None:

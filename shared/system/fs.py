@@ -14,7 +14,7 @@ import mmap
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -143,10 +143,8 @@ class PosixFileSystem:
                     raise
                 # A file system without O_DIRECT may have created the file before it
                 # refused.
-                try:
+                with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=directory)
-                except FileNotFoundError:
-                    pass
         return os.open(name, flags, mode, dir_fd=directory)
 
     def allocate(self, fd: int, length: int) -> None:
@@ -262,11 +260,8 @@ def sync_parents(fs: FileSystem, path: Path) -> None:
     entries. Raises OSError.
     """
     for parent in path.resolve().parents:
-        try:
-            with opened_directory(fs, str(parent)) as directory:
-                fs.sync_directory(directory)
-        except PermissionError:
-            pass
+        with suppress(PermissionError), opened_directory(fs, str(parent)) as directory:
+            fs.sync_directory(directory)
 
 
 def publish(
@@ -292,10 +287,8 @@ def publish(
     and `replace` is False, else OSError.
     """
     temporary = f"{name}.{by}{TMP_SUFFIX}" if by else name + TMP_SUFFIX
-    try:
+    with suppress(FileNotFoundError):
         fs.unlink(temporary, directory)
-    except FileNotFoundError:
-        pass
     fd = fs.create(temporary, directory)
     try:
         try:
@@ -311,10 +304,8 @@ def publish(
             failpoint(f"{points}.synced")
         fs.rename(temporary, name, directory, replace=replace)
     except BaseException:
-        try:
+        with suppress(OSError):
             fs.unlink(temporary, directory)
-        except OSError:
-            pass
         raise
     if points:
         failpoint(f"{points}.renamed")
