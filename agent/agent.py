@@ -530,14 +530,13 @@ class Agent:
             if self.world_size == 1:
                 link.ready()
             link.client.wait_connected(link.stall_budget)
-            topic = f"recover/{link.attempt}"
             patterns = (keep,) if isinstance(keep, str) else tuple(keep)
             options = Options(strict, patterns, on_reshape, same_partition, step)
             recovery = Recovery(
                 link.client,
                 link.ranks,
                 link.job,
-                topic,
+                f"recover/{link.attempt}",
                 options,
                 self._load_planner,
                 nodes=link.node is not None,

@@ -235,8 +235,7 @@ class PendingSnapshot:
         Raises as `Pending.wait`.
         """
         _check(state)
-        settled = self._settled(state)
-        if not settled and (outer := call_around()):
+        if not self._settled(state) and (outer := call_around()):
             raise Nested("wait()", f"{outer}()")
         if not self._waiters.wait_for(lambda: self._settled(state), timeout):
             raise TimeoutError(f"step {self.step} is {self.state}, not {state}, after {timeout} s")

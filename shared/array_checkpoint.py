@@ -284,8 +284,7 @@ class ArrayCheckpoint:
         for name in names.keys() - bases.keys():
             shards |= {_key(part, item): (part, item) for part, item in self._items[name]}
         held = _read_all(shards.values())
-        made = {name: self._made(name, held) for name in names}
-        return _replaced(tree, made)
+        return _replaced(tree, {name: self._made(name, held) for name in names})
 
     def _made(self, name: str, held: _Blocks) -> Any:
         shards = self._items.get(name, ())

@@ -296,8 +296,7 @@ def _fill(
         if contents.fill is not None:
             contents.fill([(leaves[name], tensor.detach()) for name, tensor in places.items()])
             return
-        by_leaf = zip(leaves, contents.read(leaves.values()), strict=True)
-        for name, (_, tensor) in by_leaf:
+        for name, (_, tensor) in zip(leaves, contents.read(leaves.values()), strict=True):
             place = places[name].detach()
             if isinstance(place, DTensor):
                 whole = tensor.to(device=place.device_mesh.device_type, dtype=place.dtype)

@@ -340,8 +340,7 @@ def attach(ticket: SaveTicket, rank: int, world_size: int) -> RankLink:
     is none.
     """
     with _calls("save"):
-        held = _find(ticket.target, rank, world_size, ticket.begun.attempt)
-        return held or _begin(
+        return _find(ticket.target, rank, world_size, ticket.begun.attempt) or _begin(
             ticket.target,
             Told(rank, world_size, job_store, answer=msgspec.msgpack.encode(ticket.begun)),
         )

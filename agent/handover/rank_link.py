@@ -193,10 +193,9 @@ class RankLink:
             and isinstance(self.ranks, Exchange | Told)
         ):
             # The number is that of another attempt, too, under another root.
-            prefix = f"{self.job}/board/{self.node.run_id}"
             self._board = Board(
                 self.ranks.new_client(),
-                prefix,
+                f"{self.job}/board/{self.node.run_id}",
                 self.rank,
                 begun.leaders,
                 partial(self._pass_on, self.attempt),
@@ -367,8 +366,7 @@ class RankLink:
         self._warned = True
         waited = round(time.perf_counter() - pending.begun, 1)
         call = f"snapshot(step={waiting.step})"
-        text = not_called(call, waiting.ranks, self.rank, self.world_size, waited)
-        log.warning("%s", text)
+        log.warning("%s", not_called(call, waiting.ranks, self.rank, self.world_size, waited))
 
     def _progress(self, progress: m.Progress) -> None:
         pending = self.handovers.pending.get((progress.attempt, progress.step))

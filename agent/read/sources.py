@@ -218,13 +218,12 @@ def open_memory(descriptors: Sequence[Descriptor], attempt: int, step: int, tag:
             descriptor.close()
         raise
     request = sources[0].request
-    content = msgspec.json.decode(request.user_content)
     return Opened(
         tag,
         sources,
         saved,
         dict(request.metrics),
-        content,
+        msgspec.json.decode(request.user_content),
         [*descriptors, *sources],
         request.created,
     )

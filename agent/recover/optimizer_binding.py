@@ -81,14 +81,13 @@ class Optimizers:
         )
         flat = self._names.flattened_by(place)
         if keys and saved_names and set(saved_names).isdisjoint(keys) and flat is None:
-            unnamed = all(type(key) is int for key in keys)
             return leaves.differ(
                 f"{path or 'the state'}: no parameter of the optimizer is in the checkpoint, "
                 f"which has {', '.join(map(str, saved_names[:3]))}, while the optimizer has "
                 f"{', '.join(map(str, keys[:3]))}"
                 + (
                     ": the names come from the modules, so put the modules into the state, too"
-                    if unnamed
+                    if all(type(key) is int for key in keys)
                     else ""
                 ),
                 keep=path,
@@ -475,9 +474,8 @@ class Optimizers:
                 # An optimizer that has only some of the state of a parameter fails at
                 # its next step.
                 leaves.wholes[inside] = path
-                found = leaves.saved.describe(saved.fqn)
                 size, dtype = (
-                    tuple(found.size),
+                    tuple(leaves.saved.describe(saved.fqn).size),
                     dtypes.get(saved.fqn, leaves.saved.dtype(saved.fqn)),
                 )
                 if isinstance(own, torch.Tensor) and own.shape == size and own.dtype == dtype:

@@ -52,11 +52,10 @@ _LAYOUTS = {str(layout): layout for layout in _SPARSE}
 def _sparse_fields(tensor: torch.Tensor) -> Fields:
     tensor = tensor.detach()
     parts = {name.strip("_"): getattr(tensor, name)() for name in _SPARSE[tensor.layout]}
-    coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
     return {
         "layout": str(tensor.layout),
         "size": list(tensor.shape),
-        "coalesced": coalesced,
+        "coalesced": tensor.layout is torch.sparse_coo and tensor.is_coalesced(),
         **parts,
     }
 

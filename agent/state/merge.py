@@ -205,8 +205,7 @@ def _merge(held: list[tuple[int, Any]], own: int | None, foreign: Foreign) -> An
         if len(held) == 1 and is_flat(first.values()):
             return first
         made = empty_like(first)
-        keys = {key: None for _, value in held if isinstance(value, dict) for key in value}
-        for key in keys:
+        for key in {key: None for _, value in held if isinstance(value, dict) for key in value}:
             made[key] = _merge(
                 [
                     (rank, value[key])

@@ -88,9 +88,8 @@ def _is_config(cls: type) -> bool:
     """Return True for a configuration of Hugging Face transformers, which writes and
     reads itself as a dict.
     """
-    theirs = any(base.__module__.partition(".")[0] == "transformers" for base in cls.__mro__)
     return (
-        theirs
+        any(base.__module__.partition(".")[0] == "transformers" for base in cls.__mro__)
         and callable(getattr(cls, "to_dict", None))
         and callable(getattr(cls, "from_dict", None))
     )

@@ -91,8 +91,7 @@ class Steps:
                     self._timeout + more, self._expire, job, step
                 )
                 if step.watch is None:
-                    first = WAIT_SECONDS if job.node is None else BEGUN_SECONDS
-                    self._watch(job, step, first)
+                    self._watch(job, step, WAIT_SECONDS if job.node is None else BEGUN_SECONDS)
             case d.EndWait(key):
                 job.step(key).end_wait()
                 if job.node is None:

@@ -451,12 +451,11 @@ def news(snapshot: Snapshot) -> Progress:
     """Return the message that tells the ranks that a snapshot is durable, or that its
     save has failed.
     """
-    state = "durable" if snapshot.state is SnapshotState.DURABLE else "failed"
     return Progress(
         re=0,
         attempt=snapshot.attempt,
         step=snapshot.step,
-        state=state,
+        state="durable" if snapshot.state is SnapshotState.DURABLE else "failed",
         reason=snapshot.reason,
         code=snapshot.code,
     )

@@ -128,8 +128,7 @@ def scan(data: bytes, number: int) -> Scan:
             break
         records.append(record)
         position, crc, sequence = position + length, its_crc, record.sequence
-    rest = data[position:]
-    if not any(rest):
+    if not any(data[position:]):
         return Scan(header, records, Ending.CLEAN, position, crc)
     ending = (
         Ending.CORRUPT
@@ -160,9 +159,8 @@ def _read(data: bytes, position: int, salt: bytes) -> tuple[RawRecord, int, int,
         return None
     if any(data[end : position + _aligned(RECORD_SIZE + length)]):
         return None
-    payload = data[position + RECORD_SIZE : end]
     return (
-        RawRecord(kind, flags, sequence, durable, payload, version),
+        RawRecord(kind, flags, sequence, durable, data[position + RECORD_SIZE : end], version),
         crc,
         before,
         _aligned(RECORD_SIZE + length),

@@ -161,23 +161,21 @@ class PartSaver:
                     self._config.spread,
                     linker,
                 )
-                written = partial(progress.add, seal.rank)
                 governor = self._governor(snapshot.job)
                 at_once = (
                     governor.threads
                     if governor.threads == governor.most
                     else -(-governor.threads // len(snapshot.seals))
                 )
-                digests = self._config.link_unchanged and (before is None or before.steady)
                 entry, stored = await self._pipeline.write_part(
                     sealed,
                     writer,
                     snapshot.directory,
                     wait_for_checks,
-                    written,
+                    partial(progress.add, seal.rank),
                     before,
                     at_once,
-                    with_digests=digests,
+                    with_digests=self._config.link_unchanged and (before is None or before.steady),
                 )
             except OSError as error:
                 full = alone and error.errno in NO_ROOM

@@ -145,8 +145,7 @@ def encode_end(index_offset: int, index: bytes) -> bytes:
         crc32c(index),
         bytes(16),
     )
-    trailer = body + _CRC.pack(crc32c(body))
-    return index.ljust(length - TRAILER_SIZE, b"\0") + trailer
+    return index.ljust(length - TRAILER_SIZE, b"\0") + body + _CRC.pack(crc32c(body))
 
 
 def end_bound(chunks: int, documents: int, links: int = 0) -> int:

@@ -185,9 +185,8 @@ class Repository:
 
         An abandonment under the name of the manifest is none.
         """
-        name = self._name(job, tag, names.MANIFEST)
         try:
-            source = self.storage.open(name)
+            source = self.storage.open(self._name(job, tag, names.MANIFEST))
         except FileNotFoundError:
             return False
         except IntegrityError:
