@@ -459,7 +459,7 @@ class Agent:
             planned = (
                 self._kept_plan.estimate(captured)
                 if layout is None
-                else layout.data_length + len(layout.document)
+                else layout.plan.data_length + len(layout.document)
             )
             room = (
                 planned

@@ -97,22 +97,7 @@ class ArrayCheckpoint:
                 reader = PartReader(
                     file, part.file, part.index_sha256, lambda name: _File(directory / name)
                 )
-                index = reader.index
-                whose = (
-                    index.attempt,
-                    index.step,
-                    index.rank,
-                    len(reader.plan.items),
-                    1 + len(index.files),
-                )
-                if whose != (
-                    self.manifest.attempt,
-                    self.manifest.step,
-                    part.rank,
-                    part.items,
-                    part.files,
-                ):
-                    raise IntegrityError(f"{part.file} is not the part that the manifest describes")
+                self.manifest.check_part(part, reader)
                 self._add(reader)
         except BaseException:
             self.close()

@@ -115,7 +115,7 @@ def adopt(
                     Selection(only, dtype, tuple(rename), names or {}),
                     under_of(found, under),
                 )
-            nbytes, place = planned.layout.data_length, located(root)
+            nbytes, place = planned.layout.plan.data_length, located(root)
             made = ""
             if not dry_run:
                 _check_idle(job, place)

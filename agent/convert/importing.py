@@ -93,7 +93,7 @@ def import_checkpoint(
                 Selection(only, dtype, tuple(rename), names or {}),
                 under_of(format, under),
             )
-            found = Imported(place, format, tensors, planned.layout.data_length, left_out)
+            found = Imported(place, format, tensors, planned.layout.plan.data_length, left_out)
             check_place(place, found.nbytes)
             if not dry_run:
                 begin(found.nbytes)

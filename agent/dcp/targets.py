@@ -472,7 +472,7 @@ class SlotPart:
         assert self._layout is not None
         assert self._resolved is not None
         documents = Documents(values, request.encode())
-        if documents.offsets(layout)[-1] > self._handover.slot.capacity:
+        if documents.offsets(layout)[-1] > self._handover.slot.header.capacity:
             room = documents.offsets(layout)[-1] - document_offsets(self._layout, 0, 0)[-1]
             self.write(self._layout, self._resolved, room)
         self._handover.seal(layout, documents)

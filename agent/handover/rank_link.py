@@ -96,7 +96,8 @@ class RankLink:
         one are dropped. Ctrl-C may leave it True.
         """
         self._structure_changed = structure_changed
-        self._closed = self._gone = False
+        # True after `close`, and in a forked child, which needs an agent of its own.
+        self.closed = self._gone = False
         self._warned = False  # True once a warning has named ranks that have not called snapshot()
         # Snapshots refused inside another call, for `_tidy` to report to the other
         # ranks.
@@ -120,14 +121,9 @@ class RankLink:
         _links.add(self)
 
     @property
-    def closed(self) -> bool:
-        """True after `close`, and in a forked child, which needs an agent of its own."""
-        return self._closed
-
-    @property
     def usable(self) -> bool:
         """True if this link is neither closed nor known to be behind a newer attempt."""
-        return not self._closed and not self.client.closed
+        return not self.closed and not self.client.closed
 
     @property
     def root(self) -> str:
@@ -148,7 +144,7 @@ class RankLink:
     def __repr__(self) -> str:
         state = (
             "closed"
-            if self._closed
+            if self.closed
             else "connected"
             if self.client.connected
             else "without a daemon"
@@ -227,7 +223,7 @@ class RankLink:
 
     def check_open(self) -> None:
         """Raise InvalidRequest if this link is closed."""
-        if self._closed:
+        if self.closed:
             raise InvalidRequest("this agent is closed; make another one")
 
     def ready(self) -> None:
@@ -289,7 +285,7 @@ class RankLink:
 
         If this link is closed, only finish a `let_go` that was interrupted.
         """
-        if self._closed:
+        if self.closed:
             if not self._gone and os.getpid() == self._pid:
                 self.let_go()
             return
@@ -415,7 +411,7 @@ class RankLink:
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Make the newest snapshot durable, then free the slots. See `Agent.close`."""
         with self.calls("close"):
-            if self._closed:
+            if self.closed:
                 return
             self.handovers.wait_for_threads()
             try:
@@ -435,7 +431,7 @@ class RankLink:
 
         May be called again after Ctrl-C has interrupted it.
         """
-        self._closed = True
+        self.closed = True
         self._end_board()
         self.handovers.sealer.close()
         self.client.close()
@@ -446,7 +442,7 @@ class RankLink:
         """Close this link in a forked child, which must not use its parent's connection
         and locks.
         """
-        self._closed = True
+        self.closed = True
         self.calls = CallLock()
         self._board = None
         self.client.forget()

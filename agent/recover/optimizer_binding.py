@@ -171,12 +171,13 @@ class Optimizers:
             p for key, p in zip(keys, parameters, strict=True) if key in not_saved or key in kept
         ]
         by_itself = optimizer_loads_by_itself(place) or tree.keys() != {"state", "param_groups"}
-        values: dict[Any, dict[Any, Value]] = {}
-        for key, entry in tree["state"].items():
-            if key in parameter_of and self._has_form(key, parameter_of[key], path):
-                values[key] = self._optimizer_entry(
-                    place, key, parameter_of[key], entry, path, in_place=not by_itself
-                )
+        values: dict[Any, dict[Any, Value]] = {
+            key: self._optimizer_entry(
+                place, key, parameter_of[key], entry, path, in_place=not by_itself
+            )
+            for key, entry in tree["state"].items()
+            if key in parameter_of and self._has_form(key, parameter_of[key], path)
+        }
         others = self._of_no_parameter(place, tree, f"{path}.state")
         twice = _settings_of_several(place.param_groups)
         group_values = [
@@ -570,15 +571,14 @@ class Optimizers:
             place = own.get(name)
             # A saved group may have been divided.
             alone = isinstance(value, TensorRef) and value.fqn not in leaves.in_place
-            if (
-                alone
+            values[name] = (
+                leaves.tensor(place, value, f"{path}.{name}")
+                if alone
                 and isinstance(place, torch.Tensor)
                 and twice is not None
                 and id(place) not in twice
-            ):
-                values[name] = leaves.tensor(place, value, f"{path}.{name}")
-            else:
-                values[name] = leaves.make(value, f"{path}.{name}")
+                else leaves.make(value, f"{path}.{name}")
+            )
         return values
 
 

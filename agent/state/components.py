@@ -97,10 +97,6 @@ def _sparse_differs(place: torch.Tensor, fields: Fields) -> str:
 # -- nested
 
 
-def _nested_fields(tensor: torch.Tensor) -> Fields:
-    return {"jagged": tensor.layout is torch.jagged, "parts": list(tensor.detach().unbind())}
-
-
 def _make_nested(fields: Fields, cls: str = "") -> torch.Tensor:
     parts = fields["parts"]
     like: dict[str, Any] = (
@@ -109,10 +105,6 @@ def _make_nested(fields: Fields, cls: str = "") -> torch.Tensor:
     return torch.nested.nested_tensor(
         parts, layout=torch.jagged if fields["jagged"] else torch.strided, **like
     )
-
-
-def _into_nested(place: torch.Tensor, fields: Fields) -> torch.Tensor:
-    return _make_nested(fields).to(place.dtype).requires_grad_(place.requires_grad)
 
 
 # -- wrapper subclasses
@@ -220,7 +212,16 @@ TENSOR_KINDS: dict[str, Kind] = {
         differs=_sparse_differs,
     ),
     "nested": Kind(
-        _nested_fields, _into_nested, _make_nested, whole=True, required=("jagged", "parts")
+        lambda tensor: {
+            "jagged": tensor.layout is torch.jagged,
+            "parts": list(tensor.detach().unbind()),
+        },
+        lambda place, fields: (
+            _make_nested(fields).to(place.dtype).requires_grad_(place.requires_grad)
+        ),
+        _make_nested,
+        whole=True,
+        required=("jagged", "parts"),
     ),
     "subclass": Kind(
         _subclass_fields,

@@ -139,15 +139,7 @@ def _make_slice(fields: Fields, cls: str = "") -> slice:
     return slice(fields["start"], fields["stop"], fields["step"])
 
 
-def _into_slice(place: slice, fields: Fields) -> slice:
-    return _make_slice(fields)
-
-
 # -- random generators
-
-
-def _torch_fields(generator: torch.Generator) -> Fields:
-    return {"device": generator.device.type, "state": generator.get_state().numpy().tobytes()}
 
 
 def _into_torch(place: torch.Generator, fields: Fields) -> torch.Generator:
@@ -201,14 +193,17 @@ KINDS: dict[str, Kind] = {
     ),
     "slice": Kind(
         lambda value: {"start": value.start, "stop": value.stop, "step": value.step},
-        _into_slice,
+        lambda place, fields: _make_slice(fields),
         _make_slice,
         whole=True,
         required=("start", "stop", "step"),
     ),
     "config": Kind(lambda value: value.to_dict(), _into_config, whole=True),
     "generator": Kind(
-        _torch_fields,
+        lambda value: {
+            "device": value.device.type,
+            "state": value.get_state().numpy().tobytes(),
+        },
         _into_torch,
         whole=True,
         required=("device", "state"),

@@ -301,11 +301,13 @@ def listing(path: Location) -> list[dict[str, Any]]:
     rows = []
     for job in jobs:
         newest, pinned = repository.read_newest(job), repository.pins(job)
-        found = list(manifests(repository, job))
-        for tag, manifest in sorted(
-            found, key=lambda f: f[1].order if isinstance(f[1], Manifest) else (-1, -1, -1)
-        ):
-            rows.append(_row(job, tag, manifest, newest=tag == newest, pinned=tag in pinned))
+        rows += [
+            _row(job, tag, manifest, newest=tag == newest, pinned=tag in pinned)
+            for tag, manifest in sorted(
+                manifests(repository, job),
+                key=lambda f: f[1].order if isinstance(f[1], Manifest) else (-1, -1, -1),
+            )
+        ]
     if (
         not rows
         and not whole

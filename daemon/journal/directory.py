@@ -17,7 +17,7 @@ from ckptd.daemon.journal import file as jf
 from ckptd.shared import names
 from ckptd.shared.errors import StorageError
 from ckptd.shared.names import TMP_SUFFIX
-from ckptd.shared.system.fs import NO_ROOM, FileSystem
+from ckptd.shared.system.fs import NO_ROOM, FileSystem, closing_at_end
 
 log = logging.getLogger("ckptd.journal")
 
@@ -203,12 +203,9 @@ class JournalDirectory:
         """
         copy = f"{name}{suffix}.{secrets.token_hex(4)}"
         try:
-            fd = self._fs.create(copy, self._directory)
-            try:
+            with closing_at_end(self._fs.create(copy, self._directory), self._fs.close) as fd:
                 self._fs.write(fd, data, 0)
                 self._fs.sync(fd)
-            finally:
-                self._fs.close(fd)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise

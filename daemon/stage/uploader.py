@@ -411,7 +411,7 @@ class Uploader:
         for other in [job, *(other for other in self._catalog.jobs.values() if other is not job)]:
             for old in d.spare(other):
                 if (
-                    other is job or not self._stage.deleter.is_locked(other)
+                    other is job or not self._stage.locks[other.name].locked()
                 ) and await self._stage.deleter.evict(other, old, locked=other is job):
                     return True
         return False

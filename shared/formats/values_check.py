@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import codecs
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -656,10 +657,7 @@ class _Walk:
                 f"is a NumPy array of the dtype {str(descr)[:60]!r}, which cannot be read without "
                 f"pickles"
             )
-        count = 1
-        for n in shape:
-            count *= n
-        if end - body - length < count * size:
+        if end - body - length < math.prod(shape) * size:
             raise _Wrong(f"is a NumPy array of shape {list(shape)} that is cut short")
         return tuple(shape)
 

@@ -13,8 +13,8 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -222,12 +222,18 @@ def _renameat2(*arguments: int | bytes) -> int:
 
 
 @contextmanager
-def opened_directory(fs: FileSystem, name: str, directory: int | None = None) -> Iterator[int]:
-    fd = fs.open_directory(name, directory)
+def closing_at_end(fd: int, close: Callable[[int], None] = os.close) -> Iterator[int]:
+    """Context manager. Yield an open file descriptor, and close it at the end."""
     try:
         yield fd
     finally:
-        fs.close(fd)
+        close(fd)
+
+
+def opened_directory(
+    fs: FileSystem, name: str, directory: int | None = None
+) -> AbstractContextManager[int]:
+    return closing_at_end(fs.open_directory(name, directory), fs.close)
 
 
 def make_directories(fs: FileSystem, path: Path) -> None:
@@ -291,15 +297,13 @@ def publish(
         fs.unlink(temporary, directory)
     fd = fs.create(temporary, directory)
     try:
-        try:
+        with closing_at_end(fd, fs.close):
             if points and failpoint(f"{points}.written"):
                 fs.write(fd, data[: len(data) // 2], 0)
                 raise OSError(errno.EIO, "short write")
             fs.write(fd, data, 0)
             if durable:
                 fs.sync(fd)
-        finally:
-            fs.close(fd)
         if points:
             failpoint(f"{points}.synced")
         fs.rename(temporary, name, directory, replace=replace)
@@ -319,15 +323,12 @@ def read_small(fs: FileSystem, name: str, directory: int, limit: int) -> bytes:
     Raises OSError (EFBIG if the file is longer), IntegrityError if it is not a regular
     file.
     """
-    fd = fs.open(name, directory)
-    try:
+    with closing_at_end(fs.open(name, directory), fs.close) as fd:
         size = fs.size(fd)
         if size > limit:
             raise OSError(errno.EFBIG, f"larger than {limit} bytes", name)
         data = bytearray(size)
         return bytes(data[: fs.read(fd, memoryview(data), 0)])
-    finally:
-        fs.close(fd)
 
 
 def read_exactly(fd: int, buffer: memoryview, offset: int) -> int:
