@@ -180,3 +180,6 @@ class Returns:
             lambda n: m.Abandon(id=n, segment=segment, step=step, reason=reason, code=code),
             lambda _: self._confirmed(segment, step),
         )
+
+    def _confirmed(self, segment: str, step: int | None) -> None:
+        self._unconfirmed.pop((segment, step), None)

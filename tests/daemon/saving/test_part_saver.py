@@ -18,6 +18,7 @@ from ckptd.daemon.chunks.pipeline import SealedSlot
 from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.snapshot import SaveProgress
 from ckptd.daemon.journal import records as r
+from ckptd.daemon.saving.part_saver import PartSaver
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.reuse import ChunkCheck
 from ckptd.shared.wire.lifecycle import SnapshotState
@@ -166,7 +167,7 @@ def test_an_io_error_after_room_was_made_is_tried_once_more_only(
         made.append(job)
         return True
 
-    parts = world.saver._parts[world.saver.root]
+    parts: PartSaver = world.saver._parts[world.saver.root]
     monkeypatch.setattr(parts, "_config", dataclasses.replace(parts._config, make_room=True))
     monkeypatch.setattr(world.pipeline, "write_part", write_part)
     monkeypatch.setattr(world.saver.root.deleter, "make_room", make_room)
