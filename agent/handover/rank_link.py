@@ -355,9 +355,13 @@ class RankLink:
         missing.
         """
         pending = self.handovers.pending.get((waiting.attempt, waiting.step))
-        if self._warned or pending is None or pending.meets or pending.begun is None:
-            return
-        if self.rank in waiting.ranks:  # it has called since the message was sent
+        if (
+            self._warned
+            or pending is None
+            or pending.meets
+            or pending.begun is None
+            or self.rank in waiting.ranks  # it has called since the message was sent
+        ):
             return
         self._warned = True
         waited = round(time.perf_counter() - pending.begun, 1)

@@ -132,9 +132,11 @@ class Client:
         seconds once, and not at every call. Returns False at once if a call has timed
         out and no message has arrived since, or if the daemon serves another root now.
         """
-        if self._silent or self.foreign is not None:
-            return False
-        return self._up.wait(max(0.0, self._down_since + budget - time.monotonic()))
+        return (
+            not self._silent
+            and self.foreign is None
+            and self._up.wait(max(0.0, self._down_since + budget - time.monotonic()))
+        )
 
     def call(
         self, make: Make, kind: type[R], timeout: float | None

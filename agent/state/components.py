@@ -26,9 +26,11 @@ def kind_of_tensor(tensor: torch.Tensor) -> str:
     """Return the kind of a tensor that is taken apart, a key of `TENSOR_KINDS`, or ""
     for any other tensor.
     """
-    if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested:
-        return ""
-    if isinstance(tensor, (DTensor, ShardedTensor)) or tensor.is_meta:
+    if (
+        (type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested)
+        or isinstance(tensor, (DTensor, ShardedTensor))
+        or tensor.is_meta
+    ):
         return ""
     if tensor.is_nested:
         return "nested" if getattr(tensor, "_ragged_idx", 1) == 1 else ""

@@ -153,11 +153,13 @@ def _read(data: bytes, position: int, salt: bytes) -> tuple[RawRecord, int, int,
         data, position
     )
     end = position + RECORD_SIZE + length
-    if kind == 0 or length > _most(kind) or end > len(data):
-        return None
-    if crc32c(data[position + 4 : end], crc32c(salt)) != crc:
-        return None
-    if any(data[end : position + _aligned(RECORD_SIZE + length)]):
+    if (
+        kind == 0
+        or length > _most(kind)
+        or end > len(data)
+        or crc32c(data[position + 4 : end], crc32c(salt)) != crc
+        or any(data[end : position + _aligned(RECORD_SIZE + length)])
+    ):
         return None
     return (
         RawRecord(kind, flags, sequence, durable, data[position + RECORD_SIZE : end], version),

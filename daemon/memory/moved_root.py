@@ -130,6 +130,6 @@ def _has_moved(place: str, mark: RootMark, known: dict[str, bool], root: Locatio
 
 
 def _is_no_copy(former: Location, identity: str, root: Location) -> bool:
-    if open_root(former).known_identity() != identity:
-        return True
-    return isinstance(former, Path) and isinstance(root, Path) and os.path.samefile(former, root)
+    return open_root(former).known_identity() != identity or (
+        isinstance(former, Path) and isinstance(root, Path) and os.path.samefile(former, root)
+    )

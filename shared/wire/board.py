@@ -164,9 +164,8 @@ def is_news(holding: Holding, written: Holding | None, known: Answer) -> bool:
         written is None
         or holding.done != written.done
         or holding.failed.keys() - written.failed.keys()
+        or any(ranks != written.begun.get(step) for step, ranks in holding.begun.items())
     ):
-        return True
-    if any(ranks != written.begun.get(step) for step, ranks in holding.begun.items()):
         return True
     changed = set(holding.held).symmetric_difference(written.held)
     changed.update(set(holding.overdue).difference(written.overdue))
