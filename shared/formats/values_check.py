@@ -210,9 +210,7 @@ class _Walk:
             raise _Wrong(f"has a {'list' if is_list else 'dict'} as {role}")
         if is_list:
             return self._items(at, depth + 1)
-        if is_map:
-            return self._members(at, depth + 1)
-        return self._extension(at, depth, role)
+        return self._members(at, depth + 1) if is_map else self._extension(at, depth, role)
 
     def _enter(self, depth: int) -> None:
         """Raise _Wrong if a container is at a deeper level than a reader accepts.

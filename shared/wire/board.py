@@ -147,9 +147,7 @@ def _missing(
 
 def _not_come(node: Holding, step: int) -> list[int]:
     """Return the ranks of a node that have not come to a step."""
-    if step in node.held or step <= node.done:
-        return []
-    return node.begun.get(step, node.ranks)
+    return [] if step in node.held or step <= node.done else node.begun.get(step, node.ranks)
 
 
 def is_news(holding: Holding, written: Holding | None, known: Answer) -> bool:
