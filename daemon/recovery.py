@@ -27,7 +27,7 @@ from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.daemon.saving.committer import Document
 from ckptd.daemon.saving.destination import Destination
 from ckptd.daemon.saving.saver import Saver
-from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError, storage_errors
 from ckptd.shared.formats.manifest import PartEntry
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.repository import Repository
@@ -65,12 +65,10 @@ async def scan_job(
         except OSError as error:
             if job.node is not None and error.errno not in _NOT_WRITABLE:
                 raise StorageError.of(f"list {repository.where(job.name)}", error) from None
-    try:
+    with storage_errors(f"list {repository.where(job.name)}"):
         tags = await calls.read(
             f"list {repository.where(job.name)}", lambda: repository.tags(job.name)
         )
-    except OSError as error:
-        raise StorageError.of(f"list {repository.where(job.name)}", error) from None
     uncommitted: set[str] = set()
     damaged: dict[str, str] = {}
     newer: dict[str, str] = {}
@@ -134,7 +132,7 @@ async def recover(
     front = saver.front
     repository, calls = front.repository, front.calls
     journal, catalog = front.journal, front.catalog
-    try:
+    with storage_errors(f"use the root {repository.where()}"):
         await calls.read("look for the memory of a root that was moved", gather)
         slots.adopt()
         foreign.start()
@@ -148,8 +146,6 @@ async def recover(
                 log.warning("job %s is skipped: %s", name, reason)
                 continue
             await scan_job(repository, catalog.job(name), calls)
-    except OSError as error:
-        raise StorageError.of(f"use the root {repository.where()}", error) from None
     for name, known in journal.state.jobs.items():
         job = catalog.job(name)
         job.seq = max(job.seq, known.seq)

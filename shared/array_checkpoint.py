@@ -12,7 +12,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ckptd.shared import names
-from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, storage_errors
 from ckptd.shared.formats.bounds import is_flat
 from ckptd.shared.formats.coverage import check_cover, two_dtypes, two_sizes
 from ckptd.shared.formats.manifest import MAX_MANIFEST, Manifest
@@ -115,7 +115,7 @@ class ArrayCheckpoint:
         but not over one that a newer ckptd wrote.
         """
         where = local(path, "path")
-        with _reading(where):
+        with storage_errors(f"read {where}"):
             return cls._open(where, which)
 
     @classmethod
@@ -197,7 +197,7 @@ class ArrayCheckpoint:
         A tensor of several shards comes whole, in C order. Raises NotFound,
         IntegrityError, StorageError.
         """
-        with _reading(name):
+        with storage_errors(f"read {name}"):
             found = self._array(name, _read)
         return found.copy() if name in self._aliases else found
 
@@ -234,7 +234,7 @@ class ArrayCheckpoint:
         See `plain_values` for the values that need torch. Raises IntegrityError,
         NewerFormat, StorageError.
         """
-        with _reading(self.manifest.tag):
+        with storage_errors(f"read {self.manifest.tag}"):
             return self._filled(self._tree())
 
     def _tree(self) -> Any:
@@ -289,7 +289,7 @@ class ArrayCheckpoint:
                 check_cover(
                     name, shards[0][1].size, [(item.offsets, item.sizes) for _, item in shards]
                 )
-        with _reading(self.manifest.tag):
+        with storage_errors(f"read {self.manifest.tag}"):
             total = sum(map(verify, self._parts))
             self._check_known(reference.name for reference in _references(self._tree()))
         return total
@@ -307,19 +307,6 @@ class ArrayCheckpoint:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-@contextmanager
-def _reading(what: object) -> Iterator[None]:
-    """Context manager.
-
-    An OSError that is raised inside becomes a StorageError that says what could not be
-    read.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise StorageError.of(f"read {what}", error) from None
 
 
 class _File:

@@ -38,6 +38,8 @@ from __future__ import annotations
 
 import errno as _errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class CkptdError(Exception):
@@ -159,6 +161,18 @@ class StorageError(MachineError):
         if isinstance(error, RemoteError):
             return cls(f"cannot {action}: {error.strerror}", number, remote=True)
         return cls(f"cannot {action}: {os.strerror(number) if number else error}{hint}", number)
+
+
+@contextmanager
+def storage_errors(action: str) -> Iterator[None]:
+    """Context manager. Raise the StorageError for an OSError that is raised inside.
+
+    `action` is as in `StorageError.of`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StorageError.of(action, error) from None
 
 
 class SharedMemoryFull(MachineError):

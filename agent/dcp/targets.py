@@ -39,8 +39,8 @@ from ckptd.shared.errors import (
     InternalError,
     InvalidRequest,
     SnapshotFailed,
-    StorageError,
     check_step_follows,
+    storage_errors,
 )
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.segment import this_boot
@@ -206,12 +206,10 @@ def issue_tickets(
     no daemon; the daemon's errors.
     """
     targets = _targets(target, others)
-    try:
+    with storage_errors(f"look for a checkpoint at {target.path}"):
         alone = open_standalone(target.path).has_manifest()
         if not alone:
             check_no_other_tool(target.path, "move it away, or choose another path")
-    except OSError as error:
-        raise StorageError.of(f"look for a checkpoint at {target.path}", error) from None
     if alone:
         raise AlreadyExists(
             f"Checkpoint already exists in {target.path}, and it was saved without the daemon: "

@@ -15,7 +15,14 @@ from typing import Any
 import msgspec
 
 from ckptd.shared import names
-from ckptd.shared.errors import Busy, CkptdError, IntegrityError, NotFound, StorageError
+from ckptd.shared.errors import (
+    Busy,
+    CkptdError,
+    IntegrityError,
+    NotFound,
+    StorageError,
+    storage_errors,
+)
 from ckptd.shared.formats.coverage import Shards
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.metadata_object import stored_places
@@ -360,10 +367,8 @@ def manifest_at(path: Location) -> Manifest:
     """
     repository, job, tag = find_job_or_checkpoint(path)
     if tag is not None:
-        try:
+        with storage_errors(f"read {title(repository, job, tag)}"):
             return repository.read_manifest(job, tag)
-        except OSError as error:
-            raise StorageError.of(f"read {title(repository, job, tag)}", error) from None
     sound = [
         manifest for _, manifest in manifests(repository, job) if isinstance(manifest, Manifest)
     ]
@@ -394,10 +399,8 @@ def tensors_of(
     """Return the entries of all tensors and blobs of a checkpoint, by name, and the
     meshes. Raises IntegrityError, StorageError.
     """
-    try:
+    with storage_errors(f"read {job}/{manifest.tag}"):
         return tensors(repository, job, manifest.tag, manifest)
-    except OSError as error:
-        raise StorageError.of(f"read {job}/{manifest.tag}", error) from None
 
 
 def manifest_json(

@@ -30,6 +30,7 @@ from ckptd.shared.errors import (
     SnapshotFailed,
     StorageError,
     from_wire,
+    storage_errors,
 )
 from ckptd.shared.formats import receipt as rc
 from ckptd.shared.formats import replicas
@@ -554,7 +555,7 @@ class Joint:
 
         They are needed while the try is undecided and no newer attempt has begun.
         """
-        try:
+        with storage_errors(f"deliver {snapshot.job}/{snapshot.directory}"):
             if (
                 await self._calls.run(
                     lambda: self._repository.outcome(snapshot.job, snapshot.directory)
@@ -570,6 +571,4 @@ class Joint:
             ):
                 return False
             await self.deliver(job, snapshot, documents)
-        except OSError as error:
-            raise StorageError.of(f"deliver {snapshot.job}/{snapshot.directory}", error) from None
         return True

@@ -27,7 +27,14 @@ from ckptd.daemon.saving.saver import Saver
 from ckptd.daemon.stage.copier import CheckpointCopier, Copying, one_at_a_time
 from ckptd.daemon.stage.root import StageRoot
 from ckptd.daemon.tasks import watched
-from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, NotFound, StorageError
+from ckptd.shared.errors import (
+    AlreadyExists,
+    CkptdError,
+    IntegrityError,
+    NotFound,
+    StorageError,
+    storage_errors,
+)
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.units import size_text
@@ -258,8 +265,7 @@ class Uploader:
         An upload that is under way is waited for. Raises StorageError if the root
         cannot be used now.
         """
-        action = f"upload the newest checkpoint of job {job.name!r}"
-        try:
+        with storage_errors(f"upload the newest checkpoint of job {job.name!r}"):
             await self.reach(job)
             while (
                 newest := job.newest_durable(self.refused[job.name])
@@ -267,8 +273,6 @@ class Uploader:
                 async with self._working:
                     if newest in self.waiting(job):
                         await self._upload_or_refuse(job, newest)
-        except OSError as error:
-            raise StorageError.of(action, error) from None
 
     async def scan(self, name: str, *, fresh: bool = False) -> Job:
         """Read which checkpoints of a job are in the root, and return the job as it is
@@ -278,10 +282,8 @@ class Uploader:
         """
         there, job = self.jobs.job(name), self._catalog.job(name)
         there.node = job.node
-        try:
+        with storage_errors(f"find the root {self._behind.place}"):
             await self._root.calls.read(f"find the root {self._behind.place}", self._behind.check)
-        except OSError as error:
-            raise StorageError.of(f"find the root {self._behind.place}", error) from None
         await recovery.scan_job(self._root.repository, there, self._root.calls, fresh=fresh)
         self._join(job, there)
         return there

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from ckptd.shared import names
-from ckptd.shared.errors import Busy, RemoteError, StorageError
+from ckptd.shared.errors import Busy, RemoteError, storage_errors
 from ckptd.shared.storage import object_probe
 from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_leases import Leases
@@ -275,7 +275,7 @@ class ObjectStorage:
 
         Raises Busy, StorageError.
         """
-        try:
+        with storage_errors(f"use {self.where()} as the root for checkpoints"):
             lock = LocalLock.take(f"{names.LOCK}-{self._digest}-{host}")
             if lock is None:
                 raise Busy(
@@ -287,10 +287,6 @@ class ObjectStorage:
             except BaseException:
                 lock.close()
                 raise
-        except OSError as error:
-            raise StorageError.of(
-                f"use {self.where()} as the root for checkpoints", error
-            ) from None
         return lock
 
     def is_lost(self) -> bool:

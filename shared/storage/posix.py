@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from ckptd.shared import names
-from ckptd.shared.errors import Busy, IntegrityError, StorageError
+from ckptd.shared.errors import Busy, IntegrityError, storage_errors
 from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.storage import locks, old_journal, posix_root
 from ckptd.shared.storage.posix_streams import PosixSink, PosixSource
@@ -394,7 +394,7 @@ class PosixStorage:
 
         A daemon that runs as root accepts other owners.
         """
-        try:
+        with storage_errors(f"use {self.root} as the root for checkpoints"):
             self.ensure("")
             posix_root.check_owner(self.root, posix_root.CHECKPOINTS)
             for prefix in (names.CONTROL, names.control(host)):
@@ -402,8 +402,6 @@ class PosixStorage:
                 posix_root.check_owner(self.root / prefix, posix_root.RECORDS)
             posix_root.check_control(self.root / names.CONTROL)
             posix_root.warn_if_open_to_all(self.root)
-        except OSError as error:
-            raise StorageError.of(f"use {self.root} as the root for checkpoints", error) from None
         with self.directory(names.control(host)) as directory:
             lock = posix_root.lock(directory, self.root, host)
         self._lock = (self.root / names.control(host) / names.LOCK, os.fstat(lock.fileno()))
