@@ -531,13 +531,12 @@ class Agent:
                 link.ready()
             link.client.wait_connected(link.stall_budget)
             patterns = (keep,) if isinstance(keep, str) else tuple(keep)
-            options = Options(strict, patterns, on_reshape, same_partition, step)
             recovery = Recovery(
                 link.client,
                 link.ranks,
                 link.job,
                 f"recover/{link.attempt}",
-                options,
+                Options(strict, patterns, on_reshape, same_partition, step),
                 self._load_planner,
                 nodes=link.node is not None,
             )

@@ -189,6 +189,17 @@ class NewerFormat(IntegrityError):
     code = "newer-format"
 
 
+@contextmanager
+def damage_in(name: str) -> Iterator[None]:
+    """Context manager. Put the name of a checkpoint, a file or a part of it in front of
+    the message of an IntegrityError that is raised inside.
+    """
+    try:
+        yield
+    except IntegrityError as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
 class ServiceError(CkptdError):
     pass
 

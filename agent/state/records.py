@@ -32,14 +32,6 @@ def as_dict(fields: Fields, cls: str) -> Any:
     return fields
 
 
-def _no_differences(place: Any, fields: Fields) -> str:
-    return ""
-
-
-def _lacks_nothing(fields: Fields, cls: str) -> str:
-    return ""
-
-
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of record, as the functions that take such objects apart and bring their
@@ -59,8 +51,8 @@ class Kind:
     alone: Callable[[Fields, str], Any] = as_dict
     whole: bool = False
     required: tuple[str, ...] = ()
-    differs: Callable[[Any, Fields], str] = _no_differences
-    lacks: Callable[[Fields, str], str] = _lacks_nothing
+    differs: Callable[[Any, Fields], str] = lambda place, fields: ""
+    lacks: Callable[[Fields, str], str] = lambda fields, cls: ""
 
 
 def kind_of(value: Any) -> str:

@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from ckptd.shared.errors import (
     IntegrityError,
     NotFound,
     StorageError,
+    damage_in,
     storage_errors,
 )
 from ckptd.shared.formats.coverage import Shards
@@ -518,7 +519,7 @@ def verification(path: Location) -> Iterator[dict[str, Any]]:
                 manifest = repository.read_manifest(job, name)
                 for part in manifest.parts:
                     result["bytes"] += _verify_part(repository, job, name, part, shards, values)
-                with _named(called):
+                with damage_in(called):
                     shards.check()
                     shards.check_named(sorted(values.tensors))
                     if manifest.metadata_object is not None:
@@ -555,19 +556,6 @@ def verification(path: Location) -> Iterator[dict[str, Any]]:
         yield result
 
 
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Context manager.
-
-    Put the name of a checkpoint or part in front of the message of an IntegrityError
-    that is raised inside.
-    """
-    try:
-        yield
-    except IntegrityError as error:
-        raise type(error)(f"{name}: {error}") from None
-
-
 def _verify_part(
     repository: Repository, job: str, tag: str, part: PartEntry, shards: Shards, values: Checked
 ) -> int:
@@ -584,7 +572,7 @@ def _verify_part(
             raise IntegrityError(
                 f"{reader.name} does not have the sizes and counts that the manifest says"
             )
-        with _named(reader.name):
+        with damage_in(reader.name):
             shards.add(reader.plan, part.rank)
             document = bytearray(reader.values[1])
             scatter(reader, [(reader.values[0], memoryview(document))])

@@ -159,27 +159,24 @@ class Uploader:
         tidied up. Return False if none waits.
         """
         async with self._working:
-            return await self._tidy_and_upload()
-
-    async def _tidy_and_upload(self) -> bool:
-        await self._open()
-        for place in list(self._root.journal.state.retiring):
-            await self._root.finish_deletion(place)
-        await self._drop_leftovers()
-        for job in list(self._catalog.jobs.values()):
-            for old in d.needless(job):
-                await self._stage.deleter.evict(job, old)
-        name = d.next_job(
-            [job.name for job in self._catalog.jobs.values() if self.waiting(job)], self._last
-        )
-        if name is None:
-            return False
-        self._last = name
-        job = self._catalog.job(name)
-        one = d.next_upload(self.waiting(job))
-        assert one is not None
-        await self._upload_or_refuse(job, one)
-        return True
+            await self._open()
+            for place in list(self._root.journal.state.retiring):
+                await self._root.finish_deletion(place)
+            await self._drop_leftovers()
+            for job in list(self._catalog.jobs.values()):
+                for old in d.needless(job):
+                    await self._stage.deleter.evict(job, old)
+            name = d.next_job(
+                [job.name for job in self._catalog.jobs.values() if self.waiting(job)], self._last
+            )
+            if name is None:
+                return False
+            self._last = name
+            job = self._catalog.job(name)
+            one = d.next_upload(self.waiting(job))
+            assert one is not None
+            await self._upload_or_refuse(job, one)
+            return True
 
     async def _upload_or_refuse(self, job: Job, one: StoredCheckpoint) -> None:
         """Upload one checkpoint.

@@ -15,7 +15,7 @@ from functools import partial
 from types import MappingProxyType
 
 from ckptd.shared import names
-from ckptd.shared.errors import IntegrityError, NotFound, StorageError
+from ckptd.shared.errors import IntegrityError, NotFound, StorageError, damage_in
 from ckptd.shared.formats.manifest import MAX_MANIFEST, Manifest, unknown_deleter_features
 from ckptd.shared.formats.part import PartReader
 from ckptd.shared.formats.receipt import (
@@ -234,12 +234,10 @@ class Repository:
             document = read_whole(self.storage.open(name), MAX_MANIFEST, name)
         except FileNotFoundError:
             return None
-        try:
+        with damage_in(f"{job}/{tag}"):
             if is_abandonment(document):
                 return Abandonment.decode(document)
             manifest = Manifest.decode(document)
-        except IntegrityError as error:
-            raise type(error)(f"{job}/{tag}: {error}") from None
         check_manifest_place(manifest, job, tag)
         return manifest
 
