@@ -55,8 +55,7 @@ class Advice:
         has recovered before is no new run, and the attempts that such recoveries begin
         are not counted.
         """
-        runs = attempt - recovered.last_attempt
-        if self._recover_called or runs < _RUNS:
+        if self._recover_called or attempt - recovered.last_attempt < _RUNS:
             return
         older = recovered.older_call
         remedy = (

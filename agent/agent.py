@@ -459,7 +459,7 @@ class Agent:
             planned = (
                 self._kept_plan.estimate(captured)
                 if layout is None
-                else layout.data_length + len(layout.document)
+                else layout.plan.data_length + len(layout.document)
             )
             room = (
                 planned
@@ -530,15 +530,13 @@ class Agent:
             if self.world_size == 1:
                 link.ready()
             link.client.wait_connected(link.stall_budget)
-            topic = f"recover/{link.attempt}"
             patterns = (keep,) if isinstance(keep, str) else tuple(keep)
-            options = Options(strict, patterns, on_reshape, same_partition, step)
             recovery = Recovery(
                 link.client,
                 link.ranks,
                 link.job,
-                topic,
-                options,
+                f"recover/{link.attempt}",
+                Options(strict, patterns, on_reshape, same_partition, step),
                 self._load_planner,
                 nodes=link.node is not None,
             )

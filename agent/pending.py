@@ -236,8 +236,7 @@ class PendingSnapshot:
         Raises as `Pending.wait`.
         """
         _check(state)
-        settled = self._settled(state)
-        if not settled and (outer := call_around()):
+        if not self._settled(state) and (outer := call_around()):
             raise Nested("wait()", f"{outer}()")
         if not self._waiters.wait_for(lambda: self._settled(state), timeout):
             raise TimeoutError(f"step {self.step} is {self.state}, not {state}, after {timeout} s")
@@ -288,23 +287,22 @@ class PendingSnapshot:
 
     def _settled(self, state: Milestone) -> bool:
         """Return True if the snapshot has reached the state, or can no longer reach it."""
-        if (
+        return (
             self._reached(state)
             or self._over
             or self._state in (SnapshotState.FAILED, SnapshotState.SKIPPED)
-        ):
-            return True
-        return self._never is not None and self._state is SnapshotState.DURABLE
+            or (self._never is not None and self._state is SnapshotState.DURABLE)
+        )
 
     def _reached(self, state: Milestone) -> bool:
-        if state == "sealed" and self._was_sealed:
-            return True
-        if state == "uploaded" and self._state is SnapshotState.DURABLE and not self._local:
-            return True
         return (
-            self.state in _MILESTONES
-            and _MILESTONES.index(self.state) >= _MILESTONES.index(state)
-            and self._state is not SnapshotState.NEW
+            (state == "sealed" and self._was_sealed)
+            or (state == "uploaded" and self._state is SnapshotState.DURABLE and not self._local)
+            or (
+                self.state in _MILESTONES
+                and _MILESTONES.index(self.state) >= _MILESTONES.index(state)
+                and self._state is not SnapshotState.NEW
+            )
         )
 
     @property

@@ -176,7 +176,13 @@ async def opened(
                 parts.saver, parts.claims, slots, parts.orphans, parts.foreign, gather
             )
             if parts.uploader is not None:
-                _know_attempts(parts.catalog)
+                # Raise the newest attempt of each job to that of its checkpoints on the
+                # stage. An attempt may then begin in memory while the root does not
+                # answer, and recover from the stage.
+                for job in parts.catalog.jobs.values():
+                    job.attempt = max(
+                        [job.attempt, *(one.attempt for one in job.checkpoints.values())]
+                    )
                 parts.uploader.start()
             parts.heartbeats.resume(parts.catalog.jobs.values())
             try:
@@ -206,7 +212,7 @@ def _composed(
     catalog, journal, pipeline = front.catalog, front.journal, front.pipeline
     stage = None if behind is None else front.repository
     claims = Claims(Attempts(root.repository, root.calls, stage), events)
-    saver = Saver(config, catalog, slots, front, root, claims, events)
+    saver = Saver(config, slots, front, root, claims, events)
     uploader = None
     if behind is not None:
         uploader = Uploader(behind, saver, events)
@@ -273,15 +279,3 @@ def _root_behind(
         return None
     check_apart(config.stage, config.root)
     return StageRoot(root, config.root, repository, calls)
-
-
-def _know_attempts(catalog: Catalog) -> None:
-    """Raise the newest attempt of each job to that of its checkpoints on the stage.
-
-    An attempt may then begin in memory while the root does not answer, and recover from
-    the stage.
-    """
-    for job in catalog.jobs.values():
-        job.attempt = max(
-            [job.attempt, *(checkpoint.attempt for checkpoint in job.checkpoints.values())]
-        )

@@ -340,9 +340,7 @@ def _convert(key: str, value: Any, where: str) -> Any:
             return value if type(value) is int else parse_size(_text(value))
         if field.type == "float":
             return float(value)
-        if key == "keep":
-            return _policies(value, where)
-        return _text(value)
+        return _policies(value, where) if key == "keep" else _text(value)
     except (ValueError, KeyError, TypeError):
         kind = {
             "int": "a number (k, M, G, Ki, Mi, Gi allowed)",

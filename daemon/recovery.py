@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 
 from ckptd.daemon.engine.orphans import Orphans
@@ -26,7 +27,7 @@ from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.daemon.saving.committer import Document
 from ckptd.daemon.saving.destination import Destination
 from ckptd.daemon.saving.saver import Saver
-from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError, storage_errors
 from ckptd.shared.formats.manifest import PartEntry
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.repository import Repository
@@ -64,12 +65,10 @@ async def scan_job(
         except OSError as error:
             if job.node is not None and error.errno not in _NOT_WRITABLE:
                 raise StorageError.of(f"list {repository.where(job.name)}", error) from None
-    try:
+    with storage_errors(f"list {repository.where(job.name)}"):
         tags = await calls.read(
             f"list {repository.where(job.name)}", lambda: repository.tags(job.name)
         )
-    except OSError as error:
-        raise StorageError.of(f"list {repository.where(job.name)}", error) from None
     uncommitted: set[str] = set()
     damaged: dict[str, str] = {}
     newer: dict[str, str] = {}
@@ -133,7 +132,7 @@ async def recover(
     front = saver.front
     repository, calls = front.repository, front.calls
     journal, catalog = front.journal, front.catalog
-    try:
+    with storage_errors(f"use the root {repository.where()}"):
         await calls.read("look for the memory of a root that was moved", gather)
         slots.adopt()
         foreign.start()
@@ -147,8 +146,6 @@ async def recover(
                 log.warning("job %s is skipped: %s", name, reason)
                 continue
             await scan_job(repository, catalog.job(name), calls)
-    except OSError as error:
-        raise StorageError.of(f"use the root {repository.where()}", error) from None
     for name, known in journal.state.jobs.items():
         job = catalog.job(name)
         job.seq = max(job.seq, known.seq)
@@ -169,7 +166,7 @@ async def recover(
             log.warning("the deletion of %s is left to the next start: %s", place, error)
     for place in list(journal.state.staged):
         try:
-            await finish_save(front, saver, catalog, place)
+            await finish_save(front, saver, place)
         except JournalBroken:
             raise
         except (OSError, StorageError) as error:
@@ -200,7 +197,7 @@ async def take_over(
     orphans.watch()
 
 
-async def finish_save(destination: Destination, saver: Saver, catalog: Catalog, place: str) -> None:
+async def finish_save(destination: Destination, saver: Saver, place: str) -> None:
     """Finish a save that was under way: commit it if it lacks only the manifest, and
     delete its files otherwise.
 
@@ -223,7 +220,7 @@ async def finish_save(destination: Destination, saver: Saver, catalog: Catalog, 
     elif (
         not parts
         or tag in there.damaged
-        or not await _roll_forward(destination, saver, catalog.job(name), parts)
+        or not await _roll_forward(destination, saver, saver.front.catalog.job(name), parts)
     ):
         await destination.committer.drop(
             name, tag, attempt, step, "the daemon ended before it was committed"
@@ -280,8 +277,7 @@ def _read_part(repository: Repository, part: r.PartDurable) -> tuple[Document, i
 
     Raises any error if the file is damaged.
     """
-    reader = repository.open_part(part.job, part.tag, part.file, part.index_sha256)
-    try:
+    with closing(repository.open_part(part.job, part.tag, part.file, part.index_sha256)) as reader:
         index = reader.index
         entry = PartEntry(
             rank=part.rank, file=part.file, bytes=part.bytes,
@@ -290,5 +286,3 @@ def _read_part(repository: Repository, part: r.PartDurable) -> tuple[Document, i
             linked_bytes=reader.linked_bytes,
         )  # fmt: skip
         return (entry, reader.plan, SnapshotRequest.decode(index.request)), index.world_size
-    finally:
-        reader.close()

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ckptd.shared import names
-from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, storage_errors
 from ckptd.shared.formats.bounds import is_flat
 from ckptd.shared.formats.coverage import check_cover, two_dtypes, two_sizes
 from ckptd.shared.formats.manifest import MAX_MANIFEST, Manifest
@@ -64,11 +64,9 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     if name in _NUMPY:
         return np.dtype(name)
     if name in _ML_DTYPES:
-        try:
+        with suppress(ImportError, AttributeError):
             found: np.dtype[Any] = np.dtype(getattr(import_module("ml_dtypes"), name))
             return found
-        except (ImportError, AttributeError):
-            pass
     size = element_size(name)
     return np.dtype(f"u{size}") if size <= 8 else np.dtype(f"V{size}")
 
@@ -99,22 +97,7 @@ class ArrayCheckpoint:
                 reader = PartReader(
                     file, part.file, part.index_sha256, lambda name: _File(directory / name)
                 )
-                index = reader.index
-                whose = (
-                    index.attempt,
-                    index.step,
-                    index.rank,
-                    len(reader.plan.items),
-                    1 + len(index.files),
-                )
-                if whose != (
-                    self.manifest.attempt,
-                    self.manifest.step,
-                    part.rank,
-                    part.items,
-                    part.files,
-                ):
-                    raise IntegrityError(f"{part.file} is not the part that the manifest describes")
+                self.manifest.check_part(part, reader)
                 self._add(reader)
         except BaseException:
             self.close()
@@ -132,7 +115,7 @@ class ArrayCheckpoint:
         but not over one that a newer ckptd wrote.
         """
         where = local(path, "path")
-        with _reading(where):
+        with storage_errors(f"read {where}"):
             return cls._open(where, which)
 
     @classmethod
@@ -214,7 +197,7 @@ class ArrayCheckpoint:
         A tensor of several shards comes whole, in C order. Raises NotFound,
         IntegrityError, StorageError.
         """
-        with _reading(name):
+        with storage_errors(f"read {name}"):
             found = self._array(name, _read)
         return found.copy() if name in self._aliases else found
 
@@ -251,7 +234,7 @@ class ArrayCheckpoint:
         See `plain_values` for the values that need torch. Raises IntegrityError,
         NewerFormat, StorageError.
         """
-        with _reading(self.manifest.tag):
+        with storage_errors(f"read {self.manifest.tag}"):
             return self._filled(self._tree())
 
     def _tree(self) -> Any:
@@ -286,8 +269,7 @@ class ArrayCheckpoint:
         for name in names.keys() - bases.keys():
             shards |= {_key(part, item): (part, item) for part, item in self._items[name]}
         held = _read_all(shards.values())
-        made = {name: self._made(name, held) for name in names}
-        return _replaced(tree, made)
+        return _replaced(tree, {name: self._made(name, held) for name in names})
 
     def _made(self, name: str, held: _Blocks) -> Any:
         shards = self._items.get(name, ())
@@ -307,7 +289,7 @@ class ArrayCheckpoint:
                 check_cover(
                     name, shards[0][1].size, [(item.offsets, item.sizes) for _, item in shards]
                 )
-        with _reading(self.manifest.tag):
+        with storage_errors(f"read {self.manifest.tag}"):
             total = sum(map(verify, self._parts))
             self._check_known(reference.name for reference in _references(self._tree()))
         return total
@@ -325,19 +307,6 @@ class ArrayCheckpoint:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-@contextmanager
-def _reading(what: object) -> Iterator[None]:
-    """Context manager.
-
-    An OSError that is raised inside becomes a StorageError that says what could not be
-    read.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise StorageError.of(f"read {what}", error) from None
 
 
 class _File:

@@ -38,6 +38,8 @@ from __future__ import annotations
 
 import errno as _errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class CkptdError(Exception):
@@ -161,6 +163,18 @@ class StorageError(MachineError):
         return cls(f"cannot {action}: {os.strerror(number) if number else error}{hint}", number)
 
 
+@contextmanager
+def storage_errors(action: str) -> Iterator[None]:
+    """Context manager. Raise the StorageError for an OSError that is raised inside.
+
+    `action` is as in `StorageError.of`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StorageError.of(action, error) from None
+
+
 class SharedMemoryFull(MachineError):
     code = "shm-full"
     retry = True
@@ -173,6 +187,17 @@ class IntegrityError(MachineError):
 
 class NewerFormat(IntegrityError):
     code = "newer-format"
+
+
+@contextmanager
+def damage_in(name: str) -> Iterator[None]:
+    """Context manager. Put the name of a checkpoint, a file or a part of it in front of
+    the message of an IntegrityError that is raised inside.
+    """
+    try:
+        yield
+    except IntegrityError as error:
+        raise type(error)(f"{name}: {error}") from None
 
 
 class ServiceError(CkptdError):

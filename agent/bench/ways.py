@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
 
 from ckptd.agent.agent import Agent
+from ckptd.shared.system.fs import closing_at_end
 
 State = dict[str, torch.Tensor]
 Times = tuple[float, float]
@@ -110,12 +111,9 @@ class DirectWrite:
         return taken, taken
 
     def _write(self, path: Path) -> None:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
-        try:
+        with closing_at_end(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)) as file:
             os.posix_fallocate(file, 0, len(self._memory))
             with memoryview(self._memory) as whole:
                 for start in range(0, len(whole), _BLOCK):
                     os.pwrite(file, whole[start : start + _BLOCK], start)
             os.fdatasync(file)
-        finally:
-            os.close(file)

@@ -22,7 +22,13 @@ from ckptd.agent.copy.mapped_slot import Documents
 from ckptd.agent.handover.rank_link import SAVE_SECONDS, RankLink, links
 from ckptd.agent.link.arguments import as_step, ranks_of
 from ckptd.agent.link.rounds import Alone
-from ckptd.shared.errors import CkptdError, InternalError, InvalidRequest, JobRunning, StorageError
+from ckptd.shared.errors import (
+    CkptdError,
+    InternalError,
+    InvalidRequest,
+    JobRunning,
+    storage_errors,
+)
 from ckptd.shared.location import Location, Url, located
 from ckptd.shared.names import check_name, check_user_tag, tag_directory
 from ckptd.shared.storage.locate import is_root
@@ -95,10 +101,8 @@ def adopt(
     if as_step(step) < 0:
         raise InvalidRequest(f"step is {step!r}; expected an integer from 0 to 10**18 - 1")
     check_name("job", job)
-    try:
+    with storage_errors(f"adopt {path}"):
         _check_job(located(root), job)
-    except OSError as error:
-        raise StorageError.of(f"adopt {path}", error) from None
     if tag is not None:
         check_user_tag(tag)
     if ranks_of(None).world_size > 1:
@@ -107,30 +111,30 @@ def adopt(
             "they start"
         )
     source = located(path)
-    try:
-        with opened(source, which, format) as (found, contents, left_out):
-            with one_sentence(source):
-                planned, tensors = plan(
-                    contents,
-                    Selection(only, dtype, tuple(rename), names or {}),
-                    under_of(found, under),
+    with (
+        storage_errors(f"adopt {path}"),
+        opened(source, which, format) as (found, contents, left_out),
+    ):
+        with one_sentence(source):
+            planned, tensors = plan(
+                contents,
+                Selection(only, dtype, tuple(rename), names or {}),
+                under_of(found, under),
+            )
+        nbytes, place = planned.layout.plan.data_length, located(root)
+        made = ""
+        if not dry_run:
+            _check_idle(job, place)
+            begin(nbytes)
+            with _linked(job, place) as link:
+                made = _hand_over(
+                    link,
+                    planned,
+                    _counted(planned.tensors(contents), source, progress),
+                    as_step(step),
+                    tag,
                 )
-            nbytes, place = planned.layout.data_length, located(root)
-            made = ""
-            if not dry_run:
-                _check_idle(job, place)
-                begin(nbytes)
-                with _linked(job, place) as link:
-                    made = _hand_over(
-                        link,
-                        planned,
-                        _counted(planned.tensors(contents), source, progress),
-                        as_step(step),
-                        tag,
-                    )
-            return Adopted(place, job, step, made, found, tensors, nbytes, left_out)
-    except OSError as error:
-        raise StorageError.of(f"adopt {path}", error) from None
+        return Adopted(place, job, step, made, found, tensors, nbytes, left_out)
 
 
 def _check_job(root: Location, job: str) -> None:

@@ -11,7 +11,7 @@ metadata.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, cast
@@ -36,6 +36,7 @@ from ckptd.agent.convert.contents import (
 from ckptd.agent.convert.dcp_metadata import MetadataEntry, Piece, read_metadata
 from ckptd.agent.convert.output import CheckedFile, OnProgress, finish, result_of
 from ckptd.agent.convert.torch_file import not_loaded, save
+from ckptd.agent.plan.save_plan import load_weights
 from ckptd.agent.state.dtypes import copyable
 from ckptd.shared.errors import IntegrityError, InvalidRequest
 from ckptd.shared.formats.plan import c_order
@@ -226,7 +227,7 @@ def _leaf(name: str, entry: MetadataEntry, dtype: torch.dtype) -> Leaf:
 
 
 def _value(directory: Path, name: str, entry: MetadataEntry) -> Any:
-    value = _loaded(directory, name, entry.pieces[0])
+    value = _loaded(directory, name, entry.pieces[0], lambda data: load_weights(data.read(-1)))
     check_tree(value)
     return with_leaves(value)
 
@@ -235,7 +236,7 @@ def _tensor(directory: Path, leaf: Leaf, entry: MetadataEntry) -> torch.Tensor:
     """Return a tensor, made from its shards. Raises IntegrityError, OSError."""
     whole = None
     for piece in entry.pieces:
-        shard = _loaded(directory, leaf.name, piece)
+        shard = _loaded(directory, leaf.name, piece, _load_shard)
         if not isinstance(shard, torch.Tensor) or (shard.dtype, tuple(shard.shape)) != (
             leaf.saved,
             piece.sizes,
@@ -255,8 +256,13 @@ def _tensor(directory: Path, leaf: Leaf, entry: MetadataEntry) -> torch.Tensor:
     return torch.empty(leaf.shape, dtype=leaf.saved, device="cpu") if whole is None else whole
 
 
-def _loaded(directory: Path, name: str, piece: Piece) -> Any:
-    """Return the tensor or value that torch.save has written.
+def _load_shard(data: IO[bytes]) -> Any:
+    """Return a tensor, without a copy of its bytes in memory."""
+    return torch.load(data, weights_only=True, map_location="cpu")
+
+
+def _loaded(directory: Path, name: str, piece: Piece, load: Callable[[IO[bytes]], Any]) -> Any:
+    """Return the tensor or value that torch.save has written, and that `load` reads.
 
     Raises UnsavableValue, IntegrityError, OSError.
     """
@@ -266,7 +272,7 @@ def _loaded(directory: Path, name: str, piece: Piece) -> Any:
             data: Any = _create_file_view(file, piece.offset, piece.length)
             if piece.transforms:
                 data = io.BytesIO(_reversed(directory, piece.transforms, data))
-            return torch.load(data, weights_only=True, map_location="cpu")
+            return load(data)
     except OSError:
         raise
     except Exception as error:  # torch.load raises errors of many types

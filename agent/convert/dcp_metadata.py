@@ -203,8 +203,7 @@ def _entry(name: str, entry: Any, pieces: list[Piece], path: Any) -> MetadataEnt
         if len(pieces) != 1:
             raise IntegrityError(f"{name} is stored {len(pieces)} times; expected once")
         return MetadataEntry(None, (), pieces, keys)
-    properties = entry.get("properties").state
-    dtype = properties[0]
+    dtype = entry.get("properties").state[0]
     if not isinstance(dtype, torch.dtype):
         raise IntegrityError(f"{name} has no dtype")
     sizes = {

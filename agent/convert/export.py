@@ -18,7 +18,7 @@ from ckptd.agent.convert.output import OnProgress, check_place, continued, publi
 from ckptd.agent.convert.selection import Selection
 from ckptd.agent.read.checkpoint import Checkpoint, opened_of
 from ckptd.shared import __version__
-from ckptd.shared.errors import InvalidRequest, StorageError
+from ckptd.shared.errors import InvalidRequest, storage_errors
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.location import Url, local
 
@@ -94,37 +94,32 @@ def export(
         )
     if files is not None and to != "hf":
         raise InvalidRequest(f"files: an export to {to!r} carries no files; only 'hf' does")
-    try:
-        with Checkpoint.open(path, which) as checkpoint:
-            contents = contents_of(opened_of(checkpoint))
-            selection = Selection(
-                only or (_model_in(contents) if to == "hf" else ""),
-                dtype,
-                tuple(rename),
-                names or {},
-            )
-            place = local(out, "out")
-            checked = _checked(
-                contents,
-                selection,
-                to,
-                place,
-                None if files is None else Path(files),
-                max_shard_size,
-            )
-            key = (
-                _key(checkpoint.manifest, to, selection, max_shard_size)
-                if to in ("dcp", "hf")
-                else ""
-            )
-            check_place(place, checked.summary.nbytes, key)
-            if not dry_run:
-                begin(checked.summary.nbytes)
-                with continued(place, key) if key else published(place, directory=False) as beside:
-                    checked.write(beside, progress)
-            return checked.summary
-    except OSError as error:
-        raise StorageError.of(f"export {path} to {out}", error) from None
+    with storage_errors(f"export {path} to {out}"), Checkpoint.open(path, which) as checkpoint:
+        contents = contents_of(opened_of(checkpoint))
+        selection = Selection(
+            only or (_model_in(contents) if to == "hf" else ""),
+            dtype,
+            tuple(rename),
+            names or {},
+        )
+        place = local(out, "out")
+        checked = _checked(
+            contents,
+            selection,
+            to,
+            place,
+            None if files is None else Path(files),
+            max_shard_size,
+        )
+        key = (
+            _key(checkpoint.manifest, to, selection, max_shard_size) if to in ("dcp", "hf") else ""
+        )
+        check_place(place, checked.summary.nbytes, key)
+        if not dry_run:
+            begin(checked.summary.nbytes)
+            with continued(place, key) if key else published(place, directory=False) as beside:
+                checked.write(beside, progress)
+        return checked.summary
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from ckptd.agent.convert.formats import format_of, one_sentence, open_contents
 from ckptd.agent.convert.output import OnProgress, check_place, published
 from ckptd.agent.convert.selection import Selection
 from ckptd.shared.codecs import codec as codecs
-from ckptd.shared.errors import InvalidRequest, StorageError
+from ckptd.shared.errors import InvalidRequest, storage_errors
 from ckptd.shared.location import local
 
 
@@ -84,24 +84,21 @@ def import_checkpoint(
         raise InvalidRequest(
             f"{place} is inside {source}, which an import does not change: choose another place"
         )
-    try:
-        with one_sentence(source):
-            format = format_of(source, format)
-            contents, left_out = open_contents(source, format)
-            planned, tensors = plan(
-                contents,
-                Selection(only, dtype, tuple(rename), names or {}),
-                under_of(format, under),
-            )
-            found = Imported(place, format, tensors, planned.layout.data_length, left_out)
-            check_place(place, found.nbytes)
-            if not dry_run:
-                begin(found.nbytes)
-                with published(place, directory=True) as beside:
-                    write_directory(beside, planned, contents, codec, progress)
-            return found
-    except OSError as error:
-        raise StorageError.of(f"import {path} to {out}", error) from None
+    with storage_errors(f"import {path} to {out}"), one_sentence(source):
+        format = format_of(source, format)
+        contents, left_out = open_contents(source, format)
+        planned, tensors = plan(
+            contents,
+            Selection(only, dtype, tuple(rename), names or {}),
+            under_of(format, under),
+        )
+        found = Imported(place, format, tensors, planned.layout.plan.data_length, left_out)
+        check_place(place, found.nbytes)
+        if not dry_run:
+            begin(found.nbytes)
+            with published(place, directory=True) as beside:
+                write_directory(beside, planned, contents, codec, progress)
+        return found
 
 
 def under_of(format: str, under: str | None) -> str:

@@ -18,7 +18,7 @@ from ckptd.agent.convert.formats import opened
 from ckptd.agent.convert.selection import Selection, part_of
 from ckptd.agent.read.loader import copy_any
 from ckptd.agent.state.wrappers import canonical_keys, current_names, flattens, raw_names, unwrapped
-from ckptd.shared.errors import InvalidRequest, StorageError, StructureMismatch
+from ckptd.shared.errors import InvalidRequest, StructureMismatch, storage_errors
 from ckptd.shared.location import located
 from ckptd.shared.units import some_text
 
@@ -80,12 +80,9 @@ def load_model(
     be damaged, the model is partly overwritten, or has memory without values if it was
     on the meta device.
     """
-    try:
-        with opened(located(path), which) as (_, contents, _):
-            selection = Selection(only or model_of(contents), None, tuple(rename), names or {})
-            return load_contents(model, contents, selection, strict=strict, device=device)
-    except OSError as error:
-        raise StorageError.of(f"read {path}", error) from None
+    with storage_errors(f"read {path}"), opened(located(path), which) as (_, contents, _):
+        selection = Selection(only or model_of(contents), None, tuple(rename), names or {})
+        return load_contents(model, contents, selection, strict=strict, device=device)
 
 
 def load_contents(
@@ -296,8 +293,7 @@ def _fill(
         if contents.fill is not None:
             contents.fill([(leaves[name], tensor.detach()) for name, tensor in places.items()])
             return
-        by_leaf = zip(leaves, contents.read(leaves.values()), strict=True)
-        for name, (_, tensor) in by_leaf:
+        for name, (_, tensor) in zip(leaves, contents.read(leaves.values()), strict=True):
             place = places[name].detach()
             if isinstance(place, DTensor):
                 whole = tensor.to(device=place.device_mesh.device_type, dtype=place.dtype)

@@ -70,13 +70,10 @@ def length_of(leaf: Leaf, *, as_written: bool = False) -> int:
 
     `as_written`: of a storage that is converted with it.
     """
-    if 0 in leaf.shape:
-        end = leaf.offset // leaf.saved.itemsize
-    else:
-        end = (
-            leaf.offset // leaf.saved.itemsize
-            + 1
-            + sum((size - 1) * step for size, step in zip(leaf.shape, leaf.stride, strict=True))
+    end = leaf.offset // leaf.saved.itemsize
+    if 0 not in leaf.shape:
+        end += 1 + sum(
+            (size - 1) * step for size, step in zip(leaf.shape, leaf.stride, strict=True)
         )
     return end * (leaf.dtype if as_written else leaf.saved).itemsize
 

@@ -192,8 +192,7 @@ def check_values(tree: Any) -> None:
     """Raise UnsavableValue, naming the value, if `torch.load(weights_only=True)` could
     not load a value of a tree that is no tensor.
     """
-    without = replaced(tree, Leaf, lambda leaf: None)
-    if (refused := _refused(without, "")) is not None:
+    if (refused := _refused(replaced(tree, Leaf, lambda leaf: None), "")) is not None:
         name, value = refused
         raise UnsavableValue(
             f"{name or 'the state'}: a {type(value).__module__}.{type(value).__qualname__} cannot "

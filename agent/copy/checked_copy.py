@@ -163,13 +163,12 @@ class CheckedCopy:
         done, complete = len(self._crcs), bisect_right(self._ends, self._copied)
         # The last part begins a chunk, or is empty.
         ends = [end - begin for end in [*self._ends[done:complete], self._copied]]
-        threads = torch.get_num_threads()
         found = copy_bytes(
             targets.addresses,
             list(map(_address, sources)),
             targets.lengths,
             ends,
-            threads,
+            torch.get_num_threads(),
             self._crc_so_far,
         )
         self._crc_so_far = found.pop()

@@ -259,5 +259,4 @@ class Fences:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    local = getattr(tensor, "_local_tensor", tensor)
-    return int(local.untyped_storage().data_ptr())
+    return int(getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr())

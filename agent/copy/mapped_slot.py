@@ -86,7 +86,7 @@ def document_offsets(
 
     The end is the capacity that the slot needs, without slack.
     """
-    values = align_region(layout.data_length)
+    values = align_region(layout.plan.data_length)
     plan = align_region(values + values_length)
     request = align_region(plan + len(layout.document))
     return values, plan, request, request + request_length
@@ -148,10 +148,6 @@ class MappedSlot:
         Raises ValueError once that is closed.
         """
         return self._data.fileno()
-
-    @property
-    def capacity(self) -> int:
-        return self.header.capacity
 
     def populate(self) -> None:
         """Fault in and page-lock all memory of the slot, so that the first copy is as

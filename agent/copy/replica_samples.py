@@ -287,12 +287,11 @@ class ReplicaSamples:
             length = sum(map(len, keys))
             tells = rank == here[0] and told + length <= MOST_KEYS
             told += length if tells else 0
-            ends = list(accumulate(row.nbytes for row in mine))
             self._groups.append(
                 _Group(
                     hashlib.sha256(definition).digest(),
                     first,
-                    ends,
+                    list(accumulate(row.nbytes for row in mine)),
                     encode_keys(keys) if tells else b"",
                 )
             )

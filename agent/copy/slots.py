@@ -106,7 +106,7 @@ class MappedSlots:
         return self._room() >= needed or self.ensure(needed, deadline)
 
     def _room(self) -> int:
-        return min((slot.capacity for slot in self._slots.values()), default=-1)
+        return min((slot.header.capacity for slot in self._slots.values()), default=-1)
 
     def _begin(self, needed: int, layout: Layout | None = None) -> Preparation:
         """Begin to make slots with room to spare, since plain values may grow from step

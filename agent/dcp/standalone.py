@@ -130,7 +130,7 @@ class StandalonePart:
 
         layout: that of `write`, except that it may now have the metadata.
         """
-        region = Region(align_region(layout.data_length), len(values), 1)
+        region = Region(align_region(layout.plan.data_length), len(values), 1)
         last = self._write(chunk_ranges([region], DEFAULT_CHUNK), iter([memoryview(values)]))
         index = self._index(layout, request.encode(), (region.offset, region.length))
         return self._writer.finish(index, [*self._chunks, *last], items=len(layout.plan.items))

@@ -17,7 +17,7 @@ from torch.futures import Future
 from ckptd.agent.dcp.metadata import place_of, set_version
 from ckptd.agent.read.loader import read_plan
 from ckptd.agent.read.sources import Opened, open_checkpoint
-from ckptd.shared.errors import IntegrityError, InvalidRequest, StorageError
+from ckptd.shared.errors import IntegrityError, InvalidRequest, StorageError, storage_errors
 from ckptd.shared.location import Location, is_place, located
 from ckptd.shared.names import MANIFEST
 from ckptd.shared.storage.locate import find_checkpoint, holds
@@ -95,7 +95,7 @@ class StorageReader(dcp.StorageReader):
     def _read_metadata(self, rank: int | None) -> Metadata:
         path = self._where()
         self.close()
-        try:
+        with storage_errors(f"read {path}"):
             if rank is not None and holds(path, MANIFEST):
                 raise IntegrityError(
                     f"the checkpoint in {path} cannot be read, and no rank has its own there: it "
@@ -105,8 +105,6 @@ class StorageReader(dcp.StorageReader):
                 *find_checkpoint(path if rank is None else path / f"rank-{rank:05d}")
             )
             metadata = opened.metadata()
-        except OSError as error:
-            raise StorageError.of(f"read {path}", error) from None
         save_id = metadata.storage_meta.save_id if metadata.storage_meta else None
         metadata.storage_meta = StorageMeta(
             checkpoint_id=place_of(path), save_id=save_id, load_id=self.load_id

@@ -45,6 +45,7 @@ from ckptd.shared.errors import (
     IntegrityError,
     InvalidRequest,
     StorageError,
+    storage_errors,
 )
 from ckptd.shared.formats.manifest import PartEntry
 from ckptd.shared.formats.part_writer import Spread
@@ -281,7 +282,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
 
     def _begin_alone(self, path: Location) -> None:
         checkpoint = open_standalone(path)
-        try:
+        with storage_errors(f"save {path}"):
             if beside := attempts_of(path):
                 raise AlreadyExists(
                     f"Checkpoint already exists: {path.parent / beside[max(beside)]}; only its "
@@ -298,8 +299,6 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
                     f"overwrite=True"
                 )
             self._save.holding.enter_context(checkpoint.saving())
-        except OSError as error:
-            raise StorageError.of(f"save {path}", error) from None
 
     @staticmethod
     def _repair_marker(checkpoint: StandaloneCheckpoint, path: Location) -> None:

@@ -39,8 +39,8 @@ from ckptd.shared.errors import (
     InternalError,
     InvalidRequest,
     SnapshotFailed,
-    StorageError,
     check_step_follows,
+    storage_errors,
 )
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.segment import this_boot
@@ -206,12 +206,10 @@ def issue_tickets(
     no daemon; the daemon's errors.
     """
     targets = _targets(target, others)
-    try:
+    with storage_errors(f"look for a checkpoint at {target.path}"):
         alone = open_standalone(target.path).has_manifest()
         if not alone:
             check_no_other_tool(target.path, "move it away, or choose another path")
-    except OSError as error:
-        raise StorageError.of(f"look for a checkpoint at {target.path}", error) from None
     if alone:
         raise AlreadyExists(
             f"Checkpoint already exists in {target.path}, and it was saved without the daemon: "
@@ -340,8 +338,7 @@ def attach(ticket: SaveTicket, rank: int, world_size: int) -> RankLink:
     is none.
     """
     with _calls("save"):
-        held = _find(ticket.target, rank, world_size, ticket.begun.attempt)
-        return held or _begin(
+        return _find(ticket.target, rank, world_size, ticket.begun.attempt) or _begin(
             ticket.target,
             Told(rank, world_size, job_store, answer=msgspec.msgpack.encode(ticket.begun)),
         )
@@ -473,7 +470,7 @@ class SlotPart:
         assert self._layout is not None
         assert self._resolved is not None
         documents = Documents(values, request.encode())
-        if documents.offsets(layout)[-1] > self._handover.slot.capacity:
+        if documents.offsets(layout)[-1] > self._handover.slot.header.capacity:
             room = documents.offsets(layout)[-1] - document_offsets(self._layout, 0, 0)[-1]
             self.write(self._layout, self._resolved, room)
         self._handover.seal(layout, documents)

@@ -96,7 +96,8 @@ class RankLink:
         one are dropped. Ctrl-C may leave it True.
         """
         self._structure_changed = structure_changed
-        self._closed = self._gone = False
+        # True after `close`, and in a forked child, which needs an agent of its own.
+        self.closed = self._gone = False
         self._warned = False  # True once a warning has named ranks that have not called snapshot()
         # Snapshots refused inside another call, for `_tidy` to report to the other
         # ranks.
@@ -120,14 +121,9 @@ class RankLink:
         _links.add(self)
 
     @property
-    def closed(self) -> bool:
-        """True after `close`, and in a forked child, which needs an agent of its own."""
-        return self._closed
-
-    @property
     def usable(self) -> bool:
         """True if this link is neither closed nor known to be behind a newer attempt."""
-        return not self._closed and not self.client.closed
+        return not self.closed and not self.client.closed
 
     @property
     def root(self) -> str:
@@ -148,7 +144,7 @@ class RankLink:
     def __repr__(self) -> str:
         state = (
             "closed"
-            if self._closed
+            if self.closed
             else "connected"
             if self.client.connected
             else "without a daemon"
@@ -193,10 +189,9 @@ class RankLink:
             and isinstance(self.ranks, Exchange | Told)
         ):
             # The number is that of another attempt, too, under another root.
-            prefix = f"{self.job}/board/{self.node.run_id}"
             self._board = Board(
                 self.ranks.new_client(),
-                prefix,
+                f"{self.job}/board/{self.node.run_id}",
                 self.rank,
                 begun.leaders,
                 partial(self._pass_on, self.attempt),
@@ -228,7 +223,7 @@ class RankLink:
 
     def check_open(self) -> None:
         """Raise InvalidRequest if this link is closed."""
-        if self._closed:
+        if self.closed:
             raise InvalidRequest("this agent is closed; make another one")
 
     def ready(self) -> None:
@@ -291,7 +286,7 @@ class RankLink:
 
         If this link is closed, only finish a `let_go` that was interrupted.
         """
-        if self._closed:
+        if self.closed:
             if not self._gone and os.getpid() == self._pid:
                 self.let_go()
             return
@@ -361,15 +356,18 @@ class RankLink:
         missing.
         """
         pending = self.handovers.pending.get((waiting.attempt, waiting.step))
-        if self._warned or pending is None or pending.meets or pending.begun is None:
-            return
-        if self.rank in waiting.ranks:  # it has called since the message was sent
+        if (
+            self._warned
+            or pending is None
+            or pending.meets
+            or pending.begun is None
+            or self.rank in waiting.ranks  # it has called since the message was sent
+        ):
             return
         self._warned = True
         waited = round(time.perf_counter() - pending.begun, 1)
         call = f"snapshot(step={waiting.step})"
-        text = not_called(call, waiting.ranks, self.rank, self.world_size, waited)
-        log.warning("%s", text)
+        log.warning("%s", not_called(call, waiting.ranks, self.rank, self.world_size, waited))
 
     def _progress(self, progress: m.Progress) -> None:
         pending = self.handovers.pending.get((progress.attempt, progress.step))
@@ -418,7 +416,7 @@ class RankLink:
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
         """Make the newest snapshot durable, then free the slots. See `Agent.close`."""
         with self.calls("close"):
-            if self._closed:
+            if self.closed:
                 return
             self.handovers.wait_for_threads()
             try:
@@ -438,7 +436,7 @@ class RankLink:
 
         May be called again after Ctrl-C has interrupted it.
         """
-        self._closed = True
+        self.closed = True
         self._end_board()
         self.handovers.sealer.close()
         self.client.close()
@@ -449,7 +447,7 @@ class RankLink:
         """Close this link in a forked child, which must not use its parent's connection
         and locks.
         """
-        self._closed = True
+        self.closed = True
         self.calls = CallLock()
         self._board = None
         self.client.forget()

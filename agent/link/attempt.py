@@ -82,13 +82,11 @@ def begin(
         attempt = _claim(client, job, ranks, _nodes(places, identity)[0], takeover)
         return [msgspec.msgpack.encode(begun) for begun in as_begun(attempt, places, identity)]
 
-    mine: bytes | CkptdError
-    if client is None:
-        mine = error or InternalError(
-            "there is no connection to a daemon, and no error that says why"
-        )
-    else:
-        mine = msgspec.msgpack.encode(RankPlace.of(client.welcome, job))
+    mine: bytes | CkptdError = (
+        error or InternalError("there is no connection to a daemon, and no error that says why")
+        if client is None
+        else msgspec.msgpack.encode(RankPlace.of(client.welcome, job))
+    )
     begun = _BEGUN_DECODER.decode(ranks.round("begin", mine, claim, BEGIN_SECONDS))
     assert client is not None
     if begun.node is None:

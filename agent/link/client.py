@@ -102,7 +102,8 @@ class Client:
         self._receiving = threading.RLock()
         # The error that ended the connection while a waiting caller received.
         self._protocol_error: CkptdError | None = None
-        self._closed = False
+        # True once the client is closed for good: it sends and receives nothing any more.
+        self.closed = False
         self.foreign: ForeignMemory | None = None
         self._up = Flag()
         self._down_since = 0.0
@@ -122,13 +123,6 @@ class Client:
         """
         return self._up.is_set() and not self._silent
 
-    @property
-    def closed(self) -> bool:
-        """True once the client is closed for good: it sends and receives nothing any
-        more.
-        """
-        return self._closed
-
     def wait_connected(self, budget: float) -> bool:
         """Wait for a lost connection to come back.
 
@@ -138,9 +132,11 @@ class Client:
         seconds once, and not at every call. Returns False at once if a call has timed
         out and no message has arrived since, or if the daemon serves another root now.
         """
-        if self._silent or self.foreign is not None:
-            return False
-        return self._up.wait(max(0.0, self._down_since + budget - time.monotonic()))
+        return (
+            not self._silent
+            and self.foreign is None
+            and self._up.wait(max(0.0, self._down_since + budget - time.monotonic()))
+        )
 
     def call(
         self, make: Make, kind: type[R], timeout: float | None
@@ -288,10 +284,10 @@ class Client:
         with self._lock:
             if self.foreign is not None and os.getpid() == self._pid:
                 raise ForeignMemory(str(self.foreign))
-            if self._closed or os.getpid() != self._pid:
+            if self.closed or os.getpid() != self._pid:
                 raise DaemonUnreachable(
                     "this agent is closed"
-                    if self._closed
+                    if self.closed
                     else "a forked process cannot use its parent's agent: make a new Agent in it"
                 )
             channel = self._channel
@@ -326,7 +322,7 @@ class Client:
         end. Calls under way fail with DaemonUnreachable.
         """
         with self._lock:
-            self._closed = True
+            self.closed = True
             self._up.clear()
             self._channel.end()  # the client's thread then closes the socket
         if threading.current_thread() is not self._thread:
@@ -336,7 +332,7 @@ class Client:
         """Close the copies of the descriptors in a forked child, and leave the
         connection to the parent.
         """
-        self._closed = True
+        self.closed = True
         self._channel.abandon()
         for call in tuple(self._calls.values()):
             for descriptor in call.descriptors:
@@ -365,7 +361,7 @@ class Client:
                 self._gone = self._channel
                 self._channel.close()
                 self._up.clear()
-            if self._closed:
+            if self.closed:
                 self._fail_calls(DaemonUnreachable("this agent is closed"))
                 return
             self._down_since, self._silent = time.monotonic(), False
@@ -407,7 +403,7 @@ class Client:
 
     def _connect_again(self) -> bool:
         delay, said = _FIRST_DELAY, False
-        while not self._closed:
+        while not self.closed:
             try:
                 channel = self._place.connect()
             except CkptdError as error:
@@ -424,7 +420,7 @@ class Client:
                 delay = min(2 * delay, _LONGEST_DELAY)
                 continue
             with self._lock:
-                if self._closed:
+                if self.closed:
                     channel.close()
                     return False
                 self._channel, self.welcome = channel, channel.welcome

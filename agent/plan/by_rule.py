@@ -252,14 +252,13 @@ class ByRule:
                 kept.append(number)
         dropped = set(share.dropped.get(rank, ()))
         kept += [number for place, number in enumerate(self.extras) if place not in dropped]
-        meshes = [] if metadata is None else share.meshes
         return lay_out(
             self.local,
             sorted(kept),
             aliases=aliases,
             metadata=metadata,
             global_plan=share.global_plan,
-            meshes=meshes,
+            meshes=[] if metadata is None else share.meshes,
         )
 
     def replica_groups(self, share: RuledShare, rank: int) -> list[ReplicaGroup]:

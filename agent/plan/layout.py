@@ -63,18 +63,10 @@ class Layout:
     document: bytes
     signature: bytes
 
-    @property
-    def data_length(self) -> int:
-        return self.plan.data_length
-
 
 # Bytes that are digested at once; as 64-bit integers they take eight times as much
 # memory on the device.
 _DIGESTED = 1 << 22
-
-
-def _sizeable(tensor: torch.Tensor) -> torch.Tensor:
-    return copyable(tensor) if sizeless(dtype_name(tensor.dtype)) else tensor
 
 
 @dataclass(slots=True)
@@ -207,8 +199,10 @@ def plan_locally(
             rows += _rows_of_shards(
                 name, tensor, shards.of(name, tensor), world_size, buffer=buffer, base=base
             )
-    for name, length, device in hidden:
-        rows.append(Row(name, "uint8", (length,), (0,), (length,), None, device, False))
+    rows += [
+        Row(name, "uint8", (length,), (0,), (length,), None, device, False)
+        for name, length, device in hidden
+    ]
     return Local(rows, aliases)
 
 
@@ -265,7 +259,10 @@ class _Shards:
     @staticmethod
     def _planned(name: str, tensor: DTensor | ShardedTensor) -> list[Box]:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner({name: _sizeable(tensor)}, is_coordinator=False)
+        planner.set_up_planner(
+            {name: copyable(tensor) if sizeless(dtype_name(tensor.dtype)) else tensor},
+            is_coordinator=False,
+        )
         found = []
         for write in planner.create_local_plan().items:
             assert write.tensor_data is not None

@@ -188,11 +188,11 @@ class _Planning:
         }
         several = sorted(set(of_rank.values()), key=lambda mesh: mesh.all_ranks())
         inside = [rank for mesh in several for rank in mesh.all_ranks()]
-        if sorted(inside) != ranks or any(
+        # A rank of a mesh lacks the tensor, or has it on another mesh.
+        apart = sorted(inside) != ranks or any(
             of_rank[rank] != mesh for mesh in several for rank in mesh.all_ranks()
-        ):
-            raise _GivesUp  # a rank of a mesh lacks the tensor, or has it on another mesh
-        if len({mesh.shape for mesh in several}) > 1:
+        )
+        if apart or len({mesh.shape for mesh in several}) > 1:
             raise _GivesUp
         mesh = (
             several[0] if len(several) == 1 else Mesh.of((len(several), *several[0].shape), inside)

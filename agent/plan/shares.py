@@ -212,15 +212,11 @@ def _without_copies_of_buffers(offers: list[Offer]) -> Iterable[list[Row]]:
         taken |= {row.key for row in offer.rows if row.buffer and not row.base}
 
 
-def _plan_dtype(name: str) -> torch.dtype:
-    """Return the dtype that DCP's plan gives for a saved dtype: uint8 if it has no size."""
-    return torch.uint8 if sizeless(name) else dtype_of(name)
-
-
 def _save_plan(rows: list[Row]) -> SavePlan:
     """Return the rows as DCP's plan.
 
-    All items are of type SHARD: DCP refuses a TENSOR after a SHARD of the same name.
+    All items are of type SHARD: DCP refuses a TENSOR after a SHARD of the same name. The
+    dtype of a tensor whose dtype has no size is uint8.
     """
     return SavePlan([
         WriteItem(
@@ -228,7 +224,9 @@ def _save_plan(rows: list[Row]) -> SavePlan:
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(
                 chunk=ChunkStorageMetadata(torch.Size(row.offsets), torch.Size(row.sizes)),
-                properties=TensorProperties(dtype=_plan_dtype(row.dtype)),
+                properties=TensorProperties(
+                    dtype=torch.uint8 if sizeless(row.dtype) else dtype_of(row.dtype)
+                ),
                 size=torch.Size(row.size),
             ),
         )

@@ -20,7 +20,7 @@ from ckptd.agent.read.sources import Opened, newer, open_checkpoint
 from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.tree import filled, names_in_records
 from ckptd.shared import names
-from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError, storage_errors
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.formats.plan import Alias
 from ckptd.shared.location import Url, located
@@ -46,10 +46,8 @@ class Checkpoint:
     """
 
     def __init__(self, repository: Repository, job: str, manifest: Manifest) -> None:
-        try:
+        with storage_errors(f"read {repository.where(job, manifest.tag)}"):
             self._opened: Opened = open_checkpoint(repository, job, manifest.tag, manifest)
-        except OSError as error:
-            raise StorageError.of(f"read {repository.where(job, manifest.tag)}", error) from None
         self.manifest = self._opened.manifest or manifest
 
     @classmethod
@@ -70,15 +68,13 @@ class Checkpoint:
         """
         where = located(path)
         repository, job = open_root(where.parent), where.name
-        try:
+        with storage_errors(f"list {where}"):
             tags = repository.tags(job)
             if not tags and which == "newest":
                 repository, job, tag = find_checkpoint(where)
                 return cls(repository, job, repository.read_manifest(job, tag))
-        except OSError as error:
-            raise StorageError.of(f"list {where}", error) from None
         passed = _PassedOver(job)
-        try:
+        with storage_errors(f"read {where}"):
             for manifest in _newest_first(repository, job, tags, which, passed):
                 try:
                     return cls(repository, job, manifest)
@@ -88,8 +84,6 @@ class Checkpoint:
                     if which != "newest":
                         raise
                     passed.add(manifest.tag, error)
-        except OSError as error:
-            raise StorageError.of(f"read {where}", error) from None
         raise passed.first or NotFound(
             f"no checkpoint{'' if which == 'newest' else f' {which!r}'} in {where}"
         )

@@ -112,8 +112,7 @@ class Saved:
                         raise two_dtypes(item.fqn, first.dtype, item.dtype)
                 own[item.fqn] = Shard(source, item)
                 saved.shards.setdefault(item.fqn, []).append(own[item.fqn])
-            for alias in source.plan.aliases:
-                saved.aliases[alias.fqn] = (own[alias.base], alias)
+            saved.aliases |= {alias.fqn: (own[alias.base], alias) for alias in source.plan.aliases}
         if twice := saved.blobs.keys() & (saved.shards.keys() | saved.aliases.keys()):
             raise IntegrityError(f"{min(twice)} is a tensor and a value at once")
         return saved

@@ -97,13 +97,11 @@ def _inside(wanted: range, begin: int, size: int) -> range:
 
 
 def _blocks(saved: Saved, name: str) -> Iterator[_Block]:
-    described = saved.describe(name)
-    if isinstance(described, Alias):
+    if isinstance(saved.describe(name), Alias):
         shard, alias = saved.aliases[name]
-        offset = shard.item.offset + alias.offset
         yield _Block(
             shard.source,
-            offset,
+            shard.item.offset + alias.offset,
             dtype_of(alias.dtype),
             alias.stride,
             (0,) * len(alias.size),

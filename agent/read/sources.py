@@ -218,13 +218,12 @@ def open_memory(descriptors: Sequence[Descriptor], attempt: int, step: int, tag:
             descriptor.close()
         raise
     request = sources[0].request
-    content = msgspec.json.decode(request.user_content)
     return Opened(
         tag,
         sources,
         saved,
         dict(request.metrics),
-        content,
+        msgspec.json.decode(request.user_content),
         [*descriptors, *sources],
         request.created,
     )
@@ -282,16 +281,7 @@ def _opened(
         try:
             # An error that is found later would leave half of the state overwritten.
             reader.check_codecs()
-            index = reader.index
-            whose = (
-                index.attempt,
-                index.step,
-                index.rank,
-                len(reader.plan.items),
-                1 + len(index.files),
-            )
-            if whose != (manifest.attempt, manifest.step, part.rank, part.items, part.files):
-                raise IntegrityError(f"{reader.name} is not the part that the manifest describes")
+            manifest.check_part(part, reader)
             slot = slots.get(part.rank)
             return (
                 PartWithSlot(reader, slot)

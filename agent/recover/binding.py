@@ -260,12 +260,10 @@ class Binding:
     def _list(self, place: list[Any], saved: Any, path: str) -> Value:
         if not isinstance(saved, list):
             return self._leaves.other_kind(path, saved, "a list")
-        if is_flat(place) and is_flat(saved):  # a history, which may have a million numbers
-            return self._leaves.into(partial(place.__setitem__, slice(None)), saved, path)
-        if not any(isinstance(item, Unsaved) for item in saved) and not any(
-            map(_is_compared, place)
+        # Plain values, like a history, which may have a million numbers: any length fits.
+        if (is_flat(place) and is_flat(saved)) or not (
+            any(isinstance(item, Unsaved) for item in saved) or any(map(_is_compared, place))
         ):
-            # Plain values, like a history: any length fits.
             return self._leaves.into(partial(place.__setitem__, slice(None)), saved, path)
         if len(place) != len(saved):
             return self._leaves.differ(
@@ -512,9 +510,9 @@ def _is_compared(item: Any) -> bool:
     """Return True if an item of a list is compared with the saved one, and brought back
     in place.
     """
-    if type(item) in PLAIN_TYPES:
-        return False
-    return isinstance(item, _COMPARED) or bool(kind_of(item)) or is_stateful(item)
+    return type(item) not in PLAIN_TYPES and (
+        isinstance(item, _COMPARED) or bool(kind_of(item)) or is_stateful(item)
+    )
 
 
 def _marked(value: Value) -> Value:

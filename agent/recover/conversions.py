@@ -96,12 +96,10 @@ def _values(eighth: torch.dtype, to: torch.dtype = torch.float32) -> torch.Tenso
 
 def _covers(saved: torch.dtype, own: torch.dtype) -> bool:
     """Return True if every value of one dtype of integers is a value of another one."""
-    if torch.bool in (saved, own) or any(
-        dtype.is_floating_point or dtype.is_complex for dtype in (saved, own)
-    ):
-        return False
     return (
-        torch.iinfo(own).min <= torch.iinfo(saved).min
+        torch.bool not in (saved, own)
+        and not any(dtype.is_floating_point or dtype.is_complex for dtype in (saved, own))
+        and torch.iinfo(own).min <= torch.iinfo(saved).min
         and torch.iinfo(saved).max <= torch.iinfo(own).max
     )
 

@@ -156,11 +156,10 @@ class Loading:
             # Raises now, because in `load` other ranks could already have written to
             # their states.
             saved.dtype(name)
-        lacking = sorted(self._overwritten.difference(binding.in_place))[:3]
         found = {
             "unused": binding.unused,
             "kept": sorted(binding.kept),
-            "lacking": lacking,
+            "lacking": sorted(self._overwritten.difference(binding.in_place))[:3],
             "matched": binding.matched,
             "damaged": "",
         }

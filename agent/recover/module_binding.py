@@ -214,10 +214,10 @@ def _own_tensors(module: torch.nn.Module, own: dict[str, Any]) -> dict[str, Any]
 
 
 def _same_memory(one: torch.Tensor, value: Any) -> bool:
-    if type(value) not in PLAIN and not isinstance(value, DTensor):
-        return False
-    return bool(
-        value.shape == one.shape and local_part(value).data_ptr() == local_part(one).data_ptr()
+    return (
+        (type(value) in PLAIN or isinstance(value, DTensor))
+        and value.shape == one.shape
+        and local_part(value).data_ptr() == local_part(one).data_ptr()
     )
 
 

@@ -81,14 +81,13 @@ class Optimizers:
         )
         flat = self._names.flattened_by(place)
         if keys and saved_names and set(saved_names).isdisjoint(keys) and flat is None:
-            unnamed = all(type(key) is int for key in keys)
             return leaves.differ(
                 f"{path or 'the state'}: no parameter of the optimizer is in the checkpoint, "
                 f"which has {', '.join(map(str, saved_names[:3]))}, while the optimizer has "
                 f"{', '.join(map(str, keys[:3]))}"
                 + (
                     ": the names come from the modules, so put the modules into the state, too"
-                    if unnamed
+                    if all(type(key) is int for key in keys)
                     else ""
                 ),
                 keep=path,
@@ -172,12 +171,13 @@ class Optimizers:
             p for key, p in zip(keys, parameters, strict=True) if key in not_saved or key in kept
         ]
         by_itself = optimizer_loads_by_itself(place) or tree.keys() != {"state", "param_groups"}
-        values: dict[Any, dict[Any, Value]] = {}
-        for key, entry in tree["state"].items():
-            if key in parameter_of and self._has_form(key, parameter_of[key], path):
-                values[key] = self._optimizer_entry(
-                    place, key, parameter_of[key], entry, path, in_place=not by_itself
-                )
+        values: dict[Any, dict[Any, Value]] = {
+            key: self._optimizer_entry(
+                place, key, parameter_of[key], entry, path, in_place=not by_itself
+            )
+            for key, entry in tree["state"].items()
+            if key in parameter_of and self._has_form(key, parameter_of[key], path)
+        }
         others = self._of_no_parameter(place, tree, f"{path}.state")
         twice = _settings_of_several(place.param_groups)
         group_values = [
@@ -475,9 +475,8 @@ class Optimizers:
                 # An optimizer that has only some of the state of a parameter fails at
                 # its next step.
                 leaves.wholes[inside] = path
-                found = leaves.saved.describe(saved.fqn)
                 size, dtype = (
-                    tuple(found.size),
+                    tuple(leaves.saved.describe(saved.fqn).size),
                     dtypes.get(saved.fqn, leaves.saved.dtype(saved.fqn)),
                 )
                 if isinstance(own, torch.Tensor) and own.shape == size and own.dtype == dtype:
@@ -572,15 +571,14 @@ class Optimizers:
             place = own.get(name)
             # A saved group may have been divided.
             alone = isinstance(value, TensorRef) and value.fqn not in leaves.in_place
-            if (
-                alone
+            values[name] = (
+                leaves.tensor(place, value, f"{path}.{name}")
+                if alone
                 and isinstance(place, torch.Tensor)
                 and twice is not None
                 and id(place) not in twice
-            ):
-                values[name] = leaves.tensor(place, value, f"{path}.{name}")
-            else:
-                values[name] = leaves.make(value, f"{path}.{name}")
+                else leaves.make(value, f"{path}.{name}")
+            )
         return values
 
 

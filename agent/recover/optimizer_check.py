@@ -34,10 +34,9 @@ def class_difference(place: Any, saved: str, path: str) -> list[str]:
         not saved
         or _short(saved) == _short(own)
         or not isinstance(inner, (torch.optim.Optimizer, LRScheduler))
+        # Earlier versions saved the class of a scheduler's wrapper.
+        or _short(saved) in (type(place).__name__, "AcceleratedScheduler")
     ):
-        return []
-    # Earlier versions saved the class of a scheduler's wrapper.
-    if _short(saved) in (type(place).__name__, "AcceleratedScheduler"):
         return []
     return [
         f"{path or 'the state'}: the checkpoint has the {kind} {_short(saved)} ({saved}), the "

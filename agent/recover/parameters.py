@@ -40,11 +40,12 @@ class SavedParameters:
             path for forms in recorded for path, parameters in forms.items() if not parameters
         }
         self._several_ranks = len(recorded) > 1
-        self._recorded: dict[tuple[str, Any], Form] = {}
-        for forms in recorded:
-            for path, parameters in forms.items():
-                for name, dtype, shape in parameters:
-                    self._recorded[path, name] = Form(tuple(shape), dtype_of(dtype))
+        self._recorded: dict[tuple[str, Any], Form] = {
+            (path, name): Form(tuple(shape), dtype_of(dtype))
+            for forms in recorded
+            for path, parameters in forms.items()
+            for name, dtype, shape in parameters
+        }
         self._former: dict[str, dict[Any, Any]] = {}
         self._tensors: dict[str, list[str]] = {}
         self._keys: dict[str, list[str]] = {}

@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -169,11 +170,10 @@ class Recovery:
         overwritten = False
         for number, candidate in enumerate(candidates):
             where = f"{self._job}/{candidate.tag} in {candidate.source}"
-            loading = self._loading(candidate, f"{self._topic}/{number}")
-            try:
+            with closing(self._loading(candidate, f"{self._topic}/{number}")) as loading:
                 damage = _damage(self._all(f"{number}/open", loading.open))
                 if not damage:
-                    said = self._all(f"{number}/bind", lambda: loading.bind(state))  # noqa: B023 (called at once)
+                    said = self._all(f"{number}/bind", lambda: loading.bind(state))
                     damage = _damage(said)
                 if not damage:
                     self._check_keys(said, state)
@@ -182,8 +182,6 @@ class Recovery:
                     overwritten = overwritten or any(found["writing"] for found in said)
                 if not damage:
                     self._all(f"{number}/finish", loading.finish)
-            finally:
-                loading.close()
             if damage:
                 log.error("%s cannot be recovered and is skipped: %s", where, damage)
                 passed_over.append(f"{where}: {damage}")

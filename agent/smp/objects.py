@@ -28,7 +28,7 @@ from ckptd.agent.smp.runs import (
     tag_of,
 )
 from ckptd.agent.state.tree import any_node, empty_like, filled, like, per_rank, tensor_names
-from ckptd.shared.errors import NotFound, StorageError, UnsavableValue
+from ckptd.shared.errors import NotFound, UnsavableValue, storage_errors
 from ckptd.shared.location import local
 from ckptd.shared.names import check_name
 from ckptd.shared.storage.locate import is_root
@@ -164,9 +164,7 @@ def _of_rank(checkpoint: Checkpoint, device: torch.device) -> Any:
         checkpoint.manifest.world_size,
         dist.get_rank() if dist.is_initialized() else 0,
     )
-    try:
+    with storage_errors(f"read {checkpoint.tag}"):
         tree = opened_of(checkpoint).document(rank)["state"]["object"]
         made = materialize(opened_of(checkpoint).saved, tensor_names(tree))
-    except OSError as error:
-        raise StorageError.of(f"read {checkpoint.tag}", error) from None
     return filled(tree, lambda name: made[name].to(device))

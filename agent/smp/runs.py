@@ -26,6 +26,7 @@ from ckptd.shared.errors import (
     InvalidRequest,
     NotFound,
     StorageError,
+    storage_errors,
 )
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.retention import PreserveAll
@@ -157,14 +158,12 @@ def manifests(place: JobPlace) -> list[Manifest]:
     Damaged ones are left out. Raises StorageError.
     """
     repository, found = open_root(place.root), list[Manifest]()
-    try:
+    with storage_errors(f"list {place.root}"):
         for name in repository.tags(place.job):
             try:
                 found.append(repository.read_manifest(place.job, name))
             except (NotFound, IntegrityError):
                 continue
-    except OSError as error:
-        raise StorageError.of(f"list {place.root}", error) from None
     return sorted(found, key=lambda manifest: manifest.order)
 
 

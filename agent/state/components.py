@@ -26,9 +26,11 @@ def kind_of_tensor(tensor: torch.Tensor) -> str:
     """Return the kind of a tensor that is taken apart, a key of `TENSOR_KINDS`, or ""
     for any other tensor.
     """
-    if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested:
-        return ""
-    if isinstance(tensor, (DTensor, ShardedTensor)) or tensor.is_meta:
+    if (
+        (type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested)
+        or isinstance(tensor, (DTensor, ShardedTensor))
+        or tensor.is_meta
+    ):
         return ""
     if tensor.is_nested:
         return "nested" if getattr(tensor, "_ragged_idx", 1) == 1 else ""
@@ -52,11 +54,10 @@ _LAYOUTS = {str(layout): layout for layout in _SPARSE}
 def _sparse_fields(tensor: torch.Tensor) -> Fields:
     tensor = tensor.detach()
     parts = {name.strip("_"): getattr(tensor, name)() for name in _SPARSE[tensor.layout]}
-    coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
     return {
         "layout": str(tensor.layout),
         "size": list(tensor.shape),
-        "coalesced": coalesced,
+        "coalesced": tensor.layout is torch.sparse_coo and tensor.is_coalesced(),
         **parts,
     }
 
@@ -98,10 +99,6 @@ def _sparse_differs(place: torch.Tensor, fields: Fields) -> str:
 # -- nested
 
 
-def _nested_fields(tensor: torch.Tensor) -> Fields:
-    return {"jagged": tensor.layout is torch.jagged, "parts": list(tensor.detach().unbind())}
-
-
 def _make_nested(fields: Fields, cls: str = "") -> torch.Tensor:
     parts = fields["parts"]
     like: dict[str, Any] = (
@@ -110,10 +107,6 @@ def _make_nested(fields: Fields, cls: str = "") -> torch.Tensor:
     return torch.nested.nested_tensor(
         parts, layout=torch.jagged if fields["jagged"] else torch.strided, **like
     )
-
-
-def _into_nested(place: torch.Tensor, fields: Fields) -> torch.Tensor:
-    return _make_nested(fields).to(place.dtype).requires_grad_(place.requires_grad)
 
 
 # -- wrapper subclasses
@@ -221,7 +214,16 @@ TENSOR_KINDS: dict[str, Kind] = {
         differs=_sparse_differs,
     ),
     "nested": Kind(
-        _nested_fields, _into_nested, _make_nested, whole=True, required=("jagged", "parts")
+        lambda tensor: {
+            "jagged": tensor.layout is torch.jagged,
+            "parts": list(tensor.detach().unbind()),
+        },
+        lambda place, fields: (
+            _make_nested(fields).to(place.dtype).requires_grad_(place.requires_grad)
+        ),
+        _make_nested,
+        whole=True,
+        required=("jagged", "parts"),
     ),
     "subclass": Kind(
         _subclass_fields,

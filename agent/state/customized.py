@@ -77,18 +77,17 @@ def optimizer_loads_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     This is so if it has load or state-dict hooks, or if its class overrides
     `state_dict` or `load_state_dict`.
     """
-    if _overrides(
+    return _overrides(
         type(optimizer), optimizer, torch.optim.Optimizer, ("state_dict", "load_state_dict")
-    ):
-        return True
-    return any(_own_hooks(getattr(optimizer, table, {}).values()) for table in _OPTIMIZER_HOOKS)
+    ) or any(_own_hooks(getattr(optimizer, table, {}).values()) for table in _OPTIMIZER_HOOKS)
 
 
 def _has_loader(part: torch.nn.Module) -> bool:
-    loader = type(part)._load_from_state_dict
-    if loader not in _STANDARD_LOADERS or "_load_from_state_dict" in vars(part):
-        return True
-    return _own_hooks(vars(part).get("_load_state_dict_pre_hooks", {}).values())
+    return (
+        type(part)._load_from_state_dict not in _STANDARD_LOADERS
+        or "_load_from_state_dict" in vars(part)
+        or _own_hooks(vars(part).get("_load_state_dict_pre_hooks", {}).values())
+    )
 
 
 def _has_extra_state(part: torch.nn.Module) -> bool:

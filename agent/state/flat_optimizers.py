@@ -36,7 +36,7 @@ def flat_optimizer_state(
     optimizer. Raises UnsavableValue on all ranks if FSDP1 cannot gather the state of
     one of them.
     """
-    own = _has_state(optimizer)
+    own = any(isinstance(key, torch.Tensor) for key in optimizer.state)
     if any(_of_all_ranks(root, own)):
         try:
             return flattened_state(optimizer, root, path)
@@ -51,10 +51,6 @@ def flat_optimizer_state(
                 optimizer.state.update(others)
     groups = [{**group, "params": []} for group in optimizer.param_groups]
     return {"state": dict(optimizer.state), "param_groups": without_param_names(groups)}
-
-
-def _has_state(optimizer: torch.optim.Optimizer) -> bool:
-    return any(isinstance(key, torch.Tensor) for key in optimizer.state)
 
 
 def _groups(root: torch.nn.Module) -> list[dist.ProcessGroup | None]:

@@ -26,7 +26,7 @@ from ckptd.agent.state.tree import (
     like,
 )
 from ckptd.shared.errors import UnsavableValue
-from ckptd.shared.formats.bounds import is_flat, is_group, is_same
+from ckptd.shared.formats.bounds import is_flat, is_group, joined_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +205,7 @@ def _merge(held: list[tuple[int, Any]], own: int | None, foreign: Foreign) -> An
         if len(held) == 1 and is_flat(first.values()):
             return first
         made = empty_like(first)
-        keys = {key: None for _, value in held if isinstance(value, dict) for key in value}
-        for key in keys:
+        for key in {key: None for _, value in held if isinstance(value, dict) for key in value}:
             made[key] = _merge(
                 [
                     (rank, value[key])
@@ -282,23 +281,12 @@ def _merge_optimizers(
     parameter. If several ranks have the same group without parameters, the result has
     it once.
     """
-    seen: set[Any] = set()
-    groups: list[dict[str, Any]] = []
-    for number, (_, optimizer) in enumerate(held):
-        for group in optimizer["param_groups"]:
-            fresh = [name for name in group["params"] if name not in seen]
-            seen.update(fresh)
-            if fresh or (
-                not group["params"]
-                and (number == 0 or not any(is_same(group, other) for other in groups))
-            ):
-                groups.append({**group, "params": fresh})
     rest = [
         (rank, {key: value for key, value in optimizer.items() if key != "param_groups"})
         for rank, optimizer in held
     ]
     made: dict[str, Any] = _merge(rest, own, foreign)
-    made["param_groups"] = groups
+    made["param_groups"] = joined_groups(optimizer["param_groups"] for _, optimizer in held)
     if held[0][0] == own and len(held) > 1:
         others = foreign[id(made)].others if id(made) in foreign else frozenset()
         foreign[id(made)] = Own(made, others, held[0][1]["param_groups"])

@@ -454,9 +454,11 @@ class KeptNames:
         return names
 
     def _hold(self, state: Any, names: Names, parameters: list[list[torch.Tensor]]) -> bool:
-        if self.places is None or [path for path, _ in names.modules] != self.paths:
-            return False
-        if list(map(len, parameters)) != list(map(len, self.keys)):
+        if (
+            self.places is None
+            or [path for path, _ in names.modules] != self.paths
+            or list(map(len, parameters)) != list(map(len, self.keys))
+        ):
             return False
         bare = (
             dict(find(state, "", torch.Tensor, tensors=True))

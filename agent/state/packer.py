@@ -210,9 +210,7 @@ class Packer:
         try:
             if kind is dict:
                 return self._dict(value, path)
-            if kind is list:
-                return self._items(value, path)
-            return self._other(value, kind, path)
+            return self._items(value, path) if kind is list else self._other(value, kind, path)
         finally:
             self._above.pop()
 

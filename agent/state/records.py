@@ -32,14 +32,6 @@ def as_dict(fields: Fields, cls: str) -> Any:
     return fields
 
 
-def _no_differences(place: Any, fields: Fields) -> str:
-    return ""
-
-
-def _lacks_nothing(fields: Fields, cls: str) -> str:
-    return ""
-
-
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of record, as the functions that take such objects apart and bring their
@@ -59,8 +51,8 @@ class Kind:
     alone: Callable[[Fields, str], Any] = as_dict
     whole: bool = False
     required: tuple[str, ...] = ()
-    differs: Callable[[Any, Fields], str] = _no_differences
-    lacks: Callable[[Fields, str], str] = _lacks_nothing
+    differs: Callable[[Any, Fields], str] = lambda place, fields: ""
+    lacks: Callable[[Fields, str], str] = lambda fields, cls: ""
 
 
 def kind_of(value: Any) -> str:
@@ -88,9 +80,8 @@ def _is_config(cls: type) -> bool:
     """Return True for a configuration of Hugging Face transformers, which writes and
     reads itself as a dict.
     """
-    theirs = any(base.__module__.partition(".")[0] == "transformers" for base in cls.__mro__)
     return (
-        theirs
+        any(base.__module__.partition(".")[0] == "transformers" for base in cls.__mro__)
         and callable(getattr(cls, "to_dict", None))
         and callable(getattr(cls, "from_dict", None))
     )
@@ -140,15 +131,7 @@ def _make_slice(fields: Fields, cls: str = "") -> slice:
     return slice(fields["start"], fields["stop"], fields["step"])
 
 
-def _into_slice(place: slice, fields: Fields) -> slice:
-    return _make_slice(fields)
-
-
 # -- random generators
-
-
-def _torch_fields(generator: torch.Generator) -> Fields:
-    return {"device": generator.device.type, "state": generator.get_state().numpy().tobytes()}
 
 
 def _into_torch(place: torch.Generator, fields: Fields) -> torch.Generator:
@@ -202,14 +185,17 @@ KINDS: dict[str, Kind] = {
     ),
     "slice": Kind(
         lambda value: {"start": value.start, "stop": value.stop, "step": value.step},
-        _into_slice,
+        lambda place, fields: _make_slice(fields),
         _make_slice,
         whole=True,
         required=("start", "stop", "step"),
     ),
     "config": Kind(lambda value: value.to_dict(), _into_config, whole=True),
     "generator": Kind(
-        _torch_fields,
+        lambda value: {
+            "device": value.device.type,
+            "state": value.get_state().numpy().tobytes(),
+        },
         _into_torch,
         whole=True,
         required=("device", "state"),

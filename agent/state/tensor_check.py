@@ -146,12 +146,12 @@ def check_own(name: str, tensor: torch.Tensor) -> None:
     """Raise UnsavableValue for a tensor that is divided among ranks, where one rank's
     own is expected.
     """
-    if isinstance(tensor, DTensor):
-        divided = tensor.device_mesh.size() > 1 and not all(
-            placement.is_replicate() for placement in tensor.placements
-        )
-    else:
-        divided = isinstance(tensor, ShardedTensor)
+    divided = (
+        tensor.device_mesh.size() > 1
+        and not all(placement.is_replicate() for placement in tensor.placements)
+        if isinstance(tensor, DTensor)
+        else isinstance(tensor, ShardedTensor)
+    )
     if divided:
         raise UnsavableValue(
             f"{name}: a tensor that is sharded over ranks is no rank's own: take it out of "

@@ -448,9 +448,8 @@ def pin(path: Location, remove: bool, as_json: bool) -> None:
     from ckptd.daemon.commands import forgetting
 
     job, tag = forgetting.pin(path, remove=remove)
-    found = {"job": job, "tag": tag, "pinned": not remove}
     click.echo(
-        json.dumps(found)
+        json.dumps({"job": job, "tag": tag, "pinned": not remove})
         if as_json
         else f"{job}/{tag}: {'no longer pinned' if remove else 'pinned'}"
     )

@@ -105,12 +105,11 @@ def _named(source: Location) -> tuple[Repository, list[tuple[str, str]]]:
         )
     if only is not None and tag is not None:
         return repository, [(only, tag)]
-    found = []
-    for job in repository.jobs() if only is None else [only]:
-        for name, manifest in report.manifests(repository, job):
-            found.append(
-                (job, manifest.order if isinstance(manifest, Manifest) else (-1, -1, -1), name)
-            )
+    found = [
+        (job, manifest.order if isinstance(manifest, Manifest) else (-1, -1, -1), name)
+        for job in (repository.jobs() if only is None else [only])
+        for name, manifest in report.manifests(repository, job)
+    ]
     if not found:
         raise NotFound(f"{source} holds no checkpoint")
     return repository, [(job, name) for job, _, name in sorted(found)]

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,7 @@ def _delete(root: Location, job: str, tags: list[str], socket: Path | None) -> d
                 f"{error}; name its socket with --socket PATH, so that it deletes the checkpoint"
             ) from None
     refused: dict[str, str] = {}
-    try:
+    with closing(channel):
         for first in range(0, len(tags), _AT_ONCE):
             channel.send(
                 m.Forget(id=channel.new_id(), job=job, tags=tags[first : first + _AT_ONCE])
@@ -215,8 +216,6 @@ def _delete(root: Location, job: str, tags: list[str], socket: Path | None) -> d
                 raise from_wire(reply.code, reply.message)
             assert isinstance(reply, m.Forgotten)
             refused |= reply.refused
-    finally:
-        channel.close()
     return refused
 
 
@@ -296,9 +295,6 @@ def pin(path: Location, *, remove: bool) -> tuple[str, str]:
     if remove:
         repository.unpin(job, tag)
         return job, tag
-    lease = repository.lease(job, tag)
-    try:
+    with closing(repository.lease(job, tag)):
         repository.pin(job, tag)
-    finally:
-        lease.close()
     return job, tag

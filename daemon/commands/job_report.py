@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptd.daemon.commands.report import as_table, printable
 from ckptd.shared import names
-from ckptd.shared.errors import CkptdError, IntegrityError, NotFound, StorageError
+from ckptd.shared.errors import CkptdError, IntegrityError, NotFound, StorageError, storage_errors
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.formats.receipt import DELETED, Abandonment, Receipt
 from ckptd.shared.location import Location, located
@@ -28,7 +28,7 @@ def job_report(root: Location, job: str) -> dict[str, Any]:
     """
     root = located(root)
     repository = existing_root(root)
-    try:
+    with storage_errors(f"read job {job} in {root}"):
         if job not in repository.jobs():
             raise NotFound(f"there is no job {job!r} in {root}; `ckptd ls {root}` lists the jobs")
         tries = sorted(
@@ -52,8 +52,6 @@ def job_report(root: Location, job: str) -> dict[str, Any]:
         for found in shown:
             found.read_receipts(repository, job)
         attempt = repository.newest_attempt(job)
-    except OSError as error:
-        raise StorageError.of(f"read job {job} in {root}", error) from None
     hosts = {
         rank: receipt.host
         for found in shown

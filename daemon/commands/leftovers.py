@@ -13,7 +13,7 @@ import pwd
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.segment import SlotState, read_header
 from ckptd.shared.system import machine
+from ckptd.shared.system.fs import closing_at_end
 
 _DIRECTORY = re.compile(r"ckptd-\d+-[0-9a-f]{16}(\.[0-9a-f]{16})?")
 
@@ -66,8 +67,7 @@ def delete(leftover: Leftover) -> bool:
             return False
         leftover.path.unlink(missing_ok=True)
         return True
-    directory = os.open(leftover.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with _opened(leftover.path) as directory:
         if not _lock(directory) or _in_use(directory):
             return False
         for name in os.listdir(directory):
@@ -76,38 +76,36 @@ def delete(leftover: Leftover) -> bool:
         with suppress(OSError):  # it holds other files
             os.rmdir(leftover.path)
         return True
-    finally:
-        os.close(directory)
+
+
+def _opened(directory: Path) -> AbstractContextManager[int]:
+    return closing_at_end(
+        os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    )
 
 
 def _directory(path: Path) -> Leftover | None:
     """Return a directory of this user as a leftover, or None if a daemon or a trainer
     uses it.
     """
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with _opened(path) as directory:
         if not _lock(directory) or _in_use(directory):
             return None
         nbytes, sealed = 0, set[tuple[str, int]]()
         for name in filter(names.is_segment_file, os.listdir(directory)):
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-            try:
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+            # A damaged segment, or one of another version, counts with its size.
+            with closing_at_end(file) as fd, suppress(IntegrityError, OSError):
                 nbytes += os.fstat(fd).st_blocks * 512
                 header = read_header(fd)
                 if header.state is SlotState.SEALED and header.step is not None:
                     sealed.add((header.job, header.step))
-            except (IntegrityError, OSError):
-                pass  # damaged, or of another version: it counts with its size
-            finally:
-                os.close(fd)
         return Leftover(
             path,
             machine.user(),
             nbytes,
             tuple(f"{job} step {step}" for job, step in sorted(sealed)),
         )
-    finally:
-        os.close(directory)
 
 
 def _in_use(directory: int) -> bool:
@@ -115,12 +113,10 @@ def _in_use(directory: int) -> bool:
     daemon.
     """
     for name in filter(names.is_segment_file, os.listdir(directory)):
-        fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-        try:
+        file = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+        with closing_at_end(file) as fd:
             if not _lock(fd):
                 return True
-        finally:
-            os.close(fd)
     return False
 
 

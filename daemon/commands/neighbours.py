@@ -8,6 +8,7 @@ import json
 import os
 import select
 import signal
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,12 +197,9 @@ def daemon_status(socket: Path | None) -> dict[str, Any]:
     Raises DaemonUnreachable if no daemon answers, or Forbidden if the first socket that
     was found belongs to another user.
     """
-    channel = _connect(socket)
-    try:
+    with closing(_connect(socket)) as channel:
         channel.send(m.Status(id=channel.new_id()))
         reply = channel.receive()[0]
-    finally:
-        channel.close()
     if isinstance(reply, m.Error):
         raise from_wire(reply.code, reply.message)
     assert isinstance(reply, m.StatusReport)

@@ -9,13 +9,21 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from typing import Any
 
 import msgspec
 
 from ckptd.shared import names
-from ckptd.shared.errors import Busy, CkptdError, IntegrityError, NotFound, StorageError
+from ckptd.shared.errors import (
+    Busy,
+    CkptdError,
+    IntegrityError,
+    NotFound,
+    StorageError,
+    damage_in,
+    storage_errors,
+)
 from ckptd.shared.formats.coverage import Shards
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.metadata_object import stored_places
@@ -301,11 +309,13 @@ def listing(path: Location) -> list[dict[str, Any]]:
     rows = []
     for job in jobs:
         newest, pinned = repository.read_newest(job), repository.pins(job)
-        found = list(manifests(repository, job))
-        for tag, manifest in sorted(
-            found, key=lambda f: f[1].order if isinstance(f[1], Manifest) else (-1, -1, -1)
-        ):
-            rows.append(_row(job, tag, manifest, newest=tag == newest, pinned=tag in pinned))
+        rows += [
+            _row(job, tag, manifest, newest=tag == newest, pinned=tag in pinned)
+            for tag, manifest in sorted(
+                manifests(repository, job),
+                key=lambda f: f[1].order if isinstance(f[1], Manifest) else (-1, -1, -1),
+            )
+        ]
     if (
         not rows
         and not whole
@@ -358,10 +368,8 @@ def manifest_at(path: Location) -> Manifest:
     """
     repository, job, tag = find_job_or_checkpoint(path)
     if tag is not None:
-        try:
+        with storage_errors(f"read {title(repository, job, tag)}"):
             return repository.read_manifest(job, tag)
-        except OSError as error:
-            raise StorageError.of(f"read {title(repository, job, tag)}", error) from None
     sound = [
         manifest for _, manifest in manifests(repository, job) if isinstance(manifest, Manifest)
     ]
@@ -392,10 +400,8 @@ def tensors_of(
     """Return the entries of all tensors and blobs of a checkpoint, by name, and the
     meshes. Raises IntegrityError, StorageError.
     """
-    try:
+    with storage_errors(f"read {job}/{manifest.tag}"):
         return tensors(repository, job, manifest.tag, manifest)
-    except OSError as error:
-        raise StorageError.of(f"read {job}/{manifest.tag}", error) from None
 
 
 def manifest_json(
@@ -507,14 +513,13 @@ def verification(path: Location) -> Iterator[dict[str, Any]]:
             "unchecked": [],
         }
         try:
-            lease = repository.lease(job, name)
-            try:
+            with closing(repository.lease(job, name)):
                 # Of all parts together, since a tensor may lie in several.
                 shards, values = Shards(), Checked()
                 manifest = repository.read_manifest(job, name)
                 for part in manifest.parts:
                     result["bytes"] += _verify_part(repository, job, name, part, shards, values)
-                with _named(called):
+                with damage_in(called):
                     shards.check()
                     shards.check_named(sorted(values.tensors))
                     if manifest.metadata_object is not None:
@@ -524,8 +529,6 @@ def verification(path: Location) -> Iterator[dict[str, Any]]:
                         entries, meshes = tensors(repository, job, name, manifest)
                         for fqn, entry in entries.items():
                             shards.check_described(fqn, stored_places(entry, meshes))
-            finally:
-                lease.close()
             result["ok"] = True
             result["unchecked"] = [
                 *(
@@ -553,19 +556,6 @@ def verification(path: Location) -> Iterator[dict[str, Any]]:
         yield result
 
 
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Context manager.
-
-    Put the name of a checkpoint or part in front of the message of an IntegrityError
-    that is raised inside.
-    """
-    try:
-        yield
-    except IntegrityError as error:
-        raise type(error)(f"{name}: {error}") from None
-
-
 def _verify_part(
     repository: Repository, job: str, tag: str, part: PartEntry, shards: Shards, values: Checked
 ) -> int:
@@ -576,14 +566,13 @@ def _verify_part(
     Adds its shards to `shards`, and what its values name to `values`. Raises
     IntegrityError, OSError.
     """
-    reader = repository.open_part(job, tag, part.file, part.index_sha256)
-    try:
+    with closing(repository.open_part(job, tag, part.file, part.index_sha256)) as reader:
         found = (verify(reader), len(reader.plan.items), reader.nbytes, 1 + len(reader.index.files))
         if found != (part.raw_bytes, part.items, part.bytes, part.files):
             raise IntegrityError(
                 f"{reader.name} does not have the sizes and counts that the manifest says"
             )
-        with _named(reader.name):
+        with damage_in(reader.name):
             shards.add(reader.plan, part.rank)
             document = bytearray(reader.values[1])
             scatter(reader, [(reader.values[0], memoryview(document))])
@@ -591,8 +580,6 @@ def _verify_part(
         values.tensors |= checked.tensors
         values.unjudged += checked.unjudged + sum(item.dtype == BLOB for item in reader.plan.items)
         values.newer += checked.newer
-    finally:
-        reader.close()
     return part.bytes
 
 

@@ -109,24 +109,18 @@ class Orphans:
         # on after it has closed its agent and so its lock. It may be dead while a
         # forked child has the lock, and its number may be given again. In a container
         # it may not be shown at all.
-        while waiting := [owner for owner in self.absent() if owner.identity not in self._guards]:
-            for owner in waiting:
-                if owner.notify is None and not self.holds_lock(owner):
-                    await self._end(owner)
-            await asyncio.sleep(CHECK_SECONDS)
-
-    def absent(self) -> list[Owner]:
-        """Return the owners whose connection is lost."""
-        return [
+        while waiting := [
             owner
             for job in self._catalog.jobs.values()
             for owner in job.ranks.owners.values()
-            if owner.notify is None
-        ]
-
-    def holds_lock(self, owner: Owner) -> bool:
-        """Return True if the trainer of an owner holds its lock on a segment."""
-        return any(self._slots.is_held(slot) for slot in self._slots.of(*owner.identity))
+            if owner.notify is None and owner.identity not in self._guards
+        ]:
+            for owner in waiting:
+                if owner.notify is None and not any(
+                    map(self._slots.is_held, self._slots.of(*owner.identity))
+                ):
+                    await self._end(owner)
+            await asyncio.sleep(CHECK_SECONDS)
 
     async def _end(self, owner: Owner) -> None:
         """End an owner whose process is dead.
@@ -134,7 +128,7 @@ class Orphans:
         If its memory cannot be read now, log the reason, and leave it to `_watch`.
         """
         try:
-            job = await self.end_owner(owner)
+            job = await self._end_owner(owner)
         except StorageError as error:
             if owner.identity not in self._unread:
                 self._unread.add(owner.identity)
@@ -150,7 +144,7 @@ class Orphans:
         if job is not None:
             self.start_timer(job)
 
-    async def end_owner(self, owner: Owner) -> Job | None:
+    async def _end_owner(self, owner: Owner) -> Job | None:
         """End an owner whose process is dead: record its seals, free its other slots,
         and save the newest snapshot of its job.
 
@@ -176,11 +170,11 @@ class Orphans:
             if slot.name not in recorded and (step := job.step_in(slot.name)) is not None:
                 self._steps.perform(job, [d.Free(step.key, slot.name)])
         self._steps.end(job, owner, "ended")
-        self.save_owed(job)
+        self._save_owed(job)
         self._steps.release_replaced(job)
         return job
 
-    def save_owed(self, job: Job) -> None:
+    def _save_owed(self, job: Job) -> None:
         """Save what `Job.owed` names, although no rank has requested it."""
         for owed in job.owed():
             if not owed.persist:
@@ -231,7 +225,7 @@ class Orphans:
         Of several nodes, snapshots whose save has failed are freed too.
         """
         self._steps.perform(job, [*d.durable(job), *d.given_up(job)])
-        self.save_owed(job)
+        self._save_owed(job)
         self.start_timer(job)
         self._events.changed()
 
@@ -300,7 +294,7 @@ class Orphans:
         self._saver.stop_waiting()
         while True:
             for job in self._catalog.jobs.values():
-                self.save_owed(job)
+                self._save_owed(job)
             await self._saver.drain()
             # Otherwise one was sealed meanwhile.
             if all(owed.persist for job in self._catalog.jobs.values() for owed in job.owed()):
@@ -345,7 +339,7 @@ class Orphans:
                     "try again after its next snapshot, or after it has ended"
                 )
             if job.ranks.has(known.attempt, header.rank):
-                await self.end_owner(job.ranks.owners[header.rank])
+                await self._end_owner(job.ranks.owners[header.rank])
         snapshot = job.snapshot((known.attempt, known.step))
         if snapshot is None:
             return ""

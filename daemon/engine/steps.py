@@ -59,7 +59,35 @@ class Steps:
         """
         try:
             for action in actions:
-                self._perform(job, action)
+                match action:
+                    case d.StartTimer(key, more):
+                        step = job.step(key)
+                        step.timer = asyncio.get_running_loop().call_later(
+                            self._timeout + more, self._expire, job, step
+                        )
+                        if step.watch is None:
+                            self._watch(
+                                job, step, WAIT_SECONDS if job.node is None else BEGUN_SECONDS
+                            )
+                    case d.EndWait(key):
+                        job.step(key).end_wait()
+                        if job.node is None:
+                            job.step(key).unwatch()
+                        job.moved.set()
+                    case d.Move(key, event):
+                        self._move(job, self._snapshot(job, key), event)
+                    case d.Fail(key, code, reason):
+                        self._fail(job, job.step(key), code, reason)
+                    case d.Tell(message):
+                        job.ranks.tell(message)
+                    case d.Free(key, segment):
+                        self._free(job, job.step(key), segment)
+                    case d.Release(key):
+                        self._release(job, job.step(key))
+                    case d.Save(key):
+                        self._saver.start(self._snapshot(job, key))
+                    case d.Raise(error):
+                        raise error
         finally:
             job.tidy()
             self.show(job)
@@ -82,36 +110,6 @@ class Steps:
         self.perform(job, holdings.missing(job, before))
         self.release_replaced(job)
         job.moved.set()
-
-    def _perform(self, job: Job, action: d.Action) -> None:
-        match action:
-            case d.StartTimer(key, more):
-                step = job.step(key)
-                step.timer = asyncio.get_running_loop().call_later(
-                    self._timeout + more, self._expire, job, step
-                )
-                if step.watch is None:
-                    first = WAIT_SECONDS if job.node is None else BEGUN_SECONDS
-                    self._watch(job, step, first)
-            case d.EndWait(key):
-                job.step(key).end_wait()
-                if job.node is None:
-                    job.step(key).unwatch()
-                job.moved.set()
-            case d.Move(key, event):
-                self._move(job, self._snapshot(job, key), event)
-            case d.Fail(key, code, reason):
-                self._fail(job, job.step(key), code, reason)
-            case d.Tell(message):
-                job.ranks.tell(message)
-            case d.Free(key, segment):
-                self._free(job, job.step(key), segment)
-            case d.Release(key):
-                self._release(job, job.step(key))
-            case d.Save(key):
-                self._saver.start(self._snapshot(job, key))
-            case d.Raise(error):
-                raise error
 
     @staticmethod
     def _snapshot(job: Job, key: Key) -> Snapshot:

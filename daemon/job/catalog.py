@@ -419,10 +419,9 @@ class Job:
         ]
 
     def _is_done(self, snapshot: Snapshot, newest: Snapshot | None) -> bool:
-        if newest is None:
-            return False
-        return self.is_replaced(snapshot, newest) or (
-            snapshot.unwanted and snapshot.state is SnapshotState.DURABLE
+        return newest is not None and (
+            self.is_replaced(snapshot, newest)
+            or (snapshot.unwanted and snapshot.state is SnapshotState.DURABLE)
         )
 
     def is_replaced(self, snapshot: Snapshot, newest: Snapshot) -> bool:
@@ -436,21 +435,21 @@ class Job:
         """
         if snapshot.node is None or snapshot.state is SnapshotState.DURABLE or snapshot.delivered:
             return snapshot.key < newest.key
-        if any(checkpoint.order[:2] > snapshot.key for checkpoint in self.durable_checkpoints()):
-            return True
-        return snapshot.attempt == self.attempt and any(
-            snapshot.step < step for step in self.answer.common
+        return any(
+            checkpoint.order[:2] > snapshot.key for checkpoint in self.durable_checkpoints()
+        ) or (
+            snapshot.attempt == self.attempt
+            and any(snapshot.step < step for step in self.answer.common)
         )
 
     def is_settled(self, snapshot: Snapshot) -> bool:
         """Return True if nothing reads the snapshot's slots, and no save of it is
         running or still to come.
         """
-        if snapshot.holds:
-            return False
-        if snapshot.state in (SnapshotState.DURABLE, SnapshotState.FAILED):
-            return True
-        return snapshot.state is SnapshotState.SEALED and not snapshot.persist
+        return not snapshot.holds and (
+            snapshot.state in (SnapshotState.DURABLE, SnapshotState.FAILED)
+            or (snapshot.state is SnapshotState.SEALED and not snapshot.persist)
+        )
 
     def owed(self) -> list[Snapshot]:
         """Return the snapshots to save when the trainer is gone: those of `unsaved`

@@ -400,25 +400,35 @@ def seal_journaled(step: Step, seal: RankSeal) -> list[Action]:
     if step.planned and seal.rank in step.kept:
         return rejected(step, seal.segment, _structure_changed(step))
     if differ := sorted(other.rank for other in others if other.global_plan != seal.global_plan):
-        error: CkptdError = StructureChanged(
-            f"step {step.number} failed, because the plan of rank {seal.rank} differs from that of "
-            f"{rank_list(differ)}; every rank plans again at the next snapshot"
+        return rejected(
+            step,
+            seal.segment,
+            StructureChanged(
+                f"step {step.number} failed, because the plan of rank {seal.rank} differs from "
+                f"that of {rank_list(differ)}; every rank plans again at the next snapshot"
+            ),
         )
-        return rejected(step, seal.segment, error)
     if step.snapshot is not None and step.snapshot.node != seal.node:
-        error = SnapshotFailed(
-            f"step {step.number} failed: rank {seal.rank} says that {_members(seal.node)} are on "
-            f"this node, and the ranks that sealed before it say {_members(step.snapshot.node)}: "
-            "start the job again"
+        return rejected(
+            step,
+            seal.segment,
+            SnapshotFailed(
+                f"step {step.number} failed: rank {seal.rank} says that {_members(seal.node)} are "
+                f"on this node, and the ranks that sealed before it say "
+                f"{_members(step.snapshot.node)}: "
+                "start the job again"
+            ),
         )
-        return rejected(step, seal.segment, error)
     if differ := sorted(other.rank for other in others if other.persist != seal.persist):
-        error = SnapshotFailed(
-            f"step {step.number} has persist={seal.persist} on rank {seal.rank}, but "
-            f"persist={not seal.persist} on {rank_list(differ)}: "
-            "pass the same on all ranks"
+        return rejected(
+            step,
+            seal.segment,
+            SnapshotFailed(
+                f"step {step.number} has persist={seal.persist} on rank {seal.rank}, but "
+                f"persist={not seal.persist} on {rank_list(differ)}: "
+                "pass the same on all ranks"
+            ),
         )
-        return rejected(step, seal.segment, error)
     return []
 
 
@@ -451,12 +461,11 @@ def news(snapshot: Snapshot) -> Progress:
     """Return the message that tells the ranks that a snapshot is durable, or that its
     save has failed.
     """
-    state = "durable" if snapshot.state is SnapshotState.DURABLE else "failed"
     return Progress(
         re=0,
         attempt=snapshot.attempt,
         step=snapshot.step,
-        state=state,
+        state="durable" if snapshot.state is SnapshotState.DURABLE else "failed",
         reason=snapshot.reason,
         code=snapshot.code,
     )

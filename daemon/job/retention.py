@@ -59,9 +59,8 @@ def obstacle(
     either. With `insisted`, it always counts, because a person has just written the
     policy. The arguments are those of `to_retire`.
     """
-    ordered = _without_user_tags(checkpoints)
     in_force = policies if insisted else policies_of(checkpoints, policies)
-    found = unrankable(in_force, ordered)
+    found = unrankable(in_force, _without_user_tags(checkpoints))
     others = [policy for policy in in_force if policy not in found]
     if not found or not (insisted or to_retire(checkpoints, others, pinned, insisted=True)):
         return ""

@@ -40,10 +40,9 @@ class Newcomer:
         """
         if attempt < self.known or (attempt == self.known and self.led):
             return True
-        if heartbeat is None:
-            return False
-        return (heartbeat.host, heartbeat.boot) == (self.host, self.boot) or (
-            heartbeat.run == self.run != ""
+        return heartbeat is not None and (
+            (heartbeat.host, heartbeat.boot) == (self.host, self.boot)
+            or heartbeat.run == self.run != ""
         )
 
 

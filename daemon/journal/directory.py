@@ -11,12 +11,13 @@ import logging
 import os
 import secrets
 import stat
+from contextlib import suppress
 
 from ckptd.daemon.journal import file as jf
 from ckptd.shared import names
 from ckptd.shared.errors import StorageError
 from ckptd.shared.names import TMP_SUFFIX
-from ckptd.shared.system.fs import NO_ROOM, FileSystem
+from ckptd.shared.system.fs import NO_ROOM, FileSystem, closing_at_end
 
 log = logging.getLogger("ckptd.journal")
 
@@ -73,13 +74,11 @@ class JournalDirectory:
         directory, and it stays. The caller syncs the journal's directory.
         """
         if self._fits(name) and not self.has_spare:
-            try:
+            # If a directory that ckptd did not make has the name of the spare, the
+            # journal works without a spare.
+            with suppress(IsADirectoryError):
                 self._fs.rename(name, SPARE, self._directory, replace=True)
                 return True
-            except IsADirectoryError:
-                # A directory that ckptd did not make has the name of the spare: the
-                # journal works without a spare.
-                pass
         try:
             self.delete(name)
         except IsADirectoryError:
@@ -108,10 +107,8 @@ class JournalDirectory:
 
     def delete(self, name: str) -> None:
         """Delete a file. Do nothing if it does not exist."""
-        try:
+        with suppress(FileNotFoundError):
             self._fs.unlink(name, self._directory)
-        except FileNotFoundError:
-            pass
 
     def make_spare(self) -> None:
         """Create the spare if there is none.
@@ -135,10 +132,8 @@ class JournalDirectory:
                 "%s: the journal has no spare file, so a full disk may stop it",
                 StorageError.of("make a spare journal file", error),
             )
-            try:
+            with suppress(OSError):  # the next call deletes it
                 self.delete(temporary)
-            except OSError:
-                pass  # the next call deletes it
 
     # -- a journal file
 
@@ -208,12 +203,9 @@ class JournalDirectory:
         """
         copy = f"{name}{suffix}.{secrets.token_hex(4)}"
         try:
-            fd = self._fs.create(copy, self._directory)
-            try:
+            with closing_at_end(self._fs.create(copy, self._directory), self._fs.close) as fd:
                 self._fs.write(fd, data, 0)
                 self._fs.sync(fd)
-            finally:
-                self._fs.close(fd)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise

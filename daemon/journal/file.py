@@ -128,8 +128,7 @@ def scan(data: bytes, number: int) -> Scan:
             break
         records.append(record)
         position, crc, sequence = position + length, its_crc, record.sequence
-    rest = data[position:]
-    if not any(rest):
+    if not any(data[position:]):
         return Scan(header, records, Ending.CLEAN, position, crc)
     ending = (
         Ending.CORRUPT
@@ -154,15 +153,16 @@ def _read(data: bytes, position: int, salt: bytes) -> tuple[RawRecord, int, int,
         data, position
     )
     end = position + RECORD_SIZE + length
-    if kind == 0 or length > _most(kind) or end > len(data):
+    if (
+        kind == 0
+        or length > _most(kind)
+        or end > len(data)
+        or crc32c(data[position + 4 : end], crc32c(salt)) != crc
+        or any(data[end : position + _aligned(RECORD_SIZE + length)])
+    ):
         return None
-    if crc32c(data[position + 4 : end], crc32c(salt)) != crc:
-        return None
-    if any(data[end : position + _aligned(RECORD_SIZE + length)]):
-        return None
-    payload = data[position + RECORD_SIZE : end]
     return (
-        RawRecord(kind, flags, sequence, durable, payload, version),
+        RawRecord(kind, flags, sequence, durable, data[position + RECORD_SIZE : end], version),
         crc,
         before,
         _aligned(RECORD_SIZE + length),

@@ -355,9 +355,8 @@ class Journal:
             error: StorageError | None = self._broken
             try:
                 if error is None:
-                    records = [record for record, _ in batch]
                     await asyncio.get_running_loop().run_in_executor(
-                        self._pool, self._write_batch, records
+                        self._pool, self._write_batch, [record for record, _ in batch]
                     )
             except StorageError as problem:
                 error = problem

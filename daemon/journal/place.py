@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptd.shared import names
-from ckptd.shared.errors import Busy, StorageError
+from ckptd.shared.errors import Busy, StorageError, storage_errors
 from ckptd.shared.location import Location
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.system import machine
@@ -42,12 +42,8 @@ def journal_directory(
     Busy if another daemon uses it.
     """
     place = machine.state_directory(state_dir, root)
-    try:
+    with storage_errors(f"use {repository.where()} as the root for checkpoints"):
         identity = known or repository.identity()
-    except OSError as error:
-        raise StorageError.of(
-            f"use {repository.where()} as the root for checkpoints", error
-        ) from None
     path = place / f"{names.JOURNAL}-{identity}"
     try:
         _make(fs, place)

@@ -38,7 +38,9 @@ class RankSealed(Record, frozen=True, kw_only=True):
     persist: bool
 
 
-class Staging(Record, frozen=True, kw_only=True):
+class _OfPart(Record, frozen=True, kw_only=True):
+    """A record about the part of one rank."""
+
     job: str
     attempt: int
     step: int
@@ -47,13 +49,13 @@ class Staging(Record, frozen=True, kw_only=True):
     file: str
 
 
-class PartDurable(Record, frozen=True, kw_only=True):
-    job: str
-    attempt: int
-    step: int
-    rank: int
-    tag: str
-    file: str
+class Staging(_OfPart, frozen=True, kw_only=True):
+    """The intent to write a part."""
+
+
+class PartDurable(_OfPart, frozen=True, kw_only=True):
+    """The record that all files of a part are durable."""
+
     bytes: int
     index_sha256: str
 

@@ -53,42 +53,31 @@ class Admission:
         QuotaExceeded, SharedMemoryFull, Fenced.
         """
         async with self._allocating:
-            return await self._allocate(owner, job, capacity, count, node, free_older)
-
-    async def _allocate(
-        self,
-        owner: Owner,
-        job: Job,
-        capacity: int,
-        count: int,
-        node: int,
-        free_older: Callable[[], bool],
-    ) -> list[Slot]:
-        before = self._slots.of(*owner.identity)
-        made: list[Slot] = []
-        try:
-            for number in range(count):
-                header = SegmentHeader(
-                    job=owner.job, attempt=owner.attempt, rank=owner.rank,
-                    world_size=owner.world_size, slot=number, capacity=capacity,
-                    chunk_size=self._chunk_size,
-                )  # fmt: skip
-                made.append(await self._create(header, node, job, before, free_older))
-                if not job.ranks.is_here(owner):
-                    raise Fenced(
-                        f"attempt {owner.attempt} of job {owner.job!r} ended while its slots were "
-                        f"being made"
-                    )
-        except BaseException:
-            for slot in made:
-                self._slots.release(slot)
-            raise
-        for slot in before:
-            slot.outgrown = True
-            if job.step_in(slot.name) is None:
-                self._slots.release(slot)
-        job.moved.set()
-        return made
+            before = self._slots.of(*owner.identity)
+            made: list[Slot] = []
+            try:
+                for number in range(count):
+                    header = SegmentHeader(
+                        job=owner.job, attempt=owner.attempt, rank=owner.rank,
+                        world_size=owner.world_size, slot=number, capacity=capacity,
+                        chunk_size=self._chunk_size,
+                    )  # fmt: skip
+                    made.append(await self._create(header, node, job, before, free_older))
+                    if not job.ranks.is_here(owner):
+                        raise Fenced(
+                            f"attempt {owner.attempt} of job {owner.job!r} ended while its slots "
+                            f"were being made"
+                        )
+            except BaseException:
+                for slot in made:
+                    self._slots.release(slot)
+                raise
+            for slot in before:
+                slot.outgrown = True
+                if job.step_in(slot.name) is None:
+                    self._slots.release(slot)
+            job.moved.set()
+            return made
 
     async def _create(
         self,

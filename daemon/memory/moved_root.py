@@ -17,7 +17,7 @@ from ckptd.shared.errors import CkptdError, IntegrityError
 from ckptd.shared.formats.segment import RootMark, read_header, read_root_mark
 from ckptd.shared.location import Location, located
 from ckptd.shared.storage.locate import open_root
-from ckptd.shared.system.fs import READ
+from ckptd.shared.system.fs import READ, closing_at_end
 
 log = logging.getLogger("ckptd.slots")
 
@@ -89,13 +89,11 @@ def _gather(
 
 @contextmanager
 def _opened(directory: Path) -> Iterator[int]:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with closing_at_end(os.open(directory, flags)) as fd:
         if os.fstat(fd).st_uid != os.geteuid():
             raise PermissionError("it belongs to another user")
         yield fd
-    finally:
-        os.close(fd)
 
 
 def _marked(directory: int, identity: str) -> Iterator[tuple[str, str]]:
@@ -103,13 +101,11 @@ def _marked(directory: int, identity: str) -> Iterator[tuple[str, str]]:
     its mark names.
     """
     for name in sorted(filter(names.is_segment_file, os.listdir(directory))):
-        fd = os.open(name, READ | os.O_RDONLY, dir_fd=directory)
         try:
-            mark = read_root_mark(fd, read_header(fd))
+            with closing_at_end(os.open(name, READ | os.O_RDONLY, dir_fd=directory)) as fd:
+                mark = read_root_mark(fd, read_header(fd))
         except IntegrityError:
             mark = None
-        finally:
-            os.close(fd)
         if mark is not None and mark.identity == identity:
             yield name, mark.place
 
@@ -134,6 +130,6 @@ def _has_moved(place: str, mark: RootMark, known: dict[str, bool], root: Locatio
 
 
 def _is_no_copy(former: Location, identity: str, root: Location) -> bool:
-    if open_root(former).known_identity() != identity:
-        return True
-    return isinstance(former, Path) and isinstance(root, Path) and os.path.samefile(former, root)
+    return open_root(former).known_identity() != identity or (
+        isinstance(former, Path) and isinstance(root, Path) and os.path.samefile(former, root)
+    )

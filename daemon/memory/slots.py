@@ -31,6 +31,7 @@ from ckptd.shared.errors import (
     QuotaExceeded,
     SharedMemoryFull,
     StorageError,
+    storage_errors,
 )
 from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.formats.segment import (
@@ -298,10 +299,8 @@ class Slots:
         """
         assert self._overflow is not None
         if self._disk is None:
-            try:
+            with storage_errors(f"make {self._overflow.parent}"):
                 self._overflow.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise StorageError.of(f"make {self._overflow.parent}", error) from None
             self._disk = SegmentDirectory(self._fs, self._overflow, on_disk=True)
             log.warning(
                 "slots that do not fit into %s go to files in %s, which are slower",

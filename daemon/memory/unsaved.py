@@ -25,6 +25,7 @@ from ckptd.shared.location import located
 from ckptd.shared.storage.locate import existing_root
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.system import machine
+from ckptd.shared.system.fs import closing_at_end
 
 STORAGE_SECONDS = 30.0
 """The seconds for which `left_behind` waits for a root or a stage that does not answer.
@@ -181,18 +182,14 @@ def _sealed(
         except OSError:
             continue  # the daemon removes an empty directory when it ends
         for name in files:
+            path, flags = os.path.join(directory, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
             try:
-                fd = os.open(
-                    os.path.join(directory, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-                )
-            except OSError:
-                continue  # the next daemon has just released the segment
-            try:
-                header = read_header(fd)
+                with closing_at_end(os.open(path, flags)) as fd:
+                    header = read_header(fd)
             except (IntegrityError, OSError):
-                continue  # the next daemon does not save such a segment either
-            finally:
-                os.close(fd)
+                # The next daemon has just released the segment, or does not save it
+                # either.
+                continue
             if (
                 header.state is SlotState.SEALED
                 and header.step is not None

@@ -18,6 +18,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -115,11 +116,9 @@ class Server:
                 self.paused, limits.used(), limits.soft_limit(),
             )  # fmt: skip
         self._closed.clear()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(ACCEPT_SECONDS):
                 await self._closed.wait()
-        except TimeoutError:
-            pass
 
     def _accepted(self, client: socket.socket) -> None:
         client.setblocking(False)
@@ -235,10 +234,8 @@ class Connection:
 
     def send_last(self, error: CkptdError) -> None:
         """Send the error, then close the connection."""
-        try:
+        with suppress(CkptdError, OSError):
             self.send(m.Error(re=0, code=error.code, message=str(error), retry=error.retry))
-        except (CkptdError, OSError):
-            pass
         self._close()
 
     async def run(self) -> None:

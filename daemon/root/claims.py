@@ -20,7 +20,7 @@ from typing import TypeVar
 from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.events import Events
 from ckptd.daemon.root.storage_calls import StorageCalls
-from ckptd.shared.errors import Fenced, InvalidRequest, StorageError
+from ckptd.shared.errors import Fenced, InvalidRequest, StorageError, storage_errors
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.system import machine
 
@@ -94,12 +94,8 @@ class Attempts:
             )
 
     async def _translated(self, job: str, call: Callable[[], T]) -> T:
-        try:
+        with storage_errors(f"claim an attempt of job {job!r} under {self._repository.where()}"):
             return await self._calls.run(call)
-        except OSError as error:
-            raise StorageError.of(
-                f"claim an attempt of job {job!r} under {self._repository.where()}", error
-            ) from None
 
 
 log = logging.getLogger("ckptd.claims")

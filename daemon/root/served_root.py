@@ -14,7 +14,7 @@ from collections.abc import Callable
 from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.memory.foreign_memory import HeldSnapshot, described
 from ckptd.daemon.root.storage_calls import StorageCalls
-from ckptd.shared.errors import ForeignMemory, IntegrityError, StorageError
+from ckptd.shared.errors import ForeignMemory, IntegrityError, StorageError, storage_errors
 from ckptd.shared.formats.segment import RootMark
 from ckptd.shared.storage.repository import Repository
 
@@ -88,12 +88,8 @@ class ServedRoot:
 
         Raises StorageError if the root is gone or replaced, or cannot be read.
         """
-        try:
+        with storage_errors(f"read the identity of the root {self._mark.place}"):
             found = await self._calls.run(self._repository.known_identity)
-        except OSError as error:
-            raise StorageError.of(
-                f"read the identity of the root {self._mark.place}", error
-            ) from None
         if found != self._mark.identity:
             raise self._gone()
 

@@ -237,10 +237,6 @@ class Deleter:
 
     # -- on a stage
 
-    def is_locked(self, job: Job) -> bool:
-        """Return True while a save or a deletion of the job is under way."""
-        return self._locks[job.name].locked()
-
     async def evict(self, job: Job, old: StoredCheckpoint, *, locked: bool = False) -> bool:
         """Delete the local copy of a checkpoint that is in the root.
 

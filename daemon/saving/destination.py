@@ -78,9 +78,9 @@ class Destination:
         job = self.catalog.job(name)
         async with self.locks[name]:
             await self.deleter.retain(job)
-        await self.warn_of_room(job)
+        await self._warn_of_room(job)
 
-    async def warn_of_room(self, job: Job) -> None:
+    async def _warn_of_room(self, job: Job) -> None:
         """Log a warning if only few more checkpoints like the newest fit, each time
         their number has become smaller.
         """
@@ -97,12 +97,12 @@ class Destination:
         """
         if fit >= _FEW:
             return ""
-        then = "the oldest ones are then deleted early"
-        if not self._may_delete_early:
-            then = (
-                "delete some (`ckptd forget`), keep fewer (keep_last), or set make_room, "
-                "which then deletes the oldest ones early"
-            )
+        then = (
+            "the oldest ones are then deleted early"
+            if self._may_delete_early
+            else "delete some (`ckptd forget`), keep fewer (keep_last), or set make_room, "
+            "which then deletes the oldest ones early"
+        )
         return (
             f"job {job.name}: the root has room for {fit} more of its checkpoints "
             f"({size_text(free or 0)} free): {then}"
@@ -114,10 +114,3 @@ class Destination:
         """
         name, tag = place.split("/")
         await self.deleter.finish(self.catalog.job(name), tag)
-
-    async def make_room(self, job: Job, needed: int) -> bool:
-        """Delete an older checkpoint of a job here, for `needed` bytes.
-
-        The caller holds its lock. Return False if there is none.
-        """
-        return await self.deleter.make_room(self.catalog.job(job.name), needed)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 
 from ckptd.daemon.job.catalog import Job
@@ -30,6 +30,7 @@ from ckptd.shared.errors import (
     SnapshotFailed,
     StorageError,
     from_wire,
+    storage_errors,
 )
 from ckptd.shared.formats import receipt as rc
 from ckptd.shared.formats import replicas
@@ -421,13 +422,12 @@ class Joint:
             if part.file not in there:
                 raise IntegrityError(f"{snapshot.job}/{snapshot.directory}/{part.file} is missing")
         first = verdict.parts[0]
-        reader = self._repository.open_part(
-            snapshot.job, snapshot.directory, first.file, first.index_sha256
-        )
-        try:
+        with closing(
+            self._repository.open_part(
+                snapshot.job, snapshot.directory, first.file, first.index_sha256
+            )
+        ) as reader:
             return reader.plan, SnapshotRequest.decode(reader.index.request)
-        finally:
-            reader.close()
 
     # -- earlier attempts
 
@@ -555,7 +555,7 @@ class Joint:
 
         They are needed while the try is undecided and no newer attempt has begun.
         """
-        try:
+        with storage_errors(f"deliver {snapshot.job}/{snapshot.directory}"):
             if (
                 await self._calls.run(
                     lambda: self._repository.outcome(snapshot.job, snapshot.directory)
@@ -571,6 +571,4 @@ class Joint:
             ):
                 return False
             await self.deliver(job, snapshot, documents)
-        except OSError as error:
-            raise StorageError.of(f"deliver {snapshot.job}/{snapshot.directory}", error) from None
         return True

@@ -17,7 +17,6 @@ from functools import partial
 from ckptd.daemon.chunks.governor import Governor
 from ckptd.daemon.chunks.pipeline import SealedSlot
 from ckptd.daemon.config import Config
-from ckptd.daemon.job.catalog import Catalog
 from ckptd.daemon.job.snapshot import RankSeal, Snapshot
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.memory.slots import Slots
@@ -45,14 +44,12 @@ class PartSaver:
     def __init__(
         self,
         config: Config,
-        catalog: Catalog,
         slots: Slots,
         destination: Destination,
         governor: Callable[[str], Governor],
     ) -> None:
         """governor: returns the governor of the saves of a job."""
         self._config = config
-        self._catalog = catalog
         self._slots = slots
         self._journal = destination.journal
         self._repository = destination.repository
@@ -164,23 +161,21 @@ class PartSaver:
                     self._config.spread,
                     linker,
                 )
-                written = partial(progress.add, seal.rank)
                 governor = self._governor(snapshot.job)
                 at_once = (
                     governor.threads
                     if governor.threads == governor.most
                     else -(-governor.threads // len(snapshot.seals))
                 )
-                digests = self._config.link_unchanged and (before is None or before.steady)
                 entry, stored = await self._pipeline.write_part(
                     sealed,
                     writer,
                     snapshot.directory,
                     wait_for_checks,
-                    written,
+                    partial(progress.add, seal.rank),
                     before,
                     at_once,
-                    with_digests=digests,
+                    with_digests=self._config.link_unchanged and (before is None or before.steady),
                 )
             except OSError as error:
                 full = alone and error.errno in NO_ROOM
@@ -213,8 +208,9 @@ class PartSaver:
 
         Return False if there is none that may be deleted.
         """
-        job, destination = self._catalog.job(snapshot.job), self._destination
+        destination = self._destination
+        job = destination.catalog.job(snapshot.job)
         if destination.evict is not None:
             return await destination.evict(job)
         may_delete = self._config.make_room and (snapshot.node is None or snapshot.node.leads)
-        return may_delete and await destination.make_room(job, needed)
+        return may_delete and await destination.deleter.make_room(job, needed)

@@ -22,7 +22,7 @@ from dataclasses import replace
 from ckptd.daemon.chunks.governor import Governor
 from ckptd.daemon.chunks.seal_check import SlotChecksums
 from ckptd.daemon.config import Config
-from ckptd.daemon.job.catalog import Catalog, Job
+from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.events import Events
 from ckptd.daemon.job.snapshot import SaveProgress, Snapshot
 from ckptd.daemon.journal.journal import JournalBroken
@@ -55,7 +55,6 @@ class Saver:
     def __init__(
         self,
         config: Config,
-        catalog: Catalog,
         slots: Slots,
         front: Destination,
         root: Destination,
@@ -63,7 +62,7 @@ class Saver:
         events: Events,
     ) -> None:
         self._config = config
-        self._catalog = catalog
+        self._catalog = front.catalog
         self._slots = slots
         self._claims, self._events = claims, events
         self.front, self.root = front, root
@@ -81,11 +80,9 @@ class Saver:
         self.counters = front.counters
         self.persist_seconds = 0.0
         self._governors: dict[str, Governor] = {}
-        self._writers = front.pipeline.writers
-        self.root_parts = PartSaver(config, catalog, slots, root, self.governor)
-        self.front_parts = self.root_parts
-        if front is not root:
-            self.front_parts = PartSaver(config, catalog, slots, front, self.governor)
+        self._parts = {
+            place: PartSaver(config, slots, place, self.governor) for place in (front, root)
+        }
 
     @property
     def busy(self) -> bool:
@@ -93,7 +90,7 @@ class Saver:
 
     def governor(self, job: str) -> Governor:
         """Return the governor of the saves of a job."""
-        return self._governors.setdefault(job, Governor(self._writers))
+        return self._governors.setdefault(job, Governor(self.front.pipeline.writers))
 
     def _destination(self, snapshot: Snapshot) -> Destination:
         return self.front if snapshot.node is None else self.root
@@ -253,13 +250,11 @@ class Saver:
         )
         governor = self.governor(job.name)
         governor.observe([seal.cost for seal in snapshot.seals.values() if seal.cost is not None])
-        saved = await (self.front_parts if snapshot.node is None else self.root_parts).save(
-            snapshot, checking
-        )
+        saved = await self._parts[destination].save(snapshot, checking)
         documents = [document for document, _ in saved]
         snapshot.move(Event.WROTE)
         if snapshot.node is None:
-            await self.front.committer.commit(snapshot, documents)
+            await destination.committer.commit(snapshot, documents)
         else:
             await self.joint.deliver(job, snapshot, documents)
         destination.catalog.job(job.name).stored = {

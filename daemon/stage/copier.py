@@ -12,7 +12,7 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
@@ -118,13 +118,10 @@ class CheckpointCopier:
         """
         if one.pinned:
             self._to.pin(one.job, one.tag)  # before a daemon there sees the checkpoint
-        lease = self._from.lease(one.job, one.tag)
-        try:
+        with closing(self._from.lease(one.job, one.tag)):
             for part in manifest.parts:
                 self._copy_part(one, part, progress)
             return metadata_objects(self._from, one.job, one.tag, manifest)
-        finally:
-            lease.close()
 
     def publish(self, one: Copying, manifest: Manifest, objects: dict[str, bytes]) -> None:
         """Commit the copy, all of whose parts are durable, and let the hint `newest`
@@ -144,8 +141,9 @@ class CheckpointCopier:
 
         Files that an interrupted copy has left are used if they are sound.
         """
-        source = self._from.open_part(one.job, one.tag, part.file, part.index_sha256)
-        try:
+        with closing(
+            self._from.open_part(one.job, one.tag, part.file, part.index_sha256)
+        ) as source:
             for again in (False, True):
                 for number, name in enumerate(_files(part, source)):
                     self._copy_file(one, name, source, number, progress)
@@ -157,15 +155,12 @@ class CheckpointCopier:
                     if again:
                         raise
                     self._to.delete_files(one.job, one.tag, [part.file])
-        finally:
-            source.close()
 
     def _copy_file(
         self, one: Copying, name: str, part: PartReader, number: int, progress: OnBytes
     ) -> None:
         place = f"{one.job}/{one.tag}/{name}"
-        source = self._from.storage.open(place)
-        try:
+        with closing(self._from.storage.open(place)) as source:
             if source.size < ALIGN or source.size % ALIGN:
                 raise IntegrityError(
                     f"{place} has {source.size} bytes; expected a multiple of {ALIGN}"
@@ -174,8 +169,6 @@ class CheckpointCopier:
                 progress(source.size)
             else:
                 self._write(place, source, progress)
-        finally:
-            source.close()
         if one.job in self._linkable:
             self._linkable[one.job][name] = one.tag
 
@@ -226,11 +219,8 @@ class CheckpointCopier:
         return tag is not None and self._to.storage.link(f"{one.job}/{tag}/{older}", place, size)
 
     def _verify(self, one: Copying, part: PartEntry) -> None:
-        reader = self._to.open_part(one.job, one.tag, part.file, part.index_sha256)
-        try:
+        with closing(self._to.open_part(one.job, one.tag, part.file, part.index_sha256)) as reader:
             verify(reader)
-        finally:
-            reader.close()
 
 
 @contextmanager

@@ -27,7 +27,14 @@ from ckptd.daemon.saving.saver import Saver
 from ckptd.daemon.stage.copier import CheckpointCopier, Copying, one_at_a_time
 from ckptd.daemon.stage.root import StageRoot
 from ckptd.daemon.tasks import watched
-from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, NotFound, StorageError
+from ckptd.shared.errors import (
+    AlreadyExists,
+    CkptdError,
+    IntegrityError,
+    NotFound,
+    StorageError,
+    storage_errors,
+)
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.units import size_text
@@ -152,27 +159,24 @@ class Uploader:
         tidied up. Return False if none waits.
         """
         async with self._working:
-            return await self._tidy_and_upload()
-
-    async def _tidy_and_upload(self) -> bool:
-        await self._open()
-        for place in list(self._root.journal.state.retiring):
-            await self._root.finish_deletion(place)
-        await self._drop_leftovers()
-        for job in list(self._catalog.jobs.values()):
-            for old in d.needless(job):
-                await self._stage.deleter.evict(job, old)
-        name = d.next_job(
-            [job.name for job in self._catalog.jobs.values() if self.waiting(job)], self._last
-        )
-        if name is None:
-            return False
-        self._last = name
-        job = self._catalog.job(name)
-        one = d.next_upload(self.waiting(job))
-        assert one is not None
-        await self._upload_or_refuse(job, one)
-        return True
+            await self._open()
+            for place in list(self._root.journal.state.retiring):
+                await self._root.finish_deletion(place)
+            await self._drop_leftovers()
+            for job in list(self._catalog.jobs.values()):
+                for old in d.needless(job):
+                    await self._stage.deleter.evict(job, old)
+            name = d.next_job(
+                [job.name for job in self._catalog.jobs.values() if self.waiting(job)], self._last
+            )
+            if name is None:
+                return False
+            self._last = name
+            job = self._catalog.job(name)
+            one = d.next_upload(self.waiting(job))
+            assert one is not None
+            await self._upload_or_refuse(job, one)
+            return True
 
     async def _upload_or_refuse(self, job: Job, one: StoredCheckpoint) -> None:
         """Upload one checkpoint.
@@ -231,7 +235,7 @@ class Uploader:
                 self._tell()
 
     async def _finish(self, place: str) -> None:
-        await recovery.finish_save(self._root, self._saver, self._catalog, place)
+        await recovery.finish_save(self._root, self._saver, place)
         self._left.discard(place)
 
     # -- for jobs of several nodes
@@ -258,8 +262,7 @@ class Uploader:
         An upload that is under way is waited for. Raises StorageError if the root
         cannot be used now.
         """
-        action = f"upload the newest checkpoint of job {job.name!r}"
-        try:
+        with storage_errors(f"upload the newest checkpoint of job {job.name!r}"):
             await self.reach(job)
             while (
                 newest := job.newest_durable(self.refused[job.name])
@@ -267,8 +270,6 @@ class Uploader:
                 async with self._working:
                     if newest in self.waiting(job):
                         await self._upload_or_refuse(job, newest)
-        except OSError as error:
-            raise StorageError.of(action, error) from None
 
     async def scan(self, name: str, *, fresh: bool = False) -> Job:
         """Read which checkpoints of a job are in the root, and return the job as it is
@@ -278,10 +279,8 @@ class Uploader:
         """
         there, job = self.jobs.job(name), self._catalog.job(name)
         there.node = job.node
-        try:
+        with storage_errors(f"find the root {self._behind.place}"):
             await self._root.calls.read(f"find the root {self._behind.place}", self._behind.check)
-        except OSError as error:
-            raise StorageError.of(f"find the root {self._behind.place}", error) from None
         await recovery.scan_job(self._root.repository, there, self._root.calls, fresh=fresh)
         self._join(job, there)
         return there
@@ -411,7 +410,7 @@ class Uploader:
         for other in [job, *(other for other in self._catalog.jobs.values() if other is not job)]:
             for old in d.spare(other):
                 if (
-                    other is job or not self._stage.deleter.is_locked(other)
+                    other is job or not self._stage.locks[other.name].locked()
                 ) and await self._stage.deleter.evict(other, old, locked=other is job):
                     return True
         return False

@@ -133,6 +133,27 @@ def is_group(value: Any) -> bool:
     return True
 
 
+def joined_groups(optimizers: Iterable[Iterable[dict[Any, Any]]]) -> list[dict[Any, Any]]:
+    """Return the parameter groups of the optimizers of all ranks, so that each parameter
+    is in one group.
+
+    The group has the settings that the parameter had on the first rank that has it. A
+    group without parameters that several ranks have is one group.
+    """
+    seen: set[Any] = set()
+    groups: list[dict[Any, Any]] = []
+    for number, of_rank in enumerate(optimizers):
+        for group in of_rank:
+            fresh = [name for name in group["params"] if name not in seen]
+            seen.update(fresh)
+            if fresh or (
+                not group["params"]
+                and (number == 0 or not any(is_same(group, other) for other in groups))
+            ):
+                groups.append({**group, "params": fresh})
+    return groups
+
+
 def is_same(one: Any, other: Any) -> bool:
     """Return True if two decoded values are equal.
 

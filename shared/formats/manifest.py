@@ -18,6 +18,7 @@ from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.formats import metadata_object, sealed_json
 from ckptd.shared.formats.bounds import MAX_DEPTH_READ, deeper_than
 from ckptd.shared.formats.metadata_object import MetadataObjectEntry
+from ckptd.shared.formats.part import PartReader
 from ckptd.shared.formats.plan import Described, Meshes, Plan, Size, Writer, origin
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.names import parse_part_file, part_file
@@ -256,6 +257,18 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                     f"{part.rank}"
                 )
         return manifest
+
+    def check_part(self, part: PartEntry, reader: PartReader) -> None:
+        """Raise IntegrityError unless `reader` reads the part that `part` describes."""
+        index = reader.index
+        if (
+            index.attempt,
+            index.step,
+            index.rank,
+            len(reader.plan.items),
+            1 + len(index.files),
+        ) != (self.attempt, self.step, part.rank, part.items, part.files):
+            raise IntegrityError(f"{reader.name} is not the part that the manifest describes")
 
     @property
     def files(self) -> list[str]:

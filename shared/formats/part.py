@@ -20,7 +20,7 @@ from crc32c import crc32c
 
 from ckptd.shared import names
 from ckptd.shared.codecs import codec
-from ckptd.shared.errors import IntegrityError
+from ckptd.shared.errors import IntegrityError, damage_in
 from ckptd.shared.formats.binary import (
     ALIGN,
     NO_STEP,
@@ -145,8 +145,7 @@ def encode_end(index_offset: int, index: bytes) -> bytes:
         crc32c(index),
         bytes(16),
     )
-    trailer = body + _CRC.pack(crc32c(body))
-    return index.ljust(length - TRAILER_SIZE, b"\0") + trailer
+    return index.ljust(length - TRAILER_SIZE, b"\0") + body + _CRC.pack(crc32c(body))
 
 
 def end_bound(chunks: int, documents: int, links: int = 0) -> int:
@@ -225,7 +224,7 @@ class PartReader:
         self.remote = source.remote
         self._open: dict[int, Source] = {}  # the remote data files
         self._local = threading.local()
-        try:
+        with damage_in(name):
             self.index = self._read_index(index_sha256)
             self.plan = Plan.decode(self.index.plan)
             if self.index.values[1] > MAX_DOCUMENT:
@@ -243,19 +242,15 @@ class PartReader:
             self._check_chunks()
             for number in range(1, len(self.index.files) + 1):
                 self._check_data_file(number)
-        except IntegrityError as error:
-            raise type(error)(f"{name}: {error}") from None
         self.values = self.index.values
 
     def check_codecs(self) -> None:
         """Raise NewerFormat if a chunk is encoded with a codec that this version does
         not know. No chunk is read.
         """
-        for number in {chunk.codec for chunk in self.index.chunks}:
-            try:
+        with damage_in(self.name):
+            for number in {chunk.codec for chunk in self.index.chunks}:
                 codec.decoder(number)
-            except IntegrityError as error:
-                raise type(error)(f"{self.name}: {error}") from None
 
     def close(self) -> None:
         for source in self._open.values():
@@ -438,10 +433,8 @@ class PartReader:
         chunk = self.index.chunks[number]
         with self._stored_in(number) as (source, where):
             stored = self._stored(chunk, source, where)
-        try:
+        with damage_in(where):
             codec.decoder(chunk.codec).decode(stored, raw, chunk.element_size)
-        except IntegrityError as error:
-            raise type(error)(f"{where}: {error}") from None
         if crc32c(raw) != chunk.raw_crc:
             raise IntegrityError(f"{where} holds other bytes than were saved")
 
@@ -458,10 +451,8 @@ class PartReader:
         )
         of_file = f" of data file {file}" if file else ""
         with ExitStack() as held:
-            try:
+            with damage_in(self.name):
                 source = held.enter_context(self._file(file))
-            except IntegrityError as error:
-                raise type(error)(f"{self.name}: {error}") from None
             yield (
                 source,
                 f"{self.name}: chunk {number} (bytes {chunk.offset} to "

@@ -25,7 +25,7 @@ from ckptd.shared.formats.bounds import (
     deeper_than,
     is_flat,
     is_group,
-    is_same,
+    joined_groups,
 )
 from ckptd.shared.system.collector import paused_collector
 
@@ -191,7 +191,11 @@ def merged(trees: Sequence[Any]) -> Any:
         keys = {key: None for tree in dicts for key in tree}
         made = {key: merged([tree[key] for tree in dicts if key in tree]) for key in keys}
         if _is_optimizer(first):
-            made["param_groups"] = _groups([tree for tree in dicts if _is_optimizer(tree)])
+            made["param_groups"] = joined_groups(
+                [merged([group]) for group in tree["param_groups"]]
+                for tree in dicts
+                if _is_optimizer(tree)
+            )
         return made
     if type(first) in (list, tuple, _Deque):
         if is_flat(first):
@@ -206,23 +210,3 @@ def merged(trees: Sequence[Any]) -> Any:
 def _is_optimizer(tree: dict[Any, Any]) -> bool:
     groups = tree.get("param_groups") if "state" in tree else None
     return isinstance(groups, list) and all(map(is_group, groups))
-
-
-def _groups(optimizers: Sequence[dict[Any, Any]]) -> list[dict[Any, Any]]:
-    """Return the parameter groups of all ranks, so that each parameter is in one group.
-
-    A group without parameters that several ranks have is one group.
-    """
-    seen: set[Any] = set()
-    groups: list[dict[Any, Any]] = []
-    for number, optimizer in enumerate(optimizers):
-        for stored in optimizer["param_groups"]:
-            group = merged([stored])
-            fresh = [name for name in group["params"] if name not in seen]
-            seen.update(fresh)
-            if fresh or (
-                not group["params"]
-                and (number == 0 or not any(is_same(group, other) for other in groups))
-            ):
-                groups.append({**group, "params": fresh})
-    return groups

@@ -166,10 +166,9 @@ class _Metadata:
         Readers need them if the metadata become an object beside the manifest, because
         they are large.
         """
-        if any("ranks" in entry or "rule" in entry for entry in self._entries.values()):
-            return False
         return (
-            len(msgspec.json.encode(self._entries)) + _BYTES_OF_A_PART * (self._world_size + 64)
+            not any("ranks" in entry or "rule" in entry for entry in self._entries.values())
+            and len(msgspec.json.encode(self._entries)) + _BYTES_OF_A_PART * (self._world_size + 64)
             <= MOST_INLINE
         )
 

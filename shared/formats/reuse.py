@@ -169,9 +169,9 @@ def is_steady(
     """Return True if so many chunks are those of the part `before` that the next save
     should look for them before it writes.
     """
-    if before is None:
-        return True
-    return _counts({ranges[number].offset for number in unchanged(before, ranges, checks)}, ranges)
+    return before is None or _counts(
+        {ranges[number].offset for number in unchanged(before, ranges, checks)}, ranges
+    )
 
 
 def _counts(offsets: Container[int], ranges: Sequence[ChunkRange]) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import codecs
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -209,9 +210,7 @@ class _Walk:
             raise _Wrong(f"has a {'list' if is_list else 'dict'} as {role}")
         if is_list:
             return self._items(at, depth + 1)
-        if is_map:
-            return self._members(at, depth + 1)
-        return self._extension(at, depth, role)
+        return self._members(at, depth + 1) if is_map else self._extension(at, depth, role)
 
     def _enter(self, depth: int) -> None:
         """Raise _Wrong if a container is at a deeper level than a reader accepts.
@@ -656,10 +655,7 @@ class _Walk:
                 f"is a NumPy array of the dtype {str(descr)[:60]!r}, which cannot be read without "
                 f"pickles"
             )
-        count = 1
-        for n in shape:
-            count *= n
-        if end - body - length < count * size:
+        if end - body - length < math.prod(shape) * size:
             raise _Wrong(f"is a NumPy array of shape {list(shape)} that is cut short")
         return tuple(shape)
 

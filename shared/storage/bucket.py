@@ -213,9 +213,8 @@ class Bucket:
             prefix, lambda: obstore.list_with_delimiter(self._store, prefix or None)
         )
         objects = [_found(entry) for entry in listed["objects"]]
-        prefixes = [*listed["common_prefixes"]]
         # SeaweedFS lists an empty prefix itself
-        return prefixes, [found for found in objects if found.name != prefix]
+        return [*listed["common_prefixes"]], [found for found in objects if found.name != prefix]
 
     def below(self, prefix: str) -> list[str]:
         """Return the names of all objects below a prefix, at any depth."""

@@ -46,9 +46,7 @@ def share(fd: int) -> bool:
     from reading.
     """
     granted = description_lock(fd, fcntl.F_RDLCK)
-    if granted is False:
-        return False
-    return _flock(fd, fcntl.LOCK_SH) is not False or granted is True
+    return granted is not False and (_flock(fd, fcntl.LOCK_SH) is not False or granted is True)
 
 
 def exclude(fd: int) -> bool:

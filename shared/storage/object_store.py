@@ -13,13 +13,13 @@ import functools
 import os
 import threading
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import msgspec
 
 from ckptd.shared import names
-from ckptd.shared.errors import Busy, RemoteError, StorageError
+from ckptd.shared.errors import Busy, RemoteError, storage_errors
 from ckptd.shared.storage import object_probe
 from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_leases import Leases
@@ -175,13 +175,11 @@ class ObjectStorage:
 
     def _create_small(self, name: str, data: bytes) -> None:
         for _ in range(_CONFLICTS):
-            try:
+            with suppress(FileExistsError):
                 if not self.creates_once and self.exists(name):
                     raise FileExistsError
                 self._bucket.put(name, data, create=self.creates_once)
                 return
-            except FileExistsError:
-                pass
             try:
                 if self._bucket.get(name, max(len(data), 1)) == data:
                     return
@@ -277,7 +275,7 @@ class ObjectStorage:
 
         Raises Busy, StorageError.
         """
-        try:
+        with storage_errors(f"use {self.where()} as the root for checkpoints"):
             lock = LocalLock.take(f"{names.LOCK}-{self._digest}-{host}")
             if lock is None:
                 raise Busy(
@@ -289,10 +287,6 @@ class ObjectStorage:
             except BaseException:
                 lock.close()
                 raise
-        except OSError as error:
-            raise StorageError.of(
-                f"use {self.where()} as the root for checkpoints", error
-            ) from None
         return lock
 
     def is_lost(self) -> bool:

@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain
 
 from ckptd.shared.errors import RemoteError
@@ -108,26 +109,20 @@ class ObjectSink:
             errno.EHOSTUNREACH,
             errno.ENOENT,
         ):
-            try:
+            with suppress(OSError):
                 if self._bucket.head(self._name).size == self.size:
                     return
-            except OSError:
-                pass
         raise error
 
     def discard(self) -> None:
         self._discarded = True
-        try:
+        with suppress(Exception):  # the upload has failed, and has been aborted
             self._send(None)
-        except Exception:
-            pass  # the upload has failed, and has been aborted
         if sys.is_finalizing():
             return  # threads no longer run, and cannot be waited for
         self._thread.join()
-        try:
+        with suppress(OSError):  # left to a later sweep: by the daemon, from its journal
             self._bucket.delete([self._name])
-        except OSError:
-            pass  # left to a later sweep: by the daemon, from its journal
 
     def _send(self, piece: bytes | None) -> None:
         """Hand a piece to the thread. Raises the error of the upload if that has ended."""

@@ -19,6 +19,7 @@ from ckptd.shared import names
 from ckptd.shared.formats.binary import NEWER, preamble
 from ckptd.shared.system.fs import (
     FileSystem,
+    closing_at_end,
     make_directories,
     opened_directory,
     publish,
@@ -91,12 +92,9 @@ def _copy(fs: FileSystem, source: int, files: list[str], target: Path) -> None:
         for name, _ in fs.entries(directory):
             fs.unlink(name, directory)  # left by an earlier start that died
         for name in files:
-            fd = fs.create(name, directory, mode=0o600)
-            try:
+            with closing_at_end(fs.create(name, directory, mode=0o600), fs.close) as fd:
                 fs.write(fd, read_small(fs, name, source, _LARGEST), 0)
                 fs.sync(fd)
-            finally:
-                fs.close(fd)
         fs.sync_directory(directory)
     os.chmod(unfinished, 0o700)
     with opened_directory(fs, str(target.parent)) as parent:

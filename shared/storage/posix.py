@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from ckptd.shared import names
-from ckptd.shared.errors import Busy, IntegrityError, StorageError
+from ckptd.shared.errors import Busy, IntegrityError, storage_errors
 from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.storage import locks, old_journal, posix_root
 from ckptd.shared.storage.posix_streams import PosixSink, PosixSource
@@ -104,10 +104,9 @@ class PosixStorage:
         parent, _, name = prefix.rpartition("/")
         try:
             with self.directory(parent) as directory:
-                try:
+                # The process that removed it may have died before that was durable.
+                with suppress(FileNotFoundError, NotADirectoryError):
                     self.fs.remove_directory(name, directory)
-                except (FileNotFoundError, NotADirectoryError):
-                    pass  # the process that removed it may have died before that was durable
                 self.fs.sync_directory(directory)
         except (FileNotFoundError, NotADirectoryError):
             return True
@@ -213,16 +212,14 @@ class PosixStorage:
         """A file counts as deleted if something else has taken its name or that of its
         directory: that is not ckptd's and stays.
         """
-        try:
-            with self.directory(prefix) as directory:
-                for name in [unpublished + names.TMP_SUFFIX, *files] if unpublished else files:
-                    try:
-                        self.fs.unlink(name, directory)
-                    except (FileNotFoundError, IsADirectoryError):
-                        pass
-                self.fs.sync_directory(directory)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
+        with (
+            suppress(FileNotFoundError, NotADirectoryError),
+            self.directory(prefix) as directory,
+        ):
+            for name in [unpublished + names.TMP_SUFFIX, *files] if unpublished else files:
+                with suppress(FileNotFoundError, IsADirectoryError):
+                    self.fs.unlink(name, directory)
+            self.fs.sync_directory(directory)
 
     # -- claims
 
@@ -397,7 +394,7 @@ class PosixStorage:
 
         A daemon that runs as root accepts other owners.
         """
-        try:
+        with storage_errors(f"use {self.root} as the root for checkpoints"):
             self.ensure("")
             posix_root.check_owner(self.root, posix_root.CHECKPOINTS)
             for prefix in (names.CONTROL, names.control(host)):
@@ -405,8 +402,6 @@ class PosixStorage:
                 posix_root.check_owner(self.root / prefix, posix_root.RECORDS)
             posix_root.check_control(self.root / names.CONTROL)
             posix_root.warn_if_open_to_all(self.root)
-        except OSError as error:
-            raise StorageError.of(f"use {self.root} as the root for checkpoints", error) from None
         with self.directory(names.control(host)) as directory:
             lock = posix_root.lock(directory, self.root, host)
         self._lock = (self.root / names.control(host) / names.LOCK, os.fstat(lock.fileno()))
@@ -425,11 +420,8 @@ class PosixStorage:
 
     def take_journal(self, host: str, target: Path) -> None:
         prefix = f"{names.control(host)}/{names.JOURNAL}"
-        try:
-            with self.directory(prefix) as directory:
-                old_journal.move(self.fs, directory, self.where(prefix), target)
-        except FileNotFoundError:
-            pass
+        with suppress(FileNotFoundError), self.directory(prefix) as directory:
+            old_journal.move(self.fs, directory, self.where(prefix), target)
 
     def refusal(self, prefix: str) -> str:
         try:

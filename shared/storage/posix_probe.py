@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ckptd.shared.storage import locks
 from ckptd.shared.system import owners
+from ckptd.shared.system.fs import closing_at_end
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +68,17 @@ def _failure(act: Callable[[Path], None], scratch: Path) -> str:
 
 
 def _direct(scratch: Path) -> None:
-    fd = os.open(scratch / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-    try:
-        with mmap.mmap(-1, 4096) as page:
-            os.pwrite(fd, page, 0)
-    finally:
-        os.close(fd)
+    flags = os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC
+    with (
+        closing_at_end(os.open(scratch / "direct", flags, 0o600)) as fd,
+        mmap.mmap(-1, 4096) as page,
+    ):
+        os.pwrite(fd, page, 0)
 
 
 def _sync_directory(scratch: Path) -> None:
-    fd = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing_at_end(os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _flock(scratch: Path) -> None:

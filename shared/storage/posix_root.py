@@ -9,7 +9,7 @@ import logging
 import os
 from pathlib import Path
 
-from ckptd.shared.errors import Busy, StorageError
+from ckptd.shared.errors import Busy, StorageError, storage_errors
 from ckptd.shared.names import LOCK
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.owners import stranger
@@ -78,12 +78,10 @@ def lock(directory: int, root: Path, host: str) -> Descriptor:
     another daemon holds the lock, StorageError if the lock file cannot be opened or
     locked.
     """
-    try:
+    with storage_errors(f"use {root} as the root for checkpoints"):
         fd = os.open(
             LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory
         )
-    except OSError as error:
-        raise StorageError.of(f"use {root} as the root for checkpoints", error) from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

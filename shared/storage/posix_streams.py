@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.storage import locks
@@ -85,15 +85,10 @@ class PosixSink:
 
     def discard(self) -> None:
         fd, self._fd = self._fd, -1
-        try:
+        with suppress(OSError):  # the file is deleted even if closing it reports an error
             if fd >= 0:
                 self._fs.close(fd)
-        except OSError:
-            pass  # the file is deleted even if closing it reports an error
-        try:
-            with self._directory() as directory:
-                self._fs.unlink(self._name, directory)
-        except OSError:
-            # Left to a later sweep: by the daemon, from its journal, or by the next
-            # save into the directory.
-            pass
+        # If this fails, the file is left to a later sweep: by the daemon, from its
+        # journal, or by the next save into the directory.
+        with suppress(OSError), self._directory() as directory:
+            self._fs.unlink(self._name, directory)

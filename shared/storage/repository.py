@@ -15,7 +15,7 @@ from functools import partial
 from types import MappingProxyType
 
 from ckptd.shared import names
-from ckptd.shared.errors import IntegrityError, NotFound, StorageError
+from ckptd.shared.errors import IntegrityError, NotFound, StorageError, damage_in
 from ckptd.shared.formats.manifest import MAX_MANIFEST, Manifest, unknown_deleter_features
 from ckptd.shared.formats.part import PartReader
 from ckptd.shared.formats.receipt import (
@@ -63,12 +63,10 @@ class Repository:
         """
         name = f"{names.CONTROL}/{names.IDENTITY}"
         if not self.storage.exists(name):
-            try:
+            with suppress(FileExistsError):  # the daemon of another host was faster
                 self.storage.publish(
                     name, f"{names.new_nonce().hex()}\n".encode(), replace=False, by=machine.host()
                 )
-            except FileExistsError:
-                pass  # the daemon of another host was faster
         return self._read_identity(name)
 
     def known_identity(self) -> str | None:
@@ -187,9 +185,8 @@ class Repository:
 
         An abandonment under the name of the manifest is none.
         """
-        name = self._name(job, tag, names.MANIFEST)
         try:
-            source = self.storage.open(name)
+            source = self.storage.open(self._name(job, tag, names.MANIFEST))
         except FileNotFoundError:
             return False
         except IntegrityError:
@@ -237,12 +234,10 @@ class Repository:
             document = read_whole(self.storage.open(name), MAX_MANIFEST, name)
         except FileNotFoundError:
             return None
-        try:
+        with damage_in(f"{job}/{tag}"):
             if is_abandonment(document):
                 return Abandonment.decode(document)
             manifest = Manifest.decode(document)
-        except IntegrityError as error:
-            raise type(error)(f"{job}/{tag}: {error}") from None
         check_manifest_place(manifest, job, tag)
         return manifest
 

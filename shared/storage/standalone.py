@@ -9,7 +9,7 @@ import fcntl
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -150,10 +150,8 @@ class StandaloneDirectory(StandaloneCheckpoint):
         """
         with self._posix.directory() as directory:
             shared = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
-        try:
+        with suppress(OSError):  # the lock was refused, or this file system has none
             fcntl.flock(shared, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            pass  # the lock was refused, or this file system has none
         return PosixSource(self._posix.fs, shared, leased=True)
 
     # -- sweeping

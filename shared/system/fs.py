@@ -13,8 +13,8 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -143,10 +143,8 @@ class PosixFileSystem:
                     raise
                 # A file system without O_DIRECT may have created the file before it
                 # refused.
-                try:
+                with suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=directory)
-                except FileNotFoundError:
-                    pass
         return os.open(name, flags, mode, dir_fd=directory)
 
     def allocate(self, fd: int, length: int) -> None:
@@ -224,12 +222,18 @@ def _renameat2(*arguments: int | bytes) -> int:
 
 
 @contextmanager
-def opened_directory(fs: FileSystem, name: str, directory: int | None = None) -> Iterator[int]:
-    fd = fs.open_directory(name, directory)
+def closing_at_end(fd: int, close: Callable[[int], None] = os.close) -> Iterator[int]:
+    """Context manager. Yield an open file descriptor, and close it at the end."""
     try:
         yield fd
     finally:
-        fs.close(fd)
+        close(fd)
+
+
+def opened_directory(
+    fs: FileSystem, name: str, directory: int | None = None
+) -> AbstractContextManager[int]:
+    return closing_at_end(fs.open_directory(name, directory), fs.close)
 
 
 def make_directories(fs: FileSystem, path: Path) -> None:
@@ -262,11 +266,8 @@ def sync_parents(fs: FileSystem, path: Path) -> None:
     entries. Raises OSError.
     """
     for parent in path.resolve().parents:
-        try:
-            with opened_directory(fs, str(parent)) as directory:
-                fs.sync_directory(directory)
-        except PermissionError:
-            pass
+        with suppress(PermissionError), opened_directory(fs, str(parent)) as directory:
+            fs.sync_directory(directory)
 
 
 def publish(
@@ -292,29 +293,23 @@ def publish(
     and `replace` is False, else OSError.
     """
     temporary = f"{name}.{by}{TMP_SUFFIX}" if by else name + TMP_SUFFIX
-    try:
+    with suppress(FileNotFoundError):
         fs.unlink(temporary, directory)
-    except FileNotFoundError:
-        pass
     fd = fs.create(temporary, directory)
     try:
-        try:
+        with closing_at_end(fd, fs.close):
             if points and failpoint(f"{points}.written"):
                 fs.write(fd, data[: len(data) // 2], 0)
                 raise OSError(errno.EIO, "short write")
             fs.write(fd, data, 0)
             if durable:
                 fs.sync(fd)
-        finally:
-            fs.close(fd)
         if points:
             failpoint(f"{points}.synced")
         fs.rename(temporary, name, directory, replace=replace)
     except BaseException:
-        try:
+        with suppress(OSError):
             fs.unlink(temporary, directory)
-        except OSError:
-            pass
         raise
     if points:
         failpoint(f"{points}.renamed")
@@ -328,15 +323,12 @@ def read_small(fs: FileSystem, name: str, directory: int, limit: int) -> bytes:
     Raises OSError (EFBIG if the file is longer), IntegrityError if it is not a regular
     file.
     """
-    fd = fs.open(name, directory)
-    try:
+    with closing_at_end(fs.open(name, directory), fs.close) as fd:
         size = fs.size(fd)
         if size > limit:
             raise OSError(errno.EFBIG, f"larger than {limit} bytes", name)
         data = bytearray(size)
         return bytes(data[: fs.read(fd, memoryview(data), 0)])
-    finally:
-        fs.close(fd)
 
 
 def read_exactly(fd: int, buffer: memoryview, offset: int) -> int:

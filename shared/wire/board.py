@@ -147,9 +147,7 @@ def _missing(
 
 def _not_come(node: Holding, step: int) -> list[int]:
     """Return the ranks of a node that have not come to a step."""
-    if step in node.held or step <= node.done:
-        return []
-    return node.begun.get(step, node.ranks)
+    return [] if step in node.held or step <= node.done else node.begun.get(step, node.ranks)
 
 
 def is_news(holding: Holding, written: Holding | None, known: Answer) -> bool:
@@ -164,9 +162,8 @@ def is_news(holding: Holding, written: Holding | None, known: Answer) -> bool:
         written is None
         or holding.done != written.done
         or holding.failed.keys() - written.failed.keys()
+        or any(ranks != written.begun.get(step) for step, ranks in holding.begun.items())
     ):
-        return True
-    if any(ranks != written.begun.get(step) for step, ranks in holding.begun.items()):
         return True
     changed = set(holding.held).symmetric_difference(written.held)
     changed.update(set(holding.overdue).difference(written.overdue))

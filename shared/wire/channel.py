@@ -224,10 +224,8 @@ class Channel:
         another file that has been given its number.
         """
         self._session.close()
-        try:
+        with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
     def close(self) -> None:
         """End the connection, and close the socket and all descriptors that were not

@@ -93,7 +93,7 @@ class World:
     def _watch_core(self) -> None:
         fail, end_owner, pass_over = (
             self.core.steps._fail,
-            self.core.orphans.end_owner,
+            self.core.orphans._end_owner,
             self.core.engine.pass_over,
         )
         reporting = [False]
@@ -125,7 +125,7 @@ class World:
             fail(job, step, code, reason)
 
         self.core.steps._fail = failing  # type: ignore[method-assign]
-        self.core.orphans.end_owner = ending  # type: ignore[method-assign]
+        self.core.orphans._end_owner = ending  # type: ignore[method-assign]
         self.core.engine.pass_over = passing_over  # type: ignore[method-assign]
 
     def moving(self, snapshot: Snapshot, event: Event) -> None:

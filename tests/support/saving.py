@@ -114,7 +114,7 @@ class World:
         )
         self.claims = SimpleNamespace(claimed=self._claimed)
         claims: Any = self.claims
-        self.saver = Saver(config, self.catalog, self.slots, root, root, claims, events)
+        self.saver = Saver(config, self.slots, root, root, claims, events)
         self.snapshot = Snapshot(
             "gpt", 1, 5, "step-00000005.a0001", world_size, persist=True, state=SnapshotState.SEALED
         )

@@ -153,12 +153,14 @@ class Daemon:
         self.repository.storage._leases.end_marks(machine.host())  # type: ignore[attr-defined]  # as `serve` does
         self.scan()
         saver: Any = SimpleNamespace(
-            joint=self.joint, follow=lambda job, snapshot: self.followed.append(snapshot)
+            front=self.root,
+            joint=self.joint,
+            follow=lambda job, snapshot: self.followed.append(snapshot),
         )
         for place in list(self.root.journal.state.retiring):
             done(self.root.finish_deletion(place))
         for place in list(self.root.journal.state.staged):
-            done(recovery.finish_save(self.root, saver, self.catalog, place))
+            done(recovery.finish_save(self.root, saver, place))
 
     def save(self, step: int) -> bool:
         """Save a step that this node holds.

@@ -86,7 +86,7 @@ def leaf(name: str, storage: str = "", *, shape: tuple[int, ...] = (3,)) -> Leaf
 
 def test_planning_takes_no_memory() -> None:
     tree = {f"x{number}": leaf(f"x{number}", shape=(1 << 40,)) for number in range(4)}
-    assert PlannedPart(tree, None).layout.data_length == 16 << 40
+    assert PlannedPart(tree, None).layout.plan.data_length == 16 << 40
 
 
 def test_user_content_that_is_too_large_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ckptd.agent.convert import dcp_directory, dcp_metadata
 from ckptd.agent.convert.ckptd_directory import contents_of
 from ckptd.agent.convert.contents import Leaf, replaced
 from ckptd.agent.convert.dcp_directory import Planned, read_directory, write_directory
+from ckptd.agent.convert.importing import import_checkpoint
 from ckptd.agent.read.checkpoint import opened_of
 from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
 from tests.agent.convert.saved import STATES, assert_same, one_process, save, save_sharded
@@ -97,6 +99,17 @@ def test_a_value_that_only_pickled_code_could_load_is_named(tmp_path: Path) -> N
         match=r"^own can only be loaded by running pickled code, .*: it names tests\..*\.Custom$",
     ):
         read_directory(tmp_path / "dcp")
+
+
+def test_a_buffer_of_bytes_is_a_value(tmp_path: Path) -> None:
+    state = {"w": torch.ones(1), "loader": {"cursor": io.BytesIO(b"row 7")}}
+    with one_process():
+        dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    found = read(tmp_path / "dcp")
+    assert found["loader"]["cursor"].getvalue() == b"row 7"
+    import_checkpoint(tmp_path / "dcp", tmp_path / "checkpoint")
+    with Checkpoint.open(tmp_path / "checkpoint") as checkpoint:
+        assert checkpoint.load()["loader"]["cursor"].getvalue() == b"row 7"
 
 
 def test_damaged_bytes_are_named(tmp_path: Path) -> None:

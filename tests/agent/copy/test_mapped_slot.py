@@ -226,7 +226,7 @@ def test_documents_that_do_not_fit_are_refused_and_the_slot_is_not_sealed(
 def test_documents_follow_the_tensors_in_order_and_do_not_overlap() -> None:
     found = layout({"w": torch.ones(1000)})
     values, plan, request, end = Documents(bytes(10), bytes(20)).offsets(found)
-    assert values == align_region(found.data_length)
+    assert values == align_region(found.plan.data_length)
     assert (plan, request, end) == (
         align_region(values + 10), align_region(plan + len(found.document)),
         align_region(plan + len(found.document)) + 20,

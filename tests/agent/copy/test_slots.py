@@ -119,7 +119,7 @@ def test_slots_are_made_with_room_to_spare_and_are_used_again(
     assert slots.ensure(1_000_000, FAR)
     (request,) = client.asked
     assert (request.count, request.capacity) == (2, 1_000_000 + 1_000_000 // 64 + (1 << 16))
-    assert (slots.names, [slots.get(name).capacity for name in slots.names]) == (
+    assert (slots.names, [slots.get(name).header.capacity for name in slots.names]) == (
         ["0.seg", "1.seg"],
         [request.capacity] * 2,
     )

@@ -752,7 +752,7 @@ def test_a_connection_that_is_made_during_close_is_closed(
     connection.hang_up()
     assert inside.wait(SECONDS)
     # As `close` does, which then waits for the thread that is connecting.
-    rank.client._closed = True
+    rank.client.closed = True
     go.set()
     assert daemon.accepted().ended.wait(SECONDS)
     assert rank.resumed == 0

@@ -198,7 +198,7 @@ def test_planning_ahead_for_another_state_plans_for_that_state() -> None:
     larger = plan.plan_ahead(capture({"a": torch.ones(3), "b": torch.ones(1000)}))
     assert small is not None
     assert larger is not None
-    assert (small.data_length, larger.data_length) == (12, 4012)
+    assert (small.plan.data_length, larger.plan.data_length) == (12, 4012)
     assert plan.plan_ahead(capture({"a": torch.zeros(3), "b": torch.zeros(1000)})) is larger
 
 

@@ -41,7 +41,7 @@ def test_items_lie_by_element_size_and_do_not_overlap() -> None:
     for item in sorted(plan.items, key=lambda item: item.offset):
         assert item.offset >= end
         end = item.offset + item.length
-    assert found.data_length == end
+    assert found.plan.data_length == end
     assert {item.fqn: (item.dtype, item.sizes, item.length) for item in plan.items} == {
         name: (dtype_name(tensor.dtype), tuple(tensor.shape), tensor.nbytes)
         for name, tensor in tensors.items()

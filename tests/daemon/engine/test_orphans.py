@@ -143,7 +143,7 @@ def test_memory_that_could_not_be_saved_is_kept_for_another_time(ranks: Connecte
 def test_a_rank_that_begins_stops_the_time(ranks: ConnectedRanks) -> None:
     ranks.seal(0, 5)
     ranks.core.finish()
-    ranks.core.run(ranks.core.orphans.end_owner(ranks.lose(0)))
+    ranks.core.run(ranks.core.orphans._end_owner(ranks.lose(0)))
     ranks.call(lambda: ranks.core.orphans.ensure_timer(ranks.job))
     (timer,) = ranks.core.loop.timers()
     ranks.core.advance(1.0)
@@ -202,13 +202,13 @@ def test_the_unreported_seals_of_a_dead_trainer_count(two: ConnectedRanks) -> No
     two.write_seal(two.grant(1, 5), 5)
     two.grant(1, 6)
     owner = two.lose(1)
-    assert two.core.run(two.core.orphans.end_owner(owner)) is two.job
+    assert two.core.run(two.core.orphans._end_owner(owner)) is two.job
     assert two.job.is_durable(1, 5)
     assert two.clients[0].failures(1, 6) == [
         "step 6 failed: rank 1 ended before it sealed the step"
     ]
     assert len(two.core.segments.of(*owner.identity)) == 1  # that of step 5
-    assert (two.job.ranks.gone, two.core.run(two.core.orphans.end_owner(owner))) == (
+    assert (two.job.ranks.gone, two.core.run(two.core.orphans._end_owner(owner))) == (
         {1: "ended"},
         None,
     )
@@ -221,11 +221,11 @@ def test_an_owner_whose_memory_cannot_be_read_stays_until_it_can(two: ConnectedR
     owner = two.lose(1)
     slot.unreadable = True
     with pytest.raises(StorageError, match="cannot read the segment"):
-        two.core.run(two.core.orphans.end_owner(owner))
+        two.core.run(two.core.orphans._end_owner(owner))
     assert two.job.ranks.is_here(owner)
     assert slot.name in two.core.segments.slots
     slot.unreadable = False
-    assert two.core.run(two.core.orphans.end_owner(owner)) is two.job
+    assert two.core.run(two.core.orphans._end_owner(owner)) is two.job
     assert two.job.is_durable(1, 5)
 
 
@@ -240,7 +240,7 @@ def test_a_new_daemon_leaves_a_slot_alone_that_it_cannot_read(two: ConnectedRank
     assert slot.name in core.segments.slots
     slot.unreadable = False
     (owner,) = (owner for owner in two.job.ranks.owners.values() if owner.rank == 1)
-    core.run(core.orphans.end_owner(owner))
+    core.run(core.orphans._end_owner(owner))
     assert two.job.is_durable(1, 5)
 
 
@@ -259,7 +259,7 @@ def test_a_daemon_that_stops_leaves_a_slot_that_it_cannot_read_to_the_next_one(
 def test_a_memory_only_snapshot_is_saved_when_its_trainer_is_dead(two: ConnectedRanks) -> None:
     complete(two, 5, persist=False)
     assert not two.job.is_durable(1, 5)
-    two.core.run(two.core.orphans.end_owner(two.lose(0)))
+    two.core.run(two.core.orphans._end_owner(two.lose(0)))
     snapshot = two.job.snapshot((1, 5))
     assert snapshot is not None
     assert (two.job.is_durable(1, 5), snapshot.unasked) == (True, True)
@@ -271,8 +271,8 @@ def test_a_save_that_a_rank_has_requested_is_not_called_unasked(
     for rank in (0, 1):
         two.seal(rank, 5)
     with caplog.at_level("INFO"):
-        two.core.orphans.save_owed(two.job)
-        two.core.run(two.core.orphans.end_owner(two.lose(0)))
+        two.core.orphans._save_owed(two.job)
+        two.core.run(two.core.orphans._end_owner(two.lose(0)))
     snapshot = two.job.snapshot((1, 5))
     assert snapshot is not None
     assert not snapshot.unasked
@@ -286,7 +286,7 @@ def test_a_failed_save_is_tried_again_and_only_then_the_memory_is_freed(
         two.seal(rank, 5)
     two.core.finish("read", "check")
     for rank in (0, 1):
-        two.core.spawn(two.core.orphans.end_owner(two.lose(rank)))
+        two.core.spawn(two.core.orphans._end_owner(two.lose(rank)))
     two.core.finish("read", "check")
     next(work for work in two.core.work if work.what == "save").end(StorageError("full"))
     two.core.finish()
@@ -364,18 +364,3 @@ def test_a_step_that_is_sealed_while_the_daemon_stops_is_saved_too(two: Connecte
     two.core.finish()
     assert draining.done()
     assert [checkpoint.step for checkpoint in two.job.checkpoints.values()] == [5, 6]
-
-
-def test_who_is_absent_and_who_holds_a_lock(two: ConnectedRanks) -> None:
-    first, second = (two.owner(client) for client in two.clients)
-    assert (two.core.orphans.absent(), two.core.orphans.holds_lock(first)) == ([], True)
-    two.lose(0)
-    assert (
-        two.core.orphans.absent(),
-        two.core.orphans.holds_lock(first),
-        two.core.orphans.holds_lock(second),
-    ) == (
-        [first],
-        False,
-        True,
-    )

@@ -135,8 +135,8 @@ def test_a_destination_deletes_only_what_it_has_itself(tmp_path: Path) -> None:
     stage, root = made
     asyncio.run(root.retain(JOB))
     assert (steps(tmp_path / "stage"), steps(tmp_path / "root")) == ([1, 2], [5])
-    assert asyncio.run(stage.make_room(root.catalog.job(JOB), 1))
-    assert not asyncio.run(root.make_room(root.catalog.job(JOB), 1))
+    assert asyncio.run(stage.deleter.make_room(stage.catalog.job(JOB), 1))
+    assert not asyncio.run(root.deleter.make_room(root.catalog.job(JOB), 1))
     assert (steps(tmp_path / "stage"), steps(tmp_path / "root")) == ([2], [5])
     calls.close()
 
@@ -426,7 +426,7 @@ def test_each_smaller_number_of_checkpoints_that_fit_is_logged_once(
     with caplog.at_level(logging.WARNING):
         for free in (1000, 350, 340, 250, 1000, 350):
             with mock.patch.object(root.repository.storage, "free", return_value=free):
-                asyncio.run(root.warn_of_room(job))
+                asyncio.run(root._warn_of_room(job))
     calls.close()
     told = [record.getMessage().split(" of its")[0] for record in caplog.records]
     assert told == [f"job gpt: the root has room for {count} more" for count in (3, 2, 3)]

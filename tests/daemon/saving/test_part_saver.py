@@ -167,13 +167,10 @@ def test_an_io_error_after_room_was_made_is_tried_once_more_only(
         made.append(job)
         return True
 
-    monkeypatch.setattr(
-        world.saver.root_parts,
-        "_config",
-        dataclasses.replace(world.saver.root_parts._config, make_room=True),
-    )
+    parts: PartSaver = world.saver._parts[world.saver.root]
+    monkeypatch.setattr(parts, "_config", dataclasses.replace(parts._config, make_room=True))
     monkeypatch.setattr(world.pipeline, "write_part", write_part)
-    monkeypatch.setattr(world.saver.root, "make_room", make_room)
+    monkeypatch.setattr(world.saver.root.deleter, "make_room", make_room)
     world.run()
     world.check_failed("Input/output error")
     assert (made, faults) == ([world.job, world.job], [errno.EIO])
@@ -183,7 +180,7 @@ def test_a_node_without_rank_0_deletes_nothing_on_a_full_disk(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The daemon of rank 0 alone decides about the checkpoints of several nodes."""
-    parts: PartSaver = world.saver.root_parts
+    parts = world.saver._parts[world.saver.root]
     made = list[Job]()
 
     async def make_room(job: Job, needed: int) -> bool:
@@ -191,7 +188,7 @@ def test_a_node_without_rank_0_deletes_nothing_on_a_full_disk(
         return False
 
     monkeypatch.setattr(parts, "_config", dataclasses.replace(parts._config, make_room=True))
-    monkeypatch.setattr(world.saver.root, "make_room", make_room)
+    monkeypatch.setattr(world.saver.root.deleter, "make_room", make_room)
     for ranks in ([0], [1]):
         world.fs.faults["create"] = 1, errno.ENOSPC
         world.snapshot.node = Membership(run_id="0" * 32, ranks=ranks)

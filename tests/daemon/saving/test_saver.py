@@ -388,12 +388,13 @@ def test_a_save_that_succeeds_in_a_later_try_counts_once(
     memory.
     """
     world.snapshot.unasked = True
-    save = world.saver.front_parts.save
+    parts = world.saver._parts[world.saver.front]
+    save = parts.save
 
     async def full(*_: object) -> None:
         raise StorageError("full")
 
-    monkeypatch.setattr(world.saver.front_parts, "save", full)
+    monkeypatch.setattr(parts, "save", full)
     for _ in range(2):
         world.run()
         assert (
@@ -402,7 +403,7 @@ def test_a_save_that_succeeds_in_a_later_try_counts_once(
             world.counters["saved_unasked"],
         ) == (1, 0, 0)
     assert "saved unasked" not in caplog.text
-    monkeypatch.setattr(world.saver.front_parts, "save", save)
+    monkeypatch.setattr(parts, "save", save)
     with caplog.at_level("INFO"):
         world.run()
     assert world.committed()
