@@ -319,7 +319,7 @@ def _whole(name: str, value: Any) -> int:
 
 def _seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value!r}; expected seconds, more than 0")
+        raise ValueError(f"{name} is {value!r}; expected a finite number of seconds above 0")
     return float(value)
 
 

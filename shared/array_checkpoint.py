@@ -353,8 +353,8 @@ def _manifest(directory: Path) -> Manifest:
 def _newest_first(job: Path, which: str | int) -> Iterator[Path]:
     """Yield the committed directories of a job that `which` selects, the newest first.
 
-    A damaged one comes where its name places it. With a tag of the user's own it is the
-    first of its attempt.
+    A directory with a damaged manifest is ordered by the step in its name. If its name
+    has no step, because the user chose the tag, it comes first in its attempt.
     """
     found: list[tuple[tuple[float, ...], Path]] = []
     for directory in job.iterdir() if job.is_dir() else ():

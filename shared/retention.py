@@ -339,4 +339,6 @@ def _whole(policy: str, name: str, value: Any, least: int = 1) -> None:
 
 def _positive(policy: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"{policy}: {name} is {value!r}; expected seconds, more than 0")
+        raise ValueError(
+            f"{policy}: {name} is {value!r}; expected a finite number of seconds above 0"
+        )

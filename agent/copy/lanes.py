@@ -51,7 +51,7 @@ class Lane(Protocol):
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None: ...
 
     def run(self, work: Callable[[], None]) -> None:
-        """Run work whose kernels and copies are enqueued in this lane."""
+        """Call `work`. The kernels and copies that it launches go into this lane."""
 
     def mark(self) -> Mark: ...
 

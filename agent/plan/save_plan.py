@@ -173,8 +173,8 @@ class Resolved:
         assert write.tensor_data is not None
         if tensor.dtype != dtype or tensor.shape != write.tensor_data.chunk.sizes:
             raise InvalidRequest(
-                f"{_shown(key)}: the planner now resolves it to another dtype or shape than when "
-                f"the save began"
+                f"{_shown(key)}: the planner resolves it to another dtype or shape than it did "
+                f"when the save began"
             )
         return tensor
 
@@ -195,9 +195,11 @@ _loading_buffers = threading.Lock()
 
 
 def _knowing_buffers() -> AbstractContextManager[None]:
-    """Return a context manager in which torch's reader of weights knows `BytesIO`.
+    """Return a context manager in which `torch.load(weights_only=True)` accepts
+    `BytesIO`.
 
-    torch's own one forgets the class at its end, even if the caller had added it.
+    `safe_globals` alone would remove the class at its end, even if the caller had added
+    it before.
     """
     if io.BytesIO in torch.serialization.get_safe_globals():
         return nullcontext()

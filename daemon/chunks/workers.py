@@ -110,7 +110,7 @@ class Workers:
         )
         # A missing chunk fails all: every planned chunk must be accounted for.
         if len(results) != len(ranges):
-            raise IntegrityError(f"{len(results)} of {len(ranges)} chunks have a result")
+            raise IntegrityError(f"there are {len(results)} results for {len(ranges)} chunks")
         return [results[number] for number in range(len(ranges))]
 
     @asynccontextmanager

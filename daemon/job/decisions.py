@@ -288,7 +288,7 @@ def check_turn(job: Job, rank: int, key: Key, last_sealed: int) -> None:
 def check_tag(job: Job, key: Key, tag: str, user_tag: str) -> None:
     """Raise AlreadyExists if another step has this tag.
 
-    tag: the name of the directory. user_tag: the tag as the user has written it.
+    tag: the name of the checkpoint's directory. user_tag: the tag as the user has written it.
     """
     if (
         tag in job.checkpoints

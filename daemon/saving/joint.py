@@ -209,12 +209,13 @@ class Joint:
         """Report that this node cannot save a step in its present try, so that no other
         node waits for its parts. Retry while the storage fails.
 
-        snapshot: a copy of the snapshot, because another save may choose another
-        directory meanwhile.
+        snapshot: a copy of the snapshot, because a later save of the step may give the
+        original another directory meanwhile.
 
         Return True if the parts of this node in the try are not needed. Return False if
-        this node has delivered them before, or if the storage has not taken the report
-        within `timeout`.
+        this node has delivered them before, if the storage has not taken the report
+        within the `timeout` of this object, or if the daemon stops or the next attempt
+        begins meanwhile.
         """
         loop, pause = asyncio.get_running_loop(), _FIRST_LOOK
         until = loop.time() + self._timeout

@@ -95,8 +95,8 @@ class _File:
 class _Group:
     """Chunks that are stored in the same files.
 
-    filling: the files that are being filled. left: the bytes of its chunks that are
-    still to be placed, as if none shrinks.
+    filling: the files that are being filled. left: the bytes of the chunks that are
+    still to be placed, with the length that each has before it is encoded.
     """
 
     filling: list[_File] = field(default_factory=list)

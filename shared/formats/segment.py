@@ -262,7 +262,7 @@ def read_document(fd: int, header: SegmentHeader, extent: Extent, what: str) -> 
         or crc32c(buffer) != extent.crc
     ):
         raise IntegrityError(
-            f"{what} document of {header.job} step {header.step} is damaged in memory"
+            f"{what} document of job {header.job!r}, step {header.step}, is damaged in memory"
         )
     return bytes(buffer)
 

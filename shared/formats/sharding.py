@@ -188,7 +188,7 @@ def stored_shards(size: Sequence[int], mesh: Mesh, rule: Rule) -> Iterator[tuple
 
 
 def check_rule(name: str, size: Sequence[int], meshes: Sequence[Mesh], rule: Rule) -> None:
-    """Raise IntegrityError if a rule cannot be that of a tensor of this size.
+    """Raise IntegrityError if a rule is not valid for a tensor of this size.
 
     `name` is for the message.
     """

@@ -238,7 +238,8 @@ def find_job_or_checkpoint(path: Location) -> tuple[Repository, str, str | None]
 def existing_root(root: Location) -> Repository:
     """Return the checkpoints below a root.
 
-    Raises NotFound if it is not a directory, or if there is nothing below a URL.
+    Raises NotFound if the root is a path that is no directory, or a URL with nothing
+    below it.
     """
     if not is_prefix(root):
         if isinstance(root, Url):

@@ -170,7 +170,7 @@ class Session:
         after = REQUESTS.get((self.state, type(request)))
         if after is None:
             raise ProtocolError(
-                f"{_name(request)} is not allowed while the session is {self.state.value}"
+                f"{_name(request)} is not allowed in session state {self.state.value!r}"
             )
         if request.id <= self._last_id:
             raise ProtocolError(
@@ -185,7 +185,7 @@ class Session:
     def _notification(self, message: m.Notification) -> None:
         if message.re != 0 or self.state not in (SessionState.ATTACHED, SessionState.LEAVING):
             raise ProtocolError(
-                f"{_name(message)} is not allowed while the session is {self.state.value}"
+                f"{_name(message)} is not allowed in session state {self.state.value!r}"
             )
 
     def _reply(self, reply: m.Reply) -> None:
@@ -198,7 +198,7 @@ class Session:
                 f"{_name(reply)} answers request {reply.re}, which is not under way"
             )
         if not isinstance(reply, (m.Error, REPLIES[type(request)])):
-            raise ProtocolError(f"{_name(reply)} does not answer {_name(request)}")
+            raise ProtocolError(f"{_name(reply)} is not a valid reply to {_name(request)}")
         del self.under_way[reply.re]
         if isinstance(request, (m.Hello, m.Begin, m.Detach)):
             self.state = ANSWERED[self.state, not isinstance(reply, m.Error)]

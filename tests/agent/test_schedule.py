@@ -168,7 +168,11 @@ def test_the_interval_is_youngs_for_small_costs_and_at_most_the_mtbf() -> None:
         ((), {"every_steps": 5, "mtbf": 5}, '"auto" must be given together'),
         ((), {"every_steps": 0}, "every_steps is 0; expected a number from 1 up"),
         ((), {"every_steps": 2.0}, "every_steps is 2.0"),
-        ((), {"every_seconds": -1}, "every_seconds is -1; expected seconds, more than 0"),
+        (
+            (),
+            {"every_seconds": -1},
+            "every_seconds is -1; expected a finite number of seconds above 0",
+        ),
         ((), {"every_seconds": math.inf}, "every_seconds is inf"),
         (("auto",), {"mtbf": True}, "mtbf is True"),
         ((), {"every_steps": 5, "persist_every": 0}, "persist_every is 0"),

@@ -202,7 +202,10 @@ def test_every_policy_is_parsed_from_its_text(policy: r.Policy, text: str) -> No
         ("LatestN(0)", "LatestN: n is 0; expected a number from 1 up"),
         ("LatestN(True)", "LatestN: n is True"),
         ("EveryNSteps(1.5)", "EveryNSteps: interval_steps is 1.5"),
-        ("EveryNSeconds(0)", "EveryNSeconds: interval_secs is 0; expected seconds, more than 0"),
+        (
+            "EveryNSeconds(0)",
+            "EveryNSeconds: interval_secs is 0; expected a finite number of seconds above 0",
+        ),
         ("LatestDuration('1h')", "LatestDuration: seconds is '1h'"),
         ("LatestDuration(1e999)", "LatestDuration: seconds is inf"),
         ("BestN(3, 'loss')", "BestN: n is 'loss'"),

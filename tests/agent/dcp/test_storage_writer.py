@@ -804,8 +804,8 @@ class Failing(DefaultSavePlanner):
         ),
         (
             Unsure,
-            "InvalidRequest: a: the planner now resolves it to another dtype or shape than when "
-            "the save began",
+            "InvalidRequest: a: the planner resolves it to another dtype or shape than it did "
+            "when the save began",
         ),
         (Failing, "KeyError: 'lost'"),
     ],

@@ -382,8 +382,8 @@ def test_no_request_is_sent_before_the_attempt_is_resumed(
     begin = again.next(m.Begin)  # the client has sent Begin and has no reply
     with pytest.raises(
         DaemonUnreachable,
-        match="^the daemon is gone for the moment: Acquire is not allowed while the session is "
-        "beginning$",
+        match="^the daemon is gone for the moment: Acquire is not allowed in session state "
+        "'beginning'$",
     ):
         rank.client.begin(acquire(1))
     assert not rank.client.connected
@@ -528,7 +528,7 @@ def test_a_newer_attempt_closes_the_client(
     [
         (m.Error(re=0, code=Busy.code, message="the daemon is stopping"), "the daemon is stopping"),
         (m.Granted(re=77, segment="x"), "Granted answers request 77, which is not under way"),
-        (m.Began(re=2, attempt=1), "Began does not answer Acquire"),
+        (m.Began(re=2, attempt=1), "Began is not a valid reply to Acquire"),
     ],
     ids=[
         "an error for the whole connection",

@@ -120,7 +120,8 @@ def test_an_item_that_changes_between_layout_and_copy_is_refused() -> None:
     planner.made = lambda tensor: tensor.double()
     with pytest.raises(
         InvalidRequest,
-        match="^w: the planner now resolves it to another dtype or shape than when the save began$",
+        match="^w: the planner resolves it to another dtype or shape than it did when the save "
+        "began$",
     ):
         found.sources_of(layout)(0)
 

@@ -90,7 +90,7 @@ def damage(slot: Descriptor, how: str) -> None:
     [
         ("filled again", "the slot of step 5 has been filled again"),
         ("cut short", "the slot of step 5 has been cut short"),
-        ("a byte of the plan", "plan document of gpt step 5 is damaged in memory"),
+        ("a byte of the plan", "plan document of job 'gpt', step 5, is damaged in memory"),
         ("without checksums", "the slot of step 5 has no checksums"),
         (
             "values over the tensors",

@@ -122,7 +122,9 @@ def test_a_slot_with_larger_chunks_than_the_present_setting_is_saved(
 def test_a_slot_with_a_damaged_document_is_refused(fd: int) -> None:
     header = seal(fd, HEADER, PLAN)
     os.pwrite(fd, b"?", HEADER.data_offset + header.plan.offset + 10)
-    with pytest.raises(IntegrityError, match="plan document of gpt step 5 is damaged in memory"):
+    with pytest.raises(
+        IntegrityError, match="plan document of job 'gpt', step 5, is damaged in memory"
+    ):
         SealedSlot.read(fd, header)
 
 
@@ -189,7 +191,7 @@ def test_every_chunk_has_a_result_or_nothing_is_written(
 ) -> None:
     slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
     pipeline._memory.threads = 0  # no worker does anything, and none fails
-    with pytest.raises(IntegrityError, match=f"0 of {len(slot.ranges)} chunks have a result"):
+    with pytest.raises(IntegrityError, match=f"there are 0 results for {len(slot.ranges)} chunks"):
         part(pipeline, slot, tmp_path)
     assert os.listdir(tmp_path) == []
 

@@ -190,7 +190,7 @@ def test_a_chunk_without_a_result_fails_them_all(workers: Workers) -> None:
         found.asked = True
         return number
 
-    with pytest.raises(IntegrityError, match="^3 of 2 chunks have a result$"):
+    with pytest.raises(IntegrityError, match="^there are 3 results for 2 chunks$"):
         asyncio.run(workers.each(found, work))
 
 

@@ -483,7 +483,7 @@ def test_a_request_out_of_order_is_not_sent(place: Path) -> None:
     with daemon(place, play):
         channel = Channel(place, TIMEOUT)
         with pytest.raises(
-            ProtocolError, match="Persist is not allowed while the session is greeted"
+            ProtocolError, match="Persist is not allowed in session state 'greeted'"
         ):
             channel.send(m.Persist(id=channel.new_id()))
         channel.send(m.Status(id=channel.new_id()))
