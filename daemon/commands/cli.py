@@ -1,5 +1,5 @@
 """Defines the `ckptd` command line: status, ps, stop, gc, doctor, ls, show, verify,
-forget, pin, and the verbs of other modules.
+forget, pin, unpin, and the verbs of other modules.
 
 Commands print text for people, and JSON for programs with `--json`. The exit codes are
 those of `ckptd.shared.command`.
@@ -24,15 +24,19 @@ from ckptd.daemon.memory import unsaved
 from ckptd.shared import __version__
 from ckptd.shared import errors as e
 from ckptd.shared.command import (
+    CHECKPOINT,
     MEMORY_ONLY,
     PLACE,
     ask_before_deleting,
+    chosen,
     complete_path,
     json_option,
     speaks,
+    step_option,
 )
 from ckptd.shared.location import Location
 from ckptd.shared.retention import parse
+from ckptd.shared.storage.choice import Named
 from ckptd.shared.storage.locate import find_job_or_checkpoint
 from ckptd.shared.units import count_text
 
@@ -311,35 +315,42 @@ def doctor(
 
 
 @main.command(short_help="List the checkpoints under a root.")
-@click.argument("path", type=PLACE, required=False)
+@click.argument("path", type=CHECKPOINT, required=False)
+@step_option
 @_socket
 @json_option
 @speaks
-def ls(path: Location | None, socket: Path | None, as_json: bool) -> None:
+def ls(path: Named | None, step: int | None, socket: Path | None, as_json: bool) -> None:
     """List the checkpoints of all jobs under a root, or of one job.
 
     PATH is DIR (the root), DIR/JOB, or the directory of one checkpoint. The default is
     the root of the daemon at --socket.
     """
     rows = report.listing(
-        path if path is not None else neighbours.served_root(socket, "ckptd ls ROOT")
+        chosen(path, step) if path is not None else neighbours.served_root(socket, "ckptd ls ROOT")
     )
     click.echo(json.dumps(rows, indent=1) if as_json else report.listing_text(rows))
 
 
 @main.command(short_help="Describe one checkpoint.")
-@click.argument("path", type=PLACE)
+@click.argument("path", type=CHECKPOINT)
+@step_option
 @click.option("--keys", is_flag=True, help="List every tensor with its shape and dtype.")
 @json_option
 @speaks
-def show(path: Location, keys: bool, as_json: bool) -> None:
+def show(path: Named, step: int | None, keys: bool, as_json: bool) -> None:
     """Describe one checkpoint: DIR/JOB/TAG, the newest one of DIR/JOB, or a directory
     outside every root that is a checkpoint.
+
+    In place of TAG there may be a step, `newest`, or `best:METRIC`, which is the
+    checkpoint with the least value of a metric (`best:METRIC:max`: the greatest). All
+    commands that take a checkpoint understand this.
     """
-    manifest = report.manifest_at(path)
-    for damaged in report.damaged_newer(path, manifest):
+    place = chosen(path, step)
+    manifest = report.manifest_at(place)
+    for damaged in report.damaged_newer(place, manifest):
         click.echo(f"ckptd: skipped: {damaged}", err=True)
-    repository, job, tag = find_job_or_checkpoint(path)
+    repository, job, tag = find_job_or_checkpoint(place)
     title = report.title(repository, job, tag or manifest.tag)
     tensors, meshes = report.tensors_of(repository, job, manifest) if keys else (None, ())
     said = (
@@ -351,10 +362,11 @@ def show(path: Location, keys: bool, as_json: bool) -> None:
 
 
 @main.command(short_help="Check every byte of checkpoints.")
-@click.argument("path", type=PLACE)
+@click.argument("path", type=CHECKPOINT)
+@step_option
 @json_option
 @speaks
-def verify(path: Location, as_json: bool) -> None:
+def verify(path: Named, step: int | None, as_json: bool) -> None:
     """Check every byte, tensor and value of a checkpoint (DIR/JOB/TAG), or of all of a
     job (DIR/JOB) or of a root (DIR).
 
@@ -363,7 +375,7 @@ def verify(path: Location, as_json: bool) -> None:
     checked.
     """
     results = []
-    for result in report.verification(path):
+    for result in report.verification(chosen(path, step)):
         results.append(result)
         if not as_json:
             click.echo(report.verification_text(result))
@@ -374,7 +386,8 @@ def verify(path: Location, as_json: bool) -> None:
 
 
 @main.command(short_help="Delete checkpoints.")
-@click.argument("path", type=PLACE)
+@click.argument("path", type=CHECKPOINT)
+@step_option
 @click.option(
     "--keep",
     multiple=True,
@@ -391,7 +404,8 @@ def verify(path: Location, as_json: bool) -> None:
 @json_option
 @speaks
 def forget(
-    path: Location,
+    path: Named,
+    step: int | None,
     keep: tuple[str, ...],
     dry_run: bool,
     yes: bool,
@@ -418,7 +432,7 @@ def forget(
         policies = [parse(text) for text in keep]
     except ValueError as error:
         raise e.InvalidConfig(f"--keep: {error}") from None
-    deletion = forgetting.planned(path, policies)
+    deletion = forgetting.planned(chosen(path, step), policies)
     rows = deletion.rows
     if not dry_run:
         if deletion.is_large and not yes:
@@ -437,17 +451,32 @@ def forget(
 
 
 @main.command(short_help="Keep a checkpoint from being deleted.")
-@click.argument("path", type=PLACE)
-@click.option("--remove", is_flag=True, help="Remove the pin.")
+@click.argument("path", type=CHECKPOINT)
+@step_option
+@click.option("--remove", is_flag=True, help="Remove the pin, as `ckptd unpin` does.")
 @json_option
 @speaks
-def pin(path: Location, remove: bool, as_json: bool) -> None:
+def pin(path: Named, step: int | None, remove: bool, as_json: bool) -> None:
     """Keep a checkpoint (DIR/JOB/TAG, or the newest of DIR/JOB) from being deleted, by
     retention or by hand, until the pin is removed.
     """
+    _pin(path, step, remove=remove, as_json=as_json)
+
+
+@main.command(short_help="Let a pinned checkpoint be deleted again.")
+@click.argument("path", type=CHECKPOINT)
+@step_option
+@json_option
+@speaks
+def unpin(path: Named, step: int | None, as_json: bool) -> None:
+    """Remove the pin of a checkpoint (DIR/JOB/TAG, or the newest of DIR/JOB)."""
+    _pin(path, step, remove=True, as_json=as_json)
+
+
+def _pin(path: Named, step: int | None, *, remove: bool, as_json: bool) -> None:
     from ckptd.daemon.commands import forgetting
 
-    job, tag = forgetting.pin(path, remove=remove)
+    job, tag = forgetting.pin(chosen(path, step), remove=remove)
     found = {"job": job, "tag": tag, "pinned": not remove}
     click.echo(
         json.dumps(found)

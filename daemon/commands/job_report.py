@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ckptd.daemon.commands.report import as_table, printable
+from ckptd.daemon.commands.report import as_table
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, IntegrityError, NotFound, StorageError
 from ckptd.shared.formats.manifest import Manifest
@@ -16,7 +16,7 @@ from ckptd.shared.formats.receipt import DELETED, Abandonment, Receipt
 from ckptd.shared.location import Location, located
 from ckptd.shared.storage.locate import existing_root, tags_of
 from ckptd.shared.storage.repository import Repository
-from ckptd.shared.units import ranges_text
+from ckptd.shared.units import printable, ranges_text
 
 
 def job_report(root: Location, job: str) -> dict[str, Any]:

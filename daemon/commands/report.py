@@ -30,13 +30,14 @@ from ckptd.shared.storage.locate import (
     has_checkpoint,
     is_prefix,
     is_root,
+    manifests,
     meant,
     tags_of,
 )
 from ckptd.shared.storage.metadata import metadata_objects, tensors
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
-from ckptd.shared.units import count_text, size_text, some_text, span_text
+from ckptd.shared.units import count_text, printable, size_text, some_text, span_text
 
 SNAPSHOT_COUNTERS = {
     "sealed": "sealed",
@@ -246,19 +247,6 @@ def title(repository: Repository, job: str, tag: str) -> str:
     checkpoint by itself.
     """
     return repository.where() if isinstance(repository, StandaloneCheckpoint) else f"{job}/{tag}"
-
-
-def manifests(repository: Repository, job: str) -> Iterator[tuple[str, Manifest | IntegrityError]]:
-    """Yield each tag of the job that has a manifest, with the manifest, or with the
-    error if it is damaged.
-    """
-    for tag in tags_of(repository, job):
-        try:
-            yield tag, repository.read_manifest(job, tag)
-        except NotFound:
-            continue  # no manifest: no checkpoint
-        except IntegrityError as error:
-            yield tag, error
 
 
 def listing(path: Location) -> list[dict[str, Any]]:
@@ -613,17 +601,6 @@ def forgotten_text(row: dict[str, Any], *, dry_run: bool) -> str:
     if row["error"]:
         return f"{row['job']}/{row['tag']}: not deleted: {row['error']}"
     return f"{row['job']}/{row['tag']}: {'would be deleted' if dry_run else 'deleted'}{size}"
-
-
-def printable(text: str) -> str:
-    """Escape characters that a terminal obeys instead of showing: control characters,
-    line feeds, and marks of the text's direction.
-    """
-    return (
-        text
-        if text.isprintable()
-        else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-    )
 
 
 def as_table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -26,6 +26,7 @@ from ckptd.shared.errors import (
     RemoteError,
     StorageError,
 )
+from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.location import Location, Url, located
 from ckptd.shared.storage.marker import other_tool
 from ckptd.shared.storage.posix import PosixStorage
@@ -293,6 +294,19 @@ def tags_of(repository: Repository, job: str) -> list[str]:
         return []  # a file or a link is no job
     except OSError as error:
         raise StorageError.of(f"list {repository.where(job)}", error) from None
+
+
+def manifests(repository: Repository, job: str) -> Iterator[tuple[str, Manifest | IntegrityError]]:
+    """Yield each tag of the job that has a manifest, with the manifest, or with the
+    error if it is damaged.
+    """
+    for tag in tags_of(repository, job):
+        try:
+            yield tag, repository.read_manifest(job, tag)
+        except NotFound:
+            continue  # no manifest: no checkpoint
+        except IntegrityError as error:
+            yield tag, error
 
 
 def has_checkpoint(path: Location) -> bool:

@@ -244,6 +244,45 @@ def test_a_copy_of_any_name_is_a_checkpoint(full: Daemon, tmp_path: Path) -> Non
     assert "DAMAGED: " in ckptd("verify", misplaced).stdout
 
 
+def test_every_command_takes_a_step_the_newest_and_the_best(full: Daemon, tmp_path: Path) -> None:
+    root = full.home.root
+    first, second = "gpt/step-00000001.a0001", "gpt/step-00000002.a0001"
+    for typed, name in (
+        ([root / "gpt" / "1"], first),
+        ([root / "gpt", "--step", 1], first),
+        ([f"{root}/gpt/newest"], second),
+        ([f"{root}/gpt/best:loss"], second),
+        ([f"{root}/gpt/best:loss:max"], first),
+    ):
+        assert ckptd("show", *typed).stdout.startswith(f"{name}\n"), typed
+        assert ckptd("verify", *typed).stdout.startswith(f"{name}: sound, "), typed
+        assert ckptd("pin", *typed).stdout == f"{name}: pinned\n", typed
+        assert ckptd("unpin", *typed).stdout == f"{name}: no longer pinned\n", typed
+        (row,) = json.loads(ckptd("ls", *typed, "--json").stdout)
+        assert f"gpt/{row['tag']}" == name, typed
+        (row,) = json.loads(ckptd("forget", *typed, "--dry-run", "--json").stdout)
+        assert f"gpt/{row['tag']}" == name, typed
+        copied = ckptd("copy", typed[0], tmp_path / "other", *typed[1:])
+        assert copied.stdout.startswith(f"{name}: "), copied.stderr
+    shown = ckptd("show", "gpt/1", environment={"CKPTD_ROOT": str(root)})
+    assert shown.stdout.startswith(f"{first}\n")
+    assert json.loads(ckptd("pin", f"{root}/gpt/1", "--json").stdout)["pinned"]
+    done = ckptd("unpin", f"{root}/gpt/1", "--json")
+    assert json.loads(done.stdout) == {"job": "gpt", "tag": first[4:], "pinned": False}
+    wrong = ckptd("show", root / "gpt" / "7")
+    assert (wrong.returncode, "of step 7: did you mean 2?" in wrong.stderr) == (10, True)
+
+
+def test_a_damaged_checkpoint_is_not_the_newest(full: Daemon) -> None:
+    job = full.home.root / "gpt"
+    (job / "step-00000002.a0001" / "manifest.json").write_text("{}")
+    shown = ckptd("show", f"{job}/newest")
+    assert shown.stdout.startswith("gpt/step-00000001.a0001\n")
+    assert shown.stderr.startswith("ckptd: skipped: ")
+    assert shown.stderr.count("\n") == 1
+    assert ckptd("verify", f"{job}/2").returncode == 13
+
+
 def test_a_file_called_manifest_hides_no_checkpoint(full: Daemon) -> None:
     root = full.home.root
     for directory in (root, root / "gpt"):
