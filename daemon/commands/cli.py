@@ -75,6 +75,39 @@ say where they are.
 """
 
 
+_MEANT = {
+    "forget": ("rm", "remove", "del", "delete", "prune", "purge"),
+    "ls": ("list", "dir", "jobs", "checkpoints"),
+    "show": ("info", "inspect", "describe", "cat"),
+    "verify": ("check", "fsck", "validate"),
+    "copy": ("cp", "sync", "push", "pull", "mirror"),
+    "run": ("start", "serve", "daemon"),
+    "stop": ("kill", "shutdown"),
+    "status": ("stat", "stats", "health"),
+    "ps": ("daemons",),
+    "gc": ("clean", "cleanup"),
+    "pin": ("lock", "hold", "keep"),
+    "unpin": ("unlock", "release"),
+    "export": ("convert",),
+    "bench": ("benchmark",),
+}
+"""The names that other tools give to the commands, by the command that is meant."""
+
+
+class Commands(click.Group):
+    """The commands of ckptd. A name that another tool would give to one of them is
+    answered with the command that is meant.
+    """
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        for command, others in _MEANT.items():
+            if args[0] in others and not ctx.resilient_parsing:
+                ctx.fail(f"No such command {args[0]!r}. Did you mean {command!r}?")
+        return super().resolve_command(ctx, args)
+
+
 class Verb(click.Command):
     """A verb of a package that this one does not import.
 
@@ -105,6 +138,7 @@ class Verb(click.Command):
 
 
 @click.group(
+    cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     short_help="Save the state of PyTorch training jobs.",
     epilog=_EXAMPLES,

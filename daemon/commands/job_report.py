@@ -4,6 +4,7 @@ storage alone, for `ckptd status --job`.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +31,11 @@ def job_report(root: Location, job: str) -> dict[str, Any]:
     repository = existing_root(root)
     try:
         if job not in repository.jobs():
-            raise NotFound(f"there is no job {job!r} in {root}; `ckptd ls {root}` lists the jobs")
+            near = difflib.get_close_matches(job, repository.jobs(), n=1)
+            raise NotFound(
+                f"there is no job {job!r} in {root}; `ckptd ls {root}` lists the jobs"
+                + (f": did you mean {near[0]!r}?" if near else "")
+            )
         tries = sorted(
             (
                 found

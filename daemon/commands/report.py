@@ -281,9 +281,9 @@ def listing(path: Location) -> list[dict[str, Any]]:
     repository = existing_root(path if whole else path.parent)
     if not whole and not is_prefix(path):
         raise NotFound(
-            f"there is nothing at {path}"
+            f"there is nothing at {path}{meant(path)}"
             if isinstance(path, Url)
-            else f"{path} does not exist, or is not a directory"
+            else f"{path} does not exist, or is not a directory{meant(path)}"
         )
     jobs = repository.jobs() if whole else [path.name]
     rows = []

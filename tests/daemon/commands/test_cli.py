@@ -377,6 +377,13 @@ def test_every_verb_of_another_package_is_listed() -> None:
     } == cli._VERBS
 
 
+def test_no_name_that_is_answered_with_another_is_a_command() -> None:
+    answered = {other for others in cli._MEANT.values() for other in others}
+    assert cli._MEANT.keys() <= cli.main.commands.keys()
+    assert len(answered) == sum(map(len, cli._MEANT.values()))
+    assert answered & cli.main.commands.keys() == set()
+
+
 def flip(part: Path, offset: int = ALIGN) -> None:
     """Change a byte of a part. The default is the first byte of its first chunk."""
     data = bytearray(part.read_bytes())
@@ -411,6 +418,12 @@ def flip(part: Path, offset: int = ALIGN) -> None:
         (["run", "--root", "{root}", "--socket", "/" + "x" * 200], 2, "an absolute path of at most "
             "107 bytes"),
         (["frobnicate"], 2, "No such command 'frobnicate'"),
+        (["rm", "{root}/gpt/1"], 2, "No such command 'rm'. Did you mean 'forget'?"),
+        (["list"], 2, "No such command 'list'. Did you mean 'ls'?"),
+        (["ls", "{root}/gtp"], 10, ": did you mean {root}/gpt?"),
+        (["show", "{root}/gtp/1"], 10, "which has no such job: did you mean {root}/gpt?"),
+        (["verify", "{root}/gpt/step-00000011"], 10, ": did you mean {root}/gpt/step-00000001?"),
+        (["status", "{root}", "--job", "gtp"], 10, ": did you mean 'gpt'?"),
     ],
 )  # fmt: skip
 def test_each_mistake_gives_one_sentence_and_its_exit_code(
@@ -419,6 +432,7 @@ def test_each_mistake_gives_one_sentence_and_its_exit_code(
     result = ckptd(
         *(a.format(root=trained.home.root, socket=trained.home.socket) for a in arguments)
     )
+    words = words.format(root=trained.home.root)
     assert (result.returncode, words in result.stderr) == (code, True), result.stderr
     assert "Traceback" not in result.stderr
     assert trained.status()["ready"]
