@@ -107,6 +107,14 @@ json_option = click.option(
 )
 
 
+def as_object(error: e.CkptdError) -> dict[str, Any]:
+    """Return the object that a command prints with `--json` if an error ends it."""
+    return {
+        "error": {"code": error.code, "message": str(error), "retry": error.retry},
+        "exit": error.exit_code,
+    }
+
+
 def speaks(command: Callable[..., None]) -> Callable[..., None]:
     """Return a wrapper of `command` that turns an error into one sentence, or one JSON
     object with `--json`, and an exit code.
@@ -125,18 +133,7 @@ def speaks(command: Callable[..., None]) -> Callable[..., None]:
                 else e.StorageError.of(_action(caught), caught)
             )
             if kwargs.get("as_json"):
-                click.echo(
-                    json.dumps(
-                        {
-                            "error": {
-                                "code": error.code,
-                                "message": str(error),
-                                "retry": error.retry,
-                            },
-                            "exit": error.exit_code,
-                        }
-                    )
-                )
+                click.echo(json.dumps(as_object(error)))
             else:
                 click.echo(f"ckptd: {error}", err=True)
             sys.exit(error.exit_code)

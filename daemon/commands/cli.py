@@ -20,6 +20,7 @@ from ckptd.daemon.commands import neighbours, report
 from ckptd.daemon.commands.copying import copy
 from ckptd.daemon.commands.job_report import job_report, job_text
 from ckptd.daemon.commands.run_command import default_socket, run
+from ckptd.daemon.commands.stored_jobs import stored_jobs, stored_jobs_text
 from ckptd.daemon.memory import unsaved
 from ckptd.shared import __version__
 from ckptd.shared import errors as e
@@ -27,6 +28,7 @@ from ckptd.shared.command import (
     CHECKPOINT,
     MEMORY_ONLY,
     PLACE,
+    as_object,
     ask_before_deleting,
     chosen,
     complete_path,
@@ -37,7 +39,7 @@ from ckptd.shared.command import (
 from ckptd.shared.location import Location
 from ckptd.shared.retention import parse
 from ckptd.shared.storage.choice import Named
-from ckptd.shared.storage.locate import find_job_or_checkpoint
+from ckptd.shared.storage.locate import find_job_or_checkpoint, is_root
 from ckptd.shared.units import count_text
 
 _socket = click.option(
@@ -165,11 +167,16 @@ def main() -> None:
 @speaks
 def status(root: Location | None, job: str | None, socket: Path | None, as_json: bool) -> None:
     """Tell what the daemon is doing: the one that serves ROOT, or else the one at
-    --socket. Exit code 0 only if it is ready.
+    --socket, or else that of CKPTD_ROOT. Exit code 0 only if it is ready.
+
+    If no daemon serves that root, the command says so, and tells what storage has. The
+    exit code is then 14.
 
     With --job, tell which nodes have delivered the last steps of a job. The exit code
     does not depend on that.
     """
+    if root is None and socket is None:
+        root = neighbours.configured_root()
     if job is not None:
         told = job_report(
             neighbours.served_root(socket, f"ckptd status ROOT --job {job}")
@@ -179,13 +186,30 @@ def status(root: Location | None, job: str | None, socket: Path | None, as_json:
         )
         click.echo(json.dumps(told, indent=1) if as_json else job_text(told))
         return
-    found = (
-        neighbours.of_root(root).status if root is not None else neighbours.daemon_status(socket)
-    )
-    assert found is not None
+    if root is None:
+        found = neighbours.usual_status(socket, "ckptd status ROOT")
+    else:
+        try:
+            found = neighbours.status_of(root)
+        except e.DaemonUnreachable as error:
+            _tell_from_storage(root, error, as_json=as_json)
+            raise
     click.echo(json.dumps(found, indent=1) if as_json else report.status_text(found))
     if not found["ready"]:
         sys.exit(1)
+
+
+def _tell_from_storage(root: Location, error: e.DaemonUnreachable, *, as_json: bool) -> None:
+    """Print what a root has that no daemon serves, and exit. Return if it is no root."""
+    if not is_root(root):
+        return
+    found = stored_jobs(root)
+    if as_json:
+        click.echo(json.dumps({**as_object(error), "storage": found}, indent=1))
+    else:
+        click.echo(f"ckptd: {error}. This is what storage has:", err=True)
+        click.echo(stored_jobs_text(found))
+    sys.exit(error.exit_code)
 
 
 @main.command(short_help="List your daemons on this node.")
@@ -358,11 +382,16 @@ def ls(path: Named | None, step: int | None, socket: Path | None, as_json: bool)
     """List the checkpoints of all jobs under a root, or of one job.
 
     PATH is DIR (the root), DIR/JOB, or the directory of one checkpoint. The default is
-    the root of the daemon at --socket.
+    the root of the daemon at --socket, or else CKPTD_ROOT.
     """
-    rows = report.listing(
-        chosen(path, step) if path is not None else neighbours.served_root(socket, "ckptd ls ROOT")
-    )
+    root = neighbours.configured_root() if socket is None else None
+    if path is not None:
+        place = chosen(path, step)
+    elif step is not None:
+        raise e.InvalidRequest(f"--step {step} needs a job: `ckptd ls DIR/JOB --step {step}`")
+    else:
+        place = root or neighbours.served_root(socket, "ckptd ls ROOT")
+    rows = report.listing(place)
     click.echo(json.dumps(rows, indent=1) if as_json else report.listing_text(rows))
 
 

@@ -93,6 +93,42 @@ def test_status_passes_over_the_socket_of_a_dead_daemon(place: Home) -> None:
         assert "is ready" in ckptd("status", environment=environment).stdout
 
 
+def test_the_environment_names_the_root_of_status_and_of_ls(full: Daemon, tmp_path: Path) -> None:
+    """A daemon of another root at a usual socket does not answer for it."""
+    root = full.home.root
+    runtime = full.home.path / "run"
+    runtime.mkdir(mode=0o700)
+    environment = {"CKPTD_ROOT": str(root), "XDG_RUNTIME_DIR": str(runtime)}
+    with home() as other:
+        other.socket = runtime / "ckptd.sock"
+        with running(other):
+            rows = json.loads(ckptd("ls", "--json", environment=environment).stdout)
+            assert [row["tag"] for row in rows] == ["step-00000001.a0001", "step-00000002.a0001"]
+            missing = ckptd("status", environment=environment)
+            assert missing.returncode == 14
+            assert "gpt  2            step-00000002.a0001  " in missing.stdout
+            only = {"XDG_RUNTIME_DIR": str(runtime)}
+            assert json.loads(ckptd("status", "--json", environment=only).stdout)["root"] == str(
+                other.root
+            )
+            (told,) = json.loads(
+                ckptd("status", "--job", "gpt", "--json", environment=environment).stdout
+            )["saves"]
+            assert told["tag"] == "step-00000002.a0001"
+    assert ckptd("ls", "--step", 1, environment=environment).returncode == 2
+
+
+def test_without_a_path_the_daemons_that_run_are_named(place: Home) -> None:
+    with running(place):
+        for command in ("status", "ls"):
+            told = ckptd(command)
+            assert told.returncode == 14
+            found = re.search(r"; `ckptd ps` lists daemons of (.*): type `(.*)`, or", told.stderr)
+            assert found is not None, told.stderr
+            assert str(place.root) in found[1]
+            assert re.fullmatch(rf"ckptd {command} /\S+", found[2])
+
+
 def test_status_reports_jobs_memory_and_counters(full: Daemon) -> None:
     text = ckptd("status", "--socket", full.home.socket)
     assert text.returncode == 0
