@@ -415,7 +415,7 @@ def manifest_text(
     writer = ", ".join(
         f"{name} {version}"
         for name, version in manifest.writer.items()
-        if name not in ("script", "host", "user")
+        if name not in ("script", "path", "host", "user")
     )
     by = [
         *([manifest.origin] if manifest.origin else []),
@@ -430,6 +430,7 @@ def manifest_text(
         f"  size           {size_text(manifest.nbytes)}, {_ratio(manifest.nbytes, raw)} of "
         f"{size_text(raw)}",
         f"  saved by       {', '.join(by)}",
+        *([f"  script         {path}"] if (path := manifest.writer.get("path")) else []),
         f"  tensors        {manifest.tensors}",
     ]
     if manifest.metrics:
