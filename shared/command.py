@@ -21,7 +21,7 @@ from click.shell_completion import CompletionItem
 
 from ckptd.shared import errors as e
 from ckptd.shared.location import Location, located
-from ckptd.shared.storage.choice import Named, choose
+from ckptd.shared.storage.choice import Named, choose, offered
 from ckptd.shared.units import printable, size_text
 
 MEMORY_ONLY = 15
@@ -54,6 +54,14 @@ def complete_word(
     ]
 
 
+def configured_root() -> Location | None:
+    """Return the root that CKPTD_ROOT names, or None if it is not set. Raises
+    InvalidConfig.
+    """
+    variable = os.environ.get("CKPTD_ROOT")
+    return located(os.path.expanduser(variable)) if variable else None
+
+
 class _Place(click.ParamType[Location]):
     name = "place"
 
@@ -81,7 +89,14 @@ class _Checkpoint(click.ParamType[Named]):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        return complete_path(ctx, param, incomplete)
+        try:
+            found = offered(incomplete, configured_root())
+        except e.InvalidConfig:
+            found = []
+        return [
+            *complete_path(ctx, param, incomplete),
+            *(CompletionItem(text) for text in found),
+        ]
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -148,8 +163,8 @@ def chosen(named: Named, step: int | None = None) -> Location:
     A text that is relative and not there is looked for in CKPTD_ROOT. Raises as
     `choose` does.
     """
-    if root := os.environ.get("CKPTD_ROOT"):
-        named = named.in_root(located(root))
+    if (root := configured_root()) is not None:
+        named = named.in_root(root)
     found = choose(named, step)
     for damaged in found.skipped:
         click.echo(f"ckptd: skipped: {printable(damaged)}", err=True)

@@ -32,6 +32,7 @@ from ckptd.shared.command import (
     ask_before_deleting,
     chosen,
     complete_path,
+    configured_root,
     json_option,
     speaks,
     step_option,
@@ -176,7 +177,7 @@ def status(root: Location | None, job: str | None, socket: Path | None, as_json:
     does not depend on that.
     """
     if root is None and socket is None:
-        root = neighbours.configured_root()
+        root = configured_root()
     if job is not None:
         told = job_report(
             neighbours.served_root(socket, f"ckptd status ROOT --job {job}")
@@ -384,7 +385,7 @@ def ls(path: Named | None, step: int | None, socket: Path | None, as_json: bool)
     PATH is DIR (the root), DIR/JOB, or the directory of one checkpoint. The default is
     the root of the daemon at --socket, or else CKPTD_ROOT.
     """
-    root = neighbours.configured_root() if socket is None else None
+    root = configured_root() if socket is None else None
     if path is not None:
         place = chosen(path, step)
     elif step is not None:

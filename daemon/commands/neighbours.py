@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from ckptd.daemon.memory import unsaved
+from ckptd.shared.command import configured_root
 from ckptd.shared.errors import (
     Busy,
     CkptdError,
@@ -156,12 +157,6 @@ def status_of(root: Location) -> dict[str, Any]:
     found = of_root(root).status
     assert found is not None
     return found
-
-
-def configured_root() -> Location | None:
-    """Return the root that CKPTD_ROOT names, or None if it is not set."""
-    variable = os.environ.get("CKPTD_ROOT")
-    return located(os.path.expanduser(variable)) if variable else None
 
 
 def named(root: Location | None, socket: Path | None) -> Neighbour:

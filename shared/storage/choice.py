@@ -10,11 +10,12 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from ckptd.shared import names
-from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound
+from ckptd.shared.errors import CkptdError, IntegrityError, InvalidRequest, NotFound
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.location import Location, located, url_scheme
 from ckptd.shared.retention import BestN
@@ -27,7 +28,6 @@ from ckptd.shared.storage.locate import (
     open_root,
     tags_of,
 )
-from ckptd.shared.storage.repository import Repository
 
 NEWEST = "newest"
 BEST = "best:"
@@ -127,18 +127,41 @@ def choose(named: Named, step: int | None = None) -> Chosen:
     return job.newest() if wanted is None else job.of_step(int(wanted["step"] or wanted["short"]))
 
 
-def tags_offered(repository: Repository, job: str) -> Iterator[str]:
-    """Yield what can be typed behind a job: `newest`, `best:METRIC` for each metric, and
-    its tag directories. Raises StorageError.
+def offered(text: str, root: Location | None) -> list[str]:
+    """Return what a shell can offer for the beginning of a text: behind a job, what
+    chooses one of its checkpoints, and without a path the jobs of the configured `root`.
+
+    Directories are left to the shell, and URLs to the user: a key must not wait for a
+    network. What cannot be read is not offered.
     """
-    found = dict(manifests(repository, job))
-    if found:
-        yield NEWEST
-    metrics = {
-        name for each in found.values() if isinstance(each, Manifest) for name in each.metrics
-    }
-    yield from (f"{BEST}{name}" for name in sorted(metrics))
-    yield from found
+    if url_scheme(text):
+        return []
+    above, slash, begun = text.rpartition("/")
+    try:
+        if slash:
+            named = Named.parse(above or slash)
+            place = (named if root is None else named.in_root(root)).place
+            found = _behind(place)
+        else:
+            found = open_root(root).jobs() if isinstance(root, Path) and is_root(root) else []
+    except (CkptdError, OSError):
+        return []
+    return [f"{above}{slash}{name}" for name in found if name.startswith(begun)]
+
+
+def _behind(place: Location) -> list[str]:
+    """Return what can stand behind a job: `newest`, `best:METRIC` for the metrics of its
+    newest checkpoint, and its tag directories. Return [] if the place is not a job.
+    """
+    repository, job = open_root(place.parent), place.name
+    tags = [tag for tag in tags_of(repository, job) if repository.has_manifest(job, tag)]
+    if has_checkpoint(place) or not tags:
+        return []
+    metrics = list[str]()
+    with suppress(CkptdError, OSError):
+        if newest := repository.read_newest(job):
+            metrics = sorted(repository.read_manifest(job, newest).metrics)
+    return [NEWEST, *(f"{BEST}{name}" for name in metrics), *sorted(tags)]
 
 
 class _Job:

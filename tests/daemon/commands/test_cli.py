@@ -20,9 +20,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.shell_completion import BashComplete
+from click.testing import CliRunner
 
 from ckptd.agent import Agent, Checkpoint, StorageWriter
-from ckptd.daemon.commands import cli, report
+from ckptd.daemon.commands import cli, neighbours, report
 from ckptd.shared.errors import IntegrityError, NotFound
 from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.formats.manifest import Manifest
@@ -118,15 +119,21 @@ def test_the_environment_names_the_root_of_status_and_of_ls(full: Daemon, tmp_pa
     assert ckptd("ls", "--step", 1, environment=environment).returncode == 2
 
 
-def test_without_a_path_the_daemons_that_run_are_named(place: Home) -> None:
-    with running(place):
-        for command in ("status", "ls"):
-            told = ckptd(command)
-            assert told.returncode == 14
-            found = re.search(r"; `ckptd ps` lists daemons of (.*): type `(.*)`, or", told.stderr)
-            assert found is not None, told.stderr
-            assert str(place.root) in found[1]
-            assert re.fullmatch(rf"ckptd {command} /\S+", found[2])
+@pytest.mark.parametrize("command", ["status", "ls"])
+def test_without_a_path_the_daemons_that_run_are_named(
+    trained: Daemon, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    for name in ("CKPTD_ROOT", "CKPTD_SOCKET", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    there = [neighbours.Neighbour(7, "/s", trained.status()), neighbours.Neighbour(8, "/t", None)]
+    monkeypatch.setattr(neighbours, "find_all", lambda: there)
+    told, root = CliRunner().invoke(cli.main, [command]), trained.home.root
+    assert told.exit_code == 14
+    assert told.output.endswith(
+        f"; `ckptd ps` lists daemons of {root}: type `ckptd {command} {root}`, or set CKPTD_ROOT\n"
+    )
+    there.clear()
+    assert "ckptd ps" not in CliRunner().invoke(cli.main, [command]).output
 
 
 def test_status_reports_jobs_memory_and_counters(full: Daemon) -> None:
@@ -500,15 +507,41 @@ def test_help_shows_the_first_commands_of_a_newcomer() -> None:
         (["run", "--codec", "r"], "plain,raw"),
         (["export", "x", "--to", "h"], "plain,hf"),
         (["ver"], "plain,verify"),
+        (["show", "{root}/gpt/n"], "file,{root}/gpt/n\nplain,{root}/gpt/newest"),
+        (["pin", "{root}/gpt/b"], "file,{root}/gpt/b\nplain,{root}/gpt/best:loss"),
+        (
+            ["copy", "{root}/gpt/step-00000001"],
+            "file,{root}/gpt/step-00000001\nplain,{root}/gpt/step-00000001.a0001",
+        ),
     ],
 )
 def test_the_shell_is_offered_paths_and_words(
-    typed: list[str], offered: str, monkeypatch: pytest.MonkeyPatch
+    trained: Daemon, typed: list[str], offered: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a path, bash would not even complete the names of files after `ckptd ls`."""
-    monkeypatch.setenv("COMP_WORDS", " ".join(["ckptd", *typed]))
+    assert completed(typed, trained.home.root, monkeypatch) == offered.format(
+        root=trained.home.root
+    )
+
+
+def completed(typed: list[str], root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    words = " ".join(["ckptd", *typed]).format(root=root)
+    monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(len(typed)))
-    assert BashComplete(cli.main, {}, "ckptd", "_CKPTD_COMPLETE").complete() == offered
+    return BashComplete(cli.main, {}, "ckptd", "_CKPTD_COMPLETE").complete()
+
+
+def test_the_shell_is_offered_the_jobs_of_the_configured_root(
+    trained: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = trained.home.root
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CKPTD_ROOT", str(root))
+    assert completed(["show", "g"], root, monkeypatch) == "file,g\nplain,gpt"
+    assert completed(["show", "gpt/n"], root, monkeypatch) == "file,gpt/n\nplain,gpt/newest"
+    for variable in ("s3://bucket/runs", "ftp://nowhere", str(root.parent)):
+        monkeypatch.setenv("CKPTD_ROOT", variable)
+        assert completed(["show", "g"], root, monkeypatch) == "file,g", variable
 
 
 @pytest.mark.parametrize(

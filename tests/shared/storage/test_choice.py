@@ -9,8 +9,8 @@ import pytest
 
 from ckptd.shared.errors import InvalidConfig, InvalidRequest, NotFound
 from ckptd.shared.location import Url
-from ckptd.shared.storage.choice import Chosen, Named, choose, tags_offered
-from ckptd.shared.storage.locate import find_job_or_checkpoint, open_root
+from ckptd.shared.storage.choice import Chosen, Named, choose, offered
+from ckptd.shared.storage.locate import find_job_or_checkpoint
 from tests.support.forged import forge
 
 LOSSES = {(1, 100): 0.5, (1, 200): 0.25, (2, 150): 0.125, (2, 200): 0.75}
@@ -181,8 +181,34 @@ def test_a_relative_text_is_looked_for_in_a_root(
     assert Named.parse("gpt/x").in_root(root / "none").place == root.parent / "gpt" / "x"
 
 
-def test_what_can_be_typed_behind_a_job(job: Path) -> None:
-    offered = list(tags_offered(open_root(job.parent), "gpt"))
-    assert offered[:3] == ["newest", "best:accuracy", "best:val/loss"]
-    assert sorted(offered[3:]) == sorted(tag(step, attempt) for attempt, step in LOSSES)
-    assert list(tags_offered(open_root(job.parent), "gtp")) == []
+def test_a_shell_is_offered_jobs_and_what_chooses_a_checkpoint(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tags = sorted(tag(step, attempt) for attempt, step in LOSSES)
+    (job / "newest").write_text(f"{tag(200, 2)}\n")
+    (job / "step-00000300.a0002").mkdir()  # not committed
+    behind = ["newest", "best:accuracy", "best:val/loss", *tags]
+    root = job.parent
+    assert offered(f"{job}/", None) == [f"{job}/{name}" for name in behind]
+    assert offered(f"{job}/be", None) == [f"{job}/{name}" for name in behind[1:3]]
+    assert offered(f"{job}/step-00000150", None) == [f"{job}/{tag(150, 2)}"]
+    for typed in (
+        f"{root}/",
+        f"{job}/{tag(150, 2)}/",
+        f"{root}/gtp/",
+        "s3://bucket/gpt/",
+        "/",
+        "g",
+    ):
+        assert offered(typed, None) == [], typed
+    monkeypatch.chdir(root.parent)
+    assert offered("g", root) == offered("", root) == ["gpt"]
+    assert offered("gpt/n", root) == ["gpt/newest"]
+    assert offered("", root.parent) == offered("", Url("s3", "bucket")) == [], "they are no roots"
+
+
+def test_a_shell_is_offered_no_metric_of_a_damaged_checkpoint(job: Path) -> None:
+    (job / "newest").write_text(f"{tag(200, 2)}\n")
+    (job / tag(200, 2) / "manifest.json").write_text("{}")
+    assert offered(f"{job}/n", None) == [f"{job}/newest"]
+    assert offered(f"{job}/b", None) == []
