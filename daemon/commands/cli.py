@@ -208,7 +208,10 @@ def _tell_from_storage(root: Location, error: e.DaemonUnreachable, *, as_json: b
     if as_json:
         click.echo(json.dumps({**as_object(error), "storage": found}, indent=1))
     else:
-        click.echo(f"ckptd: {error}. This is what storage has:", err=True)
+        click.echo(
+            f"ckptd: no daemon of uid {os.geteuid()} serves {root}. This is what storage has:",
+            err=True,
+        )
         click.echo(stored_jobs_text(found))
     sys.exit(error.exit_code)
 
