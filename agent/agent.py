@@ -50,8 +50,8 @@ from ckptd.agent.link.arguments import (
     ranks_of,
 )
 from ckptd.agent.link.attempt import begin
+from ckptd.agent.link.interactive import InteractiveSession
 from ckptd.agent.link.script import DEFAULT, check_not_default
-from ckptd.agent.link.session import Session
 from ckptd.agent.outcomes import MISTAKES, Outcomes
 from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan
@@ -179,7 +179,7 @@ class Agent:
         self._planner = planner
         self._load_planner = load_planner or (DefaultLoadPlanner() if planner is not None else None)
         self._habits = Habits()
-        self._session = Session()
+        self._session = InteractiveSession()
         self._outcomes = Outcomes()
         self._advice = Advice()
         self._step_times = StepTimes()

@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-from ckptd.agent.link.session import is_interactive
+from ckptd.agent.link.interactive import is_interactive
 from ckptd.shared.errors import CkptdError, NotFound
 from ckptd.shared.storage.locate import open_root
 

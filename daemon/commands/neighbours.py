@@ -131,7 +131,7 @@ def of_root(root: Location) -> Neighbour:
     hint = (
         f": did you mean {near[0]}?"
         if near
-        else f"; the roots that are served here: {some_text(roots)}"
+        else f"; the roots that are served here: {', '.join(map(str, roots))}"
         if roots
         else ""
     )

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from ckptd.agent.link.session import Session, is_interactive, statement
+from ckptd.agent.link.interactive import InteractiveSession, is_interactive, statement
 from tests.support.daemons import Daemon, Home
 
 BEGIN = """\
@@ -59,7 +59,7 @@ def typed(place: Home, text: str, *command: str) -> tuple[list[str], list[str]]:
 
 
 def test_a_process_that_runs_a_script_is_no_session() -> None:
-    session = Session()
+    session = InteractiveSession()
     session.took_step()
     assert (is_interactive(), statement(), session.runs_again()) == (False, None, False)
 

@@ -6,7 +6,7 @@ import sys
 from types import CodeType
 
 
-class Session:
+class InteractiveSession:
     """Knows the statement of an interactive session that took the last step.
 
     A cell of a notebook, or a statement at a prompt, is compiled each time that it is
