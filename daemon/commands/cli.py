@@ -12,7 +12,7 @@ import os
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -40,7 +40,7 @@ from ckptd.shared.command import (
 from ckptd.shared.location import Location
 from ckptd.shared.retention import parse
 from ckptd.shared.storage.choice import Named
-from ckptd.shared.storage.locate import find_job_or_checkpoint, is_root
+from ckptd.shared.storage.locate import find_job_or_checkpoint, is_root, meant
 from ckptd.shared.units import count_text
 
 _socket = click.option(
@@ -194,16 +194,19 @@ def status(root: Location | None, job: str | None, socket: Path | None, as_json:
             found = neighbours.status_of(root)
         except e.DaemonUnreachable as error:
             _tell_from_storage(root, error, as_json=as_json)
-            raise
     click.echo(json.dumps(found, indent=1) if as_json else report.status_text(found))
     if not found["ready"]:
         sys.exit(1)
 
 
-def _tell_from_storage(root: Location, error: e.DaemonUnreachable, *, as_json: bool) -> None:
-    """Print what a root has that no daemon serves, and exit. Return if it is no root."""
+def _tell_from_storage(root: Location, error: e.DaemonUnreachable, *, as_json: bool) -> NoReturn:
+    """Print what a root has that no daemon serves, and exit.
+
+    Raises DaemonUnreachable if it is no root, with what was probably meant.
+    """
     if not is_root(root):
-        return
+        near = "" if "did you mean" in str(error) else meant(root)
+        raise e.DaemonUnreachable(f"{error}{near}")
     found = stored_jobs(root)
     if as_json:
         click.echo(json.dumps({**as_object(error), "storage": found}, indent=1))

@@ -5,14 +5,17 @@ prompt, in a console within a script, and in a notebook.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from nbclient import NotebookClient
 
+from ckptd.agent import Agent
 from ckptd.agent.link.interactive import InteractiveSession, is_interactive, statement
 from tests.support.daemons import Daemon, Home
 
@@ -85,6 +88,31 @@ def test_a_loop_at_a_prompt_can_be_run_again(daemon: Daemon, tmp_path: Path, con
         f"step-{step:08d}.a{attempt:04d}"
         for attempt, step in [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (2, 7)]
     )
+
+
+def test_a_session_that_is_killed_leaves_the_loop_that_it_ran_last(daemon: Daemon) -> None:
+    """The newer attempt is recovered, although the earlier one has a later step."""
+    loops = "".join(
+        f"for step in range({steps}): state['w'].fill_({fill} + step); save(step)\n\n"
+        for steps, fill in ((3, 10), (2, 20))
+    )
+    text = f"{BEGIN}{loops}import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n"
+    done = subprocess.run(
+        [sys.executable, "-i", "-q"],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment(daemon.home),
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    agent = Agent("gpt", socket=daemon.home.socket)
+    state = {"w": torch.zeros(3)}
+    recovered = agent.recover(state)
+    assert recovered is not None
+    assert (recovered.attempt, recovered.step, state["w"].tolist()) == (2, 1, [21.0] * 3)
+    agent.close()
 
 
 def test_the_same_loop_in_a_script_is_a_mistake(daemon: Daemon, tmp_path: Path) -> None:

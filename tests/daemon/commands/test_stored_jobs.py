@@ -71,3 +71,11 @@ def test_a_root_without_checkpoints_and_none_at_all(place: Home) -> None:
     assert stored_jobs_text(stored_jobs(place.root)) == "no checkpoints yet"
     told = ckptd("status", place.root / "gpt")
     assert (told.returncode, told.stdout) == (14, "")
+
+
+def test_a_root_that_is_misspelt_is_answered_with_the_one_that_was_meant(place: Home) -> None:
+    forge(place.root, (1,), [[((0,), (1,))]])
+    (place.root / ".ckptd").mkdir()
+    told = ckptd("status", place.root.with_name("roto"))
+    assert (told.returncode, told.stdout) == (14, "")
+    assert told.stderr.endswith(f": did you mean {place.root}?\n")

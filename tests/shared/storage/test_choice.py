@@ -9,8 +9,11 @@ import pytest
 
 from ckptd.shared.errors import InvalidConfig, InvalidRequest, NotFound
 from ckptd.shared.location import Url
+from ckptd.shared.storage import locate
 from ckptd.shared.storage.choice import Chosen, Named, choose, offered
 from ckptd.shared.storage.locate import find_job_or_checkpoint
+from ckptd.shared.storage.posix import PosixStorage
+from ckptd.shared.system.storage_seam import Entry
 from tests.support.forged import forge
 
 LOSSES = {(1, 100): 0.5, (1, 200): 0.25, (2, 150): 0.125, (2, 200): 0.75}
@@ -179,6 +182,27 @@ def test_a_relative_text_is_looked_for_in_a_root(
     (root.parent / "gpt").mkdir()
     assert Named.parse("gpt").in_root(root).place == root.parent / "gpt"
     assert Named.parse("gpt/x").in_root(root / "none").place == root.parent / "gpt" / "x"
+
+
+def test_a_checkpoint_in_an_object_store_is_chosen_as_well(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Store(PosixStorage):
+        def children(self, prefix: str) -> list[Entry]:
+            try:
+                return super().children(prefix)
+            except FileNotFoundError:
+                return []  # an object store has no directories that could be missing
+
+    monkeypatch.setattr(
+        locate, "object_storage", lambda url: Store(job.parents[1].joinpath(*url.parts))
+    )
+    url = Url("s3", "bucket", ("root", "gpt"))
+    assert choose(Named.parse(f"{url}/100")).place == url / tag(100, 1)
+    assert choose(Named.parse(f"{url}/newest")).place == url / tag(200, 2)
+    assert choose(Named.parse(f"{url}/best:val/loss")).place == url / tag(150, 2)
+    assert choose(Named.parse(str(url)), 100).place == url / tag(100, 1)
+    assert choose(Named.parse(f"{url.parent}/gtp/100")).place == url.parent / "gtp" / "100"
 
 
 def test_a_shell_is_offered_jobs_and_what_chooses_a_checkpoint(
