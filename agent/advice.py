@@ -68,6 +68,17 @@ class Advice:
             f"snapshot. If this snapshot makes each run fail, {remedy}"
         )
 
+    def run_again(self, step: int, last: int, job: str, attempt: int) -> None:
+        """Say that a loop is run again as the next attempt, and give no other advice
+        about its first snapshot.
+        """
+        self._last_attempt = attempt
+        self._tell(
+            f"step {step} does not follow step {last}: the loop is run again, and attempt "
+            f"{attempt} of job {job!r} begins. Its snapshots count as newer than the earlier ones; "
+            f"to continue from the newest of those instead, call recover() before the loop"
+        )
+
     def before_snapshot(self, state: Any, step: int, attempt: int) -> None:
         """Warn at an attempt's first snapshot if it does not continue the job's earlier
         ones, or has state_dicts of optimizers.

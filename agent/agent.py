@@ -50,6 +50,7 @@ from ckptd.agent.link.arguments import (
     ranks_of,
 )
 from ckptd.agent.link.attempt import begin
+from ckptd.agent.link.interactive import InteractiveSession
 from ckptd.agent.link.script import DEFAULT, check_not_default
 from ckptd.agent.outcomes import MISTAKES, Outcomes
 from ckptd.agent.pending import Pending, PendingSnapshot
@@ -178,6 +179,7 @@ class Agent:
         self._planner = planner
         self._load_planner = load_planner or (DefaultLoadPlanner() if planner is not None else None)
         self._habits = Habits()
+        self._session = InteractiveSession()
         self._outcomes = Outcomes()
         self._advice = Advice()
         self._step_times = StepTimes()
@@ -195,7 +197,8 @@ class Agent:
     def attempt(self) -> int:
         """The number of the current attempt, from 1.
 
-        A `recover` to a step behind the last captured one begins the next attempt.
+        A `recover` to a step behind the last captured one begins the next attempt, and
+        so does a loop that an interactive session runs again.
         """
         return self._link.attempt
 
@@ -256,7 +259,8 @@ class Agent:
         state: any nesting of dicts, lists and tuples with tensors, modules, optimizers,
             objects with a state_dict, and plain values.
         step: an integer from 0 to 10**18 - 1, higher than the last step of this
-            attempt.
+            attempt. If a notebook or another interactive session of one rank runs a
+            loop again, from a step that is not higher, the next attempt begins.
         tag: a name for the checkpoint, unique within the attempt: 1 to 128 of the
             characters A-Z a-z 0-9 . _ -, the first a letter or digit, and not beginning
             with "step-". Retention never deletes a checkpoint with a tag. Default: the
@@ -358,7 +362,9 @@ class Agent:
                 "the daemon is gone; training continues, and snapshots resume when the daemon is "
                 "back"
             )
+        self._begin_again(pending)
         check_step_follows(pending.step, link.last_step, f"attempt {link.attempt}")
+        self._session.took_step()
         check_state(state, self.world_size)
         if self.rank == 0:
             self._advice.before_snapshot(state, pending.step, link.attempt)
@@ -367,6 +373,16 @@ class Agent:
             self._hand_over_planned(handover, self._planner, state, request, budget, rng)
         else:
             self._hand_over(handover, state, request, deadline, rng)
+
+    def _begin_again(self, pending: PendingSnapshot) -> None:
+        """Begin the next attempt if an interactive session runs its loop again, from a
+        step that does not follow the last captured one.
+        """
+        link, last = self._link, self.last_step
+        if pending.step <= last and self.world_size == 1 and self._session.runs_again():
+            link.begin_next()
+            pending.attempt = link.attempt
+            self._advice.run_again(pending.step, last, link.job, link.attempt)
 
     def _hand_over(
         self, handover: Handover, state: Any, request: SnapshotRequest, deadline: float, rng: bool

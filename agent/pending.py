@@ -171,8 +171,11 @@ class Pending:
         return hash(self._snapshot)
 
     def __repr__(self) -> str:
-        why = f": {self.error}" if self.error else ""
-        return f"<Pending step {self.step} of attempt {self.attempt} {self.state}{why}>"
+        meaning = self._snapshot.meaning
+        return (
+            f"<Pending step {self.step} of attempt {self.attempt}: {self.state}"
+            f"{f' ({meaning})' if meaning else ''}{f': {self.error}' if self.error else ''}>"
+        )
 
 
 class PendingSnapshot:
@@ -225,6 +228,30 @@ class PendingSnapshot:
     @property
     def state(self) -> PendingState:
         return "uploaded" if self._uploaded else _SHOWN[self._state]
+
+    @property
+    def meaning(self) -> str:
+        """Where the snapshot is in its present state, in words, and what happens to it.
+
+        "" if nothing happens to it any more, and `error` has the reason.
+        """
+        match self.state:
+            case "staged":
+                return "being copied into memory"
+            case "sealed" if self._over:
+                return ""
+            case "sealed" if self.persist:
+                return "in memory, being saved"
+            case "sealed":
+                return "in memory only, until this process or the daemon ends"
+            case "durable" if self._local and self._never is None:
+                return "on the local disk, being uploaded"
+            case "durable":
+                return f"on {'the local disk' if self._local else 'storage'}"
+            case "uploaded":
+                return "in the root"
+            case _:
+                return ""
 
     @property
     def done(self) -> bool:

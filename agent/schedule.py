@@ -230,6 +230,8 @@ class Schedule:
         except CkptdError:
             self._word = Word(True, True, 0)  # so that `snapshot` reports the reason
             return True
+        if step < self._about and agent.world_size == 1:
+            self._begin(agent)  # a notebook runs its loop again
         if step != self._about:
             self._word, self._about = self._ask(agent, step), step
         return self._word.due

@@ -9,6 +9,7 @@ daemon unreachable, 15 snapshots are in memory only, 130 cancelled.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ from click.shell_completion import CompletionItem
 
 from ckptd.shared import errors as e
 from ckptd.shared.location import Location, located
-from ckptd.shared.units import size_text
+from ckptd.shared.storage.choice import Named, choose, offered
+from ckptd.shared.units import printable, size_text
 
 MEMORY_ONLY = 15
 """The exit code of `stop` and `run` if the daemon could not save a snapshot, which is
@@ -52,6 +54,14 @@ def complete_word(
     ]
 
 
+def configured_root() -> Location | None:
+    """Return the root that CKPTD_ROOT names, or None if it is not set. Raises
+    InvalidConfig.
+    """
+    variable = os.environ.get("CKPTD_ROOT")
+    return located(os.path.expanduser(variable)) if variable else None
+
+
 class _Place(click.ParamType[Location]):
     name = "place"
 
@@ -71,9 +81,53 @@ class _Place(click.ParamType[Location]):
 
 PLACE = _Place()
 """The type of an argument that is a path or a URL: the command gets a `Location`."""
+
+
+class _Checkpoint(click.ParamType[Named]):
+    name = "place"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        try:
+            found = offered(incomplete, configured_root())
+        except e.InvalidConfig:
+            found = []
+        return [
+            *complete_path(ctx, param, incomplete),
+            *(CompletionItem(text) for text in found),
+        ]
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Named:
+        try:
+            return Named.parse(value)
+        except e.InvalidConfig as error:
+            self.fail(str(error), param, ctx)
+
+
+CHECKPOINT = _Checkpoint()
+"""The type of an argument that is a root, a job or a checkpoint: the command gets what
+was `Named`, and passes it to `chosen`.
+"""
+step_option = click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    metavar="STEP",
+    help="For a job: the step of the checkpoint, like DIR/JOB/STEP.",
+)
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON for programs instead of text."
 )
+
+
+def as_object(error: e.CkptdError) -> dict[str, Any]:
+    """Return the object that a command prints with `--json` if an error ends it."""
+    return {
+        "error": {"code": error.code, "message": str(error), "retry": error.retry},
+        "exit": error.exit_code,
+    }
 
 
 def speaks(command: Callable[..., None]) -> Callable[..., None]:
@@ -94,23 +148,27 @@ def speaks(command: Callable[..., None]) -> Callable[..., None]:
                 else e.StorageError.of(_action(caught), caught)
             )
             if kwargs.get("as_json"):
-                click.echo(
-                    json.dumps(
-                        {
-                            "error": {
-                                "code": error.code,
-                                "message": str(error),
-                                "retry": error.retry,
-                            },
-                            "exit": error.exit_code,
-                        }
-                    )
-                )
+                click.echo(json.dumps(as_object(error)))
             else:
                 click.echo(f"ckptd: {error}", err=True)
             sys.exit(error.exit_code)
 
     return wrapped
+
+
+def chosen(named: Named, step: int | None = None) -> Location:
+    """Return the place that a user means, and print on standard error which damaged
+    checkpoints were skipped.
+
+    A text that is relative and not there is looked for in CKPTD_ROOT. Raises as
+    `choose` does.
+    """
+    if (root := configured_root()) is not None:
+        named = named.in_root(root)
+    found = choose(named, step)
+    for damaged in found.skipped:
+        click.echo(f"ckptd: skipped: {printable(damaged)}", err=True)
+    return found.place
 
 
 def on_terminal() -> bool:

@@ -1,4 +1,6 @@
-"""Words sizes, times and lists for people: `22.7 MB`, `3 min`, `a, b and 3 more`."""
+"""Words sizes, times and lists for people: `22.7 MB`, `3 min`, `a, b and 3 more`, and
+makes any text fit for a terminal.
+"""
 
 from __future__ import annotations
 
@@ -58,3 +60,14 @@ def ranges_text(numbers: Sequence[int]) -> str:
         else:
             ranges.append((number, number))
     return some_text([str(low) if low == high else f"{low}-{high}" for low, high in ranges])
+
+
+def printable(text: str) -> str:
+    """Escape characters that a terminal obeys instead of showing: control characters,
+    line feeds, and marks of the text's direction.
+    """
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    )

@@ -179,7 +179,14 @@ def test_the_search_finds_a_cycle() -> None:
         "ckptd.daemon.memory.unsaved",
         *(
             f"ckptd.daemon.commands.{name}"
-            for name in ("copying", "job_report", "neighbours", "report", "run_command")
+            for name in (
+                "copying",
+                "job_report",
+                "neighbours",
+                "report",
+                "run_command",
+                "stored_jobs",
+            )
         ),
     }
 

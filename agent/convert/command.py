@@ -17,9 +17,18 @@ from ckptd.agent.convert.export import export as export_checkpoint
 from ckptd.agent.convert.formats import FORMATS
 from ckptd.agent.convert.importing import import_checkpoint
 from ckptd.agent.state.dtypes import torch_dtype
-from ckptd.shared.command import PLACE, json_option, progress_bar, speaks
+from ckptd.shared.command import (
+    CHECKPOINT,
+    PLACE,
+    chosen,
+    json_option,
+    progress_bar,
+    speaks,
+    step_option,
+)
 from ckptd.shared.errors import InvalidRequest, NotFound
 from ckptd.shared.location import Location
+from ckptd.shared.storage.choice import Named
 from ckptd.shared.units import size_text, some_text
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -43,7 +52,7 @@ def _selecting(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @click.command(short_help="Write a checkpoint in the format of another tool.")
-@click.argument("path", type=PLACE)
+@click.argument("path", type=CHECKPOINT)
 @click.option(
     "--to",
     type=click.Choice(list(FORMATS)),
@@ -56,9 +65,7 @@ def _selecting(command: Callable[..., None]) -> Callable[..., None]:
     required=True,
     help="The new file or directory. It must not exist.",
 )
-@click.option(
-    "--step", type=int, help="Step of the checkpoint, if PATH is a job. Default: the newest."
-)
+@step_option
 @_selecting
 @click.option(
     "--files",
@@ -75,7 +82,7 @@ def _selecting(command: Callable[..., None]) -> Callable[..., None]:
 @json_option
 @speaks
 def export(
-    path: Location,
+    path: Named,
     to: str,
     out: Path,
     step: int | None,
@@ -99,10 +106,9 @@ def export(
     """
     with progress_bar(out, as_json) as (begin, progress):
         found = export_checkpoint(
-            path,
+            chosen(path, step),
             to,
             out,
-            which="newest" if step is None else step,
             **_selected(only, dtype, rename, names),
             files=files,
             max_shard_size=max_shard_size,
@@ -195,7 +201,7 @@ def _say_left_out(files: list[str]) -> None:
 
 
 @click.command(short_help="Start a job from a checkpoint that was saved elsewhere.")
-@click.argument("path", type=PLACE)
+@click.argument("path", type=CHECKPOINT)
 @click.argument("job", metavar="DIR/JOB", type=PLACE)
 @click.option(
     "--step", default=0, show_default=True, metavar="STEP", help="Step of the new checkpoint."
@@ -220,7 +226,7 @@ def _say_left_out(files: list[str]) -> None:
 @json_option
 @speaks
 def adopt(
-    path: Location,
+    path: Named,
     job: Location,
     step: int,
     tag: str | None,
@@ -241,9 +247,10 @@ def adopt(
     checkpoint, which the daemon saves as it saves snapshots. PATH is not changed, and
     nothing in it is run. No run of the job may be alive.
     """
+    source = chosen(path)
     with progress_bar(job, as_json) as (begin, progress):
         found = adopt_checkpoint(
-            path,
+            source,
             job.parent,
             job.name,
             step=step,
@@ -259,9 +266,9 @@ def adopt(
         click.echo(json.dumps(asdict(found) | {"root": str(found.root)}, indent=1))
         return
     made = (
-        f"would adopt {path} as step {step} of {job}"
+        f"would adopt {source} as step {step} of {job}"
         if dry_run
-        else f"adopted {path} as {job / found.tag}"
+        else f"adopted {source} as {job / found.tag}"
     )
     click.echo(f"{made}: {found.tensors:,d} tensors, {size_text(found.nbytes)}")
     _say_left_out(found.left_out)

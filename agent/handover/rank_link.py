@@ -25,6 +25,7 @@ from ckptd.agent.link.board import Board
 from ckptd.agent.link.client import CALL_SECONDS, Client
 from ckptd.agent.link.launch import find_place
 from ckptd.agent.link.rounds import WARN_SECONDS, Exchange, RankGroup, Told, not_called
+from ckptd.agent.link.script import look_for_other_script
 from ckptd.agent.pending import PendingSnapshot
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.agent.threads.reminder import reminder
@@ -119,6 +120,8 @@ class RankLink:
             self.client.close()
             raise
         _links.add(self)
+        if self.unnamed and self.rank == 0 and self.attempt > 1:
+            look_for_other_script(self.root, self.job)
 
     @property
     def usable(self) -> bool:

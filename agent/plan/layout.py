@@ -27,7 +27,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.link.script import script
+from ckptd.agent.link.script import script, script_path, storable
 from ckptd.agent.plan.structure import PLAIN, shard_at
 from ckptd.agent.state.dtypes import copyable, dtype_name, sizeless
 from ckptd.agent.state.tensor_check import check_tensor
@@ -430,7 +430,8 @@ def _writer() -> dict[str, str]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
-    return versions | {"script": script()[:1024], "host": machine.host(), "user": machine.user()}
+    who = {"script": storable(script()), "host": machine.host(), "user": machine.user()}
+    return versions | who | {"path": script_path()}
 
 
 def _place(rows: list[Row]) -> tuple[list[Region], list[Item]]:

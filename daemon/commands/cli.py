@@ -1,5 +1,5 @@
 """Defines the `ckptd` command line: status, ps, stop, gc, doctor, ls, show, verify,
-forget, pin, and the verbs of other modules.
+forget, pin, unpin, and the verbs of other modules.
 
 Commands print text for people, and JSON for programs with `--json`. The exit codes are
 those of `ckptd.shared.command`.
@@ -12,7 +12,7 @@ import os
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -20,20 +20,27 @@ from ckptd.daemon.commands import neighbours, report
 from ckptd.daemon.commands.copying import copy
 from ckptd.daemon.commands.job_report import job_report, job_text
 from ckptd.daemon.commands.run_command import default_socket, run
+from ckptd.daemon.commands.stored_jobs import stored_jobs, stored_jobs_text
 from ckptd.daemon.memory import unsaved
 from ckptd.shared import __version__
 from ckptd.shared import errors as e
 from ckptd.shared.command import (
+    CHECKPOINT,
     MEMORY_ONLY,
     PLACE,
+    as_object,
     ask_before_deleting,
+    chosen,
     complete_path,
+    configured_root,
     json_option,
     speaks,
+    step_option,
 )
 from ckptd.shared.location import Location
 from ckptd.shared.retention import parse
-from ckptd.shared.storage.locate import find_job_or_checkpoint
+from ckptd.shared.storage.choice import Named
+from ckptd.shared.storage.locate import find_job_or_checkpoint, is_root, meant
 from ckptd.shared.units import count_text
 
 _socket = click.option(
@@ -71,6 +78,39 @@ say where they are.
 """
 
 
+_MEANT = {
+    "forget": ("rm", "remove", "del", "delete", "prune", "purge"),
+    "ls": ("list", "dir", "jobs", "checkpoints"),
+    "show": ("info", "inspect", "describe", "cat"),
+    "verify": ("check", "fsck", "validate"),
+    "copy": ("cp", "sync", "push", "pull", "mirror"),
+    "run": ("start", "serve", "daemon"),
+    "stop": ("kill", "shutdown"),
+    "status": ("stat", "stats", "health"),
+    "ps": ("daemons",),
+    "gc": ("clean", "cleanup"),
+    "pin": ("lock", "hold", "keep"),
+    "unpin": ("unlock", "release"),
+    "export": ("convert",),
+    "bench": ("benchmark",),
+}
+"""The names that other tools give to the commands, by the command that is meant."""
+
+
+class Commands(click.Group):
+    """The commands of ckptd. A name that another tool would give to one of them is
+    answered with the command that is meant.
+    """
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        for command, others in _MEANT.items():
+            if args[0] in others and not ctx.resilient_parsing:
+                ctx.fail(f"No such command {args[0]!r}. Did you mean {command!r}?")
+        return super().resolve_command(ctx, args)
+
+
 class Verb(click.Command):
     """A verb of a package that this one does not import.
 
@@ -101,6 +141,7 @@ class Verb(click.Command):
 
 
 @click.group(
+    cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     short_help="Save the state of PyTorch training jobs.",
     epilog=_EXAMPLES,
@@ -127,11 +168,16 @@ def main() -> None:
 @speaks
 def status(root: Location | None, job: str | None, socket: Path | None, as_json: bool) -> None:
     """Tell what the daemon is doing: the one that serves ROOT, or else the one at
-    --socket. Exit code 0 only if it is ready.
+    --socket, or else that of CKPTD_ROOT. Exit code 0 only if it is ready.
+
+    If no daemon serves that root, the command says so, and tells what storage has. The
+    exit code is then 14.
 
     With --job, tell which nodes have delivered the last steps of a job. The exit code
     does not depend on that.
     """
+    if root is None and socket is None:
+        root = configured_root()
     if job is not None:
         told = job_report(
             neighbours.served_root(socket, f"ckptd status ROOT --job {job}")
@@ -141,13 +187,36 @@ def status(root: Location | None, job: str | None, socket: Path | None, as_json:
         )
         click.echo(json.dumps(told, indent=1) if as_json else job_text(told))
         return
-    found = (
-        neighbours.of_root(root).status if root is not None else neighbours.daemon_status(socket)
-    )
-    assert found is not None
+    if root is None:
+        found = neighbours.usual_status(socket, "ckptd status ROOT")
+    else:
+        try:
+            found = neighbours.status_of(root)
+        except e.DaemonUnreachable as error:
+            _tell_from_storage(root, error, as_json=as_json)
     click.echo(json.dumps(found, indent=1) if as_json else report.status_text(found))
     if not found["ready"]:
         sys.exit(1)
+
+
+def _tell_from_storage(root: Location, error: e.DaemonUnreachable, *, as_json: bool) -> NoReturn:
+    """Print what a root has that no daemon serves, and exit.
+
+    Raises DaemonUnreachable if it is no root, with what was probably meant.
+    """
+    if not is_root(root):
+        near = "" if "did you mean" in str(error) else meant(root)
+        raise e.DaemonUnreachable(f"{error}{near}")
+    found = stored_jobs(root)
+    if as_json:
+        click.echo(json.dumps({**as_object(error), "storage": found}, indent=1))
+    else:
+        click.echo(
+            f"ckptd: no daemon of uid {os.geteuid()} serves {root}. This is what storage has:",
+            err=True,
+        )
+        click.echo(stored_jobs_text(found))
+    sys.exit(error.exit_code)
 
 
 @main.command(short_help="List your daemons on this node.")
@@ -311,35 +380,47 @@ def doctor(
 
 
 @main.command(short_help="List the checkpoints under a root.")
-@click.argument("path", type=PLACE, required=False)
+@click.argument("path", type=CHECKPOINT, required=False)
+@step_option
 @_socket
 @json_option
 @speaks
-def ls(path: Location | None, socket: Path | None, as_json: bool) -> None:
+def ls(path: Named | None, step: int | None, socket: Path | None, as_json: bool) -> None:
     """List the checkpoints of all jobs under a root, or of one job.
 
     PATH is DIR (the root), DIR/JOB, or the directory of one checkpoint. The default is
-    the root of the daemon at --socket.
+    the root of the daemon at --socket, or else CKPTD_ROOT.
     """
-    rows = report.listing(
-        path if path is not None else neighbours.served_root(socket, "ckptd ls ROOT")
-    )
+    root = configured_root() if socket is None else None
+    if path is not None:
+        place = chosen(path, step)
+    elif step is not None:
+        raise e.InvalidRequest(f"--step {step} needs a job: `ckptd ls DIR/JOB --step {step}`")
+    else:
+        place = root or neighbours.served_root(socket, "ckptd ls ROOT")
+    rows = report.listing(place)
     click.echo(json.dumps(rows, indent=1) if as_json else report.listing_text(rows))
 
 
 @main.command(short_help="Describe one checkpoint.")
-@click.argument("path", type=PLACE)
+@click.argument("path", type=CHECKPOINT)
+@step_option
 @click.option("--keys", is_flag=True, help="List every tensor with its shape and dtype.")
 @json_option
 @speaks
-def show(path: Location, keys: bool, as_json: bool) -> None:
+def show(path: Named, step: int | None, keys: bool, as_json: bool) -> None:
     """Describe one checkpoint: DIR/JOB/TAG, the newest one of DIR/JOB, or a directory
     outside every root that is a checkpoint.
+
+    In place of TAG there may be a step, `newest`, or `best:METRIC`, which is the
+    checkpoint with the least value of a metric (`best:METRIC:max`: the greatest). All
+    commands that take a checkpoint understand this.
     """
-    manifest = report.manifest_at(path)
-    for damaged in report.damaged_newer(path, manifest):
+    place = chosen(path, step)
+    manifest = report.manifest_at(place)
+    for damaged in report.damaged_newer(place, manifest):
         click.echo(f"ckptd: skipped: {damaged}", err=True)
-    repository, job, tag = find_job_or_checkpoint(path)
+    repository, job, tag = find_job_or_checkpoint(place)
     title = report.title(repository, job, tag or manifest.tag)
     tensors, meshes = report.tensors_of(repository, job, manifest) if keys else (None, ())
     said = (
@@ -351,10 +432,11 @@ def show(path: Location, keys: bool, as_json: bool) -> None:
 
 
 @main.command(short_help="Check every byte of checkpoints.")
-@click.argument("path", type=PLACE)
+@click.argument("path", type=CHECKPOINT)
+@step_option
 @json_option
 @speaks
-def verify(path: Location, as_json: bool) -> None:
+def verify(path: Named, step: int | None, as_json: bool) -> None:
     """Check every byte, tensor and value of a checkpoint (DIR/JOB/TAG), or of all of a
     job (DIR/JOB) or of a root (DIR).
 
@@ -363,7 +445,7 @@ def verify(path: Location, as_json: bool) -> None:
     checked.
     """
     results = []
-    for result in report.verification(path):
+    for result in report.verification(chosen(path, step)):
         results.append(result)
         if not as_json:
             click.echo(report.verification_text(result))
@@ -374,7 +456,8 @@ def verify(path: Location, as_json: bool) -> None:
 
 
 @main.command(short_help="Delete checkpoints.")
-@click.argument("path", type=PLACE)
+@click.argument("path", type=CHECKPOINT)
+@step_option
 @click.option(
     "--keep",
     multiple=True,
@@ -391,7 +474,8 @@ def verify(path: Location, as_json: bool) -> None:
 @json_option
 @speaks
 def forget(
-    path: Location,
+    path: Named,
+    step: int | None,
     keep: tuple[str, ...],
     dry_run: bool,
     yes: bool,
@@ -418,7 +502,7 @@ def forget(
         policies = [parse(text) for text in keep]
     except ValueError as error:
         raise e.InvalidConfig(f"--keep: {error}") from None
-    deletion = forgetting.planned(path, policies)
+    deletion = forgetting.planned(chosen(path, step), policies)
     rows = deletion.rows
     if not dry_run:
         if deletion.is_large and not yes:
@@ -437,17 +521,32 @@ def forget(
 
 
 @main.command(short_help="Keep a checkpoint from being deleted.")
-@click.argument("path", type=PLACE)
-@click.option("--remove", is_flag=True, help="Remove the pin.")
+@click.argument("path", type=CHECKPOINT)
+@step_option
+@click.option("--remove", is_flag=True, help="Remove the pin, as `ckptd unpin` does.")
 @json_option
 @speaks
-def pin(path: Location, remove: bool, as_json: bool) -> None:
+def pin(path: Named, step: int | None, remove: bool, as_json: bool) -> None:
     """Keep a checkpoint (DIR/JOB/TAG, or the newest of DIR/JOB) from being deleted, by
     retention or by hand, until the pin is removed.
     """
+    _pin(path, step, remove=remove, as_json=as_json)
+
+
+@main.command(short_help="Let a pinned checkpoint be deleted again.")
+@click.argument("path", type=CHECKPOINT)
+@step_option
+@json_option
+@speaks
+def unpin(path: Named, step: int | None, as_json: bool) -> None:
+    """Remove the pin of a checkpoint (DIR/JOB/TAG, or the newest of DIR/JOB)."""
+    _pin(path, step, remove=True, as_json=as_json)
+
+
+def _pin(path: Named, step: int | None, *, remove: bool, as_json: bool) -> None:
     from ckptd.daemon.commands import forgetting
 
-    job, tag = forgetting.pin(path, remove=remove)
+    job, tag = forgetting.pin(chosen(path, step), remove=remove)
     click.echo(
         json.dumps({"job": job, "tag": tag, "pinned": not remove})
         if as_json

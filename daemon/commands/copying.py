@@ -12,13 +12,27 @@ from typing import Any
 
 import click
 
-from ckptd.daemon.commands import report
 from ckptd.daemon.stage.copier import CheckpointCopier, OnBytes, one_at_a_time
-from ckptd.shared.command import PLACE, json_option, progress_bar, speaks
+from ckptd.shared.command import (
+    CHECKPOINT,
+    PLACE,
+    chosen,
+    json_option,
+    progress_bar,
+    speaks,
+    step_option,
+)
 from ckptd.shared.errors import Busy, IntegrityError, InvalidRequest, NotFound, StorageError
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.location import Location
-from ckptd.shared.storage.locate import existing_root, find_job_or_checkpoint, is_root, open_root
+from ckptd.shared.storage.choice import Named
+from ckptd.shared.storage.locate import (
+    existing_root,
+    find_job_or_checkpoint,
+    is_root,
+    manifests,
+    open_root,
+)
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
 from ckptd.shared.system import machine
@@ -108,7 +122,7 @@ def _named(source: Location) -> tuple[Repository, list[tuple[str, str]]]:
     found = [
         (job, manifest.order if isinstance(manifest, Manifest) else (-1, -1, -1), name)
         for job in (repository.jobs() if only is None else [only])
-        for name, manifest in report.manifests(repository, job)
+        for name, manifest in manifests(repository, job)
     ]
     if not found:
         raise NotFound(f"{source} holds no checkpoint")
@@ -116,11 +130,12 @@ def _named(source: Location) -> tuple[Repository, list[tuple[str, str]]]:
 
 
 @click.command(short_help="Copy checkpoints to another root.")
-@click.argument("source", metavar="SRC", type=PLACE)
+@click.argument("source", metavar="SRC", type=CHECKPOINT)
 @click.argument("destination", metavar="ROOT", type=PLACE)
+@step_option
 @json_option
 @speaks
-def copy(source: Location, destination: Location, as_json: bool) -> None:
+def copy(source: Named, destination: Location, step: int | None, as_json: bool) -> None:
     """Copy checkpoints to another root, and verify every byte of the copies.
 
     SRC is a root, a job in it (DIR/JOB), or one checkpoint (DIR/JOB/TAG). The
@@ -129,7 +144,7 @@ def copy(source: Location, destination: Location, as_json: bool) -> None:
     The exit code is 13 if a checkpoint could not be copied, because it is damaged or
     was deleted meanwhile.
     """
-    copier = Copier(source, destination)
+    copier = Copier(chosen(source, step), destination)
     rows = []
     with progress_bar(destination, as_json or not copier.nbytes) as (begin, progress):
         begin(copier.nbytes)

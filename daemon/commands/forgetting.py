@@ -36,7 +36,7 @@ from ckptd.shared.errors import (
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.location import Location, located
 from ckptd.shared.retention import Policy
-from ckptd.shared.storage.locate import find_job_or_checkpoint
+from ckptd.shared.storage.locate import find_job_or_checkpoint, manifests
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
 from ckptd.shared.system import machine
@@ -129,7 +129,7 @@ def planned(path: Location, policies: Sequence[Policy]) -> Deletion:
             f"{path.parent}"
         )
     pinned, rows = repository.pins(job), []
-    found = dict(report.manifests(repository, job))
+    found = dict(manifests(repository, job))
     for name, nbytes in _chosen(job, found, tag, policies):
         row: dict[str, Any] = {
             "job": job,

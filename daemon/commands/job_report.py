@@ -4,11 +4,12 @@ storage alone, for `ckptd status --job`.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from ckptd.daemon.commands.report import as_table, printable
+from ckptd.daemon.commands.report import as_table
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, IntegrityError, NotFound, StorageError, storage_errors
 from ckptd.shared.formats.manifest import Manifest
@@ -16,7 +17,7 @@ from ckptd.shared.formats.receipt import DELETED, Abandonment, Receipt
 from ckptd.shared.location import Location, located
 from ckptd.shared.storage.locate import existing_root, tags_of
 from ckptd.shared.storage.repository import Repository
-from ckptd.shared.units import ranges_text
+from ckptd.shared.units import printable, ranges_text
 
 
 def job_report(root: Location, job: str) -> dict[str, Any]:
@@ -30,7 +31,11 @@ def job_report(root: Location, job: str) -> dict[str, Any]:
     repository = existing_root(root)
     with storage_errors(f"read job {job} in {root}"):
         if job not in repository.jobs():
-            raise NotFound(f"there is no job {job!r} in {root}; `ckptd ls {root}` lists the jobs")
+            near = difflib.get_close_matches(job, repository.jobs(), n=1)
+            raise NotFound(
+                f"there is no job {job!r} in {root}; `ckptd ls {root}` lists the jobs"
+                + (f": did you mean {near[0]!r}?" if near else "")
+            )
         tries = sorted(
             (
                 found

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from ckptd.daemon.memory import unsaved
+from ckptd.shared.command import configured_root
 from ckptd.shared.errors import (
     Busy,
     CkptdError,
@@ -26,6 +27,7 @@ from ckptd.shared.errors import (
 )
 from ckptd.shared.location import Location, located
 from ckptd.shared.system import machine
+from ckptd.shared.units import some_text
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.channel import Channel
 
@@ -137,6 +139,27 @@ def of_root(root: Location) -> Neighbour:
     raise DaemonUnreachable(f"no daemon of uid {os.geteuid()} serves {root}{hint}")
 
 
+def status_of(root: Location) -> dict[str, Any]:
+    """Return the status of the daemon that serves a root, at one of the usual sockets
+    or elsewhere on this node.
+
+    A daemon in another container is found only at a usual socket. Raises
+    DaemonUnreachable, which names the roots that are served.
+    """
+    for socket in [*machine.private_sockets(root), *machine.default_sockets()]:
+        if not socket.exists():
+            continue
+        try:
+            status = daemon_status(socket)
+        except (Forbidden, DaemonUnreachable):
+            continue  # another user's daemon or a dead one
+        if located(status["root"]).resolve() == root.resolve():
+            return status
+    found = of_root(root).status
+    assert found is not None
+    return found
+
+
 def named(root: Location | None, socket: Path | None) -> Neighbour:
     """Return the daemon of a root, or else the one at a socket, or else that of
     CKPTD_ROOT.
@@ -146,8 +169,7 @@ def named(root: Location | None, socket: Path | None) -> Neighbour:
     if root is None and socket is not None:
         status = daemon_status(socket)
         return Neighbour(status["pid"], str(socket), status)
-    if root is None and (variable := os.environ.get("CKPTD_ROOT")):
-        root = located(variable)
+    root = root or configured_root()
     if root is None:
         raise InvalidConfig("name the root of the daemon to stop; `ckptd ps` lists the daemons")
     return of_root(root)
@@ -207,25 +229,53 @@ def daemon_status(socket: Path | None) -> dict[str, Any]:
     return status
 
 
-def served_root(socket: Path | None, instead: str) -> Location:
-    """Return the root that the daemon at `socket` serves.
+def served_root(socket: Path | None, command: str) -> Location:
+    """Return the root that the daemon at `socket` serves, or at a usual place.
 
-    `instead` is the command that needs no daemon, which an error names.
+    `command` is the command that needs a root, like "ckptd ls ROOT", which an error
+    names.
 
     Raises DaemonUnreachable, Forbidden.
     """
     try:
         return located(daemon_status(socket)["root"])
     except DaemonUnreachable as error:
-        raise DaemonUnreachable(f"{error}; without a daemon, name the root: `{instead}`") from None
+        raise DaemonUnreachable(
+            f"{error}; without a daemon, name the root: `{command}`{_served(socket, command)}"
+        ) from None
+
+
+def usual_status(socket: Path | None, command: str) -> dict[str, Any]:
+    """Return the status of the daemon at `socket`, or at a usual place.
+
+    Raises Forbidden; DaemonUnreachable, which says how `command` is typed for each of
+    the other daemons that run.
+    """
+    try:
+        return daemon_status(socket)
+    except DaemonUnreachable as error:
+        raise DaemonUnreachable(f"{error}{_served(socket, command)}") from None
+
+
+def _served(socket: Path | None, command: str) -> str:
+    """Return what to add to an error about a command without a root: the roots whose
+    daemons `ckptd ps` lists, and what to type for one of them.
+
+    Return "" if the user has named a socket, or if no daemon runs.
+    """
+    roots = [found.status["root"] for found in find_all() if found.status] if not socket else []
+    if not roots:
+        return ""
+    return (
+        f"; `ckptd ps` lists daemons of {some_text(roots)}: type "
+        f"`{command.replace('ROOT', roots[0])}`, or set CKPTD_ROOT"
+    )
 
 
 def _connect(socket: Path | None) -> Channel:
     if socket is not None:
         return Channel(socket, TIMEOUT, later=TIMEOUT)
     usual = machine.default_sockets()
-    if root := os.environ.get("CKPTD_ROOT"):
-        usual = [*machine.private_sockets(located(root)), *usual]
     problem: Forbidden | DaemonUnreachable | None = None
     for place in [place for place in usual if place.exists()]:
         try:

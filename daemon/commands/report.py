@@ -38,13 +38,14 @@ from ckptd.shared.storage.locate import (
     has_checkpoint,
     is_prefix,
     is_root,
+    manifests,
     meant,
     tags_of,
 )
 from ckptd.shared.storage.metadata import metadata_objects, tensors
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
-from ckptd.shared.units import count_text, size_text, some_text, span_text
+from ckptd.shared.units import count_text, printable, size_text, some_text, span_text
 
 SNAPSHOT_COUNTERS = {
     "sealed": "sealed",
@@ -256,19 +257,6 @@ def title(repository: Repository, job: str, tag: str) -> str:
     return repository.where() if isinstance(repository, StandaloneCheckpoint) else f"{job}/{tag}"
 
 
-def manifests(repository: Repository, job: str) -> Iterator[tuple[str, Manifest | IntegrityError]]:
-    """Yield each tag of the job that has a manifest, with the manifest, or with the
-    error if it is damaged.
-    """
-    for tag in tags_of(repository, job):
-        try:
-            yield tag, repository.read_manifest(job, tag)
-        except NotFound:
-            continue  # no manifest: no checkpoint
-        except IntegrityError as error:
-            yield tag, error
-
-
 def listing(path: Location) -> list[dict[str, Any]]:
     """Return one row for each checkpoint at the path, which is a root, a job or one
     checkpoint. Raises NotFound, StorageError.
@@ -301,9 +289,9 @@ def listing(path: Location) -> list[dict[str, Any]]:
     repository = existing_root(path if whole else path.parent)
     if not whole and not is_prefix(path):
         raise NotFound(
-            f"there is nothing at {path}"
+            f"there is nothing at {path}{meant(path)}"
             if isinstance(path, Url)
-            else f"{path} does not exist, or is not a directory"
+            else f"{path} does not exist, or is not a directory{meant(path)}"
         )
     jobs = repository.jobs() if whole else [path.name]
     rows = []
@@ -433,7 +421,7 @@ def manifest_text(
     writer = ", ".join(
         f"{name} {version}"
         for name, version in manifest.writer.items()
-        if name not in ("script", "host", "user")
+        if name not in ("script", "path", "host", "user")
     )
     by = [
         *([manifest.origin] if manifest.origin else []),
@@ -448,6 +436,7 @@ def manifest_text(
         f"  size           {size_text(manifest.nbytes)}, {_ratio(manifest.nbytes, raw)} of "
         f"{size_text(raw)}",
         f"  saved by       {', '.join(by)}",
+        *([f"  script         {path}"] if (path := manifest.writer.get("path")) else []),
         f"  tensors        {manifest.tensors}",
     ]
     if manifest.metrics:
@@ -600,17 +589,6 @@ def forgotten_text(row: dict[str, Any], *, dry_run: bool) -> str:
     if row["error"]:
         return f"{row['job']}/{row['tag']}: not deleted: {row['error']}"
     return f"{row['job']}/{row['tag']}: {'would be deleted' if dry_run else 'deleted'}{size}"
-
-
-def printable(text: str) -> str:
-    """Escape characters that a terminal obeys instead of showing: control characters,
-    line feeds, and marks of the text's direction.
-    """
-    return (
-        text
-        if text.isprintable()
-        else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-    )
 
 
 def as_table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -78,7 +78,7 @@ Writer = Annotated[
     dict[str, Annotated[str, msgspec.Meta(max_length=1024)]], msgspec.Meta(max_length=64)
 ]
 """The versions of the programs that wrote a document, by the name of the program, and
-who ran them: `script`, `host` and `user`.
+who ran them: `script`, `path`, `host` and `user`.
 """
 MAX_TEXT = 16384  # characters in the name of an item or alias
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT)]

@@ -26,6 +26,7 @@ from ckptd.shared.errors import (
     RemoteError,
     StorageError,
 )
+from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.location import Location, Url, located
 from ckptd.shared.storage.marker import other_tool
 from ckptd.shared.storage.posix import PosixStorage
@@ -221,15 +222,20 @@ def find_job_or_checkpoint(path: Location) -> tuple[Repository, str, str | None]
     if is_root(path.parent):
         raise NotFound(f"job {path.name!r} has no checkpoints in {path.parent}{meant(path)}")
     repository, job = existing_root(path.parent.parent), path.parent.name
-    same = [
-        p
-        for tag in tags_of(repository, job)
-        if (p := names.parse_tag_directory(tag)) and path.name in (p.tag, tag)
-    ]
+    known = {tag: p for tag in tags_of(repository, job) if (p := names.parse_tag_directory(tag))}
+    same = [p for tag, p in known.items() if path.name in (p.tag, tag)]
+    if not same and not known:
+        raise NotFound(
+            f"no checkpoint {path.name!r} of job {job!r} in {repository.where()}, which has no "
+            f"such job{meant(path.parent)}"
+        )
     if not same:
+        tags = dict.fromkeys([*(p.tag for p in known.values()), *known])
+        near = difflib.get_close_matches(path.name, tags, n=1)
         raise NotFound(
             f"no checkpoint {path.name!r} of job {job!r} in {repository.where()}; `ckptd ls "
             f"{path.parent}` lists the checkpoints there"
+            + (f": did you mean {path.parent / near[0]}?" if near else "")
         )
     newest = max(same, key=lambda p: p.attempt)
     return repository, job, names.tag_directory(None, newest.tag, newest.attempt)
@@ -252,14 +258,16 @@ def meant(path: Location) -> str:
     """Return what to add to an error about a path without checkpoints: the hint that
     another tool has written it, or a path near it.
 
-    Return "" if there is neither, or for a URL.
+    Return "" if there is neither. Of a URL, only the jobs of a root are near.
     """
-    if isinstance(path, Url):
-        return ""
+    found: Location | None
     try:
-        if other := _of_another_tool(path):
+        if isinstance(path, Url):
+            found = next(_near_url(path), None)
+        elif other := _of_another_tool(path):
             return f"; it {other}"
-        found = next(_near(Path(os.path.abspath(path))), None)
+        else:
+            found = next(_near(Path(os.path.abspath(path))), None)
     except OSError:
         found = None
     return "" if found is None else f": did you mean {found}?"
@@ -286,6 +294,17 @@ def _near(path: Path) -> Iterator[Path]:
     )
 
 
+def _near_url(path: Url) -> Iterator[Url]:
+    """Yield the jobs in a root, or those of the root around `path` whose names are
+    spelled alike.
+    """
+    if is_root(path):
+        yield from (path / job for job in open_root(path).jobs())
+    elif is_root(path.parent):
+        jobs = open_root(path.parent).jobs()
+        yield from (path.parent / job for job in difflib.get_close_matches(path.name, jobs))
+
+
 def tags_of(repository: Repository, job: str) -> list[str]:
     """Return the tag directories of a job, committed or not. Raises StorageError."""
     try:
@@ -294,6 +313,19 @@ def tags_of(repository: Repository, job: str) -> list[str]:
         return []  # a file or a link is no job
     except OSError as error:
         raise StorageError.of(f"list {repository.where(job)}", error) from None
+
+
+def manifests(repository: Repository, job: str) -> Iterator[tuple[str, Manifest | IntegrityError]]:
+    """Yield each tag of the job that has a manifest, with the manifest, or with the
+    error if it is damaged.
+    """
+    for tag in tags_of(repository, job):
+        try:
+            yield tag, repository.read_manifest(job, tag)
+        except NotFound:
+            continue  # no manifest: no checkpoint
+        except IntegrityError as error:
+            yield tag, error
 
 
 def has_checkpoint(path: Location) -> bool:

@@ -73,6 +73,46 @@ def test_waiting_threads_wake_at_each_move() -> None:
     assert (len(woken), woken.count("durable") >= 1) == (2, True)
 
 
+def uploading(*results: CkptdError | None) -> PendingSnapshot:
+    pending = PendingSnapshot(5, 2)
+    pending.expect_upload()
+    for event in TO_DURABLE:
+        pending.move(event)
+    for result in results:
+        pending.upload(result)
+    return pending
+
+
+def superseded() -> PendingSnapshot:
+    pending = moved(*TO_DURABLE[:3], persist=False)
+    pending.supersede()
+    return pending
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (moved, "staged (being copied into memory)"),
+        (lambda: moved(*TO_DURABLE[:2]), "staged (being copied into memory)"),
+        (lambda: moved(*TO_DURABLE[:3]), "sealed (in memory, being saved)"),
+        (
+            lambda: moved(*TO_DURABLE[:3], persist=False),
+            "sealed (in memory only, until this process or the daemon ends)",
+        ),
+        (
+            superseded,
+            "sealed: step 5 was kept in memory only, and a newer snapshot has replaced it there",
+        ),
+        (lambda: moved(*TO_DURABLE), "durable (on storage)"),
+        (uploading, "durable (on the local disk, being uploaded)"),
+        (lambda: uploading(StorageError("it is gone")), "durable (on the local disk)"),
+        (lambda: uploading(None), "uploaded (in the root)"),
+    ],
+)
+def test_its_text_says_what_its_state_means(made: Callable[[], PendingSnapshot], said: str) -> None:
+    assert repr(Pending(made())) == f"<Pending step 5 of attempt 2: {said}>"
+
+
 SUPERSEDED = "a newer snapshot has replaced it there"
 
 
@@ -114,7 +154,7 @@ def test_a_wait_raises_the_reason_once_its_state_cannot_come(
     thread.join(60)
     assert (found, pending.state, waits(pending, "durable")) == ([error], state, error)
     assert error.endswith(str(pending.error))
-    assert repr(Pending(pending)) == f"<Pending step 5 of attempt 2 {state}: {pending.error}>"
+    assert repr(Pending(pending)) == f"<Pending step 5 of attempt 2: {state}: {pending.error}>"
 
 
 def waits_long(snapshot: PendingSnapshot) -> str:

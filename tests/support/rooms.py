@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("agent", "daemon", "shared")
 ORDER = {
     "shared": (
-        "errors", "units", "location", "names", "retention", "command", "codecs", "system",
-        "formats", "wire", "array_checkpoint", "storage",
+        "errors", "units", "location", "names", "retention", "codecs", "system", "formats",
+        "wire", "array_checkpoint", "storage", "command",
     ),
     "daemon": (
         "tasks", "config", "job", "journal", "memory", "root", "chunks", "runs", "saving",

@@ -13,9 +13,10 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from ckptd.agent.convert.command import export, import_, text_of
+from ckptd.agent.convert.command import adopt, export, import_, text_of
 from ckptd.agent.convert.export import Exported
 from tests.agent.convert.saved import assert_same, loaded, save
+from tests.support.forged import forge
 
 STATE: dict[str, Any] = {"model": {"a.w": torch.arange(6.0), "a.b": torch.ones(2)}, "epoch": 3}
 
@@ -77,6 +78,26 @@ def test_every_option(tmp_path: Path, checkpoint: Path) -> None:
     assert json.loads((out / "config.json").read_text()) == {"dtype": "bfloat16"}
 
 
+def test_a_checkpoint_of_a_job_is_chosen_by_step_and_by_metric(tmp_path: Path) -> None:
+    for step, loss in ((1, 0.5), (2, 0.25), (3, 1.0)):
+        root, metrics = tmp_path / "root", {"loss": loss}
+        forge(root, (step,), [[((0,), (step,))]], step=step, metrics=metrics)
+    job = f"{tmp_path}/root/gpt"
+    for number, (typed, step) in enumerate((
+        ([f"{job}/1"], 1),
+        ([job, "--step", "1"], 1),
+        ([f"{job}/best:loss"], 2),
+        ([f"{job}/newest"], 3),
+        ([job], 3),
+    )):  # fmt: skip
+        out = tmp_path / str(number)
+        done = CliRunner().invoke(export, [*typed, "--to", "safetensors", "--out", str(out)])
+        assert done.exit_code == 0, done.output
+        assert load_file(out)["w"].tolist() == [1.0] * step
+    done = CliRunner().invoke(adopt, [f"{job}/best:loss", f"{tmp_path}/new/gpt", "--dry-run"])
+    assert f"would adopt {job}/step-00000002.a0001 as step 0 of" in done.output
+
+
 def test_a_dry_run_says_what_it_would_write(tmp_path: Path, checkpoint: Path) -> None:
     done = run(checkpoint, "--to", "torch", "--out", str(tmp_path / "out"), "--dry-run")
     assert (done.exit_code, done.stdout) == (
@@ -98,7 +119,7 @@ def test_a_dry_run_says_what_it_would_write(tmp_path: Path, checkpoint: Path) ->
         ),
         (("--map", "nowhere.json"), 2, "Usage: "),
         (("--rename", "a"), 2, "--rename a: expected REGEX=NEW"),
-        (("--step", "9"), 10, "no checkpoint 9"),
+        (("--step", "9"), 2, "--step 9 chooses a checkpoint of a job, and "),
     ],
 )
 def test_mistakes_are_one_sentence(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
@@ -10,7 +12,15 @@ from types import ModuleType
 
 import pytest
 
-from ckptd.agent.link.script import script, script_job
+from ckptd.agent.link.script import (
+    look_for_other_script,
+    script,
+    script_job,
+    script_path,
+    storable,
+)
+from tests.support.daemons import Home
+from tests.support.forged import forge
 
 
 @pytest.mark.parametrize(
@@ -36,6 +46,118 @@ def test_the_name_comes_from_the_main_module(
         main.__file__ = file
     monkeypatch.setitem(sys.modules, "__main__", main)
     assert (script(), script_job()) == (found, job)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "session", "interactive", "found"),
+    [
+        ({"__file__": "{here}/link.py"}, "", False, "{here}/train.py"),
+        ({"__file__": "{here}/train.py"}, "/x/y.ipynb", True, "{here}/train.py"),
+        ({}, "", False, ""),
+        ({}, "", True, "{here}"),
+        ({}, "{here}/a.ipynb", True, "{here}/a.ipynb"),
+        ({"__vsc_ipynb_file__": "{here}/b.ipynb"}, "", True, "{here}/b.ipynb"),
+    ],
+)
+def test_the_path_is_that_of_the_script_or_of_the_notebook(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attributes: dict[str, str],
+    session: str,
+    interactive: bool,
+    found: str,
+) -> None:
+    here = Path(os.path.realpath(tmp_path))
+    (here / "link.py").symlink_to(here / "train.py")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("JPY_SESSION_NAME", session.format(here=here))
+    monkeypatch.setattr("ckptd.agent.link.script.is_interactive", lambda: interactive)
+    main = ModuleType("__main__")
+    for name, value in attributes.items():
+        setattr(main, name, value.format(here=here))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert script_path() == found.format(here=here)
+
+
+def test_a_path_that_is_no_text_can_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert storable("/x/\udcff.py") == "/x/\\udcff.py"
+    assert storable("/x" * 1000) == "/x" * 512
+    monkeypatch.setattr("ckptd.agent.link.script.is_interactive", lambda: True)
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+
+    def gone() -> str:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(os, "getcwd", gone)
+    assert script_path() == ""
+
+
+TRAIN = """\
+import logging, sys, threading, torch, ckptd
+logging.basicConfig(format="LOG %(message)s")
+state = {"w": torch.zeros(3)}
+recovered = ckptd.recover(state)
+ckptd.snapshot(state, step=recovered.step + 1 if recovered else 0)
+for thread in threading.enumerate():
+    if thread.name == "ckptd-script":
+        thread.join(60)
+ckptd.close()
+"""
+
+
+def test_scripts_of_one_name_that_meet_in_one_job_are_told(place: Home, tmp_path: Path) -> None:
+    """The private daemon of the root serves all of them, and ends with the test."""
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("CKPTD_")},
+        "CKPTD_ROOT": str(place.root),
+        "CKPTD_IDLE_TIMEOUT": "1",
+        "XDG_RUNTIME_DIR": str(tmp_path),
+    }
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").write_text(TRAIN)
+
+    def told(name: str, job: str = "") -> list[str]:
+        command = [sys.executable, str(tmp_path / name / "train.py")]
+        named = {**environment, "CKPTD_JOB": job} if job else environment
+        done = subprocess.run(
+            command, env=named, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return [line for line in done.stderr.splitlines() if "another one" in line]
+
+    assert told("a") == told("a") == []
+    (line,) = told("b")
+    paths = [str(Path(os.path.realpath(tmp_path)) / name / "train.py") for name in ("a", "b")]
+    assert line == (
+        f"LOG job 'train' has its name from the main script, and its newest checkpoint was saved "
+        f"by another one: {paths[0]}, while this is {paths[1]}. If the two do not train the same "
+        f"thing, set CKPTD_JOB to another name for one of them"
+    )
+    assert told("b") == [], "its own checkpoint is the newest now"
+    assert told("a", job="train") == [], "the job was named"
+    assert len(told("b")) == 1
+    shown = subprocess.run(
+        [sys.executable, "-m", "ckptd.daemon", "show", f"{place.root}/train/newest"],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert f"  script         {paths[1]}\n" in shown.stdout
+
+
+def test_a_job_that_cannot_be_read_is_not_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "ckptd.agent")
+    look_for_other_script(str(tmp_path), "none").join(60)
+    assert caplog.messages == []
+    made = forge(tmp_path, (1,), [[((0,), (1,))]])
+    (tmp_path / "gpt" / "newest").write_text(f"{made.name}\n")
+    look_for_other_script(str(tmp_path), "gpt").join(60)
+    assert caplog.messages == [], "a checkpoint of an earlier version has no path"
+    (made / "manifest.json").write_text("{}")
+    look_for_other_script(str(tmp_path), "gpt").join(60)
+    (line,) = caplog.messages
+    assert line.startswith("who saved job gpt is not known: ")
 
 
 def test_a_real_script_and_an_interactive_session(tmp_path: Path) -> None:

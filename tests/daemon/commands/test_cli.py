@@ -20,9 +20,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.shell_completion import BashComplete
+from click.testing import CliRunner
 
 from ckptd.agent import Agent, Checkpoint, StorageWriter
-from ckptd.daemon.commands import cli, report
+from ckptd.daemon.commands import cli, neighbours, report
 from ckptd.shared.errors import IntegrityError, NotFound
 from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.formats.manifest import Manifest
@@ -91,6 +92,48 @@ def test_status_passes_over_the_socket_of_a_dead_daemon(place: Home) -> None:
     place.socket = usual
     with running(place):
         assert "is ready" in ckptd("status", environment=environment).stdout
+
+
+def test_the_environment_names_the_root_of_status_and_of_ls(full: Daemon, tmp_path: Path) -> None:
+    """A daemon of another root at a usual socket does not answer for it."""
+    root = full.home.root
+    runtime = full.home.path / "run"
+    runtime.mkdir(mode=0o700)
+    environment = {"CKPTD_ROOT": str(root), "XDG_RUNTIME_DIR": str(runtime)}
+    with home() as other:
+        other.socket = runtime / "ckptd.sock"
+        with running(other):
+            rows = json.loads(ckptd("ls", "--json", environment=environment).stdout)
+            assert [row["tag"] for row in rows] == ["step-00000001.a0001", "step-00000002.a0001"]
+            missing = ckptd("status", environment=environment)
+            assert missing.returncode == 14
+            assert "gpt  2            step-00000002.a0001  " in missing.stdout
+            only = {"XDG_RUNTIME_DIR": str(runtime)}
+            assert json.loads(ckptd("status", "--json", environment=only).stdout)["root"] == str(
+                other.root
+            )
+            (told,) = json.loads(
+                ckptd("status", "--job", "gpt", "--json", environment=environment).stdout
+            )["saves"]
+            assert told["tag"] == "step-00000002.a0001"
+    assert ckptd("ls", "--step", 1, environment=environment).returncode == 2
+
+
+@pytest.mark.parametrize("command", ["status", "ls"])
+def test_without_a_path_the_daemons_that_run_are_named(
+    trained: Daemon, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    for name in ("CKPTD_ROOT", "CKPTD_SOCKET", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    there = [neighbours.Neighbour(7, "/s", trained.status()), neighbours.Neighbour(8, "/t", None)]
+    monkeypatch.setattr(neighbours, "find_all", lambda: there)
+    told, root = CliRunner().invoke(cli.main, [command]), trained.home.root
+    assert told.exit_code == 14
+    assert told.output.endswith(
+        f"; `ckptd ps` lists daemons of {root}: type `ckptd {command} {root}`, or set CKPTD_ROOT\n"
+    )
+    there.clear()
+    assert "ckptd ps" not in CliRunner().invoke(cli.main, [command]).output
 
 
 def test_status_reports_jobs_memory_and_counters(full: Daemon) -> None:
@@ -244,6 +287,45 @@ def test_a_copy_of_any_name_is_a_checkpoint(full: Daemon, tmp_path: Path) -> Non
     assert "DAMAGED: " in ckptd("verify", misplaced).stdout
 
 
+def test_every_command_takes_a_step_the_newest_and_the_best(full: Daemon, tmp_path: Path) -> None:
+    root = full.home.root
+    first, second = "gpt/step-00000001.a0001", "gpt/step-00000002.a0001"
+    for typed, name in (
+        ([root / "gpt" / "1"], first),
+        ([root / "gpt", "--step", 1], first),
+        ([f"{root}/gpt/newest"], second),
+        ([f"{root}/gpt/best:loss"], second),
+        ([f"{root}/gpt/best:loss:max"], first),
+    ):
+        assert ckptd("show", *typed).stdout.startswith(f"{name}\n"), typed
+        assert ckptd("verify", *typed).stdout.startswith(f"{name}: sound, "), typed
+        assert ckptd("pin", *typed).stdout == f"{name}: pinned\n", typed
+        assert ckptd("unpin", *typed).stdout == f"{name}: no longer pinned\n", typed
+        (row,) = json.loads(ckptd("ls", *typed, "--json").stdout)
+        assert f"gpt/{row['tag']}" == name, typed
+        (row,) = json.loads(ckptd("forget", *typed, "--dry-run", "--json").stdout)
+        assert f"gpt/{row['tag']}" == name, typed
+        copied = ckptd("copy", typed[0], tmp_path / "other", *typed[1:])
+        assert copied.stdout.startswith(f"{name}: "), copied.stderr
+    shown = ckptd("show", "gpt/1", environment={"CKPTD_ROOT": str(root)})
+    assert shown.stdout.startswith(f"{first}\n")
+    assert json.loads(ckptd("pin", f"{root}/gpt/1", "--json").stdout)["pinned"]
+    done = ckptd("unpin", f"{root}/gpt/1", "--json")
+    assert json.loads(done.stdout) == {"job": "gpt", "tag": first[4:], "pinned": False}
+    wrong = ckptd("show", root / "gpt" / "7")
+    assert (wrong.returncode, "of step 7: did you mean 2?" in wrong.stderr) == (10, True)
+
+
+def test_a_damaged_checkpoint_is_not_the_newest(full: Daemon) -> None:
+    job = full.home.root / "gpt"
+    (job / "step-00000002.a0001" / "manifest.json").write_text("{}")
+    shown = ckptd("show", f"{job}/newest")
+    assert shown.stdout.startswith("gpt/step-00000001.a0001\n")
+    assert shown.stderr.startswith("ckptd: skipped: ")
+    assert shown.stderr.count("\n") == 1
+    assert ckptd("verify", f"{job}/2").returncode == 13
+
+
 def test_a_file_called_manifest_hides_no_checkpoint(full: Daemon) -> None:
     root = full.home.root
     for directory in (root, root / "gpt"):
@@ -338,6 +420,13 @@ def test_every_verb_of_another_package_is_listed() -> None:
     } == cli._VERBS
 
 
+def test_no_name_that_is_answered_with_another_is_a_command() -> None:
+    answered = {other for others in cli._MEANT.values() for other in others}
+    assert cli._MEANT.keys() <= cli.main.commands.keys()
+    assert len(answered) == sum(map(len, cli._MEANT.values()))
+    assert answered & cli.main.commands.keys() == set()
+
+
 def flip(part: Path, offset: int = ALIGN) -> None:
     """Change a byte of a part. The default is the first byte of its first chunk."""
     data = bytearray(part.read_bytes())
@@ -372,6 +461,12 @@ def flip(part: Path, offset: int = ALIGN) -> None:
         (["run", "--root", "{root}", "--socket", "/" + "x" * 200], 2, "an absolute path of at most "
             "107 bytes"),
         (["frobnicate"], 2, "No such command 'frobnicate'"),
+        (["rm", "{root}/gpt/1"], 2, "No such command 'rm'. Did you mean 'forget'?"),
+        (["list"], 2, "No such command 'list'. Did you mean 'ls'?"),
+        (["ls", "{root}/gtp"], 10, ": did you mean {root}/gpt?"),
+        (["show", "{root}/gtp/1"], 10, "which has no such job: did you mean {root}/gpt?"),
+        (["verify", "{root}/gpt/step-00000011"], 10, ": did you mean {root}/gpt/step-00000001?"),
+        (["status", "{root}", "--job", "gtp"], 10, ": did you mean 'gpt'?"),
     ],
 )  # fmt: skip
 def test_each_mistake_gives_one_sentence_and_its_exit_code(
@@ -380,6 +475,7 @@ def test_each_mistake_gives_one_sentence_and_its_exit_code(
     result = ckptd(
         *(a.format(root=trained.home.root, socket=trained.home.socket) for a in arguments)
     )
+    words = words.format(root=trained.home.root)
     assert (result.returncode, words in result.stderr) == (code, True), result.stderr
     assert "Traceback" not in result.stderr
     assert trained.status()["ready"]
@@ -411,15 +507,41 @@ def test_help_shows_the_first_commands_of_a_newcomer() -> None:
         (["run", "--codec", "r"], "plain,raw"),
         (["export", "x", "--to", "h"], "plain,hf"),
         (["ver"], "plain,verify"),
+        (["show", "{root}/gpt/n"], "file,{root}/gpt/n\nplain,{root}/gpt/newest"),
+        (["pin", "{root}/gpt/b"], "file,{root}/gpt/b\nplain,{root}/gpt/best:loss"),
+        (
+            ["copy", "{root}/gpt/step-00000001"],
+            "file,{root}/gpt/step-00000001\nplain,{root}/gpt/step-00000001.a0001",
+        ),
     ],
 )
 def test_the_shell_is_offered_paths_and_words(
-    typed: list[str], offered: str, monkeypatch: pytest.MonkeyPatch
+    trained: Daemon, typed: list[str], offered: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a path, bash would not even complete the names of files after `ckptd ls`."""
-    monkeypatch.setenv("COMP_WORDS", " ".join(["ckptd", *typed]))
+    assert completed(typed, trained.home.root, monkeypatch) == offered.format(
+        root=trained.home.root
+    )
+
+
+def completed(typed: list[str], root: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    words = " ".join(["ckptd", *typed]).format(root=root)
+    monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(len(typed)))
-    assert BashComplete(cli.main, {}, "ckptd", "_CKPTD_COMPLETE").complete() == offered
+    return BashComplete(cli.main, {}, "ckptd", "_CKPTD_COMPLETE").complete()
+
+
+def test_the_shell_is_offered_the_jobs_of_the_configured_root(
+    trained: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = trained.home.root
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CKPTD_ROOT", str(root))
+    assert completed(["show", "g"], root, monkeypatch) == "file,g\nplain,gpt"
+    assert completed(["show", "gpt/n"], root, monkeypatch) == "file,gpt/n\nplain,gpt/newest"
+    for variable in ("s3://bucket/runs", "ftp://nowhere", str(root.parent)):
+        monkeypatch.setenv("CKPTD_ROOT", variable)
+        assert completed(["show", "g"], root, monkeypatch) == "file,g", variable
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from ckptd.shared.errors import NotFound
+from ckptd.shared.location import Url
+from ckptd.shared.storage import locate
 from ckptd.shared.storage.locate import (
     attempts_of,
     find_checkpoint,
@@ -19,6 +21,7 @@ from ckptd.shared.storage.locate import (
     meant,
 )
 from ckptd.shared.storage.marker import MARKER
+from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.standalone import StandaloneDirectory
 from tests.shared.samples import TAG, write_checkpoint
 from tests.support.forged import forge
@@ -148,6 +151,31 @@ def test_a_path_near_to_checkpoints_is_answered_with_the_one_that_was_meant(tmp_
         match=f"^{root} is a root, which holds jobs, and not a job: did you mean {root}/gpt\\?$",
     ):
         find_job_or_checkpoint(root)
+
+
+def test_a_tag_that_is_misspelt_is_answered_with_the_one_that_was_meant(tmp_path: Path) -> None:
+    job = tmp_path / "gpt"
+    write_checkpoint(tmp_path)
+    (job / TAG).rename(job / "best.a0001")
+    for typed, near in (("bset", "best"), ("best.a0002", "best.a0001")):
+        with pytest.raises(NotFound, match=f"^no .*{typed}'.*: did you mean {job}/{near}\\?$"):
+            find_job_or_checkpoint(job / typed)
+    with pytest.raises(NotFound, match="lists the checkpoints there$"):
+        find_job_or_checkpoint(job / "unlike")
+
+
+def test_a_job_that_is_misspelt_in_a_url_is_answered_with_the_one_that_was_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        locate, "object_storage", lambda url: PosixStorage(tmp_path.joinpath(*url.parts))
+    )
+    write_checkpoint(tmp_path / "runs")
+    (tmp_path / "runs" / ".ckptd").mkdir(exist_ok=True)
+    (tmp_path / "runs" / ".ckptd" / "id").touch()
+    root = Url("s3", "bucket", ("runs",))
+    assert meant(root) == meant(root / "gtp") == f": did you mean {root}/gpt?"
+    assert meant(root / "unlike") == meant(root / "gpt" / "x") == ""
 
 
 def test_the_checkpoint_of_another_tool_is_what_a_path_may_mean(tmp_path: Path) -> None:
