@@ -44,6 +44,9 @@ log = logging.getLogger("ckptd.agent")
 
 _LOWEST, _BELOW = "2.5", "2.7"
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+_PACKED = "a small tensor"
+_SMALL = 64
+"""The number of elements up to which a tensor is saved as a value."""
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before"
 
 
@@ -203,16 +206,20 @@ class _Attachment:
             reached = f"max_epochs={limit} is reached"
         elif trainer.should_stop:
             reached = "a callback has stopped the training"
-        if reached:
-            log.warning("nothing is left to do: step %d is saved, and %s", step, reached)
+        if not reached:
+            return
+        log.warning("nothing is left to do: step %d is saved, and %s", step, reached)
+        for callback in trainer.callbacks:
+            if _averages_of(callback):
+                # The snapshot has the weights before this call at the end of the run.
+                callback.on_train_end(trainer, trainer.lightning_module)
 
     def _state(self) -> dict[str, Any]:
         trainer = self._trainer
         averages = {
             f"{number}": value
             for number, callback in enumerate(trainer.callbacks)
-            for value in vars(callback).values()
-            if isinstance(value, AveragedModel)
+            for value in _averages_of(callback)
         }
         return {
             "model": trainer.strategy.model,
@@ -267,8 +274,9 @@ class _Attachment:
         original(fetcher)
         if recovered is not None and self._inside_epoch:
             # The snapshot was taken between two batches: no batch and no validation has
-            # to be finished.
-            self._trainer.fit_loop.epoch_loop.restarting = False
+            # to be finished. The fit loop would leave out schedulers at the end of an
+            # epoch that it restarts.
+            _set_in_loops(self._trainer.fit_loop, "_restarting", False)
             self._progress.restore_results()
             self._go_on(recovered)
 
@@ -357,6 +365,7 @@ class _Attachment:
         self._active = False
         self._recovered = self._left = None
         self._progress.data.end()
+        self._trainer.fit_loop.epoch_loop.val_loop._restarting = False
 
     # -- reading
 
@@ -443,21 +452,23 @@ class _Progress:
             "schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
             "precision": trainer.precision_plugin.state_dict(),
             "rank": per_rank(
-                {
-                    "loaders": loaders,
-                    "data": self.data.state(current.current.completed),
-                    "callbacks": {
-                        one.state_key: held
-                        for one in trainer.callbacks
-                        if (held := one.state_dict())
-                    },
-                    "hooks": self._hooks(loops),
-                    "callback_metrics": dict(connector._callback_metrics),
-                    "logged_metrics": dict(connector._logged_metrics),
-                    "progress_bar_metrics": dict(connector._progress_bar_metrics),
-                    "results": self._results() if self.inside_epoch else {},
-                    "metrics": _metric_states(trainer.lightning_module),
-                }
+                _packed(
+                    {
+                        "loaders": loaders,
+                        "data": self.data.state(current.current.completed),
+                        "callbacks": {
+                            one.state_key: held
+                            for one in trainer.callbacks
+                            if (held := one.state_dict())
+                        },
+                        "hooks": self._hooks(loops),
+                        "callback_metrics": dict(connector._callback_metrics),
+                        "logged_metrics": dict(connector._logged_metrics),
+                        "progress_bar_metrics": dict(connector._progress_bar_metrics),
+                        "results": self._results() if self.inside_epoch else {},
+                        "metrics": _metric_states(trainer.lightning_module),
+                    }
+                )
             ),
         }
 
@@ -496,17 +507,12 @@ class _Progress:
         trainer = self._trainer
         package = _package_of(trainer)
         base = import_module(f"{package}.callbacks").Callback
-        core = import_module(package)
+        module = trainer.lightning_module
         for callback in trainer.callbacks:
-            averages = any(isinstance(one, AveragedModel) for one in vars(callback).values())
-            if not averages and _overrides(callback, base, hooks):
-                yield callback, (trainer, trainer.lightning_module)
-        for owner, cls in (
-            (trainer.datamodule, core.LightningDataModule),
-            (trainer.lightning_module, core.LightningModule),
-        ):
-            if owner is not None and _overrides(owner, cls, hooks):
-                yield owner, ()
+            if not _averages_of(callback) and _overrides(callback, base, hooks):
+                yield callback, (trainer, module)
+        if _overrides(module, import_module(package).LightningModule, hooks):
+            yield module, ()
 
     def _results(self) -> dict[str, Any]:
         """Return the sums of the values that were logged in this epoch."""
@@ -525,7 +531,8 @@ class _Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep a recovered state for `apply`."""
-        self._found = state
+        device = self._trainer.strategy.root_device
+        self._found = {**state, "rank": _unpacked(state["rank"], device)}
 
     def apply(self) -> None:
         """Bring the recovered state into the trainer."""
@@ -536,6 +543,11 @@ class _Progress:
         trainer.precision_plugin.load_state_dict(found["precision"])
         for config, held in zip(trainer.lr_scheduler_configs, found["schedulers"], strict=True):
             config.scheduler.load_state_dict(held)
+        for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
+            setattr(trainer._logger_connector, f"_{name}", dict(rank[name]))
+        modules = dict(trainer.lightning_module.named_modules())
+        for name, held in () if self.reshaped else rank["metrics"].items():
+            _load_metric(modules[name], held)
         for callback in trainer.callbacks:
             if callback.state_key in rank["callbacks"]:
                 callback.load_state_dict(rank["callbacks"][callback.state_key])
@@ -592,13 +604,11 @@ class _Progress:
         self.data.set_generators(self.saved_data())
 
     def train_starts(self) -> None:
-        """Restore what the start of `fit` resets."""
-        trainer, rank = self._trainer, self._found["rank"]
-        trainer.fit_loop._last_train_dl_reload_epoch = self._found["reloaded"]
+        """Set what only the start of the training knows or resets."""
+        loops = self._trainer.fit_loop
+        loops._last_train_dl_reload_epoch = self._found["reloaded"]
         if not self.inside_epoch:
-            trainer.fit_loop.epoch_loop.val_loop._restarting = False
-        for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
-            setattr(trainer._logger_connector, f"_{name}", dict(rank[name]))
+            loops.epoch_loop.val_loop._restarting = False
 
     def restore_results(self) -> None:
         """Restore the sums of the values that were logged in this epoch."""
@@ -608,9 +618,6 @@ class _Progress:
             )
             return
         rank, trainer = self._found["rank"], self._trainer
-        modules = dict(trainer.lightning_module.named_modules())
-        for name, held in rank["metrics"].items():
-            _load_metric(modules[name], held)
         waiting = dict(rank["results"])
         results = trainer.fit_loop.epoch_loop._results
 
@@ -732,6 +739,46 @@ def _in_pass(batches: int, length: int) -> int:
     if another loader is longer.
     """
     return (batches - 1) % length + 1 if batches else 0
+
+
+def _averages_of(callback: Any) -> list[AveragedModel]:
+    """Return the averages of the weights that a callback keeps."""
+    return [one for one in vars(callback).values() if isinstance(one, AveragedModel)]
+
+
+def _packed(tree: Any) -> Any:
+    """Return a tree with small tensors as bytes.
+
+    Metrics come and go during the training. As values they do not change the plan of a
+    snapshot.
+    """
+    if type(tree) is dict:
+        return {key: _packed(value) for key, value in tree.items()}
+    if type(tree) is list:
+        return [_packed(value) for value in tree]
+    if type(tree) is torch.Tensor and tree.numel() <= _SMALL and tree.layout == torch.strided:
+        flat = tree.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+        kind = str(tree.dtype).removeprefix("torch.")
+        return {_PACKED: [kind, list(tree.shape), flat.tobytes(), tree.device.type == "cpu"]}
+    return tree
+
+
+def _unpacked(tree: Any, device: torch.device) -> Any:
+    """Return what `_packed` was given, with tensors of an accelerator on `device`."""
+    if type(tree) is list:
+        return [_unpacked(value, device) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if set(tree) != {_PACKED}:
+        return {key: _unpacked(value, device) for key, value in tree.items()}
+    kind, shape, data, on_cpu = tree[_PACKED]
+    dtype = getattr(torch, kind)
+    flat = (
+        torch.frombuffer(bytearray(data), dtype=dtype)
+        if data
+        else torch.empty(0, dtype=dtype, device="cpu")
+    )
+    return flat.reshape(shape).to("cpu" if on_cpu else device)
 
 
 def _generators() -> dict[str, Any]:

@@ -32,7 +32,11 @@ class Classifier(L.LightningModule):
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 4)
+            nn.Linear(8, width),
+            nn.BatchNorm1d(width),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(width, 4),
         )
 
     def training_step(self, batch: list[Tensor], number: int) -> Tensor:
