@@ -375,8 +375,8 @@ class _Attachment:
             return
         root, job = self._found_place()
         tag = self._best()[1] if self._wanted == "best" else "newest"
-        model = self._trainer.strategy.model
-        load_model(model, located(root) / job, which=tag, only="model")
+        place = str(located(root) / job)
+        load_model(self._trainer.strategy.model, place, which=tag, only="model")
         log.info("the model is that of %s/%s", job, tag)
 
     def _found_place(self) -> tuple[str, str]:

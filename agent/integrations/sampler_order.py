@@ -34,8 +34,9 @@ class SamplerOrder:
         """
         self._loader = loader
         self._name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        given = getattr(loader, self._name)
-        self.given = given.given if isinstance(given, SamplerOrder) else given
+        self.given: Any = getattr(loader, self._name)
+        if isinstance(self.given, SamplerOrder):
+            self.given = self.given.given
         # A DataLoader refuses a new sampler, because its workers may have begun. No
         # iterator of this loader exists yet.
         loader.__dict__[self._name] = self

@@ -12,12 +12,9 @@ import hashlib
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-warnings.simplefilter("ignore")  # Lightning's own advice
 
 import lightning as L
 import torch
