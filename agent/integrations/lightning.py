@@ -141,6 +141,7 @@ class _Attachment:
         self._file = ""
         self._last_step = -1
         self._global_step = -1
+        self._logged: dict[str, Any] = {}  # the metrics at the end of the step before
         self._left: Callable[[], None] | None = None
         self._pending: Pending | None = None
         fit_loop = trainer.fit_loop
@@ -182,6 +183,7 @@ class _Attachment:
                 say("ckptd: there is nothing to recover, the training starts from the beginning")
             return
         self._progress.apply()
+        self._note_metrics()
         self._recovered = recovered
         self._last_step = recovered.step
         self._global_step = trainer.global_step
@@ -311,12 +313,14 @@ class _Attachment:
             self._left = partial(self._take, self._step)
         else:
             self._take(self._step)
+            self._note_metrics()
 
     def _epoch_ends(self, original: Callable[[], None]) -> None:
         original()
         if self._left is not None:
             take, self._left = self._left, None
             take()
+            self._note_metrics()
 
     @property
     def _step(self) -> int:
@@ -337,12 +341,19 @@ class _Attachment:
             self._last_step = step
 
     def _metrics(self) -> dict[str, float]:
-        found = self._trainer._logger_connector._callback_metrics
+        """Return the values that were logged in this step.
+
+        Values of an earlier validation belong to the weights of an earlier step.
+        """
         return {
             name: float(value)
-            for name, value in found.items()
-            if not isinstance(value, torch.Tensor) or value.numel() == 1
+            for name, value in self._trainer._logger_connector._callback_metrics.items()
+            if value is not self._logged.get(name)
+            and (not isinstance(value, torch.Tensor) or value.numel() == 1)
         }
+
+    def _note_metrics(self) -> None:
+        self._logged = dict(self._trainer._logger_connector._callback_metrics)
 
     def train_ends(self) -> None:
         """Save the last step."""
@@ -404,8 +415,8 @@ class _Attachment:
                     found.append((better, -one.attempt, -one.step, tag))
         if not found:
             raise InvalidRequest(
-                f'ckpt_path="best": no checkpoint in {place} has a value of {monitor!r}; use '
-                f'ckpt_path="last"'
+                f'ckpt_path="best": no checkpoint in {place} has a value of {monitor!r}; let '
+                f'snapshots fall on the steps that log it, or use ckpt_path="last"'
             )
         best = min(found)
         return -best[2], best[3]
