@@ -1,0 +1,276 @@
+"""Tests that a Lightning training that was killed equals one that was not."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+
+from ckptd.agent import Agent, Schedule
+from ckptd.integrations.lightning import attach
+from ckptd.shared.errors import InvalidRequest
+from tests.support.daemons import Daemon
+from tests.support.lightning_trainer import Data, Model
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on speed
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "frameworks" / "train_lightning.py"
+
+
+def environment(home: Path) -> dict[str, str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("CKPTD_")}
+    return {
+        **clean,
+        "CKPTD_ROOT": str(home / "root"),
+        "CKPTD_IDLE_TIMEOUT": "1",
+        "CKPTD_STALL_BUDGET": "60",
+        "XDG_RUNTIME_DIR": str(home),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def life(home: Path, variant: str, kill_at: int = 0) -> str:
+    """Run the trainer until it ends or kills itself, and return what it has said."""
+    home.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "tests.support.lightning_trainer", variant, str(home)]
+    done = subprocess.run(
+        [*command, *([str(kill_at)] if kill_at else [])],
+        env=environment(home),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == (-9 if kill_at else 0), done.stderr
+    return done.stderr
+
+
+def lines(home: Path) -> list[str]:
+    """Return the lines of all lives, each once."""
+    return sorted(set((home / "losses").read_text().splitlines()))
+
+
+def logged(home: Path) -> list[tuple[str, str, str]]:
+    """Return all values that the logger of any life has written: step, name and value."""
+    return sorted(
+        {
+            (row["step"], name, value)
+            for file in home.glob("logs/*/metrics.csv")
+            for row in csv.DictReader(file.open())
+            for name, value in row.items()
+            if value and name != "step"
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("variant", "kills", "goes_on"),
+    [
+        ("epochs", (13, 33), (10, 30)),  # inside the first epoch, and at the end of the second
+        ("workers", (28,), (25,)),
+        ("pairs", (13,), (10,)),
+        ("iterable", (28,), (25,)),
+        ("stateful", (28,), (25,)),
+        ("manual", (28,), (25,)),
+    ],
+)
+def test_a_killed_run_equals_an_uninterrupted_one(
+    tmp_path: Path, variant: str, kills: tuple[int, ...], goes_on: tuple[int, ...]
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    life(whole, variant)
+    said = [life(killed, variant, kill_at) for kill_at in kills] + [life(killed, variant)]
+    for text, step in zip(said[1:], goes_on, strict=True):
+        assert f"ckptd: the training goes on from step {step}, from memory" in text
+    assert lines(killed) == lines(whole)
+    assert len(lines(whole)) == 46
+    assert logged(killed) == logged(whole)
+    assert (len(logged(whole)) > 100) == (variant != "manual")
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
+    life(tmp_path / "a", "epochs")
+    before = (tmp_path / "a" / "end").read_text()
+    said = life(tmp_path / "a", "epochs")
+    assert "nothing is left to do: step 45 is saved, and max_epochs=3 is reached" in said
+    assert (tmp_path / "a" / "end").read_text() == before
+    assert len((tmp_path / "a" / "losses").read_text().splitlines()) == 47  # two lines of ends
+
+
+def test_the_example_is_exact(tmp_path: Path) -> None:
+    def start(home: Path) -> subprocess.Popen[str]:
+        home.mkdir(exist_ok=True)
+        (home / "losses").touch()
+        return subprocess.Popen(
+            [sys.executable, str(EXAMPLE), "--steps", "30", "--losses", str(home / "losses")],
+            env=environment(home),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    with start(whole) as trainer:
+        assert trainer.communicate(timeout=200)[1].count("ckptd:") == 1
+    with start(killed) as trainer:
+        while len((killed / "losses").read_text().splitlines()) < 12:
+            assert trainer.poll() is None
+        trainer.kill()
+    with start(killed) as trainer:
+        said = trainer.communicate(timeout=200)[1]
+    assert "ckptd: the training goes on from step" in said
+    assert lines(killed) == lines(whole)
+    assert len(lines(whole)) == 31
+
+
+def trainer(path: Path, **options: Any) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=path,
+        **{"max_epochs": 2, **options},
+    )
+
+
+def train(daemon: Daemon, path: Path, data: Data, model: Any = None, **options: Any) -> Any:
+    """Train in this process, and return the trainer and its agent."""
+    model = model or Model()
+    agent = Agent("job", socket=daemon.home.socket)
+    made = trainer(path, callbacks=[EarlyStopping("val_loss", patience=9)], **options)
+    attach(made, every_n_steps=5, agent=agent)
+    made.fit(model, datamodule=data)
+    agent.close()
+    return made
+
+
+def numbers(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: value.tolist() for name, value in state.items()}
+
+
+def test_best_and_last_are_checkpoints_of_ckptd(daemon: Daemon, tmp_path: Path) -> None:
+    L.seed_everything(1, verbose=False)
+
+    class Kept(Model):
+        """A model that makes its validation worse, and keeps its weights at each epoch."""
+
+        def on_train_epoch_end(self) -> None:
+            kept.append(copy.deepcopy(self.state_dict()))
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            self.log("val_loss", 1.0 + self.current_epoch)
+
+    kept: list[Any] = []
+    made = train(daemon, tmp_path, Data(), Kept())
+    assert len(kept) == 2
+    for path, wanted in (("best", kept[0]), ("last", kept[1])):
+        model = Kept()
+        made.validate(model, datamodule=Data(), ckpt_path=path)
+        assert numbers(model.state_dict()) == numbers(wanted), path
+    again = trainer(tmp_path, callbacks=[EarlyStopping("val_loss", patience=9)], max_epochs=2)
+    agent = Agent("job", socket=daemon.home.socket)
+    attach(again, every_n_steps=5, agent=agent)
+    again.fit(Kept(), datamodule=Data(), ckpt_path="best")
+    agent.close()
+    assert [len(kept), again.global_step] == [3, 30]  # the second epoch was trained once more
+    assert numbers(kept[1]) == numbers(kept[2])
+    assert numbers(kept[0]) != numbers(kept[1])
+
+
+def test_a_file_is_loaded_only_while_there_is_nothing_to_recover(
+    daemon: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = trainer(tmp_path, max_epochs=1)
+    first.fit(Model(), datamodule=Data())
+    first.save_checkpoint(tmp_path / "file.ckpt")
+    for epochs, goes_on in ((2, ""), (3, "the training goes on from step 30, which ckptd")):
+        agent = Agent("job", socket=daemon.home.socket)
+        made = trainer(tmp_path, max_epochs=epochs)
+        attach(made, every_n_steps=5, agent=agent)
+        caplog.clear()
+        made.fit(Model(), datamodule=Data(), ckpt_path=tmp_path / "file.ckpt", weights_only=False)
+        assert made.global_step == 15 * epochs
+        assert agent.last_step == 15 * epochs
+        agent.close()
+        assert (goes_on in caplog.text, "is not loaded again" in caplog.text) == (
+            True,
+            bool(goes_on),
+        )
+
+
+class Killed(Exception):
+    """The end of a training inside an epoch."""
+
+
+class Interrupted(Model):
+    def on_train_batch_start(self, batch: Any, number: int) -> None:
+        if self.global_step == 12:
+            raise Killed
+
+
+def test_other_data_are_refused_or_their_position_is_kept_in_samples(
+    daemon: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Killed):
+        train(daemon, tmp_path, Data(), Interrupted())
+    with pytest.raises(InvalidRequest, match="the data set had 60 samples .* has 64 now"):
+        train(daemon, tmp_path, Data(64))
+    assert "the position in the epoch is kept in samples" not in caplog.text
+    made = train(daemon, tmp_path, Data(batch=8), max_epochs=1)
+    assert "sample 40 is batch 5 now" in caplog.text
+    assert made.global_step == 10 + 3  # of 8 batches in the epoch, 3 were left
+
+
+def test_fast_dev_run_saves_nothing(
+    daemon: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = Agent("job", socket=daemon.home.socket)
+    made = trainer(tmp_path, fast_dev_run=True)
+    attach(made, every_n_steps=1, agent=agent)
+    made.fit(Model(), datamodule=Data())
+    assert (made.global_step, agent.last_step) == (1, -1)
+    assert "fast_dev_run: ckptd recovers and saves nothing" in caplog.text
+    agent.close()
+
+
+def test_invalid_calls_are_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    for call, expected in (
+        (lambda: attach(Model(), every_n_steps=1), "Model is not a Trainer of lightning or"),
+        (lambda: attach(made), "give either every_n_steps="),
+        (
+            lambda: attach(made, every_n_steps=1, schedule=Schedule(every_steps=2)),
+            "give either every_n_steps=",
+        ),
+        (lambda: attach(made, every_n_steps=0), "expected a number from 1 up"),
+        (
+            lambda: attach(trainer(tmp_path, strategy="ddp_spawn"), every_n_steps=1),
+            "starts the ranks from within fit",
+        ),
+    ):
+        with pytest.raises(InvalidRequest, match=expected):
+            call()
+    attach(made, every_n_steps=1)
+    with pytest.raises(InvalidRequest, match="attached to this Trainer already"):
+        attach(made, every_n_steps=1)
+    begun = trainer(tmp_path, max_epochs=1)
+    begun.fit(Model(), datamodule=Data(8))
+    with pytest.raises(InvalidRequest, match="has begun, and is at step 2: call attach"):
+        attach(begun, every_n_steps=1)
