@@ -299,6 +299,13 @@ class Schedule:
         )
 
 
+def agent_of(schedule: Schedule) -> Agent | None:
+    """Return the agent that the schedule was given, or None, for other modules of
+    ckptd.
+    """
+    return schedule._given
+
+
 def _whole(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}; expected a number from 1 up")

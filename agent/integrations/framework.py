@@ -8,7 +8,8 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ckptd.agent.schedule import Schedule
+from ckptd.agent.agent import Agent
+from ckptd.agent.schedule import Schedule, agent_of
 from ckptd.shared.errors import InvalidRequest
 
 _MARK = "_ckptd_attached"
@@ -50,18 +51,28 @@ def attach_once(thing: Any, called: str) -> None:
     setattr(thing, _MARK, True)
 
 
-def schedule_of(schedule: Schedule | None, every_steps: int | None) -> Schedule:
-    """Return the schedule that the arguments of an `attach` choose.
+def schedule_of(
+    schedule: Schedule | None, every_steps: int | None, agent: Agent | None = None
+) -> tuple[Schedule, Agent | None]:
+    """Return the schedule that the arguments of an `attach` choose, and the agent that
+    takes its snapshots, or None for the agent of this process.
 
-    Raises InvalidRequest unless exactly one of them is given, and for an invalid number.
+    Raises InvalidRequest unless exactly one of `schedule` and `every_steps` is given,
+    for an invalid number, and if the schedule has another agent than `agent`.
     """
     if (schedule is None) == (every_steps is None):
         raise InvalidRequest(
             "give either every_steps=, a number of steps, or schedule=, a ckptd.Schedule"
         )
     if schedule is not None:
-        return schedule
+        its = agent_of(schedule)
+        if agent is not None and its is not agent:
+            raise InvalidRequest(
+                "the schedule takes its snapshots with another agent: give the agent to it, as in "
+                "Schedule(every_seconds=600, agent=agent)"
+            )
+        return schedule, its
     try:
-        return Schedule(every_steps=every_steps)
+        return Schedule(every_steps=every_steps, agent=agent), agent
     except ValueError as error:
         raise InvalidRequest(str(error)) from None

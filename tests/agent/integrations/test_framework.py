@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ckptd.agent import Schedule
+from ckptd.agent.schedule import agent_of
 from ckptd.integrations import framework
 from ckptd.integrations.framework import attach_once, check_version, schedule_of
 from ckptd.shared.errors import InvalidRequest
@@ -64,9 +65,24 @@ def test_a_second_attach_is_refused() -> None:
 
 def test_a_schedule_is_given_or_made() -> None:
     given = Schedule(every_seconds=600)
-    assert schedule_of(given, None) is given
-    made = schedule_of(None, 50)
+    assert schedule_of(given, None) == (given, None)
+    made, agent = schedule_of(None, 50)
+    assert agent is None
     assert [made.due(step) for step in (49, 50, 51)] == [False, True, False]
+
+
+def test_the_agent_of_a_schedule_is_used() -> None:
+    agent: Any = object()
+    given = Schedule(every_seconds=600, agent=agent)
+    assert schedule_of(given, None) == (given, agent)
+    assert schedule_of(given, None, agent) == (given, agent)
+    made, its = schedule_of(None, 50, agent)
+    assert agent_of(made) is its is agent
+    with pytest.raises(
+        InvalidRequest,
+        match="^the schedule takes its snapshots with another agent: give the agent to it",
+    ):
+        schedule_of(Schedule(every_seconds=600), None, agent)
 
 
 @pytest.mark.parametrize(
