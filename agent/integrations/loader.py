@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -116,6 +116,46 @@ def replay(loader: Any, position: Position) -> Iterator[Any]:
                 "the same data, or start another job (CKPTD_JOB)"
             ) from None
     return batches
+
+
+def size_of(loader: Any, samples: int, accumulated: int) -> dict[str, Any]:
+    """Return what a position depends on: the number of samples in the data, or None for
+    a stream, in one batch of all ranks, and the number of batches in a step.
+    """
+    try:
+        length = len(loader.dataset)
+    except (TypeError, AttributeError):
+        length = None
+    return {"length": length, "samples": samples, "accumulated": accumulated}
+
+
+def moved(
+    position: Position, then: dict[str, Any], now: dict[str, Any], step: int, way_out: str
+) -> Position:
+    """Return a saved position in the batches of this run, which may have another size.
+
+    `then` and `now` are results of `size_of`. Raises InvalidRequest if the data have
+    another length; `way_out` says how to go on.
+    """
+    if now["length"] != then["length"]:
+        raise InvalidRequest(
+            f"the training data have {now['length']} samples, and had {then['length']} when step "
+            f"{step} was saved, so that the position in them is lost: {way_out}"
+        )
+    if now == then:
+        return position
+    samples = (position.skipped + position.batches) * then["samples"]
+    batches = samples // now["samples"]
+    batches -= batches % now["accumulated"]
+    log.warning(
+        "a step now takes %d samples, in batches of %d, and took %d, in batches of %d, when step "
+        "%d was saved: the epoch resumes at sample %d, after %d samples were trained; a learning "
+        "rate schedule goes on with the number of steps",
+        now["samples"] * now["accumulated"], now["samples"],
+        then["samples"] * then["accumulated"], then["samples"],
+        step, batches * now["samples"], samples,
+    )  # fmt: skip
+    return replace(position, skipped=0, batches=batches, ahead=None)
 
 
 def _holders(loader: Any) -> Iterator[tuple[Any, str, str]]:

@@ -28,7 +28,7 @@ from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.schedule import Schedule
 from ckptd.agent.state.tree import per_rank
 from ckptd.integrations.framework import attach_once, check_version, schedule_of
-from ckptd.integrations.loader import Batches, Position, makes_batches, replay
+from ckptd.integrations.loader import Batches, Position, makes_batches, moved, replay, size_of
 from ckptd.shared.errors import CkptdError, InvalidRequest, SnapshotFailed
 
 if TYPE_CHECKING:
@@ -227,7 +227,8 @@ class _Attached:
     def run_epoch(self, original: Callable[..., Any], arguments: dict[str, Any]) -> None:
         """Run one epoch, from the position of the snapshot if it is the resumed one."""
         epoch, loader = arguments["epoch"], arguments["train_dataloader"]
-        self._loader, self._batches, self._given_iterator = loader, None, None
+        self._loader = loader
+        self._batches, self._given_iterator = None, None
         if self._resumed is None:
             skipped = 0
             if arguments["resume_from_checkpoint"] and epoch == arguments["epochs_trained"]:
@@ -367,28 +368,11 @@ class _Attached:
         if args.ignore_data_skip:
             log.warning("ignore_data_skip is set: the epoch begins again with its first batch")
             return Position.at(self._loader, position.epoch)
-        if here["length"] != saved["length"]:
-            raise InvalidRequest(
-                f"the training data have {here['length']} samples, and had {saved['length']} when "
-                f"step {step} was saved, so that the position in them is lost: give the same "
-                "data, or set ignore_data_skip=True to begin the epoch again, or name another job "
-                "with CKPTD_JOB"
-            )
-        if here == saved:
-            return position
-        samples = (position.skipped + position.batches) * saved["samples"]
-        batches = samples // here["samples"]
-        batches -= batches % args.gradient_accumulation_steps
-        log.warning(
-            "a step now takes %d samples, in batches of %d, and took %d, in batches of %d, when "
-            "step %d was saved: the epoch resumes at sample %d, after %d samples were trained; "
-            "a learning rate schedule goes on with the number of steps",
-            here["samples"] * here["accumulated"], here["samples"],
-            saved["samples"] * saved["accumulated"], saved["samples"],
-            step, batches * here["samples"], samples,
-        )  # fmt: skip
-        position.skipped, position.batches, position.ahead = 0, batches, None
-        return position
+        way_out = (
+            "give the same data, or set ignore_data_skip=True to begin the epoch again, or name "
+            "another job with CKPTD_JOB"
+        )
+        return moved(position, saved, here, step, way_out)
 
     def _replayed(self, position: Position) -> Iterator[Any]:
         """Return the batches after the position, and set the random generators to what
@@ -454,20 +438,10 @@ class _Attached:
         }
 
     def _data(self) -> dict[str, Any]:
-        """Return what the position depends on: the number of samples in the data and in
-        one batch of all ranks, and the number of batches in a step.
-        """
         args = self._trainer.args
-        try:
-            length = len(self._loader.dataset)
-        except (TypeError, AttributeError):
-            length = None
         accumulated = args.gradient_accumulation_steps
-        return {
-            "length": length,
-            "samples": self._trainer.get_total_train_batch_size(args) // accumulated,
-            "accumulated": accumulated,
-        }
+        samples = self._trainer.get_total_train_batch_size(args) // accumulated
+        return size_of(self._loader, samples, accumulated)
 
     def _metrics(self, step: int) -> dict[str, float]:
         """Return the finite numbers that the Trainer has logged at this step."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -88,30 +89,33 @@ def test_a_killed_training_ends_as_an_uninterrupted_one(
     first_step = int(lines[before].split()[0])
     assert kill_at // 4 * 4 < first_step <= kill_at + 3  # it has not begun again
     assert set(lines) == set((whole / "log").read_text().splitlines())
-    for rank in range(ranks):
-        name = f"outcome-{rank}"
-        assert (killed / name).read_text() == (whole / name).read_text()
+    outcomes = [
+        [(directory / f"outcome-{rank}").read_text() for rank in range(ranks)]
+        for directory in (whole, killed)
+    ]
+    assert outcomes[0] == outcomes[1]
 
 
 def test_the_example_gives_the_same_losses_when_it_is_killed(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    command = [str(EXAMPLE), "--steps", "14", "--losses"]
-    for path, root, steps in ((whole, "a", 1), (killed, "b", 2)):
-        for life in range(steps):
-            code = (
-                "import os, runpy, signal, sys\n"
-                f"sys.argv = {[*command, str(path)]!r}\n"
-                "from transformers import TrainerCallback as C\n"
-                "def ends(self, args, state, control, **k):\n"
-                "    if state.global_step == 8: os.kill(os.getpid(), signal.SIGKILL)\n"
-                f"if {life + 1 < steps}: C.on_step_end = ends\n"
-                "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-            )
-            done = run(["-c", code], tmp_path, root)
-            assert done.returncode == (-9 if life + 1 < steps else 0), done.stderr[-3000:]
-    lines = whole.read_text().splitlines()
+
+    def life(losses: Path, *, ends: bool) -> int:
+        code = (
+            "import os, runpy, signal, sys\n"
+            f"sys.argv = {[str(EXAMPLE), '--steps', '14', '--losses', str(losses)]!r}\n"
+            "from transformers import TrainerCallback\n"
+            "def end(self, args, state, control, **kwargs):\n"
+            "    if state.global_step == 8: os.kill(os.getpid(), signal.SIGKILL)\n"
+            f"if {ends}: TrainerCallback.on_step_end = end\n"
+            "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        )
+        return run(["-c", code], tmp_path, f"root-{losses.name}").returncode
+
+    assert life(whole, ends=False) == 0
+    assert life(killed, ends=True) == -signal.SIGKILL
+    assert life(killed, ends=False) == 0
+    lines, again = whole.read_text().splitlines(), killed.read_text().splitlines()
     assert [line.split()[0] for line in lines] == [*map(str, range(1, 15)), "hash"]
-    again = killed.read_text().splitlines()
     assert [line.split()[0] for line in again] == [
         *map(str, range(1, 8)),
         *map(str, range(7, 15)),
@@ -145,6 +149,11 @@ def other(directory: Path, **changes: Any) -> Any:
     )
 
 
+def same_parameters(ours: torch.nn.Module, theirs: torch.nn.Module) -> bool:
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    return all(torch.equal(mine, other) for mine, other in pairs)
+
+
 def test_a_finished_training_has_nothing_left_to_do(
     agents: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -158,8 +167,7 @@ def test_a_finished_training_has_nothing_left_to_do(
     assert "nothing is left to do: step 21 of 21 is saved" in caplog.messages
     assert again.training_loss.hex() == result.training_loss.hex()
     assert agent.last_step == -1  # nothing was saved again
-    for ours, theirs in zip(second.model.parameters(), first.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert same_parameters(second.model, first.model)
     steps = [entry["step"] for entry in second.state.log_history if "loss" in entry]
     assert steps == [3, 6, 9, 12, 15, 18, 21]
 
@@ -177,8 +185,7 @@ def test_more_epochs_continue_a_finished_training(agents: Any, tmp_path: Path) -
         attach(trainer, every_steps=4, agent=agents("parts"))
         trainer.train()
     assert trainer.state.global_step == 21
-    for ours, theirs in zip(trainer.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert same_parameters(trainer.model, whole.model)
 
 
 def test_what_was_logged_is_saved_as_metrics(agents: Any, tmp_path: Path, daemon: Daemon) -> None:
