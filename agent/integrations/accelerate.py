@@ -38,12 +38,12 @@ def attach(
     every_steps: int | None = None,
     schedule: Schedule | None = None,
     agent: Agent | None = None,
-) -> Run:
+) -> TrainingRun:
     """Load the newest snapshot into what the Accelerator has prepared, and return the
     run that goes on from it.
 
     Call it on every rank, after `accelerator.prepare()` and
-    `register_for_checkpointing()`. Then train on the batches of `Run.batches`.
+    `register_for_checkpointing()`. Then train on the batches of `TrainingRun.batches`.
 
     every_steps: take a snapshot after each optimizer step that is a multiple of it.
     schedule: a `ckptd.Schedule`, instead of `every_steps`.
@@ -64,10 +64,10 @@ def attach(
     if not accelerator._models:
         raise InvalidRequest("no model is prepared: call attach() after accelerator.prepare()")
     attach_once(accelerator, "Accelerator")
-    return Run(accelerator, chosen, agent)
+    return TrainingRun(accelerator, chosen, agent)
 
 
-class Run:
+class TrainingRun:
     """A training over the batches of a prepared loader, made by `attach`.
 
     step: the number of optimizer steps that are done. recovered: the snapshot that was

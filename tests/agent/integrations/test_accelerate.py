@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckptd.agent import Agent, Schedule
-from ckptd.integrations.accelerate import Run, attach
+from ckptd.integrations.accelerate import TrainingRun, attach
 from ckptd.shared.errors import InvalidRequest
 from tests.support.daemons import Daemon
 
@@ -35,12 +35,12 @@ def life(home: Path, losses: Path, *, kill_at: int = -1, workers: int = 0, ranks
     script.write_text(
         "import os, runpy, signal, sys\n"
         f"sys.argv = {[str(EXAMPLE), *arguments]!r}\n"
-        "from ckptd.integrations.accelerate import Run\n"
-        "take = Run._take\n"
+        "from ckptd.integrations.accelerate import TrainingRun\n"
+        "take = TrainingRun._take\n"
         "def end(self, loader):\n"
         f"    if self.step == {kill_at}: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return take(self, loader)\n"
-        "Run._take = end\n"
+        "TrainingRun._take = end\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     clean = {key: value for key, value in os.environ.items() if not key.startswith("CKPTD_")}
@@ -140,7 +140,7 @@ class Training:
         self.accelerator.register_for_checkpointing(self.counter)
         return self
 
-    def train(self, run: Run, **options: Any) -> list[tuple[int, int]]:
+    def train(self, run: TrainingRun, **options: Any) -> list[tuple[int, int]]:
         """Train. Return the epoch and the step of each batch."""
         seen = []
         for epoch, step, (x,) in run.batches(self.loader, **options):
