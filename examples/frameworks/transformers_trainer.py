@@ -74,7 +74,7 @@ def main() -> None:
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
-            output_dir="trainer-output",
+            output_dir=".",  # nothing is written to it
             max_steps=chosen.steps,
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,

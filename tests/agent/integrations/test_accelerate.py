@@ -21,7 +21,11 @@ from ckptd.integrations.accelerate import TrainingRun, attach
 from ckptd.shared.errors import InvalidRequest
 from tests.support.daemons import Daemon
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of accelerate
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # those of accelerate
+    # Each process of a test imports accelerate, which takes long on a busy machine.
+    pytest.mark.timeout(900),
+]
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "frameworks" / "accelerate_loop.py"
 STEPS = 17

@@ -22,7 +22,11 @@ from ckptd.shared.errors import InvalidRequest
 from tests.support.daemons import Daemon
 from tests.support.hf_training import Sentences, trainer_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers and accelerate
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # those of transformers and accelerate
+    # Each process of a test imports transformers, which takes long on a busy machine.
+    pytest.mark.timeout(900),
+]
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "frameworks" / "transformers_trainer.py"
 
