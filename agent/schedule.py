@@ -302,14 +302,11 @@ class Schedule:
 
 
 def check_same_agent(schedule: Schedule, agent: Agent | None) -> None:
-    """Raise InvalidRequest if a schedule would take its snapshots with another agent.
-
-    `agent` None is the agent of this process.
-    """
-    if schedule.agent is not agent:
+    """Raise InvalidRequest if `agent` is given, and the schedule has another one."""
+    if agent is not None and schedule.agent is not agent:
         raise InvalidRequest(
-            "the Schedule has another agent than its caller: pass the same agent= to both, or to "
-            "neither"
+            "the schedule takes its snapshots with another agent: give the agent to it, as in "
+            "Schedule(every_seconds=600, agent=agent)"
         )
 
 

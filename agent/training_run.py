@@ -62,7 +62,7 @@ def training(
     """
     schedule = every if isinstance(every, Schedule) else _schedule(every, agent)
     check_same_agent(schedule, agent)
-    return Training(state, schedule, agent, strict=strict, keep=keep, on_reshape=on_reshape)
+    return Training(state, schedule, strict=strict, keep=keep, on_reshape=on_reshape)
 
 
 def _schedule(every: object, agent: Agent | None) -> Schedule:
@@ -88,12 +88,12 @@ class Training:
     are saved with the next snapshot.
     """
 
-    def __init__(self, state: Any, schedule: Schedule, agent: Agent | None, **options: Any) -> None:
+    def __init__(self, state: Any, schedule: Schedule, **options: Any) -> None:
         self.recovered: Recovered | None = None
         self.pending: Pending | None = None
         self.metrics: dict[str, float] = {}
         self._state, self._schedule = state, schedule
-        self._given = agent
+        self._given = schedule.agent
         self._options = options
         self._next = 0
         self._entered = self._stop = False

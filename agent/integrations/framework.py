@@ -54,7 +54,8 @@ def attach_once(thing: Any, called: str) -> None:
 def schedule_of(
     schedule: Schedule | None, every_steps: int | None, agent: Agent | None = None
 ) -> Schedule:
-    """Return the schedule that the arguments of an `attach` choose.
+    """Return the schedule that the arguments of an `attach` choose. Its `agent` takes the
+    snapshots.
 
     Raises InvalidRequest unless exactly one of the first two is given, for an invalid
     number, and for a schedule of another agent.

@@ -90,7 +90,7 @@ def attach(
             f"attach() before fit()"
         )
     attach_once(trainer, "Trainer")
-    attachment = _Attachment(trainer, chosen, agent)
+    attachment = _Attachment(trainer, chosen)
     # The first callback: it recovers before the others see the model, and takes the
     # last snapshot before they change the model.
     trainer.callbacks.insert(0, _callback_class(package)(attachment))
@@ -129,10 +129,10 @@ class _Attachment:
     that it wraps.
     """
 
-    def __init__(self, trainer: Any, schedule: Schedule, agent: Agent | None) -> None:
+    def __init__(self, trainer: Any, schedule: Schedule) -> None:
         self._trainer = trainer
         self._schedule = schedule
-        self._given = agent
+        self._given = schedule.agent
         self._active = False
         self._progress = _Progress(trainer)
         self._recovered: Recovered | None = None  # until the training goes on from it

@@ -195,7 +195,9 @@ def test_an_interval_may_be_a_time(every: str, seconds: float) -> None:
 
 def test_a_schedule_of_another_agent_is_refused(agent: Agent) -> None:
     schedule = Schedule(every_steps=5)
-    with pytest.raises(InvalidRequest, match="^the Schedule has another agent than its caller: "):
+    with pytest.raises(
+        InvalidRequest, match="^the schedule takes its snapshots with another agent: "
+    ):
         training({}, every=schedule, agent=agent)
     assert isinstance(training({}, every=schedule), Training)
 

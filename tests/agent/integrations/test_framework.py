@@ -66,7 +66,21 @@ def test_a_schedule_is_given_or_made() -> None:
     given = Schedule(every_seconds=600)
     assert schedule_of(given, None) is given
     made = schedule_of(None, 50)
+    assert made.agent is None
     assert [made.due(step) for step in (49, 50, 51)] == [False, True, False]
+
+
+def test_the_agent_of_a_schedule_is_used() -> None:
+    agent: Any = object()
+    given = Schedule(every_seconds=600, agent=agent)
+    assert schedule_of(given, None) is given
+    assert schedule_of(given, None, agent) is given
+    assert (given.agent, schedule_of(None, 50, agent).agent) == (agent, agent)
+    with pytest.raises(
+        InvalidRequest,
+        match="^the schedule takes its snapshots with another agent: give the agent to it",
+    ):
+        schedule_of(Schedule(every_seconds=600), None, agent)
 
 
 @pytest.mark.parametrize(
