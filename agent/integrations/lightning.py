@@ -1,7 +1,8 @@
 """ckptd for Lightning's `Trainer`: `attach(trainer, every_n_steps=50)`, then
 `trainer.fit(model)` as before.
 
-Tried with lightning 2.6.6 and pytorch-lightning 2.6.6, torch 2.13 and torchdata 0.11.
+Tried with lightning 2.5.0, 2.5.6 and 2.6.6, pytorch-lightning 2.6.6, torch 2.13 and
+torchdata 0.11.
 
 A snapshot is taken between two batches, after everything that Lightning does for the
 first of them: validation, schedulers and logging. Lightning's own checkpoints are taken
