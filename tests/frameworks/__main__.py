@@ -29,6 +29,9 @@ class Framework:
 
 FRAMEWORKS = {
     "plain": Framework((), ("tests/agent/test_training_run.py",), ("plain",)),
+    "ray": Framework(
+        ("ray[train]==2.60.0",), ("tests/agent/integrations/test_ray.py",), ("train_ray",)
+    ),
 }
 
 
