@@ -40,7 +40,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     def write(*values: object) -> None:
         if first:
             with open(config["losses"], "a") as losses:
-                print(*values, file=losses, flush=True)
+                losses.write(" ".join(map(str, values)) + "\n")  # Ray 2.51 replaces print()
 
     torch.manual_seed(ray.train.get_context().get_world_rank())  # the dropout of each worker
     with attach(state, every_steps=3) as run:
