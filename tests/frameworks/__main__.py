@@ -29,6 +29,14 @@ class Framework:
 
 FRAMEWORKS = {
     "plain": Framework((), ("tests/agent/test_training_run.py",), ("plain",)),
+    "deepspeed": Framework(
+        ("deepspeed==0.19.8",),
+        ("tests/agent/integrations/test_deepspeed.py",),
+        ("train_deepspeed",),
+    ),
+    "ray": Framework(
+        ("ray[train]==2.60.0",), ("tests/agent/integrations/test_ray.py",), ("train_ray",)
+    ),
 }
 
 
