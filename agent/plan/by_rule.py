@@ -129,6 +129,7 @@ class RuledShare(msgspec.Struct, frozen=True):
     of whole tensors. group: for each whole tensor, the number of its group, and ALONE
     for any other tensor. held: by rank, the replica groups of its extras. scattered:
     the numbers of the tensors of the structure that are not in C order on every rank.
+    aliases: by rank, the names of the extras that it lists as aliases.
     """
 
     meshes: list[Mesh]
@@ -140,6 +141,7 @@ class RuledShare(msgspec.Struct, frozen=True):
     group: list[int] = []
     held: dict[int, SharedRows] = {}
     scattered: list[int] = []
+    aliases: dict[int, list[str]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +235,7 @@ class ByRule:
         `metadata` describes the tensors of all ranks; it is None on all ranks but rank
         0.
         """
-        kept, aliases = list[int](), set[str]()
+        kept, aliases = list[int](), set(share.aliases.get(rank, ()))
         coordinates = [mesh.coordinate_of(rank) for mesh in share.meshes]
         for tensor, number, mesh, choice in zip(
             self.structured.tensors, self.rows, share.mesh, share.choice, strict=True

@@ -12,7 +12,7 @@ import hashlib
 import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -80,6 +80,21 @@ class _Divided:
     splits: Splits
 
 
+@dataclass(frozen=True, slots=True)
+class _Extras:
+    """The plan of the tensors without a rule.
+
+    dropped: by rank, the numbers of the extras that it does not write. aliases: by
+    rank, the names of the extras that it lists as aliases. metadata: that of all
+    extras. held: by rank, the replica groups of its extras.
+    """
+
+    dropped: dict[int, list[int]] = field(default_factory=dict)
+    aliases: dict[int, list[str]] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    held: dict[int, SharedRows] = field(default_factory=dict)
+
+
 Holders = tuple[tuple[bytes, int], ...]
 """The classes that have a tensor, each with the number of its mesh there."""
 
@@ -107,7 +122,7 @@ class _Planning:
                 held[tensor.fqn].append((name, tensor))
         placed = {fqn: self._place(having) for fqn, having in held.items()}
         choices = self._choose({fqn: having[0][1] for fqn, having in held.items()}, placed)
-        dropped, extra_metadata, extra_groups = self._plan_extras(held.keys())
+        extras = self._plan_extras(held.keys())
         meshes = list(self._meshes)
         decided = {
             name: _mesh_and_choice(structure, placed, choices)
@@ -117,8 +132,9 @@ class _Planning:
             [summary.structure for summary in self._summaries],
             *decided.values(),
             meshes,
-            sorted(dropped.items()),
-            extra_metadata,
+            sorted(extras.dropped.items()),
+            sorted(extras.aliases.items()),
+            extras.metadata,
         ]
         global_plan = hashlib.sha256(msgspec.msgpack.encode(told)).digest()
         wholes = {each: number for number, each in enumerate(self._wholes.values())}
@@ -136,14 +152,22 @@ class _Planning:
             out_of_order = [number for number, fqn in enumerate(fqns) if fqn in scattered]
             group = [group_of[fqn] for fqn in fqns]
             shares[name] = RuledShare(
-                meshes, *each, dropped, global_plan, groups, group, extra_groups, out_of_order
+                meshes,
+                *each,
+                extras.dropped,
+                global_plan,
+                groups,
+                group,
+                extras.held,
+                out_of_order,
+                extras.aliases,
             )
         metadata = {
             fqn: _described(having[0][1], placed[fqn], choices[fqn])
             for fqn, having in held.items()
             if not fqn.startswith(HIDDEN)
         }
-        return Decision(shares, metadata | extra_metadata)
+        return Decision(shares, metadata | extras.metadata)
 
     def _compare_values(self) -> None:
         first: dict[str, bytes] = {}
@@ -267,16 +291,10 @@ class _Planning:
                 choices[fqn] = choices[tensor.base]
         return choices
 
-    def _plan_extras(
-        self, ruled: Any
-    ) -> tuple[dict[int, list[int]], dict[str, Any], dict[int, SharedRows]]:
-        """Plan the tensors without a rule.
-
-        Return the extras that each rank does not write, the metadata of all of them,
-        and the replica groups of the extras of each rank.
-        """
+    def _plan_extras(self, ruled: Any) -> _Extras:
+        """Plan the tensors without a rule."""
         if not any(summary.extras for summary in self._summaries):
-            return {}, {}, {}
+            return _Extras()
         if any(row.fqn in ruled for summary in self._summaries for row in summary.extras):
             raise _GivesUp
         shares = share_out([Offer(summary.extras) for summary in self._summaries])
@@ -284,11 +302,11 @@ class _Planning:
             rank: sorted(set(range(len(summary.extras))).difference(share.rows))
             for rank, (summary, share) in enumerate(zip(self._summaries, shares, strict=True))
         }
-        held = {rank: share.held for rank, share in enumerate(shares) if share.held.groups}
-        return (
+        return _Extras(
             {rank: rows for rank, rows in dropped.items() if rows},
+            {rank: sorted(share.aliases) for rank, share in enumerate(shares) if share.aliases},
             shares[0].metadata or {},
-            held,
+            {rank: share.held for rank, share in enumerate(shares) if share.held.groups},
         )
 
 

@@ -48,6 +48,18 @@ def tied_to_each_ranks_own(blank: bool, rank: int) -> Any:
 
 
 @case
+def tied_inside_each_ranks_own(blank: bool, rank: int) -> Any:
+    """As metrics of a training: one tensor under several keys, on one rank or on all."""
+    loss, last = arange(3, blank, rank), arange(5, blank, 10 * rank)
+    more = {"last": last, "first": last[:2]} if rank == 1 else {}
+    return {
+        "w": arange(4, blank),
+        "own": per_rank({"loss": loss, "loss_step": loss, "scalar": loss[1]}),
+        "logged": per_rank({"loss": loss, **more}),
+    }
+
+
+@case
 def tied_on_one_rank(blank: bool, rank: int) -> Any:
     weight = arange(6, blank)
     if rank == 0:
