@@ -104,7 +104,8 @@ def build(plan: Spread) -> None:
     if plan.copied:
         state["ema"] = nn.Linear(2, 2)
     if plan.own:
-        state["own"] = {"loader": per_rank({"position": 0, "order": torch.zeros(2)})}
+        order = torch.zeros(2)  # under two keys, as metrics of a training are
+        state["own"] = {"loader": per_rank({"position": 0, "order": order, "first": order[:1]})}
     HERE.update(plan=plan, state=state, experts={}, count=0)
     if plan.experts and plan.experts != "inside":
         HERE["experts"] = _experts(plan.experts)
@@ -169,6 +170,7 @@ def step() -> None:
         mine = state["own"]["loader"].value
         mine["position"] += 10 * dist.get_rank() + 1
         mine["order"] = mine["order"] + dist.get_rank()
+        mine["first"] = mine["order"][:1]
     if "experts_optim" in state:
         _descend(_own("experts_optim"))
     elif "experts" in state:
