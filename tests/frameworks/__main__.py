@@ -29,6 +29,21 @@ class Framework:
 
 FRAMEWORKS = {
     "plain": Framework((), ("tests/agent/test_training_run.py",), ("plain",)),
+    "transformers": Framework(
+        ("transformers==5.24.0", "accelerate==1.15.0", "trl==1.16.0", "peft==0.21.2"),
+        ("tests/agent/integrations/test_transformers.py",),
+        ("transformers_trainer",),
+    ),
+    "accelerate": Framework(
+        ("accelerate==1.15.0",),
+        ("tests/agent/integrations/test_accelerate.py",),
+        ("accelerate_loop",),
+    ),
+    "lightning": Framework(
+        ("lightning==2.6.6", "pytorch-lightning==2.6.6", "torchdata==0.11.0"),
+        ("tests/agent/integrations/test_lightning.py",),
+        ("train_lightning",),
+    ),
     "deepspeed": Framework(
         ("deepspeed==0.19.8",),
         ("tests/agent/integrations/test_deepspeed.py",),

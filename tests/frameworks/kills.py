@@ -28,6 +28,10 @@ _EARLY = 0.1
 """The share of kills before the first step of a life, while the process imports, builds
 and recovers.
 """
+_SAVED = 10
+"""The number of steps of all lives after which the next one must not begin at the first
+step: the examples save every fifth step or more often.
+"""
 
 
 def run_of(name: str, steps: int) -> Callable[[Path], list[str]]:
@@ -107,7 +111,14 @@ class Example:
         with home() as place:
             while True:
                 dies = self._moment(per_step, found.steps) if found.kills < kills else _never
+                before = len(lines(place.path / "losses"))
                 written, killed = self._live(place, dies)
+                if (
+                    before > _SAVED
+                    and written[before:]
+                    and written[before].split()[0] == (whole[0].split()[0])
+                ):
+                    found.problems.append(f"a life after {before} steps began at the first one")
                 found.lives, found.kills = found.lives + 1, found.kills + killed
                 if not killed:
                     break

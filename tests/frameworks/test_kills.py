@@ -41,6 +41,18 @@ def test_a_run_that_is_not_exact_is_found() -> None:
     assert " instead of " in found.problems[0]
 
 
+def test_a_run_that_begins_again_at_its_first_step_is_found() -> None:
+    """Its losses are those of the uninterrupted run."""
+    code = FORGETFUL.replace("os.getpid() * 1e-9", "0.5").replace("range(8)", "range(40)")
+
+    def command(losses: Path) -> list[str]:
+        return [sys.executable, "-c", code, str(losses)]
+
+    found = Example(command, random.Random(3)).run(4)
+    assert found.problems
+    assert all(problem.endswith("began at the first one") for problem in found.problems)
+
+
 def test_the_plain_example_is_exact_after_a_kill() -> None:
     found = Example(run_of("plain", 30), random.Random(2)).run(2)
     assert (found.problems, found.steps, found.kills) == ([], 30, 2)
