@@ -69,6 +69,7 @@ def life(home: Path, losses: Path, *, kill_at: int = -1, workers: int = 0, ranks
     return done.returncode
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize(
     ("kill_at", "workers", "ranks"),
     [

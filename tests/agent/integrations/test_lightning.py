@@ -79,6 +79,7 @@ def logged(home: Path) -> list[tuple[str, str, str]]:
     )
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize(
     ("variant", "kills", "goes_on"),
     [

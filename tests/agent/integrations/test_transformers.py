@@ -56,6 +56,7 @@ def run(
     )
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize(
     ("kind", "ranks", "kill_at"),
     [
