@@ -6,7 +6,6 @@ import errno
 import fcntl
 import importlib
 import os
-import pkgutil
 import re
 import stat
 import tempfile
@@ -16,9 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import ckptd.agent
-import ckptd.daemon
-import ckptd.shared
 from ckptd.agent import Agent
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, StorageError
@@ -27,6 +23,7 @@ from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.system import machine
 from tests.support.daemons import Daemon, Home, running, until
 from tests.support.descriptors import opened
+from tests.support.rooms import modules
 
 USER, STRANGER = 12345, 65534
 
@@ -183,11 +180,9 @@ def import_everything() -> None:
     """Import all modules, because another user may not be able to read them later: a
     clone may lie below a directory of mode 0700.
     """
-    for package in (ckptd.agent, ckptd.daemon, ckptd.shared):
-        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            # `agent/face` is the package `ckptd`, and has no other name.
-            if not module.name.endswith(("__main__", ".face")):
-                importlib.import_module(module.name)
+    for name in modules():
+        if not name.endswith("__main__"):
+            importlib.import_module(name)
     importlib.import_module("numpy.random")  # which NumPy imports at the first use
 
 
