@@ -74,10 +74,10 @@ CHECKS: dict[str, tuple[str, ...]] = {
 }
 NAMED = {
     "daemon/journal/file.py": (
-        "    if crc32c(data[position + 4 : end], crc32c(salt)) != crc:\n        return None\n",
+        "        or crc32c(data[position + 4 : end], crc32c(salt)) != crc\n",
         "        if before != crc or (sequence is not None and record.sequence != sequence + "
         "1):\n            break\n",
-        "    if any(data[end : position + _aligned(RECORD_SIZE + length)]):\n        return None\n",
+        "        or any(data[end : position + _aligned(RECORD_SIZE + length)])\n",
     ),
     "shared/storage/posix.py": (" or path not in self._durable",),
 }

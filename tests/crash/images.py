@@ -126,6 +126,11 @@ class ThinImage(Image):
         )
         Path("/sys/block", Path(device).name, "queue/max_sectors_kb").write_text(str(PAGE >> 10))
 
+    def again(self) -> None:
+        """Unmount and mount again: a copy would have no room beside the image."""
+        unmount(self.where)
+        self.mount()
+
     def starve(self) -> None:
         with (self.thin / "ballast").open("wb", buffering=0) as file:
             for size in (1 << 20, PAGE):
