@@ -8,6 +8,7 @@ import hashlib
 import logging
 import random
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -129,7 +130,7 @@ class Batches:
             )
 
 
-class _Loader:
+class _Loader(ABC):
     """A data loader that can begin an epoch at any of its batches.
 
     samples_per_batch: the samples of all ranks in one batch; 1 if they are not known.
@@ -140,9 +141,9 @@ class _Loader:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
+    @abstractmethod
     def batches(self, epoch: int, skip: int, draws: _Draws) -> Iterator[Any]:
         """Yield the batches of an epoch without the first `skip`."""
-        raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
         """Return what the position needs beside epoch and samples."""
@@ -184,9 +185,7 @@ class _Repeated(_Loader):
 
 
 class _Ordered(_Loader):
-    """A loader of a data set with samples by number, made anew with an order that can
-    begin at any batch.
-    """
+    """A copy of a loader of numbered samples, with an order that can begin at any batch."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         batched = loader.batch_sampler is not None

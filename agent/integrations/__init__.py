@@ -1,4 +1,4 @@
-"""One line for each training framework: `ckptd.integrations.transformers`, and its like.
+"""Integrations with training frameworks, one module each, which need one line in a script.
 
 A module of this package imports its framework when it is first used.
 """

@@ -267,7 +267,7 @@ class _Optimizer:
 
 
 class _Rest:
-    """What an engine holds beside tensors of parameters: counters, learning rates, the
+    """The values of an engine that are no tensors of parameters: counters, learning rates, the
     scale of the loss, and the steps of the optimizer.
     """
 

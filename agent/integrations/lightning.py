@@ -435,8 +435,8 @@ class _Attachment:
 
 
 class _Progress:
-    """What the Trainer knows beside the model and the optimizers, as a value of the
-    state.
+    """The progress of the Trainer beside the model and the optimizers, as a value of
+    the state.
 
     inside_epoch: True if the snapshot is taken inside an epoch, and False at its end.
     reshaped: True if the number of ranks has changed since the recovered snapshot.

@@ -111,7 +111,7 @@ def replay(loader: Any, position: Position) -> Iterator[Any]:
             next(batches)
         except StopIteration:
             raise InvalidRequest(
-                f"the data end after {number} batches of epoch {position.epoch}, of which "
+                f"the data end after {number} batches of epoch {position.epoch}, but "
                 f"{position.batches} were trained when the snapshot was taken: give the loader "
                 "the same data, or start another job (CKPTD_JOB)"
             ) from None

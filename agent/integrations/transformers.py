@@ -188,7 +188,7 @@ class _Attached:
         self._given_iterator: Any = None
         self._asked = 0
 
-    # -- in the place of methods of the Trainer
+    # -- instead of methods of the Trainer
 
     def get_train_dataloader(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Return the loader that the Trainer makes, and keep it."""

@@ -3,7 +3,7 @@ again: it resumes with the same losses.
 
 `CKPTD_ROOT=/ckpts python examples/frameworks/accelerate_loop.py --steps 20`. It needs
 `pip install 'ckptd[hf]'`. The name is not `accelerate.py`, because a script is imported
-in the place of a package with its name.
+instead of a package with its name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A run of DeepSpeed that ckptd saves: kill it whenever you like, and start it again.
 
 `DS_ACCELERATOR=cpu python examples/frameworks/train_deepspeed.py --steps 60 --losses
-losses.txt --stage 2`, with CKPTD_ROOT set, or `torchrun --nproc-per-node 2` in the place of
+losses.txt --stage 2`, with CKPTD_ROOT set, or `torchrun --nproc-per-node 2` instead of
 python. Each step appends its loss to the file, and the end a hash of the model.
 """
 

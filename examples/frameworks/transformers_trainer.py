@@ -3,7 +3,7 @@ and start it again: it resumes with the same losses.
 
 `CKPTD_ROOT=/ckpts python examples/frameworks/transformers_trainer.py --steps 20`. It
 needs `pip install 'ckptd[hf]'`, and downloads nothing. The name is not
-`transformers.py`, because a script is imported in the place of a package with its name.
+`transformers.py`, because a script is imported instead of a package with its name.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_a_run_that_is_not_exact_is_found() -> None:
 
 
 def test_a_run_that_begins_again_at_its_first_step_is_found() -> None:
-    """Its losses are those of the uninterrupted run."""
+    """Each life has the losses of the uninterrupted run."""
     code = FORGETFUL.replace("os.getpid() * 1e-9", "0.5").replace("range(8)", "range(40)")
 
     def command(losses: Path) -> list[str]:

@@ -29,7 +29,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "frameworks" / "accelerate_loop.py"
 STEPS = 17
-"""The steps of a run of the example. An epoch has 6, the last of which has 1 sample."""
+"""The steps of a run of the example. An epoch has 6, and the last one has 1 sample."""
 
 
 def life(home: Path, losses: Path, *, kill_at: int = -1, workers: int = 0, ranks: int = 1) -> int:

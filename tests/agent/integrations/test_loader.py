@@ -106,7 +106,7 @@ def test_data_that_end_too_early_are_refused() -> None:
     position.batches = 8
     with pytest.raises(
         InvalidRequest,
-        match="^the data end after 7 batches of epoch 2, of which 8 were trained when the snapshot "
+        match="^the data end after 7 batches of epoch 2, but 8 were trained when the snapshot "
         "was taken: give the loader the same data, or start another job",
     ):
         replay(loader, position)
