@@ -149,6 +149,7 @@ class _Loader(ABC):
         """Return what the position needs beside epoch and samples."""
         return {}
 
+    @abstractmethod
     def load(self, state: dict[str, Any]) -> None:
         """Take over or check what `state` returned."""
 
@@ -182,6 +183,9 @@ class _Repeated(_Loader):
         for number, batch in enumerate(_drawn(found, draws)):
             if number >= skip:
                 yield batch
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Do nothing: epoch and samples are the whole position."""
 
 
 class _Ordered(_Loader):

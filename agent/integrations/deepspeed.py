@@ -267,8 +267,8 @@ class _Optimizer:
 
 
 class _Rest:
-    """The values of an engine that are no tensors of parameters: counters, learning rates, the
-    scale of the loss, and the steps of the optimizer.
+    """The values of an engine that are no tensors of parameters: counters, learning
+    rates, the scale of the loss, and the steps of the optimizer.
     """
 
     def __init__(self, engine: Any, basic: torch.optim.Optimizer | None) -> None:
