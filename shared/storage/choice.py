@@ -32,8 +32,8 @@ from ckptd.shared.storage.locate import (
 NEWEST = "newest"
 BEST = "best:"
 _BEST = re.compile(rf"(?P<job>.+)/{BEST}(?P<metric>[^/].*)", re.DOTALL)
-_STEP = re.compile(r"(?P<step>[0-9]{1,19})|step-(?P<short>[0-9]{1,7})")
-"""A step. `step-` with more digits is the tag itself."""
+_STEP = re.compile(r"(?P<step>[0-9]{1,19})|step-(?P<short>0|[1-9][0-9]{0,6})")
+"""A step. `step-` with leading zeros is a tag, or a tag with a digit missing."""
 _MODES = (":min", ":max")
 
 

@@ -64,7 +64,17 @@ def test_the_option_chooses_as_the_last_component_does(job: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "typed", ["", "gpt", "gpt/step-00000100", f"gpt/{tag(100, 1)}", "gtp/100", "other", "9"]
+    "typed",
+    [
+        "",
+        "gpt",
+        "gpt/step-00000100",
+        "gpt/step-0000100",
+        f"gpt/{tag(100, 1)}",
+        "gtp/100",
+        "other",
+        "9",
+    ],
 )
 def test_a_place_without_a_choice_stays_as_it_is(job: Path, typed: str) -> None:
     place = job.parent / typed
