@@ -120,6 +120,7 @@ def test_two_ranks_are_exact(tmp_path: Path, variant: str) -> None:
     assert logged(killed) == logged(whole)
 
 
+@pytest.mark.frameworks
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     life(tmp_path / "a", "epochs")
     before = (tmp_path / "a" / "end").read_text()
