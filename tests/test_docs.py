@@ -117,4 +117,4 @@ def test_python_examples_run(page: Path, tmp_path: Path) -> None:
     # Without the pauses for which a larger model would compute.
     script.write_text("\n".join(EXAMPLES[page]).replace("time.sleep(0.1)", "time.sleep(0)"))
     ended = scripts.run(script, environment=environment)
-    assert ended.code == 0, ended.errors
+    assert ended.code == 0, ended.output

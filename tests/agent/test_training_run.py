@@ -51,12 +51,13 @@ print("done")
 def lines(
     daemon: Daemon, place: Path, job: str, dies_at: int = -1, number: int = 0
 ) -> tuple[list[str], int]:
-    """Run the script, and return what it prints and its exit code."""
+    """Run the script. Return the lines that it prints, without logs, and its exit code."""
     (place / "train.py").write_text(SCRIPT)
     environment = {**os.environ, "CKPTD_SOCKET": str(daemon.home.socket), "CKPTD_JOB": job}
     script, words = place / "train.py", (str(dies_at), str(int(number)))
     ended = scripts.run(script, *words, environment=environment)
-    return ended.output.splitlines(), ended.code
+    printed = [line for line in ended.output.splitlines() if line[0].isdigit() or line == "done"]
+    return printed, ended.code
 
 
 @pytest.fixture
