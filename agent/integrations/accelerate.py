@@ -18,16 +18,24 @@ from ckptd.agent.pending import Pending
 from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.schedule import Schedule
 from ckptd.agent.state.tree import per_rank
-from ckptd.integrations.framework import attach_once, check_version, schedule_of
+from ckptd.integrations.accelerate_states import StateCalls, loader_state, set_loader_state
+from ckptd.integrations.framework import (
+    attach_once,
+    calls_of,
+    check_version,
+    recover_with,
+    schedule_of,
+    wait_durable,
+)
 from ckptd.integrations.loader import (
     Position,
     PositionedBatches,
-    makes_batches,
     moved,
+    of_first_rank,
     replay,
     size_of,
 )
-from ckptd.shared.errors import CkptdError, InvalidRequest, SnapshotFailed
+from ckptd.shared.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,7 +44,6 @@ log = logging.getLogger("ckptd.agent")
 
 _VERSIONS = ("1.15", "1.16")
 _PREPARED = ("models", "optimizers", "schedulers", "custom_objects")
-_DURABLE_SECONDS = 600.0
 
 
 def attach(
@@ -44,6 +51,7 @@ def attach(
     *,
     every_steps: int | None = None,
     schedule: Schedule | None = None,
+    save_state: bool = False,
     agent: Agent | None = None,
 ) -> TrainingRun:
     """Load the newest snapshot into what the Accelerator has prepared, and return the
@@ -54,6 +62,9 @@ def attach(
 
     every_steps: take a snapshot after each optimizer step that is a multiple of it.
     schedule: a `ckptd.Schedule`, instead of `every_steps`.
+    save_state: True lets the Accelerator's own `save_state` and `load_state` take and
+        load snapshots, too. It may be given alone: then nothing is loaded before
+        `load_state` is called, and only `save_state` takes snapshots.
     agent: the agent that saves and recovers. Default: the one of this process.
 
     Raises InvalidRequest for a version of accelerate with which this was not tried, for
@@ -62,7 +73,8 @@ def attach(
     and SnapshotFailed if another rank has not called `attach`.
     """
     check_version("accelerate", *_VERSIONS)
-    chosen = schedule_of(schedule, every_steps, agent)
+    alone = save_state and every_steps is None and schedule is None
+    chosen = None if alone else schedule_of(schedule, every_steps, agent)
     if (kind := str(accelerator.distributed_type.value)) in ("DEEPSPEED", "MEGATRON_LM"):
         raise InvalidRequest(
             f"this Accelerator uses {kind}, which keeps the state of the optimizer to itself: "
@@ -71,7 +83,12 @@ def attach(
     if not accelerator._models:
         raise InvalidRequest("no model is prepared: call attach() after accelerator.prepare()")
     attach_once(accelerator, "Accelerator")
-    return TrainingRun(accelerator, chosen, chosen.agent)
+    run = TrainingRun(accelerator, chosen, agent if chosen is None else chosen.agent)
+    if chosen is not None:
+        run.load("attach()")
+    if save_state:
+        StateCalls(accelerator, run).replace()
+    return run
 
 
 class TrainingRun:
@@ -81,25 +98,87 @@ class TrainingRun:
     loaded, or None if there was none.
     """
 
-    def __init__(self, accelerator: Accelerator, schedule: Schedule, agent: Agent | None) -> None:
+    def __init__(
+        self, accelerator: Accelerator, schedule: Schedule | None, agent: Agent | None
+    ) -> None:
+        """Make a run without a snapshot. Without `schedule`, it takes none by itself."""
         self._accelerator = accelerator
         self._schedule = schedule
-        self._given = agent
+        self._agent = agent
         self._counts = self._count()
+        self._loader: Any = None
         self._position: Position | None = None
-        self._begun = False
+        self._begun = self._inside = False
+        self._in_step = False
+        self._saved: dict[str, Any] = {}
+        self._taken: Pending | None = None
+        self.recovered: Recovered | None = None
+        self.step = self._asked = 0
+
+    @property
+    def agent(self) -> Agent:
+        """The agent that saves and recovers."""
+        return self._agent or default.default_agent("attach")
+
+    def load(self, call: str, **options: Any) -> Recovered | None:
+        """Load a snapshot into what is prepared, and go on from it.
+
+        call: the call that every rank makes, for the error text. options: those of
+        `Agent.recover`. Returns None if there is no snapshot. Raises the errors of
+        `Agent.recover`, and InvalidRequest while a loop of `batches` runs.
+        """
+        if self._inside:
+            raise InvalidRequest(
+                f"{call} was called inside the loop of batches(), whose position in the data "
+                "cannot change: call it before the loop"
+            )
+        self._check_counts()
         state = self._components() | {"run": per_rank(None)}
-        recover = default.recover if agent is None else agent.recover
-        try:
-            found = recover(state, on_reshape=lambda key, values: values[0])
-        except SnapshotFailed as error:
-            raise SnapshotFailed(f"{error}. Every rank must call attach()") from error
-        self.recovered: Recovered | None = found
-        self.step = 0 if found is None else found.step
-        self._saved: dict[str, Any] = state["run"].value if found is not None else {}
-        self._asked = self.step
-        if found is not None:
-            accelerator.step = self._saved["accumulated"]
+        found = recover_with(self._agent, state, call, of_first_rank, **options)
+        if found is None:
+            return None
+        self.recovered, self._saved = found, state["run"].value
+        self.step = self._asked = self._saved["step"]
+        self._taken = None
+        accelerator = self._accelerator
+        accelerator.step = self._saved["accumulated"]
+        accelerator.project_configuration.iteration = self._saved["iteration"]
+        if self._saved["outside"]:
+            for loader, saved in zip(accelerator._dataloaders, self._saved["loaders"], strict=True):
+                set_loader_state(loader, saved)
+        return found
+
+    def save(self, **options: Any) -> tuple[int, int]:
+        """Save the state now, and return the step and the attempt of the snapshot, once it
+        is in the memory of the daemon.
+
+        options: those of `Agent.snapshot`. Nothing is saved twice in one step of
+        `batches`. Raises InvalidRequest within accumulated batches. Raises the errors
+        of a snapshot.
+        """
+        if not self._accelerator.sync_gradients:
+            raise InvalidRequest(
+                "save_state() was called between accumulated batches, whose gradients are not "
+                "saved: call it if accelerator.sync_gradients is True"
+            )
+        self._check_counts()
+        if self.recovered is not None and self._schedule is not None and not self._begun:
+            return self.recovered.step, self.recovered.attempt  # nothing was trained since
+        step = self.step + self._in_step
+        taken = self._taken
+        if taken is None or not self._inside or step > self._asked:
+            known = -1 if self.recovered is None else self.recovered.step
+            number = max(step, self.agent.last_step + 1, known + 1)
+            take = calls_of(self._agent).snapshot
+            taken = self._taken = take(self._state(step), step=number, **options)
+            self._asked = max(step, self._asked)
+        elif options:
+            raise InvalidRequest(
+                f"step {step} is saved already: give {', '.join(options)} to the first "
+                "save_state() of a step"
+            )
+        taken.wait("sealed")
+        return taken.step, taken.attempt
 
     def batches(
         self, dataloader: Any, *, epochs: int, steps: int | None = None
@@ -130,22 +209,36 @@ class TrainingRun:
             raise InvalidRequest(
                 "this loader is not prepared: pass the one that accelerator.prepare() has returned"
             )
-        if self._count() != self._counts:
+        self._check_counts()
+        if self.recovered is not None and self._saved["outside"]:
             raise InvalidRequest(
-                "something was prepared or registered after attach(), which would not be saved: "
-                "call attach() after everything is prepared"
+                f"step {self.recovered.step} was saved by save_state() outside of a loop of "
+                "batches(), so that its position in the data is not known: load a snapshot from "
+                "such a loop, or name another job with CKPTD_JOB"
             )
-        self._begun = True
+        self._begun, self._loader = True, dataloader
         return self._batches(dataloader, epochs, steps)
 
     def _batches(
         self, loader: Any, epochs: int, steps: int | None
     ) -> Iterator[tuple[int, int, Any]]:
+        self._inside = True
+        try:
+            yield from self._epochs(loader, epochs, steps)
+        finally:
+            self._inside = self._in_step = False
+            if self._position is not None and self._position.source is not None:
+                self._position.source.remove()
+
+    def _epochs(
+        self, loader: Any, epochs: int, steps: int | None
+    ) -> Iterator[tuple[int, int, Any]]:
         resumed = None
-        if self.recovered is not None:
+        if self.recovered is not None and self._saved["position"] is not None:
             way_out = "give the same data, or name another job with CKPTD_JOB"
-            saved = Position(**self._saved["position"])
-            resumed = moved(saved, self._saved["data"], self._size(loader), self.step, way_out)
+            self._position = Position(**self._saved["position"])
+            then = self._saved["data"]
+            resumed = moved(self._position, then, self._size(), self.step, way_out)
             if resumed.epoch >= epochs or (steps is not None and self.step >= steps):
                 log.warning("nothing is left to do: step %d is saved", self.step)
                 return
@@ -155,36 +248,28 @@ class TrainingRun:
                 loader.set_epoch(epoch)
             if resumed is None:
                 self._position = Position.at(loader, epoch)
-                # After the last step of the epoch before.
-                self._take(loader)
+                self._take()  # after the last step of the epoch before
                 given = iter(loader)
             else:
-                self._position, given = resumed, self._replayed(loader, resumed)
-                resumed = None
-            for batch in PositionedBatches(given, self._position, in_process=makes_batches(loader)):
+                assert self.recovered is not None
+                self._position, resumed = resumed, None
+                given = replay(loader, self._position, self.recovered.restore_rng)
+            for batch in PositionedBatches(given, self._position, loader):
+                self._in_step = True
                 yield epoch, self.step + 1, batch
+                self._in_step = False
                 if not self._accelerator.sync_gradients:
                     continue
                 self.step += 1
                 if self.step == steps:
                     break
                 if not getattr(loader, "end_of_dataloader", False):
-                    self._take(loader)
+                    self._take()
             if self.step == steps:
                 break
         else:
             self._position = Position.at(loader, epochs)
-        self._finish(loader)
-
-    def _replayed(self, loader: Any, position: Position) -> Iterator[Any]:
-        """Return the batches after the position, and set the random generators to what
-        they were when the snapshot was taken.
-        """
-        log.info("%d batches of epoch %d are read again", position.batches, position.epoch)
-        batches = replay(loader, position)
-        if position.batches and self.recovered is not None:
-            self.recovered.restore_rng()
-        return batches
+        self._finish()
 
     def _count(self) -> list[int]:
         return [len(getattr(self._accelerator, f"_{name}")) for name in _PREPARED]
@@ -196,37 +281,43 @@ class TrainingRun:
             found["scaler"] = scaler
         return found
 
-    def _size(self, loader: Any) -> dict[str, Any]:
-        accelerator = self._accelerator
-        samples = getattr(loader, "total_batch_size", None)
-        return size_of(loader, samples or 1, accelerator.gradient_accumulation_steps)
+    def _check_counts(self) -> None:
+        """Raise InvalidRequest if more is prepared than when the run was made."""
+        if self._count() != self._counts:
+            raise InvalidRequest(
+                "something was prepared or registered after attach(), which would not be saved: "
+                "call attach() after everything is prepared"
+            )
 
-    def _state(self, loader: Any) -> dict[str, Any]:
-        assert self._position is not None
+    def _size(self) -> dict[str, Any]:
+        samples = getattr(self._loader, "total_batch_size", None)
+        accumulated = self._accelerator.gradient_accumulation_steps
+        return size_of(self._loader, samples or 1, accumulated)
+
+    def _state(self, step: int) -> dict[str, Any]:
+        accelerator, position = self._accelerator, self._position
         values = {
-            "position": self._position.values(),
-            "data": self._size(loader),
-            "accumulated": self._accelerator.step,
+            "step": step,
+            "outside": self._schedule is None and not self._begun,
+            "position": None if position is None else position.values(),
+            "data": None if position is None else self._size(),
+            "accumulated": accelerator.step,
+            "iteration": accelerator.save_iteration,
+            "loaders": [loader_state(one) for one in accelerator._dataloaders],
         }
         return self._components() | {"run": per_rank(values)}
 
-    def _take(self, loader: Any) -> Pending | None:
+    def _take(self) -> None:
         """Take a snapshot if one is due after the step that is over."""
-        if self.step <= self._asked:
-            return None
-        self._asked = self.step
-        if not self._schedule.due(self.step):
-            return None
-        return self._schedule.snapshot(self._state(loader), step=self.step)
-
-    def _finish(self, loader: Any) -> None:
-        """Save the state after the last step, and wait until it is durable."""
         if self.step <= self._asked:
             return
         self._asked = self.step
-        take = default.snapshot if self._given is None else self._given.snapshot
-        pending = take(self._state(loader), step=self.step)
-        try:
-            pending.wait("durable", _DURABLE_SECONDS)
-        except (CkptdError, TimeoutError) as error:
-            log.error("the last step, %d, is not durable: %s", self.step, error)
+        if self._schedule is not None and self._schedule.due(self.step):
+            self._taken = self._schedule.snapshot(self._state(self.step), step=self.step)
+
+    def _finish(self) -> None:
+        """Save the state after the last step, and wait until it is durable."""
+        if self._schedule is not None and self.step > self._asked:
+            self._asked = self.step
+            take = calls_of(self._agent).snapshot
+            wait_durable(take(self._state(self.step), step=self.step))

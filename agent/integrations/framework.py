@@ -1,17 +1,25 @@
-"""Checks that all integrations make before a framework is changed: its version, and that
-nothing is attached twice.
+"""What all integrations do alike: checks before a framework is changed, of its version and
+that nothing is attached twice, and the calls of the agent.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from ckptd.agent import default
 from ckptd.agent.agent import Agent
+from ckptd.agent.pending import Pending
+from ckptd.agent.recover.options import OnReshape
+from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.schedule import Schedule, check_same_agent
-from ckptd.shared.errors import InvalidRequest
+from ckptd.shared.errors import CkptdError, InvalidRequest, SnapshotFailed
 
+log = logging.getLogger("ckptd.agent")
+
+_DURABLE_SECONDS = 600.0
 _MARK = "_ckptd_attached"
 
 
@@ -71,3 +79,31 @@ def schedule_of(
         return Schedule(every_steps=every_steps, agent=agent)
     except ValueError as error:
         raise InvalidRequest(str(error)) from None
+
+
+def calls_of(agent: Agent | None) -> Any:
+    """Return the object whose `snapshot`, `recover` and `close` are called: the agent, or
+    the module with those of this process.
+    """
+    return default if agent is None else agent
+
+
+def recover_with(
+    agent: Agent | None, state: Any, call: str, on_reshape: OnReshape, **options: Any
+) -> Recovered | None:
+    """Return what `Agent.recover` returns. If another rank is missing, the error names the
+    call that every rank must make.
+    """
+    try:
+        found: Recovered | None = calls_of(agent).recover(state, on_reshape=on_reshape, **options)
+    except SnapshotFailed as error:
+        raise SnapshotFailed(f"{error}. Every rank must call {call}") from error
+    return found
+
+
+def wait_durable(pending: Pending) -> None:
+    """Wait until the snapshot of the last step is durable, and log an error if it fails."""
+    try:
+        pending.wait("durable", _DURABLE_SECONDS)
+    except (CkptdError, TimeoutError) as error:
+        log.error("the last step, %d, is not durable: %s", pending.step, error)

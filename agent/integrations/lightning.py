@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, IterableDataset
 
 from ckptd.agent import default
 from ckptd.agent.agent import Agent
@@ -35,8 +34,18 @@ from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.schedule import Schedule
 from ckptd.agent.state.capture import rng_state, set_rng_state
 from ckptd.agent.state.tree import per_rank
-from ckptd.integrations.framework import attach_once, check_version, schedule_of
-from ckptd.integrations.sampler_order import SamplerOrder
+from ckptd.integrations.framework import (
+    attach_once,
+    calls_of,
+    check_version,
+    schedule_of,
+)
+from ckptd.integrations.sampler_order import (
+    SamplerOrder,
+    held_states,
+    order_of,
+    set_held_states,
+)
 from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.location import located
 from ckptd.shared.storage.locate import open_root, tags_of
@@ -334,7 +343,7 @@ class _Attachment:
         state, metrics = self._state(), self._metrics()
         if now:
             if step > self._last_step:
-                take = default.snapshot if self._given is None else self._given.snapshot
+                take = calls_of(self._given).snapshot
                 self._pending = take(state, step=step, metrics=metrics)
                 self._last_step = step
         elif (taken := self._schedule.snapshot(state, step=step, metrics=metrics)) is not None:
@@ -661,6 +670,7 @@ class _Data:
     """
 
     def __init__(self) -> None:
+        self._loaders: list[Any] = []
         self._orders: list[SamplerOrder] = []
         self._lengths: list[int] = []
         self._generators: dict[str, Any] = {}
@@ -673,39 +683,58 @@ class _Data:
         If `progress` is given, the epoch goes on from its position.
         """
         self.end()
-        kinds = {_kind(loader) for loader in loaders}
-        if kinds == {"numbered"}:
-            self._orders = [SamplerOrder(loader) for loader in loaders]
+        self._loaders = loaders
+        self._stateful = all(
+            hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+            for loader in loaders
+        )
+        self._orders = [order for loader in loaders if (order := order_of(loader)) is not None]
+        if len(self._orders) == len(loaders):
             self._lengths = [len(loader) for loader in loaders]
-        self._stateful = kinds == {"stateful"}
-        if not self._orders and not self._stateful:
+        elif not self._stateful:
+            self.end()
             log.warning(
                 "a data loader neither takes its samples by number nor saves its position: after a "
                 "recovery inside an epoch, the batches before the position are loaded again; "
                 "torchdata's StatefulDataLoader saves its position"
             )
         if progress is None:
-            self._generators = _generators()
-            return
+            self.note_generators()
+        elif not self._stateful:
+            self._resume(progress)
+
+    def _resume(self, progress: _Progress) -> None:
+        """Make the next pass over the loaders go on from a saved position."""
         saved = progress.saved_data()
         per_batch = self._orders[0].samples_per_batch if self._orders else 1
         position, same = progress.position(per_batch, saved)
-        if self._orders:
-            for order, length, state in zip(self._orders, self._lengths, saved, strict=False):
-                order.repeat(state, _in_pass(position, length), same=same)
-        elif not self._stateful:
-            set_rng_state(saved[0]["generators"])
-            self._generators = saved[0]["generators"]
+        parts = [
+            (order, state, _in_pass(position, length))
+            for order, length, state in zip(self._orders, self._lengths, saved, strict=False)
+        ]
+        for order, state, _ in parts:
+            order.check(state)
+        again = {order.loaded_again(state, batches) for order, state, batches in parts}
+        self._generators = saved[0]["generators"]
+        set_rng_state(self._generators["global"])
+        for loader, held in zip(self._loaders, self._generators["own"], strict=False):
+            set_held_states(loader, held)
+        if len(again) == 1:
+            (self._again,) = again
+            for order, state, batches in parts:
+                order.repeat(state, batches, skip=batches - self._again, same=same)
+        else:
             self._again = position
 
     def note_generators(self) -> None:
         """Note the random generators before the iterators of an epoch are made."""
-        if not self._orders and not self._stateful:
-            self._generators = _generators()
+        if not self._stateful:
+            own = [held_states(loader) for loader in self._loaders]
+            self._generators = {"global": rng_state(), "own": own}
 
     def load_again(self, fetcher: Any) -> None:
-        """Load the batches before the position again, if nothing else can leave them
-        out.
+        """Load batches before the position again, if nothing else brings back what
+        depends on them.
         """
         for _ in range(self._again):
             next(fetcher)
@@ -714,12 +743,14 @@ class _Data:
 
     def state(self, batches: int) -> list[dict[str, Any]]:
         """Return the state of each loader after this number of batches of the epoch."""
-        if self._orders:
-            return [
-                order.state(_in_pass(batches, length))
-                for order, length in zip(self._orders, self._lengths, strict=True)
-            ]
-        return [] if self._stateful else [{"generators": self._generators}]
+        if self._stateful:
+            return []
+        states = [
+            order.state(_in_pass(batches, length))
+            for order, length in zip(self._orders, self._lengths, strict=True)
+        ]
+        first, *others = states or [{}]
+        return [first | {"generators": self._generators}, *others]
 
     def set_generators(self, saved: list[dict[str, Any]]) -> None:
         """Set the generators of the loaders as they were when `saved` was made.
@@ -739,14 +770,8 @@ class _Data:
         for order in self._orders:
             order.remove()
         self._orders = []
+        self._lengths = []
         self._again = 0
-
-
-def _kind(loader: Any) -> str:
-    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-        return "stateful"
-    numbered = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    return "numbered" if numbered else "other"
 
 
 def _in_pass(batches: int, length: int) -> int:
@@ -794,12 +819,6 @@ def _unpacked(tree: Any, device: torch.device) -> Any:
         else torch.empty(0, dtype=dtype, device="cpu")
     )
     return flat.reshape(shape).to("cpu" if on_cpu else device)
-
-
-def _generators() -> dict[str, Any]:
-    state = rng_state()
-    state.pop("devices", None)
-    return state
 
 
 def _metric_states(module: torch.nn.Module) -> dict[str, Any]:

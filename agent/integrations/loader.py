@@ -4,26 +4,27 @@ A batch may depend on random numbers that are drawn when the loader begins an ep
 the order of the samples and the seeds of the workers, and on numbers that are drawn
 while a sample or a batch is made. A replay sets the generators to what they were at
 these moments. So it works for any loader that gives the same batches from the same
-random numbers.
+random numbers. If the loader takes its samples by number, its sampler leaves out the
+batches before the position. Otherwise they are loaded again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from ckptd.agent.state.capture import rng_state, set_rng_state
+from ckptd.integrations.sampler_order import (
+    SamplerOrder,
+    held_states,
+    order_of,
+    set_held_states,
+)
 from ckptd.shared.errors import InvalidRequest
 
 log = logging.getLogger("ckptd.agent")
-
-_PARTS = ("base_dataloader", "batch_sampler", "sampler", "dataset")
-"""The attributes under which the parts of a loader hold generators and seeds."""
-_HELD = ("generator", "synchronized_generator", "initial_seed")
 
 
 @dataclass
@@ -35,7 +36,8 @@ class Position:
     these. begin: the random generators when the iteration began. held: the states of
     the generators that the loader itself holds, at that time, and the seeds of its
     samplers. ahead: the random generators before the last batch was given, or None if
-    workers make the batches.
+    workers make the batches. order: the saved state of the sampler, or None if it has
+    no `SamplerOrder`. source: the `SamplerOrder` of this process, or None.
     """
 
     epoch: int
@@ -44,78 +46,126 @@ class Position:
     begin: dict[str, Any] = field(default_factory=rng_state)
     held: dict[str, Any] = field(default_factory=dict)
     ahead: dict[str, Any] | None = None
+    order: dict[str, Any] | None = None
+    source: SamplerOrder | None = None
 
     @classmethod
     def at(cls, loader: Any, epoch: int, skipped: int = 0) -> Position:
         """Return the position at the beginning of an epoch, before `iter(loader)`."""
-        return cls(epoch, skipped, held={key: _saved(value) for key, value in _held(loader)})
+        return cls(epoch, skipped, held=held_states(loader), source=order_of(loader))
 
-    def values(self) -> dict[str, Any]:
-        """Return the fields as plain values, which a snapshot saves."""
-        return asdict(self)
+    @property
+    def total(self) -> int:
+        """The batches of the epoch that were left out or given."""
+        return self.skipped + self.batches
 
     def restore(self, loader: Any) -> None:
         """Set the random generators, and those of the loader, to their states at the
         beginning of the epoch.
         """
-        for holder, name, key in _holders(loader):
-            if key in self.held:
-                value, saved = getattr(holder, name), self.held[key]
-                if isinstance(value, torch.Generator):
-                    value.set_state(torch.frombuffer(bytearray(saved), dtype=torch.uint8))
-                else:
-                    setattr(holder, name, saved)
+        self.source = order_of(loader)
+        set_held_states(loader, self.held)
         set_rng_state(self.begin)
+
+    def values(self) -> dict[str, Any]:
+        """Return the fields as plain values, which a snapshot saves."""
+        values = dict(vars(self))
+        if (order := values.pop("source")) is not None:
+            values["order"] = order.state(self.total) if self.batches else None
+        return values
 
 
 class PositionedBatches:
-    """An iterator over the batches of an epoch that keeps the position.
+    """An iterator over the batches of an epoch that keeps the position."""
 
-    in_process: True if this process makes the batches, and not workers.
-    """
-
-    def __init__(self, batches: Iterator[Any], position: Position, *, in_process: bool) -> None:
+    def __init__(self, batches: Iterator[Any], position: Position, loader: Any) -> None:
         self.position = position
         self._batches = batches
-        self._in_process = in_process
+        self._order = position.source
+        # Otherwise workers make the batches, or the order notes the generators.
+        self._notes = self._order is None and getattr(loader, "num_workers", 0) == 0
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._in_process:
+        if self._notes:
             self.position.ahead = rng_state()
         batch = next(self._batches)
         self.position.batches += 1
+        if self._order is not None:
+            self._order.forget_before(self.position.total)
         return batch
 
 
-def makes_batches(loader: Any) -> bool:
-    """Return True if the loader makes its batches in this process, without workers."""
-    return getattr(loader, "num_workers", 0) == 0
+def replay(loader: Any, position: Position, then: Callable[[], object]) -> Iterator[Any]:
+    """Return the iterator that gives the batches after the position.
 
+    `then` sets the random generators to what they were when the position was saved. It
+    is called once the loader has come to the position.
 
-def replay(loader: Any, position: Position) -> Iterator[Any]:
-    """Load the batches before the position again, and return the iterator that gives
-    the batches after it.
-
-    Then the random generators must be set to what they were when the position was
-    saved. Raises InvalidRequest if the loader has fewer batches.
+    Raises InvalidRequest if the loader has fewer batches, or gives other samples.
     """
     position.restore(loader)
+    order, loaded = position.source, position.batches
+    if order is not None and position.order is not None and position.batches:
+        same = position.order["digest"] is not None
+        loaded = order.loaded_again(position.order, position.batches)
+        skip = position.total - loaded
+        order.repeat(position.order, position.total, skip=skip, same=same, then=then)
+    else:
+        order = None
+        if position.skipped:
+            from accelerate import skip_first_batches
+
+            loader = skip_first_batches(loader, position.skipped)
+    if position.total:
+        log.info(
+            "training goes on after batch %d of epoch %d; %d batches are loaded again",
+            position.total, position.epoch, loaded,
+        )  # fmt: skip
     batches: Iterator[Any] = iter(loader)
-    for number in range(position.batches):
-        if number == position.batches - 1 and position.ahead is not None:
+    for number in range(loaded):
+        if order is None and number == loaded - 1 and position.ahead is not None:
             set_rng_state(position.ahead)
         try:
             next(batches)
         except StopIteration:
             raise InvalidRequest(
                 f"the data end after {number} batches of epoch {position.epoch}, but "
-                f"{position.batches} were trained when the snapshot was taken: give the loader "
+                f"{loaded} were trained when the snapshot was taken: give the loader "
                 "the same data, or start another job (CKPTD_JOB)"
             ) from None
+    if order is not None:
+        return _after_first(batches, order)
+    if position.total:
+        then()
     return batches
+
+
+def _after_first(batches: Iterator[Any], order: SamplerOrder) -> Iterator[Any]:
+    """Yield the batches. The generators are set once the first one has been loaded, if
+    the sampler was not asked for another one before.
+    """
+    for batch in batches:
+        order.go_on()
+        yield batch
+    order.go_on()
+
+
+def of_first_rank(key: str, values: list[Any]) -> Any:
+    """Return the value of rank 0 for a rank of a run with another number of ranks, whose
+    batches have other samples.
+    """
+    found = values[0]
+    if isinstance(found, dict) and (position := found.get("position")):
+        found["position"] = position | {"order": _of_other_size(position.get("order"))}
+    return found
+
+
+def _of_other_size(order: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the state of a sampler for batches that differ from the saved ones."""
+    return None if order is None else order | {"digest": None}
 
 
 def size_of(loader: Any, samples: int, accumulated: int) -> dict[str, Any]:
@@ -144,7 +194,7 @@ def moved(
         )
     if now == then:
         return position
-    samples = (position.skipped + position.batches) * then["samples"]
+    samples = position.total * then["samples"]
     batches = samples // now["samples"]
     batches -= batches % now["accumulated"]
     log.warning(
@@ -155,35 +205,5 @@ def moved(
         then["samples"] * then["accumulated"], then["samples"],
         step, batches * now["samples"], samples,
     )  # fmt: skip
-    return replace(position, skipped=0, batches=batches, ahead=None)
-
-
-def _holders(loader: Any) -> Iterator[tuple[Any, str, str]]:
-    """Yield each part of a loader that holds a generator or a seed, the name of the
-    attribute, and the key under which it is saved.
-    """
-    seen: set[int] = set()
-    parts = [("", loader)]
-    for path, part in parts:
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        for name in _HELD:
-            value = getattr(part, name, None)
-            if isinstance(value, torch.Generator) and id(value) not in seen:
-                seen.add(id(value))
-                yield part, name, path + name
-            elif name == "initial_seed" and type(value) is int:
-                yield part, name, path + name
-        for name in _PARTS:
-            if (inner := getattr(part, name, None)) is not None:
-                parts.append((f"{path}{name}.", inner))
-
-
-def _held(loader: Any) -> Iterator[tuple[str, Any]]:
-    for holder, name, key in _holders(loader):
-        yield key, getattr(holder, name)
-
-
-def _saved(value: torch.Generator | int) -> bytes | int:
-    return value if isinstance(value, int) else value.get_state().numpy().tobytes()
+    order = _of_other_size(position.order)
+    return replace(position, skipped=0, batches=batches, ahead=None, order=order)

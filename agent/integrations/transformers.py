@@ -27,16 +27,23 @@ from ckptd.agent.agent import Agent
 from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.schedule import Schedule
 from ckptd.agent.state.tree import per_rank
-from ckptd.integrations.framework import attach_once, check_version, schedule_of
+from ckptd.integrations.framework import (
+    attach_once,
+    calls_of,
+    check_version,
+    recover_with,
+    schedule_of,
+    wait_durable,
+)
 from ckptd.integrations.loader import (
     Position,
     PositionedBatches,
-    makes_batches,
     moved,
+    of_first_rank,
     replay,
     size_of,
 )
-from ckptd.shared.errors import CkptdError, InvalidRequest, SnapshotFailed
+from ckptd.shared.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -78,7 +85,6 @@ SFTTrainer's.
 """
 _METRICS = ("_metrics", "_stored_metrics")
 """The attributes in which trainers of trl collect lists of metrics until they log."""
-_DURABLE_SECONDS = 600.0
 
 
 def attach(
@@ -120,7 +126,7 @@ def attach(
             "attach ckptd to a Trainer without DeepSpeed, for example with FSDP"
         )
     attach_once(trainer, "Trainer")
-    attached = _Attached(trainer, chosen, chosen.agent)
+    attached = _Attached(trainer, chosen)
     for name in _REPLACED:
         _replace(trainer, name, getattr(attached, name.lstrip("_")))
     trainer.add_callback(_callback()(attached))
@@ -168,10 +174,10 @@ class _Attached:
     Each method that is named like one of the Trainer's takes its place.
     """
 
-    def __init__(self, trainer: Trainer, schedule: Schedule, agent: Agent | None) -> None:
+    def __init__(self, trainer: Trainer, schedule: Schedule) -> None:
         self._trainer = trainer
         self._schedule = schedule
-        self._given = agent
+        self._given = schedule.agent
         self._loader: Any = None
         self._begin()
 
@@ -243,7 +249,7 @@ class _Attached:
             self._position = Position.at(loader, epoch, skipped)
         else:
             self._position = self._resumed
-            trained = self._resumed.skipped + self._resumed.batches
+            trained = self._resumed.total
             # The Trainer counts from these batches on. It also makes a loader without
             # them, which `get_batch_samples` does not use.
             arguments["resume_from_checkpoint"] = os.devnull if trained else None
@@ -255,7 +261,7 @@ class _Attached:
         original(**arguments)
         state, position = self._trainer.state, self._position
         if self._trainer.control.should_training_stop or state.global_step >= state.max_steps:
-            if position.skipped + position.batches >= arguments["steps_in_epoch"]:
+            if position.total >= arguments["steps_in_epoch"]:
                 self._position = Position.at(loader, epoch + 1)
             self._finish()
         self._position = None
@@ -272,7 +278,7 @@ class _Attached:
             self._batches = PositionedBatches(
                 given if self._resumed is None else self._replayed(self._resumed),
                 self._position,
-                in_process=makes_batches(self._loader),
+                self._loader,
             )
         step = self._trainer.state.global_step
         if step > self._asked:
@@ -306,13 +312,8 @@ class _Attached:
         """
         loss = torch.zeros((), dtype=torch.float32, device=self._trainer.args.device)
         state = self._components() | {"trainer": per_rank(None), "loss": per_rank(loss)}
-        recover = default.recover if self._given is None else self._given.recover
-        try:
-            self._recovered = recover(state, on_reshape=lambda key, values: values[0])
-        except SnapshotFailed as error:
-            raise SnapshotFailed(
-                f"{error}. Every rank must call attach() before train()"
-            ) from error
+        call = "attach() before train()"
+        self._recovered = recover_with(self._given, state, call, of_first_rank)
         if self._recovered is not None:
             self._saved, self._loss = state["trainer"].value, state["loss"].value
         return self._recovered
@@ -355,8 +356,10 @@ class _Attached:
         position = self._moved(Position(**saved["position"]), step)
         if trainer.args.max_steps <= 0:
             per_epoch = arguments["num_update_steps_per_epoch"]
-            trained = position.skipped + position.batches
-            done = position.epoch * per_epoch + trained // trainer.args.gradient_accumulation_steps
+            done = (
+                position.epoch * per_epoch
+                + position.total // trainer.args.gradient_accumulation_steps
+            )
             state.max_steps = step + arguments["max_steps"] - done
         if saved["stopped"] or step >= state.max_steps:
             log.warning("nothing is left to do: step %d of %d is saved", step, state.max_steps)
@@ -385,23 +388,14 @@ class _Attached:
         """Return the batches after the position, and set the random generators to what
         they were when the snapshot was taken.
         """
-        from accelerate import skip_first_batches
-
+        assert self._recovered is not None
         self._resumed = None
         loader = self._loader
-        if position.skipped:
-            loader = skip_first_batches(loader, position.skipped)
         inner = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
         for part in (loader, inner):
             if part is not None and hasattr(part, "set_epoch"):
                 part.set_epoch(position.epoch)
-        log.info(
-            "the first %d batches of epoch %d are read again", position.batches, position.epoch
-        )
-        batches = replay(loader, position)
-        assert self._recovered is not None
-        self._recovered.restore_rng()
-        return batches
+        return replay(loader, position, self._recovered.restore_rng)
 
     # -- saving
 
@@ -470,14 +464,9 @@ class _Attached:
         if step <= self._asked:
             return
         self._asked = step
-        take = default.snapshot if self._given is None else self._given.snapshot
-        pending = take(
-            self._state(stopped=step < state.max_steps), step=step, metrics=self._metrics(step)
-        )
-        try:
-            pending.wait("durable", _DURABLE_SECONDS)
-        except (CkptdError, TimeoutError) as error:
-            log.error("the last step, %d, is not durable: %s", step, error)
+        saved = self._state(stopped=step < state.max_steps)
+        take = calls_of(self._given).snapshot
+        wait_durable(take(saved, step=step, metrics=self._metrics(step)))
 
     # -- callbacks
 

@@ -41,9 +41,9 @@ def life(home: Path, losses: Path, *, kill_at: int = -1, workers: int = 0, ranks
         f"sys.argv = {[str(EXAMPLE), *arguments]!r}\n"
         "from ckptd.integrations.accelerate import TrainingRun\n"
         "take = TrainingRun._take\n"
-        "def end(self, loader):\n"
+        "def end(self):\n"
         f"    if self.step == {kill_at}: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return take(self, loader)\n"
+        "    return take(self)\n"
         "TrainingRun._take = end\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
