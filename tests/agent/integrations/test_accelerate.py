@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from ckptd.agent import Agent, Schedule
-from ckptd.integrations.accelerate import TrainingRun, attach
+from ckptd.integrations.accelerate import attach
 from ckptd.shared.errors import InvalidRequest
+from tests.support.accelerate_training import Training
 from tests.support.daemons import Daemon
 
 pytestmark = [
@@ -109,53 +110,6 @@ def agents(daemon: Daemon) -> Iterator[Callable[[], Agent]]:
     yield make
     for agent in made:
         agent.close()
-
-
-class Counter:
-    """An object that is registered with the Accelerator."""
-
-    def __init__(self) -> None:
-        self.batches = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"batches": self.batches}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.batches = state["batches"]
-
-
-class Training:
-    """A tiny training with accelerate."""
-
-    def __init__(self, samples: int = 12, batch_size: int = 2, accumulated: int = 1) -> None:
-        from accelerate import Accelerator
-
-        torch.manual_seed(1)
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
-        self.model = torch.nn.Linear(2, 1)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        data = TensorDataset(torch.randn(samples, 2, device="cpu", dtype=torch.float32))
-        self.plain = DataLoader(data, batch_size=batch_size, shuffle=True)
-        self.loader: Any = None
-        self.counter = Counter()
-
-    def prepare(self) -> Training:
-        prepare = self.accelerator.prepare
-        self.model, self.optimizer, self.loader = prepare(self.model, self.optimizer, self.plain)
-        self.accelerator.register_for_checkpointing(self.counter)
-        return self
-
-    def train(self, run: TrainingRun, **options: Any) -> list[tuple[int, int]]:
-        """Train. Return the epoch and the step of each batch."""
-        seen = []
-        for epoch, step, (x,) in run.batches(self.loader, **options):
-            with self.accelerator.accumulate(self.model):
-                self.accelerator.backward(self.model(x).square().mean())
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            self.counter.batches += 1
-            seen.append((epoch, step))
-        return seen
 
 
 def test_steps_count_optimizer_steps_and_resume(agents: Any) -> None:
@@ -253,3 +207,28 @@ def test_a_second_loop_is_refused(agents: Any) -> None:
     training.train(run, epochs=1)
     with pytest.raises(InvalidRequest, match=r"^batches\(\) was called already"):
         run.batches(training.loader, epochs=1)
+
+
+def test_batches_that_were_trained_on_are_not_loaded_again(agents: Any) -> None:
+    class Counted(TensorDataset):
+        """A data set that counts the samples that are loaded."""
+
+        loaded = 0
+
+        def __getitem__(self, index: int) -> Any:
+            self.loaded += 1
+            return super().__getitem__(index)
+
+    def training() -> Training:
+        made = Training()
+        made.plain = DataLoader(Counted(*made.plain.dataset.tensors), batch_size=2, shuffle=True)
+        return made.prepare()
+
+    first = training()
+    seen = first.train(attach(first.accelerator, every_steps=2, agent=agents()), epochs=1, steps=4)
+    assert (len(seen), first.plain.dataset.loaded) == (4, 10)  # one batch ahead
+    second = training()
+    run = attach(second.accelerator, every_steps=2, agent=agents())
+    assert second.train(run, epochs=1) == [(0, 5), (0, 6)]
+    assert second.plain.dataset.loaded == 4
+    assert type(second.loader.batch_sampler) is BatchSampler  # as before

@@ -17,6 +17,7 @@ pytest.importorskip("lightning")
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
+from torch.utils.data import DataLoader, Dataset
 
 from ckptd.agent import Agent, Schedule
 from ckptd.integrations.lightning import attach
@@ -254,6 +255,46 @@ def test_other_data_are_refused_or_their_position_is_kept_in_samples(
     made = train(daemon, tmp_path, Data(batch=8), max_epochs=1)
     assert "sample 40 is batch 5 now" in caplog.text
     assert made.global_step == 10 + 3  # of 8 batches in the epoch, 3 were left
+
+
+def test_batches_that_were_trained_on_are_not_loaded_again(daemon: Daemon, tmp_path: Path) -> None:
+    loaded: list[int] = []
+
+    class Counted(Dataset[Any]):
+        """Samples with noise from the generator of the process, which are counted."""
+
+        def __len__(self) -> int:
+            return 60
+
+        def __getitem__(self, index: int) -> Any:
+            loaded.append(index)
+            x = torch.rand(4, device="cpu", dtype=torch.float32)
+            return x + index, torch.tensor(index % 3, device="cpu", dtype=torch.int64)
+
+    class Samples(Data):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Counted(), batch_size=4, shuffle=True)
+
+    class Kept(Model):
+        """A model that keeps its losses."""
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, number: int) -> None:
+            losses.append(float(outputs["loss"]))
+
+    losses: list[float] = []
+
+    class Ended(Interrupted, Kept):
+        pass
+
+    L.seed_everything(1, verbose=False)
+    with pytest.raises(Killed):
+        train(daemon, tmp_path, Samples(), Ended())
+    first = list(losses)
+    loaded.clear()
+    train(daemon, tmp_path, Samples(), Kept(), max_epochs=1)
+    assert len(loaded) == 60 - 40  # the snapshot has step 10
+    assert losses[12:14] == first[10:12]
+    assert len(losses) == 12 + 5
 
 
 def test_fast_dev_run_saves_nothing(

@@ -4,6 +4,7 @@ SIGKILL and started again must end as one that was not interrupted, bit for bit.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -210,6 +211,44 @@ def test_what_was_logged_is_saved_as_metrics(agents: Any, tmp_path: Path, daemon
             if entry["step"] == 12 and "eval_loss" in entry
         ]
         assert checkpoint.manifest.metrics["eval_loss"] == evaluated["eval_loss"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_that_were_trained_on_are_not_loaded_again(
+    agents: Any, tmp_path: Path, workers: int
+) -> None:
+    class Counted(Sentences):
+        """Sentences that count how many of them were loaded, by workers too."""
+
+        loaded = multiprocessing.Value("q")
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            with self.loaded.get_lock():
+                self.loaded.value += 1
+            return super().__getitem__(index)
+
+    def quiet(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        ids = torch.stack([row["input_ids"] for row in rows])
+        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+    trainers = []
+    for stop in (17, 10, 17):  # an epoch has 7 steps of 2 batches
+        trainer = other(tmp_path, dataloader_num_workers=workers, eval_strategy="no")
+        trainer.train_dataset = Counted()
+        trainer.data_collator = quiet
+        attach(trainer, every_steps=4, agent=agents("whole" if not trainers else "parts"))
+        Counted.loaded.value = 0
+        trainer.args.max_steps = stop
+        trainer.args.lr_scheduler_type = "constant"
+        trainer.train()
+        trainers.append(trainer)
+    # 7 of 13 batches are left of the second epoch, and 6 of the third; one is ahead
+    expected = 37 - 6 * 3 + 7 * 3
+    if workers:
+        assert expected <= Counted.loaded.value <= 37 - 6 * 3 + 37  # they load ahead
+    else:
+        assert Counted.loaded.value == expected
+    assert same_parameters(trainers[2].model, trainers[0].model)
 
 
 # -- bad input
