@@ -271,6 +271,7 @@ TOUCH_FILES = {
     "agent/convert/output.py": "the file or directory of an export, outside every root",
     "agent/convert/stored.py": "files that are imported, outside every root",
     "agent/copy/mapped_slot.py": "locks the segment that it maps",
+    "agent/integrations/accelerate_states.py": "directories of the user, outside every root",
     "agent/link/launch.py": "the log of a private daemon",
     "agent/smp/full.py": "the files of full checkpoints, beside the jobs",
     "agent/smp/runs.py": "the directory of full checkpoints, beside the jobs or outside every root",

@@ -1,5 +1,5 @@
-"""What all integrations do alike: checks before a framework is changed, of its version and
-that nothing is attached twice, and the calls of the agent.
+"""Checks and calls that all integrations share: the version of the framework, that nothing
+is attached twice, and the calls of the agent.
 """
 
 from __future__ import annotations

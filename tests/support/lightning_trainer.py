@@ -121,6 +121,14 @@ class Pairs(Model):
         return super().training_step([torch.cat(part) for part in zip(*batch, strict=True)], number)
 
 
+class Noisy(TensorDataset):
+    """Samples with noise, which the workers draw."""
+
+    def __getitem__(self, index: Any) -> Any:
+        x, y = super().__getitem__(index)
+        return x + torch.rand(4, device="cpu", dtype=torch.float32), y
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(data(60))
@@ -186,6 +194,15 @@ VARIANTS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "epochs": lambda: (Model(), {"datamodule": Data()}),
     "workers": lambda: (Model(), {"datamodule": Data(workers=2)}),
     "sharded": lambda: (Sharded(), {"datamodule": Data()}),
+    "augmented": lambda: (
+        Model(),
+        {
+            "train_dataloaders": DataLoader(
+                Noisy(*data(60).tensors), batch_size=4, shuffle=True, num_workers=2
+            ),
+            "val_dataloaders": Data().val_dataloader(),
+        },
+    ),
     "manual": lambda: (TwoOptimizers(), {"train_dataloaders": shuffled()}),
     "pairs": lambda: (
         Pairs(),

@@ -219,16 +219,18 @@ def test_batches_that_were_trained_on_are_not_loaded_again(agents: Any) -> None:
             self.loaded += 1
             return super().__getitem__(index)
 
-    def training() -> Training:
+    def training(data: Counted) -> Training:
         made = Training()
-        made.plain = DataLoader(Counted(*made.plain.dataset.tensors), batch_size=2, shuffle=True)
+        made.plain = DataLoader(data, batch_size=2, shuffle=True)
         return made.prepare()
 
-    first = training()
+    x = torch.randn(12, 2, device="cpu", dtype=torch.float32)
+    before, after = Counted(x), Counted(x)
+    first = training(before)
     seen = first.train(attach(first.accelerator, every_steps=2, agent=agents()), epochs=1, steps=4)
-    assert (len(seen), first.plain.dataset.loaded) == (4, 10)  # one batch ahead
-    second = training()
+    assert (len(seen), before.loaded) == (4, 10)  # one batch ahead
+    second = training(after)
     run = attach(second.accelerator, every_steps=2, agent=agents())
     assert second.train(run, epochs=1) == [(0, 5), (0, 6)]
-    assert second.plain.dataset.loaded == 4
+    assert after.loaded == 4
     assert type(second.loader.batch_sampler) is BatchSampler  # as before

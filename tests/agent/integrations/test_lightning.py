@@ -88,6 +88,7 @@ def logged(home: Path) -> list[tuple[str, str, str]]:
     [
         ("epochs", (13, 33), (10, 30)),  # inside the first epoch, and at the end of the second
         ("workers", (28,), (25,)),
+        ("augmented", (28,), (25,)),
         ("pairs", (13,), (10,)),
         ("iterable", (28,), (25,)),
         ("stateful", (28,), (25,)),

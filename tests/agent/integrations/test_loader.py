@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -164,7 +165,7 @@ def test_a_position_of_a_resumed_pass_is_found_again(kind: str) -> None:
             train()
         values, at_snapshot = position.values(), rng_state()
         loader, position = loader_of(kind), Position(**values)
-        given = replay(loader, position, lambda state=at_snapshot: set_rng_state(state))
+        given = replay(loader, position, partial(set_rng_state, at_snapshot))
     for batch in PositionedBatches(given, position, loader):
         rest.append(batch)
         train()
@@ -218,12 +219,13 @@ def test_a_pass_with_batches_of_another_size_has_the_same_order() -> None:
     position = Position.at(loader, 0)
     batches = PositionedBatches(iter(loader), position, loader)
     seen = [int(row[0]) for _ in range(4) for row in next(batches)]
-    other = DataLoader(Noisy(), batch_size=5, shuffle=True)
+    data = Noisy()
+    other = DataLoader(data, batch_size=5, shuffle=True)
     now = size_of(other, 5, 1)
     found = moved(Position(**position.values()), size_of(loader, 3, 1), now, 4, "")
     rest = [int(row[0]) for batch in replay(other, found, lambda: None) for row in batch]
     assert found.batches == 2
-    assert other.dataset.loaded.value == 10
+    assert data.loaded.value == 10
     assert sorted(seen[:10] + rest) == list(range(20))
 
 

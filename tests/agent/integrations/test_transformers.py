@@ -231,7 +231,7 @@ def test_batches_that_were_trained_on_are_not_loaded_again(
         ids = torch.stack([row["input_ids"] for row in rows])
         return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
-    trainers = []
+    trainers: list[Any] = []
     for stop in (17, 10, 17):  # an epoch has 7 steps of 2 batches
         trainer = other(tmp_path, dataloader_num_workers=workers, eval_strategy="no")
         trainer.train_dataset = Counted()
