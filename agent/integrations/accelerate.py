@@ -144,7 +144,8 @@ class TrainingRun:
         accelerator.step = self._saved["accumulated"]
         accelerator.project_configuration.iteration = self._saved["iteration"]
         if self._saved["outside"]:
-            for loader, saved in zip(accelerator._dataloaders, self._saved["loaders"], strict=True):
+            states = self._saved["loaders"]
+            for loader, saved in zip(accelerator._dataloaders, states, strict=False):
                 set_loader_state(loader, saved)
         return found
 

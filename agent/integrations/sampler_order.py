@@ -10,6 +10,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -87,7 +88,8 @@ class SamplerOrder:
         self._watch = WorkerWatch(loader) if loader.num_workers else None
         size = 1 if self._name == "sampler" else getattr(self.given, "batch_size", 1)
         self.samples_per_batch = (size or 1) * getattr(loader.sampler, "num_replicas", 1)
-        self._length = len(loader.dataset)
+        # A data set needs no length if its sampler has one.
+        self._length = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
         self._began: dict[str, Any] = {}
         self._asked: deque[_Asked] = deque()
         self._repeat: _Repeat | None = None
@@ -103,6 +105,11 @@ class SamplerOrder:
         if name == "given":
             raise AttributeError(name)  # not made yet, as in a copy
         return getattr(self.given, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the given sampler, if it is not one of this object."""
+        own = name.startswith("_") or name in ("given", "samples_per_batch")
+        (super().__setattr__ if own else partial(setattr, self.given))(name, value)
 
     def __len__(self) -> int:
         return len(self.given)

@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 
-from ckptd.agent import Schedule
+from ckptd.agent import Schedule, default
 from ckptd.integrations import framework
-from ckptd.integrations.framework import attach_once, check_version, schedule_of
-from ckptd.shared.errors import InvalidRequest
+from ckptd.integrations.framework import (
+    attach_once,
+    calls_of,
+    check_version,
+    recover_with,
+    schedule_of,
+    wait_durable,
+)
+from ckptd.shared.errors import InvalidRequest, SnapshotFailed
 
 
 @pytest.mark.parametrize(
@@ -106,3 +113,40 @@ def test_the_package_has_one_name() -> None:
     assert done.stderr.splitlines()[-1] == (
         "ImportError: import ckptd.integrations instead of ckptd.agent.integrations"
     )
+
+
+class Alone:
+    """An agent whose other rank is missing, and whose snapshot is not saved."""
+
+    step = 7
+
+    def recover(self, state: Any, **options: Any) -> Any:
+        asked.append((state, options))
+        raise SnapshotFailed("rank 1 is missing")
+
+    def wait(self, state: str, seconds: float) -> None:
+        raise TimeoutError(f"not {state}")
+
+
+asked: list[Any] = []
+
+
+def test_the_calls_are_those_of_the_agent_or_of_the_process() -> None:
+    agent: Any = Alone()
+    assert calls_of(agent) is agent
+    assert calls_of(None) is default
+
+
+def test_a_missing_rank_is_told_which_call_to_make() -> None:
+    agent: Any = Alone()
+    with pytest.raises(
+        SnapshotFailed, match=r"^rank 1 is missing\. Every rank must call attach\(\)$"
+    ):
+        recover_with(agent, "state", "attach()", max, step=3)
+    assert asked == [("state", {"on_reshape": max, "step": 3})]
+
+
+def test_a_last_step_that_is_not_durable_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    pending: Any = Alone()
+    wait_durable(pending)
+    assert caplog.messages == ["the last step, 7, is not durable: not durable"]

@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler
+from accelerate.data_loader import DataLoaderShard, prepare_data_loader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from ckptd.integrations.sampler_order import SamplerOrder
+from ckptd.agent.state.capture import rng_state
+from ckptd.integrations.sampler_order import (
+    SamplerOrder,
+    held_states,
+    order_of,
+    set_held_states,
+)
 from ckptd.shared.errors import InvalidRequest
 
 
@@ -141,3 +148,118 @@ def test_the_loader_gets_its_sampler_back() -> None:
     assert given.sampler is not sampler
     order.remove()
     assert given.sampler is sampler
+
+
+def test_an_attribute_that_is_set_is_that_of_the_given_sampler() -> None:
+    given = loader()
+    order = SamplerOrder(given)
+    order.drop_last = True
+    assert (order.given.drop_last, "drop_last" in vars(order)) == (True, False)
+    assert len(list(given)) == 6
+
+
+def test_then_is_called_once_before_a_batch_that_was_not_asked_for() -> None:
+    given = loader(shuffle=False)
+    order = SamplerOrder(given)
+    asked = iter(order)
+    for _ in range(3):  # the training has got 2 batches, and the third is loaded ahead
+        next(asked)
+        torch.rand(3, device="cpu", dtype=torch.float32)
+    saved = order.state(2)
+    assert len(saved["ahead"]) == 1
+    other = loader(shuffle=False)
+    again = SamplerOrder(other)
+    called: list[int] = []
+    again.repeat(saved, 2, then=lambda: called.append(1))
+    asked = iter(again)
+    assert (next(asked), called) == ([6, 7, 8], [])
+    assert rng_state() == saved["ahead"][0]
+    assert (next(asked), called) == ([9, 10, 11], [1])
+    again.go_on()
+    assert (next(asked), called) == ([12, 13, 14], [1])
+
+
+def test_batches_that_are_loaded_again_are_not_left_out() -> None:
+    given = loader()
+    order = SamplerOrder(given)
+    first = batches(iter(given), 4)
+    saved = order.state(4)
+    other = loader()
+    SamplerOrder(other).repeat(saved, 4, skip=1)
+    assert [batch.tolist() for _, batch in zip(range(3), other, strict=False)] == [
+        row[:-1] for row in first[1:]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("workers", "drawn", "again"), [(0, False, 0), (0, True, 7), (2, False, 1), (2, True, 7)]
+)
+def test_batches_are_loaded_again_only_if_nothing_else_brings_them_back(
+    workers: int, drawn: bool, again: int
+) -> None:
+    order = SamplerOrder(loader(num_workers=workers))
+    assert order.loaded_again({"drawn": drawn}, 7) == again
+
+
+class Stream(IterableDataset[int]):
+    """A data set without numbers."""
+
+    def __iter__(self) -> Any:
+        return iter(range(4))
+
+
+class Other(DataLoader[int]):
+    """A loader with an iterator of its own."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class Stateful(DataLoader[int]):
+    """A loader that saves its position itself."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
+class Nameless:
+    """A data set without a length."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_only_a_loader_of_samples_by_number_has_an_order() -> None:
+    given = loader()
+    order = order_of(given)
+    assert (order, type(order)) == (order_of(given), SamplerOrder)
+    prepared = prepare_data_loader(loader())
+    assert order_of(prepared) is prepared.base_dataloader.batch_sampler
+    numbers: Any = list(range(4))
+    nameless: Any = Nameless()
+    found = order_of(DataLoader(nameless, sampler=[1, 2], batch_size=2))
+    assert found is not None
+    assert found.state(0)["length"] is None
+    by_batch = DataLoader(numbers, sampler=BatchSampler(numbers, 2, False), batch_size=None)
+    assert order_of(by_batch) is not None
+    for refused in (
+        numbers,
+        DataLoader(Stream()),
+        Other(numbers),
+        Stateful(numbers),
+        prepare_data_loader(loader(), put_on_device=True, dispatch_batches=True),
+        DataLoaderShard(numbers, sampler=BatchSampler(numbers, 2, False), batch_size=None),
+    ):
+        assert order_of(refused) is None, refused
+
+
+def test_generators_and_seeds_of_a_loader_are_set_again() -> None:
+    given = prepare_data_loader(loader(generator=generator(5)), use_seedable_sampler=True)
+    states = held_states(given)
+    given.batch_sampler.sampler.initial_seed = 3
+    given.batch_sampler.sampler.generator.manual_seed(1)
+    assert held_states(given) != states
+    set_held_states(given, states)
+    assert held_states(given) == states
+    assert order_of(given) is not None
+    assert held_states(given) == states
