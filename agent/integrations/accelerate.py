@@ -139,11 +139,11 @@ class TrainingRun:
             return None
         self.recovered, self._saved = found, state["run"].value
         self.step = self._asked = self._saved["step"]
-        self._taken = None
+        self._taken = self._position = None
         accelerator = self._accelerator
         accelerator.step = self._saved["accumulated"]
         accelerator.project_configuration.iteration = self._saved["iteration"]
-        if self._saved["outside"]:
+        if self._saved["position"] is None:
             states = self._saved["loaders"]
             for loader, saved in zip(accelerator._dataloaders, states, strict=False):
                 set_loader_state(loader, saved)
@@ -154,8 +154,8 @@ class TrainingRun:
         is in the memory of the daemon.
 
         options: those of `Agent.snapshot`. Nothing is saved twice in one step of
-        `batches`. Raises InvalidRequest within accumulated batches. Raises the errors
-        of a snapshot.
+        `batches`. Raises InvalidRequest within accumulated batches, and with a schedule
+        outside of the loop of `batches`. Raises the errors of a snapshot.
         """
         if not self._accelerator.sync_gradients:
             raise InvalidRequest(
@@ -163,8 +163,12 @@ class TrainingRun:
                 "saved: call it if accelerator.sync_gradients is True"
             )
         self._check_counts()
-        if self.recovered is not None and self._schedule is not None and not self._begun:
-            return self.recovered.step, self.recovered.attempt  # nothing was trained since
+        if self._schedule is not None and self._position is None:
+            raise InvalidRequest(
+                "save_state() was called outside of the loop of batches(), so that the position in "
+                "the data is not known: call it in this loop, or attach without every_steps and "
+                "schedule if the loop is your own"
+            )
         step = self.step + self._in_step
         taken = self._taken
         if taken is None or not self._inside or step > self._asked:
@@ -198,8 +202,8 @@ class TrainingRun:
         steps: end after this number of optimizer steps, even within an epoch.
 
         Raises InvalidRequest if the loader is not prepared, if something was prepared
-        after `attach`, if the data have another length than those of the snapshot, and
-        if it is called a second time.
+        after `attach`, if the data have another length than those of the snapshot, if
+        `save_state` has saved it in another loop, and if it is called a second time.
         """
         if self._begun:
             raise InvalidRequest(
@@ -211,7 +215,7 @@ class TrainingRun:
                 "this loader is not prepared: pass the one that accelerator.prepare() has returned"
             )
         self._check_counts()
-        if self.recovered is not None and self._saved["outside"]:
+        if self.recovered is not None and self._saved["position"] is None:
             raise InvalidRequest(
                 f"step {self.recovered.step} was saved by save_state() outside of a loop of "
                 "batches(), so that its position in the data is not known: load a snapshot from "
@@ -235,7 +239,7 @@ class TrainingRun:
         self, loader: Any, epochs: int, steps: int | None
     ) -> Iterator[tuple[int, int, Any]]:
         resumed = None
-        if self.recovered is not None and self._saved["position"] is not None:
+        if self.recovered is not None:
             way_out = "give the same data, or name another job with CKPTD_JOB"
             self._position = Position(**self._saved["position"])
             then = self._saved["data"]
@@ -299,7 +303,6 @@ class TrainingRun:
         accelerator, position = self._accelerator, self._position
         values = {
             "step": step,
-            "outside": self._schedule is None and not self._begun,
             "position": None if position is None else position.values(),
             "data": None if position is None else self._size(),
             "accumulated": accelerator.step,

@@ -215,7 +215,9 @@ def test_a_directory_of_accelerate_itself_is_loaded(agents: Any, tmp_path: Path)
 def test_a_loop_goes_on_where_save_state_was_called(agents: Any, tmp_path: Path) -> None:
     first = Training().prepare()
     run = attach(first.accelerator, every_steps=2, save_state=True, agent=agents())
-    first.accelerator.save_state(tmp_path / "begin")
+    outside = r"^save_state\(\) was called outside of the loop of batches\(\)"
+    with pytest.raises(InvalidRequest, match=outside):
+        first.accelerator.save_state(tmp_path / "begin")
     batches = run.batches(first.loader, epochs=1)
     for _epoch, _step, (x,) in islice(batches, 3):
         first.trained(x)
@@ -238,17 +240,34 @@ def test_a_loop_goes_on_where_save_state_was_called(agents: Any, tmp_path: Path)
     assert (run.step, second.hashed()) == (6, end)
     second.accelerator.load_state(tmp_path / "third")
     assert (run.step, second.counter.batches) == (3, 3)
-    # nothing was trained since
-    second.accelerator.save_state(tmp_path / "same")
-    assert (tmp_path / "same" / "ckptd.json").read_text() == text
     assert second.train(run, epochs=1) == [(0, 4), (0, 5), (0, 6)]
     assert second.hashed() == end
 
-    third = Training().prepare()
-    run = attach(third.accelerator, every_steps=2, save_state=True, agent=agents())
-    third.accelerator.load_state(tmp_path / "begin")
-    assert third.train(run, epochs=1) == [(0, step) for step in range(1, 7)]
-    assert third.hashed() == end
+    second.accelerator.load_state(tmp_path / "third")
+    with pytest.raises(InvalidRequest, match=outside):
+        second.accelerator.save_state()
+
+
+def test_a_loop_without_a_schedule_saves_only_by_save_state(agents: Any, tmp_path: Path) -> None:
+    whole = Training().prepare()
+    whole.train(attach(whole.accelerator, every_steps=4, agent=agents("whole")), epochs=2)
+    first = Training().prepare()
+    run = attach(first.accelerator, save_state=True, agent=(agent := agents()))
+    for _epoch, _step, (x,) in islice(run.batches(first.loader, epochs=2), 8):
+        first.trained(x)
+    assert agent.last_step == -1
+    first = Training().prepare()
+    run = attach(first.accelerator, save_state=True, agent=(agent := agents()))
+    batches = run.batches(first.loader, epochs=2)
+    for _epoch, _step, (x,) in islice(batches, 8):
+        first.trained(x)
+    first.accelerator.save_state()
+    assert agent.last_step == 8
+    second = Training().prepare()
+    run = attach(second.accelerator, save_state=True, agent=agents())
+    second.accelerator.load_state()
+    assert second.train(run, epochs=2) == [(1, step) for step in range(9, 13)]
+    assert second.hashed() == whole.hashed()
 
 
 def test_gradients_that_are_accumulated_are_not_lost(agents: Any) -> None:

@@ -110,6 +110,15 @@ def test_a_draw_is_known_with_its_batch() -> None:
     assert known[9:] == [True] * 3
 
 
+def test_workers_that_are_spawned_are_watched() -> None:
+    loader = DataLoader(
+        Squares(rarely), batch_size=6, num_workers=1, multiprocessing_context="spawn"
+    )
+    watch = WorkerWatch(loader)
+    assert [batch.tolist()[0] for batch in loader] == [0, 36]
+    assert watch.drawn
+
+
 def test_workers_that_exist_already_may_have_drawn() -> None:
     loader = DataLoader(Squares(abs), num_workers=1, persistent_workers=True)
     next(iter(loader))
