@@ -7,6 +7,7 @@ Training draws the same random numbers with this module as without it.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from ckptd.agent.state.capture import rng_state, set_rng_state
 from ckptd.integrations.draws import WorkerWatch, keeps_generator
 from ckptd.shared.errors import InvalidRequest
+
+log = logging.getLogger("ckptd.agent")
 
 _PARTS = ("base_dataloader", "batch_sampler", "sampler", "dataset")
 """The attributes under which the parts of a loader hold generators and seeds."""
@@ -172,9 +175,17 @@ class SamplerOrder:
         saved. It is called before the first batch that had not been asked for is
         loaded.
 
+        Logs a warning if the sampler draws from other generators than the saved one.
         Raises InvalidRequest for a data set of another length.
         """
         self.check(state)
+        before, now = _kinds(state["began"]["own"]), _kinds(held_states(self._loader))
+        if not same and before != now and "initial_seed" not in before & now:
+            log.warning(
+                "the samples of this epoch are shuffled in another order than before, because the "
+                "sampler draws from another random generator: some are trained on twice, and some "
+                "are left out; accelerate's use_seedable_sampler=True keeps the order"
+            )
         self._repeat = _Repeat(state, position, position if skip is None else skip, same, then)
         self._then = then
 
@@ -295,6 +306,11 @@ def _holders(loader: Any) -> Iterator[tuple[Any, str, str]]:
         for name in _PARTS:
             if (inner := getattr(part, name, None)) is not None:
                 parts.append((f"{path}{name}.", inner))
+
+
+def _kinds(states: dict[str, Any]) -> set[str]:
+    """Return the names of the attributes of `held_states`, without their places."""
+    return {key.rpartition(".")[2] for key in states}
 
 
 def _other_samples(position: int) -> InvalidRequest:

@@ -263,3 +263,17 @@ def test_generators_and_seeds_of_a_loader_are_set_again() -> None:
     assert held_states(given) == states
     assert order_of(given) is not None
     assert held_states(given) == states
+
+
+@pytest.mark.parametrize(
+    ("own", "same", "warned"), [(True, False, False), (False, False, True), (False, True, False)]
+)
+def test_an_order_from_another_generator_is_reported(
+    own: bool, same: bool, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = loader(generator=generator(5))
+    order = SamplerOrder(given)
+    next(iter(given))
+    other = SamplerOrder(loader(batch_size=2, generator=generator(5) if own else None))
+    other.repeat(order.state(1), 1, same=same)
+    assert ("are shuffled in another order than before" in caplog.text) is warned
