@@ -60,17 +60,22 @@ def attach_once(thing: Any, called: str) -> None:
 
 
 def schedule_of(
-    schedule: Schedule | None, every_steps: int | None, agent: Agent | None = None
+    schedule: Schedule | None,
+    every_steps: int | None,
+    agent: Agent | None = None,
+    called: str = "every_steps",
 ) -> Schedule:
     """Return the schedule that the arguments of an `attach` choose. Its `agent` takes the
     snapshots.
+
+    called: the name of `every_steps` in the error texts.
 
     Raises InvalidRequest unless exactly one of the first two is given, for an invalid
     number, and for a schedule of another agent.
     """
     if (schedule is None) == (every_steps is None):
         raise InvalidRequest(
-            "give either every_steps=, a number of steps, or schedule=, a ckptd.Schedule"
+            f"give either {called}=, a number of steps, or schedule=, a ckptd.Schedule"
         )
     if schedule is not None:
         check_same_agent(schedule, agent)
@@ -78,7 +83,7 @@ def schedule_of(
     try:
         return Schedule(every_steps=every_steps, agent=agent)
     except ValueError as error:
-        raise InvalidRequest(str(error)) from None
+        raise InvalidRequest(str(error).replace("every_steps", called)) from None
 
 
 def calls_of(agent: Agent | None) -> Any:

@@ -87,12 +87,7 @@ def attach(
     """
     package = _package_of(trainer)
     check_version(package.partition(".")[0].replace("_", "-"), _LOWEST, _BELOW)
-    if (schedule is None) == (every_n_steps is None):
-        raise InvalidRequest(
-            "give either every_n_steps=, a number of optimizer steps, or schedule=, a "
-            "ckptd.Schedule"
-        )
-    chosen = schedule_of(schedule, every_n_steps, agent)
+    chosen = schedule_of(schedule, every_n_steps, agent, called="every_n_steps")
     _check_strategy(trainer.strategy)
     if trainer.training or trainer.fit_loop.total_batch_idx >= 0:
         raise InvalidRequest(
@@ -197,18 +192,24 @@ class _Attachment:
         self._recovered = recovered
         self._last_step = recovered.step
         self._global_step = trainer.global_step
+        if self._inside_epoch and trainer.fit_loop._combined_loader is not None:
+            # `configure_optimizers` has asked for the number of steps, for which Lightning
+            # makes the loaders and their iterators before there is a position.
+            trainer.fit_loop._load_combined_loader_states()
+            iter(trainer.fit_loop._data_fetcher)
         if self._file:
             trainer._checkpoint_connector._loaded_checkpoint = {}
             log.warning(
-                "the training goes on from step %d, which ckptd has saved since it began with "
-                "ckpt_path=%s: that file is not loaded again",
+                "the training goes on from step %d, which ckptd has saved: ckpt_path=%s is read "
+                "and not used; name another job with CKPTD_JOB to begin with that file",
                 recovered.step,
                 self._file,
             )
-        say(f"ckptd: the training goes on from step {recovered.step}, from {recovered.source}")
-        self._say_if_finished(recovered.step)
+        if not self._is_finished(recovered.step):
+            say(f"ckptd: the training goes on from step {recovered.step}, from {recovered.source}")
 
-    def _say_if_finished(self, step: int) -> None:
+    def _is_finished(self, step: int) -> bool:
+        """Return True, and say so, if the snapshot is the end of the training."""
         trainer = self._trainer
         epochs, limit = trainer.fit_loop.epoch_progress.current.processed, trainer.max_epochs
         reached = ""
@@ -219,12 +220,13 @@ class _Attachment:
         elif trainer.should_stop:
             reached = "a callback has stopped the training"
         if not reached:
-            return
+            return False
         log.warning("nothing is left to do: step %d is saved, and %s", step, reached)
         for callback in trainer.callbacks:
             if _averages_of(callback):
                 # The snapshot has the weights before this call at the end of the run.
                 callback.on_train_end(trainer, trainer.lightning_module)
+        return True
 
     def _state(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -259,7 +261,7 @@ class _Attachment:
 
     def _loaders_are_made(self, original: Callable[[], None]) -> None:
         original()
-        if self._active:
+        if not self._trainer.fast_dev_run:
             self._progress.data.begin(
                 self._trainer.fit_loop._combined_loader.flattened,
                 self._progress if self._inside_epoch else None,

@@ -77,6 +77,18 @@ class Model(L.LightningModule):
         }
 
 
+class AsksForSteps(Model):
+    """A model whose schedule needs the number of steps, for which Lightning makes the
+    loaders before `fit` begins.
+    """
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        total = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 class TwoOptimizers(L.LightningModule):
     """Two models that train in turn, with manual optimization."""
 
@@ -215,6 +227,14 @@ VARIANTS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
         Model(),
         {
             "train_dataloaders": DataLoader(Stream(), batch_size=4),
+            "val_dataloaders": Data().val_dataloader(),
+        },
+    ),
+    "estimated": lambda: (AsksForSteps(), {"datamodule": Data()}),
+    "estimated-stateful": lambda: (
+        AsksForSteps(),
+        {
+            "train_dataloaders": StatefulLoader(),
             "val_dataloaders": Data().val_dataloader(),
         },
     ),

@@ -93,6 +93,8 @@ def logged(home: Path) -> list[tuple[str, str, str]]:
         ("iterable", (28,), (25,)),
         ("stateful", (28,), (25,)),
         ("manual", (28,), (25,)),
+        ("estimated", (13, 33), (10, 30)),
+        ("estimated-stateful", (13,), (10,)),
     ],
 )
 def test_a_killed_run_equals_an_uninterrupted_one(
@@ -229,7 +231,7 @@ def test_a_file_is_loaded_only_while_there_is_nothing_to_recover(
         assert made.global_step == 15 * epochs
         assert agent.last_step == 15 * epochs
         agent.close()
-        assert (goes_on in caplog.text, "is not loaded again" in caplog.text) == (
+        assert (goes_on in caplog.text, "is read and not used" in caplog.text) == (
             True,
             bool(goes_on),
         )
@@ -319,7 +321,7 @@ def test_invalid_calls_are_refused(tmp_path: Path) -> None:
             lambda: attach(made, every_n_steps=1, schedule=Schedule(every_steps=2)),
             "give either every_n_steps=",
         ),
-        (lambda: attach(made, every_n_steps=0), "expected a number from 1 up"),
+        (lambda: attach(made, every_n_steps=0), "every_n_steps is 0; expected a number from 1 up"),
         (
             lambda: attach(trainer(tmp_path, strategy="ddp_spawn"), every_n_steps=1),
             "starts the ranks from within fit",
