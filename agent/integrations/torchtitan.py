@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -157,6 +156,10 @@ def _wait(pending: Pending) -> None:
         log.error("step %d is not durable: %s", pending.step, error)
 
 
+def _value(own: Any) -> Any:
+    return own.state_dict() if is_stateful(own) else own
+
+
 class Snapshots:
     """The snapshots of the states of a manager, by the names that torchtitan gives them.
 
@@ -175,7 +178,8 @@ class Snapshots:
         self._begin("save")
         take = default.snapshot if self._given is None else self._given.snapshot
         state = {
-            name: per_rank(value) if name in _PER_RANK else value for name, value in self._values()
+            name: per_rank(_value(own)) if name in _PER_RANK else _value(own)
+            for name, own in self._states.items()
         }
         return take(state, step=step, user_content={_KEY: {"folder": self._place()}})
 
@@ -189,10 +193,12 @@ class Snapshots:
         agent = self._begin("load")
         # Their state is made by `state_dict`, with a step that counts.
         without_state = [one for one in self._optimizers() if not one.state]
-        state = {name: self._destination(name, value) for name, value in self._values()}
-        keep = [pattern for name in excluded for pattern in (name, f"{name}.*")]
+        state: dict[str, Any] = {
+            name: None if name in excluded else self._destination(name, own)
+            for name, own in self._states.items()
+        }
         try:
-            found = agent.recover(state, step=step, keep=keep, on_reshape=self._reshaped)
+            found = agent.recover(state, step=step, keep=excluded, on_reshape=self._reshaped)
         except NotFound:
             found = None
         if found is None:
@@ -208,8 +214,7 @@ class Snapshots:
                 own.load_state_dict(value)
             else:
                 self._states[name] = value
-        loader = self._states.get(_DATALOADER)
-        if loader is not None:
+        if (loader := self._states.get(_DATALOADER)) is not None:
             _draw_apart(loader)
         self._step = found.step
         log.info("step %d is recovered from %s", found.step, found.source)
@@ -249,26 +254,23 @@ class Snapshots:
     def _begin(self, call: str) -> Agent:
         """Return the agent, which keeps as many checkpoints as the manager says.
 
-        Raises the errors of `Agent`, and InvalidRequest if another manager of this
-        process uses it.
+        Raises the errors of `Agent`, and InvalidRequest if the manager of another model
+        uses it in this process.
         """
         if self._given is None and self not in _open:
-            if _open:
+            if _open and _open[0]._parts() != self._parts():
                 raise InvalidRequest(
-                    "another CheckpointManager of ckptd is open in this process, and one job has "
-                    "one training: close() that manager first, or give each an Agent of its own"
+                    "the CheckpointManager of another model is open in this process, and one job "
+                    "has one training: close() that manager first, or give each manager an Agent "
+                    "of its own"
                 )
-            _open.append(self)
+            _open[:] = [self]
         agent = self._given or default.default_agent(call)
         if agent.retention is None:
             agent.retention = checked(LatestN(self._keep) if self._keep else PreserveAll())
         return agent
 
-    def _values(self) -> Iterator[tuple[str, Any]]:
-        for name, one in self._states.items():
-            yield name, one.state_dict() if is_stateful(one) else one
-
-    def _destination(self, name: str, value: Any) -> Any:
+    def _destination(self, name: str, own: Any) -> Any:
         """Return the place in the state of a recovery for a part of the training state.
 
         The tensors are filled in place, and their keys must agree. Any other part is
@@ -276,10 +278,14 @@ class Snapshots:
         """
         if name in _PER_RANK:
             return per_rank(None)
+        value = _value(own)
         return value if name in (_MODEL, _OPTIMIZER) or tensors_in(value, name) else None
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return list(getattr(self._states.get(_OPTIMIZER), "optimizers", ()))
+
+    def _parts(self) -> list[int]:
+        return [id(part) for part in self._states[_MODEL].model]
 
     def _place(self) -> str:
         return self._folder if "://" in self._folder else str(Path(self._folder).absolute())
