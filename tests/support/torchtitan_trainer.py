@@ -27,18 +27,21 @@ from torch.utils.data import IterableDataset
 from torchtitan.tools import utils
 
 
-class Processor:
-    """A stand-in for `torch.cuda`, without memory to report."""
-
-    set_device = reset_peak_memory_stats = empty_cache = synchronize = staticmethod(
-        lambda device=None: None
-    )
-    current_device = staticmethod(lambda: 0)
-    get_device_name = staticmethod(lambda device=None: "cpu")
-    memory_stats = staticmethod(lambda device=None: {})
-    get_device_properties = staticmethod(lambda device=None: SimpleNamespace(total_memory=1 << 30))
+def _nothing(device: Any = None) -> None:
+    pass
 
 
+Processor = SimpleNamespace(
+    set_device=_nothing,
+    reset_peak_memory_stats=_nothing,
+    empty_cache=_nothing,
+    synchronize=_nothing,
+    current_device=lambda: 0,
+    get_device_name=lambda device=None: "cpu",
+    get_device_properties=lambda device=None: SimpleNamespace(total_memory=1 << 30),
+    memory_stats=lambda device=None: {},
+)
+"""A stand-in for `torch.cuda`, without memory to report."""
 utils.device_type, utils.device_module = "cpu", Processor
 
 # The modules below take the device from `utils` when they are imported.
