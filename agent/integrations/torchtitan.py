@@ -291,17 +291,25 @@ class Snapshots:
         return self._folder if "://" in self._folder else str(Path(self._folder).absolute())
 
     def _check_folder(self, agent: Agent, found: Any) -> None:
-        """Raise InvalidRequest if a job without a name was saved by a run with another
-        folder: the main script of all runs of torchtitan is the same.
+        """Compare the folder of the run that was saved with that of this run.
+
+        To torchtitan another folder is another run. Raises InvalidRequest for a job
+        without a name, because the main script of all runs is the same; the name that
+        a user has given counts more than the folder.
         """
         saved = (found.user_content or {}).get(_KEY, {}).get("folder")
-        if not link_of(agent).unnamed or saved in (None, self._place()):
+        if saved in (None, self._place()):
             return
-        raise InvalidRequest(
+        text = (
             f"job {agent.job!r} in {agent.root} was saved by the run whose checkpoint folder is "
-            f"{saved}, and the folder of this run is {self._place()}: set CKPTD_JOB to a name of "
-            f"its own for a new run, or to {agent.job} to go on with that one"
+            f"{saved}, and the folder of this run is {self._place()}"
         )
+        if link_of(agent).unnamed:
+            raise InvalidRequest(
+                f"{text}: set CKPTD_JOB to a name of its own for a new run, or to {agent.job} to "
+                f"go on with that one"
+            )
+        log.warning("%s: it goes on after step %d of that run", text, found.step)
 
     def _reshaped(self, key: str, values: list[Any]) -> Any:
         """Return the value for this rank after the number of ranks has changed."""

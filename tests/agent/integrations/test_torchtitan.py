@@ -25,7 +25,7 @@ from ckptd.integrations import framework
 from ckptd.integrations import torchtitan as integration
 from ckptd.shared.errors import InvalidRequest, StructureMismatch
 from ckptd.shared.retention import LatestN, PreserveAll
-from tests.frameworks.kills import EXAMPLES, ROOT, Example, lines, run_of
+from tests.frameworks.kills import EXAMPLES, ROOT, Example, lines
 from tests.support.daemons import Daemon
 
 pytest.importorskip("torchtitan")
@@ -378,18 +378,26 @@ def test_the_agent_of_the_process_serves_one_model(
     assert integration._open == []
 
 
-def test_a_job_without_a_name_belongs_to_one_folder(agent: Begin, tmp_path: Path) -> None:
-    """`python -m torchtitan.train` is the same script for every model."""
+def test_a_job_without_a_name_belongs_to_one_folder(
+    agent: Begin, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`python -m torchtitan.train` is the same script for every model. A job with a name
+    goes on, and says so.
+    """
     train(parts(tmp_path / "a", agent(), interval=1), 1)
     given = agent()
     link_of(given).unnamed = True
-    run = parts(tmp_path / "b", given)
-    expected = (
+    said = (
         rf"was saved by the run whose checkpoint folder is {tmp_path}/a, and the folder of this "
-        rf"run is {tmp_path}/b: set CKPTD_JOB to a name of its own for a new run, or to job to "
+        rf"run is {tmp_path}/b: "
     )
-    with pytest.raises(InvalidRequest, match=expected):
-        run.manager.load()
+    ways_out = r"set CKPTD_JOB to a name of its own for a new run, or to job to go on with that "
+    with pytest.raises(InvalidRequest, match=said + ways_out):
+        parts(tmp_path / "b", given).manager.load()
+    assert parts(tmp_path / "b", agent()).manager.load() is True
+    assert [each for each in caplog.messages if said in each][-1].endswith(
+        "it goes on after step 1 of that run"
+    )
     given = agent()
     link_of(given).unnamed = True
     assert parts(tmp_path / "a", given).manager.load() is True
@@ -415,16 +423,19 @@ def example(losses: Path, steps: int, *options: str) -> list[str]:
 
 
 def test_the_example_is_exact_after_a_kill() -> None:
-    found = Example(run_of("train_torchtitan", 12), random.Random(5)).run(1)
+    script = EXAMPLES / "train_torchtitan.py"
+    found = Example(script, 12, random.Random(5)).run(1)
     assert (found.problems, found.steps, found.kills) == ([], 12, 1)
 
 
-def test_two_ranks_are_exact_after_a_kill() -> None:
-    def command(losses: Path) -> list[str]:
-        launcher = str(ROOT / "tests" / "support" / "launcher.py")
-        return [sys.executable, launcher, "2", *example(losses, 12)]
-
-    found = Example(command, random.Random(4)).run(1)
+def test_two_ranks_are_exact_after_a_kill(tmp_path: Path) -> None:
+    script = tmp_path / "two.py"
+    script.write_text(
+        "import runpy, sys\n"
+        f"sys.argv[1:1] = ['2', {str(EXAMPLES / 'train_torchtitan.py')!r}]\n"
+        f"runpy.run_path({str(ROOT / 'tests' / 'support' / 'launcher.py')!r}, None, '__main__')\n"
+    )
+    found = Example(script, 12, random.Random(4)).run(1)
     assert (found.problems, found.steps, found.kills) == ([], 12, 1)
 
 
