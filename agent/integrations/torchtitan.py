@@ -22,12 +22,14 @@ import torch
 
 from ckptd.agent import default
 from ckptd.agent.agent import Agent, link_of
+from ckptd.agent.convert.load_model import load_model
 from ckptd.agent.pending import Pending
 from ckptd.agent.state.capture import rng_state, set_rng_state, tensors_in
 from ckptd.agent.state.naming import is_stateful
 from ckptd.agent.state.tree import per_rank
 from ckptd.integrations.framework import check_version
 from ckptd.shared.errors import CkptdError, InvalidRequest, NotFound
+from ckptd.shared.names import MANIFEST
 from ckptd.shared.retention import LatestN, PreserveAll, checked
 
 log = logging.getLogger("ckptd.agent")
@@ -129,6 +131,10 @@ def _manager() -> type:
                 if step == -1:
                     self._snapshots.compare(self._find_load_step())
                 return True
+            path = self.initial_load_path
+            if path and step == self._find_load_step() == -1 and _is_checkpoint(path):
+                _load_model(self.states[_MODEL].model, path, self.initial_load_model_only)
+                return True
             try:
                 return bool(super()._load(step))
             except FileNotFoundError as error:
@@ -154,6 +160,33 @@ def _wait(pending: Pending) -> None:
         pending.wait("durable", _DURABLE_SECONDS)
     except (CkptdError, TimeoutError) as error:
         log.error("step %d is not durable: %s", pending.step, error)
+
+
+def _is_checkpoint(path: str) -> bool:
+    """Return True if a path is a checkpoint of ckptd."""
+    return (Path(path) / MANIFEST).is_file()
+
+
+def _load_model(parts: list[torch.nn.Module], path: str, model_only: bool) -> None:
+    """Load the model of a checkpoint of ckptd, as the beginning of another run.
+
+    Raises InvalidRequest unless only the model is wanted, or if a part of the model is
+    not in the checkpoint, and the errors of `load_model`.
+    """
+    if not model_only:
+        raise InvalidRequest(
+            f"initial_load_path is {path}, a checkpoint of ckptd, of which another run can load "
+            f"the model alone: set initial_load_model_only=True, or set CKPTD_JOB to its job to go "
+            f"on with that run"
+        )
+    for part in parts:
+        missing = load_model(part, path, strict=len(parts) == 1).missing
+        if missing:
+            raise InvalidRequest(
+                f"{path} lacks {', '.join(missing[:3])}: give initial_load_path a checkpoint of "
+                f"the same model"
+            )
+    log.info("the model of %s is loaded", path)
 
 
 def _value(own: Any) -> Any:

@@ -332,6 +332,31 @@ def test_the_model_of_the_last_step_is_written_by_torchtitan(
     assert tuned.progress.step == 0
 
 
+def test_another_run_begins_with_the_model_of_a_checkpoint(
+    agent: Begin, daemon: Daemon, tmp_path: Path
+) -> None:
+    first = parts(tmp_path / "a", agent(), interval=2, async_mode="disabled")
+    train(first, 2)
+    (path,) = (daemon.home.root / "job").glob("step-*")
+    other = Agent("tuned", socket=daemon.home.socket)
+    tuned = parts(tmp_path / "b", other, initial_load_path=str(path))
+    tuned.model[0].weight.data.zero_()
+    assert tuned.manager.load() is True
+    assert torch.equal(tuned.model[0].weight, first.model[0].weight)
+    assert (tuned.progress.step, [dict(one.state) for one in tuned.optimizers]) == (0, [{}])
+    stages: list[torch.nn.Module] = [
+        torch.nn.ModuleDict({name: torch.nn.Linear(1, 4)}) for name in ("0", "7")
+    ]
+    with pytest.raises(InvalidRequest, match=r"step-\S+ lacks 7\.bias, 7\.weight: give initial_"):
+        integration._load_model(stages, str(path), True)
+    integration._load_model(stages[:1] * 2, str(path), True)
+    assert torch.equal(stages[0].get_parameter("0.weight"), first.model[0].weight)
+    whole: dict[str, Any] = {"initial_load_path": str(path), "initial_load_model_only": False}
+    with pytest.raises(InvalidRequest, match=r"^initial_load_path is .*, of which another run can"):
+        parts(tmp_path / "b", other, **whole).manager.load()
+    other.close()
+
+
 def test_a_seed_checkpoint_is_torchtitans(agent: Begin, daemon: Daemon, tmp_path: Path) -> None:
     seed = parts(tmp_path, agent())
     torch.nn.init.constant_(seed.model[0].weight, 7)
