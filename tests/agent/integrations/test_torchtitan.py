@@ -347,7 +347,7 @@ def test_another_run_begins_with_the_model_of_a_checkpoint(
     stages: list[torch.nn.Module] = [
         torch.nn.ModuleDict({name: torch.nn.Linear(1, 4)}) for name in ("0", "7")
     ]
-    with pytest.raises(InvalidRequest, match=r"step-\S+ lacks 7\.bias, 7\.weight: give initial_"):
+    with pytest.raises(InvalidRequest, match=r"step-\S+ lacks 7\.weight, 7\.bias: give initial_"):
         integration._load_model(stages, str(path), True)
     integration._load_model(stages[:1] * 2, str(path), True)
     assert torch.equal(stages[0].get_parameter("0.weight"), first.model[0].weight)
