@@ -252,6 +252,8 @@ class Snapshots:
         try:
             found = agent.recover(state, step=step, keep=excluded, on_reshape=self._reshaped)
         except NotFound:
+            if step is None:  # the checkpoints of this job have another name
+                raise
             found = None
         if found is None:
             for one in without_state:

@@ -23,7 +23,7 @@ from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.agent import link_of
 from ckptd.integrations import framework
 from ckptd.integrations import torchtitan as integration
-from ckptd.shared.errors import InvalidRequest, StructureMismatch
+from ckptd.shared.errors import InvalidRequest, NotFound, StructureMismatch
 from ckptd.shared.retention import LatestN, PreserveAll
 from tests.frameworks.kills import EXAMPLES, ROOT, Example, lines
 from tests.support.daemons import Daemon
@@ -377,6 +377,20 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         _ = integration.CheckpointManager.Config
     with pytest.raises(AttributeError, match=r"has no attribute 'Manager'$"):
         _ = integration.Manager
+
+
+def test_a_job_that_has_another_name_now_does_not_begin_at_zero(
+    agent: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`recover` raises this if the checkpoints of an unnamed job belong to "default"."""
+
+    def recover(state: Any, **options: Any) -> None:
+        raise NotFound("job 'train' has no checkpoint, and job 'default' has some")
+
+    given = agent()
+    monkeypatch.setattr(given, "recover", recover)
+    with pytest.raises(NotFound, match=r"^job 'train' has no checkpoint"):
+        parts(tmp_path, given).manager.load()
 
 
 def test_a_configuration_can_be_pickled() -> None:
