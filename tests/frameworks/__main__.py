@@ -49,6 +49,12 @@ FRAMEWORKS = {
         ("tests/agent/integrations/test_deepspeed.py",),
         ("train_deepspeed",),
     ),
+    "torchtitan": Framework(
+        # Its Trainer imports triton on the CPU, too.
+        ("torchtitan==0.3.0", "triton"),
+        ("tests/agent/integrations/test_torchtitan.py",),
+        ("train_torchtitan",),
+    ),
     "ray": Framework(
         ("ray[train]==2.60.0",), ("tests/agent/integrations/test_ray.py",), ("train_ray",)
     ),
