@@ -80,11 +80,14 @@ def lines(losses: Path) -> list[str]:
 class Example:
     """A script that is run and killed, each run with a root of its own.
 
-    It gets the options `--steps N --losses FILE`.
+    It gets its own arguments, and then the options `--steps N --losses FILE`.
     """
 
-    def __init__(self, script: Path, steps: int, chance: random.Random) -> None:
-        self._script, self._steps, self._chance = script, steps, chance
+    def __init__(
+        self, script: Path, steps: int, chance: random.Random, arguments: Sequence[str] = ()
+    ) -> None:
+        self._script, self._arguments = script, arguments
+        self._steps, self._chance = steps, chance
 
     def run(self, kills: int) -> Compared:
         """Run the example once without a kill, and then until it has been killed often
@@ -154,7 +157,7 @@ class Example:
         environ.pop("CKPTD_SOCKET", None)
         output = place.path / "output"
         script = Script(
-            self._script, "--steps", str(self._steps), "--losses", str(losses),
+            self._script, *self._arguments, "--steps", str(self._steps), "--losses", str(losses),
             environment=environ, directory=place.path, output=output,
         )  # fmt: skip
         end = time.monotonic() + SECONDS

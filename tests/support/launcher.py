@@ -12,6 +12,9 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
+
+LAUNCHER = Path(__file__)
 
 
 def main() -> None:

@@ -123,6 +123,7 @@ class Sharded(Model):
         self.layers[1] = nn.LayerNorm(8)  # FSDP2 does not shard the buffers of a BatchNorm
 
     def configure_model(self) -> None:
+        assert self.device_mesh is not None
         fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
 

@@ -17,31 +17,14 @@ import torch
 from ckptd.agent import Checkpoint
 from ckptd.integrations.deepspeed import attach
 from ckptd.shared.errors import InvalidRequest
-from tests.frameworks.kills import EXAMPLES, Example, lines, run_of
+from tests.frameworks.kills import EXAMPLES, Example, lines
 from tests.support.daemons import Daemon
+from tests.support.launcher import LAUNCHER
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.timeout(900)  # the first use builds an extension
 
-LAUNCHER = """
-import os, socket, subprocess, sys
-ranks = int(sys.argv[1])
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = str(free.getsockname()[1])
-began = [
-    subprocess.Popen(
-        [sys.executable, *sys.argv[2:]],
-        env=os.environ
-        | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-    )
-    for rank in range(ranks)
-]
-sys.exit(max(abs(each.wait()) for each in began))
-"""
-"""Begins ranks in one process group, which SIGKILL ends as a whole."""
 REFUSALS = """
 import argparse, sys
 import torch
@@ -76,7 +59,7 @@ said(lambda: attach(engine(), every_steps=0))
 
 def command(ranks: int, *options: str, steps: int = 10) -> Callable[[Path], list[str]]:
     return lambda losses: [
-        sys.executable, "-c", LAUNCHER, str(ranks), str(EXAMPLES / "train_deepspeed.py"),
+        sys.executable, str(LAUNCHER), str(ranks), str(EXAMPLES / "train_deepspeed.py"),
         "--steps", str(steps), "--losses", str(losses), *options,
     ]  # fmt: skip
 
@@ -115,12 +98,13 @@ def test_two_ranks_go_on_as_if_they_had_not_ended(
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_ranks_are_exact_after_a_kill(stage: int) -> None:
-    found = Example(command(2, f"--stage={stage}"), random.Random(4)).run(1)
+    arguments = ("2", str(EXAMPLES / "train_deepspeed.py"), f"--stage={stage}")
+    found = Example(LAUNCHER, 10, random.Random(4), arguments).run(1)
     assert (found.problems, found.steps, found.kills) == ([], 10, 1)
 
 
 def test_the_example_is_exact_after_a_kill() -> None:
-    found = Example(run_of("train_deepspeed", 10), random.Random(5)).run(1)
+    found = Example(EXAMPLES / "train_deepspeed.py", 10, random.Random(5)).run(1)
     assert (found.problems, found.steps, found.kills) == ([], 10, 1)
 
 

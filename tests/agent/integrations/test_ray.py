@@ -18,7 +18,7 @@ import torch
 from ckptd.agent import Checkpoint
 from ckptd.integrations.ray import attach
 from ckptd.shared.errors import InvalidRequest
-from tests.frameworks.kills import Example, run_of
+from tests.frameworks.kills import EXAMPLES, Example
 from tests.support.daemons import Daemon
 
 pytest.importorskip("ray")
@@ -164,5 +164,5 @@ def test_attach_is_refused_outside_a_worker() -> None:
 
 
 def test_the_example_is_exact_after_a_kill() -> None:
-    found = Example(run_of("train_ray", 12), random.Random(3)).run(1)
+    found = Example(EXAMPLES / "train_ray.py", 12, random.Random(3)).run(1)
     assert (found.problems, found.steps, found.kills) == ([], 12, 1)

@@ -27,6 +27,7 @@ from ckptd.shared.errors import InvalidRequest, NotFound, StructureMismatch
 from ckptd.shared.retention import LatestN, PreserveAll
 from tests.frameworks.kills import EXAMPLES, ROOT, Example, lines
 from tests.support.daemons import Daemon
+from tests.support.launcher import LAUNCHER
 
 pytest.importorskip("torchtitan")
 pytestmark = [
@@ -467,14 +468,9 @@ def test_the_example_is_exact_after_a_kill() -> None:
     assert (found.problems, found.steps, found.kills) == ([], 12, 1)
 
 
-def test_two_ranks_are_exact_after_a_kill(tmp_path: Path) -> None:
-    script = tmp_path / "two.py"
-    script.write_text(
-        "import runpy, sys\n"
-        f"sys.argv[1:1] = ['2', {str(EXAMPLES / 'train_torchtitan.py')!r}]\n"
-        f"runpy.run_path({str(ROOT / 'tests' / 'support' / 'launcher.py')!r}, None, '__main__')\n"
-    )
-    found = Example(script, 12, random.Random(4)).run(1)
+def test_two_ranks_are_exact_after_a_kill() -> None:
+    arguments = ("2", str(EXAMPLES / "train_torchtitan.py"))
+    found = Example(LAUNCHER, 12, random.Random(4), arguments).run(1)
     assert (found.problems, found.steps, found.kills) == ([], 12, 1)
 
 
