@@ -48,6 +48,7 @@ log = logging.getLogger("ckptd.agent")
 _VERSIONS = ("0.1.1", "0.2")
 _NUMBERED = re.compile(r"(?:.*[-_.])?(\d{1,18})")
 _FIND_SECONDS = 600.0
+_IDS = msgspec.msgpack.Decoder(list[str])
 
 
 def attach(
@@ -91,8 +92,9 @@ def attach(
             "this CheckpointManager has a callback for the files of a checkpoint, which ckptd does "
             "not write: leave it out, and use the future that save() returns"
         )
+    chosen = default.default_agent("attach") if agent is None else agent
     attach_once(manager, "CheckpointManager")
-    return CkptdStorage(manager, agent, frozenset(per_rank), rng=rng)
+    return CkptdStorage(manager, chosen, frozenset(per_rank), rng=rng, closes=agent is None)
 
 
 class CkptdStorage:
@@ -102,14 +104,14 @@ class CkptdStorage:
     """
 
     def __init__(
-        self, manager: Any, agent: Agent | None, per_rank: Collection[str], *, rng: bool
+        self, manager: Any, agent: Agent, per_rank: Collection[str], *, rng: bool, closes: bool
     ) -> None:
         from torch_checkpointing.config import SyncCheckpointSaverConfig
 
-        self.agent = default.default_agent("attach") if agent is None else agent
-        silence_advice(self.agent)
-        self._closes = agent is None
-        self._per_rank, self._rng = per_rank, rng
+        self.agent = agent
+        silence_advice(agent)
+        self._per_rank = per_rank
+        self._rng, self._closes = rng, closes
         self._waits = isinstance(manager._config.save, SyncCheckpointSaverConfig)
         self._seconds = manager._config.save.wait_timeout_secs
         self._saving: deque[Pending] = deque()
@@ -156,7 +158,7 @@ class CkptdStorage:
                 lambda said: said[:1] * len(said),
                 _FIND_SECONDS,
             )
-        return next(iter(msgspec.msgpack.decode(heard, type=list[str])), None)
+        return next(iter(_IDS.decode(heard)), None)
 
     @property
     def stager(self) -> CkptdStorage:

@@ -22,7 +22,7 @@ from ckptd.agent import Agent, Checkpoint
 from ckptd.integrations.torch_checkpointing import CkptdStorage, attach
 from ckptd.shared.errors import CkptdError, InvalidName, InvalidRequest, UnsavableValue
 from tests.frameworks.kills import Example, run_of
-from tests.support.daemons import Daemon
+from tests.support.daemons import Daemon, Home, running
 from tests.support.ranks import HERE, Ranks
 
 pytest.importorskip("torch_checkpointing")
@@ -330,6 +330,23 @@ def test_two_ranks_save_and_another_mesh_loads(daemon: Daemon) -> None:
     manager.load("step_2", into=into)
     assert torch.equal(into["w"], WEIGHT)
     storage.agent.close()
+
+
+def test_saves_in_quick_succession_wait_and_none_is_skipped(place: Home) -> None:
+    """A save takes longer than the time after which a snapshot without a slot is skipped."""
+    environ = {"CKPTD_STALL_BUDGET": "0.3", "CKPTD_CODEC": "zstd:19"}
+    with running(place, environment=environ):
+        manager = asynchronous()
+        agent = Agent("job", socket=place.socket)
+        attach(manager, agent=agent)
+        for number in (1, 2):  # makes both slots
+            manager.save(f"step_{number}", {"w": torch.randn(500_000)}).result(timeout=120)
+        saved = [
+            manager.save(f"step_{number}", {"w": torch.randn(500_000)}) for number in range(3, 6)
+        ]
+        assert [one.result(timeout=120).step for one in saved] == [3, 4, 5]
+        manager.close()
+        agent.close()
 
 
 def test_prewarming_makes_slots(attached: tuple[Any, CkptdStorage], daemon: Daemon) -> None:
