@@ -180,8 +180,10 @@ def test_a_tag_is_the_newest_only_if_no_id_has_a_number(
     attached: tuple[Any, CkptdStorage],
 ) -> None:
     manager, storage = attached
+    manager.save("first", payload(7))
     manager.save("first", payload(1))
     assert storage.newest() == "first"
+    assert loaded(manager, "first") == 1
     manager.save("step_8", payload(2))
     manager.save("best", payload(3))
     assert storage.newest() == "step-8"
@@ -193,6 +195,7 @@ def test_a_run_goes_on_from_an_older_checkpoint(attached: tuple[Any, CkptdStorag
         manager.save(f"step_{number}", payload(number))
     assert loaded(manager, "step_1") == 1
     manager.save("step_2", payload(20))
+    assert storage.agent.attempt == 2
     assert [loaded(manager, f"step_{number}") for number in (1, 2, 3)] == [1, 20, 3]
     assert storage.newest() == "step-2"
 
