@@ -34,10 +34,35 @@ step: the examples save every fifth step or more often.
 """
 
 
-def run_of(name: str, steps: int) -> Callable[[Path], list[str]]:
-    """Return the command of an example for a file of losses."""
+LAUNCHER = """
+import os, socket, subprocess, sys
+ranks = int(sys.argv[1])
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = str(free.getsockname()[1])
+began = [
+    subprocess.Popen(
+        [sys.executable, *sys.argv[2:]],
+        env=os.environ
+        | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+    )
+    for rank in range(ranks)
+]
+sys.exit(max(abs(each.wait()) for each in began))
+"""
+"""Begins ranks in one process group, which SIGKILL ends as a whole."""
+
+
+def run_of(name: str, steps: int, *, ranks: int | None = None) -> Callable[[Path], list[str]]:
+    """Return the command of an example for a file of losses.
+
+    ranks: begin so many ranks, as torchrun does. Default: one process without a rank.
+    """
+    launch = [] if ranks is None else ["-c", LAUNCHER, str(ranks)]
     return lambda losses: [
-        sys.executable, str(EXAMPLES / f"{name}.py"), "--steps", str(steps), "--losses", str(losses)
+        sys.executable, *launch, str(EXAMPLES / f"{name}.py"), "--steps", str(steps), "--losses",
+        str(losses),
     ]  # fmt: skip
 
 

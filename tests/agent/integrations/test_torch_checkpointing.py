@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -291,6 +292,12 @@ def test_the_example_is_exact_after_kills() -> None:
     assert (found.problems, found.steps, found.kills) == ([], 40, 2)
 
 
+def test_two_ranks_are_exact_after_a_kill() -> None:
+    run = run_of("train_torch_checkpointing", 30, ranks=2)
+    found = Example(run, random.Random(7)).run(1)
+    assert (found.problems, found.steps, found.kills) == ([], 30, 1)
+
+
 def begin(socket: str) -> None:
     """Save a sharded tensor and a value of each rank, on a rank, twice as the same id."""
     manager = synchronous()
@@ -333,6 +340,42 @@ def test_two_ranks_save_and_another_mesh_loads(daemon: Daemon) -> None:
     manager.load("step_2", into=into)
     assert torch.equal(into["w"], WEIGHT)
     storage.agent.close()
+
+
+def save_optimizers(socket: str) -> tuple[str, list[Any], list[Any]]:
+    """Save an optimizer in three forms on a rank. Return the refusal of one of them, and
+    a moment before and after the load of the others.
+    """
+    manager = synchronous()
+    agent = Agent("job", socket=socket)
+    attach(manager, agent=agent)
+    model = torch.nn.Linear(3, 1, bias=False)
+    model.weight.data.fill_(1.0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    named = get_optimizer_state_dict(model, optimizer)
+    manager.save("step_1", {"model": model, "optimizer": optimizer, "named": named})
+    refusal = ""
+    try:
+        manager.save("step_2", {"optimizer": optimizer.state_dict()})
+    except UnsavableValue as error:
+        refusal = str(error)
+    moment = optimizer.state[model.weight]["exp_avg"]
+    before = moment.tolist()
+    moment.zero_()
+    found = manager.load("step_1", into={"model": model, "optimizer": optimizer, "named": None})
+    again = optimizer.state[model.weight]["exp_avg"].tolist()
+    agent.close()
+    return refusal, before, [again, found["named"]["state"]["weight"]["exp_avg"].tolist()]
+
+
+def test_ranks_save_an_optimizer_itself_or_by_names(daemon: Daemon) -> None:
+    with Ranks(2) as ranks:
+        found = ranks.call(save_optimizers, str(daemon.home.socket))
+    moment = [[pytest.approx(0.1)] * 3]
+    assert [(before, after) for _, before, after in found] == [(moment, [moment, moment])] * 2
+    assert all("optimizer: each rank numbers the parameters" in refusal for refusal, _, _ in found)
 
 
 def test_saves_in_quick_succession_wait_and_none_is_skipped(place: Home) -> None:
