@@ -461,12 +461,15 @@ class _Progress:
             "inside_epoch": self.inside_epoch,
             "should_stop": trainer.should_stop,
             "reloaded": trainer.fit_loop._last_train_dl_reload_epoch,
-            "schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
             "precision": trainer.precision_plugin.state_dict(),
             "rank": per_rank(
                 _packed(
                     {
                         "loaders": loaders,
+                        # A value that a scheduler monitors may differ between ranks.
+                        "schedulers": [
+                            one.scheduler.state_dict() for one in trainer.lr_scheduler_configs
+                        ],
                         "data": self.data.state(current.current.completed),
                         "callbacks": {
                             one.state_key: held
@@ -553,7 +556,7 @@ class _Progress:
         self.inside_epoch = found["inside_epoch"]
         trainer.should_stop = found["should_stop"]
         trainer.precision_plugin.load_state_dict(found["precision"])
-        for config, held in zip(trainer.lr_scheduler_configs, found["schedulers"], strict=True):
+        for config, held in zip(trainer.lr_scheduler_configs, rank["schedulers"], strict=True):
             config.scheduler.load_state_dict(held)
         for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
             setattr(trainer._logger_connector, f"_{name}", dict(rank[name]))

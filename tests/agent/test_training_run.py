@@ -8,8 +8,6 @@ import itertools
 import logging
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import torch
 from ckptd.agent import Agent, Checkpoint, Schedule, training
 from ckptd.agent.training_run import Training
 from ckptd.shared.errors import InvalidRequest, SnapshotFailed
+from tests.support import scripts
 from tests.support.daemons import Daemon
 from tests.support.ranks import HERE, Ranks
 
@@ -49,17 +48,16 @@ print("done")
 """
 
 
-def lines(daemon: Daemon, job: str, dies_at: int = -1, number: int = 0) -> tuple[list[str], int]:
-    """Run the script, and return what it prints and its exit code."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(dies_at), str(int(number))],
-        env={**os.environ, "CKPTD_SOCKET": str(daemon.home.socket), "CKPTD_JOB": job},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return done.stdout.splitlines(), done.returncode
+def lines(
+    daemon: Daemon, place: Path, job: str, dies_at: int = -1, number: int = 0
+) -> tuple[list[str], int]:
+    """Run the script. Return the lines that it prints, without logs, and its exit code."""
+    (place / "train.py").write_text(SCRIPT)
+    environment = {**os.environ, "CKPTD_SOCKET": str(daemon.home.socket), "CKPTD_JOB": job}
+    script, words = place / "train.py", (str(dies_at), str(int(number)))
+    ended = scripts.run(script, *words, environment=environment)
+    printed = [line for line in ended.output.splitlines() if line[0].isdigit() or line == "done"]
+    return printed, ended.code
 
 
 @pytest.fixture
@@ -77,20 +75,20 @@ def state_of(value: float) -> dict[str, torch.Tensor]:
     ("number", "code", "again"), [(signal.SIGKILL, -9, 12), (signal.SIGTERM, 143, 14)]
 )
 def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(
-    daemon: Daemon, number: signal.Signals, code: int, again: int
+    daemon: Daemon, tmp_path: Path, number: signal.Signals, code: int, again: int
 ) -> None:
     """After SIGKILL in step 13 the snapshot of step 12 is recovered or, if its copy was
     killed, that of step 9. SIGTERM lets step 13 end, and saves it.
     """
-    whole, ended = lines(daemon, "whole")
+    whole, ended = lines(daemon, tmp_path, "whole")
     assert (ended, len(whole), whole[-1]) == (0, 21, "done")
-    first, ended = lines(daemon, "killed", 13, number)
+    first, ended = lines(daemon, tmp_path, "killed", 13, number)
     assert (ended, first) == (code, whole[:14])
-    second, ended = lines(daemon, "killed")
+    second, ended = lines(daemon, tmp_path, "killed")
     assert ended == 0
     assert second == whole[-len(second) :]
     assert int(second[0].split()[0]) in {again, again + 1} - ({15} if code == 143 else set())
-    third, ended = lines(daemon, "killed")
+    third, ended = lines(daemon, tmp_path, "killed")
     assert (third, ended) == (["done"], 0)
 
 

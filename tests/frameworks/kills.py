@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.daemons import Home, home
+from tests.support.forks import context
+from tests.support.scripts import Script
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "frameworks"
@@ -28,42 +28,12 @@ _EARLY = 0.1
 """The share of kills before the first step of a life, while the process imports, builds
 and recovers.
 """
+_FRAMEWORKS = ("transformers", "accelerate", "lightning", "deepspeed", "ray.train.torch")
+"""Modules whose import takes longer than a short training."""
 _SAVED = 10
 """The number of steps of all lives after which the next one must not begin at the first
 step: the examples save every fifth step or more often.
 """
-
-
-LAUNCHER = """
-import os, socket, subprocess, sys
-ranks = int(sys.argv[1])
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = str(free.getsockname()[1])
-began = [
-    subprocess.Popen(
-        [sys.executable, *sys.argv[2:]],
-        env=os.environ
-        | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-    )
-    for rank in range(ranks)
-]
-sys.exit(max(abs(each.wait()) for each in began))
-"""
-"""Begins ranks in one process group, which SIGKILL ends as a whole."""
-
-
-def run_of(name: str, steps: int, *, ranks: int | None = None) -> Callable[[Path], list[str]]:
-    """Return the command of an example for a file of losses.
-
-    ranks: begin so many ranks, as torchrun does. Default: one process without a rank.
-    """
-    launch = [] if ranks is None else ["-c", LAUNCHER, str(ranks)]
-    return lambda losses: [
-        sys.executable, *launch, str(EXAMPLES / f"{name}.py"), "--steps", str(steps), "--losses",
-        str(losses),
-    ]  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -71,12 +41,16 @@ class Compared:
     """The lines that the lives of a run have written, beside those of one that was not
     killed.
 
+    runs: the number of runs that were killed and started again until their end.
+    hash: the hash of the parameters at the end of the run that was not killed.
     problems: one text for each line that differs, or that is missing.
     """
 
     kills: int = 0
     lives: int = 0
+    runs: int = 0
     steps: int = 0
+    hash: str = ""
     problems: list[str] = field(default_factory=list)
 
 
@@ -104,13 +78,13 @@ def lines(losses: Path) -> list[str]:
 
 
 class Example:
-    """An example that is run and killed, each run with a root of its own.
+    """A script that is run and killed, each run with a root of its own.
 
-    command: returns the command for a file of losses.
+    It gets the options `--steps N --losses FILE`.
     """
 
-    def __init__(self, command: Callable[[Path], list[str]], chance: random.Random) -> None:
-        self._command, self._chance = command, chance
+    def __init__(self, script: Path, steps: int, chance: random.Random) -> None:
+        self._script, self._steps, self._chance = script, steps, chance
 
     def run(self, kills: int) -> Compared:
         """Run the example once without a kill, and then until it has been killed often
@@ -124,7 +98,7 @@ class Example:
         if not whole or not whole[-1].startswith("hash "):
             found.problems.append("the run without a kill did not reach its end")
             return found
-        found.steps = len(whole) - 1
+        found.steps, found.hash = len(whole) - 1, whole[-1].split()[1]
         while found.kills < kills and not found.problems:
             self._killed(found, kills, whole, per_step)
         return found
@@ -147,6 +121,7 @@ class Example:
                 found.lives, found.kills = found.lives + 1, found.kills + killed
                 if not killed:
                     break
+            found.runs += 1
             found.problems += compare(whole, written)
 
     def _moment(self, per_step: float, steps: int) -> Callable[[float, int], bool]:
@@ -177,23 +152,22 @@ class Example:
             "CKPTD_IDLE_TIMEOUT": "1", "CKPTD_MEMORY_TTL": "60",
         }  # fmt: skip
         environ.pop("CKPTD_SOCKET", None)
-        with (place.path / "output").open("ab") as output:
-            process = subprocess.Popen(
-                self._command(losses), env=environ, cwd=place.path, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-            end = time.monotonic() + SECONDS
-            while process.poll() is None:
-                now = time.monotonic()
-                assert now < end, f"the example has not ended within {SECONDS:g} s"
-                if due(now, len(lines(losses)) - before):
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-                    return lines(losses), True
-                time.sleep(0.01)
-        if process.returncode:
-            said = (place.path / "output").read_text(errors="replace")[-3000:]
-            raise AssertionError(f"the example has failed with {process.returncode}:\n{said}")
+        output = place.path / "output"
+        script = Script(
+            self._script, "--steps", str(self._steps), "--losses", str(losses),
+            environment=environ, directory=place.path, output=output,
+        )  # fmt: skip
+        end = time.monotonic() + SECONDS
+        while script.code is None:
+            now = time.monotonic()
+            assert now < end, f"the example has not ended within {SECONDS:g} s"
+            if due(now, len(lines(losses)) - before):
+                script.kill()
+                return lines(losses), True
+            time.sleep(0.01)
+        if script.code:
+            said = output.read_text(errors="replace")[-3000:]
+            raise AssertionError(f"the example has failed with {script.code}:\n{said}")
         return lines(losses), False
 
 
@@ -208,16 +182,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
     options = parser.parse_args()
+    context(*_FRAMEWORKS)
     bad = 0
-    print(f"{'example':<16}{'steps':>8}{'lives':>8}{'kills':>8}{'differ':>8}  seed {options.seed}")
+    head = ("steps", "runs", "lives", "kills", "differ")
+    print(f"{'example':<26}{''.join(f'{name:>8}' for name in head)}  hash, seed {options.seed}")
     for name in options.names:
-        example = Example(run_of(name, options.steps), random.Random(options.seed))
-        found = example.run(options.kills)
+        script = EXAMPLES / f"{name}.py"
+        found = Example(script, options.steps, random.Random(options.seed)).run(options.kills)
         bad += bool(found.problems)
-        print(
-            f"{name:<16}{found.steps:>8}{found.lives:>8}{found.kills:>8}{len(found.problems):>8}",
-            *found.problems[:5], sep="\n    ", flush=True,
-        )  # fmt: skip
+        counts = (found.steps, found.runs, found.lives, found.kills, len(found.problems))
+        row = f"{name:<26}{''.join(f'{count:>8}' for count in counts)}  {found.hash[:16]}"
+        print(row, *found.problems[:5], sep="\n    ", flush=True)
     sys.exit(1 if bad else 0)
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
-from tests.frameworks.kills import Example, compare, run_of
+from tests.frameworks.kills import EXAMPLES, Example, compare
 
 WHOLE = ["0 0x1.0p+0", "1 0x1.8p+0", "2 0x1.cp+0", "hash ab"]
 FORGETFUL = """
 import os, sys, time
-losses = open(sys.argv[1], "a")
+losses = open(sys.argv[-1], "a")
 for step in range(8):
     print(step, (step + os.getpid() * 1e-9).hex(), file=losses, flush=True)
     time.sleep(0.1)
@@ -32,27 +31,25 @@ def test_another_loss_and_a_missing_step_are_named() -> None:
     ]
 
 
-def test_a_run_that_is_not_exact_is_found() -> None:
-    def command(losses: Path) -> list[str]:
-        return [sys.executable, "-c", FORGETFUL, str(losses)]
-
-    found = Example(command, random.Random(1)).run(2)
+def test_a_run_that_is_not_exact_is_found(tmp_path: Path) -> None:
+    script = tmp_path / "forgetful.py"
+    script.write_text(FORGETFUL)
+    found = Example(script, 8, random.Random(1)).run(2)
     assert len(found.problems) > 2
     assert " instead of " in found.problems[0]
 
 
-def test_a_run_that_begins_again_at_its_first_step_is_found() -> None:
+def test_a_run_that_begins_again_at_its_first_step_is_found(tmp_path: Path) -> None:
     """Each life has the losses of the uninterrupted run."""
     code = FORGETFUL.replace("os.getpid() * 1e-9", "0.5").replace("range(8)", "range(40)")
 
-    def command(losses: Path) -> list[str]:
-        return [sys.executable, "-c", code, str(losses)]
-
-    found = Example(command, random.Random(3)).run(4)
+    script = tmp_path / "again.py"
+    script.write_text(code)
+    found = Example(script, 40, random.Random(3)).run(4)
     assert found.problems
     assert all(problem.endswith("began at the first one") for problem in found.problems)
 
 
 def test_the_plain_example_is_exact_after_a_kill() -> None:
-    found = Example(run_of("plain", 30), random.Random(2)).run(2)
+    found = Example(EXAMPLES / "plain.py", 30, random.Random(2)).run(2)
     assert (found.problems, found.steps, found.kills) == ([], 30, 2)

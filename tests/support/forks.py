@@ -10,11 +10,16 @@ import multiprocessing.context
 _context: multiprocessing.context.ForkServerContext | None = None
 
 
-def context() -> multiprocessing.context.ForkServerContext:
+def context(*frameworks: str) -> multiprocessing.context.ForkServerContext:
+    """Return the context whose server has imported what tests need.
+
+    frameworks: modules that the server imports too, if they are installed, unless it runs
+    already.
+    """
     global _context
     if _context is None:
         _context = mp.get_context("forkserver")
         slow = ["tests.support.trainers", "tests.support.daemons", "hypothesis.stateful"]
-        # The first DTensor of a process imports it, which takes 0.6 s of CPU.
-        _context.set_forkserver_preload([*slow, "torch._dynamo"])
+        # The first DTensor of a process imports torch._dynamo, which takes 0.6 s of CPU.
+        _context.set_forkserver_preload([*slow, "torch._dynamo", *frameworks])
     return _context

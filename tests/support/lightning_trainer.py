@@ -3,7 +3,9 @@ left at the end.
 
     python -m tests.support.lightning_trainer VARIANT DIRECTORY [KILL_AT]
 
-With KILL_AT it kills itself with SIGKILL in the middle of that step.
+With KILL_AT it kills itself with SIGKILL in the middle of that step. Under torchrun, rank 0
+writes the losses and kills itself; the variant "sharded" then trains with FSDP2, and the
+others with DDP.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ckptd.integrations.lightning import attach
@@ -99,8 +103,19 @@ class TwoOptimizers(L.LightningModule):
         ]
 
 
+class Sharded(Model):
+    """A model that FSDP2 shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = nn.LayerNorm(8)  # FSDP2 does not shard the buffers of a BatchNorm
+
+    def configure_model(self) -> None:
+        fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
+
 class Pairs(Model):
-    """A model that trains on the batches of two loaders, of which one is shorter."""
+    """A model that trains on the batches of two loaders, one of them shorter."""
 
     def training_step(self, batch: Any, number: int) -> Tensor:
         return super().training_step([torch.cat(part) for part in zip(*batch, strict=True)], number)
@@ -170,6 +185,7 @@ def shuffled(**options: Any) -> DataLoader[Any]:
 VARIANTS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "epochs": lambda: (Model(), {"datamodule": Data()}),
     "workers": lambda: (Model(), {"datamodule": Data(workers=2)}),
+    "sharded": lambda: (Sharded(), {"datamodule": Data()}),
     "manual": lambda: (TwoOptimizers(), {"train_dataloaders": shuffled()}),
     "pairs": lambda: (
         Pairs(),
@@ -210,6 +226,8 @@ class Lines(Callback):
         self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int
     ) -> None:
         self._step = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        if not trainer.is_global_zero:
+            return
         self.line(f"{self._step} {trainer.current_epoch} {number} {float(outputs['loss']).hex()}")
         if self._step == self._kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -225,7 +243,11 @@ def state_of(trainer: Any, directory: str) -> str:
         *trainer.lightning_module.state_dict().items(),
         *(sorted(one.state_dict()["state"].items()) for one in trainer.optimizers),
         *(one.scheduler.state_dict() for one in trainer.lr_scheduler_configs),
-        *(one.state_dict() for one in trainer.callbacks),
+        # A ModelCheckpoint does not load its current score.
+        *(
+            {key: held for key, held in one.state_dict().items() if key != "current_score"}
+            for one in trainer.callbacks
+        ),
         getattr(trainer.lightning_module, "seen", None),
         sorted(trainer.callback_metrics.items()),
     ]
@@ -243,9 +265,14 @@ def main(variant: str, directory: str, kill_at: str = "0") -> None:
         EarlyStopping("val_loss", patience=100),
         ModelCheckpoint(place / "best", monitor="val_loss", filename="{epoch}"),
     ]
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    strategy: Any = "ddp" if ranks > 1 else "auto"
+    if variant == "sharded":
+        strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=ranks,
+        strategy=strategy,
         max_epochs=3,
         log_every_n_steps=1,
         logger=CSVLogger(place, name="logs"),
@@ -257,6 +284,8 @@ def main(variant: str, directory: str, kill_at: str = "0") -> None:
     attach(trainer, every_n_steps=5)
     trainer.fit(model, **arguments)
     text = state_of(trainer, directory)
+    if not trainer.is_global_zero:
+        return
     (place / "end").write_text(text)
     digest = hashlib.sha256(text.encode()).hexdigest()
     lines.line(f"end {trainer.global_step} {trainer.current_epoch} {digest}")

@@ -17,13 +17,31 @@ import torch
 from ckptd.agent import Checkpoint
 from ckptd.integrations.deepspeed import attach
 from ckptd.shared.errors import InvalidRequest
-from tests.frameworks.kills import EXAMPLES, LAUNCHER, Example, lines, run_of
+from tests.frameworks.kills import EXAMPLES, Example, lines, run_of
 from tests.support.daemons import Daemon
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.timeout(900)  # the first use builds an extension
 
+LAUNCHER = """
+import os, socket, subprocess, sys
+ranks = int(sys.argv[1])
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = str(free.getsockname()[1])
+began = [
+    subprocess.Popen(
+        [sys.executable, *sys.argv[2:]],
+        env=os.environ
+        | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+    )
+    for rank in range(ranks)
+]
+sys.exit(max(abs(each.wait()) for each in began))
+"""
+"""Begins ranks in one process group, which SIGKILL ends as a whole."""
 REFUSALS = """
 import argparse, sys
 import torch

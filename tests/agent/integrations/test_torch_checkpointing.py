@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ckptd.agent import Agent, Checkpoint
 from ckptd.integrations.torch_checkpointing import CkptdStorage, attach
 from ckptd.shared.errors import CkptdError, InvalidName, InvalidRequest, UnsavableValue
-from tests.frameworks.kills import Example, run_of
+from tests.frameworks.kills import EXAMPLES, Example
 from tests.support.daemons import Daemon, Home, running
 from tests.support.ranks import HERE, Ranks
 
@@ -32,6 +32,7 @@ from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
 pytestmark = pytest.mark.timeout(600)
 
+EXAMPLE = EXAMPLES / "train_torch_checkpointing.py"
 WEIGHT = torch.arange(12, dtype=torch.float32, device="cpu").reshape(4, 3) / 7
 
 
@@ -288,13 +289,32 @@ def test_the_last_save_before_sigkill_is_the_newest(daemon: Daemon, tmp_path: Pa
 
 
 def test_the_example_is_exact_after_kills() -> None:
-    found = Example(run_of("train_torch_checkpointing", 40), random.Random(6)).run(2)
+    found = Example(EXAMPLE, 40, random.Random(6)).run(2)
     assert (found.problems, found.steps, found.kills) == ([], 40, 2)
 
 
-def test_two_ranks_are_exact_after_a_kill() -> None:
-    run = run_of("train_torch_checkpointing", 30, ranks=2)
-    found = Example(run, random.Random(7)).run(1)
+LAUNCHER = """
+import os, socket, subprocess, sys
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = str(free.getsockname()[1])
+ranks = [
+    subprocess.Popen(
+        [sys.executable, EXAMPLE, *sys.argv[1:]],
+        env=os.environ | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+    )
+    for rank in "01"
+]
+sys.exit(max(abs(rank.wait()) for rank in ranks))
+"""
+"""Begins the example on two ranks in one process group, which SIGKILL ends as a whole."""
+
+
+def test_two_ranks_are_exact_after_a_kill(tmp_path: Path) -> None:
+    script = tmp_path / "launcher.py"
+    script.write_text(f"EXAMPLE = {str(EXAMPLE)!r}\n{LAUNCHER}")
+    found = Example(script, 30, random.Random(7)).run(1)
     assert (found.problems, found.steps, found.kills) == ([], 30, 1)
 
 

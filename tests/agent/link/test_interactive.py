@@ -142,11 +142,11 @@ def test_a_cell_of_a_notebook_can_be_run_again(
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     book.metadata["kernelspec"] = {"name": "python3", "display_name": "", "language": "python"}
     done = NotebookClient(book, timeout=120).execute()
+    # A line may be split between two outputs.
     out = [
-        [line for each in cell.outputs if each.get("name") == "stdout" for line in
-         each["text"].splitlines()]
+        "".join(each["text"] for each in cell.outputs if each.get("name") == "stdout").splitlines()
         for cell in done.cells
-    ]  # fmt: skip
+    ]
     assert [*out[1], *out[2]] == SAVED
     assert "attempt 2 of job 'gpt' begins" in str(done.cells[2].outputs)
     first, second = ({line.split()[-1] for line in lines} - {"None"} for lines in out[4:6])
