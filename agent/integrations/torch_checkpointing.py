@@ -37,7 +37,7 @@ from ckptd.agent.pending import Pending
 from ckptd.agent.state.tree import PerRank
 from ckptd.integrations.framework import attach_once, check_version
 from ckptd.shared import names
-from ckptd.shared.errors import CkptdError, InvalidRequest
+from ckptd.shared.errors import CkptdError, InvalidRequest, RecoveryFailed
 from ckptd.shared.wire import messages as m
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def attach(
 
     Raises InvalidRequest for a version of torch_checkpointing with which this was not
     tried, for another object, for a manager that has saved or is closed, has callbacks,
-    or is attached already. Raises the errors of `Agent`.
+    or is attached already. Raises the errors of `Agent` and of `CkptdStorage.newest`.
     """
     check_version("torch_checkpointing", *_VERSIONS)
     from torch_checkpointing import CheckpointManager
@@ -117,7 +117,9 @@ class CkptdStorage:
         self._saving: deque[Pending] = deque()
         self._last = -1
         self._follow_attempt()
-        self._asked = 0
+        link = link_of(agent)
+        link.schedules += 1
+        self._topic, self._asked = f"torch_checkpointing/{link.schedules}", 0
         self._files = manager._loader
         self._unloaded = self.newest()
         # Ending the process that would write files takes seconds.
@@ -141,19 +143,26 @@ class CkptdStorage:
         a tag is returned only if no id has a number. Call this on every rank. All ranks
         get the answer of rank 0.
 
-        Raises DaemonUnreachable, StorageError; SnapshotFailed if a rank does not call
-        it.
+        Raises RecoveryFailed if all checkpoints of the job are damaged;
+        DaemonUnreachable, StorageError; SnapshotFailed if a rank does not call it.
         """
         link = link_of(self.agent)
         with link.calls("newest"):
             link.ready()
             found, _ = link.client.call(lambda n: m.Find(id=n), m.Found, _FIND_SECONDS)
+            for text in found.damaged:
+                log.error("%s/%s", link.job, text)
+            if found.damaged and not found.candidates:
+                raise RecoveryFailed(
+                    f"no sound checkpoint of job {link.job!r} is left: {'; '.join(found.damaged)}; "
+                    f"to begin without them, name another job with CKPTD_JOB"
+                )
             parsed = [names.parse_tag_directory(one.tag) for one in found.candidates]
             numbers = [f"step-{one.step}" for one in parsed if one and one.step is not None]
             tags = [one.tag for one in parsed if one and one.by_user]
             self._asked += 1
             heard = link.ranks.round(
-                f"torch_checkpointing/{link.attempt}/{self._asked}",
+                f"{self._topic}/{link.attempt}/{self._asked}",
                 msgspec.msgpack.encode((numbers + tags)[:1]),
                 lambda said: said[:1] * len(said),
                 _FIND_SECONDS,

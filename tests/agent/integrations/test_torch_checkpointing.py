@@ -21,7 +21,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckptd.agent import Agent, Checkpoint
 from ckptd.integrations.torch_checkpointing import CkptdStorage, attach
-from ckptd.shared.errors import CkptdError, InvalidName, InvalidRequest, UnsavableValue
+from ckptd.shared.errors import (
+    CkptdError,
+    InvalidName,
+    InvalidRequest,
+    RecoveryFailed,
+    UnsavableValue,
+)
 from tests.frameworks.kills import EXAMPLES, Example
 from tests.support.daemons import Daemon, Home, running
 from tests.support.ranks import HERE, Ranks
@@ -249,6 +255,23 @@ def test_a_run_that_loads_nothing_or_older_files_may_not_save(
     again.save("step_5", payload(5))
     assert storage.newest() == "step-5"
     storage.agent.close()
+
+
+def test_a_job_whose_checkpoints_are_all_damaged_does_not_begin_at_zero(place: Home) -> None:
+    with running(place) as daemon:
+        manager, storage = made(daemon)
+        manager.save("step_4", payload(4))
+        storage.agent.close()
+    (manifest,) = place.root.glob("job/*/manifest.json")
+    manifest.write_bytes(b"rot")
+    with (
+        running(place) as daemon,
+        pytest.raises(
+            RecoveryFailed,
+            match=r"^no sound checkpoint of job 'job' is left: step-00000004\.a0001: ",
+        ),
+    ):
+        made(daemon)
 
 
 KILLED = """
