@@ -32,9 +32,14 @@ class Restart(NamedTuple):
 
 
 class Advice:
-    """The advice that one agent gives. Each warning is logged once."""
+    """The advice that one agent gives. Each warning is logged once.
+
+    silent: True gives none: the state is that of a framework, whose user calls neither
+    `snapshot` nor `recover`.
+    """
 
     def __init__(self) -> None:
+        self.silent = False
         self._recover_called = False
         self._recovered: int | None = None
         self._last_attempt = 0
@@ -105,7 +110,7 @@ class Advice:
             )
 
     def _tell(self, sentence: str) -> None:
-        if sentence not in self._told:
+        if not self.silent and sentence not in self._told:
             self._told.add(sentence)
             log.warning("%s", sentence)
 

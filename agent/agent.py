@@ -534,11 +534,24 @@ class Agent:
         and after `close`. Raises Busy inside another call of this thread, for example
         in a signal handler that interrupts `snapshot`.
         """
+        return self._recover(
+            state,
+            Options(
+                strict,
+                (keep,) if isinstance(keep, str) else tuple(keep),
+                on_reshape,
+                same_partition,
+                step,
+            ),
+        )
+
+    def _recover(self, state: Any, options: Options) -> Recovered | None:
+        step = options.step
         link = self._link
         # Tensors that are made in inference mode cannot be trained.
         with link.calls("recover"), torch.inference_mode(False):
             link.check_open()
-            if (keep or same_partition) and self._load_planner is not None:
+            if (options.keep or options.same_partition) and self._load_planner is not None:
                 raise InvalidRequest(
                     "keep and same_partition cannot be combined with a load_planner: the planner "
                     "decides what is loaded"
@@ -546,13 +559,12 @@ class Agent:
             if self.world_size == 1:
                 link.ready()
             link.client.wait_connected(link.stall_budget)
-            patterns = (keep,) if isinstance(keep, str) else tuple(keep)
             recovery = Recovery(
                 link.client,
                 link.ranks,
                 link.job,
                 f"recover/{link.attempt}",
-                Options(strict, patterns, on_reshape, same_partition, step),
+                options,
                 self._load_planner,
                 nodes=link.node is not None,
             )
@@ -604,6 +616,20 @@ class Agent:
 def link_of(agent: Agent) -> RankLink:
     """Return the link of an agent to its daemon, for other modules of ckptd."""
     return agent._link
+
+
+def silence_advice(agent: Agent) -> None:
+    """Log no advice about how the agent is called, because a framework calls it."""
+    agent._advice.silent = True
+
+
+def recover_tag(agent: Agent, state: Any, tag: str) -> Recovered | None:
+    """Recover the newest checkpoint with this tag, such as "best" or "step-00000100",
+    as `Agent.recover` does with `strict=False`. Return None if there is none.
+
+    For other modules of ckptd. Raises the errors of `Agent.recover`.
+    """
+    return agent._recover(state, Options(strict=False, tag=tag))
 
 
 def _with_replicas(request: SnapshotRequest, digests: Callable[[], list[ReplicaDigests]]) -> bytes:

@@ -64,8 +64,9 @@ class RankLink:
     are not over yet. `structure_changed` is called, on any thread, when the ranks must
     plan again. `unnamed` is True if neither the caller nor the environment names the
     job. `takeover` says whether to begin although another run of the job is alive; None
-    leaves that to CKPTD_TAKEOVER. `schedules` counts the schedules that have used this
-    link: the number gives each one topics of its own in the store.
+    leaves that to CKPTD_TAKEOVER. `schedules` counts the schedules and the storages of
+    frameworks that have used this link: the number gives each one topics of its own in
+    the store.
 
     Raises DaemonUnreachable, Forbidden, InvalidName, InvalidRequest, JobRunning,
     ForeignMemory, StorageError and other errors of the daemon, and SnapshotFailed if a

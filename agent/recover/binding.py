@@ -88,6 +88,11 @@ class Binding:
         self._raise_differences()
         self._value = value
 
+    @property
+    def left(self) -> list[str]:
+        """The keys of the state that the checkpoint lacks, unless `strict` is on."""
+        return self._leaves.left
+
     def judge(self, read: Read) -> None:
         """Read the saved values that decide whether the recovery would lose anything.
 

@@ -274,6 +274,13 @@ class Loading:
         return {}
 
     @property
+    def left(self) -> list[str]:
+        """The keys of the state that the checkpoint lacks, after a load that is not
+        strict.
+        """
+        return [] if self._binding is None else self._binding.left
+
+    @property
     def memory_bytes(self) -> int:
         """The number of bytes that were read from memory, not from storage."""
         slots = (

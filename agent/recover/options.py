@@ -22,7 +22,7 @@ class Options:
     on_reshape: the function that makes a `per_rank` value of those that another number
     of ranks has saved. same_partition: the ranks and their shards are those that saved,
     so that each rank reads only its own. step: the step to recover, or None for the
-    newest.
+    newest. tag: the tag to recover, such as "best" or "step-00000100", or None for any.
     """
 
     strict: bool = True
@@ -30,6 +30,7 @@ class Options:
     on_reshape: OnReshape | None = None
     same_partition: bool = False
     step: int | None = None
+    tag: str | None = None
 
     def call(self, **changes: Any) -> str:
         """Return the text of the call of `recover` with these options, which the caller

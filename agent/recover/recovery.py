@@ -72,7 +72,8 @@ class Recovered:
     like "train.py on node1 as alice, 2026-11-22 17:08 UTC"; "" if an earlier version
     saved it. memory_bytes: the bytes that this rank has read from the memory of its
     node. If `source` is "storage", the node still held these bytes, and the others came
-    from storage.
+    from storage. left: with `strict=False`, the keys of the state that the checkpoint
+    lacks, whose values are left as they are.
     """
 
     step: int
@@ -85,6 +86,7 @@ class Recovered:
     passed_over: list[str] = field(default_factory=list)
     origin: str = ""
     memory_bytes: int = 0
+    left: list[str] = field(default_factory=list)
     _rng: dict[str, Any] | None = field(default=None, repr=False, compare=False)
 
     def restore_rng(self) -> bool:
@@ -187,7 +189,7 @@ class Recovery:
                 passed_over.append(f"{where}: {damage}")
                 continue
             failpoint("agent.recover.loaded")
-            if step is None:
+            if step is None and self._options.tag is None:
                 self.restart = restart(
                     candidates,
                     number,
@@ -263,12 +265,17 @@ class Recovery:
             lambda n: m.Find(id=n, step=asked, delivered=delivered), m.Found, FIND_SECONDS
         )
         failpoint("agent.recover.found")
+        tag = self._options.tag
+        wanted = [c for c in found.candidates if tag is None or _has_tag(c.tag, tag)]
+        damaged = [
+            text for text in found.damaged if tag is None or _has_tag(text.partition(":")[0], tag)
+        ]
         return {
-            "candidates": [msgspec.to_builtins(c) for c in found.candidates],
-            "damaged": found.damaged,
+            "candidates": [msgspec.to_builtins(c) for c in wanted],
+            "damaged": damaged,
             "incomplete": found.incomplete,
             "last_step": last_step,
-            "asked": asked,
+            "asked": asked if tag is None else tag,
             "same_partition": self._options.same_partition,
         }
 
@@ -343,6 +350,12 @@ class Recovery:
             msgspec.msgpack.decode(one) for one in msgspec.msgpack.decode(heard)
         ]
         return said
+
+
+def _has_tag(directory: str, tag: str) -> bool:
+    """Return True if the directory of this name holds a checkpoint with the tag."""
+    parsed = names.parse_tag_directory(directory)
+    return parsed is not None and parsed.tag == tag
 
 
 def _some(keys: Collection[Any]) -> str:
@@ -447,7 +460,8 @@ def _recovered(
         step=-1 if candidate.step is None else candidate.step, attempt=candidate.attempt,
         tag=candidate.tag, source=candidate.source, metrics=opened.metrics,
         user_content=opened.user_content, seconds=seconds, passed_over=passed_over,
-        origin=_origin(opened), memory_bytes=loading.memory_bytes, _rng=loading.rng,
+        origin=_origin(opened), memory_bytes=loading.memory_bytes, left=loading.left,
+        _rng=loading.rng,
     )  # fmt: skip
 
 

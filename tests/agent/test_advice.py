@@ -42,6 +42,13 @@ def test_a_loop_that_repeats_steps_after_a_recovery_is_told(
     assert warned(caplog) == []
 
 
+def test_silent_advice_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    advice = Advice()
+    advice.silent = True
+    advice.before_snapshot(STATE, 0, 2)
+    assert warned(caplog) == []
+
+
 def test_a_job_that_ran_before_and_is_not_recovered_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint
+from ckptd.agent.agent import link_of, recover_tag, silence_advice
 from ckptd.agent.link.script import script
 from ckptd.shared import errors
 from ckptd.shared.system import failpoints, machine
@@ -88,6 +89,37 @@ def test_a_recovery_says_who_has_saved_and_can_set_the_random_generators_again(
     assert "no random generators were saved for this rank" in caplog.text
     with Checkpoint.open(daemon.home.root / "job", "step-00000001.a0001") as checkpoint:
         assert checkpoint.manifest.origin in who
+
+
+def test_a_tag_is_recovered_although_a_later_attempt_has_its_step(daemon: Daemon) -> None:
+    agent = Agent("job", socket=daemon.home.socket)
+    for value, tag in ((1.0, "best"), (2.0, "best"), (3.0, None)):
+        pending = agent.snapshot({"w": torch.full((2,), value)}, step=7, tag=tag)
+        pending.wait("durable", timeout=60)
+        link_of(agent).begin_next()
+    found = {}
+    for tag in ("best", "step-00000007", "step-7", "step-00000008"):
+        state = {"w": torch.zeros(2)}
+        recovered = recover_tag(agent, state, tag)
+        found[tag] = (recovered and recovered.tag, state["w"].tolist())
+    assert found == {
+        "best": ("best.a0002", [2.0, 2.0]),
+        "step-00000007": ("step-00000007.a0003", [3.0, 3.0]),
+        "step-7": (None, [0.0, 0.0]),
+        "step-00000008": (None, [0.0, 0.0]),
+    }
+    agent.close()
+
+
+def test_an_agent_whose_advice_is_silenced_gives_none(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    Agent("job", socket=daemon.home.socket).close()
+    agent = Agent("job", socket=daemon.home.socket)
+    silence_advice(agent)
+    agent.snapshot({"w": torch.ones(2)}, step=1).wait("sealed")
+    assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == []
+    agent.close()
 
 
 def test_a_newer_attempt_fences_the_older(daemon: Daemon) -> None:

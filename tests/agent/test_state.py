@@ -586,7 +586,9 @@ def test_a_mismatch_is_named_and_nothing_is_written(
 def test_strict_false_recovers_the_keys_that_both_have(agent: Agent, daemon: Daemon) -> None:
     agent.snapshot({"w": torch.ones(2), "extra": 1}, step=1).wait("sealed")
     state = {"w": torch.zeros(2), "new": 5}
-    agent.recover(state, strict=False)
+    recovered = agent.recover(state, strict=False)
+    assert recovered is not None
+    assert recovered.left == ["new"]
     assert state["w"].tolist() == [1.0, 1.0]  # type: ignore[attr-defined]
     assert state["new"] == 5
 

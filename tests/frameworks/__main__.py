@@ -55,6 +55,11 @@ FRAMEWORKS = {
         ("tests/agent/integrations/test_torchtitan.py",),
         ("train_torchtitan",),
     ),
+    "torch_checkpointing": Framework(
+        ("torch_checkpointing==0.1.1",),
+        ("tests/agent/integrations/test_torch_checkpointing.py",),
+        ("train_torch_checkpointing",),
+    ),
     "ray": Framework(
         ("ray[train]==2.60.0",), ("tests/agent/integrations/test_ray.py",), ("train_ray",)
     ),

@@ -129,10 +129,10 @@ class Told(Recovery):
         told: dict[tuple[int, str], Any] | None = None,
         ranks: Any = None,
         strict: bool = True,
+        tag: str | None = None,
     ) -> None:
-        super().__init__(
-            cast(Client, client), ranks or Alone(), "gpt", "recover/1", Options(strict)
-        )
+        options = Options(strict, tag=tag)
+        super().__init__(cast(Client, client), ranks or Alone(), "gpt", "recover/1", options)
         self.told, self.done = told or {}, list[tuple[int, str]]()
 
     def _loading(self, candidate: m.RecoveryCandidate, topic: str) -> Any:
@@ -144,6 +144,7 @@ class FakeLoading:
 
     def __init__(self, of: Told, candidate: m.RecoveryCandidate) -> None:
         self._of, self._candidate = of, candidate
+        self.left = ["new"]
 
     def _do(self, phase: str, result: dict[str, Any]) -> dict[str, Any]:
         assert self._candidate.step is not None
@@ -324,6 +325,21 @@ def test_steps_that_were_lost_with_a_node_are_told(
         "gpt/step-00000003.a0001: rank 1 did not deliver: this step is not complete, and cannot "
         "be recovered" in caplog.messages
     )
+
+
+def test_a_tag_chooses_among_the_candidates() -> None:
+    """Damage to checkpoints of other tags means nothing for this one."""
+    best = m.RecoveryCandidate(attempt=1, step=2, tag="best.a0001", source="storage")
+    client = FakeClient(candidate(3, attempt=2), best, damaged=("best2.a0002: rot",))
+    made = Told(client, tag="best")
+    recovered = made.run({}, step=None, last_step=-1)
+    assert recovered is not None
+    assert (recovered.tag, recovered.passed_over) == ("best.a0001", [])
+    assert recovered.left == ["new"]
+    assert made.restart is None
+    assert Told(client, tag="best3").run({}, step=None, last_step=-1) is None
+    with pytest.raises(RecoveryFailed, match=r"is left: best2\.a0002: rot; the state is unchanged"):
+        Told(client, tag="best2").run({}, step=None, last_step=-1)
 
 
 # -- one candidate after the other
