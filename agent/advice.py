@@ -70,7 +70,8 @@ class Advice:
         self._tell(
             f"{recovered.place} is recovered again: attempts {first} "
             f"{'and' if last == first + 1 else 'to'} {last} have left no newer "
-            f"snapshot. If this snapshot makes each run fail, {remedy}"
+            f"snapshot. If they had nothing left to do, all is well; if this snapshot makes each "
+            f"run fail, {remedy}"
         )
 
     def run_again(self, step: int, last: int, job: str, attempt: int) -> None:

@@ -8,13 +8,14 @@ import hashlib
 import logging
 import random
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from ckptd.agent.state.tree import per_rank
 from ckptd.shared.errors import InvalidRequest
@@ -53,13 +54,15 @@ class Batches:
     seed: an integer. It must be the same on all ranks, and after a recovery.
 
     epoch: the number of the epoch, from 0. batch: the number of batches of this epoch
-    that have been returned.
+    that have been returned. drawn: the number of batches that this object has returned.
+    saved: True once the position was saved or recovered.
 
     Raises InvalidRequest if `loader` is neither of these.
     """
 
     def __init__(self, loader: Any, *, seed: int = 0) -> None:
-        self.epoch = self.batch = 0
+        self.epoch = self.batch = self.drawn = 0
+        self.saved = False
         self._seed = seed
         self._loader: _Loader
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
@@ -68,12 +71,15 @@ class Batches:
             raise InvalidRequest(
                 f"{type(loader).__name__} is neither a torch DataLoader nor a loader with "
                 f"state_dict() and load_state_dict(): pass one of these, or save the position of "
-                f"this loader in the state yourself"
+                f"this loader in the state yourself. Ray's prepare_data_loader() returns a "
+                f"DataLoader if it is called with move_to_device=False"
             )
         elif isinstance(loader.dataset, IterableDataset):
             self._loader = _Repeated(loader)
         else:
             self._loader = _Ordered(loader)
+            _warn_of_equal_batches(loader)
+        known.add(self)
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
@@ -88,6 +94,7 @@ class Batches:
             draws = _Draws(f"{self._seed}/{self.epoch}")
             for batch in self._loader.batches(self.epoch, self.batch, draws):
                 self.batch += 1
+                self.drawn += 1
                 yield batch
             if self.batch == 0:
                 raise InvalidRequest(
@@ -98,6 +105,7 @@ class Batches:
             self.batch = 0
 
     def state_dict(self) -> dict[str, Any]:
+        self.saved = True
         return {
             "epoch": self.epoch,
             "samples": self.batch * self._loader.samples_per_batch,
@@ -116,6 +124,7 @@ class Batches:
                 f"the batches were saved with seed {state['seed']}, and this run has seed "
                 f"{self._seed}: use Batches(loader, seed={state['seed']})"
             )
+        self.saved = True
         self._loader.load(state)
         self.epoch = state["epoch"]
         self.batch, rest = divmod(state["samples"], self._loader.samples_per_batch)
@@ -128,6 +137,23 @@ class Batches:
                 self._loader.samples_per_batch,
                 rest,
             )
+
+
+known: weakref.WeakSet[Batches] = weakref.WeakSet()
+"""All objects of this process."""
+
+
+def _warn_of_equal_batches(loader: DataLoader[Any]) -> None:
+    """Warn if all ranks get the same batches: their order depends on the seed alone."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    if any(isinstance(sampler, (RandomSampler, SequentialSampler)) for sampler in samplers):
+        log.warning(
+            "the sampler of this loader is not distributed: all %d ranks get the same batches, "
+            "unless each has a data set of its own; use a DistributedSampler",
+            torch.distributed.get_world_size(),
+        )
 
 
 class _Loader(ABC):

@@ -8,13 +8,16 @@ import logging
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ckptd.agent import default
+from ckptd.agent import batches, default
 from ckptd.agent.agent import Agent, link_of
 from ckptd.agent.link.rounds import Exchange
 from ckptd.agent.pending import Pending
@@ -84,8 +87,8 @@ class Training:
     """The run of a training loop, made by `training`.
 
     recovered: the snapshot that was recovered, or None at the very first start.
-    pending: the `Pending` of the last snapshot, or None. metrics: numbers by name that
-    are saved with the next snapshot.
+    pending: the `Pending` of the last snapshot, or None. metrics: numbers of this step by
+    name, which are saved if a snapshot is taken after it.
     """
 
     def __init__(self, state: Any, schedule: Schedule, **options: Any) -> None:
@@ -96,10 +99,12 @@ class Training:
         self._given = schedule.agent
         self._options = options
         self._next = 0
+        self._total: int | None = None  # of the loop that runs, 0 after it, None before it
         self._entered = self._stop = False
         self._terminated = False
         self._handler: Any = None
         self._ranks: _StopStep | None = None
+        self._watch = _Watch(state)
 
     def __enter__(self) -> Training:
         """Recover, and take over SIGTERM, if this is the main thread.
@@ -121,6 +126,7 @@ class Training:
         if threading.current_thread() is threading.main_thread():
             self._handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         self._entered = True
+        self._watch.begin()
         return self
 
     def __exit__(
@@ -134,6 +140,9 @@ class Training:
         Raises the errors of `close`, unless the loop itself has raised one.
         """
         self._entered = False
+        self._watch.end()
+        if kind is None:
+            self._warn_of_early_end()
         close: Callable[[], None] = default.close if self._given is None else self._given.close
         try:
             close()
@@ -172,17 +181,39 @@ class Training:
     def _steps(self, total: int) -> Iterator[int]:
         if self._next >= total:
             log.warning("nothing is left to do: step %d of %d is saved", self._next - 1, total)
+        self._total = total
+        self._watch.check_order()
         while self._next < total:
             yield self._next
             step, self._next = self._next, self._next + 1
             ends = self._ends_at(step)
             self._snapshot(step, last=ends or self._next == total)
+            self.metrics = {}
             if self._terminated and ends:
                 log.warning("SIGTERM: step %d is the last one of this process", step)
                 raise SystemExit(_EXIT_CODE)
             if ends:
                 self._stop = False
-                return
+                break
+        self._total = 0
+
+    def _warn_of_early_end(self) -> None:
+        """Warn if the loop has not come to the end of its steps."""
+        if self._total is None:
+            log.warning(
+                "nothing was saved: run.steps() was not called inside the with statement; write "
+                "`for step in run.steps(N):` around the training"
+            )
+        elif self._total:
+            newest = self.pending or self.recovered
+            log.warning(
+                "the loop was left in step %d of %d, which is not saved: %s; to end early, call "
+                "run.stop(), and for a loader that ends before the steps do, use "
+                "ckptd.Batches(loader)",
+                self._next,
+                self._total,
+                "no step is" if newest is None else f"step {newest.step} is the newest",
+            )
 
     def stop(self) -> None:
         """End `steps` after the current step, on all ranks, and save that step."""
@@ -198,7 +229,8 @@ class Training:
             taken = self._schedule.snapshot(self._state, step=step, metrics=self.metrics or None)
         if taken is not None:
             self.pending = taken
-            self.metrics = {}
+            self._watch.saved(step)
+        self._watch.next_step()
 
     def _ends_at(self, step: int) -> bool:
         """Return True if the run ends after this step, on all ranks."""
@@ -212,6 +244,75 @@ class Training:
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._terminated = True
         log.warning("SIGTERM: the run ends after this step")
+
+
+class _Watch:
+    """Looks for mistakes in a loop that would make a recovered run another one."""
+
+    def __init__(self, state: Any) -> None:
+        self._batches = list(_batches_in(state))
+        self._before: list[int] = []
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped = self._said = False
+        self._hook: Any = None
+
+    def begin(self) -> None:
+        self._before = [one.drawn for one in self._batches]
+        self._hook = register_optimizer_step_post_hook(self._note)
+
+    def end(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _note(self, optimizer: Optimizer, *_: object) -> None:
+        self._optimizers.add(optimizer)
+        self._stepped = True
+
+    def check_order(self) -> None:
+        """Raise InvalidRequest if a batch was drawn before the first step."""
+        if self._before != [one.drawn for one in self._batches]:
+            raise InvalidRequest(
+                "a batch was drawn before the first step, which would shift the position that is "
+                "saved: write `zip(run.steps(N), batches)`, with run.steps first"
+            )
+
+    def next_step(self) -> None:
+        self._stepped = False
+
+    def saved(self, step: int) -> None:
+        """Warn, once, of what the snapshot of this step lacks."""
+        if self._said:
+            return
+        if any(one.drawn and not one.saved for one in batches.known):
+            self._said = True
+            log.warning(
+                "a ckptd.Batches is used that is not part of the state: its position is not saved, "
+                'and a recovered run begins its data again; add it, as in {"data": batches}'
+            )
+        if self._optimizers and not self._stepped and any(map(_has_gradients, self._optimizers)):
+            self._said = True
+            log.warning(
+                "no optimizer has stepped in step %d, which is saved, and gradients are not: a "
+                "recovered run loses those that are accumulated; let one step of run.steps() be "
+                "one step of the optimizer",
+                step,
+            )
+
+
+def _batches_in(state: Any) -> Iterator[batches.Batches]:
+    if isinstance(state, batches.Batches):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _batches_in(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from _batches_in(value)
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    parameters = (one for group in optimizer.param_groups for one in group["params"])
+    return any(parameter.grad is not None for parameter in parameters)
 
 
 class _StopStep:

@@ -140,6 +140,7 @@ class RayTraining(Training):
         self.ended = True
         if kind is not None:
             self._entered = False
+            self._watch.end()
             if self._handler is not None:
                 signal.signal(signal.SIGTERM, self._handler)
             return

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.optimizers import class_of
@@ -494,9 +495,9 @@ class Packer:
         except Exception:
             raise UnsavableValue(
                 f"{path or 'the state'}: a value of type {kind.__module__}.{kind.__qualname__} "
-                f"could not be brought back without running "
-                "pickled code; save its state_dict() or plain values instead, or leave it out "
-                "(unsavable='skip' leaves out all such values)"
+                f"could not be brought back without running pickled code; save "
+                f"{_instead(value)} instead, or leave it out (unsavable='skip' leaves out all such "
+                f"values)"
             ) from None
         return Ext(TORCH, buffer.getvalue())
 
@@ -611,6 +612,13 @@ def _said(how: Callable[[Any], str], value: Any) -> str:
         return how(value)
     except ValueError:
         return type(value).__name__
+
+
+def _instead(value: Any) -> str:
+    """Return the words for what is saved instead of a value that cannot be."""
+    if isinstance(value, DataLoader):
+        return "ckptd.Batches(loader), which has its position,"
+    return "its state_dict() or plain values"
 
 
 def _pack_numpy(value: Any, path: str) -> Any:

@@ -112,8 +112,8 @@ OLDER = "go back to an older one: recover(state, step=69)"
 
 def again(place: str, attempts: str, remedy: str) -> str:
     return (
-        f"{place} is recovered again: attempts {attempts} have left no newer snapshot. If this "
-        f"snapshot makes each run fail, {remedy}"
+        f"{place} is recovered again: attempts {attempts} have left no newer snapshot. If they "
+        f"had nothing left to do, all is well; if this snapshot makes each run fail, {remedy}"
     )
 
 

@@ -276,3 +276,24 @@ def test_the_position_is_saved_and_recovered_with_the_state(daemon: Daemon) -> N
     assert (batches.epoch, batches.batch) == (1, 1)
     assert taken(batches, 3) == whole[7:]
     agent.close()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "told"),
+    [
+        (RandomSampler(range(8)), 1),
+        (DistributedSampler(Numbers(8), num_replicas=2, rank=0), 0),
+        (WeightedRandomSampler([1.0] * 8, 8), 0),
+    ],
+)
+def test_equal_batches_on_all_ranks_are_told(
+    sampler: Any, told: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The order depends on the seed alone, and all ranks have the same."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    Batches(DataLoader(Numbers(8), batch_size=2, sampler=sampler))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    Batches(DataLoader(Numbers(8), batch_size=2, sampler=sampler))
+    found = [one for one in caplog.messages if "all 2 ranks get the same batches" in one]
+    assert len(found) == told

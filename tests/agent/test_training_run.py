@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
-from ckptd.agent import Agent, Checkpoint, Schedule, training
+from ckptd.agent import Agent, Batches, Checkpoint, Schedule, training
 from ckptd.agent.training_run import Training
 from ckptd.shared.errors import InvalidRequest, SnapshotFailed
 from tests.support import scripts
@@ -206,6 +207,94 @@ def test_steps_are_refused_outside_the_with_statement_and_without_a_number(agent
         run.steps(5)
     with run, pytest.raises(InvalidRequest, match="^the number of steps is 0; expected a number "):
         run.steps(0)
+
+
+# -- mistakes that would make a recovered run another one
+
+
+def batches_of(samples: int = 10) -> Batches:
+    return Batches(DataLoader(TensorDataset(torch.arange(float(samples))), batch_size=2))
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+def test_batches_that_are_drawn_before_the_steps_are_refused(agent: Agent) -> None:
+    batches = batches_of()
+    with (
+        training({"data": {"train": [batches]}}, every=5, agent=agent) as run,
+        pytest.raises(InvalidRequest, match=r"^a batch was drawn before the first step, .*`zip\("),
+    ):
+        list(zip(batches, run.steps(5), strict=False))
+
+
+def test_batches_that_are_not_in_the_state_are_told(
+    agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = batches_of()
+    with training(state_of(0.0), every=2, agent=agent) as run:
+        list(zip(run.steps(5), batches, strict=False))
+    told = warned(caplog)
+    assert (len(told), told[0][:58]) == (
+        1, "a ckptd.Batches is used that is not part of the state: its"
+    )  # fmt: skip
+
+
+def test_gradients_that_are_not_saved_are_told(
+    agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a snapshot after every second step, step 2 of four accumulated ones is saved."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with training({"m": model, "o": optimizer}, every=2, agent=agent) as run:
+        for step in run.steps(8):
+            model(torch.ones(1, 2)).sum().backward()
+            if step % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+    told = warned(caplog)
+    assert (len(told), told[0][:61]) == (
+        1, "no optimizer has stepped in step 4, which is saved, and gradi"
+    )  # fmt: skip
+
+
+def test_gradients_of_the_step_before_are_no_mistake(
+    agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`zero_grad` may come first in a step."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with training({"m": model, "o": optimizer}, every=2, agent=agent) as run:
+        for _ in run.steps(6):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    assert warned(caplog) == []
+
+
+def test_a_loop_that_ends_before_its_steps_is_told(
+    agent: Agent, daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    with training(state_of(0.0), every=2, agent=agent) as run:
+        list(zip(run.steps(9), range(4), strict=False))
+    later = Agent("job", socket=daemon.home.socket)
+    with training(state_of(0.0), every=2, agent=later):
+        pass
+    told = warned(caplog)
+    assert [one.partition(";")[0] for one in told] == [
+        "the loop was left in step 4 of 9, which is not saved: step 2 is the newest",
+        "nothing was saved: run.steps() was not called inside the with statement",
+    ]
+
+
+def test_metrics_belong_to_the_step_in_which_they_were_set(agent: Agent, daemon: Daemon) -> None:
+    with training(state_of(0.0), every=4, agent=agent) as run:
+        for step in run.steps(5):
+            if step == 3:
+                run.metrics = {"loss": 3.0}
+    with Checkpoint.open(daemon.home.root / "job") as found:
+        assert (found.step, found.metrics) == (4, {})
 
 
 # -- several ranks
