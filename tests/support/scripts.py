@@ -5,6 +5,7 @@ already: a life of a training takes a tenth of the time that a new interpreter n
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import runpy
 import signal
@@ -90,6 +91,7 @@ def _main(
     output: Path,
 ) -> None:
     os.setsid()
+    multiprocessing.set_start_method(None, force=True)  # the default, and not the server's
     opened = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(opened, 1)
     os.dup2(opened, 2)
