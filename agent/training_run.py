@@ -10,21 +10,27 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ckptd.agent import batches, default
+from ckptd.agent import default
 from ckptd.agent.agent import Agent, link_of
+from ckptd.agent.batches import Batches, known
+from ckptd.agent.link.interactive import is_interactive
 from ckptd.agent.link.rounds import Exchange
 from ckptd.agent.pending import Pending
 from ckptd.agent.recover.options import OnReshape
 from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.schedule import Schedule, check_same_agent
 from ckptd.shared.errors import CkptdError, InvalidRequest
+
+T = TypeVar("T")
 
 log = logging.getLogger("ckptd.agent")
 
@@ -83,6 +89,38 @@ def _schedule(every: object, agent: Agent | None) -> Schedule:
     )
 
 
+_trained: dict[tuple[str, str], weakref.ref[Module]] = {}
+"""The models that this process has trained with its own agent, by root and job."""
+
+
+def check_one_model(given: Agent | None, model: Module | None) -> None:
+    """Check that this process does not train a second model in one job: it would go on
+    from the snapshots of the first.
+
+    given: the agent that the caller of the training has chosen, for whom nothing is
+    checked, or None. Raises InvalidRequest for another model. At the prompt and in a
+    notebook, where a cell may make its model again, warns instead.
+    """
+    if given is not None or model is None:
+        return
+    agent = default.default_agent("training")
+    known = _trained.setdefault((agent.root, agent.job), weakref.ref(model))
+    if known() is model:
+        return
+    if is_interactive():
+        log.warning(
+            "job %r goes on with another model in this process; for another training, restart the "
+            "kernel with another CKPTD_JOB, or give each training an agent=ckptd.Agent(NAME)",
+            agent.job,
+        )
+        return
+    raise InvalidRequest(
+        f"this process has trained another model in job {agent.job!r}, whose snapshots would be "
+        f"loaded into this one: give each training an agent of its own, such as "
+        f"agent=ckptd.Agent({agent.job + '-2'!r})"
+    )
+
+
 class Training:
     """The run of a training loop, made by `training`.
 
@@ -104,7 +142,7 @@ class Training:
         self._terminated = False
         self._handler: Any = None
         self._ranks: _StopStep | None = None
-        self._watch = _Watch(state)
+        self._watch = _Watch()
 
     def __enter__(self) -> Training:
         """Recover, and take over SIGTERM, if this is the main thread.
@@ -112,6 +150,8 @@ class Training:
         Raises the errors of `Agent` and `recover`.
         """
         agent = self._given or default.default_agent("training")
+        for model in islice(_found_in(self._state, Module), 1):
+            check_one_model(self._given, model)
         self.recovered = agent.recover(self._state, **self._options)
         if self.recovered is not None:
             if self.recovered.step < 0:
@@ -126,7 +166,7 @@ class Training:
         if threading.current_thread() is threading.main_thread():
             self._handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         self._entered = True
-        self._watch.begin()
+        self._watch.begin(self._state)
         return self
 
     def __exit__(
@@ -249,14 +289,15 @@ class Training:
 class _Watch:
     """Looks for mistakes in a loop that would make a recovered run another one."""
 
-    def __init__(self, state: Any) -> None:
-        self._batches = list(_batches_in(state))
+    def __init__(self) -> None:
+        self._batches: list[Batches] = []
         self._before: list[int] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped = self._said = False
         self._hook: Any = None
 
-    def begin(self) -> None:
+    def begin(self, state: Any) -> None:
+        self._batches = list(_found_in(state, Batches))
         self._before = [one.drawn for one in self._batches]
         self._hook = register_optimizer_step_post_hook(self._note)
 
@@ -283,7 +324,7 @@ class _Watch:
         """Warn, once, of what the snapshot of this step lacks."""
         if self._said:
             return
-        if any(one.drawn and not one.saved for one in batches.known):
+        if any(one.drawn and not one.saved for one in known):
             self._said = True
             log.warning(
                 "a ckptd.Batches is used that is not part of the state: its position is not saved, "
@@ -299,15 +340,16 @@ class _Watch:
             )
 
 
-def _batches_in(state: Any) -> Iterator[batches.Batches]:
-    if isinstance(state, batches.Batches):
+def _found_in(state: Any, kind: type[T]) -> Iterator[T]:
+    """Yield the objects of a kind in the containers of a state."""
+    if isinstance(state, kind):
         yield state
     elif isinstance(state, Mapping):
         for value in state.values():
-            yield from _batches_in(value)
+            yield from _found_in(value, kind)
     elif isinstance(state, (list, tuple)):
         for value in state:
-            yield from _batches_in(value)
+            yield from _found_in(value, kind)
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

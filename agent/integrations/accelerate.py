@@ -12,12 +12,15 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from ckptd.agent import default
 from ckptd.agent.agent import Agent
 from ckptd.agent.pending import Pending
 from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.schedule import Schedule
 from ckptd.agent.state.tree import per_rank
+from ckptd.agent.training_run import check_one_model
 from ckptd.integrations.accelerate_states import StateCalls, loader_state, set_loader_state
 from ckptd.integrations.framework import (
     attach_once,
@@ -86,9 +89,29 @@ def attach(
     run = TrainingRun(accelerator, chosen, agent if chosen is None else chosen.agent)
     if chosen is not None:
         run.load("attach()")
+        run.watch()
     if save_state:
         StateCalls(accelerator, run).replace()
+    elif run.recovered is not None:
+        accelerator.register_load_state_pre_hook(run.refuse_load)
+    _warn_of_scheduler(accelerator)
     return run
+
+
+def _warn_of_scheduler(accelerator: Accelerator) -> None:
+    """Warn if a learning rate scheduler is not prepared, and so begins again after a
+    recovery. torch marks the `step` of an optimizer that a scheduler uses.
+    """
+    if accelerator._schedulers or any(
+        isinstance(one, LRScheduler) for one in accelerator._custom_objects
+    ):
+        return
+    steps = (getattr(one, "optimizer", one).step for one in accelerator._optimizers)
+    if any(hasattr(step, "_wrapped_by_lr_sched") for step in steps):
+        log.warning(
+            "a learning rate scheduler uses this optimizer and is not prepared: it begins again "
+            "after a recovery; pass it to prepare() or register_for_checkpointing()"
+        )
 
 
 class TrainingRun:
@@ -134,6 +157,7 @@ class TrainingRun:
             )
         self._check_counts()
         state = self._components() | {"run": per_rank(None)}
+        check_one_model(self._agent, self._accelerator._models[0])
         found = recover_with(self._agent, state, call, of_first_rank, **options)
         if found is None:
             return None
@@ -148,6 +172,33 @@ class TrainingRun:
             for loader, saved in zip(accelerator._dataloaders, states, strict=False):
                 set_loader_state(loader, saved)
         return found
+
+    def watch(self) -> None:
+        """Warn if an optimizer steps before the loop of `batches` begins."""
+        hooks: list[Any] = []
+
+        def stepped(*_: object) -> None:
+            for hook in hooks:
+                hook.remove()
+            if not self._begun:
+                log.warning(
+                    "an optimizer steps outside of the loop of run.batches(): attach() takes no "
+                    "snapshot there; write `for epoch, step, batch in run.batches(dataloader, "
+                    "epochs=...)`, or attach(accelerator, save_state=True) for a loop of your own"
+                )
+
+        for one in self._accelerator._optimizers:
+            inner = getattr(one, "optimizer", one)
+            hooks.append(inner.register_step_post_hook(stepped))
+
+    def refuse_load(self, models: list[Any], directory: str) -> None:
+        """Raise InvalidRequest: accelerate would load another state than the run goes on
+        from.
+        """
+        raise InvalidRequest(
+            f"load_state({directory!r}) would replace step {self.step}, which attach() has "
+            "loaded: leave load_state() out, or give save_state=True to attach()"
+        )
 
     def save(self, **options: Any) -> tuple[int, int]:
         """Save the state now, and return the step and the attempt of the snapshot, once it
@@ -247,7 +298,7 @@ class TrainingRun:
             if resumed.epoch >= epochs or (steps is not None and self.step >= steps):
                 log.warning("nothing is left to do: step %d is saved", self.step)
                 return
-            log.info("training resumes after step %d, in epoch %d", self.step, resumed.epoch)
+            log.warning("training resumes after step %d, in epoch %d", self.step, resumed.epoch)
         for epoch in range(0 if resumed is None else resumed.epoch, epochs):
             if hasattr(loader, "set_epoch"):
                 loader.set_epoch(epoch)

@@ -29,7 +29,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from ckptd.agent import default
 from ckptd.agent.agent import Agent
 from ckptd.agent.schedule import Schedule
-from ckptd.agent.training_run import Training
+from ckptd.agent.training_run import Training, check_one_model
 from ckptd.integrations.framework import attach_once, check_version, schedule_of
 from ckptd.shared.errors import InvalidRequest, StructureMismatch
 
@@ -120,6 +120,7 @@ class DeepSpeedTraining(Training):
         made = _Optimizer(self._engine)
         made.begin()
         self._state = made.state() | ({} if self._beside is None else {"state": self._beside})
+        check_one_model(self._agent, self._engine.module)
         super().__enter__()
         if self.recovered is None:
             made.reset()

@@ -34,6 +34,7 @@ from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.schedule import Schedule
 from ckptd.agent.state.capture import rng_state, set_rng_state
 from ckptd.agent.state.tree import per_rank
+from ckptd.agent.training_run import check_one_model
 from ckptd.integrations.framework import (
     attach_once,
     calls_of,
@@ -181,6 +182,7 @@ class _Attachment:
         step = self._best()[0] if self._wanted == "best" else None
         self._active = True
         self._progress.reshaped = False
+        check_one_model(self._given, trainer.lightning_module)
         recovered = agent.recover(self._state(), step=step, on_reshape=self._progress.reshape)
         say = import_module(f"{_package_of(trainer)}.utilities.rank_zero").rank_zero_info
         if recovered is None:

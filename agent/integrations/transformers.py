@@ -27,6 +27,7 @@ from ckptd.agent.agent import Agent
 from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.schedule import Schedule
 from ckptd.agent.state.tree import per_rank
+from ckptd.agent.training_run import check_one_model
 from ckptd.integrations.framework import (
     attach_once,
     calls_of,
@@ -114,11 +115,17 @@ def attach(
     and SnapshotFailed if another rank has not called `attach`.
     """
     check_version("transformers", *_VERSIONS)
+    from transformers import Trainer
+
     chosen = schedule_of(schedule, every_steps, agent)
-    if trainer.is_in_train:
+    if not isinstance(trainer, Trainer):
         raise InvalidRequest(
-            "this Trainer is training already: call attach() before train(); if an earlier "
-            "train() has failed, make a new Trainer"
+            f"attach() got a {type(trainer).__name__}; expected a Trainer of transformers"
+        )
+    if trainer.is_in_train or trainer.state.global_step:
+        raise InvalidRequest(
+            "the training of this Trainer has begun already: call attach() before train(); if an "
+            "earlier train() has failed, make a new Trainer"
         )
     if trainer.is_deepspeed_enabled:
         raise InvalidRequest(
@@ -312,6 +319,7 @@ class _Attached:
         """
         loss = torch.zeros((), dtype=torch.float32, device=self._trainer.args.device)
         state = self._components() | {"trainer": per_rank(None), "loss": per_rank(loss)}
+        check_one_model(self._given, self._trainer.model)
         call = "attach() before train()"
         self._recovered = recover_with(self._given, state, call, of_first_rank)
         if self._recovered is not None:
@@ -349,7 +357,11 @@ class _Attached:
             setattr(state, name, value)
         best = state.best_model_checkpoint
         if best is not None and not os.path.isdir(best):
-            log.warning("the best checkpoint, %s, is no longer there", best)
+            log.warning(
+                "the best checkpoint, %s, is no longer there: load_best_model_at_end keeps the "
+                "weights of the last step unless a better one comes",
+                best,
+            )
             state.best_model_checkpoint = None
         self._resume_callbacks(saved["callbacks"])
         self._asked = step
@@ -364,7 +376,7 @@ class _Attached:
         if saved["stopped"] or step >= state.max_steps:
             log.warning("nothing is left to do: step %d of %d is saved", step, state.max_steps)
             return int(arguments["num_train_epochs"])
-        log.info("training resumes after step %d of %d", step, state.max_steps)
+        log.warning("training resumes after step %d of %d", step, state.max_steps)
         self._resumed = position
         return position.epoch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 OnReshape = Callable[[str, list[Any]], Any]
 """Takes the key of a `per_rank` value and the list of the values of all ranks that
@@ -37,14 +37,14 @@ class Options:
         can paste.
 
         `changes` replaces some of the options. A function is written by its name if it
-        has one, and otherwise by the name of the option.
+        has one, and otherwise by the name of the option; one of ckptd's own is left out.
         """
         options = replace(self, **changes)
         arguments = [f"step={options.step}"] if options.step is not None else []
         arguments += ["strict=False"] if not options.strict else []
         arguments += [f"keep={list(options.keep)!r}"] if options.keep else []
         arguments += (
-            [f"on_reshape={_name(options.on_reshape)}"] if options.on_reshape is not None else []
+            [f"on_reshape={_name(options.on_reshape)}"] if _is_given(options.on_reshape) else []
         )
         arguments += ["same_partition=True"] if options.same_partition else []
         return f"recover({', '.join(['state', *arguments])})"
@@ -59,6 +59,11 @@ class Options:
 def pattern_of(key: str) -> str:
     """Return the pattern of `keep` that matches this key and no other."""
     return re.sub(r"([*?[])", r"[\1]", key)
+
+
+def _is_given(function: OnReshape | None) -> TypeGuard[OnReshape]:
+    """Return True for a function of the caller, and not of an integration of ckptd."""
+    return function is not None and not str(function.__module__).startswith("ckptd.")
 
 
 def _name(function: Callable[..., Any]) -> str:

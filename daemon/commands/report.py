@@ -111,12 +111,11 @@ def status_text(status: dict[str, Any]) -> str:
         if job["announced"]:
             lines.append(f"  RETENTION      {job['job']}: {job['announced']}")
         if cost := job.get("training_cost"):
-            steps = (
-                f" ({cost['seconds'] / cost['usual']:.2g} of its steps)" if cost["usual"] else ""
-            )
+            seconds = max(0.0, cost["seconds"])  # steps of a tiny model vary by more than that
+            steps = f" (the time of {seconds / cost['usual']:.2g} steps)" if cost["usual"] else ""
             lines.append(
                 f"  COST           {job['job']}: step {cost['step']} has cost the training "
-                f"{cost['seconds']:.3f} s{steps}"
+                f"{seconds:.3f} s{steps}"
             )
         if error := job["last_error"]:
             lines.append(

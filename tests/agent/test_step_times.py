@@ -197,7 +197,7 @@ def test_an_agent_measures_real_steps(place: Home) -> None:
         assert cost["usual"] > 0
         assert status["jobs"][0]["writers"] >= 1
         assert (
-            f"COST           job: step 1 has cost the training {lost:.3f} s ("
+            f"COST           job: step 1 has cost the training {max(0.0, lost):.3f} s (the time of "
             in report.status_text(status)
         )
         agent.close()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from ckptd.agent import Agent, Batches, Checkpoint, Schedule, training
+from ckptd.agent import Agent, Batches, Checkpoint, Schedule, default, training
 from ckptd.agent.training_run import Training
 from ckptd.shared.errors import InvalidRequest, SnapshotFailed
 from tests.support import scripts
@@ -286,6 +286,24 @@ def test_a_loop_that_ends_before_its_steps_is_told(
         "the loop was left in step 4 of 9, which is not saved: step 2 is the newest",
         "nothing was saved: run.steps() was not called inside the with statement",
     ]
+
+
+def test_a_second_model_in_one_job_is_refused(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would go on from the snapshots of the first, as folds of a cross-validation do."""
+    monkeypatch.setenv("CKPTD_SOCKET", str(daemon.home.socket))
+    monkeypatch.setenv("CKPTD_JOB", "fold")
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    for steps in (2, 3):
+        with training({"all": [model]}, every=1) as run:
+            list(run.steps(steps))
+    with pytest.raises(InvalidRequest, match="has trained another model in job 'fold', .*fold-2"):
+        training({"all": [other]}, every=1).__enter__()
+    default.close()
+    with training({"all": [other]}, every=1, agent=Agent("2", socket=daemon.home.socket)) as run:
+        assert run.recovered is None
+        list(run.steps(1))
 
 
 def test_metrics_belong_to_the_step_in_which_they_were_set(agent: Agent, daemon: Daemon) -> None:

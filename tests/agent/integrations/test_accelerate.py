@@ -209,6 +209,56 @@ def test_a_second_loop_is_refused(agents: Any) -> None:
         run.batches(training.loader, epochs=1)
 
 
+def step_outside(training: Training) -> None:
+    """Train one batch in a loop over the loader itself."""
+    (x,) = next(iter(training.loader))
+    training.accelerator.backward(training.model(x).sum())
+    training.optimizer.step()
+
+
+def test_a_loop_that_is_not_that_of_batches_is_told(
+    agents: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Training().prepare()
+    run = attach(first.accelerator, every_steps=2, agent=agents())
+    first.train(run, epochs=1)
+    assert caplog.messages == []
+    second = Training().prepare()
+    attach(second.accelerator, every_steps=2, agent=agents())
+    for _ in range(2):
+        step_outside(second)
+    (told,) = [one for one in caplog.messages if "steps outside of the loop" in one]
+    assert told.startswith("an optimizer steps outside of the loop of run.batches(): attach() take")
+
+
+def test_the_load_state_of_accelerate_does_not_replace_what_was_loaded(
+    agents: Any, tmp_path: Path
+) -> None:
+    first = Training().prepare()
+    first.train(attach(first.accelerator, every_steps=6, agent=agents()), epochs=1)
+    first.accelerator.save_state(str(tmp_path / "own"))
+    second = Training().prepare()
+    attach(second.accelerator, every_steps=6, agent=agents())
+    with pytest.raises(InvalidRequest, match=r"^load_state\(.*own'\) would replace step 6, which"):
+        second.accelerator.load_state(str(tmp_path / "own"))
+    assert torch.equal(second.model.weight, first.model.weight)
+
+
+def test_a_scheduler_that_is_not_prepared_is_told(
+    agents: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for prepared in (True, False):
+        training = Training()
+        if prepared:
+            training.prepare()
+        else:
+            made = training.accelerator.prepare(training.model, training.optimizer)
+            training.model, training.optimizer = made
+        attach(training.accelerator, every_steps=6, agent=agents())
+    (told,) = [one for one in caplog.messages if "scheduler" in one]
+    assert told.startswith("a learning rate scheduler uses this optimizer and is not prepared: it")
+
+
 def test_batches_that_were_trained_on_are_not_loaded_again(agents: Any) -> None:
     class Counted(TensorDataset):
         """A data set that counts the samples that are loaded."""

@@ -279,9 +279,13 @@ def test_attach_after_the_training_began_is_refused(agents: Any, tmp_path: Path)
     trainer.add_callback(Late())
     trainer.train()
     assert said == [
-        "this Trainer is training already: call attach() before train(); if an earlier train() "
-        "has failed, make a new Trainer"
+        "the training of this Trainer has begun already: call attach() before train(); if an "
+        "earlier train() has failed, make a new Trainer"
     ]
+    with pytest.raises(InvalidRequest, match="^the training of this Trainer has begun already"):
+        attach(trainer, every_steps=4)
+    with pytest.raises(InvalidRequest, match="^attach.. got a .*; expected a Trainer of transfor"):
+        attach(trainer.model, every_steps=4)
 
 
 def first_life(agents: Any, directory: Path, **changes: Any) -> None:
