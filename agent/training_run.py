@@ -136,7 +136,7 @@ class Training:
         self._state, self._schedule = state, schedule
         self._given = schedule.agent
         self._options = options
-        self._next = 0
+        self._next = self._rank = 0
         self._total: int | None = None  # of the loop that runs, 0 after it, None before it
         self._entered = self._stop = False
         self._terminated = False
@@ -165,6 +165,7 @@ class Training:
             self._ranks = _StopStep(ranks.new_client(), f"{agent.job}/stop/{agent.attempt}")
         if threading.current_thread() is threading.main_thread():
             self._handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._rank = agent.rank
         self._entered = True
         self._watch.begin(self._state)
         return self
@@ -221,6 +222,15 @@ class Training:
     def _steps(self, total: int) -> Iterator[int]:
         if self._next >= total:
             log.warning("nothing is left to do: step %d of %d is saved", self._next - 1, total)
+        elif self.recovered is not None and self._total is None and self._rank == 0:
+            # A warning, because Python shows nothing below it by default.
+            log.warning(
+                "the run goes on with step %d of %d: step %d was recovered from %s",
+                self._next,
+                total,
+                self.recovered.step,
+                self.recovered.source,
+            )
         self._total = total
         self._watch.check_order()
         while self._next < total:

@@ -15,6 +15,7 @@ of parameters, and `grad_position`, `fp32_partitioned_groups_flat`,
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,10 @@ from ckptd.agent.training_run import Training, check_one_model
 from ckptd.integrations.framework import attach_once, check_version, schedule_of
 from ckptd.shared.errors import InvalidRequest, StructureMismatch
 
+log = logging.getLogger("ckptd.agent")
+
+_SHOWN = 300
+"""The characters of a difference that are shown."""
 _LOWEST, _BELOW = "0.19.8", "0.20"
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 Span = tuple[int, int]
@@ -121,7 +126,15 @@ class DeepSpeedTraining(Training):
         made.begin()
         self._state = made.state() | ({} if self._beside is None else {"state": self._beside})
         check_one_model(self._agent, self._engine.module)
-        super().__enter__()
+        try:
+            super().__enter__()
+        except StructureMismatch as error:
+            raise StructureMismatch(
+                f"the newest snapshot does not fit this engine, which has ZeRO stage "
+                f"{self._engine.zero_optimization_stage()}: go on with the model and the stage "
+                f"that were saved, or name another job with CKPTD_JOB. The first difference: "
+                f"{str(error)[:_SHOWN]}"
+            ) from error
         if self.recovered is None:
             made.reset()
         else:
@@ -130,7 +143,20 @@ class DeepSpeedTraining(Training):
         return self
 
     def _snapshot(self, step: int, *, last: bool) -> None:
-        if self._optimizer.cleared:  # the first step has made the state of the optimizer
+        engine, batches = self._engine, self._engine.gradient_accumulation_steps()
+        if rest := engine.micro_steps % batches:
+            raise InvalidRequest(
+                f"step {step} ended after {rest} of {batches} accumulated batches, whose gradients "
+                f"are not saved: let one step of run.steps() be one step of the optimizer, with "
+                f"{batches} calls of engine.step()"
+            )
+        if self._optimizer.cleared:
+            if not self._optimizer.has_stepped():
+                log.warning(
+                    "step %d is not saved: no step of the optimizer has succeeded so far", step
+                )
+                return
+            # The first step has made the state of the optimizer.
             self._state |= self._optimizer.state()
             self._optimizer.cleared = False
         super()._snapshot(step, last=last)
@@ -183,6 +209,12 @@ class _Optimizer:
             (groups[zero.sub_group_to_group_id[number]], flat)
             for number, flat in enumerate(zero.fp32_partitioned_groups_flat)
         ]
+
+    def has_stepped(self) -> bool:
+        """Return True if the optimizer has its state. A first step whose gradients
+        overflow makes none.
+        """
+        return all(self._basic.state.get(flat) for _, flat in self._flats())
 
     def reset(self) -> None:
         """Forget the state that `begin` has made: there is nothing to recover."""
@@ -299,8 +331,9 @@ class _Rest:
             setattr(engine, name, value)
         if saved["scheduler"] is not None:
             engine.lr_scheduler.load_state_dict(saved["scheduler"])
-        for name, value in saved["scale"].items():
-            setattr(engine.optimizer.loss_scaler, name, value)
+        if (scaler := getattr(engine.optimizer, "loss_scaler", None)) is not None:
+            for name, value in saved["scale"].items():
+                setattr(scaler, name, value)
         if self._basic is None:
             return
         if len(saved["groups"]) != len(self._basic.param_groups):

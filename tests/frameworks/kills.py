@@ -77,6 +77,14 @@ def lines(losses: Path) -> list[str]:
     return text[: text.rfind("\n") + 1].splitlines()
 
 
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """The seconds of a run before its first step has ended, and after that."""
+
+    before: float
+    steps: float
+
+
 class Example:
     """A script that is run and killed, each run with a root of its own.
 
@@ -94,25 +102,34 @@ class Example:
         enough and has ended.
         """
         found = Compared()
+        first: list[float] = []
+
+        def note(now: float, count: int) -> bool:
+            if count and not first:
+                first.append(now)
+            return False
+
         with home() as place:
             begun = time.monotonic()
-            whole, _ = self._live(place, _never)
-            per_step = (time.monotonic() - begun) / max(1, len(whole))
+            whole, _ = self._live(place, note)
+            ended = time.monotonic()
+            started = (first or [ended])[0]
+            spans = _Spans(started - begun, ended - started)
         if not whole or not whole[-1].startswith("hash "):
             found.problems.append("the run without a kill did not reach its end")
             return found
         found.steps, found.hash = len(whole) - 1, whole[-1].split()[1]
         while found.kills < kills and not found.problems:
-            self._killed(found, kills, whole, per_step)
+            self._killed(found, kills, whole, spans)
         return found
 
-    def _killed(self, found: Compared, kills: int, whole: list[str], per_step: float) -> None:
+    def _killed(self, found: Compared, kills: int, whole: list[str], spans: _Spans) -> None:
         """Start one run again and again until it ends, with at most as many kills as are
         left.
         """
         with home() as place:
             while True:
-                dies = self._moment(per_step, found.steps) if found.kills < kills else _never
+                dies = self._moment(spans) if found.kills < kills else _never
                 before = len(lines(place.path / "losses"))
                 written, killed = self._live(place, dies)
                 if (
@@ -127,12 +144,12 @@ class Example:
             found.runs += 1
             found.problems += compare(whole, written)
 
-    def _moment(self, per_step: float, steps: int) -> Callable[[float, int], bool]:
+    def _moment(self, spans: _Spans) -> Callable[[float, int], bool]:
         """Return the condition under which a life is killed: some time after it began, or
         after its first step.
         """
         early = self._chance.random() < _EARLY
-        after = self._chance.uniform(0.0, 5.0 if early else per_step * steps / 2)
+        after = self._chance.uniform(0.0, spans.before if early else spans.steps)
         first: list[float] = []
 
         def due(now: float, count: int) -> bool:

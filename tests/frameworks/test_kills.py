@@ -35,8 +35,7 @@ def test_a_run_that_is_not_exact_is_found(tmp_path: Path) -> None:
     script = tmp_path / "forgetful.py"
     script.write_text(FORGETFUL)
     found = Example(script, 8, random.Random(1)).run(2)
-    assert len(found.problems) > 2
-    assert " instead of " in found.problems[0]
+    assert len([one for one in found.problems if " instead of " in one]) > 2
 
 
 def test_a_run_that_begins_again_at_its_first_step_is_found(tmp_path: Path) -> None:

@@ -108,6 +108,57 @@ def test_the_example_is_exact_after_a_kill() -> None:
     assert (found.problems, found.steps, found.kills) == ([], 10, 1)
 
 
+OVERFLOW = """
+import argparse, sys, unittest.mock
+sys.path.insert(0, sys.argv[1])
+import torch
+import train_deepspeed as example
+import deepspeed
+from ckptd.integrations.deepspeed import attach
+from ckptd.shared.errors import InvalidRequest
+
+example.begin()
+options = argparse.Namespace(stage=2, bf16=False)
+model = torch.nn.Linear(2, 2)
+config = example.configuration(options) | {"gradient_accumulation_steps": 1, "scheduler": {}}
+engine, *_ = deepspeed.initialize(model=model, config=config)
+with attach(engine, every_steps=1) as run:
+    for step in run.steps(3):
+        taken = engine.basic_optimizer.step
+        left_out = (lambda *_: None) if step == 0 else taken
+        with unittest.mock.patch.object(engine.basic_optimizer, "step", left_out):
+            engine.backward(engine(torch.ones(1, 2)).sum())
+            engine.step()
+
+second, *_ = deepspeed.initialize(
+    model=torch.nn.Linear(2, 2), config=config | {"gradient_accumulation_steps": 2}
+)
+try:
+    with attach(second, every_steps=1, agent=__import__("ckptd").Agent("other")) as run:
+        for step in run.steps(3):
+            second.backward(second(torch.ones(1, 2)).sum())
+            second.step()
+except InvalidRequest as error:
+    print("said:", error)
+"""
+
+
+def test_a_step_without_state_of_the_optimizer_is_not_saved(daemon: Daemon, tmp_path: Path) -> None:
+    """A first step whose gradients overflow leaves none. Later snapshots have it, and one
+    between accumulated batches is refused.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", OVERFLOW, str(EXAMPLES)],
+        env=os.environ | {"CKPTD_SOCKET": str(daemon.home.socket), "CKPTD_JOB": "job"},
+        cwd=tmp_path, timeout=300, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "step 0 is not saved: no step of the optimizer has succeeded so far" in done.stderr
+    assert "said: step 0 ended after 1 of 2 accumulated batches, whose gradients" in done.stdout
+    with Checkpoint.open(daemon.home.root / "job") as found:
+        assert found.step == 2
+        assert "parameters.weight.exp_avg" in found.keys()
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_another_number_of_ranks_recovers_the_same_weights(
     daemon: Daemon, tmp_path: Path, stage: int
