@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptd.agent import default
 from ckptd.agent.agent import Agent, link_of
@@ -111,6 +112,12 @@ def _manager() -> type:
             if last_step and self.last_save_model_only:
                 # First: a run whose last step is saved does not come here again.
                 self._save_last_step(curr_step)
+            if self._snapshots.has(curr_step):
+                log.warning(
+                    "step %d is saved already: save() was called again, or by a second manager",
+                    curr_step,
+                )
+                return False
             pending = self._snapshots.take(curr_step)
             self.save_future = None
             if last_step or self.async_mode is AsyncMode.DISABLED:
@@ -139,6 +146,12 @@ def _manager() -> type:
                 return bool(super()._load(step))
             except FileNotFoundError as error:
                 raise FileNotFoundError(f"{error}, and {self._snapshots.lacks(step)}") from error
+            except CheckpointException as error:
+                raise InvalidRequest(
+                    f"{self._snapshots.lacks(step)}, and torchtitan cannot load what is in "
+                    f"{self.folder}: if that is only the model of a finished run, use another "
+                    f"folder, or name its checkpoint in initial_load_path"
+                ) from error
 
         def _close(self) -> None:
             super()._close()
@@ -235,6 +248,10 @@ class Snapshots:
         }
         return take(state, step=step, user_content={_KEY: {"folder": self._place()}})
 
+    def has(self, step: int) -> bool:
+        """Return True if this run has taken the snapshot of a step."""
+        return self._begin("save").last_step == step
+
     def load(self, step: int | None, excluded: list[str]) -> bool:
         """Load a step, the newest if it is None, into the states.
 
@@ -256,6 +273,7 @@ class Snapshots:
                 raise
             found = None
         if found is None:
+            log.info("job %s in %s has nothing to recover", agent.job, agent.root)
             for one in without_state:
                 one.state.clear()
             return False
@@ -288,7 +306,8 @@ class Snapshots:
     def lacks(self, step: int) -> str:
         """Return the phrase that says where ckptd has no such step."""
         agent = self._begin("load")
-        return f"job {agent.job!r} in {agent.root} has no step {step} either"
+        what = "nothing to recover" if step == -1 else f"no step {step} either"
+        return f"job {agent.job!r} in {agent.root} has {what}"
 
     def close(self) -> None:
         """Close the agent of this process. Does nothing for an agent that was given.

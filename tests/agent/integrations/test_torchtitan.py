@@ -331,6 +331,22 @@ def test_the_model_of_the_last_step_is_written_by_torchtitan(
     other.close()
     assert torch.equal(tuned.model[0].weight, run.model[0].weight)
     assert tuned.progress.step == 0
+    new = Agent("new", socket=daemon.home.socket)
+    with pytest.raises(InvalidRequest, match="^job 'new' in .* has nothing to recover, and torcht"):
+        parts(tmp_path / "a", new).manager.load()
+    new.close()
+
+
+def test_a_step_that_is_saved_twice_is_told(
+    agent: Begin, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = parts(tmp_path, agent(), interval=2)
+    train(run, 2)
+    assert caplog.messages == []
+    assert run.manager.save(2) is False
+    assert [one[:46] for one in caplog.messages] == [
+        "step 2 is saved already: save() was called aga"
+    ]
 
 
 def test_another_run_begins_with_the_model_of_a_checkpoint(
