@@ -27,6 +27,7 @@ log = logging.getLogger("ckptd.agent")
 
 CONNECT_SECONDS = 10.0
 START_SECONDS = 30.0
+_AGAIN_SECONDS = 1.0  # between two starts while another daemon holds the root
 _warned: set[str] = set()
 # Private daemons, kept to reap those that exit before this process does.
 _started: list[subprocess.Popen[bytes]] = []
@@ -170,6 +171,7 @@ def _connect_private(root: Location) -> Channel:
     except DaemonUnreachable:
         refused = start_private(root)
     deadline = time.monotonic() + CONNECT_SECONDS
+    again = time.monotonic() + _AGAIN_SECONDS
     while True:
         try:
             return _connect_to_any(root)
@@ -182,6 +184,10 @@ def _connect_private(root: Location) -> Channel:
                     f"node, set CKPTD_SOCKET to its socket, which "
                     "`ckptd ps` shows"
                 ) from None
+        if time.monotonic() > again:  # the daemon that has refused the start may have ended
+            refused = start_private(root)
+            again = time.monotonic() + _AGAIN_SECONDS
+        else:
             time.sleep(0.02)  # a daemon that another rank has started is about to listen
 
 

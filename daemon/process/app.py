@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from ckptd.daemon import tasks
 from ckptd.daemon.composition import Components, opened
@@ -197,7 +198,8 @@ class Serving:
         self.ready = True
         notify.notify("READY=1")
         if self._ready_fd >= 0:
-            os.write(self._ready_fd, b"READY\n")
+            with suppress(BrokenPipeError):  # the process that waits for this may be dead
+                os.write(self._ready_fd, b"READY\n")
             os.close(self._ready_fd)
         log.info(
             "ckptd %s ready in %.3f s: root %s, socket %s",

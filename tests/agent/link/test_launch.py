@@ -511,6 +511,25 @@ def test_a_private_daemon_that_another_rank_has_started_is_waited_for(
     assert (started, clock.slept) == ([bare], [0.02] * 5)
 
 
+def test_a_private_daemon_is_started_again_if_the_one_that_held_the_root_has_ended(
+    bare: Path, answering: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Path] = []
+
+    def start(root: Path) -> str:
+        started.append(root)
+        if len(started) == 1:
+            return "another ckptd already serves it"
+        answering.listen()
+        return ""
+
+    answering.refuse()
+    monkeypatch.setattr(launch, "start_private", start)
+    monkeypatch.setattr(launch, "time", Clock())
+    Place(answering.socket, bare, private=True).connect().close()
+    assert started == [bare, bare]
+
+
 def test_a_private_daemon_that_never_listens_is_waited_for_until_the_deadline(
     bare: Path, answering: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,26 @@ def test_sigint_ends_the_daemon_cleanly(place: Home) -> None:
         assert daemon.died() == 0
 
 
+def test_the_death_of_the_process_that_waits_for_readiness_ends_no_daemon(place: Home) -> None:
+    """A trainer starts a private daemon, and is killed before that daemon is ready."""
+    waits, told = os.pipe()
+    os.close(waits)
+    command = [sys.executable, "-m", "ckptd.daemon", "run", "--root", str(place.root)]
+    command += ["--socket", str(place.socket), "--ready-fd", str(told)]
+    with subprocess.Popen(command, pass_fds=[told], stderr=subprocess.PIPE) as daemon:
+        os.close(told)
+        try:
+            asks = {"CKPTD_SOCKET": str(place.socket)}
+            until(
+                lambda: "is ready" in ckptd("status", environment=asks).stdout,
+                "the daemon is ready",
+            )
+            assert daemon.poll() is None
+        finally:
+            daemon.terminate()
+    assert daemon.returncode == 0
+
+
 def test_systemd_gets_readiness_and_the_watchdog_message(place: Home) -> None:
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
