@@ -69,12 +69,14 @@ def batches() -> DataLoader[dict[str, Tensor]]:
 class Gaps:
     """The gaps of a run, in seconds, for a `with` statement.
 
-    After the gap of a saved step, the training waits until the save is over: no save
-    meets the work of the one before.
+    first: the number of the first step that is saved, if steps count from 1. After the
+    gap of a saved step, the training waits until the save is over: no save meets the
+    work of the one before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = EVERY) -> None:
         self.found: list[float] = []
+        self._first = first
         self._ended = 0.0
 
     def __enter__(self) -> Gaps:
@@ -95,22 +97,25 @@ class Gaps:
         if self._ended:
             self.found.append(time.perf_counter() - self._ended)
             self._ended = 0.0
-            if len(self.found) % EVERY == 0:
+            if self._is_saved(len(self.found)):
                 time.sleep(1.0)
                 settled()
 
+    def _is_saved(self, step: int) -> bool:
+        return (step - self._first) % EVERY == 0
+
     def held(self) -> list[float]:
         """Return the seconds of each save but the first."""
-        quiet = median(gap for step, gap in enumerate(self.found, 1) if step % EVERY)
-        saved = self.found[EVERY - 1 :: EVERY]
-        return [gap - quiet for gap in saved[1:]]
+        gaps = list(enumerate(self.found, 1))
+        quiet = median(gap for step, gap in gaps if not self._is_saved(step))
+        return [gap - quiet for step, gap in gaps if self._is_saved(step)][1:]
 
 
 def of_plain(megabytes: int, place: Path, agent: Agent) -> list[float]:
     model = Net(megabytes)
     optimizer = adam(model)
     state = {"model": model, "optimizer": optimizer}
-    with Gaps() as gaps, training(state, every=EVERY, agent=agent) as run:
+    with Gaps(first=1) as gaps, training(state, every=EVERY, agent=agent) as run:
         for _, batch in zip(run.steps(STEPS), batches(), strict=False):
             model(**batch)["loss"].backward()
             optimizer.step()
@@ -223,7 +228,7 @@ def of_deepspeed(megabytes: int, place: Path, agent: Agent | None) -> list[float
         engine.backward(engine(**batch)["loss"])
         engine.step()
 
-    with Gaps() as gaps:
+    with Gaps(1 if agent else EVERY) as gaps:
         if agent is not None:
             with attach(engine, every_steps=EVERY, agent=agent) as run:
                 for _, batch in zip(run.steps(STEPS), batches(), strict=False):
@@ -251,7 +256,7 @@ def _on_ray(config: dict[str, Any]) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    with Gaps() as gaps:
+    with Gaps(1 if config["socket"] else EVERY) as gaps:
         if config["socket"]:
             agent = Agent(config["job"], socket=config["socket"])
             with attach(state, every_steps=EVERY, agent=agent) as run:
