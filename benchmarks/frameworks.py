@@ -284,6 +284,8 @@ def of_ray(megabytes: int, place: Path, agent: Agent | None) -> list[float]:
         num_cpus=1, include_dashboard=False, log_to_driver=False, ignore_reinit_error=True,
         runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
     )  # fmt: skip
+    if agent is not None:
+        agent.close()  # the worker begins the next attempt of the job
     file = place / "held.json"
     ray.train.torch.TorchTrainer(
         _on_ray,
