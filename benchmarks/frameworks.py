@@ -228,12 +228,13 @@ def of_deepspeed(megabytes: int, place: Path, agent: Agent | None) -> list[float
         engine.backward(engine(**batch)["loss"])
         engine.step()
 
-    with Gaps(1 if agent else EVERY) as gaps:
-        if agent is not None:
-            with attach(engine, every_steps=EVERY, agent=agent) as run:
-                for _, batch in zip(run.steps(STEPS), batches(), strict=False):
-                    train(batch)
-        else:
+    if agent is not None:
+        # Inside, because `attach` steps the optimizer once to make its state.
+        with attach(engine, every_steps=EVERY, agent=agent) as run, Gaps(first=1) as gaps:
+            for _, batch in zip(run.steps(STEPS), batches(), strict=False):
+                train(batch)
+    else:
+        with Gaps() as gaps:
             for step, batch in enumerate(batches(), 1):
                 train(batch)
                 if step % EVERY == 0:
