@@ -141,8 +141,8 @@ def test_files_of_an_upload_that_nobody_finishes_are_deleted(place: Home, point:
 
 
 def check_storage(root: Location) -> None:
-    """Have a daemon upload what waits, and the next one finish the deletions that its
-    end has interrupted. Then check the root as without a stage.
+    """Have a daemon upload what waits, and the next ones finish the deletions that the
+    end of each has interrupted. Then check the root as without a stage.
     """
     place, repository = _places[root], open_root(root)
 
@@ -158,7 +158,8 @@ def check_storage(root: Location) -> None:
             assert daemon.stop() == 0
 
     serve_until(lambda daemon: not daemon.status()["stage"]["waiting"], "end of the uploads")
-    serve_until(lambda _: all(map(is_whole, repository.tags("job"))), "end of the deletions")
+    while not all(map(is_whole, repository.tags("job"))):
+        serve_until(lambda _: all(map(is_whole, repository.tags("job"))), "end of the deletions")
     original(root)
 
 
