@@ -15,6 +15,8 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tests.support.forks import context
 
 
@@ -97,6 +99,8 @@ def _main(
     os.dup2(opened, 2)
     os.environ.clear()
     os.environ.update(environment)
+    if threads := environment.get("OMP_NUM_THREADS"):  # which was read before the fork
+        torch.set_num_threads(int(threads))
     os.chdir(directory)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
