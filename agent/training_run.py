@@ -104,8 +104,8 @@ def check_one_model(given: Agent | None, model: Module | None) -> None:
     if given is not None or model is None:
         return
     agent = default.default_agent("training")
-    known = _trained.setdefault((agent.root, agent.job), weakref.ref(model))
-    if known() is model:
+    first = _trained.setdefault((agent.root, agent.job), weakref.ref(model))
+    if first() is model:
         return
     if is_interactive():
         log.warning(
@@ -303,7 +303,8 @@ class _Watch:
         self._batches: list[Batches] = []
         self._before: list[int] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._stepped = self._said = False
+        self._stepped = False
+        self._said: set[str] = set()
         self._hook: Any = None
 
     def begin(self, state: Any) -> None:
@@ -331,35 +332,41 @@ class _Watch:
         self._stepped = False
 
     def saved(self, step: int) -> None:
-        """Warn, once, of what the snapshot of this step lacks."""
-        if self._said:
-            return
+        """Warn of what the snapshot of this step lacks."""
         if any(one.drawn and not one.saved for one in known):
-            self._said = True
-            log.warning(
+            self._say(
                 "a ckptd.Batches is used that is not part of the state: its position is not saved, "
                 'and a recovered run begins its data again; add it, as in {"data": batches}'
             )
         if self._optimizers and not self._stepped and any(map(_has_gradients, self._optimizers)):
-            self._said = True
-            log.warning(
+            self._say(
                 "no optimizer has stepped in step %d, which is saved, and gradients are not: a "
                 "recovered run loses those that are accumulated; let one step of run.steps() be "
                 "one step of the optimizer",
                 step,
             )
 
+    def _say(self, sentence: str, *arguments: object) -> None:
+        """Log a warning once."""
+        if sentence not in self._said:
+            self._said.add(sentence)
+            log.warning(sentence, *arguments)
+
 
 def _found_in(state: Any, kind: type[T]) -> Iterator[T]:
-    """Yield the objects of a kind in the containers of a state."""
-    if isinstance(state, kind):
-        yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from _found_in(value, kind)
-    elif isinstance(state, (list, tuple)):
-        for value in state:
-            yield from _found_in(value, kind)
+    """Yield the objects of a kind in the containers of a state, each once."""
+    left, seen = [state], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) in seen:  # a container may hold itself, which `snapshot` refuses
+            continue
+        seen.add(id(one))
+        if isinstance(one, kind):
+            yield one
+        elif isinstance(one, Mapping):
+            left += one.values()
+        elif isinstance(one, (list, tuple)):
+            left += one
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

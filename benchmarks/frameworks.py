@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -206,14 +205,10 @@ def of_deepspeed(megabytes: int, place: Path, agent: Agent | None) -> list[float
     import deepspeed
 
     from ckptd.integrations.deepspeed import attach
+    from examples.frameworks.train_deepspeed import begin
 
     if not torch.distributed.is_initialized():
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+        begin()
     engine, *_ = deepspeed.initialize(
         model=Net(megabytes),
         config={

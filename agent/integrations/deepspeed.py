@@ -153,7 +153,9 @@ class DeepSpeedTraining(Training):
         if self._optimizer.cleared:
             if not self._optimizer.has_stepped():
                 log.warning(
-                    "step %d is not saved: no step of the optimizer has succeeded so far", step
+                    "step %d is not saved: the optimizer has no state for some parameters yet, "
+                    "because their gradients have overflowed or are missing",
+                    step,
                 )
                 return
             # The first step has made the state of the optimizer.
@@ -211,8 +213,8 @@ class _Optimizer:
         ]
 
     def has_stepped(self) -> bool:
-        """Return True if the optimizer has its state. A first step whose gradients
-        overflow makes none.
+        """Return True if the optimizer has the state of all parameters. A first step whose
+        gradients overflow makes none.
         """
         return all(self._basic.state.get(flat) for _, flat in self._flats())
 

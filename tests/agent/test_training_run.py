@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ckptd.agent import Agent, Batches, Checkpoint, Schedule, default, training
 from ckptd.agent.training_run import Training
-from ckptd.shared.errors import InvalidRequest, SnapshotFailed
+from ckptd.shared.errors import InvalidRequest, SnapshotFailed, UnsavableValue
 from tests.support import scripts
 from tests.support.daemons import Daemon
 from tests.support.ranks import HERE, Ranks
@@ -273,6 +273,16 @@ def test_gradients_of_the_step_before_are_no_mistake(
     assert warned(caplog) == []
 
 
+def test_a_state_that_holds_itself_is_refused_by_its_key(agent: Agent) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with (
+        pytest.raises(UnsavableValue, match="^a"),
+        training({"a": endless}, every=1, agent=agent) as run,
+    ):
+        list(run.steps(2))
+
+
 def test_a_loop_that_ends_before_its_steps_is_told(
     agent: Agent, daemon: Daemon, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -291,7 +301,7 @@ def test_a_loop_that_ends_before_its_steps_is_told(
 def test_a_second_model_in_one_job_is_refused(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would go on from the snapshots of the first, as folds of a cross-validation do."""
+    """A fold of a cross-validation would go on from the snapshots of the one before."""
     monkeypatch.setenv("CKPTD_SOCKET", str(daemon.home.socket))
     monkeypatch.setenv("CKPTD_JOB", "fold")
     model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)

@@ -293,9 +293,7 @@ if __name__ == "__main__":
 
 
 def test_the_last_save_before_sigkill_is_the_newest(daemon: Daemon, tmp_path: Path) -> None:
-    """Nothing waits for the last save: it is recovered from memory, or the daemon has
-    saved it.
-    """
+    """The trainer waits for no save. The last one comes back from memory or storage."""
     script = tmp_path / "trainer.py"
     script.write_text(KILLED)
     environ = {"CKPTD_SOCKET": str(daemon.home.socket), "CKPTD_JOB": "job", "PATH": "/usr/bin"}
