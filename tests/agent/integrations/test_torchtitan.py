@@ -292,7 +292,7 @@ def test_another_model_is_refused(agent: Begin, tmp_path: Path) -> None:
 def test_a_run_of_torchtitans_own_manager_is_continued(
     agent: Begin, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Later saves are ckptd's, which says so if torchtitan has a later one."""
+    """ckptd saves the next steps, and says so if torchtitan has written a later one."""
     own = parts(tmp_path, None, own=True, interval=3, keep_latest_k=0)
     train(own, 6)
     first = parts(tmp_path, agent(), interval=1)
