@@ -90,10 +90,18 @@ class Orphans:
         self.unguard(owner.identity)
         self._spawn(self._end(owner))
 
+    def moved_on(self, owner: Owner) -> None:
+        """End the watch of an owner whose process has begun another attempt on the same
+        connection. The new owner hears there what earlier attempts are told.
+        """
+        self._catalog.job(owner.job).ranks.disconnect(owner)
+        self.unguard(owner.identity)
+
     def connection_lost(self, owner: Owner) -> None:
         """Watch the locks of an owner that has no pidfd, because the kernel gave none
         or the daemon has been restarted.
         """
+        self._catalog.job(owner.job).ranks.disconnect(owner)
         if owner.identity not in self._guards:
             self.watch()
 

@@ -103,15 +103,23 @@ class Ranks:
             self.gone[owner.rank] = how
 
     def retire(self, attempt: int) -> list[Owner]:
-        """Move the owners of all attempts before `attempt` to `former`, and return
-        them.
+        """Remove the owners of all attempts before `attempt`, and return them.
+
+        Those that are connected move to `former`.
         """
         retired = [owner for owner in self.owners.values() if owner.attempt < attempt]
         for owner in retired:
             del self.owners[owner.rank]
-        self.former += retired
+        self.former += [owner for owner in retired if owner.notify is not None]
         self.gone.clear()
         return retired
+
+    def disconnect(self, owner: Owner) -> None:
+        """Send nothing more to an owner, whose connection is lost or has another owner
+        now. An owner of an earlier attempt is forgotten.
+        """
+        owner.notify = None
+        self.former = [other for other in self.former if other is not owner]
 
     def has(self, attempt: int, rank: int) -> bool:
         """Return True if the slots of this rank of this attempt have an owner."""
@@ -133,7 +141,6 @@ class Ranks:
 
     def tell(self, message: Notification) -> None:
         """Send a message to every connected rank, those of earlier attempts too."""
-        self.former = [owner for owner in self.former if owner.notify is not None]
         for owner in [*self.owners.values(), *self.former]:
             if owner.notify is not None:
                 owner.notify(message)

@@ -351,14 +351,10 @@ class Connection:
                         os.close(pidfd)
                     raise
                 if before is not None:
-                    # The new owner hears on this connection what the older attempts are
-                    # told.
-                    before.notify = None
-                    self._server.orphans.unguard(before.identity)
+                    self._server.orphans.moved_on(before)
                 self._server.orphans.cancel_timer(request.job)
                 self._server.orphans.guard(self._owner, pidfd)
                 if self._socket.fileno() < 0:  # the connection was closed meanwhile
-                    self._owner.notify = None
                     self._server.orphans.connection_lost(self._owner)
                 self._server.changed()
                 held = [_held(slot) for slot in engine.slots.of(*self._owner.identity)]
@@ -531,7 +527,6 @@ class Connection:
         self._out.clear()
         self.peer.close()
         if self._owner is not None and self._owner.notify == self._notify:
-            self._owner.notify = None
             self._server.orphans.connection_lost(self._owner)
         self._server.was_closed(self)
 

@@ -598,7 +598,7 @@ class ConnectedRanks:
     def lose(self, rank: int) -> Owner:
         """Lose the connection and the locks of a rank."""
         owner = self.owner(self.clients[rank])
-        owner.notify = None
+        self.job.ranks.disconnect(owner)
         for slot in self.core.segments.of(*owner.identity):
             slot.held = False
         return owner

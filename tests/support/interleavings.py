@@ -268,7 +268,7 @@ class World:
                 trainer.client, trainer.busy = before, False
             raise
         if before is not None and before.owner is not None:
-            core.orphans.unguard(before.owner.identity)
+            core.orphans.moved_on(before.owner)
             before.connected = False
         core.orphans.cancel_timer(trainer.job)
         core.orphans.guard(owner, process)
@@ -276,7 +276,6 @@ class World:
             self.processes[process] = trainer
         client.owner = owner
         if trainer.client is not client or not trainer.alive:  # the connection was closed meanwhile
-            owner.notify = None
             core.orphans.connection_lost(owner)
             return
         client.connected, trainer.busy = True, False
@@ -399,7 +398,6 @@ class World:
         trainer.client, trainer.busy = None, False
         if client is not None and client.owner is not None and client.connected:
             client.connected = False
-            client.owner.notify = None
             self.core.orphans.connection_lost(client.owner)
 
     def drop_locks(self, trainer: Trainer) -> None:

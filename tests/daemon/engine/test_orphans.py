@@ -85,9 +85,20 @@ def test_the_memory_of_a_dead_trainer_is_tried_again_until_it_can_be_read(
     assert not ranks.core.orphans.busy
 
 
+@pytest.mark.parametrize("how", ["connection_lost", "moved_on"])
+def test_an_owner_of_an_earlier_attempt_is_forgotten_with_its_connection(
+    ranks: ConnectedRanks, how: str
+) -> None:
+    before = ranks.owner(ranks.clients[0])
+    ranks.begin(0, 0)
+    assert ranks.job.ranks.former == [before]
+    ranks.call(lambda: getattr(ranks.core.orphans, how)(before))
+    ranks.core.finish()
+    assert (before.notify, ranks.job.ranks.former) == (None, [])
+
+
 def test_the_lock_counts_where_there_is_no_process_to_watch(ranks: ConnectedRanks) -> None:
     owner = ranks.owner(ranks.clients[0])
-    owner.notify = None
     ranks.call(lambda: ranks.core.orphans.connection_lost(owner))
     for _ in range(3):
         ranks.core.advance(CHECK_SECONDS)

@@ -57,22 +57,22 @@ def test_nobody_waits_for_the_rank_of_a_job_of_one() -> None:
 
 
 def test_a_new_attempt_retires_the_owners_of_older_ones() -> None:
-    ranks, old, new = Ranks(), owner(0, 1), owner(1, 2)
-    ranks.join(old)
-    ranks.join(new)
-    ranks.gone = {2: "ended"}
-    assert ranks.retire(2) == [old]
-    assert (ranks.owners, ranks.former, ranks.gone) == ({1: new}, [old], {})
+    ranks, old, lost, new = Ranks(), owner(0, 1, told=[]), owner(1, 1), owner(2, 2)
+    for one in (old, lost, new):
+        ranks.join(one)
+    ranks.gone = {3: "ended"}
+    assert ranks.retire(2) == [old, lost]
+    assert (ranks.owners, ranks.former, ranks.gone) == ({2: new}, [old], {})
     assert ranks.retire(2) == []
 
 
 def test_connected_ranks_are_told_those_of_earlier_attempts_too() -> None:
     heard: list[Notification] = []
     lost, former = owner(0, 2), owner(0, 1, told=heard)
-    ranks = Ranks(owners={0: lost, 1: owner(1, 2, told=heard)}, former=[former, owner(1, 1)])
+    ranks = Ranks(owners={0: lost, 1: owner(1, 2, told=heard)}, former=[former])
     ranks.tell(NEWS)
-    assert (heard, ranks.former) == ([NEWS, NEWS], [former])
-    former.notify = None
+    assert heard == [NEWS, NEWS]
+    ranks.disconnect(former)
     ranks.tell(NEWS)
     assert (len(heard), ranks.former) == (3, [])
 
