@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -142,6 +143,7 @@ class Recovery:
         # Names of the tensors that a damaged candidate may have overwritten on this
         # rank.
         self._overwritten: set[str] = set()
+        self._finds = count()
 
     @paused_collector()
     def run(self, state: Any, *, step: int | None, last_step: int) -> Recovered | None:
@@ -163,56 +165,85 @@ class Recovery:
                 "decide",
                 lambda: self._find(step, last_step, delivered) if self._ranks.rank == 0 else {},
             )
-        said = heard = self._find_all(step, last_step)
-        self.last_step = max(found["last_step"] for found in said)
-        candidates = _common_candidates(said)
-        for text in dict.fromkeys(text for found in said for text in found["incomplete"]):
-            log.warning("%s: this step is not complete, and cannot be recovered", text)
-        passed_over = list(dict.fromkeys(reason for found in said for reason in found["damaged"]))
-        overwritten = False
-        for number, candidate in enumerate(candidates):
-            where = f"{self._job}/{candidate.tag} in {candidate.source}"
-            with closing(self._loading(candidate, f"{self._topic}/{number}")) as loading:
-                damage = _damage(self._all(f"{number}/open", loading.open))
+        failed: list[tuple[m.RecoveryCandidate, str]] = []
+        overwritten, tries = False, count()
+        while True:
+            heard = self._find_all(step, last_step)
+            self.last_step = max(found["last_step"] for found in heard)
+            candidates = _common_candidates(heard)
+            for text in dict.fromkeys(text for found in heard for text in found["incomplete"]):
+                log.warning("%s: this step is not complete, and cannot be recovered", text)
+            damaged = [reason for found in heard for reason in found["damaged"]]
+            passed_over = list(dict.fromkeys([*damaged, *(why for _, why in failed)]))
+            for number, candidate in enumerate(candidates):
+                if any(candidate == other for other, _ in failed):
+                    continue
+                where = f"{self._job}/{candidate.tag} in {candidate.source}"
+                topic = str(next(tries))
+                with closing(self._loading(candidate, f"{self._topic}/{topic}")) as loading:
+                    damage, writing = self._load(loading, topic, state)
+                overwritten = overwritten or writing
                 if not damage:
-                    said = self._all(f"{number}/bind", lambda: loading.bind(state))
-                    damage = _damage(said)
-                if not damage:
-                    self._check_keys(said, state)
-                    said = self._all(f"{number}/load", loading.load)
-                    damage = _damage(said)
-                    overwritten = overwritten or any(found["writing"] for found in said)
-                if not damage:
-                    self._all(f"{number}/finish", loading.finish)
-            if damage:
+                    failpoint("agent.recover.loaded")
+                    if step is None and self._options.tag is None:
+                        self.restart = restart(candidates, number, damaged, self._options)
+                    recovered = _recovered(
+                        candidate, loading, time.monotonic() - begun, passed_over
+                    )
+                    log.info(
+                        "recovered %s in %.2f s%s", where, recovered.seconds, _details(recovered)
+                    )
+                    return recovered
+                if self._is_gone(candidate, topic, step, last_step):
+                    log.info("%s was deleted meanwhile: the newest is looked for again", where)
+                    break
                 log.error("%s cannot be recovered and is skipped: %s", where, damage)
+                failed.append((candidate, f"{where}: {damage}"))
                 passed_over.append(f"{where}: {damage}")
-                continue
-            failpoint("agent.recover.loaded")
-            if step is None and self._options.tag is None:
-                self.restart = restart(
-                    candidates,
-                    number,
-                    [text for found in heard for text in found["damaged"]],
-                    self._options,
-                )
-            recovered = _recovered(candidate, loading, time.monotonic() - begun, passed_over)
-            log.info("recovered %s in %.2f s%s", where, recovered.seconds, _details(recovered))
-            return recovered
-        if passed_over:
+            else:
+                break
+        if passed_over or overwritten:
             after = (
                 "; the state is partly overwritten: rebuild it before training"
                 if overwritten
                 else "; the state is unchanged"
             )
+            reasons = "; ".join(passed_over) or "the last one was deleted while it was read"
             raise RecoveryFailed(
-                f"no sound checkpoint of job {self._job!r} is left: "
-                f"{'; '.join(passed_over)}{after}",
+                f"no sound checkpoint of job {self._job!r} is left: {reasons}{after}",
                 overwritten=overwritten,
             )
         if step is not None:
             raise NotFound(f"job {self._job!r} has no checkpoint of step {step}")
         return None
+
+    def _load(self, loading: Loading, topic: str, state: Any) -> tuple[str, bool]:
+        """Load a candidate into the state, on all ranks together.
+
+        Return the damage that was found, or "", and whether it was found when values of
+        the state had been overwritten.
+        """
+        if damage := _damage(self._all(f"{topic}/open", loading.open)):
+            return damage, False
+        said = self._all(f"{topic}/bind", lambda: loading.bind(state))
+        if damage := _damage(said):
+            return damage, False
+        self._check_keys(said, state)
+        said = self._all(f"{topic}/load", loading.load)
+        if damage := _damage(said):
+            return damage, any(found["writing"] for found in said)
+        self._all(f"{topic}/finish", loading.finish)
+        return "", False
+
+    def _is_gone(
+        self, candidate: m.RecoveryCandidate, topic: str, step: int | None, last_step: int
+    ) -> bool:
+        """Return True if a candidate that cannot be loaded is no longer there for a
+        rank: retention or a user has deleted it since it was found.
+        """
+        said = self._all(f"{topic}/find", lambda: self._find(step, last_step))
+        listed = msgspec.to_builtins(candidate)
+        return any(listed not in found["candidates"] for found in said)
 
     def _loading(self, candidate: m.RecoveryCandidate, topic: str) -> Loading:
         if self._planner is not None:
@@ -233,8 +264,9 @@ class Recovery:
         """
         said, unseen = list[dict[str, Any]](), ""
         for number in range(_LOOKS):
+            find = next(self._finds)
             said = self._all(
-                f"find-{number}" if number else "find", lambda: self._find(step, last_step)
+                f"find-{find}" if find else "find", lambda: self._find(step, last_step)
             )
             if not (unseen := _unseen(said)):
                 return said

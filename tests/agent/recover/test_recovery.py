@@ -245,6 +245,58 @@ def test_a_checkpoint_that_a_rank_does_not_see_yet_is_waited_for(
         made.run({}, step=None, last_step=3)
 
 
+class Deleting(FakeClient):
+    """Retention deletes candidates between one Find and the next: each Find has the next
+    list of candidates.
+    """
+
+    def __init__(self, *lists: list[m.RecoveryCandidate]) -> None:
+        super().__init__()
+        self.lists = list(lists)
+
+    def call(self, make: Any, kind: type[m.Reply], timeout: float) -> Any:
+        if kind is m.Found:
+            self.found = m.Found(re=0, candidates=self.lists.pop(0) if self.lists else [])
+        return super().call(make, kind, timeout)
+
+
+GONE = {"damaged": "no checkpoint"}
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_opened_is_no_damage() -> None:
+    newer = [candidate(4), candidate(3)]
+    made = Told(Deleting([candidate(2), candidate(1)], newer, newer), {(2, "open"): GONE})
+    recovered = made.run({}, step=None, last_step=2)
+    assert recovered is not None
+    assert (recovered.step, recovered.passed_over) == (4, [])
+
+
+def test_a_given_step_that_is_deleted_while_it_is_opened_is_not_found() -> None:
+    made = Told(Deleting([candidate(2)]), {(2, "open"): GONE})
+    with pytest.raises(NotFound, match="^job 'gpt' has no checkpoint of step 2$"):
+        made.run({}, step=2, last_step=2)
+
+
+def test_a_state_into_which_a_deleted_checkpoint_was_read_is_called_overwritten() -> None:
+    made = Told(Deleting([candidate(2)]), {(2, "load"): {"damaged": "no part", "writing": True}})
+    with pytest.raises(RecoveryFailed, match="deleted while it was read; the state is partly"):
+        made.run({}, step=2, last_step=2)
+
+
+def test_damage_is_told_once_when_another_checkpoint_is_deleted_meanwhile() -> None:
+    three = [candidate(3), candidate(2), candidate(1)]
+    made = Told(
+        Deleting(three, three, [three[0], three[2]], [three[0], three[2]]),
+        {(3, "open"): {"damaged": "rotten"}, (2, "open"): GONE},
+    )
+    recovered = made.run({}, step=None, last_step=3)
+    assert recovered is not None
+    assert (recovered.step, recovered.passed_over) == (
+        1,
+        ["gpt/step-00000003.a0001 in storage: rotten"],
+    )
+
+
 def test_candidates_that_no_two_ranks_share_are_an_error() -> None:
     """None would mean that the job has no checkpoint, and training would start from the
     beginning.
