@@ -160,6 +160,8 @@ class Config:
     """
     log_level: str = "info"
     """Lowest level of the messages in the log: `debug`, `info`, `warning` or `error`."""
+    log_format: str = "text"
+    """Format of the log: `text`, or `json` with one object for each line."""
 
     def __post_init__(self) -> None:
         codec.encoder(self.codec)
@@ -214,6 +216,7 @@ class Config:
             self.log_level,
             "debug, info, warning or error",
         )
+        _require(self.log_format in ("text", "json"), "log_format", self.log_format, "text or json")
         _require(
             self.foreign_memory in FOREIGN_MEMORY_CHOICES,
             "foreign_memory",

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 
+from ckptd.daemon import log_events
 from ckptd.daemon.engine.orphans import Orphans
 from ckptd.daemon.job.catalog import Catalog, Job
 from ckptd.daemon.job.snapshot import Snapshot
@@ -97,7 +98,10 @@ async def scan_job(
             log.error("checkpoint %s/%s: %s", job.name, tag, newer[tag])
         except IntegrityError as error:
             damaged[tag] = str(error).removeprefix(f"{job.name}/{tag}: ")
-            log.error("checkpoint %s/%s is damaged: %s", job.name, tag, damaged[tag])
+            log_events.CHECKPOINT_DAMAGED.log(
+                log, "checkpoint %s/%s is damaged: %s", job.name, tag, damaged[tag],
+                job=job.name, tag=tag, reason=damaged[tag],
+            )  # fmt: skip
         else:
             job.commit(StoredCheckpoint.of(manifest))
             if manifest.unknown_deleter_features:

@@ -120,6 +120,11 @@ from ckptd.shared.system import machine
     help="debug, info, warning or error. Default: info.",
 )
 @click.option(
+    "--log-format",
+    shell_complete=complete_word("text", "json"),
+    help="text, or json: one object for each line, with the event and its facts. Default: text.",
+)
+@click.option(
     "--overflow/--no-overflow",
     default=None,
     help="Put slots that do not fit into shared memory on the disk, or refuse them.",
@@ -153,10 +158,8 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
         given["socket"] = str(default_socket())
     config = settings.load(given, os.environ, file)
     logging.basicConfig(
-        level=config.log_level.upper(), handlers=[_log_handler(config.log_file)],
-        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: "
-            "%(message)s", datefmt="%Y-%m-%dT%H:%M:%S",
-    )  # fmt: skip
+        level=config.log_level.upper(), handlers=[_log_handler(config.log_file, config.log_format)]
+    )
     faulthandler.enable()  # SIGSEGV or SIGABRT then leaves a traceback of every thread in the log
     _give_way()
     from ckptd.daemon.process import limits
@@ -174,12 +177,14 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     sys.exit(code)
 
 
-def _log_handler(file: Path | None) -> logging.Handler:
-    if file is None:
-        return logging.StreamHandler()
+def _log_handler(file: Path | None, log_format: str) -> logging.Handler:
     from ckptd.daemon.process.rotating_log import RotatingLog
+    from ckptd.daemon.telemetry.log_format import formatter_for
 
-    return RotatingLog(file)
+    handler = logging.StreamHandler(sys.stderr) if file is None else RotatingLog(file)
+    stream = sys.stderr if file is None else None
+    handler.setFormatter(formatter_for(log_format, stream, os.environ))
+    return handler
 
 
 def _end_past_hung_threads(code: int, error: str = "") -> None:

@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Collection
 
+from ckptd.daemon import log_events
 from ckptd.daemon.engine.seal_intake import SealIntake
 from ckptd.daemon.engine.steps import Steps
 from ckptd.daemon.job import decisions as d
@@ -215,13 +216,11 @@ class Engine:
         job.world_size = world_size
         job.node = node
         job.answer = Answer()
-        log.info(
-            "job %s: attempt %d begins with %s, %d here",
-            job.name,
-            attempt,
-            count_text(world_size, "rank"),
-            len(job.ranks_here),
-        )
+        log_events.ATTEMPT_BEGUN.log(
+            log, "job %s: attempt %d begins with %s, %d here",
+            job.name, attempt, count_text(world_size, "rank"), len(job.ranks_here),
+            job=job.name, attempt=attempt, ranks=world_size,
+        )  # fmt: skip
         self._retire_older(job)
 
     def _slots_of(self, job: Job) -> list[Slot]:

@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Coroutine
 
+from ckptd.daemon import log_events
 from ckptd.daemon.engine.seal_intake import SealIntake
 from ckptd.daemon.engine.steps import Steps
 from ckptd.daemon.job import decisions as d
@@ -171,9 +172,11 @@ class Orphans:
         if not job.ranks.is_here(owner):
             return None
         job.ranks.remove(owner)
-        log.info(
-            "job %s attempt %d rank %d: the trainer is gone", owner.job, owner.attempt, owner.rank
-        )
+        log_events.TRAINER_GONE.log(
+            log, "job %s attempt %d rank %d: the trainer is gone",
+            owner.job, owner.attempt, owner.rank,
+            job=owner.job, attempt=owner.attempt, rank=owner.rank,
+        )  # fmt: skip
         for slot in self._slots.of(*owner.identity):
             if slot.name not in recorded and (step := job.step_in(slot.name)) is not None:
                 self._steps.perform(job, [d.Free(step.key, slot.name)])

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Iterable
 
+from ckptd.daemon import log_events
 from ckptd.daemon.job import decisions as d
 from ckptd.daemon.job import holdings
 from ckptd.daemon.job.catalog import Catalog, Failure, Job, Step
@@ -196,7 +197,9 @@ class Steps:
 
         `step` is None if the step itself was wrong.
         """
-        log.info("job %s: %s", job.name, reason)
+        log_events.STEP_FAILED.log(
+            log, "job %s: %s", job.name, reason, job=job.name, step=step, reason=reason
+        )
         job.last_failure = Failure(step, reason, time.time())
         self.counters["failed"] += 1
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from ckptd.daemon import tasks
+from ckptd.daemon import log_events, tasks
 from ckptd.daemon.composition import Components, opened
 from ckptd.daemon.config import Config
 from ckptd.daemon.memory import unsaved
@@ -84,7 +84,12 @@ class App:
                 if ours:
                     self._config.socket.unlink(missing_ok=True)
         if self.unsaved:
-            log.error("%s", unsaved.text(self.unsaved, self._config.root))
+            log_events.MEMORY_UNSAVED.log(
+                log,
+                "%s",
+                unsaved.text(self.unsaved, self._config.root),
+                snapshots=len(self.unsaved),
+            )
         if self._fatal is not None:
             raise self._fatal
 
@@ -108,7 +113,9 @@ class App:
         if self._serving is None:
             asyncio.get_running_loop().call_later(_START_SECONDS, self._give_up)
         what = f" ({'; '.join(map(str, left))})" if left else ""
-        log.info("stopping: saving the newest snapshots that are not durable yet%s", what)
+        log_events.DAEMON_STOPPING.log(
+            log, "stopping: saving the newest snapshots that are not durable yet%s", what
+        )
         self._stop.set()
 
     def _give_up(self) -> None:
@@ -125,7 +132,7 @@ class App:
         cannot be trusted any more, or a task has failed.
         """
         if self._fatal is None:
-            log.critical("%s; ending", error)
+            log_events.DAEMON_FAILED.log(log, "%s; ending", error, reason=str(error))
             self._fatal = error
             self._stop.set()
 
@@ -201,13 +208,12 @@ class Serving:
             with suppress(BrokenPipeError):  # the process that waits for this may be dead
                 os.write(self._ready_fd, b"READY\n")
             os.close(self._ready_fd)
-        log.info(
-            "ckptd %s ready in %.3f s: root %s, socket %s",
-            __version__,
-            self._vitals.uptime,
-            config.root,
-            config.socket,
-        )
+        log_events.DAEMON_READY.log(
+            log, "ckptd %s ready in %.3f s: root %s, socket %s",
+            __version__, self._vitals.uptime, config.root, config.socket,
+            version=__version__, seconds=self._vitals.uptime,
+            root=str(config.root), socket=str(config.socket),
+        )  # fmt: skip
         self.consider_leaving()
         await self._stop.wait()
         self.ready = False

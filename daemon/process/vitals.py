@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import psutil
 
+from ckptd.daemon import log_events
 from ckptd.daemon.composition import Components
 from ckptd.daemon.process import notify
 
@@ -70,7 +71,10 @@ class Vitals:
                 chunks, stuck_since = done, now
             # Memory is served in spite of a mount that hangs, so the daemon goes on.
             if now - stuck_since > _STUCK_SECONDS:
-                log.warning("no chunk has been written for %.0f s", now - stuck_since)
+                log_events.SAVE_STUCK.log(
+                    log, "no chunk has been written for %.0f s", now - stuck_since,
+                    seconds=now - stuck_since,
+                )  # fmt: skip
             notify.notify("WATCHDOG=1")
 
     def _measure_disk(self) -> None:

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import aiofiles.os
 
+from ckptd.daemon import log_events
 from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.ranks import NOT_KNOWN
 from ckptd.daemon.tasks import watched
@@ -158,11 +159,11 @@ class Heartbeats:
         ]
         if not newer:
             return False
-        log.warning(
-            "job %s: attempt %d has begun on another node, while attempt %d is running here: both "
-            "save, and the newest attempt is "
-            "recovered; stop one of the two, or give it another job "
-            "name", job.name, newer[-1], attempt,
+        log_events.RUN_REPLACED.log(
+            log, "job %s: attempt %d has begun on another node, while attempt %d is running here: "
+            "both save, and the newest attempt is recovered; stop one of the two, or give it "
+            "another job name", job.name, newer[-1], attempt,
+            job=job.name, attempt=attempt, newer=newer[-1],
         )  # fmt: skip
         await self._run(lambda: self._store.delete(job.name, [attempt]))
         return True

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
+from ckptd.daemon import log_events
 from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.retention import obstacle, policies_of, to_retire
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
@@ -133,14 +134,16 @@ class Deleter:
             self._failed(job, error)
             return
         if job.newer:
-            log.warning(
+            log_events.RETENTION_HELD.log(
+                log,
                 "job %s: retention deletes nothing, because %s was written by a newer ckptd",
                 job.name,
                 min(job.newer),
+                job=job.name,
             )
             return
         if job.guard:
-            log.warning("%s", job.guard)
+            log_events.RETENTION_HELD.log(log, "%s", job.guard, job=job.name)
             return
         live = job.live_checkpoints()
         policies = policies_of(live, self._policies)
@@ -152,7 +155,9 @@ class Deleter:
                 None,
             )
             if job.announced != before:
-                log.warning("job %s: %s", job.name, job.announced)
+                log_events.RETENTION_HELD.log(
+                    log, "job %s: %s", job.name, job.announced, job=job.name
+                )
             return
         doomed = to_retire(live, self._policies, pinned)
         changed, job.policies = job.policies != policies, policies
@@ -164,7 +169,7 @@ class Deleter:
                 "and will be deleted at the next commit; before that, pin those to keep, or "
                 "change the policy"
             )
-            log.warning("job %s: %s", job.name, job.announced)
+            log_events.RETENTION_HELD.log(log, "job %s: %s", job.name, job.announced, job=job.name)
             return
         for old in doomed:
             try:
@@ -200,9 +205,10 @@ class Deleter:
         for old in found:
             why = await self.retire(job, old)
             if not why:
-                log.warning(
-                    "job %s: %s was deleted early, to make room on the full disk", job.name, old.tag
-                )
+                log_events.ROOM_MADE.log(
+                    log, "job %s: %s was deleted early, to make room on the full disk",
+                    job.name, old.tag, job=job.name, tag=old.tag,
+                )  # fmt: skip
                 return True
             log.info("%s", why)
         return False
@@ -285,7 +291,10 @@ class Deleter:
         if not why:
             self.counters["retired"] += not local
             done = "local copy deleted" if local else "deleted"
-            log.info("checkpoint %s/%s: %s", job.name, old.tag, done)
+            log_events.CHECKPOINT_DELETED.log(
+                log, "checkpoint %s/%s: %s", job.name, old.tag, done,
+                job=job.name, tag=old.tag, step=old.step, bytes=old.nbytes,
+            )  # fmt: skip
         return why
 
     async def finish(self, job: Job, tag: str) -> None:

@@ -13,6 +13,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 
+from ckptd.daemon import log_events
 from ckptd.daemon.chunks.pipeline import Pipeline
 from ckptd.daemon.config import Config
 from ckptd.daemon.job.catalog import Catalog, Job
@@ -88,7 +89,9 @@ class Destination:
         room = job.room_for(free)
         fit = _FEW if room is None else min(_FEW, room)
         if fit < self._fit.get(job.name, _FEW):
-            log.warning("%s", self.remark(job, fit, free))
+            log_events.ROOM_LITTLE.log(
+                log, "%s", self.remark(job, fit, free), job=job.name, fit=fit, free_bytes=free
+            )
         self._fit[job.name] = fit
 
     def remark(self, job: Job, fit: int, free: int | None) -> str:

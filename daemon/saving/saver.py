@@ -19,6 +19,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 
+from ckptd.daemon import log_events
 from ckptd.daemon.chunks.governor import Governor
 from ckptd.daemon.chunks.seal_check import SlotChecksums
 from ckptd.daemon.config import Config
@@ -271,7 +272,8 @@ class Saver:
         )
         held = max(seal.training_held for seal in snapshot.seals.values())
         governor.saved(snapshot.step, sealed_at, seconds, held)
-        log.info(
+        log_events.SAVE_DONE.log(
+            log,
             "saved %s/%s: %s as %s (%.0f %%)%s%s, %s after %.2f s, %s/s",
             snapshot.job, snapshot.directory, size_text(raw), size_text(written),
             100 * written / max(raw, 1),
@@ -279,6 +281,9 @@ class Saver:
             f", training held {held:.3f} "
             f"s" if held else "", "durable" if snapshot.node is None else "delivered",
             time.monotonic() - sealed_at, size_text(raw / max(seconds, 1e-6)),
+            job=snapshot.job, tag=snapshot.directory, step=snapshot.step,
+            attempt=snapshot.attempt, bytes=raw, written_bytes=written, linked_bytes=linked,
+            held_seconds=held, durable_seconds=time.monotonic() - sealed_at, save_seconds=seconds,
         )  # fmt: skip
 
     async def _needs_parts(self, job: Job, snapshot: Snapshot) -> bool:
@@ -316,7 +321,11 @@ class Saver:
                 error,
             )
             return
-        log.error("snapshot %s/%s: %s", snapshot.job, snapshot.tag, error)
+        log_events.SAVE_FAILED.log(
+            log, "snapshot %s/%s: %s", snapshot.job, snapshot.tag, error,
+            job=snapshot.job, tag=snapshot.directory, step=snapshot.step,
+            attempt=snapshot.attempt, reason=str(error), code=error.code,
+        )  # fmt: skip
         snapshot.reason, snapshot.code = str(error), error.code
         if snapshot.state is not SnapshotState.DURABLE:
             self._count(snapshot, "failed")

@@ -16,7 +16,7 @@ import logging
 import time
 from collections import defaultdict
 
-from ckptd.daemon import recovery
+from ckptd.daemon import log_events, recovery
 from ckptd.daemon.job import stage_decisions as d
 from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.events import Events
@@ -145,11 +145,12 @@ class Uploader:
 
     def _note(self, problem: str) -> None:
         if problem and problem != self.problem:
-            log.error(
-                "nothing is uploaded to %s: %s; it is tried again", self._behind.place, problem
-            )
+            log_events.UPLOADS_STOPPED.log(
+                log, "nothing is uploaded to %s: %s; it is tried again", self._behind.place,
+                problem, reason=str(problem),
+            )  # fmt: skip
         elif self.problem and not problem:
-            log.info("uploads to %s work again", self._behind.place)
+            log_events.UPLOADS_RESUMED.log(log, "uploads to %s work again", self._behind.place)
         self.problem = problem
 
     # -- one step
@@ -191,9 +192,11 @@ class Uploader:
             log.info("%s/%s is not uploaded: %s", job.name, one.tag, error)
             await recovery.scan_job(self._stage.repository, job, self._stage.calls)
         except (IntegrityError, AlreadyExists) as error:
-            log.error(
-                "%s/%s cannot be uploaded, and stays on the stage: %s", job.name, one.tag, error
-            )
+            log_events.UPLOAD_FAILED.log(
+                log, "%s/%s cannot be uploaded, and stays on the stage: %s",
+                job.name, one.tag, error,
+                job=job.name, tag=one.tag, step=one.step, reason=str(error),
+            )  # fmt: skip
             self.counters["failed_uploads"] += 1
             self.refused[job.name][one.tag] = str(error)
         finally:
@@ -317,13 +320,12 @@ class Uploader:
         self._tell()
         if not planned.there:
             self.counters["uploaded"] += 1
-            log.info(
-                "uploaded %s/%s: %s in %.2f s",
-                job.name,
-                one.tag,
-                size_text(manifest.nbytes),
-                time.monotonic() - begun,
-            )
+            seconds = time.monotonic() - begun
+            log_events.UPLOAD_DONE.log(
+                log, "uploaded %s/%s: %s in %.2f s",
+                job.name, one.tag, size_text(manifest.nbytes), seconds,
+                job=job.name, tag=one.tag, step=one.step, bytes=manifest.nbytes, seconds=seconds,
+            )  # fmt: skip
         # Otherwise a newer attempt, perhaps on another machine, decides what the root
         # keeps.
         if one.attempt >= newest:

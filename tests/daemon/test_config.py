@@ -47,6 +47,7 @@ def test_defaults() -> None:
         "files_per_rank": 1, "bytes_per_file": 0, "link_unchanged": True,
         "foreign_memory": "refuse", "max_connections": 256, "strict_journal": False,
         "private": False, "idle_timeout": 10.0, "log_file": None, "log_level": "info",
+        "log_format": "text",
     }  # fmt: skip
 
 
@@ -109,6 +110,7 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "idle_timeout": ("1.5", "1.5", 1.5),
     "log_file": ('"/var/log/ckptd.log"', "/var/log/ckptd.log", Path("/var/log/ckptd.log")),
     "log_level": ('"debug"', "debug", "debug"),
+    "log_format": ('"json"', "json", "json"),
     "stage": ('"/nvme/stage"', "/nvme/stage", Path("/nvme/stage")),
 }
 

@@ -23,8 +23,9 @@ ORDER = {
         "wire", "array_checkpoint", "storage", "command",
     ),
     "daemon": (
-        "tasks", "config", "job", "journal", "memory", "root", "chunks", "runs", "saving",
-        "engine", "recovery", "stage", "composition", "process", "commands", "__main__",
+        "log_events", "tasks", "config", "job", "journal", "memory", "root", "chunks", "runs",
+        "saving", "engine", "recovery", "stage", "composition", "telemetry", "process", "commands",
+        "__main__",
     ),
     "agent": (
         "torch_support", "threads", "pending", "step_times", "advice", "outcomes", "state",
