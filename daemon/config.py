@@ -162,6 +162,12 @@ class Config:
     """Lowest level of the messages in the log: `debug`, `info`, `warning` or `error`."""
     log_format: str = "text"
     """Format of the log: `text`, or `json` with one object for each line."""
+    history: bool = True
+    """Keep a history of what the daemon did, in state_dir, for `ckptd history`."""
+    on_event: str = ""
+    """Command for /bin/sh, or http(s) URL, that is told of events of level warning and
+    above. Empty means none.
+    """
 
     def __post_init__(self) -> None:
         codec.encoder(self.codec)

@@ -8,13 +8,16 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptd.shared import errors as e
 from ckptd.shared.command import MEMORY_ONLY, complete_path, complete_word, speaks
 from ckptd.shared.system import machine
+
+if TYPE_CHECKING:
+    from ckptd.daemon.config import Config
 
 
 @click.command(short_help="Run the daemon of this node.")
@@ -125,6 +128,16 @@ from ckptd.shared.system import machine
     help="text, or json: one object for each line, with the event and its facts. Default: text.",
 )
 @click.option(
+    "--history/--no-history",
+    default=None,
+    help="Keep a history of what the daemon did, or keep none.",
+)
+@click.option(
+    "--on-event",
+    metavar="COMMAND|URL",
+    help="Command or webhook that is told of failed saves, little room and the like.",
+)
+@click.option(
     "--overflow/--no-overflow",
     default=None,
     help="Put slots that do not fit into shared memory on the disk, or refuse them.",
@@ -157,9 +170,7 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     ):
         given["socket"] = str(default_socket())
     config = settings.load(given, os.environ, file)
-    logging.basicConfig(
-        level=config.log_level.upper(), handlers=[_log_handler(config.log_file, config.log_format)]
-    )
+    _set_up_logging(config)
     faulthandler.enable()  # SIGSEGV or SIGABRT then leaves a traceback of every thread in the log
     _give_way()
     from ckptd.daemon.process import limits
@@ -177,14 +188,32 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     sys.exit(code)
 
 
-def _log_handler(file: Path | None, log_format: str) -> logging.Handler:
+def _set_up_logging(config: Config) -> None:
+    """Send the lines of the log to the log file or to standard error, and the events
+    also to the history and to `on_event`.
+
+    Those get events of all levels, whatever `log_level` is.
+    """
     from ckptd.daemon.process.rotating_log import RotatingLog
     from ckptd.daemon.telemetry.log_format import formatter_for
 
-    handler = logging.StreamHandler(sys.stderr) if file is None else RotatingLog(file)
+    file = config.log_file
+    handler: logging.Handler = (
+        logging.StreamHandler(sys.stderr) if file is None else RotatingLog(file)
+    )
     stream = sys.stderr if file is None else None
-    handler.setFormatter(formatter_for(log_format, stream, os.environ))
-    return handler
+    handler.setFormatter(formatter_for(config.log_format, stream, os.environ))
+    handler.setLevel(config.log_level.upper())
+    handlers = [handler]
+    if config.history:
+        from ckptd.daemon.telemetry.history import History, history_file
+
+        handlers.append(History(history_file(config.state_dir, config.root)))
+    if config.on_event:
+        from ckptd.daemon.telemetry.on_event import OnEvent
+
+        handlers.append(OnEvent(config.on_event))
+    logging.basicConfig(level=min(handler.level for handler in handlers), handlers=handlers)
 
 
 def _end_past_hung_threads(code: int, error: str = "") -> None:

@@ -47,7 +47,7 @@ def test_defaults() -> None:
         "files_per_rank": 1, "bytes_per_file": 0, "link_unchanged": True,
         "foreign_memory": "refuse", "max_connections": 256, "strict_journal": False,
         "private": False, "idle_timeout": 10.0, "log_file": None, "log_level": "info",
-        "log_format": "text",
+        "log_format": "text", "history": True, "on_event": "",
     }  # fmt: skip
 
 
@@ -111,6 +111,8 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "log_file": ('"/var/log/ckptd.log"', "/var/log/ckptd.log", Path("/var/log/ckptd.log")),
     "log_level": ('"debug"', "debug", "debug"),
     "log_format": ('"json"', "json", "json"),
+    "history": ("false", "0", False),
+    "on_event": ('"mail ops"', "mail ops", "mail ops"),
     "stage": ('"/nvme/stage"', "/nvme/stage", Path("/nvme/stage")),
 }
 

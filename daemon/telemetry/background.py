@@ -1,0 +1,100 @@
+"""Hands the events of the log to a thread, so that no save waits for the code that
+reacts to them.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptd.daemon.log_events import Fact, event_of, facts_of
+
+MAX_WAITING = 10_000
+"""The most events that wait for a thread. Later ones are counted and left out."""
+END_SECONDS = 2.0
+"""Seconds that a daemon which ends waits for a thread."""
+_BATCH = 500
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedEvent:
+    """An event that was logged at `time`, in Unix seconds."""
+
+    time: float
+    name: str
+    level: int
+    text: str
+    facts: Mapping[str, Fact]
+
+    @property
+    def job(self) -> str:
+        """The job that the event is about, or ""."""
+        return str(self.facts.get("job", ""))
+
+
+class BackgroundHandler(logging.Handler):
+    """A handler that calls `take` with the events of the log, in a thread of its own.
+
+    Lines that tell no event are left out. `missed` is the number of events that did not
+    fit into the queue.
+    """
+
+    def __init__(self, name: str, level: int = logging.INFO) -> None:
+        """name: the name of the thread."""
+        super().__init__(level)
+        self.missed = 0
+        self._queue = queue.Queue[LoggedEvent | None](MAX_WAITING)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def take(self, events: Sequence[LoggedEvent]) -> None:
+        """Do the work for some events, in their order. It must not log events."""
+        raise NotImplementedError
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not (name := event_of(record)):
+            return
+        event = LoggedEvent(
+            record.created, name, record.levelno, record.getMessage(), facts_of(record)
+        )
+        try:
+            self._queue.put_nowait(event)
+        except queue.Full:
+            self.missed += 1
+
+    def close(self) -> None:
+        """Wait until the thread has taken what is in the queue, but not for long."""
+        super().close()
+        end = time.monotonic() + END_SECONDS
+        try:
+            self._queue.put(None, timeout=END_SECONDS)
+        except queue.Full:
+            return
+        self._thread.join(max(0.0, end - time.monotonic()))
+
+    def _run(self) -> None:
+        ended = False
+        while not ended:
+            batch: list[LoggedEvent] = []
+            event = self._queue.get()
+            while event is not None:
+                batch.append(event)
+                if len(batch) == _BATCH:
+                    break
+                try:
+                    event = self._queue.get_nowait()
+                except queue.Empty:
+                    break
+            else:
+                ended = True
+            if batch:
+                try:
+                    self.take(batch)
+                except Exception:
+                    logging.getLogger("ckptd.telemetry").exception(
+                        "%s has failed for %d events", self._thread.name, len(batch)
+                    )

@@ -1,0 +1,146 @@
+"""Tests what a command and a webhook are told, how often, and what their failures do."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from ckptd.daemon.telemetry import on_event
+from ckptd.daemon.telemetry.background import LoggedEvent
+from ckptd.daemon.telemetry.on_event import Debounce, OnEvent, report
+from ckptd.shared.system import machine
+
+
+def event(seconds: float = 0.0, job: str = "gpt", name: str = "save.failed") -> LoggedEvent:
+    return LoggedEvent(
+        1_700_000_000.25 + seconds, name, 40, f"{job}: the disk is full", {"job": job, "step": 7}
+    )
+
+
+def told(target: str, *events: LoggedEvent) -> None:
+    handler = OnEvent(target)
+    handler.take(events)
+    handler.close()
+
+
+REPORT: dict[str, Any] = {
+    "time": "2023-11-14T22:13:20.250Z",
+    "host": machine.host(),
+    "event": "save.failed",
+    "level": "error",
+    "text": "gpt: the disk is full",
+    "facts": {"job": "gpt", "step": 7},
+    "repeated": 0,
+}
+
+
+def test_the_same_event_of_a_job_is_reported_once_a_minute_with_its_count() -> None:
+    debounce = Debounce(60.0)
+    times = [0.0, 1.0, 59.9, 60.0, 61.0, 200.0]
+    assert [debounce.repeated(event(time)) for time in times] == [0, None, None, 2, None, 1]
+    assert debounce.repeated(event(201.0, job="other")) == 0
+    assert debounce.repeated(event(202.0, name="room.little")) == 0
+
+
+def test_a_clock_that_is_set_back_silences_nothing() -> None:
+    debounce = Debounce(60.0)
+    assert [debounce.repeated(event(time)) for time in (0.0, -5_000.0)] == [0, 0]
+
+
+def test_a_command_gets_the_report_and_the_environment(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    told(
+        f"cat >> '{out}'; echo \"|$CKPTD_EVENT|$CKPTD_EVENT_JOB|$CKPTD_EVENT_TEXT\" >> '{out}'",
+        event(),
+        event(1.0),
+        event(2.0, job="$(touch x)"),
+    )
+    lines = out.read_text().splitlines()
+    assert json.loads(lines[0].partition("|")[0]) == REPORT
+    assert [line.partition("|")[2] for line in lines] == [
+        "save.failed|gpt|gpt: the disk is full",
+        "save.failed|$(touch x)|$(touch x): the disk is full",
+    ]
+
+
+def test_a_command_that_fails_is_logged_and_the_next_event_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    told(f"echo x >> '{out}'; echo 'no such host' >&2; exit 3", event(), event(100.0))
+    assert [record.getMessage() for record in caplog.records] == [
+        "on_event: the command ended with 3: no such host"
+    ] * 2
+    assert out.read_text() == "x\nx\n"
+
+
+def test_a_command_that_hangs_is_killed_with_its_children(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_event, "COMMAND_SECONDS", 0.3)
+    told("sleep 600 & sleep 600", event())
+    assert [record.getMessage() for record in caplog.records] == [
+        "on_event: the command did not end within 0 s, and was killed"
+    ]
+
+
+class Webhook(BaseHTTPRequestHandler):
+    got: ClassVar[list[tuple[str, Any]]] = []
+    status = 200
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.got.append((self.headers["Content-Type"], json.loads(body)))
+        self.send_response(self.status)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[HTTPServer]:
+    Webhook.got, Webhook.status = [], 200
+    made = HTTPServer(("127.0.0.1", 0), Webhook)
+    thread = threading.Thread(target=made.serve_forever)
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def test_a_webhook_gets_the_report(server: HTTPServer) -> None:
+    told(f"http://127.0.0.1:{server.server_port}/hook", event())
+    assert Webhook.got == [("application/json", REPORT)]
+
+
+def test_a_webhook_that_refuses_or_hangs_or_is_gone_is_logged(
+    server: HTTPServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Webhook.status = 503
+    told(f"http://127.0.0.1:{server.server_port}/hook", event())
+    monkeypatch.setattr(on_event, "WEBHOOK_SECONDS", 0.2)
+    with HTTPServer(("127.0.0.1", 0), Webhook) as silent:  # it accepts and never answers
+        told(f"http://127.0.0.1:{silent.server_port}/hook", event())
+        port = silent.server_port
+    told(f"http://127.0.0.1:{port}/hook", event())
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text.partition(": ")[0] for text in texts] == [
+        "on_event was not told of save.failed"
+    ] * 3
+    assert "503" in texts[0]
+    assert "timed out" in texts[1]
+    assert "refused" in texts[2]
+
+
+def test_a_report_is_one_line_of_json() -> None:
+    found = report(event(), 4)
+    assert b"\n" not in found
+    assert json.loads(found) == REPORT | {"repeated": 4}
