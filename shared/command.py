@@ -22,7 +22,7 @@ from click.shell_completion import CompletionItem
 from ckptd.shared import errors as e
 from ckptd.shared.location import Location, located
 from ckptd.shared.storage.choice import Named, choose, offered
-from ckptd.shared.units import printable, size_text
+from ckptd.shared.units import parse_span, printable, size_text
 
 MEMORY_ONLY = 15
 """The exit code of `stop` and `run` if the daemon could not save a snapshot, which is
@@ -81,6 +81,27 @@ class _Place(click.ParamType[Location]):
 
 PLACE = _Place()
 """The type of an argument that is a path or a URL: the command gets a `Location`."""
+
+
+class _Span(click.ParamType[float]):
+    name = "time"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            seconds = parse_span(str(value))
+        except ValueError:
+            seconds = 0.0
+        if not seconds:
+            self.fail(
+                f"{value!r} is no time: expected more than 0, like 90s, 30m, 12h or 7d", param, ctx
+            )
+        return seconds
+
+
+SPAN = _Span()
+"""The type of an option that is a time: the command gets seconds."""
 
 
 class _Checkpoint(click.ParamType[Named]):

@@ -1,10 +1,14 @@
-"""Words sizes, times and lists for people: `22.7 MB`, `3 min`, `a, b and 3 more`, and
-makes any text fit for a terminal.
+"""Words sizes, times and lists for people: `22.7 MB`, `3 min`, `a, b and 3 more`, reads
+times that people type, and makes any text fit for a terminal.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+_SPAN = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([smhd]?)")
+_SPAN_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def size_text(nbytes: float) -> str:
@@ -47,6 +51,16 @@ def span_text(seconds: float) -> str:
     return (
         f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
     )
+
+
+def parse_span(text: str) -> float:
+    """Return the seconds that a text stands for: `30m` is 1800, and a number without a
+    unit is one of seconds. The units are s, m, h and d. Raises ValueError.
+    """
+    match = _SPAN.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(text)
+    return float(match[1]) * _SPAN_SECONDS[match[2]]
 
 
 def ranges_text(numbers: Sequence[int]) -> str:

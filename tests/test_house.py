@@ -181,6 +181,7 @@ def test_the_search_finds_a_cycle() -> None:
             f"ckptd.daemon.commands.{name}"
             for name in (
                 "copying",
+                "health",
                 "job_report",
                 "neighbours",
                 "report",

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ckptd.daemon.commands import neighbours, report
+from ckptd.daemon.commands import health, neighbours, report
 from ckptd.daemon.commands.copying import copy
 from ckptd.daemon.commands.job_report import job_report, job_text
 from ckptd.daemon.commands.run_command import default_socket, run
@@ -28,6 +28,7 @@ from ckptd.shared.command import (
     CHECKPOINT,
     MEMORY_ONLY,
     PLACE,
+    SPAN,
     as_object,
     ask_before_deleting,
     chosen,
@@ -163,10 +164,35 @@ def main() -> None:
     help="Tell from storage which nodes of this job have delivered its last steps. Needs no daemon "
     "if ROOT is given.",
 )
+@click.option(
+    "--check",
+    is_flag=True,
+    help='Print "ok" with exit code 0, or one line for each problem with exit code 1.',
+)
+@click.option(
+    "--max-age",
+    type=SPAN,
+    help="With --check: the most time since the newest durable checkpoint of a job that runs, "
+    "like 90s, 30m, 12h or 7d. Default: no limit.",
+)
+@click.option(
+    "--min-room",
+    type=click.IntRange(min=0),
+    help=f"With --check: how many more checkpoints of a job that runs must fit on the disk. "
+    f"Default: {health.MIN_ROOM}.",
+)
 @_socket
 @json_option
 @speaks
-def status(root: Location | None, job: str | None, socket: Path | None, as_json: bool) -> None:
+def status(
+    root: Location | None,
+    job: str | None,
+    check: bool,
+    max_age: float | None,
+    min_room: int | None,
+    socket: Path | None,
+    as_json: bool,
+) -> None:
     """Tell what the daemon is doing: the one that serves ROOT, or else the one at
     --socket, or else that of CKPTD_ROOT. Exit code 0 only if it is ready.
 
@@ -175,9 +201,17 @@ def status(root: Location | None, job: str | None, socket: Path | None, as_json:
 
     With --job, tell which nodes have delivered the last steps of a job. The exit code
     does not depend on that.
+
+    With --check, tell whether all is well, for cron, systemd and probes: the daemon is
+    ready and quick, the last saves have succeeded, no checkpoint is damaged, more
+    checkpoints fit on the disk, and with --max-age the newest ones are young enough.
     """
     if root is None and socket is None:
         root = configured_root()
+    if check and job is not None:
+        raise e.InvalidRequest("--check judges the whole daemon: leave out --job, or --check")
+    if not check and (max_age is not None or min_room is not None):
+        raise e.InvalidRequest("--max-age and --min-room are limits of --check: add --check")
     if job is not None:
         told = job_report(
             neighbours.served_root(socket, f"ckptd status ROOT --job {job}")
@@ -193,7 +227,20 @@ def status(root: Location | None, job: str | None, socket: Path | None, as_json:
         try:
             found = neighbours.status_of(root)
         except e.DaemonUnreachable as error:
+            if check:
+                raise
             _tell_from_storage(root, error, as_json=as_json)
+    if check:
+        room = health.MIN_ROOM if min_room is None else min_room
+        wrong = health.problems(found, max_age=max_age, min_room=room)
+        click.echo(
+            json.dumps(health.health_json(wrong), indent=1)
+            if as_json
+            else health.health_text(wrong, found)
+        )
+        if wrong:
+            sys.exit(1)
+        return
     click.echo(json.dumps(found, indent=1) if as_json else report.status_text(found))
     if not found["ready"]:
         sys.exit(1)

@@ -414,6 +414,7 @@ class Service:
                 if s.delivered and s.state is SnapshotState.WRITTEN
             ),
             "ranks_connected": sum(owner.notify is not None for owner in job.ranks.owners.values()),
+            "running_seconds": _running(job),
             "training_cost": msgspec.to_builtins(governor.cost),
             "writers": governor.threads,
             "announced": (
@@ -424,6 +425,17 @@ class Service:
             },
             "newer": {tag: why[:MAX_TEXT] for tag, why in list(job.newer.items())[-1:]},
         }
+
+
+def _running(job: Job) -> float | None:
+    """Return the seconds since the last rank of a job that is connected was started, or
+    None if no rank is connected or the time is not known.
+    """
+    started = [
+        owner.process.started for owner in job.ranks.owners.values() if owner.notify is not None
+    ]
+    known = all(started) and started
+    return max(0.0, round(time.time() - max(known), 1)) if known else None
 
 
 def _where(attempt: int, step: int | None, tag: str) -> dict[str, object]:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from ckptd.shared.units import count_text, ranges_text, rank_list, size_text, some_text, span_text
+from ckptd.shared.units import (
+    count_text,
+    parse_span,
+    ranges_text,
+    rank_list,
+    size_text,
+    some_text,
+    span_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -51,3 +61,17 @@ def test_ranges_join_numbers_that_follow_each_other() -> None:
     assert ranges_text([4]) == "4"
     assert ranges_text([0, 1, 2, 3, 6, 8, 9]) == "0-3, 6, 8-9"
     assert ranges_text(range(0, 20, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 and 2 more"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("30m", 1800), (" 1.5 h ", 5400), ("7d", 604800), ("0", 0)],
+)
+def test_times_are_read_with_their_units(text: str, seconds: float) -> None:
+    assert parse_span(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "30 minutes", "-1m", "1e3", "nan", "inf", "1h30m", "٣m"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        parse_span(text)

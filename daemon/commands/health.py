@@ -1,0 +1,150 @@
+"""Judges from a status report whether a daemon is well, for `ckptd status --check`.
+
+The judgement depends on the report and on two limits alone. It asks nothing and measures
+nothing, so that cron, systemd and a probe get the same answer for the same report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ckptd.shared.location import url_scheme
+from ckptd.shared.units import count_text, printable, span_text
+
+MIN_ROOM = 3
+"""The checkpoints that must still fit, unless `--min-room` says another number."""
+SLOW_LOOP_SECONDS = 1.0
+"""An event loop that is later than this is slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A reason why a daemon is not well.
+
+    what: its kind, one of `not-ready`, `loop`, `root`, `clients`, `stage`, `old`, `room`,
+    `failed` and `damaged`. job: the name of the job, or "". message: one sentence.
+    """
+
+    what: str
+    job: str
+    message: str
+
+
+def problems(
+    status: Mapping[str, Any], *, max_age: float | None = None, min_room: int = MIN_ROOM
+) -> list[Problem]:
+    """Return what is wrong with a daemon, given the object that `ckptd status --json`
+    prints.
+
+    max_age: the most seconds since the newest durable checkpoint of a job that runs, or
+    None for no limit. min_room: how many more checkpoints of a job that runs must fit.
+    """
+    found = [*_of_daemon(status), *_of_stage(status.get("stage") or {})]
+    for job in status["jobs"]:
+        found += _of_job(job, status, max_age, min_room)
+    return found
+
+
+def _of_daemon(status: Mapping[str, Any]) -> Iterator[Problem]:
+    if not status["ready"]:
+        yield Problem("not-ready", "", "the daemon is not ready: it is stopping")
+    if (lag := status["event_loop_lag_seconds"]) > SLOW_LOOP_SECONDS:
+        yield Problem(
+            "loop",
+            "",
+            f"the daemon's event loop is {lag:.1f} s late, and may be at most "
+            f"{SLOW_LOOP_SECONDS:g} s late: the machine is overloaded, or a call hangs",
+        )
+    # An object store never tells how much room it has.
+    if status["disk_free_bytes"] is None and not url_scheme(status["root"]):
+        place = (status.get("stage") or {}).get("directory", status["root"])
+        # A daemon that has just started has not measured yet.
+        if status["uptime_seconds"] > 2 * SLOW_LOOP_SECONDS:
+            yield Problem("root", "", f"{place} is gone, or does not answer")
+    if why := status["descriptors"]["accepting_paused"]:
+        yield Problem("clients", "", f"no client is accepted: {why}")
+
+
+def _of_stage(stage: Mapping[str, Any]) -> Iterator[Problem]:
+    if why := stage.get("problem"):
+        yield Problem("stage", "", f"nothing is uploaded from the stage: {why}")
+    for name, why in stage.get("refused", {}).items():
+        yield Problem("stage", name.partition("/")[0], f"{name} cannot be uploaded: {why}")
+
+
+def _of_job(
+    job: Mapping[str, Any], status: Mapping[str, Any], max_age: float | None, min_room: int
+) -> Iterator[Problem]:
+    name, durable = job["job"], job["last_durable"]
+    if job["ranks_connected"]:
+        if max_age is not None and (old := _too_old(job, status, max_age)):
+            yield Problem("old", name, f"job {name}: {old}")
+        if (room := job["room_for"]) is not None and room < min_room:
+            yield Problem(
+                "room",
+                name,
+                f"job {name}: {count_text(room, 'more checkpoint')} of its size "
+                f"fit{'s' if room == 1 else ''} on the disk, and {min_room} must fit: "
+                f"make room, or keep fewer checkpoints",
+            )
+    if (error := job["last_error"]) and _is_later(error, durable):
+        step = "" if error["step"] is None else f" of step {error['step']}"
+        yield Problem(
+            "failed",
+            name,
+            f"job {name}: the last save{step} failed {span_text(error['age_seconds'])} ago: "
+            f"{error['reason']}",
+        )
+    for tag, why in job["damaged"].items():
+        yield Problem("damaged", name, f"{name}/{tag} is damaged: {why}")
+
+
+def _too_old(job: Mapping[str, Any], status: Mapping[str, Any], max_age: float) -> str:
+    """Return why the newest durable checkpoint of a job that runs is too old, or "".
+
+    A job that has just begun or continued is not blamed for the time before: the limit
+    counts from its start.
+    """
+    durable, running = job["last_durable"], job.get("running_seconds")
+    running = status["uptime_seconds"] if running is None else running
+    age = durable and durable["age_seconds"]
+    if running <= max_age or (durable and (age is None or age <= max_age)):
+        return ""
+    limit = f"and the limit is {span_text(max_age)}"
+    if not durable:
+        return f"it has run for {span_text(running)} without a durable checkpoint, {limit}"
+    return f"its newest durable checkpoint is {span_text(age)} old, {limit}"
+
+
+def _is_later(error: Mapping[str, Any], durable: Mapping[str, Any] | None) -> bool:
+    """Return True if a save has failed since the newest durable checkpoint was made."""
+    age = durable and durable["age_seconds"]
+    return age is None or error["age_seconds"] < age
+
+
+def health_json(found: list[Problem]) -> dict[str, Any]:
+    """Return the object that `ckptd status --check --json` prints."""
+    return {"ok": not found, "problems": [asdict(problem) for problem in found]}
+
+
+def health_text(found: list[Problem], status: Mapping[str, Any]) -> str:
+    """Return one line for each problem, or one that begins with "ok"."""
+    if found:
+        return "\n".join(printable(problem.message) for problem in found)
+    running = [job for job in status["jobs"] if job["ranks_connected"]]
+    ages = [
+        age
+        for job in running
+        if (durable := job["last_durable"]) and (age := durable["age_seconds"]) is not None
+    ]
+    newest = ""
+    if running and len(ages) == len(running):
+        newest = f", {'each ' if len(ages) > 1 else ''}with a checkpoint of the last " + span_text(
+            max(ages)
+        )
+    return printable(
+        f"ok: the daemon of {status['root']} is ready, {count_text(len(running), 'job')} "
+        f"{'runs' if len(running) == 1 else 'run'}{newest}"
+    )
