@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import click
@@ -132,6 +133,12 @@ CHECKPOINT = _Checkpoint()
 """The type of an argument that is a root, a job or a checkpoint: the command gets what
 was `Named`, and passes it to `chosen`.
 """
+socket_option = click.option(
+    "--socket",
+    type=click.Path(path_type=Path),
+    envvar="CKPTD_SOCKET",
+    help="The daemon's Unix socket.",
+)
 step_option = click.option(
     "--step",
     type=click.IntRange(min=0),

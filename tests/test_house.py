@@ -182,6 +182,7 @@ def test_the_search_finds_a_cycle() -> None:
             for name in (
                 "copying",
                 "health",
+                "history",
                 "job_report",
                 "neighbours",
                 "report",
@@ -282,6 +283,7 @@ TOUCH_FILES = {
     "daemon/journal/place.py": "the directory of the journal, on the local disk",
     "daemon/commands/leftovers.py": "segments and sockets that dead daemons have left",
     "daemon/process/limits.py": "/proc",
+    "daemon/telemetry/history.py": "the history, on the local disk",
     "daemon/process/listener.py": "the socket",
     "daemon/memory/moved_root.py": "moves segments in shared memory, or on the local disk",
     "daemon/memory/segment_directory.py": "the directories of segments",

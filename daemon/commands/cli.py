@@ -18,6 +18,7 @@ import click
 
 from ckptd.daemon.commands import health, neighbours, report
 from ckptd.daemon.commands.copying import copy
+from ckptd.daemon.commands.history import history
 from ckptd.daemon.commands.job_report import job_report, job_text
 from ckptd.daemon.commands.run_command import default_socket, run
 from ckptd.daemon.commands.stored_jobs import stored_jobs, stored_jobs_text
@@ -602,6 +603,7 @@ def _pin(path: Named, step: int | None, *, remove: bool, as_json: bool) -> None:
 
 
 main.add_command(copy)
+main.add_command(history)
 main.add_command(run)
 for _name, _does in _VERBS.items():
     main.add_command(Verb(_name, short_help=_does))

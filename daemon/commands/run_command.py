@@ -206,9 +206,9 @@ def _set_up_logging(config: Config) -> None:
     handler.setLevel(config.log_level.upper())
     handlers = [handler]
     if config.history:
-        from ckptd.daemon.telemetry.history import History, history_file
+        from ckptd.daemon.telemetry.history import History
 
-        handlers.append(History(history_file(config.state_dir, config.root)))
+        handlers.append(History(machine.history_file(config.state_dir, config.root)))
     if config.on_event:
         from ckptd.daemon.telemetry.on_event import OnEvent
 

@@ -338,6 +338,9 @@ class Service:
             "socket": str(config.socket),
             "private": config.private,
             "log_file": str(config.log_file) if config.log_file else None,
+            "history": str(machine.history_file(config.state_dir, config.root))
+            if config.history
+            else None,
             "uptime_seconds": round(vitals.uptime, 3),
             "rss_bytes": rss_bytes(),
             "event_loop_lag_seconds": round(vitals.lag, 6),

@@ -17,16 +17,15 @@ import msgspec
 
 from ckptd.daemon.telemetry.background import BackgroundHandler, LoggedEvent
 from ckptd.shared.errors import NewerFormat, NotFound, StorageError
-from ckptd.shared.location import Location
-from ckptd.shared.system import machine
+from ckptd.shared.system.settings import nearest
 
 log = logging.getLogger("ckptd.history")
 
-NAME = "history.sqlite3"
 VERSION = 1
 """The version of the file, its `user_version`."""
 MAX_EVENTS = 100_000
 """About 30 MB, and five weeks of a job that saves once a minute."""
+_decode_facts = msgspec.json.Decoder(dict[str, Any]).decode
 _SPARE = 1_000
 """The file is cut back to `MAX_EVENTS` whenever it has so many more."""
 _SCHEMA = f"""
@@ -36,11 +35,6 @@ CREATE TABLE events (
 CREATE INDEX events_by_job ON events (job, id);
 PRAGMA user_version = {VERSION};
 """
-
-
-def history_file(state_dir: Path, root: Location) -> Path:
-    """Return the path of the history of a root."""
-    return machine.state_directory(state_dir, root) / NAME
 
 
 class History(BackgroundHandler):
@@ -75,9 +69,8 @@ class History(BackgroundHandler):
         except sqlite3.DatabaseError as error:
             if not _is_damage(error):
                 raise
-            aside = self._file.with_name(f"{NAME}.damaged")
-            for old in (self._file.with_name(f"{NAME}-wal"), self._file.with_name(f"{NAME}-shm")):
-                old.unlink(missing_ok=True)
+            aside = self._file.with_name(f"{self._file.name}.damaged")
+            self._file.with_name(f"{self._file.name}-journal").unlink(missing_ok=True)
             self._file.replace(aside)
             log.warning(
                 "the history %s is damaged (%s): it is set aside as %s, and a new one begins",
@@ -124,8 +117,8 @@ def read_history(
     """Return the newest events of a history, oldest first: at most `limit`, from
     `since` (Unix seconds) on, and of this job and with these names if they are given.
 
-    Raises NotFound if there is no history, NewerFormat if a newer ckptd has made it,
-    and StorageError if it is damaged or cannot be read.
+    Raises NotFound if there is no history or none of this job, NewerFormat if a newer
+    ckptd has made it, and StorageError if it is damaged or cannot be read.
     """
     if not file.exists():
         raise NotFound(
@@ -148,6 +141,12 @@ def read_history(
             f"WHERE {' AND '.join(wanted)} ORDER BY id DESC LIMIT ?",
             (*values, limit),
         ).fetchall()
+        jobs = [name for (name,) in found.execute("SELECT DISTINCT job FROM events")]
+    if job is not None and job not in jobs:
+        near = nearest(job, filter(None, jobs))
+        raise NotFound(
+            f"the history {file} has no job {job!r}" + (f"; did you mean {near!r}?" if near else "")
+        )
     return [
         LoggedEvent(time, name, level, text, _facts(facts))
         for time, name, level, text, facts in reversed(rows)
@@ -168,7 +167,7 @@ def _open_to_read(file: Path) -> Iterator[sqlite3.Connection]:
 
 def _facts(text: str) -> Mapping[str, Any]:
     with suppress(msgspec.MsgspecError):
-        return msgspec.json.decode(text, type=dict[str, Any])
+        return _decode_facts(text)
     return {}
 
 

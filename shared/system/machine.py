@@ -168,6 +168,11 @@ def nearest_existing(path: Path) -> Path:
     return next(found for found in (path, *path.parents) if os.path.exists(found))
 
 
+def history_file(state_dir: Path, root: Location) -> Path:
+    """Return the path of the file with the history of a root."""
+    return state_directory(state_dir, root) / "history.sqlite3"
+
+
 def state_directory(state_dir: Path, root: Location) -> Path:
     """Return the directory for one root.
 

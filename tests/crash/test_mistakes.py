@@ -45,6 +45,7 @@ COMMANDS = (
     "doctor --root {root}",
     "gc --delete --yes --shm-dir {root}-shm",
     "ps --json",
+    "history gpt --root {root}",
     "run --root {root}-new --keep LatestN(1)",
     "bench --root {root}-new",
 )

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from ckptd.daemon.telemetry.background import LoggedEvent
-from ckptd.daemon.telemetry.history import NAME, VERSION, History, history_file, read_history
+from ckptd.daemon.telemetry.history import VERSION, History, read_history
 from ckptd.shared.errors import NewerFormat, NotFound, StorageError
+from ckptd.shared.system import machine
+
+NAME = "history.sqlite3"
 
 
 def event(number: int, job: str = "gpt", name: str = "save.done") -> LoggedEvent:
@@ -39,7 +42,11 @@ def test_what_is_written_is_read_again_oldest_first(file: Path) -> None:
     assert read_history(file, job="gpt") == [events[0], events[2]]
     assert read_history(file, names=["save.failed", "x"]) == [events[2]]
     assert read_history(file, since=1_002.0, limit=1) == [events[2]]
-    assert read_history(file, job="'; DROP TABLE events") == []
+    assert read_history(file, job="gpt", since=2_000.0) == []
+    with pytest.raises(NotFound, match="has no job 'gtp'; did you mean 'gpt'[?]$"):
+        read_history(file, job="gtp")
+    with pytest.raises(NotFound, match='has no job "\'; DROP TABLE events"$'):
+        read_history(file, job="'; DROP TABLE events")
     assert os.stat(file).st_mode & 0o777 == 0o600
 
 
@@ -112,7 +119,7 @@ def test_what_cannot_be_read_says_why(file: Path) -> None:
 
 
 def test_each_root_has_its_own_history(tmp_path: Path) -> None:
-    one, other = (history_file(tmp_path, tmp_path / name) for name in ("one", "other"))
+    one, other = (machine.history_file(tmp_path, tmp_path / name) for name in ("one", "other"))
     assert one != other
     assert one.is_relative_to(tmp_path)
     assert one.name == NAME

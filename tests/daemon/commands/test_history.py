@@ -1,0 +1,90 @@
+"""Tests `ckptd history` with a real daemon, after its end, and its mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptd.agent import Agent
+from ckptd.daemon.commands.history import history_text
+from ckptd.daemon.telemetry.background import LoggedEvent
+from tests.daemon.commands.test_cli import ckptd
+from tests.support.daemons import Home, holds, running
+
+
+def save(place: Home, steps: int) -> None:
+    agent = Agent("gpt", socket=place.socket)
+    for step in range(1, steps + 1):
+        agent.snapshot({"w": torch.arange(1000.0)}, step=step).wait("durable", timeout=60)
+    agent.close()
+
+
+def test_the_history_outlives_the_daemon_and_its_checkpoints(place: Home) -> None:
+    place_of = {"CKPTD_STATE_DIR": str(place.state)}
+    with running(place, "--keep-last", "1", "--log-level", "error") as daemon:
+        save(place, 3)
+        asked = ("history", "gpt", "--socket", place.socket, "--event", "save.done", "--json")
+        assert holds(lambda: len(json.loads(ckptd(*asked).stdout or "[]")) == 3, 60)
+        told = json.loads(ckptd(*asked).stdout)
+        daemon.stop()
+    assert [(one["event"], one["job"], one["facts"]["step"]) for one in told] == [
+        ("save.done", "gpt", step) for step in (1, 2, 3)
+    ]
+    assert min(one["facts"]["bytes"] for one in told) > 4000
+    after = ckptd("history", "--root", place.root, "--json", environment=place_of)
+    names = [one["event"] for one in json.loads(after.stdout)]
+    assert [names[0], names[-1]] == ["daemon.ready", "daemon.stopping"]
+    assert names.count("checkpoint.deleted") == 2
+    text = ckptd("history", "gpt", "--limit", "2", environment=place_of | {
+        "CKPTD_ROOT": str(place.root),
+    })  # fmt: skip
+    assert text.stdout.splitlines()[0].split() == [
+        "TIME", "AGE", "EVENT", "JOB", "STEP", "SIZE", "HELD", "DURABLE",
+    ]  # fmt: skip
+    assert len(text.stdout.splitlines()) == 3
+
+
+def test_a_daemon_may_keep_no_history(place: Home) -> None:
+    with running(place, "--no-history"):
+        told = ckptd("history", "--socket", place.socket)
+    assert (told.returncode, told.stderr) == (
+        10,
+        f"ckptd: the daemon of {place.root} keeps no history: its setting `history` is off, or it "
+        f"is older than this command\n",
+    )
+    assert not list(place.state.rglob("history*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--event", "save.fail"), "there is no such event; did you mean save.failed?"),
+        (("--since", "soon"), "'soon' is no time: expected more than 0, like 90s, 30m, 12h or 7d"),
+        ((), "there is no history"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(
+    tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    told = ckptd(
+        "history", "--root", tmp_path, *arguments, environment={"CKPTD_STATE_DIR": str(tmp_path)}
+    )
+    assert told.returncode != 0
+    assert words in told.stderr
+
+
+def test_a_table_has_what_is_known_of_each_event() -> None:
+    told = LoggedEvent(
+        0.0, "save.done", 20, "saved it", {"job": "gpt", "step": 7, "bytes": 2e6,
+                                           "held_seconds": 0.01, "durable_seconds": 1.5},
+    )  # fmt: skip
+    failed = LoggedEvent(5.0, "save.failed", 40, "the disk\nis full", {"job": "gpt"})
+    lines = history_text([told, failed], 3 * 86400.0).splitlines()
+    assert lines[1].split()[2:] == [
+        "3", "d", "save.done", "gpt", "7", "2.0", "MB", "0.010", "s", "1.500", "s",
+    ]  # fmt: skip
+    assert lines[2].endswith(r"save.failed  gpt  -     -       -        -        the disk\nis full")
+    assert history_text([], 0.0) == "nothing is known"
