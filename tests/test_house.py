@@ -281,6 +281,7 @@ TOUCH_FILES = {
     "daemon/memory/foreign_memory.py": "reads segments in shared memory",
     "daemon/journal/directory.py": "the journal, on the local disk",
     "daemon/journal/place.py": "the directory of the journal, on the local disk",
+    "daemon/commands/doctor.py": "the configuration of systemd-logind",
     "daemon/commands/leftovers.py": "segments and sockets that dead daemons have left",
     "daemon/process/limits.py": "/proc",
     "daemon/telemetry/history.py": "the history, on the local disk",

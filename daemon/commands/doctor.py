@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import getpass
 import importlib.util
 import os
 import resource
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,14 @@ from ckptd.daemon.config import Config
 from ckptd.daemon.memory.foreign_memory import described, read_held
 from ckptd.daemon.process import limits
 from ckptd.daemon.process.peers import SO_PEERPIDFD
-from ckptd.shared.errors import CkptdError, Forbidden
+from ckptd.daemon.telemetry.history import read_history
+from ckptd.shared.errors import CkptdError, Forbidden, NotFound
+from ckptd.shared.interval import best_interval
 from ckptd.shared.location import Location, Url
 from ckptd.shared.storage import posix_probe
 from ckptd.shared.storage.locate import object_storage, open_root
 from ckptd.shared.system import machine, owners
-from ckptd.shared.units import size_text
+from ckptd.shared.units import size_text, span_text
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 TMPFS = 0x01021994  # linux/magic.h
@@ -41,6 +45,11 @@ VOLATILE = {
 SHARED = {0x6969: "NFS", 0x0BD00BD0: "Lustre"}
 LEAST_FREE = 1 << 30  # bytes; a root with less free space gets a warning
 LEAST_INODES = 10_000
+_FIRST_USER = 1000  # systemd's SYSTEM_UID_MAX is 999
+_CLOCK_SECONDS = 2.0
+_DAY = 86_400.0
+_SAVES = 200
+"""How many of the last saves on this node are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,8 @@ def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
     yield check_files(plan, soft, hard, config.max_connections)
     yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     yield check_shared_memory(config.shm_dir, config.slots, config.shm_quota)
+    if config.shm_dir.is_relative_to("/dev/shm"):
+        yield check_remove_ipc(os.geteuid(), removes_ipc(Path("/")), _lingers())
     if with_root:
         yield from check_root(config.root)
         yield check_memory(config.root, config.shm_dir)
@@ -73,6 +84,8 @@ def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
         yield from check_stage(config.stage)
     yield check_state_dir(config.state_dir)
     yield check_socket_directory(config.socket.parent)
+    if with_root:
+        yield from check_jobs(config)
     yield from check_kernel()
     yield check_event_loop(importlib.util.find_spec("uvloop") is not None)
 
@@ -163,6 +176,93 @@ def check_shared_memory(path: Path, slots: int, quota: int) -> Check:
             {**values, "magic": kind},
         )
     return Check(name, OK if largest >= 64 << 20 else WARNING, text, values)
+
+
+def removes_ipc(system: Path) -> bool:
+    """Return True if systemd-logind runs and has RemoveIPC=yes, its default: it then
+    deletes what a user has in /dev/shm when the last session of the user ends;
+    logind.conf(5).
+
+    system: the root directory of the machine.
+    """
+    if not (system / "run/systemd/users").is_dir():
+        return False
+    places = [system / place / "systemd" for place in ("usr/lib", "run", "etc")]
+    mains = [file for place in places if (file := place / "logind.conf").is_file()]
+    more = {file.name: file for place in places for file in place.glob("logind.conf.d/*.conf")}
+    removes = True
+    for file in [*mains[-1:], *(more[name] for name in sorted(more))]:
+        for line in file.read_text(errors="replace").splitlines():
+            key, _, value = line.partition("=")
+            if key.strip() == "RemoveIPC":
+                removes = value.strip().lower() not in ("no", "false", "off", "0", "n", "f")
+    return removes
+
+
+def _lingers() -> bool:
+    try:
+        return os.path.exists(f"/var/lib/systemd/linger/{getpass.getuser()}")
+    except (OSError, KeyError):  # the user has no name
+        return False
+
+
+def check_remove_ipc(uid: int, removes: bool, lingers: bool) -> Check:
+    """Check that systemd-logind does not delete the slots of this user.
+
+    It spares the users of the system, whose uid is below 1000.
+    """
+    values = {"removes": removes, "lingers": lingers, "uid": uid}
+    if not removes or uid < _FIRST_USER or lingers:
+        return Check("RemoveIPC", OK, "systemd-logind leaves the slots of this user alone", values)
+    return Check(
+        "RemoveIPC", WARNING,
+        "systemd-logind deletes the slots of this user in /dev/shm, and the snapshots in them, "
+        "when the last session of the user ends: run `loginctl enable-linger`, or set RemoveIPC=no "
+        "in /etc/systemd/logind.conf", values,
+    )  # fmt: skip
+
+
+def check_jobs(config: Config) -> Iterator[Check]:
+    """Tell what the saves of each job have cost lately, from the history, and how often
+    it can and should be saved.
+    """
+    try:
+        saves = read_history(
+            machine.history_file(config.state_dir, config.root),
+            names=["save.done"],
+            limit=_SAVES,
+        )
+    except NotFound:
+        return
+    except CkptdError as error:
+        yield Check("history", WARNING, str(error))
+        return
+    for job in sorted({save.job for save in saves}):
+        yield check_job(job, [save.facts for save in saves if save.job == job])
+
+
+def check_job(job: str, saves: Sequence[Mapping[str, Any]]) -> Check:
+    """Tell what the saves of a job have cost: medians of its last saves.
+
+    The interval that loses the least time is computed for one failure a day, and is at
+    least the time until a snapshot is durable.
+    """
+    held, durable, nbytes, seconds = (
+        statistics.median(float(save.get(key, 0.0)) for save in saves)
+        for key in ("held_seconds", "durable_seconds", "bytes", "save_seconds")
+    )
+    interval = max(best_interval(held, _DAY), durable)
+    rate = nbytes / max(seconds, 1e-6)
+    values = {
+        "saves": len(saves), "held_seconds": held, "durable_seconds": durable, "bytes": nbytes,
+        "bytes_per_second": rate, "best_interval_seconds": interval,
+    }  # fmt: skip
+    return Check(
+        f"job {job}", OK,
+        f"a snapshot of {size_text(nbytes)} holds the training for {held:.3f} s and is durable "
+        f"after {durable:.1f} s ({size_text(rate)}/s): with one failure a day, a snapshot every "
+        f"{span_text(max(interval, 1.0))} loses the least time", values,
+    )  # fmt: skip
 
 
 def _file_system(path: Path) -> int:
@@ -269,6 +369,7 @@ def _check_directory(root: Path) -> Iterator[Check]:
         values,
     )
     yield _check_owner(place, found)
+    yield check_clock(found.ahead)
     for name, level, advice in (
         ("O_DIRECT", WARNING, "checkpoints are written through the page cache instead"),
         (
@@ -287,6 +388,18 @@ def _check_directory(root: Path) -> Iterator[Check]:
             yield Check(name, level, f"does not work in {called} ({why}): {advice}")
         else:
             yield Check(name, OK, f"works in {called}")
+
+
+def check_clock(ahead: float) -> Check:
+    """Check that the file system of the root and this node agree on the time."""
+    values = {"ahead_seconds": ahead}
+    if abs(ahead) < _CLOCK_SECONDS:
+        return Check("clock", OK, "this node and the file system agree on the time", values)
+    return Check(
+        "clock", WARNING,
+        f"the clock of the file system is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}: "
+        f"ages of checkpoints are wrong by that; synchronize both clocks with NTP", values,
+    )  # fmt: skip
 
 
 def check_stage(stage: Path) -> Iterator[Check]:

@@ -13,6 +13,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,8 @@ class Probe:
 
     free: bytes that this user may still use. inodes: free inodes, or None if the file
     system has no limit. uid, mode: of the directory. stranger: the reason why its owner
-    cannot be trusted, or "". failures: the reason why a feature does not work, by the
+    cannot be trusted, or "". ahead: seconds by which the clock of the file system is
+    ahead of this node's. failures: the reason why a feature does not work, by the
     feature's name.
     """
 
@@ -37,6 +39,7 @@ class Probe:
     uid: int
     mode: int
     stranger: str
+    ahead: float
     failures: dict[str, str] = field(default_factory=dict)
 
 
@@ -51,12 +54,23 @@ def probe(directory: Path) -> Probe:
             uid=status.st_uid,
             mode=stat.S_IMODE(status.st_mode),
             stranger=owners.stranger(directory),
+            ahead=_ahead(scratch / "clock"),
             failures={
                 name: why for name, act in FEATURES.items() if (why := _failure(act, scratch))
             },
         )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _ahead(file: Path) -> float:
+    """Return the seconds by which the clock that stamps a new file is ahead of this
+    node's, or 0.0 if the file was stamped while it was made.
+    """
+    before = time.time()
+    file.write_bytes(b"\0")
+    stamped, after = file.stat().st_mtime, time.time()
+    return min(stamped - before, 0.0) or max(stamped - after, 0.0)
 
 
 def _failure(act: Callable[[Path], None], scratch: Path) -> str:

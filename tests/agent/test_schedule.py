@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from ckptd.agent import Agent, Schedule, close, schedule
 from ckptd.agent.agent import link_of
 from ckptd.agent.pending import Pending, PendingSnapshot
-from ckptd.agent.schedule import Pace, best_interval
+from ckptd.agent.schedule import Pace
 from ckptd.shared.errors import SnapshotFailed
+from ckptd.shared.interval import best_interval
 from ckptd.shared.wire.lifecycle import Event
 from tests.shared.samples import steady
 from tests.support.daemons import Daemon, Home, running
@@ -124,29 +125,6 @@ def test_a_few_quick_steps_do_not_delay_the_next_decision_much() -> None:
     assert [pace.decide(step, 0.0, 1e300).again for step in (0, 1, 3, 9)] == [1, 3, 9, 27]
     assert not pace.decide(27, 60.0, 100.0).due
     assert pace.decide(35, 100.0, 100.0).due
-
-
-# -- the best interval
-
-
-def lost(interval: float, cost: float, mtbf: float) -> float:
-    """Return the time that a second of work takes, with restarts that cost nothing:
-    Daly's complete model (his equation 20).
-    """
-    return mtbf * math.expm1((interval + cost) / mtbf) / interval
-
-
-@pytest.mark.parametrize(
-    ("cost", "mtbf"), [(0.01, 3600), (1, 3600), (60, 3600), (5, 86400), (600, 3600), (2000, 3600)]
-)
-def test_no_other_interval_loses_less(cost: float, mtbf: float) -> None:
-    best = min(lost(second * 0.5, cost, mtbf) for second in range(1, 20_000))
-    assert lost(best_interval(cost, mtbf), cost, mtbf) <= best * 1.001
-
-
-def test_the_interval_is_youngs_for_small_costs_and_at_most_the_mtbf() -> None:
-    assert best_interval(1e-6, 3600) == pytest.approx(math.sqrt(2e-6 * 3600), rel=1e-4)
-    assert best_interval(7200, 3600) == best_interval(99999, 3600) == 3600
 
 
 # -- what a training script sees

@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("agent", "daemon", "shared")
 ORDER = {
     "shared": (
-        "errors", "units", "location", "names", "retention", "codecs", "system", "formats",
-        "wire", "array_checkpoint", "storage", "command",
+        "errors", "units", "interval", "location", "names", "retention", "codecs", "system",
+        "formats", "wire", "array_checkpoint", "storage", "command",
     ),
     "daemon": (
         "log_events", "tasks", "config", "job", "journal", "memory", "root", "chunks", "runs",

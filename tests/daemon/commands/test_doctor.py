@@ -52,6 +52,86 @@ def test_the_limit_of_locked_memory_is_checked() -> None:
     assert (check.level, check.values) == (WARNING, {"limit": 8 << 20})
 
 
+def test_a_user_whose_slots_logind_deletes_is_warned() -> None:
+    assert [
+        doctor.check_remove_ipc(*given).level
+        for given in (
+            (1000, True, False),
+            (1000, True, True),
+            (1000, False, False),
+            (0, True, False),
+        )
+    ] == [WARNING, OK, OK, OK]
+
+
+@pytest.mark.parametrize(
+    ("files", "removes"),
+    [
+        ({}, True),
+        ({"etc/systemd/logind.conf": "[Login]\n#RemoveIPC=no\n"}, True),
+        ({"etc/systemd/logind.conf": "[Login]\nRemoveIPC=no\n"}, False),
+        (
+            {
+                "usr/lib/systemd/logind.conf": "RemoveIPC=no\n",
+                "etc/systemd/logind.conf": "KillUserProcesses=no\n",
+            },
+            True,
+        ),
+        (
+            {
+                "etc/systemd/logind.conf": "RemoveIPC=no\n",
+                "usr/lib/systemd/logind.conf.d/90-ipc.conf": "RemoveIPC = yes\n",
+                "etc/systemd/logind.conf.d/50-ipc.conf": "RemoveIPC=no\n",
+            },
+            True,
+        ),
+    ],
+)
+def test_the_configuration_of_logind_is_read_as_systemd_reads_it(
+    tmp_path: Path, files: dict[str, str], removes: bool
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert not doctor.removes_ipc(tmp_path)  # logind does not run
+    (tmp_path / "run/systemd/users").mkdir(parents=True)
+    assert doctor.removes_ipc(tmp_path) == removes
+
+
+@pytest.mark.parametrize(
+    ("ahead", "level", "words"),
+    [
+        (0.0, OK, "agree"),
+        (1.9, OK, "agree"),
+        (-90.0, WARNING, "is 90 s behind"),
+        (5.0, WARNING, "is 5 s ahead"),
+    ],
+)
+def test_clocks_that_differ_are_told(ahead: float, level: str, words: str) -> None:
+    check = doctor.check_clock(ahead)
+    assert (check.level, check.values) == (level, {"ahead_seconds": ahead})
+    assert words in check.message
+
+
+def test_the_costs_of_a_jobs_saves_are_told_with_the_interval_that_follows() -> None:
+    saves = [
+        {"held_seconds": held, "durable_seconds": 2.0, "bytes": 4e9, "save_seconds": 2.0}
+        for held in (0.01, 0.02, 9.0)
+    ]
+    check = doctor.check_job("gpt", saves)
+    assert check.message == (
+        "a snapshot of 4.0 GB holds the training for 0.020 s and is durable after 2.0 s "
+        "(2.0 GB/s): with one failure a day, a snapshot every 59 s loses the least time"
+    )
+    assert check.values["best_interval_seconds"] == pytest.approx(
+        (2 * 0.02 * 86400) ** 0.5, rel=1e-3
+    )
+    assert (
+        doctor.check_job("gpt", [{"durable_seconds": 600.0}]).values["best_interval_seconds"]
+        == 600.0
+    )
+
+
 def test_the_size_of_shared_memory_is_checked(tmp_path: Path) -> None:
     check = doctor.check_shared_memory(Path("/dev/shm"), 4, 4 << 20)
     assert check.values["largest_state_bytes"] == 1 << 20
@@ -72,6 +152,7 @@ def test_a_usable_root_passes(tmp_path: Path) -> None:
     assert set(found) == {
         "root",
         "permissions",
+        "clock",
         "O_DIRECT",
         "fsync of a directory",
         "flock",
