@@ -181,6 +181,7 @@ class Agent:
         self._habits = Habits()
         self._session = InteractiveSession()
         self._outcomes = Outcomes()
+        self._followers: list[Callable[[Pending], object]] = []
         self._advice = Advice()
         self._step_times = StepTimes()
         # Bytes to reserve for the states of the random generators: the most seen so
@@ -335,6 +336,8 @@ class Agent:
             )
         pending.stall = pending.held
         self._step_times.begin(pending)
+        for call in self._followers:
+            call(Pending(pending))
         if isinstance(pending.error, MISTAKES) and (
             on_error == "raise" or (on_error != "log" and self._outcomes.sealed_in != link.attempt)
         ):
@@ -616,6 +619,13 @@ class Agent:
 def link_of(agent: Agent) -> RankLink:
     """Return the link of an agent to its daemon, for other modules of ckptd."""
     return agent._link
+
+
+def follow(agent: Agent, call: Callable[[Pending], object]) -> None:
+    """Have `call` called with each snapshot that the agent takes from now on, at the end
+    of the call of `snapshot`. It must return at once, and raise nothing.
+    """
+    agent._followers.append(call)
 
 
 def silence_advice(agent: Agent) -> None:

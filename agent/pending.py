@@ -74,6 +74,11 @@ class Pending:
         return self._snapshot.stall
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's state in its slot; 0 until the state is planned."""
+        return self._snapshot.nbytes
+
+    @property
     def lost_seconds(self) -> float | None:
         """Seconds by which the training is behind because of this snapshot: the time in
         the call of `snapshot`, and the extra time of the steps until it was durable.
@@ -204,6 +209,7 @@ class PendingSnapshot:
         self.attempt = attempt
         self.persist = persist
         self.stall = 0.0
+        self.nbytes = 0
         self.lost_seconds: float | None = None
         self.cost_before: TrainingCost | None = None
         self.begun: float | None = None

@@ -105,6 +105,7 @@ class Handover:
         StorageError if the slots cannot be mapped, and DaemonUnreachable.
         """
         all_, slots = self._all, self._all.slots
+        self.pending.nbytes = needed
         # Else a step that was filled before, and needs a larger slot now, would wait
         # for itself.
         all_.no_longer_filled(self.pending)

@@ -267,9 +267,10 @@ def test_a_pending_shows_its_snapshot() -> None:
     snapshot = moved(Event.GRANT)
     pending = Pending(snapshot)
     snapshot.stall, snapshot.lost_seconds = 0.25, 1.5
+    snapshot.nbytes = 4096
     snapshot.segment, snapshot.unsaved = "a.seg", {"x": "a lock"}
     assert (pending.step, pending.attempt, pending.persist) == (5, 2, True)
-    assert (pending.stall, pending.lost_seconds) == (0.25, 1.5)
+    assert (pending.stall, pending.lost_seconds, pending.nbytes) == (0.25, 1.5, 4096)
     assert (pending.segment, pending.unsaved) == ("a.seg", {"x": "a lock"})
     assert (pending.state, pending.done, pending.error) == ("staged", False, None)
     snapshot.fail(StorageError("disk full"))
@@ -278,8 +279,8 @@ def test_a_pending_shows_its_snapshot() -> None:
 
 def test_a_user_sees_nothing_but_the_documented_members() -> None:
     assert {name for name in dir(Pending) if not name.startswith("_")} == {
-        "step", "attempt", "persist", "stall", "lost_seconds", "error", "segment", "unsaved",
-        "state", "done", "wait", "future",
+        "step", "attempt", "persist", "stall", "lost_seconds", "nbytes", "error", "segment",
+        "unsaved", "state", "done", "wait", "future",
     }  # fmt: skip
 
 
