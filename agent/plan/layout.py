@@ -27,6 +27,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 
+from ckptd.agent.link.run_facts import run_facts
 from ckptd.agent.link.script import script, script_path, storable
 from ckptd.agent.plan.structure import PLAIN, shard_at
 from ckptd.agent.state.dtypes import copyable, dtype_name, sizeless
@@ -424,14 +425,16 @@ def layout_of(
 
 @cache
 def _writer() -> dict[str, str]:
-    """Return the versions of the programs that write a plan, and who runs them."""
+    """Return the versions of the programs that write a plan, who runs them, and what is
+    known of the run.
+    """
     versions = {
         "ckptd": __version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
     who = {"script": storable(script()), "host": machine.host(), "user": machine.user()}
-    return versions | who | {"path": script_path()}
+    return versions | who | {"path": script_path()} | run_facts(script_path())
 
 
 def _place(rows: list[Row]) -> tuple[list[Region], list[Item]]:

@@ -27,7 +27,7 @@ from ckptd.shared.errors import (
 from ckptd.shared.formats.coverage import Shards
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.metadata_object import stored_places
-from ckptd.shared.formats.plan import BLOB, Described
+from ckptd.shared.formats.plan import BLOB, RUN_FACTS, Described
 from ckptd.shared.formats.scatter import scatter, verify
 from ckptd.shared.formats.sharding import Mesh
 from ckptd.shared.formats.values_check import Checked, check_values
@@ -420,7 +420,7 @@ def manifest_text(
     writer = ", ".join(
         f"{name} {version}"
         for name, version in manifest.writer.items()
-        if name not in ("script", "path", "host", "user")
+        if name not in ("script", "path", "host", "user", *RUN_FACTS)
     )
     by = [
         *([manifest.origin] if manifest.origin else []),
@@ -436,6 +436,11 @@ def manifest_text(
         f"{size_text(raw)}",
         f"  saved by       {', '.join(by)}",
         *([f"  script         {path}"] if (path := manifest.writer.get("path")) else []),
+        *(
+            f"  {name:13}  {printable(fact)}"
+            for name in RUN_FACTS
+            if (fact := manifest.writer.get(name))
+        ),
         f"  tensors        {manifest.tensors}",
     ]
     if manifest.metrics:
