@@ -170,9 +170,9 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     ):
         given["socket"] = str(default_socket())
     config = settings.load(given, os.environ, file)
+    _give_way()  # before any thread starts, because a thread has the class of its parent
     _set_up_logging(config)
     faulthandler.enable()  # SIGSEGV or SIGABRT then leaves a traceback of every thread in the log
-    _give_way()
     from ckptd.daemon.process import limits
     from ckptd.daemon.process.app import App
 

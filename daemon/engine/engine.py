@@ -51,6 +51,8 @@ PLAN_GRACE_SECONDS = 5.0
 """Seconds beyond the stall budget in which the ranks can report that another rank has
 not planned.
 """
+_BARREN = 3
+"""After so many attempts in a row that have sealed nothing, the log says so."""
 MOST_JOBS = 10_000
 """The most jobs that one daemon knows at once. The state of the journal must fit into
 one record.
@@ -212,6 +214,7 @@ class Engine:
                 f"attempt {attempt} of job {job.name!r} was claimed by another daemon first: "
                 f"start this run again"
             )
+        job.barren = job.barren + 1 if job.sealed[0] < job.attempt else 0
         job.attempt = attempt
         job.world_size = world_size
         job.node = node
@@ -221,6 +224,13 @@ class Engine:
             job.name, attempt, count_text(world_size, "rank"), len(job.ranks_here),
             job=job.name, attempt=attempt, ranks=world_size,
         )  # fmt: skip
+        if job.barren >= _BARREN:
+            log_events.ATTEMPT_REPEATS.log(
+                log, "job %s: the last %d attempts have ended before their first snapshot was "
+                "sealed: look at the log of the training, and take snapshots more often if it "
+                "cannot run so long", job.name, job.barren, job=job.name, attempt=attempt,
+                attempts=job.barren,
+            )  # fmt: skip
         self._retire_older(job)
 
     def _slots_of(self, job: Job) -> list[Slot]:

@@ -17,6 +17,7 @@ from ckptd.daemon.engine.engine import MOST_JOBS
 from ckptd.daemon.job.ranks import Process
 from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.journal import records as r
+from ckptd.daemon.log_events import event_of, facts_of
 from ckptd.shared.errors import (
     AlreadyExists,
     Busy,
@@ -196,6 +197,33 @@ def test_a_new_attempt_ends_the_older_one(ranks: ConnectedRanks) -> None:
     assert "attempt 1 of job 'gpt' has ended, because attempt 2 has begun" in str(
         refused(ranks, lambda: ranks.core.engine.plan(ranks.owner(before), 7, ""))
     )
+
+
+def test_attempts_that_seal_nothing_are_told_from_the_third_on(
+    ranks: ConnectedRanks, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.disable(logging.NOTSET)
+
+    def told() -> list[object]:
+        found = [
+            facts_of(record)["attempts"]
+            for record in caplog.records
+            if event_of(record) == "attempt.repeats"
+        ]
+        caplog.clear()
+        return found
+
+    for rank in (0, 1):
+        ranks.seal(rank, 5)
+    ranks.core.finish()
+    counts = []
+    for _ in range(5):
+        ranks.begin(0, 0)
+        counts.append(told())
+    assert counts == [[], [], [], [3], [4]]
+    ranks.job.sealed = (ranks.job.attempt, 6)
+    ranks.begin(0, 0)
+    assert told() == []
 
 
 def test_a_daemon_that_stops_begins_nothing_and_takes_seals(ranks: ConnectedRanks) -> None:

@@ -29,7 +29,7 @@ from ckptd.shared.formats.segment import read_check, read_header
 from ckptd.shared.wire import frames
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.channel import Channel
-from tests.support.daemons import Daemon, Home, running, until, warn_soon
+from tests.support.daemons import Daemon, Home, holds, running, until, warn_soon
 
 
 def connect(daemon: Daemon) -> socket.socket:
@@ -255,7 +255,7 @@ def test_descriptors_sent_along_are_dropped(daemon: Daemon) -> None:
     with connect(daemon) as client, open(os.devnull) as null:
         client.sendall(hello())
         client.recv(65536)
-        before = process.num_fds()
+        before = process.num_fds()  # at most: the history may be open
         for number in range(1, 20):
             socket.send_fds(
                 client, [frames.encode(m.encode(m.Status(id=number + 1)))], [null.fileno()] * 50
@@ -263,7 +263,7 @@ def test_descriptors_sent_along_are_dropped(daemon: Daemon) -> None:
         decoder, seen = frames.Decoder(), 0
         while seen < 19:
             seen += len(decoder.feed(client.recv(65536)))
-        assert process.num_fds() == before
+        assert holds(lambda: process.num_fds() <= before, 60)
     still_serves(daemon)
 
 
