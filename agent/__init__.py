@@ -34,11 +34,13 @@ from ckptd.shared.errors import CkptdError
 from ckptd.shared.retention import (
     BestN,
     CustomSteps,
+    Daily,
     EveryNSeconds,
     EveryNSteps,
     LatestDuration,
     LatestN,
     PreserveAll,
+    Weekly,
 )
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "Checkpoint",
     "CkptdError",
     "CustomSteps",
+    "Daily",
     "EveryNSeconds",
     "EveryNSteps",
     "LatestDuration",
@@ -60,6 +63,7 @@ __all__ = [
     "StorageReader",
     "StorageWriter",
     "Training",
+    "Weekly",
     "close",
     "newest",
     "per_rank",

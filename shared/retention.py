@@ -1,9 +1,10 @@
 """Retention policies, which decide which checkpoints of a job to keep.
 
-The policies have the names that orbax uses (checkpoint_managers.preservation_policy). A
-job may have several; a checkpoint stays if at least one of them keeps it. Policies do
-not decide on the newest checkpoint, users' own tags, pins, checkpoints that are being
-read, and steps that a newer attempt has not passed. The daemon decides on those.
+The policies have the names that orbax uses (checkpoint_managers.preservation_policy).
+`Daily` and `Weekly` are those of restic. A job may have several; a checkpoint stays if
+at least one of them keeps it. Policies do not decide on the newest checkpoint, users'
+own tags, pins, checkpoints that are being read, and steps that a newer attempt has not
+passed. The daemon decides on those.
 
 As text, a policy is written like a call in Python, such as `LatestN(5)` or
 `BestN('loss', 3)`. Manifests and request documents hold this text (FORMAT.md, sections
@@ -15,7 +16,7 @@ from __future__ import annotations
 import ast
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -23,6 +24,7 @@ import msgspec
 from ckptd.shared.units import some_text
 
 MOST_POLICIES, MAX_TEXT = 64, 4096
+_DAY = 24 * 60 * 60
 
 
 class Retainable(Protocol):
@@ -128,6 +130,42 @@ class EveryNSeconds(_Policy, frozen=True):
         return kept
 
 
+class Daily(_Policy, frozen=True):
+    """The policy that keeps the newest checkpoint of each of the last `n` days that
+    have one.
+
+    A day is one of UTC, by the clocks of the trainers. Days are counted from the newest
+    checkpoint, so that a job that pauses for a year loses nothing. If a clock was set
+    back, a day that comes twice counts once, and a checkpoint is kept each time. The
+    policy also keeps every checkpoint whose time is unknown.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _whole("Daily", "n", self.n)
+
+    def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
+        return _newest_of_periods(ordered, self.n, _day)
+
+
+class Weekly(_Policy, frozen=True):
+    """The policy that keeps the newest checkpoint of each of the last `n` weeks that
+    have one.
+
+    A week is one of ISO 8601: it begins on Monday, at midnight in UTC. Everything else
+    is as in `Daily`.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _whole("Weekly", "n", self.n)
+
+    def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
+        return _newest_of_periods(ordered, self.n, _week)
+
+
 class BestN(_Policy, frozen=True):
     """The policy that keeps the `n` checkpoints with the best value of one metric.
 
@@ -217,7 +255,17 @@ class CustomSteps(_Policy, frozen=True):
         return _newest_of_steps(ordered, set(self.steps).__contains__)
 
 
-Policy = PreserveAll | LatestN | LatestDuration | EveryNSteps | EveryNSeconds | BestN | CustomSteps
+Policy = (
+    PreserveAll
+    | LatestN
+    | LatestDuration
+    | EveryNSteps
+    | EveryNSeconds
+    | Daily
+    | Weekly
+    | BestN
+    | CustomSteps
+)
 POLICIES = {
     cls.__name__: cls
     for cls in (
@@ -226,6 +274,8 @@ POLICIES = {
         LatestDuration,
         EveryNSteps,
         EveryNSeconds,
+        Daily,
+        Weekly,
         BestN,
         CustomSteps,
     )
@@ -330,6 +380,37 @@ def _newest_of_steps(ordered: Sequence[Retainable], wanted: Any) -> set[int]:
         c.step: place for place, c in enumerate(ordered) if c.step is not None and wanted(c.step)
     }
     return set(newest.values())
+
+
+def _newest_of_periods(
+    ordered: Sequence[Retainable], n: int, period_of: Callable[[float], int]
+) -> set[int]:
+    """Return the indices of the newest checkpoint of each of the last `n` periods, and
+    of the checkpoints whose time is unknown.
+
+    Checkpoints are ordered by attempt and step, never by a clock. So this walks back
+    from the newest one, and keeps a checkpoint where the period changes.
+    """
+    kept, counted, last = set[int](), set[int](), None
+    for place in reversed(range(len(ordered))):
+        created = ordered[place].created
+        if not math.isfinite(created):
+            kept.add(place)
+            continue
+        period = period_of(created)
+        if period != last and (period in counted or len(counted) < n):
+            kept.add(place)
+            counted.add(period)
+            last = period
+    return kept
+
+
+def _day(created: float) -> int:
+    return math.floor(created / _DAY)
+
+
+def _week(created: float) -> int:
+    return (_day(created) + 3) // 7  # 1 January 1970 was a Thursday
 
 
 def _whole(policy: str, name: str, value: Any, least: int = 1) -> None:

@@ -82,11 +82,13 @@ if TYPE_CHECKING:
     from ckptd.shared.retention import (
         BestN,
         CustomSteps,
+        Daily,
         EveryNSeconds,
         EveryNSteps,
         LatestDuration,
         LatestN,
         PreserveAll,
+        Weekly,
     )
 
 __all__ = [
@@ -100,6 +102,7 @@ __all__ = [
     "CkptdError",
     "CustomSteps",
     "DaemonUnreachable",
+    "Daily",
     "EveryNSeconds",
     "EveryNSteps",
     "Fenced",
@@ -136,6 +139,7 @@ __all__ = [
     "UnsavableValue",
     "UnsupportedTorch",
     "VersionMismatch",
+    "Weekly",
     "__version__",
     "close",
     "newest",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from http import HTTPMethod
 from typing import Any
 
@@ -38,6 +39,7 @@ def losses(*values: float | None) -> list[Made]:
     ]
 
 
+HOUR, DAY = 3600, 86400
 TEN = [Made(step) for step in range(0, 100, 10)]
 
 
@@ -79,6 +81,67 @@ def test_checkpoints_of_unknown_time_are_kept() -> None:
 def test_the_latest_duration_counts_from_the_newest() -> None:
     assert steps(r.LatestDuration(10), at(0, 49, 50, 55, 60)) == [2, 3, 4]
     assert r.LatestDuration(10).keeps([]) == set()
+
+
+def test_daily_keeps_the_newest_of_each_day_that_has_one() -> None:
+    made = at(0, HOUR, DAY - 1, DAY, 3 * DAY + HOUR, 3 * DAY + 2 * HOUR)
+    assert steps(r.Daily(1), made) == [5]
+    assert steps(r.Daily(2), made) == [3, 5]
+    assert steps(r.Daily(3), made) == [2, 3, 5]
+    assert steps(r.Daily(99), made) == [2, 3, 5]
+    assert r.Daily(3).keeps([]) == r.Weekly(3).keeps([]) == set()
+
+
+def test_a_pause_of_a_year_costs_no_daily_checkpoint() -> None:
+    made = at(0, DAY, 2 * DAY, 400 * DAY)
+    assert steps(r.Daily(4), made) == [0, 1, 2, 3]
+    assert steps(r.Daily(3), made) == [1, 2, 3]
+
+
+def test_a_week_begins_on_monday_in_utc() -> None:
+    monday = datetime(2026, 1, 5, tzinfo=UTC).timestamp()
+    made = at(monday - 1, monday, monday + 6 * DAY, monday + 7 * DAY - 1, monday + 7 * DAY)
+    assert steps(r.Weekly(3), made) == [0, 3, 4]
+    assert steps(r.Weekly(2), made) == [3, 4]
+
+
+@steady
+@given(st.lists(st.datetimes(datetime(1970, 1, 1), datetime(9999, 12, 31)), max_size=12))
+def test_days_and_weeks_are_those_of_the_calendar(times: list[datetime]) -> None:
+    ordered = sorted(times)
+    made = at(*(time.replace(tzinfo=UTC).timestamp() for time in ordered))
+    last_of_days = {time.date(): place for place, time in enumerate(ordered)}
+    last_of_weeks = {time.isocalendar()[:2]: place for place, time in enumerate(ordered)}
+    assert r.Daily(99).keeps(made) == set(last_of_days.values())
+    assert r.Weekly(99).keeps(made) == set(last_of_weeks.values())
+    assert r.Daily(2).keeps(made) == set(sorted(last_of_days.values())[-2:])
+    assert r.Weekly(2).keeps(made) == set(sorted(last_of_weeks.values())[-2:])
+
+
+def test_a_clock_that_was_set_back_costs_no_daily_checkpoint() -> None:
+    made = at(*(day * DAY for day in (10, 11, 12, 10, 11)))
+    assert steps(r.Daily(3), made) == [0, 1, 2, 3, 4]  # three days, two of them twice
+    assert steps(r.Daily(2), made) == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("policy", [r.Daily(1), r.Weekly(1)])
+def test_daily_and_weekly_keep_checkpoints_of_unknown_time(policy: r.Policy) -> None:
+    made = at(math.nan, 0, math.nan, math.inf, HOUR, 2 * HOUR, math.nan)
+    assert steps(policy, made) == [0, 2, 3, 5, 6]
+
+
+@steady
+@given(
+    st.lists(st.one_of(st.just(math.nan), st.integers(0, 40).map(lambda n: n * DAY / 2))),
+    st.integers(1, 5),
+)
+def test_daily_and_weekly_delete_nothing_more_when_they_are_applied_again(
+    times: list[float], n: int
+) -> None:
+    for policy in (r.Daily(n), r.Weekly(n)):
+        made = at(*times)
+        left = [made[place] for place in sorted(policy.keeps(made))]
+        assert policy.keeps(left) == set(range(len(left)))
 
 
 def test_best_n_keeps_the_best_and_of_equals_the_newer() -> None:
@@ -167,6 +230,7 @@ EVERY: list[tuple[r.Policy, str]] = [
     (r.LatestDuration(3600), "LatestDuration(3600)"), (r.EveryNSteps(7), "EveryNSteps(7)"),
     (r.EveryNSeconds(0.5), "EveryNSeconds(0.5)"), (r.BestN("loss", 3), "BestN('loss', "
         "3)"), (r.BestN("a b", 3, "max", True), 'BestN("a b", 3, "max", True)'),
+    (r.Daily(7), "Daily(7)"), (r.Weekly(4), "Weekly(n=4)"),
     (r.CustomSteps((1, 2)), "CustomSteps([1, 2])"), (r.CustomSteps(()), "CustomSteps(())"),
 ]  # fmt: skip
 
@@ -201,6 +265,9 @@ def test_every_policy_is_parsed_from_its_text(policy: r.Policy, text: str) -> No
         ("PreserveAll(1)", "PreserveAll takes nothing"),
         ("LatestN(0)", "LatestN: n is 0; expected a number from 1 up"),
         ("LatestN(True)", "LatestN: n is True"),
+        ("Daily(0)", "Daily: n is 0; expected a number from 1 up"),
+        ("Weekly('4')", "Weekly: n is '4'; expected a number from 1 up"),
+        ("Dayly(7)", "there is no retention policy 'Dayly'; did you mean 'Daily'"),
         ("EveryNSteps(1.5)", "EveryNSteps: interval_steps is 1.5"),
         (
             "EveryNSeconds(0)",
