@@ -39,6 +39,8 @@ from ckptd.shared.retention import (
     EveryNSteps,
     LatestDuration,
     LatestN,
+    MaxAge,
+    MaxBytes,
     PreserveAll,
     Weekly,
 )
@@ -55,6 +57,8 @@ __all__ = [
     "EveryNSteps",
     "LatestDuration",
     "LatestN",
+    "MaxAge",
+    "MaxBytes",
     "Newest",
     "Pending",
     "PreserveAll",

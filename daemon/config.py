@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,19 +25,7 @@ from ckptd.shared.retention import LatestN, Policy, PreserveAll, parse
 from ckptd.shared.system.machine import default_state_dir
 from ckptd.shared.system.numa import parse_cpus
 from ckptd.shared.system.settings import FOREIGN_MEMORY_CHOICES, NOT_OF_THE_DAEMON, PREFIX, nearest
-
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 1 << 10,
-    "mi": 1 << 20,
-    "gi": 1 << 30,
-    "ti": 1 << 40,
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?", re.IGNORECASE)
+from ckptd.shared.units import parse_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,16 +370,6 @@ def _text(value: Any) -> str:
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError
     return str(os.fspath(value))
-
-
-def parse_size(text: str) -> int:
-    """Return the number that a text stands for: `"24G"` is 24 * 10**9, `"8Mi"` is 8 *
-    2**20. Raises ValueError.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(text)
-    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def _cpu_list(cpus: set[int]) -> str:

@@ -2,9 +2,10 @@
 
 The policies have the names that orbax uses (checkpoint_managers.preservation_policy).
 `Daily` and `Weekly` are those of restic. A job may have several; a checkpoint stays if
-at least one of them keeps it. Policies do not decide on the newest checkpoint, users'
-own tags, pins, checkpoints that are being read, and steps that a newer attempt has not
-passed. The daemon decides on those.
+at least one of them keeps it. `MaxBytes` and `MaxAge` are limits: they keep nothing,
+and take away from what the others keep. Policies do not decide on the newest
+checkpoint, users' own tags, pins, checkpoints that are being read, and steps that a
+newer attempt has not passed. The daemon decides on those.
 
 As text, a policy is written like a call in Python, such as `LatestN(5)` or
 `BestN('loss', 3)`. Manifests and request documents hold this text (FORMAT.md, sections
@@ -16,12 +17,12 @@ from __future__ import annotations
 import ast
 import difflib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from ckptd.shared.units import some_text
+from ckptd.shared.units import parse_size, parse_span, some_text
 
 MOST_POLICIES, MAX_TEXT = 64, 4096
 _DAY = 24 * 60 * 60
@@ -33,6 +34,7 @@ class Retainable(Protocol):
     attempt, step: the attempt and the step of the snapshot. A checkpoint without a step
     has None. created: the time of the snapshot in Unix seconds, by the trainer's clock,
     or NaN if it is unknown. metrics: the metrics that were passed to `snapshot`.
+    nbytes: the size of its files.
     """
 
     @property
@@ -43,6 +45,8 @@ class Retainable(Protocol):
     def created(self) -> float: ...
     @property
     def metrics(self) -> dict[str, float]: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 class _Policy(msgspec.Struct, frozen=True):
@@ -255,6 +259,78 @@ class CustomSteps(_Policy, frozen=True):
         return _newest_of_steps(ordered, set(self.steps).__contains__)
 
 
+class MaxAge(_Policy, frozen=True):
+    """The limit that takes away the checkpoints made more than `seconds` before the
+    newest one, by the clocks of the trainers.
+
+    `seconds` may be text, like "12h", "30d" or "4w". A checkpoint whose time is unknown
+    stays, and all of them do if the time of the newest one is.
+    """
+
+    seconds: float | str
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seconds, str):
+            try:
+                if self.seconds.strip()[-1:].isdigit():
+                    raise ValueError  # text without a unit may be meant as days
+                msgspec.structs.force_setattr(self, "seconds", parse_span(self.seconds))
+            except ValueError:
+                raise ValueError(
+                    f"MaxAge: seconds is {self.seconds!r}; expected a number of seconds, or text "
+                    f"like '12h', '30d' or '4w'"
+                ) from None
+        _positive("MaxAge", "seconds", self.seconds)
+
+    def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
+        return set()
+
+    def excess(
+        self, ordered: Sequence[Retainable], kept: Collection[int], safe: Collection[int]
+    ) -> set[int]:
+        limit, newest = float(self.seconds), ordered[-1].created if ordered else math.nan
+        return {
+            place for place in kept if place not in safe and newest - ordered[place].created > limit
+        }
+
+
+class MaxBytes(_Policy, frozen=True):
+    """The limit that takes away the oldest checkpoints, until the rest holds at most
+    `nbytes` bytes.
+
+    `nbytes` may be text, like "500GB" or "2TiB".
+    """
+
+    nbytes: int | str
+
+    def __post_init__(self) -> None:
+        if isinstance(self.nbytes, str):
+            try:
+                msgspec.structs.force_setattr(self, "nbytes", parse_size(self.nbytes))
+            except ValueError:
+                raise ValueError(
+                    f"MaxBytes: nbytes is {self.nbytes!r}; expected a number of bytes, or text "
+                    f"like '500GB' or '2TiB'"
+                ) from None
+        _whole("MaxBytes", "nbytes", self.nbytes)
+
+    def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
+        return set()
+
+    def excess(
+        self, ordered: Sequence[Retainable], kept: Collection[int], safe: Collection[int]
+    ) -> set[int]:
+        over = sum(ordered[place].nbytes for place in {*kept, *safe}) - int(self.nbytes)
+        found = set[int]()
+        for place in sorted(set(kept).difference(safe)):
+            if over <= 0:
+                break
+            found.add(place)
+            over -= ordered[place].nbytes
+        return found
+
+
+Limit = MaxAge | MaxBytes
 Policy = (
     PreserveAll
     | LatestN
@@ -265,6 +341,7 @@ Policy = (
     | Weekly
     | BestN
     | CustomSteps
+    | Limit
 )
 POLICIES = {
     cls.__name__: cls
@@ -278,15 +355,47 @@ POLICIES = {
         Weekly,
         BestN,
         CustomSteps,
+        MaxAge,
+        MaxBytes,
     )
 }
 
 
 def keeps(policies: Iterable[Policy], ordered: Sequence[Retainable]) -> set[int]:
     """Return the indices in `ordered` of the checkpoints that at least one of the
-    policies keeps. `ordered` begins with the oldest.
+    policies keeps, before the limits. `ordered` begins with the oldest.
+
+    If all policies are limits, all checkpoints are kept at this point.
     """
-    return set[int]().union(*(policy.keeps(ordered) for policy in policies))
+    return set[int]().union(*(policy.keeps(ordered) for policy in keepers(policies)))
+
+
+def keepers(policies: Iterable[Policy]) -> tuple[Policy, ...]:
+    """Return the policies that are not limits, or PreserveAll() if all are limits."""
+    given = tuple(policies)
+    found = tuple(policy for policy in given if not isinstance(policy, Limit))
+    return found or ((PreserveAll(),) if given else ())
+
+
+def excess(
+    policies: Iterable[Policy],
+    ordered: Sequence[Retainable],
+    kept: Collection[int],
+    safe: Collection[int],
+) -> dict[int, Limit]:
+    """Return the indices of the checkpoints that the limits among the policies take
+    away, each with the limit that does.
+
+    kept: what the other policies keep. safe: the checkpoints that may not be deleted,
+    which count in the bytes. Limits of age come first, so that the bytes of a
+    checkpoint that is too old do not count.
+    """
+    limits = [policy for policy in policies if isinstance(policy, Limit)]
+    found: dict[int, Limit] = {}
+    for limit in sorted(limits, key=lambda limit: isinstance(limit, MaxBytes)):
+        left = [place for place in kept if place not in found]
+        found |= dict.fromkeys(limit.excess(ordered, left, safe), limit)
+    return found
 
 
 def unrankable(policies: Iterable[Policy], ordered: Sequence[Retainable]) -> dict[BestN, str]:
@@ -342,15 +451,18 @@ def parse(text: str) -> Policy:
 def understood(texts: Iterable[str]) -> tuple[Policy, ...]:
     """Return the policies in these texts.
 
-    A text that this version does not know, as from a newer ckptd, becomes PreserveAll.
+    A text that this version does not know, as from a newer ckptd, becomes PreserveAll,
+    and limits are left out, because it is not known what they are to limit.
     """
     found: list[Policy] = []
+    is_known = True
     for text in texts:
         try:
             found.append(parse(text))
         except ValueError:
             found.append(PreserveAll())
-    return tuple(found)
+            is_known = False
+    return tuple(policy for policy in found if is_known or not isinstance(policy, Limit))
 
 
 def checked(policies: Any) -> tuple[Policy, ...]:

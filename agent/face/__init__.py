@@ -87,6 +87,8 @@ if TYPE_CHECKING:
         EveryNSteps,
         LatestDuration,
         LatestN,
+        MaxAge,
+        MaxBytes,
         PreserveAll,
         Weekly,
     )
@@ -117,6 +119,8 @@ __all__ = [
     "LatestDuration",
     "LatestN",
     "MachineError",
+    "MaxAge",
+    "MaxBytes",
     "NewerFormat",
     "Newest",
     "NotFound",

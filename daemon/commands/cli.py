@@ -535,11 +535,11 @@ def forget(
 
     Policies: LatestN(n), LatestDuration(seconds), EveryNSteps(n),
     EveryNSeconds(seconds), Daily(n), Weekly(n), BestN('metric', n, 'min' or 'max'),
-    CustomSteps([...]), PreserveAll(). They never delete the newest checkpoint, a
-    checkpoint with a user tag, or a step of an earlier attempt that the newest attempt
-    has not reached. A checkpoint that is pinned or being read is never deleted. A
-    policy over a metric that no checkpoint of the job has is an error, and nothing is
-    deleted.
+    CustomSteps([...]), PreserveAll(). MaxBytes('500GB') and MaxAge('30d') limit what
+    the others keep. They never delete the newest checkpoint, a checkpoint with a user
+    tag, or a step of an earlier attempt that the newest attempt has not reached. A
+    checkpoint that is pinned or being read is never deleted. A policy over a metric
+    that no checkpoint of the job has is an error, and nothing is deleted.
 
     If more than half of the job's checkpoints would be deleted, the command lists them
     and asks first. Without a terminal, and with --json, it needs --yes. The exit code

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.daemon.config import FIELDS, Config, load, parse_size
+from ckptd.daemon.config import FIELDS, Config, load
 from ckptd.shared.errors import InvalidConfig
 from ckptd.shared.formats.plan import DEFAULT_CHUNK
 from ckptd.shared.location import Url
@@ -283,47 +283,6 @@ def test_values_of_the_wrong_kind_are_named(name: str, value: Any, words: str) -
 )
 def test_booleans_in_the_environment(text: str, value: bool) -> None:
     assert load(ROOT, {"CKPTD_STRICT_JOURNAL": text}, None).strict_journal is value
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("0", 0), ("24", 24), ("1k", 1000), ("1K", 1000), ("1Ki", 1024), ("1KiB", 1024), ("1kB",
-        1000), ("3M", 3 * 10**6), ("3Mi", 3 << 20), ("24G", 24 * 10**9), ("24Gi", 24 << 30), ("2T",
-        2 * 10**12), ("2TiB", 2 << 40), ("1.5G", 1_500_000_000), ("0.5Ki", 512), (" 8 Mi ",
-        8 << 20), ("7b", 7),
-    ],
-)  # fmt: skip
-def test_sizes_are_parsed_with_their_units(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "k",
-        "-1",
-        "+1",
-        "1 2",
-        "1.",
-        ".5",
-        "1,5G",
-        "1e3",
-        "0x10",
-        "1GG",
-        "1Pi",
-        "1i",
-        "1ib",
-        "one",
-        "inf",
-        "nan",
-        "1\n2",
-    ],
-)
-def test_anything_but_a_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError):
-        parse_size(text)
 
 
 # -- bounds

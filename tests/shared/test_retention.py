@@ -22,6 +22,7 @@ class Made:
     attempt: int = 1
     created: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    nbytes: int = 10
 
 
 def steps(policy: r.Policy, ordered: list[Made]) -> list[int | None]:
@@ -223,6 +224,61 @@ def test_a_checkpoint_is_kept_if_any_policy_keeps_it() -> None:
     assert r.keeps([], TEN) == set()
 
 
+def left(policies: list[r.Policy], ordered: list[Made], safe: tuple[int, ...]) -> list[int]:
+    kept = r.keeps(policies, ordered)
+    return sorted((kept | set(safe)) - r.excess(policies, ordered, kept, safe).keys())
+
+
+def test_a_limit_of_bytes_takes_the_oldest_of_what_the_others_keep() -> None:
+    some: list[r.Policy] = [r.EveryNSteps(20), r.LatestN(2)]  # 0, 2, 4, 6, 8 and 9
+    assert left([*some, r.MaxBytes(60)], TEN, (9,)) == [0, 2, 4, 6, 8, 9]
+    assert left([*some, r.MaxBytes(59)], TEN, (9,)) == [2, 4, 6, 8, 9]
+    assert left([r.MaxBytes(20), *some], TEN, (9,)) == [8, 9]
+    assert left([*some, r.MaxBytes(1)], TEN, (9,)) == [9]
+
+
+def test_limits_alone_keep_everything_up_to_them() -> None:
+    assert left([r.MaxBytes(100)], TEN, (9,)) == list(range(10))
+    assert left([r.MaxBytes(35)], TEN, (9,)) == [7, 8, 9]
+    assert left([r.MaxAge("10s")], at(0, 49, 50, 55, 60), (4,)) == [2, 3, 4]
+    assert (r.keeps([r.MaxBytes(1)], []), r.excess([r.MaxAge(1)], [], (), ())) == (set(), {})
+
+
+def test_what_may_not_be_deleted_counts_in_the_bytes_and_stays() -> None:
+    assert left([r.MaxBytes(35)], TEN, (0, 9)) == [0, 8, 9]
+    assert left([r.LatestN(3), r.MaxBytes(35)], TEN, (0, 1, 9)) == [0, 1, 9]
+    assert left([r.MaxBytes(5)], TEN, (0, 1, 9)) == [0, 1, 9]
+    assert left([r.MaxAge(1)], at(0, 50, 60), (0, 2)) == [0, 2]
+
+
+def test_the_bytes_of_a_checkpoint_that_is_too_old_do_not_count() -> None:
+    made = at(0, 50, 55, 60)
+    both = [r.MaxBytes(30), r.MaxAge(10)]
+    assert left([*both], made, (3,)) == left([*reversed(both)], made, (3,)) == [1, 2, 3]
+    assert r.excess(both, made, {0, 1, 2, 3}, (3,)) == {0: r.MaxAge(10)}
+    assert left([*both, r.MaxBytes(20), r.MaxAge(7)], made, (3,)) == [2, 3]  # the stricter ones
+
+
+def test_without_a_time_there_is_no_age() -> None:
+    assert left([r.MaxAge(10)], at(0, math.nan, 60), (2,)) == [1, 2]
+    assert left([r.MaxAge(10)], at(0, 1, math.nan), (2,)) == [0, 1, 2]
+    assert left([r.MaxAge(10)], at(1000, 1005, 10), (2,)) == [0, 1, 2]  # a clock was set back
+
+
+def test_a_limit_beside_a_policy_of_a_newer_ckptd_does_not_count() -> None:
+    """What the newer policy keeps is not known, nor whether a limit may take it away."""
+    found = r.understood(["MaxBytes(nbytes=1)", "Finite()", "MaxAge(seconds=1)", "LatestN(1)"])
+    assert found == (r.PreserveAll(), r.LatestN(1))
+    assert r.understood(["MaxBytes(files=3)"]) == (r.PreserveAll(),)
+    assert r.understood(["MaxBytes(nbytes=1)"]) == (r.MaxBytes(1),)
+
+
+def test_limits_take_text_with_a_unit() -> None:
+    assert r.checked(r.MaxBytes("500GB")) == (r.MaxBytes(500 * 10**9),)
+    assert repr(r.MaxBytes("2TiB")) == "MaxBytes(nbytes=2199023255552)"
+    assert (r.MaxAge("12h"), r.MaxAge("30d")) == (r.MaxAge(43200), r.MaxAge(2592000))
+
+
 EVERY: list[tuple[r.Policy, str]] = [
     (r.PreserveAll(), "PreserveAll"), (r.PreserveAll(), "PreserveAll()"), (r.LatestN(5), " "
         "LatestN( 5 "
@@ -231,6 +287,7 @@ EVERY: list[tuple[r.Policy, str]] = [
     (r.EveryNSeconds(0.5), "EveryNSeconds(0.5)"), (r.BestN("loss", 3), "BestN('loss', "
         "3)"), (r.BestN("a b", 3, "max", True), 'BestN("a b", 3, "max", True)'),
     (r.Daily(7), "Daily(7)"), (r.Weekly(4), "Weekly(n=4)"),
+    (r.MaxBytes(5), "MaxBytes('5B')"), (r.MaxAge(86400), "MaxAge('1d')"),
     (r.CustomSteps((1, 2)), "CustomSteps([1, 2])"), (r.CustomSteps(()), "CustomSteps(())"),
 ]  # fmt: skip
 
@@ -268,6 +325,19 @@ def test_every_policy_is_parsed_from_its_text(policy: r.Policy, text: str) -> No
         ("Daily(0)", "Daily: n is 0; expected a number from 1 up"),
         ("Weekly('4')", "Weekly: n is '4'; expected a number from 1 up"),
         ("Dayly(7)", "there is no retention policy 'Dayly'; did you mean 'Daily'"),
+        (
+            "MaxBytes('lots')",
+            "MaxBytes: nbytes is 'lots'; expected a number of bytes, or text like '500GB' or",
+        ),
+        ("MaxBytes(0)", "MaxBytes: nbytes is 0; expected a number from 1 up"),
+        ("MaxBytes('0GB')", "MaxBytes: nbytes is 0"),
+        ("MaxBytes(1.5)", "MaxBytes: nbytes is 1.5"),
+        (
+            "MaxAge('30')",
+            "MaxAge: seconds is '30'; expected a number of seconds, or text like '12h', '30d' or",
+        ),
+        ("MaxAge(-1)", "MaxAge: seconds is -1; expected a finite number of seconds above 0"),
+        ("MaxAge('0d')", "MaxAge: seconds is 0"),
         ("EveryNSteps(1.5)", "EveryNSteps: interval_steps is 1.5"),
         (
             "EveryNSeconds(0)",
