@@ -78,6 +78,10 @@ class Config:
     """Let a save on a full disk delete the job's oldest checkpoints early, never the
     newest, and try again.
     """
+    root_quota: int = 0
+    """Bytes that the checkpoints of all jobs may hold before the daemon warns; 0 means
+    no limit. Nothing is deleted because of it.
+    """
     keep: tuple[Policy, ...] = ()
     """More retention policies, like `EveryNSteps(1000)` or `BestN('loss', 3)`, for jobs
     that have none of their own.
@@ -217,7 +221,7 @@ class Config:
             "refuse, adopt or drop",
         )
         _require(self.max_connections >= 1, "max_connections", self.max_connections, "1 or more")
-        for name in ("shm_quota", "memory_ttl", "stall_budget", "idle_timeout"):
+        for name in ("shm_quota", "root_quota", "memory_ttl", "stall_budget", "idle_timeout"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         _require(self.storage_timeout > 0, "storage_timeout", self.storage_timeout, "more than 0")
         _require(self.rank_timeout > 0, "rank_timeout", self.rank_timeout, "more than 0")

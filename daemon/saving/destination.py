@@ -23,6 +23,7 @@ from ckptd.daemon.root.served_root import ServedRoot
 from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.daemon.saving.committer import Committer
 from ckptd.daemon.saving.deleter import Deleter
+from ckptd.daemon.saving.root_quota import RootQuota
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.units import size_text
 
@@ -69,6 +70,7 @@ class Destination:
         self.locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.committer = Committer(config.codec, journal, repository, catalog, calls, events)
         self.deleter = Deleter(config.retention, journal, repository, calls, self.locks, counters)
+        self.quota = RootQuota(config.root_quota)
         self._may_delete_early = config.make_room
         self._fit: dict[str, int] = {}  # how many more checkpoints fit, by job; at most _FEW
 
@@ -80,6 +82,12 @@ class Destination:
         async with self.locks[name]:
             await self.deleter.retain(job)
         await self._warn_of_room(job)
+        self.watch_quota()
+
+    def watch_quota(self) -> None:
+        """Warn if this is the root, and its checkpoints have exceeded its quota."""
+        if self.served is not None:
+            self.quota.watch(self.catalog.jobs.values())
 
     async def _warn_of_room(self, job: Job) -> None:
         """Log a warning if only few more checkpoints like the newest fit, each time
