@@ -17,12 +17,13 @@ from __future__ import annotations
 import ast
 import difflib
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from ckptd.shared.units import parse_size, parse_span, some_text
+from ckptd.shared.units import parse_size, parse_span, size_text, some_text
 
 MOST_POLICIES, MAX_TEXT = 64, 4096
 _DAY = 24 * 60 * 60
@@ -446,6 +447,23 @@ def parse(text: str) -> Policy:
             f"{text[:80]}: {error}; {name} takes "
             f"{', '.join(POLICIES[name].__struct_fields__) or 'nothing'}"
         ) from None
+
+
+def brief(policy: Policy) -> str:
+    """Return the policy as a person would write it, like `Daily(7)` or
+    `MaxAge('30d')`. `parse` returns the policy for this text, as for its `repr`.
+    """
+    values = [getattr(policy, name) for name in policy.__struct_fields__]
+    defaults = policy.__struct_defaults__
+    while defaults and values[-1] == defaults[-1]:
+        values, defaults = values[:-1], defaults[:-1]
+    texts = [repr(value) for value in values]
+    if isinstance(policy, MaxAge) and float(policy.seconds) % _DAY == 0:
+        texts = [repr(f"{float(policy.seconds) / _DAY:.0f}d")]
+    if isinstance(policy, MaxBytes):
+        size = re.sub(r"(\.0+)? ", "", size_text(int(policy.nbytes)))
+        texts = [repr(size)] if parse_size(size) == policy.nbytes else texts
+    return f"{type(policy).__name__}({', '.join(texts)})"
 
 
 def understood(texts: Iterable[str]) -> tuple[Policy, ...]:

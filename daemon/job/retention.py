@@ -21,12 +21,13 @@ from ckptd.shared.retention import (
     Limit,
     MaxAge,
     Policy,
+    brief,
     excess,
     keepers,
     keeps,
     unrankable,
 )
-from ckptd.shared.units import size_text, span_text
+from ckptd.shared.units import span_text
 
 _DAY = 24 * 60 * 60
 
@@ -72,7 +73,7 @@ def judged(
         elif place in taken:
             found.append(Verdict(c, False, _beyond(taken[place], c, ordered), taken[place]))
         elif place in kept:
-            by = [repr(policy) for policy, places in by_policy.items() if place in places]
+            by = [brief(policy) for policy, places in by_policy.items() if place in places]
             found.append(Verdict(c, True, f"kept by {', '.join(by)}"))
         else:
             found.append(Verdict(c, False, "no policy keeps it"))
@@ -100,8 +101,8 @@ def _beyond(limit: Limit, c: StoredCheckpoint, ordered: list[StoredCheckpoint]) 
     if isinstance(limit, MaxAge):
         seconds = ordered[-1].created - c.created
         older = f"{seconds / _DAY:.1f} days" if seconds > 2 * _DAY else span_text(seconds)
-        return f"it is {older} older than the newest, and {limit!r} allows less"
-    return f"the job would hold more than the {size_text(int(limit.nbytes))} of {limit!r}"
+        return f"it is {older} older than the newest, more than {brief(limit)} allows"
+    return f"the job would hold more than {brief(limit)} allows"
 
 
 def to_retire(

@@ -296,6 +296,20 @@ EVERY: list[tuple[r.Policy, str]] = [
 def test_every_policy_is_parsed_from_its_text(policy: r.Policy, text: str) -> None:
     assert r.parse(text) == policy
     assert r.parse(repr(policy)) == policy
+    assert r.parse(r.brief(policy)) == policy
+
+
+def test_a_policy_is_written_briefly_for_people() -> None:
+    several = (
+        r.PreserveAll(), r.Daily(7), r.BestN("loss", 3), r.BestN("acc", 1, "max"),
+        r.CustomSteps((1, 2)), r.MaxAge("4w"), r.MaxAge(90), r.MaxBytes("500GB"),
+        r.MaxBytes("2TB"), r.MaxBytes(1234),
+    )  # fmt: skip
+    assert [r.brief(policy) for policy in several] == [
+        "PreserveAll()", "Daily(7)", "BestN('loss', 3)", "BestN('acc', 1, 'max')",
+        "CustomSteps((1, 2))", "MaxAge('28d')", "MaxAge(90)", "MaxBytes('500GB')",
+        "MaxBytes('2TB')", "MaxBytes(1234)",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -161,19 +161,18 @@ def test_each_checkpoint_is_kept_or_deleted_for_a_reason() -> None:
     assert reasons([tagged, *HISTORY], *policies, pinned=(HISTORY[0].tag,)) == [
         (0, True, "it has a tag of your own"),
         (1, True, "it is pinned"),
-        (2, False, "it is 4.0 days older than the newest, and MaxAge(seconds=259200.0) allows "
-            "less"),
-        (3, False, "the job would hold more than the 250 B of MaxBytes(nbytes=250)"),
-        (4, False, "the job would hold more than the 250 B of MaxBytes(nbytes=250)"),
-        (5, False, "the job would hold more than the 250 B of MaxBytes(nbytes=250)"),
+        (2, False, "it is 4.0 days older than the newest, more than MaxAge('3d') allows"),
+        (3, False, "the job would hold more than MaxBytes('250B') allows"),
+        (4, False, "the job would hold more than MaxBytes('250B') allows"),
+        (5, False, "the job would hold more than MaxBytes('250B') allows"),
         (6, True, "it is the newest"),
     ]  # fmt: skip
     assert reasons(HISTORY, EveryNSteps(2), LatestN(3)) == [
         (1, False, "no policy keeps it"),
-        (2, True, "kept by EveryNSteps(interval_steps=2)"),
+        (2, True, "kept by EveryNSteps(2)"),
         (3, False, "no policy keeps it"),
-        (4, True, "kept by EveryNSteps(interval_steps=2), LatestN(n=3)"),
-        (5, True, "kept by LatestN(n=3)"),
+        (4, True, "kept by EveryNSteps(2), LatestN(3)"),
+        (5, True, "kept by LatestN(3)"),
         (6, True, "it is the newest"),
     ]
     assert reasons([make(1, 9), make(2, 5)], MaxBytes(1)) == [
