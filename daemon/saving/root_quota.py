@@ -36,28 +36,28 @@ class RootQuota:
         self.quota = quota
         self._exceeded = False
 
-    def watch(self, jobs: Iterable[Job]) -> None:
-        """Log a warning if the quota has been exceeded since the last call, and a line
-        once it is kept again.
+    def watch(self, jobs: Iterable[Job]) -> str:
+        """Return a warning if the quota has been exceeded since the last call, or "".
+
+        Log a line once it is kept again.
         """
         if not self.quota:
-            return
+            return ""
         before, used = self._exceeded, used_bytes(jobs)
         self._exceeded = used > self.quota
         if self._exceeded and not before:
-            log.warning(
-                "the checkpoints under the root hold %s, more than its root_quota of %s; nothing "
-                "is deleted for that: delete some (`ckptd forget`), limit the jobs (MaxBytes in "
-                "keep), or raise root_quota",
-                size_text(used),
-                size_text(self.quota),
+            return (
+                f"the checkpoints under the root hold {size_text(used)}, more than its root_quota "
+                f"of {size_text(self.quota)}; nothing is deleted for that: delete some (`ckptd "
+                f"forget`), limit the jobs (MaxBytes in keep), or raise root_quota"
             )
-        elif before and not self._exceeded:
+        if before and not self._exceeded:
             log.info(
                 "the checkpoints under the root hold %s, within its root_quota of %s again",
                 size_text(used),
                 size_text(self.quota),
             )
+        return ""
 
     def report(self, jobs: Iterable[Job]) -> dict[str, int] | None:
         """Return the part of `ckptd status --json` about the quota, or None without a
