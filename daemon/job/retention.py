@@ -33,7 +33,7 @@ _DAY = 24 * 60 * 60
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Ruling:
     """The decision about one checkpoint.
 
     `kept`: False if retention deletes it. `reason`: one clause for people. `limit`: the
@@ -52,8 +52,8 @@ def judged(
     pinned: Collection[str] = (),
     *,
     insisted: bool = False,
-) -> list[Verdict]:
-    """Return the verdict on each checkpoint, oldest first. The arguments are those of
+) -> list[Ruling]:
+    """Return the ruling on each checkpoint, oldest first. The arguments are those of
     `to_retire`.
     """
     in_force = policies if insisted else policies_of(checkpoints, policies)
@@ -63,21 +63,21 @@ def judged(
     safe = _safe(ordered, pinned)
     taken = excess(in_force, ordered, kept, safe)
     found = [
-        Verdict(c, True, "it has a tag of your own" + (" and is pinned" * (c.tag in pinned)))
+        Ruling(c, True, "it has a tag of your own" + (" and is pinned" * (c.tag in pinned)))
         for c in checkpoints
         if c.user_tag
     ]
     for place, c in enumerate(ordered):
         if place in safe:
-            found.append(Verdict(c, True, safe[place]))
+            found.append(Ruling(c, True, safe[place]))
         elif place in taken:
-            found.append(Verdict(c, False, _beyond(taken[place], c, ordered), taken[place]))
+            found.append(Ruling(c, False, _beyond(taken[place], c, ordered), taken[place]))
         elif place in kept:
             by = [brief(policy) for policy, places in by_policy.items() if place in places]
-            found.append(Verdict(c, True, f"kept by {', '.join(by)}"))
+            found.append(Ruling(c, True, f"kept by {', '.join(by)}"))
         else:
-            found.append(Verdict(c, False, "no policy keeps it"))
-    return sorted(found, key=lambda verdict: verdict.checkpoint.order)
+            found.append(Ruling(c, False, "no policy keeps it"))
+    return sorted(found, key=lambda ruling: ruling.checkpoint.order)
 
 
 def _safe(ordered: list[StoredCheckpoint], pinned: Collection[str]) -> dict[int, str]:
@@ -117,14 +117,12 @@ def to_retire(
     policies: those of the daemon, which apply only if the job has none of its own; with
     `insisted` they apply in any case.
     """
-    verdicts = judged(checkpoints, policies, pinned, insisted=insisted)
-    return [verdict.checkpoint for verdict in verdicts if not verdict.kept]
+    rulings = judged(checkpoints, policies, pinned, insisted=insisted)
+    return [ruling.checkpoint for ruling in rulings if not ruling.kept]
 
 
-def unforeseen(
-    verdicts: list[Verdict], foreseen: Collection[str], *, changed: bool
-) -> list[Verdict]:
-    """Return those of the deletions in `verdicts` that are only to be announced now, and
+def unforeseen(rulings: list[Ruling], foreseen: Collection[str], *, changed: bool) -> list[Ruling]:
+    """Return those of the deletions in `rulings` that are only to be announced now, and
     made after the next commit; none if that would be a single one.
 
     They are all of them after a change of the policies, otherwise those by a limit of
@@ -132,9 +130,9 @@ def unforeseen(
     checkpoint deletes nothing. foreseen: the tags that were announced.
     """
     sudden = [
-        verdict
-        for verdict in verdicts
-        if changed or (isinstance(verdict.limit, MaxAge) and verdict.checkpoint.tag not in foreseen)
+        ruling
+        for ruling in rulings
+        if changed or (isinstance(ruling.limit, MaxAge) and ruling.checkpoint.tag not in foreseen)
     ]
     return sudden if len(sudden) > 1 else []
 

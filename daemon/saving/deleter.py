@@ -160,10 +160,10 @@ class Deleter:
                     log, "job %s: %s", job.name, job.announced, job=job.name
                 )
             return
-        verdicts = [one for one in judged(live, self._policies, pinned) if not one.kept]
+        rulings = [one for one in judged(live, self._policies, pinned) if not one.kept]
         changed, job.policies = job.policies != policies, policies
-        sudden = unforeseen(verdicts, job.foreseen, changed=changed)
-        job.announced, job.foreseen = "", {one.checkpoint.tag for one in verdicts} & job.foreseen
+        sudden = unforeseen(rulings, job.foreseen, changed=changed)
+        job.announced, job.foreseen = "", {one.checkpoint.tag for one in rulings} & job.foreseen
         if sudden:
             first, last = sudden[0].checkpoint.tag, sudden[-1].checkpoint.tag
             why = (
@@ -178,7 +178,8 @@ class Deleter:
             )
             log_events.RETENTION_HELD.log(log, "job %s: %s", job.name, job.announced, job=job.name)
             job.foreseen |= {one.checkpoint.tag for one in sudden}
-        for old in [one.checkpoint for one in verdicts if one not in sudden]:
+        announced = {one.checkpoint.tag for one in sudden}
+        for old in [one.checkpoint for one in rulings if one.checkpoint.tag not in announced]:
             try:
                 if why := await self.retire(job, old):
                     log.info("%s; retention tries again after the next commit", why)

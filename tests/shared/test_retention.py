@@ -253,7 +253,7 @@ def test_what_may_not_be_deleted_counts_in_the_bytes_and_stays() -> None:
 
 def test_the_bytes_of_a_checkpoint_that_is_too_old_do_not_count() -> None:
     made = at(0, 50, 55, 60)
-    both = [r.MaxBytes(30), r.MaxAge(10)]
+    both: list[r.Policy] = [r.MaxBytes(30), r.MaxAge(10)]
     assert left([*both], made, (3,)) == left([*reversed(both)], made, (3,)) == [1, 2, 3]
     assert r.excess(both, made, {0, 1, 2, 3}, (3,)) == {0: r.MaxAge(10)}
     assert left([*both, r.MaxBytes(20), r.MaxAge(7)], made, (3,)) == [2, 3]  # the stricter ones

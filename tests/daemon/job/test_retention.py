@@ -151,8 +151,8 @@ HISTORY = [
 def reasons(
     checkpoints: list[StoredCheckpoint], *policies: Policy, pinned: tuple[str, ...] = ()
 ) -> list[tuple[int | None, bool, str]]:
-    verdicts = retention.judged(checkpoints, policies, pinned)
-    return [(v.checkpoint.step, v.kept, v.reason) for v in verdicts]
+    rulings = retention.judged(checkpoints, policies, pinned)
+    return [(v.checkpoint.step, v.kept, v.reason) for v in rulings]
 
 
 def test_each_checkpoint_is_kept_or_deleted_for_a_reason() -> None:
@@ -229,10 +229,9 @@ def test_limits_delete_nothing_that_no_policy_deletes_and_nothing_more_the_next_
     gone = retention.to_retire(checkpoints, policies)
     allowed = retention.to_retire(checkpoints, [LatestN(1)])
     assert {c.tag for c in gone} <= {c.tag for c in allowed}
-    unlimited = [p for p in policies if not isinstance(p, MaxAge | MaxBytes)]
-    if unlimited:
-        fewer = retention.to_retire(checkpoints, unlimited)
-        assert {c.tag for c in fewer} <= {c.tag for c in gone}
+    unlimited = [p for p in policies if not isinstance(p, MaxAge | MaxBytes)] or [PreserveAll()]
+    fewer = retention.to_retire(checkpoints, unlimited)
+    assert {c.tag for c in fewer} <= {c.tag for c in gone}
     assert retention.to_retire([c for c in checkpoints if c not in gone], policies) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_a_daemon_warns_of_the_root_and_limits_the_job(
         for step in range(1, 6):
             state["w"] = state["w"] + 1
             agent.snapshot(state, step=step).wait("durable", timeout=60)
-            until(lambda at=step: len(tags(place)) == min(at, 3), "retention")
+            until(partial(has, place, min(step, 3)), "retention")
         agent.close()
         status, log = daemon.status(), place.log_text()
     assert tags(place) == [tag_directory(step, None, 1) for step in (3, 4, 5)]
@@ -83,6 +84,10 @@ def test_a_daemon_warns_of_the_root_and_limits_the_job(
     assert "OVER QUOTA     the checkpoints hold 3" in status_text(status)
     said = "more than its root_quota of 1.5 MB; nothing is deleted for that"
     assert (log.count(said), caplog.text.count(said)) == (1, 1)
+
+
+def has(place: Home, count: int) -> bool:
+    return len(tags(place)) == count
 
 
 def tags(place: Home) -> list[str]:
