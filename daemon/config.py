@@ -341,6 +341,8 @@ def _convert(key: str, value: Any, where: str) -> Any:
         if field.type == "float":
             return float(value)
         return _policies(value, where) if key == "keep" else _text(value)
+    except InvalidConfig:
+        raise  # it is a ValueError, and says what is wrong with a policy
     except (ValueError, KeyError, TypeError):
         kind = {
             "int": "a number (k, M, G, Ki, Mi, Gi allowed)",

@@ -252,6 +252,20 @@ def test_a_root_may_be_a_url(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (("Dayly(7)",), "there is no retention policy 'Dayly'; did you mean 'Daily'?"),
+        (("MaxBytes('lots')",), "MaxBytes: nbytes is 'lots'; expected a number of bytes, or text"),
+        ("MaxAge('30')", "MaxAge: seconds is '30'; expected a number of seconds, or text like"),
+    ],
+)
+def test_a_policy_that_makes_no_sense_is_named(value: Any, words: str) -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        load({**ROOT, "keep": value}, {}, None)
+    assert str(refused.value).startswith(f"--keep: {words}")
+
+
+@pytest.mark.parametrize(
     ("name", "value", "words"),
     [
         ("slots", "two", "expected a number"),
