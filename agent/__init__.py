@@ -34,11 +34,15 @@ from ckptd.shared.errors import CkptdError
 from ckptd.shared.retention import (
     BestN,
     CustomSteps,
+    Daily,
     EveryNSeconds,
     EveryNSteps,
     LatestDuration,
     LatestN,
+    MaxAge,
+    MaxBytes,
     PreserveAll,
+    Weekly,
 )
 
 __all__ = [
@@ -48,10 +52,13 @@ __all__ = [
     "Checkpoint",
     "CkptdError",
     "CustomSteps",
+    "Daily",
     "EveryNSeconds",
     "EveryNSteps",
     "LatestDuration",
     "LatestN",
+    "MaxAge",
+    "MaxBytes",
     "Newest",
     "Pending",
     "PreserveAll",
@@ -60,6 +67,7 @@ __all__ = [
     "StorageReader",
     "StorageWriter",
     "Training",
+    "Weekly",
     "close",
     "newest",
     "per_rank",

@@ -261,6 +261,7 @@ def subscribe(
     events.on_settled = [steps.release_replaced, orphans.ensure_timer]
     if uploader is not None:
         events.on_settled.append(lambda job: uploader.wake())
+    events.on_remark = [steps.remark]
     events.on_claim_lost = [
         engine.lose_claim,
         lambda job, attempt: orphans.ensure_timer(job),

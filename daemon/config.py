@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,19 +25,7 @@ from ckptd.shared.retention import LatestN, Policy, PreserveAll, parse
 from ckptd.shared.system.machine import default_state_dir
 from ckptd.shared.system.numa import parse_cpus
 from ckptd.shared.system.settings import FOREIGN_MEMORY_CHOICES, NOT_OF_THE_DAEMON, PREFIX, nearest
-
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 1 << 10,
-    "mi": 1 << 20,
-    "gi": 1 << 30,
-    "ti": 1 << 40,
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?", re.IGNORECASE)
+from ckptd.shared.units import parse_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +77,10 @@ class Config:
     make_room: bool = False
     """Let a save on a full disk delete the job's oldest checkpoints early, never the
     newest, and try again.
+    """
+    root_quota: int = 0
+    """Bytes that the checkpoints of all jobs may hold before the daemon warns; 0 means
+    no limit. Nothing is deleted because of it.
     """
     keep: tuple[Policy, ...] = ()
     """More retention policies, like `EveryNSteps(1000)` or `BestN('loss', 3)`, for jobs
@@ -230,7 +221,7 @@ class Config:
             "refuse, adopt or drop",
         )
         _require(self.max_connections >= 1, "max_connections", self.max_connections, "1 or more")
-        for name in ("shm_quota", "memory_ttl", "stall_budget", "idle_timeout"):
+        for name in ("shm_quota", "root_quota", "memory_ttl", "stall_budget", "idle_timeout"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         _require(self.storage_timeout > 0, "storage_timeout", self.storage_timeout, "more than 0")
         _require(self.rank_timeout > 0, "rank_timeout", self.rank_timeout, "more than 0")
@@ -350,6 +341,8 @@ def _convert(key: str, value: Any, where: str) -> Any:
         if field.type == "float":
             return float(value)
         return _policies(value, where) if key == "keep" else _text(value)
+    except InvalidConfig:
+        raise  # it is a ValueError, and says what is wrong with a policy
     except (ValueError, KeyError, TypeError):
         kind = {
             "int": "a number (k, M, G, Ki, Mi, Gi allowed)",
@@ -383,16 +376,6 @@ def _text(value: Any) -> str:
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError
     return str(os.fspath(value))
-
-
-def parse_size(text: str) -> int:
-    """Return the number that a text stands for: `"24G"` is 24 * 10**9, `"8Mi"` is 8 *
-    2**20. Raises ValueError.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(text)
-    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def _cpu_list(cpus: set[int]) -> str:

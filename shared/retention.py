@@ -1,9 +1,11 @@
 """Retention policies, which decide which checkpoints of a job to keep.
 
-The policies have the names that orbax uses (checkpoint_managers.preservation_policy). A
-job may have several; a checkpoint stays if at least one of them keeps it. Policies do
-not decide on the newest checkpoint, users' own tags, pins, checkpoints that are being
-read, and steps that a newer attempt has not passed. The daemon decides on those.
+The policies have the names that orbax uses (checkpoint_managers.preservation_policy).
+`Daily` and `Weekly` are those of restic. A job may have several; a checkpoint stays if
+at least one of them keeps it. `MaxBytes` and `MaxAge` are limits: they keep nothing,
+and take away from what the others keep. Policies do not decide on the newest
+checkpoint, users' own tags, pins, checkpoints that are being read, and steps that a
+newer attempt has not passed. The daemon decides on those.
 
 As text, a policy is written like a call in Python, such as `LatestN(5)` or
 `BestN('loss', 3)`. Manifests and request documents hold this text (FORMAT.md, sections
@@ -15,14 +17,16 @@ from __future__ import annotations
 import ast
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from ckptd.shared.units import some_text
+from ckptd.shared.units import parse_size, parse_span, size_text, some_text
 
 MOST_POLICIES, MAX_TEXT = 64, 4096
+_DAY = 24 * 60 * 60
 
 
 class Retainable(Protocol):
@@ -31,6 +35,7 @@ class Retainable(Protocol):
     attempt, step: the attempt and the step of the snapshot. A checkpoint without a step
     has None. created: the time of the snapshot in Unix seconds, by the trainer's clock,
     or NaN if it is unknown. metrics: the metrics that were passed to `snapshot`.
+    nbytes: the size of its files.
     """
 
     @property
@@ -41,6 +46,8 @@ class Retainable(Protocol):
     def created(self) -> float: ...
     @property
     def metrics(self) -> dict[str, float]: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 class _Policy(msgspec.Struct, frozen=True):
@@ -126,6 +133,42 @@ class EveryNSeconds(_Policy, frozen=True):
                 kept.add(place)
                 last = last if math.isnan(candidate.created) else candidate.created
         return kept
+
+
+class Daily(_Policy, frozen=True):
+    """The policy that keeps the newest checkpoint of each of the last `n` days that
+    have one.
+
+    A day is one of UTC, by the clocks of the trainers. Days are counted from the newest
+    checkpoint, so that a job that pauses for a year loses nothing. If a clock was set
+    back, a day that comes twice counts once, and a checkpoint is kept each time. The
+    policy also keeps every checkpoint whose time is unknown.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _whole("Daily", "n", self.n)
+
+    def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
+        return _newest_of_periods(ordered, self.n, _day)
+
+
+class Weekly(_Policy, frozen=True):
+    """The policy that keeps the newest checkpoint of each of the last `n` weeks that
+    have one.
+
+    A week is one of ISO 8601: it begins on Monday, at midnight in UTC. Everything else
+    is as in `Daily`.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _whole("Weekly", "n", self.n)
+
+    def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
+        return _newest_of_periods(ordered, self.n, _week)
 
 
 class BestN(_Policy, frozen=True):
@@ -217,7 +260,90 @@ class CustomSteps(_Policy, frozen=True):
         return _newest_of_steps(ordered, set(self.steps).__contains__)
 
 
-Policy = PreserveAll | LatestN | LatestDuration | EveryNSteps | EveryNSeconds | BestN | CustomSteps
+class MaxAge(_Policy, frozen=True):
+    """The limit that takes away the checkpoints made more than `seconds` before the
+    newest one, by the clocks of the trainers.
+
+    `seconds` may be text, like "12h", "30d" or "4w". A checkpoint whose time is unknown
+    stays, and all of them do if the time of the newest one is.
+    """
+
+    seconds: float | str
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seconds, str):
+            try:
+                if self.seconds.strip()[-1:].isdigit():
+                    raise ValueError  # text without a unit may be meant as days
+                msgspec.structs.force_setattr(self, "seconds", parse_span(self.seconds))
+            except ValueError:
+                raise ValueError(
+                    f"MaxAge: seconds is {self.seconds!r}; expected a number of seconds, or text "
+                    f"like '12h', '30d' or '4w'"
+                ) from None
+        _positive("MaxAge", "seconds", self.seconds)
+
+    def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
+        return set()
+
+    def excess(
+        self, ordered: Sequence[Retainable], kept: Collection[int], safe: Collection[int]
+    ) -> set[int]:
+        limit, newest = float(self.seconds), ordered[-1].created if ordered else math.nan
+        return {
+            place for place in kept if place not in safe and newest - ordered[place].created > limit
+        }
+
+
+class MaxBytes(_Policy, frozen=True):
+    """The limit that takes away the oldest checkpoints, until the rest holds at most
+    `nbytes` bytes.
+
+    `nbytes` may be text, like "500GB" or "2TiB".
+    """
+
+    nbytes: int | str
+
+    def __post_init__(self) -> None:
+        if isinstance(self.nbytes, str):
+            try:
+                msgspec.structs.force_setattr(self, "nbytes", parse_size(self.nbytes))
+            except ValueError:
+                raise ValueError(
+                    f"MaxBytes: nbytes is {self.nbytes!r}; expected a number of bytes, or text "
+                    f"like '500GB' or '2TiB'"
+                ) from None
+        _whole("MaxBytes", "nbytes", self.nbytes)
+
+    def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
+        return set()
+
+    def excess(
+        self, ordered: Sequence[Retainable], kept: Collection[int], safe: Collection[int]
+    ) -> set[int]:
+        over = sum(ordered[place].nbytes for place in {*kept, *safe}) - int(self.nbytes)
+        found = set[int]()
+        for place in sorted(set(kept).difference(safe)):
+            if over <= 0:
+                break
+            found.add(place)
+            over -= ordered[place].nbytes
+        return found
+
+
+Limit = MaxAge | MaxBytes
+Policy = (
+    PreserveAll
+    | LatestN
+    | LatestDuration
+    | EveryNSteps
+    | EveryNSeconds
+    | Daily
+    | Weekly
+    | BestN
+    | CustomSteps
+    | Limit
+)
 POLICIES = {
     cls.__name__: cls
     for cls in (
@@ -226,17 +352,51 @@ POLICIES = {
         LatestDuration,
         EveryNSteps,
         EveryNSeconds,
+        Daily,
+        Weekly,
         BestN,
         CustomSteps,
+        MaxAge,
+        MaxBytes,
     )
 }
 
 
 def keeps(policies: Iterable[Policy], ordered: Sequence[Retainable]) -> set[int]:
     """Return the indices in `ordered` of the checkpoints that at least one of the
-    policies keeps. `ordered` begins with the oldest.
+    policies keeps, before the limits. `ordered` begins with the oldest.
+
+    If all policies are limits, all checkpoints are kept at this point.
     """
-    return set[int]().union(*(policy.keeps(ordered) for policy in policies))
+    return set[int]().union(*(policy.keeps(ordered) for policy in keepers(policies)))
+
+
+def keepers(policies: Iterable[Policy]) -> tuple[Policy, ...]:
+    """Return the policies that are not limits, or PreserveAll() if all are limits."""
+    given = tuple(policies)
+    found = tuple(policy for policy in given if not isinstance(policy, Limit))
+    return found or ((PreserveAll(),) if given else ())
+
+
+def excess(
+    policies: Iterable[Policy],
+    ordered: Sequence[Retainable],
+    kept: Collection[int],
+    safe: Collection[int],
+) -> dict[int, Limit]:
+    """Return the indices of the checkpoints that the limits among the policies take
+    away, each with the limit that does.
+
+    kept: what the other policies keep. safe: the checkpoints that may not be deleted,
+    which count in the bytes. Limits of age come first, so that the bytes of a
+    checkpoint that is too old do not count.
+    """
+    limits = [policy for policy in policies if isinstance(policy, Limit)]
+    found: dict[int, Limit] = {}
+    for limit in sorted(limits, key=lambda limit: isinstance(limit, MaxBytes)):
+        left = [place for place in kept if place not in found]
+        found |= dict.fromkeys(limit.excess(ordered, left, safe), limit)
+    return found
 
 
 def unrankable(policies: Iterable[Policy], ordered: Sequence[Retainable]) -> dict[BestN, str]:
@@ -289,18 +449,38 @@ def parse(text: str) -> Policy:
         ) from None
 
 
+def brief(policy: Policy) -> str:
+    """Return the policy as a person would write it, like `Daily(7)` or
+    `MaxAge('30d')`. `parse` returns the policy for this text, as for its `repr`.
+    """
+    values = [getattr(policy, name) for name in policy.__struct_fields__]
+    defaults = policy.__struct_defaults__
+    while defaults and values[-1] == defaults[-1]:
+        values, defaults = values[:-1], defaults[:-1]
+    texts = [repr(value) for value in values]
+    if isinstance(policy, MaxAge) and float(policy.seconds) % _DAY == 0:
+        texts = [repr(f"{float(policy.seconds) / _DAY:.0f}d")]
+    if isinstance(policy, MaxBytes):
+        size = re.sub(r"(\.0+)? ", "", size_text(int(policy.nbytes)))
+        texts = [repr(size)] if parse_size(size) == policy.nbytes else texts
+    return f"{type(policy).__name__}({', '.join(texts)})"
+
+
 def understood(texts: Iterable[str]) -> tuple[Policy, ...]:
     """Return the policies in these texts.
 
-    A text that this version does not know, as from a newer ckptd, becomes PreserveAll.
+    A text that this version does not know, as from a newer ckptd, becomes PreserveAll,
+    and limits are left out, because it is not known what they are to limit.
     """
     found: list[Policy] = []
+    is_known = True
     for text in texts:
         try:
             found.append(parse(text))
         except ValueError:
             found.append(PreserveAll())
-    return tuple(found)
+            is_known = False
+    return tuple(policy for policy in found if is_known or not isinstance(policy, Limit))
 
 
 def checked(policies: Any) -> tuple[Policy, ...]:
@@ -330,6 +510,37 @@ def _newest_of_steps(ordered: Sequence[Retainable], wanted: Any) -> set[int]:
         c.step: place for place, c in enumerate(ordered) if c.step is not None and wanted(c.step)
     }
     return set(newest.values())
+
+
+def _newest_of_periods(
+    ordered: Sequence[Retainable], n: int, period_of: Callable[[float], int]
+) -> set[int]:
+    """Return the indices of the newest checkpoint of each of the last `n` periods, and
+    of the checkpoints whose time is unknown.
+
+    Checkpoints are ordered by attempt and step, never by a clock. So this walks back
+    from the newest one, and keeps a checkpoint where the period changes.
+    """
+    kept, counted, last = set[int](), set[int](), None
+    for place in reversed(range(len(ordered))):
+        created = ordered[place].created
+        if not math.isfinite(created):
+            kept.add(place)
+            continue
+        period = period_of(created)
+        if period != last and (period in counted or len(counted) < n):
+            kept.add(place)
+            counted.add(period)
+            last = period
+    return kept
+
+
+def _day(created: float) -> int:
+    return math.floor(created / _DAY)
+
+
+def _week(created: float) -> int:
+    return (_day(created) + 3) // 7  # 1 January 1970 was a Thursday
 
 
 def _whole(policy: str, name: str, value: Any, least: int = 1) -> None:

@@ -1,14 +1,38 @@
 """Words sizes, times and lists for people: `22.7 MB`, `3 min`, `a, b and 3 more`, reads
-times that people type, and makes any text fit for a terminal.
+sizes and times that people type, and makes any text fit for a terminal.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
-_SPAN = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([smhd]?)")
-_SPAN_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_SIZES = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?", re.IGNORECASE)
+_SPAN = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([smhdw]?)")
+_SPAN_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def parse_size(text: str) -> int:
+    """Return the number that a text stands for: `"24G"` is 24 * 10**9, `"8Mi"` is 8 *
+    2**20. Raises ValueError.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    number = float(match[1]) * _SIZES[match[2].lower()] if match else math.inf
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return int(number)
 
 
 def size_text(nbytes: float) -> str:
@@ -55,7 +79,7 @@ def span_text(seconds: float) -> str:
 
 def parse_span(text: str) -> float:
     """Return the seconds that a text stands for: `30m` is 1800, and a number without a
-    unit is one of seconds. The units are s, m, h and d. Raises ValueError.
+    unit is one of seconds. The units are s, m, h, d and w. Raises ValueError.
     """
     match = _SPAN.fullmatch(text.strip())
     if match is None:

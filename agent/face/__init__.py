@@ -82,11 +82,15 @@ if TYPE_CHECKING:
     from ckptd.shared.retention import (
         BestN,
         CustomSteps,
+        Daily,
         EveryNSeconds,
         EveryNSteps,
         LatestDuration,
         LatestN,
+        MaxAge,
+        MaxBytes,
         PreserveAll,
+        Weekly,
     )
 
 __all__ = [
@@ -100,6 +104,7 @@ __all__ = [
     "CkptdError",
     "CustomSteps",
     "DaemonUnreachable",
+    "Daily",
     "EveryNSeconds",
     "EveryNSteps",
     "Fenced",
@@ -114,6 +119,8 @@ __all__ = [
     "LatestDuration",
     "LatestN",
     "MachineError",
+    "MaxAge",
+    "MaxBytes",
     "NewerFormat",
     "Newest",
     "NotFound",
@@ -136,6 +143,7 @@ __all__ = [
     "UnsavableValue",
     "UnsupportedTorch",
     "VersionMismatch",
+    "Weekly",
     "__version__",
     "close",
     "newest",

@@ -349,6 +349,8 @@ class RankLink:
                     board.show(news.holding)
             case m.Waiting():
                 self._warn(news)
+            case m.Remark():
+                log.warning("%s", news.text)
             case m.Progress():
                 self._progress(news)
 

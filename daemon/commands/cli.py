@@ -514,6 +514,11 @@ def verify(path: Named, step: int | None, as_json: bool) -> None:
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 @click.option(
+    "--explain",
+    is_flag=True,
+    help="Only say of each checkpoint of a job whether it would stay, and why.",
+)
+@click.option(
     "--yes",
     is_flag=True,
     help="Do not ask before more than half of a job's checkpoints are deleted.",
@@ -526,6 +531,7 @@ def forget(
     step: int | None,
     keep: tuple[str, ...],
     dry_run: bool,
+    explain: bool,
     yes: bool,
     socket: Path | None,
     as_json: bool,
@@ -534,8 +540,9 @@ def forget(
     policy keeps.
 
     Policies: LatestN(n), LatestDuration(seconds), EveryNSteps(n),
-    EveryNSeconds(seconds), BestN('metric', n, 'min' or 'max'), CustomSteps([...]),
-    PreserveAll(). They never delete the newest checkpoint, a checkpoint with a user
+    EveryNSeconds(seconds), Daily(n), Weekly(n), BestN('metric', n, 'min' or 'max'),
+    CustomSteps([...]), PreserveAll(). MaxBytes('500GB') and MaxAge('30d') limit what
+    the others keep. They never delete the newest checkpoint, a checkpoint with a user
     tag, or a step of an earlier attempt that the newest attempt has not reached. A
     checkpoint that is pinned or being read is never deleted. A policy over a metric
     that no checkpoint of the job has is an error, and nothing is deleted.
@@ -543,13 +550,22 @@ def forget(
     If more than half of the job's checkpoints would be deleted, the command lists them
     and asks first. Without a terminal, and with --json, it needs --yes. The exit code
     is 11 if a checkpoint that was to be deleted is still there.
+
+    With --explain, nothing is deleted. Without --keep, it is about the policies that
+    the job has.
     """
-    from ckptd.daemon.commands import forgetting
+    from ckptd.daemon.commands import forgetting, retention_report
 
     try:
         policies = [parse(text) for text in keep]
     except ValueError as error:
         raise e.InvalidConfig(f"--keep: {error}") from None
+    if explain:
+        said = retention_report.explained(chosen(path, step), policies)
+        click.echo(
+            json.dumps(said, indent=1) if as_json else retention_report.explanation_text(said)
+        )
+        return
     deletion = forgetting.planned(chosen(path, step), policies)
     rows = deletion.rows
     if not dry_run:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +119,7 @@ def planned(path: Location, policies: Sequence[Policy]) -> Deletion:
     Nothing is deleted yet. Raises InvalidRequest, NotFound, StorageError; InvalidConfig
     if a policy cannot choose, because no checkpoint has its metric.
     """
-    repository, job, tag = _place(path)
+    repository, job, tag = place_in_root(path)
     if (tag is None) == (not policies):
         raise InvalidRequest(
             f"{path} is a job: say which of its checkpoints to keep, like --keep 'LatestN(5)', or "
@@ -130,7 +130,7 @@ def planned(path: Location, policies: Sequence[Policy]) -> Deletion:
         )
     pinned, rows = repository.pins(job), []
     found = dict(manifests(repository, job))
-    for name, nbytes in _chosen(job, found, tag, policies):
+    for name, nbytes in _chosen(job, found, tag, policies, pinned):
         row: dict[str, Any] = {
             "job": job,
             "tag": name,
@@ -150,7 +150,12 @@ def planned(path: Location, policies: Sequence[Policy]) -> Deletion:
     return Deletion(located(repository.where()), job, intact, rows)
 
 
-def _place(path: Location) -> tuple[Repository, str, str | None]:
+def place_in_root(path: Location) -> tuple[Repository, str, str | None]:
+    """Return the repository, the job and the tag that a path names; the tag is None if
+    it names a job.
+
+    Raises InvalidRequest if the path is a checkpoint outside every root; NotFound.
+    """
     repository, job, tag = find_job_or_checkpoint(path)
     if isinstance(repository, StandaloneCheckpoint):
         raise InvalidRequest(
@@ -165,8 +170,10 @@ def _chosen(
     found: dict[str, Manifest | IntegrityError],
     tag: str | None,
     policies: Sequence[Policy],
+    pinned: Collection[str],
 ) -> Iterator[tuple[str, int]]:
-    """Yield the tag and the bytes of each checkpoint to delete.
+    """Yield the tag and the bytes of each checkpoint to delete, and of each one that
+    would be deleted if it were not pinned.
 
     The bytes are 0 if its manifest cannot be read.
     """
@@ -181,8 +188,14 @@ def _chosen(
     ]
     if why := obstacle(checkpoints, policies, insisted=True):
         raise InvalidConfig(f"no checkpoint of job {job!r} was deleted, because {why}")
+    # A limit takes others away in place of the pinned checkpoints, which stay.
+    doomed = {one.tag for one in to_retire(checkpoints, policies, pinned, insisted=True)}
     for checkpoint in to_retire(checkpoints, policies, insisted=True):
-        yield checkpoint.tag, checkpoint.nbytes
+        if checkpoint.tag in pinned:
+            doomed.add(checkpoint.tag)
+    for checkpoint in sorted(checkpoints, key=lambda one: one.order):
+        if checkpoint.tag in doomed:
+            yield checkpoint.tag, checkpoint.nbytes
 
 
 def _reader(repository: Repository, job: str, tag: str) -> str | None:
@@ -290,7 +303,7 @@ def pin(path: Location, *, remove: bool) -> tuple[str, str]:
     Return job and tag. Raises InvalidRequest if the checkpoint is outside every root;
     NotFound, Busy, IntegrityError, StorageError, OSError.
     """
-    repository, job, named = _place(path)
+    repository, job, named = place_in_root(path)
     tag = named or report.manifest_at(path).tag
     if remove:
         repository.unpin(job, tag)

@@ -86,6 +86,11 @@ def status_text(status: dict[str, Any]) -> str:
         f"  descriptors    {files['used']} of {files['limit']} open ({clients})",
         f"  snapshots      {snapshots}",
     ]
+    if (quota := status.get("root_quota")) and quota["used_bytes"] > quota["quota_bytes"]:
+        lines.append(
+            f"  OVER QUOTA     the checkpoints hold {size_text(quota['used_bytes'])}, more than "
+            f"the root_quota of {size_text(quota['quota_bytes'])}"
+        )
     if files["accepting_paused"]:
         lines.append(f"  PAUSED         {files['accepting_paused']}")
     for held in status.get("foreign_memory", ()):

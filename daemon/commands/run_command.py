@@ -71,6 +71,10 @@ if TYPE_CHECKING:
     default=None,
     help="Let a save on a full disk delete the job's oldest checkpoints early.",
 )
+@click.option(
+    "--root-quota",
+    help="Bytes that all checkpoints may hold before a warning, like 2TB. Default: 0, no limit.",
+)
 @click.option("--slots", type=int, help="Slots in shared memory for each rank. Default: 2.")
 @click.option(
     "--shm-dir", shell_complete=complete_path, help="A tmpfs for the slots. Default: /dev/shm."

@@ -23,7 +23,7 @@ from ckptd.daemon.saving.saver import Saver
 from ckptd.shared.system import machine
 from ckptd.shared.wire.board import Answer
 from ckptd.shared.wire.lifecycle import Event, SnapshotState
-from ckptd.shared.wire.messages import Holds
+from ckptd.shared.wire.messages import Holds, Remark
 
 log = logging.getLogger("ckptd.steps")
 
@@ -211,6 +211,10 @@ class Steps:
         if snapshot.state is SnapshotState.FAILED:
             job.last_failure = Failure(snapshot.step, snapshot.reason, time.time())
         self.perform(job, [d.Tell(d.news(snapshot))])
+
+    def remark(self, name: str, text: str) -> None:
+        """Send a warning about the storage to rank 0 of a job, which logs it."""
+        self._catalog.job(name).ranks.tell_first(Remark(re=0, text=text))
 
     def release_replaced(self, job: Job) -> None:
         """Release every snapshot that a newer sealed one has replaced.

@@ -216,6 +216,7 @@ class Job:
     last retention. None before this daemon's first commit in the job, and while one of
     the policies cannot choose. `announced`: a sentence about the deletion that the next
     commit will bring, or about the reason why retention deletes nothing, or "".
+    `foreseen`: the tags that `announced`, or an earlier announcement, has named.
     `last_failure`: the last step that failed since this daemon started, or None.
     `stored`: the parts of the last save, by rank, if this daemon has written them.
     `in_root`: with a stage, the checkpoints in the root, as far as they are known;
@@ -244,6 +245,7 @@ class Job:
     retiring: set[str] = field(default_factory=set)
     policies: tuple[Policy, ...] | None = None
     announced: str = ""
+    foreseen: set[str] = field(default_factory=set)
     last_failure: Failure | None = None
     stored: dict[int, StoredPart] = field(default_factory=dict)
     in_root: dict[str, StoredCheckpoint] = field(default_factory=dict)

@@ -24,6 +24,7 @@ class Events:
     on_saved: list[Callable[[Snapshot], None]] = field(default_factory=list)
     on_settled: list[Callable[[Job], None]] = field(default_factory=list)
     on_claim_lost: list[Callable[[Job, int], None]] = field(default_factory=list)
+    on_remark: list[Callable[[str, str], None]] = field(default_factory=list)
     on_changed: list[Callable[[], None]] = field(default_factory=list)
 
     def saved(self, snapshot: Snapshot) -> None:
@@ -45,6 +46,11 @@ class Events:
         """
         for call in self.on_claim_lost:
             call(job, attempt)
+
+    def remark(self, job: str, text: str) -> None:
+        """Report a warning about the storage, which the trainer of this job is to log."""
+        for call in self.on_remark:
+            call(job, text)
 
     def changed(self) -> None:
         """Report that work has ended, or that a client has come or gone: a private

@@ -145,6 +145,12 @@ class Ranks:
             if owner.notify is not None:
                 owner.notify(message)
 
+    def tell_first(self, message: Notification) -> None:
+        """Send a message to rank 0, if it is connected."""
+        first = self.owners.get(0)
+        if first is not None and first.notify is not None:
+            first.notify(message)
+
 
 def processes(owners: Sequence[Owner]) -> str:
     """Return a phrase that names the processes of the owners, and since when the oldest

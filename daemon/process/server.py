@@ -448,11 +448,13 @@ class Connection:
     def _notify(self, message: m.Notification) -> None:
         """Send the message, or keep it until the rank has begun.
 
-        Drop a Waiting that the client does not know.
+        Drop a Waiting or a Remark that the client does not know.
 
         An error here would keep the caller from freeing slots.
         """
         if isinstance(message, m.Waiting) and s.WAITING not in self._features:
+            return
+        if isinstance(message, m.Remark) and s.REMARKS not in self._features:
             return
         if self._session.state in (s.SessionState.ATTACHED, s.SessionState.LEAVING):
             self.send(message)

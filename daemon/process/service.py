@@ -345,6 +345,7 @@ class Service:
             "rss_bytes": rss_bytes(),
             "event_loop_lag_seconds": round(vitals.lag, 6),
             "disk_free_bytes": vitals.disk_free,
+            "root_quota": parts.saver.root.quota.report(parts.saver.root.catalog.jobs.values()),
             **clients,
             **report,
             "counters": report["counters"] | clients["counters"],

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 
 from ckptd.daemon import log_events
 from ckptd.daemon.job.catalog import Job
-from ckptd.daemon.job.retention import obstacle, policies_of, to_retire
+from ckptd.daemon.job.retention import judged, obstacle, policies_of, to_retire, unforeseen
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.journal.journal import Journal, JournalBroken
@@ -119,7 +119,8 @@ class Deleter:
         If the policies differ from those of the last retention, and would delete more
         than one checkpoint at once, nothing is deleted yet: the log and `Job.announced`
         say which checkpoints the next commit deletes. The same holds for policies that
-        could not choose until now, because no checkpoint had their metric.
+        could not choose until now, because no checkpoint had their metric, and for the
+        checkpoints that a limit of age takes away, because a clock may be wrong.
 
         While a policy cannot choose, nothing is deleted. The log says so once, and
         `Job.announced` says so all the time. If a newer ckptd has written to the job,
@@ -159,19 +160,26 @@ class Deleter:
                     log, "job %s: %s", job.name, job.announced, job=job.name
                 )
             return
-        doomed = to_retire(live, self._policies, pinned)
+        rulings = [one for one in judged(live, self._policies, pinned) if not one.kept]
         changed, job.policies = job.policies != policies, policies
-        job.announced = ""
-        if changed and len(doomed) > 1:
+        sudden = unforeseen(rulings, job.foreseen, changed=changed)
+        job.announced, job.foreseen = "", {one.checkpoint.tag for one in rulings} & job.foreseen
+        if sudden:
+            first, last = sudden[0].checkpoint.tag, sudden[-1].checkpoint.tag
+            why = (
+                f"not kept by {', '.join(map(repr, policies))}"
+                if changed
+                else f"older than {sudden[0].limit!r} allows by the clock of the newest"
+            )
             job.announced = (
-                f"{len(doomed)} checkpoints ({doomed[0].tag} to {doomed[-1].tag}) are not kept by "
-                f"{', '.join(map(repr, policies))}, "
+                f"{len(sudden)} checkpoints ({first} to {last}) are {why}, "
                 "and will be deleted at the next commit; before that, pin those to keep, or "
                 "change the policy"
             )
             log_events.RETENTION_HELD.log(log, "job %s: %s", job.name, job.announced, job=job.name)
-            return
-        for old in doomed:
+            job.foreseen |= {one.checkpoint.tag for one in sudden}
+        announced = {one.checkpoint.tag for one in sudden}
+        for old in [one.checkpoint for one in rulings if one.checkpoint.tag not in announced]:
             try:
                 if why := await self.retire(job, old):
                     log.info("%s; retention tries again after the next commit", why)

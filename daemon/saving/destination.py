@@ -23,6 +23,7 @@ from ckptd.daemon.root.served_root import ServedRoot
 from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.daemon.saving.committer import Committer
 from ckptd.daemon.saving.deleter import Deleter
+from ckptd.daemon.saving.root_quota import RootQuota
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.units import size_text
 
@@ -69,6 +70,8 @@ class Destination:
         self.locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.committer = Committer(config.codec, journal, repository, catalog, calls, events)
         self.deleter = Deleter(config.retention, journal, repository, calls, self.locks, counters)
+        self.quota = RootQuota(config.root_quota)
+        self._events = events
         self._may_delete_early = config.make_room
         self._fit: dict[str, int] = {}  # how many more checkpoints fit, by job; at most _FEW
 
@@ -80,18 +83,25 @@ class Destination:
         async with self.locks[name]:
             await self.deleter.retain(job)
         await self._warn_of_room(job)
+        self.watch_quota(name)
+
+    def watch_quota(self, name: str) -> None:
+        """Warn if this is the root, and a commit of the job has exceeded its quota."""
+        if self.served is not None and (text := self.quota.watch(self.catalog.jobs.values())):
+            log_events.QUOTA_EXCEEDED.log(log, "%s", text, job=name, quota_bytes=self.quota.quota)
+            self._events.remark(name, text)
 
     async def _warn_of_room(self, job: Job) -> None:
-        """Log a warning if only few more checkpoints like the newest fit, each time
-        their number has become smaller.
+        """Warn if only few more checkpoints like the newest fit, each time their number
+        has become smaller.
         """
         free = await self.calls.run(self.repository.storage.free)
         room = job.room_for(free)
         fit = _FEW if room is None else min(_FEW, room)
         if fit < self._fit.get(job.name, _FEW):
-            log_events.ROOM_LITTLE.log(
-                log, "%s", self.remark(job, fit, free), job=job.name, fit=fit, free_bytes=free
-            )
+            text = self.remark(job, fit, free)
+            log_events.ROOM_LITTLE.log(log, "%s", text, job=job.name, fit=fit, free_bytes=free)
+            self._events.remark(job.name, text)
         self._fit[job.name] = fit
 
     def remark(self, job: Job, fit: int, free: int | None) -> str:

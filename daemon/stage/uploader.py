@@ -331,6 +331,7 @@ class Uploader:
         if one.attempt >= newest:
             async with self._root.locks[job.name]:
                 await self._root.deleter.retain(there)
+            self._root.watch_quota(job.name)
 
     async def _see_other_attempts(self, name: str) -> int:
         """Return the newest attempt of a job.

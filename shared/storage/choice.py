@@ -251,4 +251,4 @@ class _Ranked:
     def __init__(self, manifest: Manifest) -> None:
         self.tag, self.metrics = manifest.tag, manifest.numbers
         self.attempt, self.step = manifest.attempt, manifest.step
-        self.created = manifest.created_at
+        self.created, self.nbytes = manifest.created_at, manifest.nbytes

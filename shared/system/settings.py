@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 PREFIX = "CKPTD_"
 SETTINGS = frozenset({
     "root", "stage", "socket", "state_dir", "codec", "slots", "shm_dir", "shm_quota", "overflow",
-    "memory_ttl", "keep_last", "make_room", "keep", "stall_budget", "storage_timeout",
+    "memory_ttl", "keep_last", "make_room", "root_quota", "keep", "stall_budget", "storage_timeout",
     "rank_timeout", "node_timeout", "threads", "cpus", "memory_budget", "chunk_size",
     "files_per_rank", "bytes_per_file", "link_unchanged", "foreign_memory", "max_connections",
     "strict_journal", "private", "idle_timeout", "log_file", "log_level", "log_format",

@@ -362,6 +362,16 @@ class Waiting(Notification, frozen=True, kw_only=True, tag="waiting"):
     ranks: Annotated[list[Rank], msgspec.Meta(max_length=MOST_RANKS)]
 
 
+class Remark(Notification, frozen=True, kw_only=True, tag="remark"):
+    """A warning about the storage, which rank 0 of a job logs.
+
+    Rank 0 gets this message if its client has the feature `remarks`. Nothing has
+    failed.
+    """
+
+    text: str
+
+
 class Holds(Notification, frozen=True, kw_only=True, tag="holds"):
     """The steps that this node holds. The lowest rank of the node writes them to the
     board.
@@ -394,7 +404,7 @@ Message = (
     Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Segments | Replan
     | Acquire | Granted | Refused | Seal | Sealed | Abandon | Persist | Heard | Deliver
     | Delivered | Find | Found | Fetch | Fetched | Forget | Forgotten | Detach | Done
-    | Progress | Holds | Uploads | Waiting | Error
+    | Progress | Holds | Uploads | Waiting | Remark | Error
 )  # fmt: skip
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -36,6 +36,8 @@ REPLICAS = "replicas"
 """
 WAITING = "waiting"
 """The feature of a client that takes the message Waiting."""
+REMARKS = "remarks"
+"""The feature of a client that takes the message Remark."""
 MAX_UNDER_WAY = 64
 
 

@@ -571,7 +571,9 @@ def test_the_registry_of_features_of_the_protocol() -> None:
             ("client", "shared/wire/channel.py"),
         )
     }
-    assert set(listed) == {session.NODES, session.STAGE, session.REPLICAS, session.WAITING}
+    assert set(listed) == {
+        session.NODES, session.STAGE, session.REPLICAS, session.WAITING, session.REMARKS,
+    }  # fmt: skip
     for name, side in listed.items():
         named = {
             each for each, source in sources.items() if re.search(rf"\b{name.upper()}\b", source)

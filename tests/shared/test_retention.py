@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from http import HTTPMethod
 from typing import Any
 
@@ -21,6 +22,7 @@ class Made:
     attempt: int = 1
     created: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    nbytes: int = 10
 
 
 def steps(policy: r.Policy, ordered: list[Made]) -> list[int | None]:
@@ -38,6 +40,7 @@ def losses(*values: float | None) -> list[Made]:
     ]
 
 
+HOUR, DAY = 3600, 86400
 TEN = [Made(step) for step in range(0, 100, 10)]
 
 
@@ -79,6 +82,67 @@ def test_checkpoints_of_unknown_time_are_kept() -> None:
 def test_the_latest_duration_counts_from_the_newest() -> None:
     assert steps(r.LatestDuration(10), at(0, 49, 50, 55, 60)) == [2, 3, 4]
     assert r.LatestDuration(10).keeps([]) == set()
+
+
+def test_daily_keeps_the_newest_of_each_day_that_has_one() -> None:
+    made = at(0, HOUR, DAY - 1, DAY, 3 * DAY + HOUR, 3 * DAY + 2 * HOUR)
+    assert steps(r.Daily(1), made) == [5]
+    assert steps(r.Daily(2), made) == [3, 5]
+    assert steps(r.Daily(3), made) == [2, 3, 5]
+    assert steps(r.Daily(99), made) == [2, 3, 5]
+    assert r.Daily(3).keeps([]) == r.Weekly(3).keeps([]) == set()
+
+
+def test_a_pause_of_a_year_costs_no_daily_checkpoint() -> None:
+    made = at(0, DAY, 2 * DAY, 400 * DAY)
+    assert steps(r.Daily(4), made) == [0, 1, 2, 3]
+    assert steps(r.Daily(3), made) == [1, 2, 3]
+
+
+def test_a_week_begins_on_monday_in_utc() -> None:
+    monday = datetime(2026, 1, 5, tzinfo=UTC).timestamp()
+    made = at(monday - 1, monday, monday + 6 * DAY, monday + 7 * DAY - 1, monday + 7 * DAY)
+    assert steps(r.Weekly(3), made) == [0, 3, 4]
+    assert steps(r.Weekly(2), made) == [3, 4]
+
+
+@steady
+@given(st.lists(st.datetimes(datetime(1970, 1, 1), datetime(9999, 12, 31)), max_size=12))
+def test_days_and_weeks_are_those_of_the_calendar(times: list[datetime]) -> None:
+    ordered = sorted(times)
+    made = at(*(time.replace(tzinfo=UTC).timestamp() for time in ordered))
+    last_of_days = {time.date(): place for place, time in enumerate(ordered)}
+    last_of_weeks = {time.isocalendar()[:2]: place for place, time in enumerate(ordered)}
+    assert r.Daily(99).keeps(made) == set(last_of_days.values())
+    assert r.Weekly(99).keeps(made) == set(last_of_weeks.values())
+    assert r.Daily(2).keeps(made) == set(sorted(last_of_days.values())[-2:])
+    assert r.Weekly(2).keeps(made) == set(sorted(last_of_weeks.values())[-2:])
+
+
+def test_a_clock_that_was_set_back_costs_no_daily_checkpoint() -> None:
+    made = at(*(day * DAY for day in (10, 11, 12, 10, 11)))
+    assert steps(r.Daily(3), made) == [0, 1, 2, 3, 4]  # three days, two of them twice
+    assert steps(r.Daily(2), made) == [0, 1, 3, 4]
+
+
+@pytest.mark.parametrize("policy", [r.Daily(1), r.Weekly(1)])
+def test_daily_and_weekly_keep_checkpoints_of_unknown_time(policy: r.Policy) -> None:
+    made = at(math.nan, 0, math.nan, math.inf, HOUR, 2 * HOUR, math.nan)
+    assert steps(policy, made) == [0, 2, 3, 5, 6]
+
+
+@steady
+@given(
+    st.lists(st.one_of(st.just(math.nan), st.integers(0, 40).map(lambda n: n * DAY / 2))),
+    st.integers(1, 5),
+)
+def test_daily_and_weekly_delete_nothing_more_when_they_are_applied_again(
+    times: list[float], n: int
+) -> None:
+    for policy in (r.Daily(n), r.Weekly(n)):
+        made = at(*times)
+        left = [made[place] for place in sorted(policy.keeps(made))]
+        assert policy.keeps(left) == set(range(len(left)))
 
 
 def test_best_n_keeps_the_best_and_of_equals_the_newer() -> None:
@@ -160,6 +224,61 @@ def test_a_checkpoint_is_kept_if_any_policy_keeps_it() -> None:
     assert r.keeps([], TEN) == set()
 
 
+def left(policies: list[r.Policy], ordered: list[Made], safe: tuple[int, ...]) -> list[int]:
+    kept = r.keeps(policies, ordered)
+    return sorted((kept | set(safe)) - r.excess(policies, ordered, kept, safe).keys())
+
+
+def test_a_limit_of_bytes_takes_the_oldest_of_what_the_others_keep() -> None:
+    some: list[r.Policy] = [r.EveryNSteps(20), r.LatestN(2)]  # 0, 2, 4, 6, 8 and 9
+    assert left([*some, r.MaxBytes(60)], TEN, (9,)) == [0, 2, 4, 6, 8, 9]
+    assert left([*some, r.MaxBytes(59)], TEN, (9,)) == [2, 4, 6, 8, 9]
+    assert left([r.MaxBytes(20), *some], TEN, (9,)) == [8, 9]
+    assert left([*some, r.MaxBytes(1)], TEN, (9,)) == [9]
+
+
+def test_limits_alone_keep_everything_up_to_them() -> None:
+    assert left([r.MaxBytes(100)], TEN, (9,)) == list(range(10))
+    assert left([r.MaxBytes(35)], TEN, (9,)) == [7, 8, 9]
+    assert left([r.MaxAge("10s")], at(0, 49, 50, 55, 60), (4,)) == [2, 3, 4]
+    assert (r.keeps([r.MaxBytes(1)], []), r.excess([r.MaxAge(1)], [], (), ())) == (set(), {})
+
+
+def test_what_may_not_be_deleted_counts_in_the_bytes_and_stays() -> None:
+    assert left([r.MaxBytes(35)], TEN, (0, 9)) == [0, 8, 9]
+    assert left([r.LatestN(3), r.MaxBytes(35)], TEN, (0, 1, 9)) == [0, 1, 9]
+    assert left([r.MaxBytes(5)], TEN, (0, 1, 9)) == [0, 1, 9]
+    assert left([r.MaxAge(1)], at(0, 50, 60), (0, 2)) == [0, 2]
+
+
+def test_the_bytes_of_a_checkpoint_that_is_too_old_do_not_count() -> None:
+    made = at(0, 50, 55, 60)
+    both: list[r.Policy] = [r.MaxBytes(30), r.MaxAge(10)]
+    assert left([*both], made, (3,)) == left([*reversed(both)], made, (3,)) == [1, 2, 3]
+    assert r.excess(both, made, {0, 1, 2, 3}, (3,)) == {0: r.MaxAge(10)}
+    assert left([*both, r.MaxBytes(20), r.MaxAge(7)], made, (3,)) == [2, 3]  # the stricter ones
+
+
+def test_without_a_time_there_is_no_age() -> None:
+    assert left([r.MaxAge(10)], at(0, math.nan, 60), (2,)) == [1, 2]
+    assert left([r.MaxAge(10)], at(0, 1, math.nan), (2,)) == [0, 1, 2]
+    assert left([r.MaxAge(10)], at(1000, 1005, 10), (2,)) == [0, 1, 2]  # a clock was set back
+
+
+def test_a_limit_beside_a_policy_of_a_newer_ckptd_does_not_count() -> None:
+    """What the newer policy keeps is not known, nor whether a limit may take it away."""
+    found = r.understood(["MaxBytes(nbytes=1)", "Finite()", "MaxAge(seconds=1)", "LatestN(1)"])
+    assert found == (r.PreserveAll(), r.LatestN(1))
+    assert r.understood(["MaxBytes(files=3)"]) == (r.PreserveAll(),)
+    assert r.understood(["MaxBytes(nbytes=1)"]) == (r.MaxBytes(1),)
+
+
+def test_limits_take_text_with_a_unit() -> None:
+    assert r.checked(r.MaxBytes("500GB")) == (r.MaxBytes(500 * 10**9),)
+    assert repr(r.MaxBytes("2TiB")) == "MaxBytes(nbytes=2199023255552)"
+    assert (r.MaxAge("12h"), r.MaxAge("30d")) == (r.MaxAge(43200), r.MaxAge(2592000))
+
+
 EVERY: list[tuple[r.Policy, str]] = [
     (r.PreserveAll(), "PreserveAll"), (r.PreserveAll(), "PreserveAll()"), (r.LatestN(5), " "
         "LatestN( 5 "
@@ -167,6 +286,8 @@ EVERY: list[tuple[r.Policy, str]] = [
     (r.LatestDuration(3600), "LatestDuration(3600)"), (r.EveryNSteps(7), "EveryNSteps(7)"),
     (r.EveryNSeconds(0.5), "EveryNSeconds(0.5)"), (r.BestN("loss", 3), "BestN('loss', "
         "3)"), (r.BestN("a b", 3, "max", True), 'BestN("a b", 3, "max", True)'),
+    (r.Daily(7), "Daily(7)"), (r.Weekly(4), "Weekly(n=4)"),
+    (r.MaxBytes(5), "MaxBytes('5B')"), (r.MaxAge(86400), "MaxAge('1d')"),
     (r.CustomSteps((1, 2)), "CustomSteps([1, 2])"), (r.CustomSteps(()), "CustomSteps(())"),
 ]  # fmt: skip
 
@@ -175,6 +296,20 @@ EVERY: list[tuple[r.Policy, str]] = [
 def test_every_policy_is_parsed_from_its_text(policy: r.Policy, text: str) -> None:
     assert r.parse(text) == policy
     assert r.parse(repr(policy)) == policy
+    assert r.parse(r.brief(policy)) == policy
+
+
+def test_a_policy_is_written_briefly_for_people() -> None:
+    several = (
+        r.PreserveAll(), r.Daily(7), r.BestN("loss", 3), r.BestN("acc", 1, "max"),
+        r.CustomSteps((1, 2)), r.MaxAge("4w"), r.MaxAge(90), r.MaxBytes("500GB"),
+        r.MaxBytes("2TB"), r.MaxBytes(1234),
+    )  # fmt: skip
+    assert [r.brief(policy) for policy in several] == [
+        "PreserveAll()", "Daily(7)", "BestN('loss', 3)", "BestN('acc', 1, 'max')",
+        "CustomSteps((1, 2))", "MaxAge('28d')", "MaxAge(90)", "MaxBytes('500GB')",
+        "MaxBytes('2TB')", "MaxBytes(1234)",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -201,6 +336,22 @@ def test_every_policy_is_parsed_from_its_text(policy: r.Policy, text: str) -> No
         ("PreserveAll(1)", "PreserveAll takes nothing"),
         ("LatestN(0)", "LatestN: n is 0; expected a number from 1 up"),
         ("LatestN(True)", "LatestN: n is True"),
+        ("Daily(0)", "Daily: n is 0; expected a number from 1 up"),
+        ("Weekly('4')", "Weekly: n is '4'; expected a number from 1 up"),
+        ("Dayly(7)", "there is no retention policy 'Dayly'; did you mean 'Daily'"),
+        (
+            "MaxBytes('lots')",
+            "MaxBytes: nbytes is 'lots'; expected a number of bytes, or text like '500GB' or",
+        ),
+        ("MaxBytes(0)", "MaxBytes: nbytes is 0; expected a number from 1 up"),
+        ("MaxBytes('0GB')", "MaxBytes: nbytes is 0"),
+        ("MaxBytes(1.5)", "MaxBytes: nbytes is 1.5"),
+        (
+            "MaxAge('30')",
+            "MaxAge: seconds is '30'; expected a number of seconds, or text like '12h', '30d' or",
+        ),
+        ("MaxAge(-1)", "MaxAge: seconds is -1; expected a finite number of seconds above 0"),
+        ("MaxAge('0d')", "MaxAge: seconds is 0"),
         ("EveryNSteps(1.5)", "EveryNSteps: interval_steps is 1.5"),
         (
             "EveryNSeconds(0)",

@@ -1,4 +1,4 @@
-"""Tests how sizes, times and lists are worded."""
+"""Tests how sizes, times and lists are worded, and how sizes and times are read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from ckptd.shared.units import (
     count_text,
+    parse_size,
     parse_span,
     ranges_text,
     rank_list,
@@ -64,8 +65,58 @@ def test_ranges_join_numbers_that_follow_each_other() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0), ("24", 24), ("1k", 1000), ("1K", 1000), ("1Ki", 1024), ("1KiB", 1024), ("1kB",
+        1000), ("3M", 3 * 10**6), ("3Mi", 3 << 20), ("24G", 24 * 10**9), ("24Gi", 24 << 30), ("2T",
+        2 * 10**12), ("2TiB", 2 << 40), ("1.5G", 1_500_000_000), ("0.5Ki", 512), (" 8 Mi ",
+        8 << 20), ("7b", 7),
+    ],
+)  # fmt: skip
+def test_sizes_are_parsed_with_their_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "k",
+        "-1",
+        "+1",
+        "1 2",
+        "1.",
+        ".5",
+        "1,5G",
+        "1e3",
+        "0x10",
+        "1GG",
+        "1Pi",
+        "1i",
+        "1ib",
+        "one",
+        "inf",
+        "nan",
+        "1\n2",
+        "9" * 400,
+    ],
+)
+def test_anything_but_a_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90", 90), ("90s", 90), ("30m", 1800), (" 1.5 h ", 5400), ("7d", 604800), ("0", 0)],
+    [
+        ("90", 90),
+        ("90s", 90),
+        ("30m", 1800),
+        (" 1.5 h ", 5400),
+        ("7d", 604800),
+        ("4w", 2419200),
+        ("0", 0),
+    ],
 )
 def test_times_are_read_with_their_units(text: str, seconds: float) -> None:
     assert parse_span(text) == seconds

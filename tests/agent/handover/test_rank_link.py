@@ -195,6 +195,21 @@ def test_ranks_that_have_not_called_are_named_once(
     assert (met.state, apart.state, later.state) == ("sealed", "sealed", "sealed")
 
 
+def test_a_remark_about_the_storage_is_logged(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = world.linked()
+    pending = sealed(world.link, 1)
+    connection.reply(
+        m.Remark(re=0, text="job gpt: the root has room for 2 more of its checkpoints"),
+        m.Progress(re=0, attempt=3, step=1, state="durable"),
+    )
+    until(lambda: pending.done, "news")
+    (record,) = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert record.getMessage() == "job gpt: the root has room for 2 more of its checkpoints"
+    assert pending.state == "durable"
+
+
 def test_a_changed_structure_makes_the_ranks_plan_again(world: World) -> None:
     connection = world.linked()
     one, other = sealed(world.link, 1), sealed(world.link, 2)

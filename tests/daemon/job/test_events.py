@@ -26,5 +26,11 @@ def test_each_report_calls_its_functions_in_order_and_no_others() -> None:
     ]
 
 
+def test_a_remark_reaches_the_trainer_of_its_job() -> None:
+    heard = mock.Mock()
+    Events(on_remark=[heard.remark]).remark("gpt", "little room")
+    assert heard.mock_calls == [mock.call.remark("gpt", "little room")]
+
+
 def test_a_report_on_which_no_part_acts_is_lost() -> None:
     Events().settled(Job("gpt"))

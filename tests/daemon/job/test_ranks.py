@@ -77,6 +77,17 @@ def test_connected_ranks_are_told_those_of_earlier_attempts_too() -> None:
     assert (len(heard), ranks.former) == (3, [])
 
 
+def test_rank_0_alone_is_told_a_remark_if_it_is_connected() -> None:
+    heard: list[Notification] = []
+    ranks = Ranks(owners={0: owner(0, told=heard), 1: owner(1, told=[])})
+    ranks.tell_first(NEWS)
+    assert heard == [NEWS]
+    ranks.disconnect(ranks.owners[0])
+    ranks.tell_first(NEWS)
+    Ranks().tell_first(NEWS)
+    assert heard == [NEWS]
+
+
 def run_of(*pids: int, launch: str = "") -> Ranks:
     ranks = Ranks()
     for rank, pid in enumerate(pids):

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from ckptd.daemon.job import retention
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.names import tag_directory
-from ckptd.shared.retention import BestN, EveryNSteps, LatestN, Policy, PreserveAll
+from ckptd.shared.retention import (
+    BestN,
+    Daily,
+    EveryNSteps,
+    LatestN,
+    MaxAge,
+    MaxBytes,
+    Policy,
+    PreserveAll,
+)
 from tests.shared.samples import steady
 
 
@@ -128,6 +137,102 @@ def test_a_metric_that_only_a_user_tag_has_does_not_count() -> None:
     """Policies choose only among the other checkpoints."""
     mine = dataclasses.replace(make(1, 9, "best"), metrics={"valloss": 1.0})
     assert retention.obstacle([*SAVED, mine], [WRONG]) == WHY
+
+
+# -- limits and reasons
+
+
+DAY = 86400
+HISTORY = [
+    dataclasses.replace(make(1, step), created=step * DAY, nbytes=100) for step in range(1, 7)
+]
+
+
+def reasons(
+    checkpoints: list[StoredCheckpoint], *policies: Policy, pinned: tuple[str, ...] = ()
+) -> list[tuple[int | None, bool, str]]:
+    rulings = retention.judged(checkpoints, policies, pinned)
+    return [(v.checkpoint.step, v.kept, v.reason) for v in rulings]
+
+
+def test_each_checkpoint_is_kept_or_deleted_for_a_reason() -> None:
+    tagged = dataclasses.replace(make(1, 0, "best"), created=0.0, nbytes=1 << 40)
+    policies = (Daily(5), EveryNSteps(2), MaxAge("3d"), MaxBytes(250))
+    assert reasons([tagged, *HISTORY], *policies, pinned=(HISTORY[0].tag,)) == [
+        (0, True, "it has a tag of your own"),
+        (1, True, "it is pinned"),
+        (2, False, "it is 4.0 days older than the newest, more than MaxAge('3d') allows"),
+        (3, False, "the job would hold more than MaxBytes('250B') allows"),
+        (4, False, "the job would hold more than MaxBytes('250B') allows"),
+        (5, False, "the job would hold more than MaxBytes('250B') allows"),
+        (6, True, "it is the newest"),
+    ]  # fmt: skip
+    assert reasons(HISTORY, EveryNSteps(2), LatestN(3)) == [
+        (1, False, "no policy keeps it"),
+        (2, True, "kept by EveryNSteps(2)"),
+        (3, False, "no policy keeps it"),
+        (4, True, "kept by EveryNSteps(2), LatestN(3)"),
+        (5, True, "kept by LatestN(3)"),
+        (6, True, "it is the newest"),
+    ]
+    assert reasons([make(1, 9), make(2, 5)], MaxBytes(1)) == [
+        (9, True, "attempt 2 has not reached its step"),
+        (5, True, "it is the newest"),
+    ]
+    assert retention.judged([], [MaxBytes(1)]) == []
+
+
+def test_a_policy_that_cannot_choose_is_an_obstacle_to_limits_too() -> None:
+    said = retention.obstacle(SAVED, [WRONG, MaxBytes(1)])
+    assert said == retention.obstacle(SAVED, [WRONG, MaxBytes(1 << 40)]) == WHY
+
+
+def test_a_limit_of_age_announces_several_deletions_first() -> None:
+    """The clock of the trainer that made the newest checkpoint may be wrong."""
+    wrong = [*HISTORY[:-1], dataclasses.replace(HISTORY[-1], created=1e10)]
+    gone = [v for v in retention.judged(wrong, [MaxAge("30d")]) if not v.kept]
+    assert keys([v.checkpoint for v in gone]) == [(1, step) for step in (1, 2, 3, 4, 5)]
+    assert retention.unforeseen(gone, (), changed=False) == gone
+    known = {v.checkpoint.tag for v in gone}
+    assert retention.unforeseen(gone, known, changed=False) == []
+    assert retention.unforeseen(gone, {*known} - {gone[0].checkpoint.tag}, changed=False) == []
+    assert retention.unforeseen(gone[:1], (), changed=True) == []
+    assert retention.unforeseen(gone, known, changed=True) == gone
+    by_bytes = [v for v in retention.judged(HISTORY, [MaxBytes(200)]) if not v.kept]
+    assert keys([v.checkpoint for v in by_bytes]) == [(1, step) for step in (1, 2, 3, 4)]
+    assert retention.unforeseen(by_bytes, (), changed=False) == []
+
+
+@steady
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 3), st.integers(0, 30), st.booleans(), st.integers(0, 40)),
+        unique_by=lambda t: t[:2],
+        max_size=15,
+    ),
+    st.lists(
+        st.sampled_from((
+            MaxBytes(1), MaxBytes(500), MaxAge("3d"), MaxAge("20d"), Daily(3), LatestN(4),
+            EveryNSteps(5),
+        )), max_size=3,
+    ),
+)  # fmt: skip
+def test_limits_delete_nothing_that_no_policy_deletes_and_nothing_more_the_next_time(
+    shapes: list[tuple[int, int, bool, int]], policies: list[Policy]
+) -> None:
+    checkpoints = [
+        dataclasses.replace(
+            make(attempt, step, "mine" if user else None), created=day * DAY / 2, nbytes=100
+        )
+        for attempt, step, user, day in shapes
+    ]
+    gone = retention.to_retire(checkpoints, policies)
+    allowed = retention.to_retire(checkpoints, [LatestN(1)])
+    assert {c.tag for c in gone} <= {c.tag for c in allowed}
+    unlimited = [p for p in policies if not isinstance(p, MaxAge | MaxBytes)] or [PreserveAll()]
+    fewer = retention.to_retire(checkpoints, unlimited)
+    assert {c.tag for c in fewer} <= {c.tag for c in gone}
+    assert retention.to_retire([c for c in checkpoints if c not in gone], policies) == []
 
 
 @steady

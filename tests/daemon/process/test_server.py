@@ -103,6 +103,19 @@ def test_a_client_that_does_not_know_waiting_does_not_get_it(
             channel.close()
 
 
+def test_a_client_that_does_not_know_remarks_does_not_get_them(
+    place: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(place, "--root-quota", "1"):
+        monkeypatch.setattr("ckptd.shared.wire.session.REMARKS", "another feature")
+        agent = Agent("old", socket=place.socket)
+        agent.snapshot({"x": torch.ones(3)}, step=1).wait("durable", timeout=60)
+        until(lambda: "more than its root_quota" in place.log_text(), "warning")
+        agent.snapshot({"x": torch.ones(3)}, step=2).wait("durable", timeout=60)
+        agent.close()
+    assert "root_quota" not in caplog.text
+
+
 def test_each_message_comes_once_however_many_attempts_a_connection_has_begun(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import StorageError
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.receipt import Receipt
-from ckptd.shared.retention import BestN, LatestN
+from ckptd.shared.retention import BestN, LatestN, MaxAge
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.wire.lifecycle import SnapshotState
 from tests.shared.samples import write_checkpoint
@@ -63,6 +63,30 @@ def test_a_changed_policy_deletes_a_single_checkpoint_at_the_first_commit(world:
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.run()
     assert (world.storage.tags("gpt"), world.job.announced) == ([world.snapshot.tag], "")
+
+
+def test_a_limit_of_age_deletes_several_only_at_the_second_commit(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The clock of the newest checkpoint may be wrong, and no policy has changed."""
+    manifests = [write_checkpoint(world.root, step=step, attempt=1) for step in (1, 2, 3, 4)]
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    tags, policies = [manifest.tag for manifest in manifests], (MaxAge("1d"),)
+    for tag, created in zip(tags, (10.0, 20.0, 30.0, 1e9), strict=True):
+        world.job.checkpoints[tag] = dataclasses.replace(
+            world.job.checkpoints[tag], created=created, retention=policies
+        )
+    world.job.policies = policies
+    deleter = world.saver.root.deleter
+    asyncio.run(deleter.retain(world.job))
+    assert (world.storage.tags("gpt"), world.job.foreseen) == (tags, set(tags[:3]))
+    assert world.job.announced in caplog.text
+    assert world.job.announced.startswith(
+        f"3 checkpoints ({tags[0]} to {tags[2]}) are older than MaxAge(seconds=86400.0) allows by "
+        f"the clock of the newest, and will be deleted at the next commit"
+    )
+    asyncio.run(deleter.retain(world.job))
+    assert (world.storage.tags("gpt"), world.job.announced) == (tags[3:], "")
 
 
 def test_a_policy_over_a_metric_that_no_checkpoint_has_deletes_nothing_and_says_so_once(

@@ -422,14 +422,17 @@ def test_each_smaller_number_of_checkpoints_that_fit_is_logged_once(
 ) -> None:
     calls = StorageCalls(60.0)
     root, job = destination(tmp_path, calls), Job("gpt")
+    heard: list[tuple[str, str]] = []
     job.commit(StoredCheckpoint("gpt", "step-00000001.a0001", 1, 1, 1, 100, (), user_tag=False))
     with caplog.at_level(logging.WARNING):
+        root._events.on_remark.append(lambda name, text: heard.append((name, text)))
         for free in (1000, 350, 340, 250, 1000, 350):
             with mock.patch.object(root.repository.storage, "free", return_value=free):
                 asyncio.run(root._warn_of_room(job))
     calls.close()
     told = [record.getMessage().split(" of its")[0] for record in caplog.records]
     assert told == [f"job gpt: the root has room for {count} more" for count in (3, 2, 3)]
+    assert heard == [("gpt", record.getMessage()) for record in caplog.records]
 
 
 def test_the_remark_says_what_to_do(tmp_path: Path) -> None:
