@@ -17,7 +17,7 @@ from ckptd.daemon.engine.engine import MOST_JOBS
 from ckptd.daemon.job.ranks import Process
 from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.journal import records as r
-from ckptd.daemon.log_events import event_of, facts_of
+from ckptd.daemon.log_events import Fact, event_of, facts_of
 from ckptd.shared.errors import (
     AlreadyExists,
     Busy,
@@ -204,7 +204,7 @@ def test_attempts_that_seal_nothing_are_told_from_the_third_on(
 ) -> None:
     logging.disable(logging.NOTSET)
 
-    def told() -> list[object]:
+    def told() -> list[Fact]:
         found = [
             facts_of(record)["attempts"]
             for record in caplog.records
