@@ -23,7 +23,9 @@ ORDER = {
         "formats", "wire", "array_checkpoint", "storage", "command",
     ),
     "daemon": (
-        "log_events", "tasks", "config", "job", "journal", "memory", "root", "chunks", "runs",
+        "log_events", "tasks", "http_address", "config", "job", "journal", "memory", "root",
+        "chunks", "runs", "saving", "engine", "recovery", "stage", "composition", "telemetry",
+        "process", "commands", "__main__",
         "saving", "engine", "recovery", "stage", "composition", "telemetry", "process", "commands",
         "__main__",
     ),
