@@ -26,8 +26,6 @@ ORDER = {
         "log_events", "tasks", "http_address", "config", "job", "journal", "memory", "root",
         "chunks", "runs", "saving", "engine", "recovery", "stage", "composition", "telemetry",
         "process", "commands", "__main__",
-        "saving", "engine", "recovery", "stage", "composition", "telemetry", "process", "commands",
-        "__main__",
     ),
     "agent": (
         "torch_support", "threads", "pending", "step_times", "advice", "outcomes", "state",
