@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptd.daemon.http_address import HttpAddress, parse_http_address
 from ckptd.shared.codecs import codec
 from ckptd.shared.errors import InvalidConfig
 from ckptd.shared.formats.part_writer import Spread
@@ -159,6 +160,14 @@ class Config:
     """Command for /bin/sh, or http(s) URL, that is told of events of level warning and
     above. Empty means none.
     """
+    http: str = ""
+    """Loopback address or Unix socket at which metrics and probes are served, like
+    `127.0.0.1:9419` or `unix:PATH`; empty for none.
+    """
+    metrics_file: Path | None = None
+    """File, as an absolute path that ends in `.prom`, into which the metrics are written
+    for the node exporter; None for no file.
+    """
 
     def __post_init__(self) -> None:
         codec.encoder(self.codec)
@@ -220,6 +229,14 @@ class Config:
             self.foreign_memory,
             "refuse, adopt or drop",
         )
+        _ = self.http_address
+        _require(
+            self.metrics_file is None
+            or (self.metrics_file.is_absolute() and self.metrics_file.suffix == ".prom"),
+            "metrics_file",
+            self.metrics_file,
+            "a path that ends in .prom, because the node exporter reads no other files",
+        )
         _require(self.max_connections >= 1, "max_connections", self.max_connections, "1 or more")
         for name in ("shm_quota", "root_quota", "memory_ttl", "stall_budget", "idle_timeout"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
@@ -248,6 +265,17 @@ class Config:
             f"some of the CPUs {_cpu_list(allowed)}, written like 0-3,8",
         )
         return wanted
+
+    @property
+    def http_address(self) -> HttpAddress | None:
+        """The address at which metrics and probes are served, or None for none.
+
+        Raises InvalidConfig if `http` is not an address of this machine.
+        """
+        try:
+            return parse_http_address(self.http) if self.http else None
+        except ValueError as error:
+            raise InvalidConfig(str(error)) from None
 
     @property
     def spread(self) -> Spread:
@@ -301,7 +329,7 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
     values["socket"] = Path(os.path.abspath(values["socket"]))
     if "stage" in values:
         values["stage"] = local(values["stage"], "stage")
-    for key in {"state_dir", "log_file"} & values.keys():
+    for key in {"state_dir", "log_file", "metrics_file"} & values.keys():
         values[key] = Path(os.path.abspath(values[key]))
     return Config(**values)
 

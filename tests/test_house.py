@@ -290,6 +290,7 @@ TOUCH_FILES = {
     "daemon/memory/segment_directory.py": "the directories of segments",
     "daemon/memory/slots.py": "segments in shared memory, or on the local disk",
     "daemon/memory/unsaved.py": "segments that a daemon has left",
+    "daemon/telemetry/metrics_file.py": "the file for the node exporter",
     "shared/array_checkpoint.py": "a checkpoint, also where there is no POSIX file system",
     "shared/system/fs.py": "is the seam to the operating system",
     "shared/system/local_lock.py": "a file in this user's directory in /tmp",

@@ -142,6 +142,16 @@ if TYPE_CHECKING:
     help="Command or webhook that is told of failed saves, little room and the like.",
 )
 @click.option(
+    "--http",
+    metavar="ADDRESS",
+    help="Serve metrics and probes at 127.0.0.1:PORT or unix:PATH. Default: not at all.",
+)
+@click.option(
+    "--metrics-file",
+    shell_complete=complete_path,
+    help="Write the metrics into this .prom file every 15 s, for the node exporter.",
+)
+@click.option(
     "--overflow/--no-overflow",
     default=None,
     help="Put slots that do not fit into shared memory on the disk, or refuse them.",

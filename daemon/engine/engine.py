@@ -381,6 +381,8 @@ class Engine:
                 )
             snapshot = await self._seals.record(slot)
         seal = snapshot.seals[owner.rank]
+        if training_held and not seal.training_held:  # a rank may report its seal again
+            self._saver.stalls.add(training_held)
         seal.training_held, seal.cost = training_held, cost
         if snapshot.state is SnapshotState.FAILED:
             self._steps.tell(snapshot)

@@ -329,11 +329,13 @@ class Job:
             default=None,
         )
 
-    def room_for(self, free: int | None) -> int | None:
+    def room_for(self, free: int | None, newest: StoredCheckpoint | None = None) -> int | None:
         """Return how many more checkpoints fit into `free` bytes if each needs as much
         as the newest, or None if either is unknown.
+
+        newest: the newest checkpoint, if the caller knows it.
         """
-        newest = self.newest_checkpoint()
+        newest = newest or self.newest_checkpoint()
         if free is None or newest is None:
             return None
         # Otherwise the next checkpoint stores every chunk.

@@ -85,11 +85,16 @@ class SaveProgress:
     def add(self, rank: int, nbytes: int) -> None:
         self._done[rank] += nbytes
 
+    @property
+    def done(self) -> int:
+        """The bytes that are done."""
+        return min(sum(self._done.values()), self.total)
+
     def report(self, now: float) -> dict[str, float | int | None]:
         """Return the bytes that are done and in all, the bytes per second, and the
         seconds left. The last two are None at the start.
         """
-        done = min(sum(self._done.values()), self.total)
+        done = self.done
         rate = done / max(now - self.begun, 1e-6)
         return {
             "done_bytes": done,

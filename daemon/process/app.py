@@ -22,12 +22,13 @@ from ckptd.daemon.config import Config
 from ckptd.daemon.memory import unsaved
 from ckptd.daemon.memory.unsaved import UnsavedSnapshot
 from ckptd.daemon.process import limits, notify
-from ckptd.daemon.process.listener import listen
+from ckptd.daemon.process.listener import listen, listen_for_http
 from ckptd.daemon.process.server import Server
 from ckptd.daemon.process.service import Service
 from ckptd.daemon.process.vitals import Vitals
+from ckptd.daemon.telemetry.telemetry import Telemetry
 from ckptd.shared import __version__
-from ckptd.shared.errors import StorageError
+from ckptd.shared.errors import CkptdError, StorageError
 from ckptd.shared.system.fs import FileSystem, PosixFileSystem
 
 log = logging.getLogger("ckptd")
@@ -65,6 +66,35 @@ class App:
         return self._serving is not None and self._serving.ready
 
     async def run(self) -> None:
+        listener = self._http_listener()
+        try:
+            with Telemetry(
+                listener, self._config.metrics_file, required=not self._config.private
+            ) as telemetry:
+                await self._run(telemetry)
+        finally:
+            if listener is not None and (address := self._config.http_address) and address.path:
+                address.path.unlink(missing_ok=True)
+
+    def _http_listener(self) -> socket.socket | None:
+        """Return the socket for metrics and probes, or None if there are to be none.
+
+        Raises the errors of `listen_for_http`. A private daemon logs them instead: it
+        has the settings of a trainer, of which there may be several on this node, and
+        whose saves need no metrics.
+        """
+        address = self._config.http_address
+        if address is None:
+            return None
+        try:
+            return listen_for_http(address)
+        except CkptdError as error:
+            if not self._config.private:
+                raise
+            log.warning("no metrics and no probes are served: %s", error)
+            return None
+
+    async def _run(self, telemetry: Telemetry) -> None:
         async with opened(
             self._config,
             self._fs,
@@ -74,8 +104,9 @@ class App:
         ) as parts:
             listener, ours = listen(self._config.socket)
             try:
+                telemetry.locked()
                 self._serving = Serving(
-                    parts, self._stop, self._started, self._ready_fd, self._lost_root
+                    parts, self._stop, self._started, self._ready_fd, self._lost_root, telemetry
                 )
                 await self._serving.run(listener, lambda: self._fatal is None)
                 self.unsaved = self._serving.unsaved()
@@ -158,7 +189,8 @@ class App:
 class Serving:
     """A daemon that has recovered, while clients may use it.
 
-    `stop` is set to end it. `lost_root` is called if the root is gone.
+    `stop` is set to end it. `lost_root` is called if the root is gone. `telemetry`
+    shows how it is doing.
     """
 
     def __init__(
@@ -168,11 +200,13 @@ class Serving:
         started: float,
         ready_fd: int,
         lost_root: Callable[[], None],
+        telemetry: Telemetry,
     ) -> None:
         self._parts = parts
         self._stop = stop
         self._ready_fd = ready_fd
         self._vitals = Vitals(parts, started, lost_root)
+        self._telemetry = telemetry
         self.ready = False
         self._idle: asyncio.TimerHandle | None = None
         self._server = Server(parts, Service(parts), self._vitals, self._descriptors())
@@ -203,6 +237,7 @@ class Serving:
         parts.orphans.watch()
         watching = tasks.watched(self._vitals.watch(), "the watchdog")
         self.ready = True
+        self._telemetry.ready(parts, lambda: self._vitals.disk_free)
         notify.notify("READY=1")
         if self._ready_fd >= 0:
             with suppress(BrokenPipeError):  # the process that waits for this may be dead
@@ -217,6 +252,7 @@ class Serving:
         self.consider_leaving()
         await self._stop.wait()
         self.ready = False
+        self._telemetry.ending()
         notify.notify("STOPPING=1")
         parts.engine.stopping = True
         if may_save():

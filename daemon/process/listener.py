@@ -1,5 +1,5 @@
-"""The daemon's listening socket: makes it where no other user can replace it, or takes
-it over from systemd.
+"""The daemon's listening sockets: makes them where no other user can replace them, or
+takes the one for clients over from systemd.
 """
 
 from __future__ import annotations
@@ -8,16 +8,19 @@ import errno
 import os
 import socket
 import stat
+from contextlib import ExitStack
 from pathlib import Path
 
+from ckptd.daemon.http_address import HttpAddress
 from ckptd.daemon.process import notify
-from ckptd.shared.errors import Busy, StorageError
+from ckptd.shared.errors import Busy, CkptdError, InvalidConfig, StorageError
 from ckptd.shared.system.owners import check_socket_directory
 
 BACKLOG = 4096
 """Connections that may wait to be accepted. The kernel lowers the number to
 net.core.somaxconn.
 """
+_HTTP_BACKLOG = 16
 _PROBE_SECONDS = 5.0
 
 
@@ -32,13 +35,56 @@ def listen(path: Path) -> tuple[socket.socket, bool]:
     passed = notify.passed_socket()
     if passed is not None:
         return passed, False
+    return _listen_at(path, "--socket"), True
+
+
+def listen_for_http(address: HttpAddress) -> socket.socket:
+    """Return a socket that listens at the address of the metrics.
+
+    Raises Busy if another process listens there, InvalidConfig or StorageError if the
+    socket cannot be made, and Forbidden if another user could replace it.
+    """
+    if address.path is not None:
+        return _listen_at(address.path, "--http")
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with ExitStack() as held:
+        try:
+            listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            held.callback(listener.close)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address.host, address.port))
+            listener.listen(_HTTP_BACKLOG)
+        except OSError as error:
+            raise _cannot_listen(address, error) from None
+        held.pop_all()
+    return listener
+
+
+def _cannot_listen(address: HttpAddress, error: OSError) -> CkptdError:
+    if error.errno == errno.EADDRINUSE:
+        return Busy(
+            f"another process listens at {address}: name another port with --http, or stop it first"
+        )
+    hint = ""
+    if error.errno == errno.EAFNOSUPPORT:
+        hint = " (a unit of systemd may forbid it with RestrictAddressFamilies)"
+    return InvalidConfig(
+        f"cannot listen at {address}: {error.strerror}{hint}; name another address with --http"
+    )
+
+
+def _listen_at(path: Path, flag: str) -> socket.socket:
+    """Return a socket that listens at `path`, which the setting `flag` names.
+
+    Raises what `listen` raises.
+    """
     listener = socket.socket(
         socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     )
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_socket_directory(path)
-        _remove_dead(path)
+        _remove_dead(path, flag)
         mask = os.umask(0o077)
         try:
             listener.bind(str(path))
@@ -53,10 +99,10 @@ def listen(path: Path) -> tuple[socket.socket, bool]:
     except BaseException:
         listener.close()
         raise
-    return listener, True
+    return listener
 
 
-def _remove_dead(path: Path) -> None:
+def _remove_dead(path: Path, flag: str) -> None:
     """Remove the socket that a dead daemon of this user has left at `path`, and nothing
     else.
 
@@ -70,13 +116,13 @@ def _remove_dead(path: Path) -> None:
     if not stat.S_ISSOCK(status.st_mode):
         raise StorageError(
             f"cannot listen at {path}: a file that is not a socket has this name and was left "
-            f"alone; name another --socket"
+            f"alone; name another {flag}"
         )
     if status.st_uid != os.geteuid():
         raise StorageError(
             f"cannot listen at {path}: this socket belongs to uid {status.st_uid}, not to uid "
             f"{os.geteuid()}, and was left alone; "
-            "name another --socket"
+            f"name another {flag}"
         )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_SECONDS)

@@ -372,7 +372,7 @@ class Service:
             },
             "counters": {
                 **{name: parts.saver.counters[name] for name in COUNTERS},
-                "persist_seconds": round(parts.saver.persist_seconds, 3),
+                "persist_seconds": round(parts.saver.saves.seconds, 3),
                 "persist_raw_bytes": sum(pipeline.bytes_read for pipeline in parts.pipelines),
                 "persist_stored_bytes": sum(pipeline.bytes_written for pipeline in parts.pipelines),
                 "journal_torn_tails": parts.journal.torn,

@@ -24,6 +24,7 @@ from ckptd.daemon.chunks.governor import Governor
 from ckptd.daemon.chunks.seal_check import SlotChecksums
 from ckptd.daemon.config import Config
 from ckptd.daemon.job.catalog import Job
+from ckptd.daemon.job.durations import SAVES, STALLS, Durations
 from ckptd.daemon.job.events import Events
 from ckptd.daemon.job.snapshot import SaveProgress, Snapshot
 from ckptd.daemon.journal.journal import JournalBroken
@@ -48,9 +49,9 @@ class Saver:
     `start` begins a save. A save that fails does not raise: it is reported to `events`.
 
     A JournalBroken is not reported, because the journal itself ends the daemon.
-    `persist_seconds`: seconds that successful saves have taken. `front`: the stage if
-    the daemon has one, and otherwise the root. `root`: the root, in which jobs of
-    several nodes are saved.
+    `saves`: how long successful saves have taken. `stalls`: for how long snapshots have
+    held the training of each rank. `front`: the stage if the daemon has one, and
+    otherwise the root. `root`: the root, in which jobs of several nodes are saved.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Saver:
         self._tasks: dict[Snapshot, asyncio.Task[None]] = {}
         self._refusals: dict[Snapshot, asyncio.Task[None]] = {}
         self.counters = front.counters
-        self.persist_seconds = 0.0
+        self.saves, self.stalls = Durations(SAVES), Durations(STALLS)
         self._governors: dict[str, Governor] = {}
         self._parts = {
             place: PartSaver(config, slots, place, self.governor) for place in (front, root)
@@ -197,12 +198,14 @@ class Saver:
     def _count(self, snapshot: Snapshot, outcome: str) -> None:
         """Count the outcome of a save, "persisted" or "failed".
 
-        A snapshot that is saved in a later try moves to the other counter.
+        A snapshot that is saved in a later try moves to the other counter. The counter
+        `recounted_...` has those that have moved away: the sum of both never falls.
         """
         if outcome == snapshot.counted:
             return
         if snapshot.counted:
             self.counters[snapshot.counted] -= 1
+            self.counters[f"recounted_{snapshot.counted}"] += 1
         snapshot.counted = outcome
         self.counters[outcome] += 1
         if outcome == "persisted" and snapshot.unasked:
@@ -262,7 +265,7 @@ class Saver:
             entry.rank: stored for (entry, _, _), stored in saved
         }
         seconds = time.monotonic() - begun
-        self.persist_seconds += seconds
+        self.saves.add(seconds)
         entries = [entry for entry, _, _ in documents]
         raw, written, linked = (
             sum(sizes)

@@ -14,7 +14,7 @@ SETTINGS = frozenset({
     "rank_timeout", "node_timeout", "threads", "cpus", "memory_budget", "chunk_size",
     "files_per_rank", "bytes_per_file", "link_unchanged", "foreign_memory", "max_connections",
     "strict_journal", "private", "idle_timeout", "log_file", "log_level", "log_format",
-    "history", "on_event",
+    "history", "on_event", "http", "metrics_file",
 })  # fmt: skip
 """The settings of a daemon."""
 FOREIGN_MEMORY = "foreign_memory"

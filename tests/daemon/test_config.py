@@ -48,6 +48,7 @@ def test_defaults() -> None:
         "foreign_memory": "refuse", "max_connections": 256, "strict_journal": False,
         "private": False, "idle_timeout": 10.0, "log_file": None, "log_level": "info",
         "log_format": "text", "history": True, "on_event": "",
+        "http": "", "metrics_file": None,
     }  # fmt: skip
 
 
@@ -115,6 +116,8 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "history": ("false", "0", False),
     "on_event": ('"mail ops"', "mail ops", "mail ops"),
     "stage": ('"/nvme/stage"', "/nvme/stage", Path("/nvme/stage")),
+    "http": ('"127.0.0.1:9419"', "127.0.0.1:9419", "127.0.0.1:9419"),
+    "metrics_file": ('"/var/lib/n/c.prom"', "/var/lib/n/c.prom", Path("/var/lib/n/c.prom")),
 }
 
 
@@ -333,6 +336,8 @@ def test_booleans_in_the_environment(text: str, value: bool) -> None:
         ("threads", [1, 256], [-1, 257]),
         ("cpus", ["", OWN_CPU], ["x", "-", "100000", ",", "0-99999999999", "3-1"]),
         ("log_level", ["debug", "info", "warning", "error"], ["", "trace", "INFO", "critical"]),
+        ("http", ["", "localhost:0", "[::1]:1", "unix:/m"], ["1", "0.0.0.0:1", "unix:", "[::]:1"]),
+        ("metrics_file", [None, Path("/m.prom")], [Path("/m.txt"), Path("m.prom"), Path("/m")]),
         ("shm_quota", [0, 1 << 50], [-1]),
         ("root_quota", [0, 1 << 50], [-1]),
         ("memory_ttl", [0.0, 1e9], [-0.1, float("nan")]),

@@ -26,6 +26,7 @@ from ckptd.daemon.engine.orphans import Orphans
 from ckptd.daemon.engine.seal_intake import SealIntake
 from ckptd.daemon.engine.steps import Steps
 from ckptd.daemon.job.catalog import Catalog, Job
+from ckptd.daemon.job.durations import STALLS, Durations
 from ckptd.daemon.job.events import Events
 from ckptd.daemon.job.ranks import Owner
 from ckptd.daemon.job.snapshot import Snapshot
@@ -246,6 +247,7 @@ class Saver:
     def __init__(self, core: Core, events: Events) -> None:
         self._core, self._events = core, events
         self.counters: Counter[str] = Counter()
+        self.stalls = Durations(STALLS)
         self.running: dict[Snapshot, asyncio.Task[None]] = {}
 
     @property

@@ -23,9 +23,9 @@ ORDER = {
         "formats", "wire", "array_checkpoint", "storage", "command",
     ),
     "daemon": (
-        "log_events", "tasks", "config", "job", "journal", "memory", "root", "chunks", "runs",
-        "saving", "engine", "recovery", "stage", "composition", "telemetry", "process", "commands",
-        "__main__",
+        "log_events", "tasks", "http_address", "config", "job", "journal", "memory", "root",
+        "chunks", "runs", "saving", "engine", "recovery", "stage", "composition", "telemetry",
+        "process", "commands", "__main__",
     ),
     "agent": (
         "torch_support", "threads", "pending", "step_times", "advice", "outcomes", "state",

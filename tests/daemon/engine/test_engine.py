@@ -256,6 +256,16 @@ def test_an_attempt_that_another_daemon_has_claimed_ends_and_its_memory_is_freed
     assert (ranks.job.snapshots, ranks.core.segments.slots) == ([], {})
 
 
+def test_a_seal_that_is_reported_again_counts_its_stall_once(ranks: ConnectedRanks) -> None:
+    for rank, held in ((0, 0.25), (1, 0.0)):
+        owner, slot = ranks.owner(ranks.clients[rank]), ranks.grant(rank, 5)
+        ranks.write_seal(slot, 5)
+        for _ in range(2):
+            ranks.core.run(ranks.core.engine.seal(owner, slot.name, 1, 5, held))
+    found = ranks.core.engine._saver.stalls.distribution()
+    assert (sum(found.counts), found.seconds) == (1, 0.25), "0.0 means that it is not known"
+
+
 def test_larger_slots_take_back_what_was_granted_and_not_sealed(ranks: ConnectedRanks) -> None:
     owner = ranks.owner(ranks.clients[0])
     sealed, granted = ranks.grant(0, 5), ranks.grant(0, 6)

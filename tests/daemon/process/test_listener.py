@@ -4,6 +4,7 @@ other user can replace it.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from contextlib import ExitStack
@@ -11,8 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.daemon.process.listener import listen
-from ckptd.shared.errors import Busy, DaemonUnreachable, Forbidden, StorageError
+from ckptd.daemon.http_address import HttpAddress
+from ckptd.daemon.process.listener import listen, listen_for_http
+from ckptd.shared.errors import (
+    Busy,
+    DaemonUnreachable,
+    Forbidden,
+    InvalidConfig,
+    StorageError,
+)
 from ckptd.shared.wire.channel import Channel
 from tests.support.daemons import Daemon, Home
 
@@ -134,3 +142,46 @@ def test_many_ranks_may_connect_at_once(path: Path) -> None:
             client.connect(str(path))
         with pytest.raises(DaemonUnreachable, match="does not answer"):
             Channel(path, 0.05)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with listen_for_http(HttpAddress("127.0.0.1", 0)) as first:
+        address = HttpAddress("127.0.0.1", first.getsockname()[1])
+        with pytest.raises(Busy) as caught:
+            listen_for_http(address)
+    assert str(caught.value) == (
+        f"another process listens at {address}: name another port with --http, or stop it first"
+    )
+    listen_for_http(address).close()
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.EACCES, "Permission denied; name"),
+        (errno.EAFNOSUPPORT, "Address family not supported by protocol (a unit of systemd may"),
+    ],
+)
+def test_a_port_that_cannot_be_had_is_one_sentence(
+    number: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    with pytest.raises(InvalidConfig) as caught:
+        listen_for_http(HttpAddress("::1", 80))
+    assert str(caught.value).startswith(f"cannot listen at [::1]:80: {said}")
+
+
+def test_a_socket_for_metrics_is_replaced_only_if_nobody_listens(path: Path) -> None:
+    with listen_for_http(HttpAddress(path=path)):
+        assert path.stat().st_mode & 0o777 == 0o700
+        with pytest.raises(Busy, match=f"another ckptd listens at {path}"):
+            listen_for_http(HttpAddress(path=path))
+    listen_for_http(HttpAddress(path=path)).close()
+    path.unlink()
+    path.write_text("a thesis")
+    with pytest.raises(StorageError, match="was left alone; name another --http"):
+        listen_for_http(HttpAddress(path=path))
+    assert path.read_text() == "a thesis"

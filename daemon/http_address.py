@@ -1,0 +1,59 @@
+"""Reads the address at which the daemon serves its metrics: a port of this machine, or
+a Unix socket.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+EXPECTED = "127.0.0.1:PORT, [::1]:PORT, localhost:PORT or unix:PATH"
+LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "[::1]": "::1"}
+"""The hosts that an address may name, each with the IP address that it stands for."""
+_TCP = re.compile(r"(?P<host>\[[^\]]*\]|[^:]*):(?P<port>\d{1,5})", re.ASCII)
+_MOST_BYTES = 107  # of the path of a Unix socket: unix(7)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAddress:
+    """A port of a loopback address, or the path of a Unix socket.
+
+    `path` is None for a port. Port 0 stands for any free port.
+    """
+
+    host: str = ""
+    port: int = 0
+    path: Path | None = None
+
+    def __str__(self) -> str:
+        if self.path is not None:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_http_address(text: str) -> HttpAddress:
+    """Return the address that a text stands for.
+
+    Raises ValueError with a sentence that says what was expected.
+    """
+    if text.startswith("unix:"):
+        path = os.path.abspath(os.path.expanduser(text.removeprefix("unix:")))
+        if text == "unix:" or len(os.fsencode(path)) > _MOST_BYTES:
+            raise ValueError(
+                f"http is {text!r}; expected unix: and the path of a socket, of at most "
+                f"{_MOST_BYTES} bytes"
+            )
+        return HttpAddress(path=Path(path))
+    found = _TCP.fullmatch(text)
+    if found is None or not found["host"] or int(found["port"]) > 65535:
+        raise ValueError(f"http is {text!r}; expected {EXPECTED}")
+    host = LOOPBACK.get(found["host"].lower())
+    if host is None:
+        raise ValueError(
+            f"http is {text!r}; expected {EXPECTED}, because only this machine may read the "
+            f"metrics: let another machine read them through the node exporter, with "
+            f"metrics_file, or through a proxy that checks its clients"
+        )
+    return HttpAddress(host, int(found["port"]))

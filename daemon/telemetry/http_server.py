@@ -1,0 +1,131 @@
+"""Serves pages over HTTP from a thread with an event loop of its own, so that they are
+answered while the daemon's loop is stuck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from contextlib import suppress
+from http import HTTPStatus
+
+from ckptd.daemon.telemetry.http_answers import MAX_HEAD_BYTES, Page, Pages, respond
+
+log = logging.getLogger("ckptd.http")
+
+MAX_CLIENTS = 16
+"""The most clients at once. Each needs a file descriptor, of which the training needs
+most.
+"""
+REQUEST_SECONDS = 5.0
+"""The seconds that a client has to send its request, and again to read the answer."""
+_END_SECONDS = 2.0
+_ACCEPT_TURNS = 10
+
+
+class HttpServer:
+    """A server of `pages` at a socket that listens already.
+
+    `start` starts the thread, and `close` ends it and closes the socket.
+    """
+
+    def __init__(self, listener: socket.socket, pages: Pages) -> None:
+        self._listener, self._pages = listener, pages
+        self._thread = threading.Thread(target=self._run, name="ckptd-http", daemon=True)
+        # The loop of asyncio, because another one would take more memory.
+        self._loop = asyncio.SelectorEventLoop()
+        self._stop = asyncio.Event()
+        self._clients: set[asyncio.Task[None]] = set()
+        self._failed = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, unless a client still reads its answer. Then the end of the
+        process ends it.
+        """
+        with suppress(RuntimeError):  # the loop has failed, and is closed
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(_END_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._serve())
+        except Exception:
+            log.exception("metrics and probes are no longer served; saving goes on")
+        finally:
+            self._listener.close()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(
+            self._connected, sock=self._listener, limit=MAX_HEAD_BYTES
+        )
+        await self._stop.wait()
+        # The connections that were accepted already become clients first, whose tasks end
+        # with the loop. A server that is closed would lose them.
+        asyncio.get_running_loop().remove_reader(self._listener)
+        for _ in range(_ACCEPT_TURNS):
+            await asyncio.sleep(0)
+        server.close()
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(self._answer(reader, writer))
+        self._clients.add(task)
+        task.add_done_callback(lambda done: self._closed(done, writer))
+
+    def _closed(self, task: asyncio.Task[None], writer: asyncio.StreamWriter) -> None:
+        """Close the connection of a client. All is sent, or nothing more is to be sent."""
+        self._clients.discard(task)
+        writer.transport.abort()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.set_write_buffer_limits(0)  # so that `drain` waits for the client
+        try:
+            writer.write(await self._response(reader))
+            async with asyncio.timeout(REQUEST_SECONDS):
+                await writer.drain()
+                writer.write_eof()
+                # Closing before the client has sent all would make the kernel reset the
+                # connection, and the answer could be lost.
+                await reader.read(MAX_HEAD_BYTES)
+        except (OSError, EOFError):  # TimeoutError is an OSError
+            pass  # the client has left, or does not read
+        writer.transport.abort()
+        with suppress(OSError):  # the error of the connection, which is logged if nobody takes it
+            await writer.wait_closed()
+
+    async def _response(self, reader: asyncio.StreamReader) -> bytes:
+        """Read a request, and return the response.
+
+        Raises EOFError if the client leaves before its request is complete.
+        """
+        if len(self._clients) > MAX_CLIENTS:
+            return Page.of(
+                HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_CLIENTS} clients are served already"
+            ).encoded()
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            return Page.of(
+                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+                f"a request may have at most {MAX_HEAD_BYTES} bytes",
+            ).encoded()
+        except TimeoutError:
+            return Page.of(
+                HTTPStatus.REQUEST_TIMEOUT,
+                f"the request did not come within {REQUEST_SECONDS:.0f} s",
+            ).encoded()
+        try:
+            return respond(head, self._pages)
+        except Exception:
+            if not self._failed:
+                log.exception("a page cannot be made; saving goes on")
+            self._failed = True
+            return Page.of(
+                HTTPStatus.INTERNAL_SERVER_ERROR, "this page failed; the daemon's log says why"
+            ).encoded()

@@ -1,0 +1,125 @@
+"""Tests the server with clients that send too much, too little or nothing, and with a
+page that fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from http import HTTPStatus
+
+import pytest
+
+from ckptd.daemon.telemetry import http_server
+from ckptd.daemon.telemetry.http_answers import MAX_HEAD_BYTES, Page, Pages
+from ckptd.daemon.telemetry.http_server import MAX_CLIENTS, HttpServer
+
+REQUEST = b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n"
+Client = Callable[[], socket.socket]
+
+
+@pytest.fixture
+def pages() -> Pages:
+    return {"/x": lambda: Page.of(HTTPStatus.OK, "y")}
+
+
+@pytest.fixture
+def connect(pages: Pages) -> Iterator[Client]:
+    """Serve the pages, and return a function that connects a client."""
+    with ExitStack() as held:
+        listener = socket.create_server(("127.0.0.1", 0))
+        address = listener.getsockname()
+        server = HttpServer(listener, pages)
+        server.start()
+        held.callback(server.close)
+
+        def client() -> socket.socket:
+            return held.enter_context(socket.create_connection(address, timeout=60))
+
+        yield client
+
+
+def answer(client: socket.socket) -> bytes:
+    """Return all that is received until the end."""
+    with client.makefile("rb") as file:
+        return file.read()
+
+
+def test_a_request_in_pieces_is_answered_and_the_connection_ends(connect: Client) -> None:
+    client = connect()
+    for byte in REQUEST:
+        client.sendall(bytes([byte]))
+    found = answer(client)
+    assert (found[:15], found[-6:]) == (b"HTTP/1.1 200 OK", b"\r\n\r\ny\n")
+
+
+def test_a_request_that_is_too_long_is_refused(connect: Client) -> None:
+    client = connect()
+    client.sendall(b"GET /x HTTP/1.1\r\nHost: localhost\r\nA: " + b"a" * (MAX_HEAD_BYTES + 1))
+    assert answer(client).startswith(b"HTTP/1.1 431 ")
+
+
+def test_a_request_that_does_not_come_is_refused(
+    monkeypatch: pytest.MonkeyPatch, connect: Client
+) -> None:
+    monkeypatch.setattr(http_server, "REQUEST_SECONDS", 0.1)
+    client = connect()
+    client.sendall(REQUEST[:-1])
+    assert answer(client).startswith(b"HTTP/1.1 408 ")
+
+
+def test_clients_that_wait_keep_nobody_else_out_until_there_are_too_many(connect: Client) -> None:
+    waiting = [connect() for _ in range(MAX_CLIENTS - 1)]
+    for client in waiting:
+        client.sendall(REQUEST[:-1])
+    client = connect()
+    client.sendall(REQUEST)
+    assert answer(client).startswith(b"HTTP/1.1 200 ")
+    waiting.append(connect())
+    waiting[-1].sendall(REQUEST[:-1])
+    assert answer(connect()).endswith(b"\r\n\r\n16 clients are served already\n")
+    waiting[0].sendall(REQUEST[-1:])
+    assert answer(waiting[0]).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_client_that_leaves_is_forgotten(connect: Client) -> None:
+    for _ in range(2 * MAX_CLIENTS):
+        connect().close()
+    found = b" 503 "
+    while b" 503 " in found:  # the ends of all these clients have not come yet
+        client = connect()
+        client.sendall(REQUEST)
+        found = answer(client)
+    assert found.startswith(b"HTTP/1.1 200 ")
+
+
+class TestAPageThatFails:
+    @pytest.fixture
+    def pages(self) -> Pages:
+        return {"/x": lambda: [][0], "/z": lambda: Page.of(HTTPStatus.OK, "z")}
+
+    def test_is_logged_once_and_the_server_goes_on(
+        self, connect: Client, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for _ in range(2):
+            client = connect()
+            client.sendall(REQUEST)
+            assert answer(client).startswith(b"HTTP/1.1 500 ")
+        client = connect()
+        client.sendall(REQUEST.replace(b"/x", b"/z"))
+        assert answer(client).endswith(b"\r\n\r\nz\n")
+        assert [r.levelno for r in caplog.records if r.name == "ckptd.http"] == [logging.ERROR]
+
+
+def test_the_end_closes_the_socket(pages: Pages) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    server = HttpServer(listener, pages)
+    server.start()
+    waiting = socket.create_connection(address, timeout=60)
+    server.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, timeout=60)
+    waiting.close()
