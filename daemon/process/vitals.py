@@ -14,6 +14,7 @@ import psutil
 from ckptd.daemon import log_events
 from ckptd.daemon.composition import Components
 from ckptd.daemon.process import notify
+from ckptd.daemon.telemetry.overdue import PERIOD_SECONDS, Overdue
 
 log = logging.getLogger("ckptd")
 
@@ -24,7 +25,9 @@ _TIMES_LOST = 2
 be replaced in two steps.
 """
 _STUCK_SECONDS = 120.0
-"""After this time without a written chunk, while a save is under way, the log says so."""
+"""After this time without a written chunk, while a save is under way, the log says so,
+and again each time that it has doubled.
+"""
 
 
 class Vitals:
@@ -59,7 +62,8 @@ class Vitals:
         """Measure, and tell systemd that all is well while the loop runs."""
         saver, pipelines = self._parts.saver, self._parts.pipelines
         period = notify.watchdog_seconds() or _PERIOD_SECONDS
-        chunks, stuck_since = -1, time.monotonic()
+        chunks, stuck_since, told = -1, time.monotonic(), _STUCK_SECONDS
+        overdue, looked = Overdue(), time.monotonic()
         while True:
             self._measure_disk()
             before = time.monotonic()
@@ -68,13 +72,17 @@ class Vitals:
             self.lag = max(0.0, now - before - period)
             done = sum(pipeline.chunks_done for pipeline in pipelines)
             if not saver.busy or done != chunks:
-                chunks, stuck_since = done, now
+                chunks, stuck_since, told = done, now, _STUCK_SECONDS
             # Memory is served in spite of a mount that hangs, so the daemon goes on.
-            if now - stuck_since > _STUCK_SECONDS:
+            if now - stuck_since > told:
+                told *= 2
                 log_events.SAVE_STUCK.log(
                     log, "no chunk has been written for %.0f s", now - stuck_since,
                     seconds=now - stuck_since,
                 )  # fmt: skip
+            if now - looked > PERIOD_SECONDS:
+                looked = now
+                overdue.look(self._parts.catalog.jobs.values(), time.time())
             notify.notify("WATCHDOG=1")
 
     def _measure_disk(self) -> None:

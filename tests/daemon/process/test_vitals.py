@@ -16,8 +16,10 @@ from typing import Any, cast
 import psutil
 import pytest
 
+from ckptd.daemon.job.catalog import Catalog
 from ckptd.daemon.process import notify, vitals
 from ckptd.daemon.process.vitals import Vitals, rss_bytes
+from ckptd.daemon.telemetry.overdue import Overdue
 from ckptd.shared.storage.locate import open_root
 
 MEGABYTE = 1 << 20
@@ -33,7 +35,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield SimpleNamespace(
             saver=SimpleNamespace(busy=False), pipelines=[SimpleNamespace(chunks_done=0)],
             calls=SimpleNamespace(pool=pool), config=SimpleNamespace(storage_timeout=0.0),
-            repository=open_root(tmp_path / "root"),
+            repository=open_root(tmp_path / "root"), catalog=Catalog(),
         )  # fmt: skip
 
 
@@ -138,7 +140,22 @@ def test_a_save_that_stands_still_is_logged(
         parts.pipelines[0].chunks_done += writes
 
     watched(Vitals(parts, time.monotonic()), lambda: len(told) > 60, write)
-    assert ("no chunk has been written for" in caplog.text) == warns
+    warnings = [text for text in caplog.messages if text.startswith("no chunk has been written")]
+    assert bool(warnings) == warns
+    assert len(warnings) < 20  # of 60 measurements: each time that the silence has doubled
+
+
+def test_jobs_are_looked_at_for_saves_that_are_overdue(
+    parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vitals, "PERIOD_SECONDS", 0.0)
+    looked: list[list[str]] = []
+    monkeypatch.setattr(
+        Overdue, "look", lambda self, jobs, now: looked.append([job.name for job in jobs])
+    )
+    parts.catalog.job("gpt")
+    watched(Vitals(parts, time.monotonic()), lambda: bool(looked))
+    assert looked[0] == ["gpt"]
 
 
 def test_the_period_is_that_of_the_watchdog(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
