@@ -181,13 +181,11 @@ def test_the_search_finds_a_cycle() -> None:
             f"ckptd.daemon.commands.{name}"
             for name in (
                 "copying",
-                "health",
                 "history",
-                "job_report",
                 "neighbours",
                 "report",
                 "run_command",
-                "stored_jobs",
+                "status_command",
             )
         ),
     }

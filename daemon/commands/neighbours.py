@@ -257,6 +257,42 @@ def usual_status(socket: Path | None, command: str) -> dict[str, Any]:
         raise DaemonUnreachable(f"{error}{_served(socket, command)}") from None
 
 
+class AskedDaemon:
+    """A daemon that is asked for its status again and again.
+
+    Once it has answered, it is asked at the same socket, which spares a search among all
+    processes.
+    """
+
+    def __init__(self, root: Location | None, socket: Path | None) -> None:
+        """root: the root that it serves, or None for the daemon at `socket` or at a
+        usual place.
+        """
+        self._root, self._socket = root, socket
+        self._found: Path | None = None
+
+    def status(self) -> dict[str, Any]:
+        """Return the status. Raises DaemonUnreachable, Forbidden."""
+        if self._root is None:
+            return usual_status(self._socket, "ckptd status ROOT")
+        if self._found is not None and (status := self._same(self._found)) is not None:
+            return status
+        status = status_of(self._root)
+        self._found = Path(status["socket"])
+        return status
+
+    def _same(self, socket: Path) -> dict[str, Any] | None:
+        """Return the status of the daemon at a socket, or None if there is none, or it
+        serves another root.
+        """
+        assert self._root is not None
+        try:
+            status = daemon_status(socket)
+        except (Forbidden, DaemonUnreachable):
+            return None
+        return status if located(status["root"]).resolve() == self._root.resolve() else None
+
+
 def _served(socket: Path | None, command: str) -> str:
     """Return what to add to an error about a command without a root: the roots whose
     daemons `ckptd ps` lists, and what to type for one of them.
