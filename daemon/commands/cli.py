@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -311,15 +312,39 @@ def doctor(
 @main.command(short_help="List the checkpoints under a root.")
 @click.argument("path", type=CHECKPOINT, required=False)
 @step_option
+@click.option(
+    "--columns",
+    "shown",
+    metavar="NAME,...",
+    help="What to show: job, tag, step, attempt, seq, ranks, size, raw, of_raw, created, age, "
+    "marks, and any metric.",
+)
+@click.option(
+    "--sort",
+    metavar="NAME",
+    help="List in the order of this column or metric, the least first. NaN and rows without a "
+    "value come last.",
+)
+@click.option("--reverse", is_flag=True, help="With --sort: list the greatest first.")
 @socket_option
 @json_option
 @speaks
-def ls(path: Named | None, step: int | None, socket: Path | None, as_json: bool) -> None:
+def ls(
+    path: Named | None,
+    step: int | None,
+    shown: str | None,
+    sort: str | None,
+    reverse: bool,
+    socket: Path | None,
+    as_json: bool,
+) -> None:
     """List the checkpoints of all jobs under a root, or of one job.
 
     PATH is DIR (the root), DIR/JOB, or the directory of one checkpoint. The default is
     the root of the daemon at --socket, or else CKPTD_ROOT.
     """
+    if reverse and sort is None:
+        raise e.InvalidRequest("--reverse turns the order of --sort round: add --sort NAME")
     root = configured_root() if socket is None else None
     if path is not None:
         place = chosen(path, step)
@@ -328,7 +353,13 @@ def ls(path: Named | None, step: int | None, socket: Path | None, as_json: bool)
     else:
         place = root or neighbours.served_root(socket, "ckptd ls ROOT")
     rows = report.listing(place)
-    click.echo(json.dumps(rows, indent=1) if as_json else report.listing_text(rows))
+    if shown is None and sort is None:
+        click.echo(json.dumps(rows, indent=1) if as_json else report.listing_text(rows))
+        return
+    from ckptd.daemon.commands.columns import arranged
+
+    said = arranged(rows, shown, sort, reverse=reverse, as_json=as_json, now=time.time())
+    click.echo(said)
 
 
 @main.command(short_help="Describe one checkpoint.")
