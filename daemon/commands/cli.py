@@ -19,6 +19,7 @@ import click
 
 from ckptd.daemon.commands import neighbours, report
 from ckptd.daemon.commands.copying import copy
+from ckptd.daemon.commands.diff_command import diff
 from ckptd.daemon.commands.history import history
 from ckptd.daemon.commands.run_command import default_socket, run
 from ckptd.daemon.commands.status_command import status
@@ -50,6 +51,7 @@ See what it is doing:              ckptd status
 List all daemons; stop one:        ckptd ps; ckptd stop /ckpts
 List what has been saved:          ckptd ls /ckpts
 Look at one checkpoint:            ckptd show /ckpts/JOB
+See what a step has changed:       ckptd diff /ckpts/JOB/100 /ckpts/JOB/200
 Check every byte of a job:         ckptd verify /ckpts/JOB
 Delete old ones:                   ckptd forget /ckpts/JOB --keep 'LatestN(5)' --dry-run
 Keep one whatever happens:         ckptd pin /ckpts/JOB/TAG
@@ -76,6 +78,7 @@ _MEANT = {
     "ls": ("list", "dir", "jobs", "checkpoints"),
     "show": ("info", "inspect", "describe", "cat"),
     "verify": ("check", "fsck", "validate"),
+    "diff": ("compare", "cmp"),
     "copy": ("cp", "sync", "push", "pull", "mirror"),
     "run": ("start", "serve", "daemon"),
     "stop": ("kill", "shutdown"),
@@ -531,6 +534,7 @@ def _pin(path: Named, step: int | None, *, remove: bool, as_json: bool) -> None:
 
 
 main.add_command(copy)
+main.add_command(diff)
 main.add_command(history)
 main.add_command(run)
 main.add_command(status)
