@@ -185,6 +185,7 @@ def test_the_search_finds_a_cycle() -> None:
                 "copying",
                 "diff_command",
                 "history",
+                "logs_command",
                 "neighbours",
                 "report",
                 "run_command",

@@ -21,6 +21,7 @@ from ckptd.daemon.commands import neighbours, report
 from ckptd.daemon.commands.copying import copy
 from ckptd.daemon.commands.diff_command import diff
 from ckptd.daemon.commands.history import history
+from ckptd.daemon.commands.logs_command import logs
 from ckptd.daemon.commands.run_command import default_socket, run
 from ckptd.daemon.commands.status_command import status
 from ckptd.daemon.memory import unsaved
@@ -79,6 +80,7 @@ _MEANT = {
     "show": ("info", "inspect", "describe", "cat"),
     "verify": ("check", "fsck", "validate"),
     "diff": ("compare", "cmp"),
+    "logs": ("log", "tail", "journal"),
     "copy": ("cp", "sync", "push", "pull", "mirror"),
     "run": ("start", "serve", "daemon"),
     "stop": ("kill", "shutdown"),
@@ -536,6 +538,7 @@ def _pin(path: Named, step: int | None, *, remove: bool, as_json: bool) -> None:
 main.add_command(copy)
 main.add_command(diff)
 main.add_command(history)
+main.add_command(logs)
 main.add_command(run)
 main.add_command(status)
 for _name, _does in _VERBS.items():

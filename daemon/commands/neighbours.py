@@ -264,17 +264,18 @@ class AskedDaemon:
     processes.
     """
 
-    def __init__(self, root: Location | None, socket: Path | None) -> None:
+    def __init__(self, root: Location | None, socket: Path | None, command: str) -> None:
         """root: the root that it serves, or None for the daemon at `socket` or at a
-        usual place.
+        usual place. command: as for `usual_status`.
         """
         self._root, self._socket = root, socket
+        self._command = command
         self._found: Path | None = None
 
     def status(self) -> dict[str, Any]:
         """Return the status. Raises DaemonUnreachable, Forbidden."""
         if self._root is None:
-            return usual_status(self._socket, "ckptd status ROOT")
+            return usual_status(self._socket, self._command)
         if self._found is not None and (status := self._same(self._found)) is not None:
             return status
         status = status_of(self._root)

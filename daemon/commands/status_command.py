@@ -27,6 +27,8 @@ from ckptd.shared.command import (
 from ckptd.shared.location import Location
 from ckptd.shared.storage.locate import is_root, meant
 
+_USUAL = "ckptd status ROOT"
+
 
 @click.command(cls=Watchable, short_help="Tell what a daemon is doing.")
 @click.argument("root", type=PLACE, required=False)
@@ -90,18 +92,18 @@ def status(
     if job is not None:
         _tell_job(root, socket, job, again, as_json=as_json)
     elif check:
-        found = neighbours.AskedDaemon(root, socket).status()
+        found = neighbours.AskedDaemon(root, socket, _USUAL).status()
         room = health.MIN_ROOM if min_room is None else min_room
         _check(found, health.problems(found, max_age=max_age, min_room=room), as_json=as_json)
     elif again is not None:
-        _tell_again(neighbours.AskedDaemon(root, socket), again, as_json=as_json)
+        _tell_again(neighbours.AskedDaemon(root, socket, _USUAL), again, as_json=as_json)
     else:
         _tell_once(root, socket, as_json=as_json)
 
 
 def _tell_once(root: Location | None, socket: Path | None, *, as_json: bool) -> None:
     try:
-        found = neighbours.AskedDaemon(root, socket).status()
+        found = neighbours.AskedDaemon(root, socket, _USUAL).status()
     except e.DaemonUnreachable as error:
         if root is None:
             raise
