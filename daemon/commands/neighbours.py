@@ -119,7 +119,8 @@ def _ask(pid: int, socket: str) -> Neighbour:
 def of_root(root: Location) -> Neighbour:
     """Return the daemon of this user that serves a root.
 
-    Raises DaemonUnreachable, which names the roots that are served.
+    Raises DaemonUnreachable, which names the roots that are served, and the daemons that
+    do not answer.
     """
     wanted, found = root.resolve(), find_all()
     for neighbour in found:
@@ -136,7 +137,11 @@ def of_root(root: Location) -> Neighbour:
         if roots
         else ""
     )
-    raise DaemonUnreachable(f"no daemon of uid {os.geteuid()} serves {root}{hint}")
+    silent = [
+        f"pid {neighbour.pid} ({neighbour.problem})" for neighbour in found if neighbour.problem
+    ]
+    unknown = f"; not known is what these serve: {some_text(silent, 4)}" if silent else ""
+    raise DaemonUnreachable(f"no daemon of uid {os.geteuid()} serves {root}{unknown}{hint}")
 
 
 def status_of(root: Location) -> dict[str, Any]:
