@@ -26,7 +26,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, storage_errors
 from ckptd.shared.formats.bounds import is_flat
 from ckptd.shared.formats.coverage import check_cover, two_dtypes, two_sizes
-from ckptd.shared.formats.manifest import MAX_MANIFEST, Manifest
+from ckptd.shared.formats.manifest import MAX_MANIFEST, Manifest, PartEntry
 from ckptd.shared.formats.part import PartReader
 from ckptd.shared.formats.plain_values import Undecoded, decode_plain, merged
 from ckptd.shared.formats.plan import BLOB, HIDDEN, Alias, Item, c_order, element_size
@@ -81,22 +81,20 @@ class ArrayCheckpoint:
     StorageError or IntegrityError.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.manifest = _manifest(directory)
+    def __init__(self, manifest: Manifest, open_part: Callable[[PartEntry], PartReader]) -> None:
+        """open_part: opens a part of the checkpoint. `close` closes it.
+
+        Raises IntegrityError, NewerFormat, OSError.
+        """
+        self.manifest = manifest
         self._held = ExitStack()
         self._parts: list[PartReader] = []
         self._items: dict[str, list[tuple[PartReader, Item]]] = {}
         self._aliases: dict[str, tuple[PartReader, Item, Alias]] = {}
         try:
             for part in self.manifest.parts:
-                try:
-                    file = _File(directory / part.file)
-                except FileNotFoundError:
-                    raise IntegrityError(f"{part.file} is missing") from None
-                self._held.callback(file.close)
-                reader = PartReader(
-                    file, part.file, part.index_sha256, lambda name: _File(directory / name)
-                )
+                reader = open_part(part)
+                self._held.callback(reader.close)
                 self.manifest.check_part(part, reader)
                 self._add(reader)
         except BaseException:
@@ -121,11 +119,11 @@ class ArrayCheckpoint:
     @classmethod
     def _open(cls, where: Path, which: str | int) -> ArrayCheckpoint:
         if (where / names.MANIFEST).is_file():
-            return cls(where)
+            return cls._in(where)
         failure: IntegrityError | None = None
         for directory in _newest_first(where, which):
             try:
-                return cls(directory)
+                return cls._in(directory)
             except NotFound:
                 continue
             except NewerFormat:
@@ -140,6 +138,10 @@ class ArrayCheckpoint:
         raise failure or NotFound(
             f"no checkpoint{'' if which == 'newest' else f' {which!r}'} in {where}"
         )
+
+    @classmethod
+    def _in(cls, directory: Path) -> ArrayCheckpoint:
+        return cls(_manifest(directory), lambda part: _open_part(directory, part))
 
     def _add(self, part: PartReader) -> None:
         self._parts.append(part)
@@ -235,16 +237,75 @@ class ArrayCheckpoint:
         NewerFormat, StorageError.
         """
         with storage_errors(f"read {self.manifest.tag}"):
-            return self._filled(self._tree())
+            return self._filled(self._tree(_Reference))
 
-    def _tree(self) -> Any:
-        """Return the state of all ranks as one tree, with a reference for each tensor."""
+    def tree(self, place: Callable[[str], Any]) -> Any:
+        """Return the state of all ranks as one tree, as `load` does, without reading a
+        tensor.
+
+        `place` returns what takes the place of a tensor or a blob, given its name, and
+        must be hashable. Raises IntegrityError, NewerFormat, StorageError.
+        """
+        with storage_errors(f"read {self.manifest.tag}"):
+            return self._tree(place)
+
+    def blob(self, name: str) -> bytes | None:
+        """Return the bytes of a value that only torch can decode, or None if this is the
+        name of a tensor. Raises IntegrityError, StorageError.
+        """
+        self._check_known([name])
+        shards = self._items.get(name, ())
+        if not shards or shards[0][1].dtype != BLOB:
+            return None
+        with storage_errors(f"read {name}"):
+            return bytes(_read(*shards[0]))
+
+    def is_in_order(self, name: str) -> bool:
+        """Return True if `rows` reads only the rows that are wanted, since they lie in
+        C order in storages of their own. Raises NotFound.
+        """
+        self._described(name)
+        return name not in self._aliases and all(
+            item.stride is None or tuple(item.stride) == tuple(c_order(item.sizes))
+            for _, item in self._items[name]
+        )
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Return the rows `start` to `stop` of a tensor that has a dimension, as a new
+        array.
+
+        Only the chunks that hold them are read, if the tensor `is_in_order`. Raises
+        NotFound, IntegrityError, StorageError.
+        """
+        if not self.is_in_order(name):
+            return self.array(name)[start:stop].copy()
+        described, shards = self._described(name), self._items[name]
+        check_cover(name, described.size, [(item.offsets, item.sizes) for _, item in shards])
+        whole = np.empty((stop - start, *described.size[1:]), numpy_dtype(described.dtype))
+        with storage_errors(f"read {name}"):
+            for part, item in shards:
+                low = max(start, item.offsets[0])
+                high = min(stop, item.offsets[0] + item.sizes[0])
+                if low >= high or not item.length:
+                    continue
+                width = item.length // item.sizes[0]
+                data = bytearray((high - low) * width)
+                first = item.offset + (low - item.offsets[0]) * width
+                scatter(part, [(first, memoryview(data))])
+                across = zip(item.offsets[1:], item.sizes[1:], strict=True)
+                sizes = (high - low, *item.sizes[1:])
+                whole[(slice(low - start, high - start), *(slice(a, a + n) for a, n in across))] = (
+                    _view(data, whole.dtype, sizes, c_order(sizes), 0, name)
+                )
+        return whole
+
+    def _tree(self, place: Callable[[str], Any]) -> Any:
         documents = []
         for part in self._parts:
             offset, length = part.values
             data = bytearray(length)
             scatter(part, [(offset, memoryview(data))])
-            documents.append(decode_plain(bytes(data), _Reference))
+            documents.append(decode_plain(bytes(data), place))
         try:
             return merged([document["state"] for document in documents])
         except (TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -291,7 +352,7 @@ class ArrayCheckpoint:
                 )
         with storage_errors(f"read {self.manifest.tag}"):
             total = sum(map(verify, self._parts))
-            self._check_known(reference.name for reference in _references(self._tree()))
+            self._check_known(reference.name for reference in _references(self._tree(_Reference)))
         return total
 
     def close(self) -> None:
@@ -307,6 +368,18 @@ class ArrayCheckpoint:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _open_part(directory: Path, part: PartEntry) -> PartReader:
+    try:
+        file = _File(directory / part.file)
+    except FileNotFoundError:
+        raise IntegrityError(f"{part.file} is missing") from None
+    try:
+        return PartReader(file, part.file, part.index_sha256, lambda name: _File(directory / name))
+    except BaseException:
+        file.close()
+        raise
 
 
 class _File:

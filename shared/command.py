@@ -169,6 +169,8 @@ def speaks(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except KeyboardInterrupt:
             sys.exit(130)
+        except BrokenPipeError:
+            raise  # click ends the command, whose output nobody reads any more
         except (e.CkptdError, OSError) as caught:
             error = (
                 caught

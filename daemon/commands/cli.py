@@ -1,4 +1,4 @@
-"""Defines the `ckptd` command line: status, ps, stop, gc, doctor, ls, show, verify,
+"""Defines the `ckptd` command line: ps, stop, gc, doctor, ls, show, verify,
 forget, pin, unpin, and the verbs of other modules.
 
 Commands print text for people, and JSON for programs with `--json`. The exit codes are
@@ -10,18 +10,20 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
-from ckptd.daemon.commands import health, neighbours, report
+from ckptd.daemon.commands import neighbours, report
 from ckptd.daemon.commands.copying import copy
+from ckptd.daemon.commands.diff_command import diff
 from ckptd.daemon.commands.history import history
-from ckptd.daemon.commands.job_report import job_report, job_text
+from ckptd.daemon.commands.logs_command import logs
 from ckptd.daemon.commands.run_command import default_socket, run
-from ckptd.daemon.commands.stored_jobs import stored_jobs, stored_jobs_text
+from ckptd.daemon.commands.status_command import status
 from ckptd.daemon.memory import unsaved
 from ckptd.shared import __version__
 from ckptd.shared import errors as e
@@ -29,29 +31,20 @@ from ckptd.shared.command import (
     CHECKPOINT,
     MEMORY_ONLY,
     PLACE,
-    SPAN,
-    as_object,
     ask_before_deleting,
     chosen,
     complete_path,
     configured_root,
     json_option,
+    socket_option,
     speaks,
     step_option,
 )
 from ckptd.shared.location import Location
 from ckptd.shared.retention import parse
 from ckptd.shared.storage.choice import Named
-from ckptd.shared.storage.locate import find_job_or_checkpoint, is_root, meant
+from ckptd.shared.storage.locate import find_job_or_checkpoint
 from ckptd.shared.units import count_text
-
-_socket = click.option(
-    "--socket",
-    type=click.Path(path_type=Path),
-    envvar="CKPTD_SOCKET",
-    help="The daemon's Unix socket.",
-)
-
 
 _EXAMPLES = """\b
 Start the daemon of this node:     ckptd run --root /ckpts
@@ -59,6 +52,7 @@ See what it is doing:              ckptd status
 List all daemons; stop one:        ckptd ps; ckptd stop /ckpts
 List what has been saved:          ckptd ls /ckpts
 Look at one checkpoint:            ckptd show /ckpts/JOB
+See what a step has changed:       ckptd diff /ckpts/JOB/100 /ckpts/JOB/200
 Check every byte of a job:         ckptd verify /ckpts/JOB
 Delete old ones:                   ckptd forget /ckpts/JOB --keep 'LatestN(5)' --dry-run
 Keep one whatever happens:         ckptd pin /ckpts/JOB/TAG
@@ -85,6 +79,8 @@ _MEANT = {
     "ls": ("list", "dir", "jobs", "checkpoints"),
     "show": ("info", "inspect", "describe", "cat"),
     "verify": ("check", "fsck", "validate"),
+    "diff": ("compare", "cmp"),
+    "logs": ("log", "tail", "journal"),
     "copy": ("cp", "sync", "push", "pull", "mirror"),
     "run": ("start", "serve", "daemon"),
     "stop": ("kill", "shutdown"),
@@ -158,115 +154,6 @@ def main() -> None:
     """
 
 
-@main.command(short_help="Tell what a daemon is doing.")
-@click.argument("root", type=PLACE, required=False)
-@click.option(
-    "--job",
-    help="Tell from storage which nodes of this job have delivered its last steps. Needs no daemon "
-    "if ROOT is given.",
-)
-@click.option(
-    "--check",
-    is_flag=True,
-    help='Print "ok" with exit code 0, or one line for each problem with exit code 1.',
-)
-@click.option(
-    "--max-age",
-    type=SPAN,
-    help="With --check: the most time since the newest durable checkpoint of a job that runs, "
-    "like 90s, 30m, 12h or 7d. Default: no limit.",
-)
-@click.option(
-    "--min-room",
-    type=click.IntRange(min=0),
-    help=f"With --check: how many more checkpoints of a job that runs must fit on the disk. "
-    f"Default: {health.MIN_ROOM}.",
-)
-@_socket
-@json_option
-@speaks
-def status(
-    root: Location | None,
-    job: str | None,
-    check: bool,
-    max_age: float | None,
-    min_room: int | None,
-    socket: Path | None,
-    as_json: bool,
-) -> None:
-    """Tell what the daemon is doing: the one that serves ROOT, or else the one at
-    --socket, or else that of CKPTD_ROOT. Exit code 0 only if it is ready.
-
-    If no daemon serves that root, the command says so, and tells what storage has. The
-    exit code is then 14.
-
-    With --job, tell which nodes have delivered the last steps of a job. The exit code
-    does not depend on that.
-
-    With --check, tell whether all is well, for cron, systemd and probes: the daemon is
-    ready and quick, the last saves have succeeded, no checkpoint is damaged, more
-    checkpoints fit on the disk, and with --max-age the newest ones are young enough.
-    """
-    if root is None and socket is None:
-        root = configured_root()
-    if check and job is not None:
-        raise e.InvalidRequest("--check judges the whole daemon: leave out --job, or --check")
-    if not check and (max_age is not None or min_room is not None):
-        raise e.InvalidRequest("--max-age and --min-room are limits of --check: add --check")
-    if job is not None:
-        told = job_report(
-            neighbours.served_root(socket, f"ckptd status ROOT --job {job}")
-            if root is None
-            else root,
-            job,
-        )
-        click.echo(json.dumps(told, indent=1) if as_json else job_text(told))
-        return
-    if root is None:
-        found = neighbours.usual_status(socket, "ckptd status ROOT")
-    else:
-        try:
-            found = neighbours.status_of(root)
-        except e.DaemonUnreachable as error:
-            if check:
-                raise
-            _tell_from_storage(root, error, as_json=as_json)
-    if check:
-        room = health.MIN_ROOM if min_room is None else min_room
-        wrong = health.problems(found, max_age=max_age, min_room=room)
-        click.echo(
-            json.dumps(health.health_json(wrong), indent=1)
-            if as_json
-            else health.health_text(wrong, found)
-        )
-        if wrong:
-            sys.exit(1)
-        return
-    click.echo(json.dumps(found, indent=1) if as_json else report.status_text(found))
-    if not found["ready"]:
-        sys.exit(1)
-
-
-def _tell_from_storage(root: Location, error: e.DaemonUnreachable, *, as_json: bool) -> NoReturn:
-    """Print what a root has that no daemon serves, and exit.
-
-    Raises DaemonUnreachable if it is no root, with what was probably meant.
-    """
-    if not is_root(root):
-        near = "" if "did you mean" in str(error) else meant(root)
-        raise e.DaemonUnreachable(f"{error}{near}")
-    found = stored_jobs(root)
-    if as_json:
-        click.echo(json.dumps({**as_object(error), "storage": found}, indent=1))
-    else:
-        click.echo(
-            f"ckptd: no daemon of uid {os.geteuid()} serves {root}. This is what storage has:",
-            err=True,
-        )
-        click.echo(stored_jobs_text(found))
-    sys.exit(error.exit_code)
-
-
 @main.command(short_help="List your daemons on this node.")
 @json_option
 @speaks
@@ -278,7 +165,7 @@ def ps(as_json: bool) -> None:
 
 @main.command(short_help="Stop a daemon, after it has saved what it owes.")
 @click.argument("root", type=PLACE, required=False)
-@_socket
+@socket_option
 @click.option(
     "--timeout",
     default=600.0,
@@ -430,15 +317,39 @@ def doctor(
 @main.command(short_help="List the checkpoints under a root.")
 @click.argument("path", type=CHECKPOINT, required=False)
 @step_option
-@_socket
+@click.option(
+    "--columns",
+    "shown",
+    metavar="NAME,...",
+    help="What to show: job, tag, step, attempt, seq, ranks, size, raw, of_raw, created, age, "
+    "marks, and any metric.",
+)
+@click.option(
+    "--sort",
+    metavar="NAME",
+    help="List in the order of this column or metric, the least first. NaN and rows without a "
+    "value come last.",
+)
+@click.option("--reverse", is_flag=True, help="With --sort: list the greatest first.")
+@socket_option
 @json_option
 @speaks
-def ls(path: Named | None, step: int | None, socket: Path | None, as_json: bool) -> None:
+def ls(
+    path: Named | None,
+    step: int | None,
+    shown: str | None,
+    sort: str | None,
+    reverse: bool,
+    socket: Path | None,
+    as_json: bool,
+) -> None:
     """List the checkpoints of all jobs under a root, or of one job.
 
     PATH is DIR (the root), DIR/JOB, or the directory of one checkpoint. The default is
     the root of the daemon at --socket, or else CKPTD_ROOT.
     """
+    if reverse and sort is None:
+        raise e.InvalidRequest("--reverse turns the order of --sort round: add --sort NAME")
     root = configured_root() if socket is None else None
     if path is not None:
         place = chosen(path, step)
@@ -447,7 +358,13 @@ def ls(path: Named | None, step: int | None, socket: Path | None, as_json: bool)
     else:
         place = root or neighbours.served_root(socket, "ckptd ls ROOT")
     rows = report.listing(place)
-    click.echo(json.dumps(rows, indent=1) if as_json else report.listing_text(rows))
+    if shown is None and sort is None:
+        click.echo(json.dumps(rows, indent=1) if as_json else report.listing_text(rows))
+        return
+    from ckptd.daemon.commands.columns import arranged
+
+    said = arranged(rows, shown, sort, reverse=reverse, as_json=as_json, now=time.time())
+    click.echo(said)
 
 
 @main.command(short_help="Describe one checkpoint.")
@@ -523,7 +440,7 @@ def verify(path: Named, step: int | None, as_json: bool) -> None:
     is_flag=True,
     help="Do not ask before more than half of a job's checkpoints are deleted.",
 )
-@_socket
+@socket_option
 @json_option
 @speaks
 def forget(
@@ -619,8 +536,11 @@ def _pin(path: Named, step: int | None, *, remove: bool, as_json: bool) -> None:
 
 
 main.add_command(copy)
+main.add_command(diff)
 main.add_command(history)
+main.add_command(logs)
 main.add_command(run)
+main.add_command(status)
 for _name, _does in _VERBS.items():
     main.add_command(Verb(_name, short_help=_does))
 

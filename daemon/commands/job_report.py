@@ -183,7 +183,11 @@ def _order(found: _Try) -> tuple[int, float, str]:
 _WORDS = {"delivered": "delivered", "failed": "could not save", "missing": "has not delivered"}
 
 
-def job_text(report: Mapping[str, Any]) -> str:
+def job_text(report: Mapping[str, Any], columns: int | None = None) -> str:
+    """Return a report as text for people.
+
+    columns: those of the window, which the table then does not exceed, or None.
+    """
     title = (
         f"job {report['job']} in {report['root']}, attempt {report['attempt']}: newest checkpoint "
         f"{report['newest'] or 'none'}"
@@ -204,4 +208,6 @@ def job_text(report: Mapping[str, Any]) -> str:
         for save in report["saves"]
         if save["reason"]
     ]
-    return "\n".join([printable(title), *(as_table(rows) if len(rows) > 1 else []), *reasons])
+    return "\n".join(
+        [printable(title), *(as_table(rows, columns) if len(rows) > 1 else []), *reasons]
+    )

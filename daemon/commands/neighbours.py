@@ -119,7 +119,8 @@ def _ask(pid: int, socket: str) -> Neighbour:
 def of_root(root: Location) -> Neighbour:
     """Return the daemon of this user that serves a root.
 
-    Raises DaemonUnreachable, which names the roots that are served.
+    Raises DaemonUnreachable, which names the roots that are served, and the daemons that
+    do not answer.
     """
     wanted, found = root.resolve(), find_all()
     for neighbour in found:
@@ -136,7 +137,11 @@ def of_root(root: Location) -> Neighbour:
         if roots
         else ""
     )
-    raise DaemonUnreachable(f"no daemon of uid {os.geteuid()} serves {root}{hint}")
+    silent = [
+        f"pid {neighbour.pid} ({neighbour.problem})" for neighbour in found if neighbour.problem
+    ]
+    unknown = f"; not known is what these serve: {some_text(silent, 4)}" if silent else ""
+    raise DaemonUnreachable(f"no daemon of uid {os.geteuid()} serves {root}{unknown}{hint}")
 
 
 def status_of(root: Location) -> dict[str, Any]:
@@ -255,6 +260,43 @@ def usual_status(socket: Path | None, command: str) -> dict[str, Any]:
         return daemon_status(socket)
     except DaemonUnreachable as error:
         raise DaemonUnreachable(f"{error}{_served(socket, command)}") from None
+
+
+class AskedDaemon:
+    """A daemon that is asked for its status again and again.
+
+    Once it has answered, it is asked at the same socket, which spares a search among all
+    processes.
+    """
+
+    def __init__(self, root: Location | None, socket: Path | None, command: str) -> None:
+        """root: the root that it serves, or None for the daemon at `socket` or at a
+        usual place. command: as for `usual_status`.
+        """
+        self._root, self._socket = root, socket
+        self._command = command
+        self._found: Path | None = None
+
+    def status(self) -> dict[str, Any]:
+        """Return the status. Raises DaemonUnreachable, Forbidden."""
+        if self._root is None:
+            return usual_status(self._socket, self._command)
+        if self._found is not None and (status := self._same(self._found)) is not None:
+            return status
+        status = status_of(self._root)
+        self._found = Path(status["socket"])
+        return status
+
+    def _same(self, socket: Path) -> dict[str, Any] | None:
+        """Return the status of the daemon at a socket, or None if there is none, or it
+        serves another root.
+        """
+        assert self._root is not None
+        try:
+            status = daemon_status(socket)
+        except (Forbidden, DaemonUnreachable):
+            return None
+        return status if located(status["root"]).resolve() == self._root.resolve() else None
 
 
 def _served(socket: Path | None, command: str) -> str:

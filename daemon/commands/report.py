@@ -55,7 +55,11 @@ SNAPSHOT_COUNTERS = {
 }
 
 
-def status_text(status: dict[str, Any]) -> str:
+def status_text(status: dict[str, Any], columns: int | None = None) -> str:
+    """Return a status as text for people.
+
+    columns: those of the window, which a table then does not exceed, or None.
+    """
     memory, counters, files = status["shared_memory"], status["counters"], status["descriptors"]
     ready = "is ready" if status["ready"] else "is NOT ready"
     snapshots = ", ".join(f"{counters[key]} {word}" for key, word in SNAPSHOT_COUNTERS.items())
@@ -134,7 +138,7 @@ def status_text(status: dict[str, Any]) -> str:
             f"  DAMAGED        {job['job']}/{tag}: {why}" for tag, why in job["damaged"].items()
         ]
     return (
-        "\n".join([*lines, "", *as_table(rows)])
+        "\n".join([*lines, "", *as_table(rows, columns)])
         if len(rows) > 1
         else "\n".join([*lines, "  no jobs yet"])
     )
@@ -600,13 +604,27 @@ def forgotten_text(row: dict[str, Any], *, dry_run: bool) -> str:
     return f"{row['job']}/{row['tag']}: {'would be deleted' if dry_run else 'deleted'}{size}"
 
 
-def as_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines with aligned columns."""
+def as_table(rows: Sequence[Sequence[str]], columns: int | None = None) -> list[str]:
+    """Return rows of cells as lines with aligned columns. The first row has the titles.
+
+    columns: those of the window. If the table is wider, each row becomes several lines,
+    with the title before each cell.
+    """
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
+    lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
+    ]
+    if columns is None or max(map(len, lines)) <= columns:
+        return lines
+    titles, *others = rows
+    wide = max(map(len, titles))
+    return [
+        f"{title} {cell}" if number == 0 else f"  {title:<{wide}}  {cell}"
+        for row in others
+        for number, (title, cell) in enumerate(zip(titles, row, strict=True))
+        if cell
     ]
 
 

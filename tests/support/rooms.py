@@ -20,7 +20,7 @@ PACKAGES = ("agent", "daemon", "shared")
 ORDER = {
     "shared": (
         "errors", "units", "interval", "location", "names", "retention", "codecs", "system",
-        "formats", "wire", "array_checkpoint", "storage", "command",
+        "formats", "wire", "array_checkpoint", "array_diff", "storage", "command",
     ),
     "daemon": (
         "log_events", "tasks", "http_address", "config", "job", "journal", "memory", "root",

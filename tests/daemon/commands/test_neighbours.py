@@ -142,3 +142,16 @@ def test_the_roots_that_are_served_are_named(monkeypatch: pytest.MonkeyPatch) ->
     found.append(Neighbour(8, "/t", {"root": "/other"}))
     with pytest.raises(DaemonUnreachable, match="the roots that are served here: /other$"):
         neighbours.of_root(Path("/ckpts"))
+
+
+def test_a_daemon_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the one that was asked for, and its loop may be stuck."""
+    stuck = Neighbour(4711, "/run/x", None, "the daemon does not answer")
+    other = Neighbour(4712, "/run/y", {"root": "/other"})
+    monkeypatch.setattr(neighbours, "find_all", lambda: [stuck, other])
+    with pytest.raises(DaemonUnreachable) as raised:
+        neighbours.of_root(Path("/ckpts"))
+    assert str(raised.value).partition(" serves ")[2] == (
+        "/ckpts; not known is what these serve: pid 4711 (the daemon does not answer); the roots "
+        "that are served here: /other"
+    )

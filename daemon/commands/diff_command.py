@@ -1,0 +1,159 @@
+"""Defines the verb `ckptd diff`, which tells what differs between two checkpoints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptd.daemon.commands.report import as_table, title
+from ckptd.shared.command import CHECKPOINT, chosen, json_option, speaks
+from ckptd.shared.errors import CkptdError, NotFound, StorageError, storage_errors
+from ckptd.shared.formats.manifest import Manifest
+from ckptd.shared.location import Location
+from ckptd.shared.storage.choice import Named
+from ckptd.shared.storage.locate import find_job_or_checkpoint, manifests, meant
+from ckptd.shared.units import count_text, printable
+
+if TYPE_CHECKING:  # it needs NumPy, which other commands do without
+    from ckptd.shared.array_checkpoint import ArrayCheckpoint
+    from ckptd.shared.array_diff import CheckpointDifference, TensorDifference
+
+TROUBLE = 2
+"""The exit code for an error that has no code of its own, as in diff(1): 1 means that
+the checkpoints differ.
+"""
+_MOST_SHOWN = 60
+
+
+@click.command(short_help="Tell what differs between two checkpoints.")
+@click.argument("a", type=CHECKPOINT)
+@click.argument("b", type=CHECKPOINT)
+@json_option
+@speaks
+def diff(a: Named, b: Named, as_json: bool) -> None:
+    """Tell what differs between the checkpoints A and B: the keys that only one of them
+    has, shapes and dtypes, values such as learning rates, and how far tensors are apart,
+    the largest relative difference first.
+
+    A and B are named as for `ckptd show`: DIR/JOB/TAG, DIR/JOB/STEP, DIR/JOB for its
+    newest checkpoint, or a directory that is a checkpoint. Needs neither torch nor a
+    daemon. The exit code is 0 if they hold the same, and 1 if they differ, as that of
+    diff.
+    """
+    from ckptd.shared.array_diff import difference
+
+    try:
+        with ExitStack() as held:
+            name_a, one = _opened(chosen(a), held)
+            name_b, other = _opened(chosen(b), held)
+            found = difference(one, other)
+    except OSError as error:
+        raise _trouble(StorageError.of("read a checkpoint", error)) from None
+    except CkptdError as error:
+        raise _trouble(error) from None
+    if as_json:
+        click.echo(json.dumps({"a": name_a, "b": name_b, **found.as_json()}, indent=1))
+    else:
+        click.echo(difference_text(name_a, name_b, found))
+    if not found.is_none:
+        sys.exit(1)
+
+
+def _trouble(error: CkptdError) -> CkptdError:
+    if error.exit_code == 1:
+        error.exit_code = TROUBLE
+    return error
+
+
+def _opened(place: Location, held: ExitStack) -> tuple[str, ArrayCheckpoint]:
+    """Return the name of a checkpoint, and the checkpoint, which cannot be deleted until
+    `held` is closed.
+
+    Raises NotFound, IntegrityError, NewerFormat, Busy, StorageError.
+    """
+    from ckptd.shared.array_checkpoint import ArrayCheckpoint
+
+    repository, job, tag = find_job_or_checkpoint(place)
+    if tag is None:
+        orders = [
+            (found.order, name)
+            for name, found in manifests(repository, job)
+            if isinstance(found, Manifest)
+        ]
+        if not orders:
+            raise NotFound(f"{place} holds no checkpoint{meant(place)}")
+        _, tag = max(orders)
+    directory = tag
+    with storage_errors(f"read {title(repository, job, tag)}"):
+        held.callback(repository.lease(job, tag).close)
+        checkpoint = ArrayCheckpoint(
+            repository.read_manifest(job, tag),
+            lambda part: repository.open_part(job, directory, part.file, part.index_sha256),
+        )
+        held.callback(checkpoint.close)
+    return title(repository, job, tag), checkpoint
+
+
+def difference_text(a: str, b: str, found: CheckpointDifference) -> str:
+    """Return a difference as text for people."""
+    lines = [f"A  {a}", f"B  {b}"]
+    if found.tensors:
+        titles = (
+            "TENSOR", "SHAPE", "DTYPE", "DIFFER", "RELATIVE", "L2", "MAX ABS", "NOT FINITE",
+        )  # fmt: skip
+        lines += ["", *as_table([titles, *map(_tensor_row, found.tensors)])]
+    if found.values:
+        rows = [(each.name, _shown(each.a), _shown(each.b)) for each in found.values]
+        lines += ["", *as_table([("VALUE", "A", "B"), *rows])]
+    for name, only in (("A", found.only_a), ("B", found.only_b)):
+        lines += ["", *(f"only in {name}: {key}" for key in only)] if only else []
+    same = (
+        f"{count_text(found.same_tensors, 'tensor')} and "
+        f"{count_text(found.same_values, 'value')} are the same"
+    )
+    if found.is_none:
+        return "\n".join(map(printable, [*lines, "", f"nothing differs: {same}"]))
+    alone = len(found.only_a) + len(found.only_b)
+    return "\n".join(
+        map(
+            printable,
+            [
+                *lines,
+                "",
+                f"{count_text(len(found.tensors), 'tensor')} and "
+                f"{count_text(len(found.values), 'value')} differ, {count_text(alone, 'key')} "
+                f"{'is' if alone == 1 else 'are'} in one only; {same}",
+            ],
+        )
+    )
+
+
+def _tensor_row(found: TensorDifference) -> tuple[str, ...]:
+    shapes = dict.fromkeys(str(list(shape)) for shape in found.shapes)
+    return (
+        found.name,
+        " -> ".join(shapes),
+        " -> ".join(dict.fromkeys(found.dtypes)),
+        "-" if found.elements is None else str(found.elements),
+        ("-" if found.l2 is None else "inf") if found.relative is None else _g(found.relative),
+        "-" if found.l2 is None else _g(found.l2),
+        "-" if found.max_abs is None else _g(found.max_abs),
+        _not_finite(found.nonfinite),
+    )
+
+
+def _not_finite(counts: tuple[int, int] | None) -> str:
+    return "A {}, B {}".format(*counts) if counts and any(counts) else "-"
+
+
+def _g(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if not isinstance(value, str) else value
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
