@@ -184,7 +184,7 @@ def test_the_search_finds_a_cycle() -> None:
             for name in (
                 "copying",
                 "diff_command",
-                "history",
+                "history_command",
                 "logs_command",
                 "neighbours",
                 "report",

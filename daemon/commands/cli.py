@@ -20,7 +20,7 @@ import click
 from ckptd.daemon.commands import neighbours, report
 from ckptd.daemon.commands.copying import copy
 from ckptd.daemon.commands.diff_command import diff
-from ckptd.daemon.commands.history import history
+from ckptd.daemon.commands.history_command import history
 from ckptd.daemon.commands.logs_command import logs
 from ckptd.daemon.commands.run_command import default_socket, run
 from ckptd.daemon.commands.status_command import status

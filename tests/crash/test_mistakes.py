@@ -46,6 +46,8 @@ COMMANDS = (
     "gc --delete --yes --shm-dir {root}-shm",
     "ps --json",
     "history gpt --root {root}",
+    "diff {root}/gpt/70 {root}/gpt/newest",
+    "logs gpt --root {root}",
     "run --root {root}-new --keep LatestN(1)",
     "bench --root {root}-new",
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent
-from ckptd.daemon.commands.history import history_text
+from ckptd.daemon.commands.history_command import history_text
 from ckptd.daemon.telemetry.background import LoggedEvent
 from tests.daemon.commands.test_cli import ckptd
 from tests.support.daemons import Home, holds, running
