@@ -30,7 +30,7 @@ _SHOWN = 300
 
 
 class Debounce:
-    """The memory of what has been reported lately, by event and job."""
+    """A record of the last reports, by event and job."""
 
     def __init__(self, quiet_seconds: float = QUIET_SECONDS) -> None:
         self._quiet = quiet_seconds
