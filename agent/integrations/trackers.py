@@ -55,8 +55,8 @@ class Follower:
         self._failed = 0
 
     def begun(self, pending: Pending) -> None:
-        """Log this snapshot once it is over: durable, or in memory if it goes no
-        further, or failed.
+        """Log this snapshot once it is durable or has failed. One that is kept in memory
+        only is logged once it is sealed.
         """
         called = time.perf_counter() - pending.stall
         future = pending.future("durable" if pending.persist else "sealed")
