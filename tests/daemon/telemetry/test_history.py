@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
+import signal
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,3 +125,28 @@ def test_each_root_has_its_own_history(tmp_path: Path) -> None:
     assert one != other
     assert one.is_relative_to(tmp_path)
     assert one.name == NAME
+
+
+def test_a_full_disk_under_the_history_is_told_once_and_costs_only_its_events(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    file, full = tmp_path / NAME, LoggedEvent(1.0, "save.done", 20, "x" * 200_000, {})
+    written(file, [event(1)])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    history = History(file)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, limits[1]))
+        history.take([full])
+        history.take([full])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    history.take([event(2)])
+    history.close()
+    assert [text.split(":")[0] for text in caplog.messages] == [
+        f"the history {file} is not written",
+        f"the history {file} is written again",
+    ]
+    assert read_history(file) == [event(1), event(2)]
