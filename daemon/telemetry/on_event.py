@@ -125,12 +125,12 @@ def is_url(target: str) -> bool:
 
 
 def report(event: LoggedEvent, repeated: int) -> bytes:
-    """Return the JSON that a command or a webhook gets: `time`, `host`, `event`,
+    """Return the line of JSON that a command or a webhook gets: `time`, `host`, `event`,
     `level`, `text`, `facts`, and `repeated`, the number of times that it was left out
     since the last report.
     """
     when = datetime.fromtimestamp(event.time, UTC).isoformat(timespec="milliseconds")
-    return msgspec.json.encode(
+    line = msgspec.json.encode(
         {
             "time": when.replace("+00:00", "Z"),
             "host": machine.host(),
@@ -141,3 +141,4 @@ def report(event: LoggedEvent, repeated: int) -> bytes:
             "repeated": repeated,
         }
     )
+    return line + b"\n"
