@@ -55,11 +55,6 @@ class BackgroundHandler(logging.Handler):
         """Do the work for some events, in their order. It must not log events."""
         raise NotImplementedError
 
-    def ended(self) -> None:
-        """Let go of what `take` has kept. Called on the same thread, after the last
-        call.
-        """
-
     def emit(self, record: logging.LogRecord) -> None:
         if not (name := event_of(record)):
             return
@@ -103,4 +98,3 @@ class BackgroundHandler(logging.Handler):
                     logging.getLogger("ckptd.telemetry").exception(
                         "%s has failed for %d events", self._thread.name, len(batch)
                     )
-        self.ended()

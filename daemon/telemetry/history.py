@@ -46,16 +46,14 @@ class History(BackgroundHandler):
     """
 
     def __init__(self, file: Path, most: int = MAX_EVENTS) -> None:
+        super().__init__("ckptd-history")
         self._file, self._most = file, most
         self._problem = ""
-        self._connection: sqlite3.Connection | None = None
-        super().__init__("ckptd-history")
 
     def take(self, events: Sequence[LoggedEvent]) -> None:
         try:
             self._write(events)
         except (NewerFormat, OSError, sqlite3.Error) as error:
-            self._disconnect()
             problem = _reason(error)
             if problem != self._problem:
                 log.warning("the history %s is not written: %s", self._file, problem)
@@ -65,17 +63,14 @@ class History(BackgroundHandler):
             log.info("the history %s is written again", self._file)
         self._problem = ""
 
-    def ended(self) -> None:
-        self._disconnect()
-
     def _write(self, events: Sequence[LoggedEvent]) -> None:
         try:
             self._insert(events)
         except sqlite3.DatabaseError as error:
             if not _is_damage(error):
                 raise
-            self._disconnect()
             aside = self._file.with_name(f"{self._file.name}.damaged")
+            self._file.with_name(f"{self._file.name}-journal").unlink(missing_ok=True)
             self._file.replace(aside)
             log.warning(
                 "the history %s is damaged (%s): it is set aside as %s, and a new one begins",
@@ -83,34 +78,15 @@ class History(BackgroundHandler):
             )  # fmt: skip
             self._insert(events)
 
-    def _connect(self) -> sqlite3.Connection:
-        if not self._file.exists():  # what was left beside another file would be taken for its own
-            for suffix in ("-wal", "-shm"):
-                self._file.with_name(f"{self._file.name}{suffix}").unlink(missing_ok=True)
-        found = sqlite3.connect(self._file, timeout=5.0, check_same_thread=False)
-        self._connection = found
-        (version,) = found.execute("PRAGMA user_version").fetchone()
-        if version > VERSION:
-            raise _newer(self._file, version)
-        # A power cut then costs the last events and harms nothing, and the disk that the
-        # journal is on is not synced for each event; sqlite.org/wal.html.
-        found.execute("PRAGMA journal_mode = WAL")
-        found.execute("PRAGMA synchronous = NORMAL")
-        if version == 0:
-            self._file.chmod(0o600)
-            found.executescript(_SCHEMA)
-        return found
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            with suppress(sqlite3.Error):
-                self._connection.close()
-        self._connection = None
-
     def _insert(self, events: Sequence[LoggedEvent]) -> None:
-        if not self._file.exists():  # it was moved away
-            self._disconnect()
-        with self._connection or self._connect() as found:
+        # A connection for each batch: an idle daemon keeps no memory and no lock for it.
+        with closing(sqlite3.connect(self._file, timeout=5.0)) as found, found:
+            (version,) = found.execute("PRAGMA user_version").fetchone()
+            if version > VERSION:
+                raise _newer(self._file, version)
+            if version == 0:
+                self._file.chmod(0o600)
+                found.executescript(_SCHEMA)
             found.executemany(
                 "INSERT INTO events (time, name, level, job, text, facts) VALUES (?,?,?,?,?,?)",
                 [

@@ -76,27 +76,6 @@ def test_a_damaged_file_is_set_aside(
         assert f"it is set aside as {NAME}.damaged, and a new one begins" in caplog.text
 
 
-def test_a_new_file_begins_when_the_old_one_is_moved_away(file: Path) -> None:
-    history = History(file)
-    history.take([event(1)])
-    file.rename(file.with_name("moved"))
-    history.take([event(2)])
-    assert read_history(file) == [event(2)]
-    history.close()
-    assert read_history(file) == [event(2)]
-
-
-def test_what_a_killed_daemon_left_of_a_file_that_was_moved_is_not_taken(file: Path) -> None:
-    history = History(file)
-    history.take([event(1)])
-    left = file.with_name(f"{NAME}-wal").read_bytes()
-    history.close()
-    file.unlink()
-    file.with_name(f"{NAME}-wal").write_bytes(left)
-    written(file, [event(2)])
-    assert read_history(file) == [event(2)]
-
-
 def test_the_file_of_a_newer_version_is_left_alone(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
