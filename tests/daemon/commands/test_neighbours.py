@@ -83,9 +83,9 @@ def test_status_finds_the_daemon_of_a_root_and_names_the_one_above(served: Daemo
     )
     found = ckptd("status", served.home.root / "gpt")
     assert (found.returncode, found.stdout) == (14, "")
-    assert found.stderr.endswith(
-        f"serves {served.home.root / 'gpt'}: did you mean {served.home.root}?\n"
-    )
+    # A daemon of another test that does not answer is named between the two.
+    assert f"serves {served.home.root / 'gpt'}" in found.stderr
+    assert found.stderr.endswith(f": did you mean {served.home.root}?\n")
 
 
 @pytest.mark.parametrize(
