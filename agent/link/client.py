@@ -126,16 +126,20 @@ class Client:
     def wait_connected(self, budget: float) -> bool:
         """Wait for a lost connection to come back.
 
-        Return False if it is not back `budget` seconds after it was lost.
+        Return False if it is not back `budget` seconds after it was lost, or as soon as
+        the next daemon serves another root.
 
         The time counts from the loss, so that an outage costs the training `budget`
         seconds once, and not at every call. Returns False at once if a call has timed
-        out and no message has arrived since, or if the daemon serves another root now.
+        out and no message has arrived since.
         """
         return (
             not self._silent
             and self.foreign is None
-            and self._up.wait(max(0.0, self._down_since + budget - time.monotonic()))
+            and self._up.wait(
+                max(0.0, self._down_since + budget - time.monotonic()),
+                unless=lambda: self.foreign is not None,
+            )
         )
 
     def call(
@@ -437,6 +441,7 @@ class Client:
             self._resume()
         except (Fenced, ForeignMemory) as error:
             self.foreign = error if isinstance(error, ForeignMemory) else None
+            self._up.wake()
             self._lost(error)
             self.close()
         except Exception as error:

@@ -74,9 +74,17 @@ class Flag:
     def clear(self) -> None:
         self._set = False
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(
+        self, timeout: float | None = None, unless: Callable[[], bool] = lambda: False
+    ) -> bool:
         """Wait until the flag is set, and return True.
 
-        Return False after `timeout` seconds; None waits without a limit.
+        Return False after `timeout` seconds; None waits without a limit. Return False
+        also once `unless` returns True, which `wake` makes the waiters notice.
         """
-        return self._waiters.wait_for(self.is_set, timeout)
+        self._waiters.wait_for(lambda: self._set or unless(), timeout)
+        return self._set
+
+    def wake(self) -> None:
+        """Have all waiters check their `unless` again."""
+        self._waiters.notify()

@@ -28,6 +28,7 @@ from ckptd.shared.errors import (
     DaemonUnreachable,
     Fenced,
     Forbidden,
+    ForeignMemory,
     StorageError,
 )
 from ckptd.shared.system.descriptor import Descriptor
@@ -420,7 +421,7 @@ def test_an_outage_costs_the_training_its_budget_once(
 ) -> None:
     waited: list[float | None] = []
 
-    def wait(timeout: float | None = None) -> bool:
+    def wait(timeout: float, unless: Callable[[], bool]) -> bool:
         waited.append(timeout)
         return False
 
@@ -433,6 +434,22 @@ def test_an_outage_costs_the_training_its_budget_once(
     for clock.now in (1000.0, 1004.0, 1010.0, 5000.0):
         assert not rank.client.wait_connected(10.0)
     assert waited == [10.0, 6.0, 0.0, 0.0]
+
+
+def test_a_rank_waits_no_longer_for_a_daemon_that_serves_another_root(
+    rank: Rank, daemon: FakeDaemon, connection: Connection
+) -> None:
+    connection.hang_up()
+    resuming, results = daemon.accepted(), list[bool]()
+    begin = resuming.next(m.Begin)
+    waiting = threading.Thread(
+        target=lambda: results.append(rank.client.wait_connected(3600.0)), daemon=True
+    )
+    waiting.start()
+    resuming.reply(m.Error(re=begin.id, code=ForeignMemory.code, message="of another root"))
+    waiting.join(60)
+    assert results == [False]
+    assert "of another root" in str(rank.client.foreign)
 
 
 def test_a_rank_that_cannot_resume_connects_once_more(

@@ -433,7 +433,7 @@ def test_ctrl_c_ends_the_thread_that_waits_for_the_other_ranks(
     fake: FakeStore, two: list[Exchange], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Interrupted(Flag):
-        def wait(self, timeout: float | None = None) -> bool:
+        def wait(self, *_: object, **__: object) -> bool:
             raise KeyboardInterrupt
 
     before = two[1]._done

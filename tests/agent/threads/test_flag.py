@@ -31,6 +31,19 @@ def test_all_waiting_threads_are_woken() -> None:
     assert woken == [True] * 5
 
 
+def test_a_wait_for_what_will_not_come_ends_when_it_is_woken() -> None:
+    flag, hopeless, results = Flag(), list[str](), list[bool]()
+    thread = threading.Thread(
+        target=lambda: results.append(flag.wait(unless=lambda: bool(hopeless))), daemon=True
+    )
+    thread.start()
+    flag.wake()  # nothing has changed
+    hopeless.append("the daemon serves another root")
+    flag.wake()
+    thread.join(60)
+    assert results == [False]
+
+
 def test_a_condition_is_checked_again_after_each_notification() -> None:
     waiters, values = Waiters(), list[int]()
 
