@@ -62,7 +62,7 @@ class ValueDifference:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDifference:
-    """What differs between the checkpoints A and B.
+    """The difference between the checkpoints A and B.
 
     The tensors are in the order of their relative difference, the largest first. same:
     how many tensors and values are the same.

@@ -17,7 +17,7 @@ from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.units import printable, size_text, some_text, span_text
 
 ListedRow = dict[str, Any]
-"""One checkpoint, as `report.listing` returns it."""
+"""A row of `report.listing`, for one checkpoint."""
 _DEFAULT = ("job", "tag", "step", "attempt", "ranks", "size", "of_raw", "created", "marks")
 """The columns of a listing whose user has named none."""
 METRIC = "metric:"

@@ -49,7 +49,7 @@ _FIRST_USER = 1000  # systemd's SYSTEM_UID_MAX is 999
 _CLOCK_SECONDS = 2.0
 _DAY = 86_400.0
 _SAVES = 200
-"""How many of the last saves on this node are looked at."""
+"""The number of the last saves on this node that are looked at."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,11 +100,7 @@ def _file(root: Location | None, socket: Path | None) -> Path:
     """
     root = root or (configured_root() if socket is None else None)
     try:
-        status = (
-            neighbours.usual_status(socket, "ckptd history --root ROOT")
-            if root is None
-            else neighbours.status_of(root)
-        )
+        status = neighbours.AskedDaemon(root, socket, "ckptd history --root ROOT").status()
     except e.DaemonUnreachable:
         if root is None:
             raise

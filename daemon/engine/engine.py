@@ -214,7 +214,7 @@ class Engine:
                 f"attempt {attempt} of job {job.name!r} was claimed by another daemon first: "
                 f"start this run again"
             )
-        job.barren = job.barren + 1 if job.sealed[0] < job.attempt else 0
+        job.barren = job.barren + 1 if job.has_sealed_nothing() else 0
         job.attempt = attempt
         job.world_size = world_size
         job.node = node

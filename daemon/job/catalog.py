@@ -345,6 +345,11 @@ class Job:
     def live_checkpoints(self) -> list[StoredCheckpoint]:
         return [c for c in self.checkpoints.values() if c.tag not in self.retiring]
 
+    def has_sealed_nothing(self) -> bool:
+        """Return True if no step of the newest attempt is known to be sealed."""
+        durable = self.newest_durable()
+        return max(self.sealed[0], durable.attempt if durable else 0) < self.attempt
+
     def newest_in_memory(self) -> Snapshot | None:
         return max(
             (s for s in self.snapshots if s.in_memory and not self.is_dead(s)),

@@ -79,9 +79,9 @@ class App:
     def _http_listener(self) -> socket.socket | None:
         """Return the socket for metrics and probes, or None if there are to be none.
 
-        Raises the errors of `listen_for_http`. A private daemon logs them instead: it
-        has the settings of a trainer, of which there may be several on this node, and
-        whose saves need no metrics.
+        Raises the errors of `listen_for_http`. A private daemon logs them instead:
+        several trainers of a node may have the same settings, and their saves need no
+        metrics.
         """
         address = self._config.http_address
         if address is None:

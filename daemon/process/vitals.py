@@ -14,7 +14,7 @@ import psutil
 from ckptd.daemon import log_events
 from ckptd.daemon.composition import Components
 from ckptd.daemon.process import notify
-from ckptd.daemon.telemetry.overdue import PERIOD_SECONDS, Overdue
+from ckptd.daemon.telemetry.overdue import LOOK_SECONDS, Overdue
 
 log = logging.getLogger("ckptd")
 
@@ -80,7 +80,7 @@ class Vitals:
                     log, "no chunk has been written for %.0f s", now - stuck_since,
                     seconds=now - stuck_since,
                 )  # fmt: skip
-            if now - looked > PERIOD_SECONDS:
+            if now - looked > LOOK_SECONDS:
                 looked = now
                 overdue.look(self._parts.catalog.jobs.values(), time.time())
             notify.notify("WATCHDOG=1")

@@ -36,8 +36,8 @@ class JobFigures:
 class DaemonFigures:
     """The figures of a daemon at one moment. Sizes are bytes.
 
-    `jobs_known`: the number of all jobs, of which `jobs` may be a part. `snapshots`: how
-    many snapshots ended with each result. `pending`: bytes that are sealed in memory and
+    `jobs_known`: the number of all jobs; `jobs` may have only some of them. `snapshots`:
+    how many snapshots ended with each result. `pending`: bytes that are sealed in memory and
     will be saved. `disk_free`: None while the storage does not answer.
     """
 
@@ -73,7 +73,7 @@ class _Beat:
 
 
 class MetricsBoard:
-    """What the event loop publishes for other threads."""
+    """The board on which the event loop publishes figures for other threads."""
 
     def __init__(self, now: float, period: float) -> None:
         """now: the time of the monotonic clock. period: seconds between two beats."""

@@ -141,8 +141,12 @@ def read_history(
             f"WHERE {' AND '.join(wanted)} ORDER BY id DESC LIMIT ?",
             (*values, limit),
         ).fetchall()
-        jobs = [name for (name,) in found.execute("SELECT DISTINCT job FROM events")]
-    if job is not None and job not in jobs:
+        jobs = (
+            []
+            if rows or job is None
+            else [name for (name,) in found.execute("SELECT DISTINCT job FROM events")]
+        )
+    if not rows and job is not None and job not in jobs:
         near = nearest(job, filter(None, jobs))
         raise NotFound(
             f"the history {file} has no job {job!r}" + (f"; did you mean {near!r}?" if near else "")

@@ -16,8 +16,8 @@ from ckptd.daemon.telemetry.http_answers import MAX_HEAD_BYTES, Page, Pages, res
 log = logging.getLogger("ckptd.http")
 
 MAX_CLIENTS = 16
-"""The most clients at once. Each needs a file descriptor, of which the training needs
-most.
+"""The most clients at once. Each needs a file descriptor, and the training needs most
+of them.
 """
 REQUEST_SECONDS = 5.0
 """The seconds that a client has to send its request, and again to read the answer."""

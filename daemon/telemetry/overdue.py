@@ -14,7 +14,7 @@ from ckptd.shared.units import span_text
 
 log = logging.getLogger("ckptd.telemetry")
 
-PERIOD_SECONDS = 30.0
+LOOK_SECONDS = 30.0
 """Seconds between two looks."""
 LEAST_SECONDS = 600.0
 _INTERVALS = 5.0

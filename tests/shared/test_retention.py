@@ -266,7 +266,9 @@ def test_without_a_time_there_is_no_age() -> None:
 
 
 def test_a_limit_beside_a_policy_of_a_newer_ckptd_does_not_count() -> None:
-    """What the newer policy keeps is not known, nor whether a limit may take it away."""
+    """Nobody knows here which checkpoints the newer policy keeps, so no limit may take one
+    away.
+    """
     found = r.understood(["MaxBytes(nbytes=1)", "Finite()", "MaxAge(seconds=1)", "LatestN(1)"])
     assert found == (r.PreserveAll(), r.LatestN(1))
     assert r.understood(["MaxBytes(files=3)"]) == (r.PreserveAll(),)

@@ -145,7 +145,9 @@ def test_the_roots_that_are_served_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_daemon_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be the one that was asked for, and its loop may be stuck."""
+    """A daemon that does not answer may be the one that was asked for: its loop may be
+    stuck.
+    """
     stuck = Neighbour(4711, "/run/x", None, "the daemon does not answer")
     other = Neighbour(4712, "/run/y", {"root": "/other"})
     monkeypatch.setattr(neighbours, "find_all", lambda: [stuck, other])

@@ -252,6 +252,20 @@ def test_the_newest_checkpoint_is_by_attempt_and_step() -> None:
     assert checkpoint(20, 2, 3) not in made.live_checkpoints()
 
 
+def test_an_attempt_has_sealed_nothing_until_a_seal_or_a_checkpoint_of_it_is_known() -> None:
+    job = Job("gpt")
+    assert not job.has_sealed_nothing()  # no attempt has begun
+    job.attempt = 2
+    assert job.has_sealed_nothing()
+    job.sealed = (2, 5)
+    assert not job.has_sealed_nothing()
+    job.attempt = 3
+    assert job.has_sealed_nothing()
+    # Of a daemon that was started again, which has heard of no seal.
+    job.commit(StoredCheckpoint("gpt", "step-00000006.a0003", 3, 6, 1, 10, (), False))
+    assert not job.has_sealed_nothing()
+
+
 def test_a_retiring_checkpoint_is_not_durable() -> None:
     made = Job("gpt")
     made.commit(checkpoint(5))

@@ -148,7 +148,7 @@ def test_a_save_that_stands_still_is_logged(
 def test_jobs_are_looked_at_for_saves_that_are_overdue(
     parts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vitals, "PERIOD_SECONDS", 0.0)
+    monkeypatch.setattr(vitals, "LOOK_SECONDS", 0.0)
     looked: list[list[str]] = []
     monkeypatch.setattr(
         Overdue, "look", lambda self, jobs, now: looked.append([job.name for job in jobs])
