@@ -15,7 +15,6 @@ from ckptd.daemon.commands import neighbours
 from ckptd.daemon.commands.report import as_table
 from ckptd.daemon.log_events import EVENTS
 from ckptd.daemon.telemetry.background import LoggedEvent
-from ckptd.daemon.telemetry.history import read_history
 from ckptd.shared import errors as e
 from ckptd.shared.command import (
     PLACE,
@@ -72,6 +71,8 @@ def history(
     With JOB, only what is about this job. Checkpoints that are deleted and jobs that
     have ended are in it too. docs/reference/events.md lists the events.
     """
+    from ckptd.daemon.telemetry.history import read_history  # SQLite, which no other verb needs
+
     for name in names:
         if name not in EVENTS:
             near = nearest(name, EVENTS)

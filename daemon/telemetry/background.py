@@ -43,10 +43,13 @@ class BackgroundHandler(logging.Handler):
     fit into the queue.
     """
 
-    def __init__(self, name: str, level: int = logging.INFO) -> None:
-        """name: the name of the thread."""
+    def __init__(self, name: str, level: int = logging.INFO, gather_seconds: float = 0.0) -> None:
+        """name: the name of the thread. gather_seconds: how long the thread waits for
+        more events after the first one, so that `take` gets them together.
+        """
         super().__init__(level)
         self.missed = 0
+        self._gather_seconds = gather_seconds
         self._queue = queue.Queue[LoggedEvent | None](MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -79,18 +82,7 @@ class BackgroundHandler(logging.Handler):
     def _run(self) -> None:
         ended = False
         while not ended:
-            batch: list[LoggedEvent] = []
-            event = self._queue.get()
-            while event is not None:
-                batch.append(event)
-                if len(batch) == _BATCH:
-                    break
-                try:
-                    event = self._queue.get_nowait()
-                except queue.Empty:
-                    break
-            else:
-                ended = True
+            batch, ended = self._gathered()
             if batch:
                 try:
                     self.take(batch)
@@ -98,3 +90,18 @@ class BackgroundHandler(logging.Handler):
                     logging.getLogger("ckptd.telemetry").exception(
                         "%s has failed for %d events", self._thread.name, len(batch)
                     )
+
+    def _gathered(self) -> tuple[list[LoggedEvent], bool]:
+        """Wait for the next events. Return them, and whether they are the last ones."""
+        batch: list[LoggedEvent] = []
+        event = self._queue.get()
+        end = time.monotonic() + self._gather_seconds
+        while event is not None:
+            batch.append(event)
+            if len(batch) == _BATCH:
+                return batch, False
+            try:
+                event = self._queue.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                return batch, False
+        return batch, True

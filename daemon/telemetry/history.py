@@ -23,6 +23,10 @@ log = logging.getLogger("ckptd.history")
 
 VERSION = 1
 """The version of the file, its `user_version`."""
+GATHER_SECONDS = 2.0
+"""Events of so many seconds are written together: the disk is synced for each write. A
+daemon that is killed loses those that it has not written yet.
+"""
 MAX_EVENTS = 100_000
 """About 30 MB, and five weeks of a job that saves once a minute."""
 _decode_facts = msgspec.json.Decoder(dict[str, Any]).decode
@@ -46,7 +50,7 @@ class History(BackgroundHandler):
     """
 
     def __init__(self, file: Path, most: int = MAX_EVENTS) -> None:
-        super().__init__("ckptd-history")
+        super().__init__("ckptd-history", gather_seconds=GATHER_SECONDS)
         self._file, self._most = file, most
         self._problem = ""
 

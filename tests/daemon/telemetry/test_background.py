@@ -16,12 +16,13 @@ LOG = logging.getLogger("ckptd.tests.background")
 
 
 class Kept(BackgroundHandler):
-    def __init__(self, level: int = logging.INFO) -> None:
+    def __init__(self, level: int = logging.INFO, gather_seconds: float = 0.0) -> None:
         self.events: list[LoggedEvent] = []
+        self.sizes: list[int] = []
         self.may_go = threading.Event()
         self.may_go.set()
         self.fails = 0
-        super().__init__("ckptd-kept", level)
+        super().__init__("ckptd-kept", level, gather_seconds)
 
     def take(self, events: Sequence[LoggedEvent]) -> None:
         assert self.may_go.wait(60)
@@ -29,6 +30,7 @@ class Kept(BackgroundHandler):
             self.fails -= 1
             raise OSError("no")
         self.events += events
+        self.sizes.append(len(events))
 
 
 def log_to(handler: BackgroundHandler, count: int) -> None:
@@ -49,6 +51,20 @@ def test_events_come_in_their_order_and_all_before_the_end() -> None:
         (f"saved {number}", "gpt", number) for number in range(1_200)
     ]
     assert {(event.name, event.level) for event in kept.events} == {("save.done", logging.INFO)}
+
+
+def test_events_are_gathered_until_their_time_is_over_or_the_handler_ends() -> None:
+    kept = Kept(gather_seconds=3600.0)
+    log_to(kept, 3)
+    kept.close()
+    assert kept.sizes == [3]
+    kept = Kept(gather_seconds=0.01)
+    for number in range(3):
+        log_to(kept, 1)
+        while len(kept.sizes) <= number:
+            pass
+    kept.close()
+    assert kept.sizes == [1, 1, 1]
 
 
 def test_lines_without_an_event_and_of_a_lower_level_are_left_out() -> None:
