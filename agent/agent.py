@@ -474,7 +474,7 @@ class Agent:
     def _prepare(self, state: Any) -> None:
         with paused_collector():
             captured = capture(state, rank=self.rank)
-            layout = self._kept_plan.plan_ahead(captured) if self._planner is None else None
+            layout = self._kept_plan.plan_ahead(captured, state) if self._planner is None else None
             planned = (
                 self._kept_plan.estimate(captured)
                 if layout is None

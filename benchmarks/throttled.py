@@ -79,7 +79,7 @@ def sealed_slot(megabytes: int) -> SealedSlot:
         length += os.pwrite(fd, data, header.data_offset + length)
     plan = sample_plan()
     ranges = chunk_ranges([Region(0, length // 4 * 4, 4)], DEFAULT_CHUNK)
-    return SealedSlot(fd, header, plan, plan.encode(), SnapshotRequest(), ranges, None)
+    return SealedSlot(fd, header, plan, None, plan.encode(), SnapshotRequest(), ranges, None)
 
 
 async def written(

@@ -288,5 +288,6 @@ def _read_part(repository: Repository, part: r.PartDurable) -> tuple[Document, i
             raw_bytes=sum(c.raw_length for c in index.chunks), items=len(reader.plan.items),
             index_sha256=part.index_sha256, files=1 + len(index.files),
             linked_bytes=reader.linked_bytes,
+            non_finite=None if index.non_finite is None else index.non_finite.values,
         )  # fmt: skip
         return (entry, reader.plan, SnapshotRequest.decode(index.request)), index.world_size

@@ -35,7 +35,8 @@ class Retainable(Protocol):
     attempt, step: the attempt and the step of the snapshot. A checkpoint without a step
     has None. created: the time of the snapshot in Unix seconds, by the trainer's clock,
     or NaN if it is unknown. metrics: the metrics that were passed to `snapshot`.
-    nbytes: the size of its files.
+    nbytes: the size of its files. non_finite: how many values of its parameters and
+    optimizer state are NaN or infinite, or None if they were not counted.
     """
 
     @property
@@ -48,6 +49,8 @@ class Retainable(Protocol):
     def metrics(self) -> dict[str, float]: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def non_finite(self) -> int | None: ...
 
 
 class _Policy(msgspec.Struct, frozen=True):
@@ -260,6 +263,28 @@ class CustomSteps(_Policy, frozen=True):
         return _newest_of_steps(ordered, set(self.steps).__contains__)
 
 
+class Finite(_Policy, frozen=True):
+    """The policy that keeps the `n` newest checkpoints whose parameters and optimizer
+    state have no value that is NaN or infinite.
+
+    The daemon counts such values while it saves. They are not counted in a state that
+    has neither a module nor an optimizer, and by versions without the count. As long as
+    fewer than `n` checkpoints are known to be finite, the newest that were not counted
+    are kept in place of the missing ones.
+    """
+
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        _whole("Finite", "n", self.n)
+
+    def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
+        finite = [place for place, c in enumerate(ordered) if c.non_finite == 0]
+        unknown = [place for place, c in enumerate(ordered) if c.non_finite is None]
+        missing = max(0, self.n - len(finite))
+        return {*finite[-self.n :], *unknown[max(0, len(unknown) - missing) :]}
+
+
 class MaxAge(_Policy, frozen=True):
     """The limit that takes away the checkpoints made more than `seconds` before the
     newest one, by the clocks of the trainers.
@@ -340,6 +365,7 @@ Policy = (
     | EveryNSeconds
     | Daily
     | Weekly
+    | Finite
     | BestN
     | CustomSteps
     | Limit
@@ -354,6 +380,7 @@ POLICIES = {
         EveryNSeconds,
         Daily,
         Weekly,
+        Finite,
         BestN,
         CustomSteps,
         MaxAge,

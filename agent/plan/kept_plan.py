@@ -28,7 +28,7 @@ from ckptd.agent.plan.structure import PLAIN, Sources, Structure, difference, lo
 from ckptd.agent.state import values
 from ckptd.agent.state.capture import Captured
 from ckptd.agent.state.merge import value_digests
-from ckptd.agent.state.naming import buffer_names
+from ckptd.agent.state.naming import buffer_names, learned_names
 from ckptd.shared.system.collector import paused_collector
 from ckptd.shared.wire import messages as m
 
@@ -98,7 +98,7 @@ class KeptPlan:
         """True if a state of the same structure can use the kept layout."""
         return self._kept is not None and self._has == self._wanted
 
-    def plan_ahead(self, captured: Captured) -> Layout | None:
+    def plan_ahead(self, captured: Captured, state: Any) -> Layout | None:
         """Return the layout of this state, or None if the next snapshot must plan it with
         other ranks.
 
@@ -113,7 +113,7 @@ class KeptPlan:
         wanted = self._wanted
         with paused_collector():
             found, _ = Structure.of(captured.tensors)
-            layout = self._lay_out_alone(captured)
+            layout = self._lay_out_alone(captured, state)
             self._kept, self._has = (
                 (found, layout, Sources(found, captured.tensors, layout.plan)),
                 wanted,
@@ -121,8 +121,9 @@ class KeptPlan:
         return layout
 
     @staticmethod
-    def _lay_out_alone(captured: Captured) -> Layout:
-        local = plan_locally(captured.tensors)
+    def _lay_out_alone(captured: Captured, state: Any) -> Layout:
+        learned = learned_names(state, captured.tensors)
+        local = plan_locally(captured.tensors, learned=learned)
         return share_out([Offer(local.rows)])[0].lay_out(local)
 
     def reuse(self, captured: Captured) -> PlanInUse | None:
@@ -178,7 +179,7 @@ class KeptPlan:
                 TELL_SECONDS,
             )
         if self._ranks.world_size == 1:
-            layout = self._lay_out_alone(captured)
+            layout = self._lay_out_alone(captured, state)
         else:
             planned = self._plan(captured, state, pending, deadline)
             layout, self.shared = planned.layout, Shared(planned.groups, planned.local)
@@ -198,7 +199,12 @@ class KeptPlan:
 
     def _describe(self, captured: Captured, state: Any) -> Description:
         digests, buffers = value_digests(values.decode(captured.state)), set(buffer_names(state))
-        local = plan_locally(captured.tensors, buffers=buffers, world_size=self._ranks.world_size)
+        local = plan_locally(
+            captured.tensors,
+            buffers=buffers,
+            learned=learned_names(state, captured.tensors),
+            world_size=self._ranks.world_size,
+        )
         return Description.of(local, savable(captured.tensors), digests, self._ranks.rank, buffers)
 
     def estimate(self, captured: Captured) -> int:

@@ -34,6 +34,7 @@ from ckptd.agent.state.dtypes import copyable, dtype_name, sizeless
 from ckptd.agent.state.tensor_check import check_tensor
 from ckptd.shared import __version__
 from ckptd.shared.errors import UnsavableValue
+from ckptd.shared.formats.non_finite import runs_of
 from ckptd.shared.formats.plan import (
     ELEMENT_SIZES,
     HIDDEN,
@@ -42,6 +43,7 @@ from ckptd.shared.formats.plan import (
     MAX_TEXT,
     Alias,
     Item,
+    LearnedRuns,
     Plan,
     Region,
     align_region,
@@ -157,14 +159,22 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """All items that this rank could write, and the aliases in them."""
+    """All items that this rank could write, and the aliases in them.
+
+    learned: the fqns of parameters and of optimizer state, or None if they are not known.
+    """
 
     rows: list[Row]
     aliases: list[Alias] = field(default_factory=list)
+    learned: frozenset[str] | None = None
 
 
 def plan_locally(
-    tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (), world_size: int = 1
+    tensors: dict[str, torch.Tensor],
+    *,
+    buffers: Iterable[str] = (),
+    learned: frozenset[str] | None = None,
+    world_size: int = 1,
 ) -> Local:
     """Return DCP's local plan as rows, and the aliases.
 
@@ -204,7 +214,7 @@ def plan_locally(
         Row(name, "uint8", (length,), (0,), (length,), None, device, False)
         for name, length, device in hidden
     ]
-    return Local(rows, aliases)
+    return Local(rows, aliases, learned)
 
 
 def savable(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -383,7 +393,14 @@ def lay_out(
     rows = [local.rows[number] for number in kept]
     names = {row.fqn for row in rows}
     inside = [alias for alias in local.aliases if alias.base in names and alias.fqn in aliases]
-    return layout_of(rows, inside, metadata=metadata, global_plan=global_plan, meshes=meshes)
+    return layout_of(
+        rows,
+        inside,
+        metadata=metadata,
+        global_plan=global_plan,
+        meshes=meshes,
+        learned=local.learned,
+    )
 
 
 def layout_of(
@@ -393,8 +410,9 @@ def layout_of(
     metadata: dict[str, Any] | None,
     global_plan: bytes,
     meshes: Sequence[Mesh] = (),
+    learned: frozenset[str] | None = None,
 ) -> Layout:
-    """Return the layout of these rows and aliases.
+    """Return the layout of these rows and aliases. `learned` is as in `Local`.
 
     Raises UnsavableValue if there are more than MAX_ITEMS of either, or if the plan
     document is larger than readers accept.
@@ -408,6 +426,7 @@ def layout_of(
         global_plan=global_plan,
         writer=_writer(),
         meshes=list(meshes) or msgspec.UNSET,
+        learned=_learned_runs(items, aliases, learned),
     )
     document = plan.encode()
     if len(document) > MAX_DOCUMENT:
@@ -421,6 +440,15 @@ def layout_of(
             f"up to {MAX_ITEMS:,d}"
         )
     return Layout(plan, document, signature(document))
+
+
+def _learned_runs(
+    items: list[Item], aliases: list[Alias], learned: frozenset[str] | None
+) -> LearnedRuns | msgspec.UnsetType:
+    if learned is None:
+        return msgspec.UNSET
+    fqns = [*(item.fqn for item in items), *(alias.fqn for alias in aliases)]
+    return runs_of(number for number, fqn in enumerate(fqns) if fqn in learned)
 
 
 @cache

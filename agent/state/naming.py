@@ -12,7 +12,7 @@ same parameter in the same place.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple, TypeVar
@@ -42,6 +42,29 @@ def buffer_names(state: Any) -> list[str]:
         )
         found += [f"{path}.{name}" if path else name for name in names]
     return found
+
+
+def learned_names(state: Any, names: Iterable[str]) -> frozenset[str] | None:
+    """Return those of the tensors' names that are parameters of modules, or state of
+    optimizers, in a state. Return None if the state has neither module nor optimizer.
+
+    Their values should be finite. Buffers may hold infinities by right, as a mask does,
+    and extra states are opaque.
+    """
+    kinds = (torch.nn.Module, torch.optim.Optimizer)
+    starts = tuple(f"{path}." if path else "" for path, _ in find(state, "", kinds))
+    if not starts:
+        return None
+    buffers = set(buffer_names(state))
+    return frozenset(
+        name
+        for name in names
+        if name.startswith(starts) and name not in buffers and _EXTRA not in name.split(".")
+    )
+
+
+_EXTRA = "_extra_state"
+"""The last component of the key of `Module.get_extra_state` in a state dict."""
 
 
 def modules_of(state: Any) -> list[torch.nn.Module]:

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
 from crc32c import crc32c
 
 from ckptd.daemon.chunks.workers import Buffers, Workers
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.binary import PIECE
 from ckptd.shared.formats.manifest import PartEntry
+from ckptd.shared.formats.non_finite import Learned, NonFinite
 from ckptd.shared.formats.part import Chunk, PartIndex
 from ckptd.shared.formats.part_writer import PartWriter
 from ckptd.shared.formats.plan import ChunkRange, Plan, chunk_ranges, with_values
@@ -47,7 +49,8 @@ T = TypeVar("T")
 
 
 class Plans:
-    """A cache of plans that were decoded and found sound, by signature.
+    """A cache of plans that were decoded and found sound, by signature, with the places
+    of what should be finite.
 
     Their documents take at most `most` bytes, unless only one is kept.
 
@@ -57,25 +60,26 @@ class Plans:
     def __init__(self, most: int) -> None:
         self._most, self._size = most, 0
         self._lock = threading.Lock()
-        self._known: OrderedDict[bytes, tuple[Plan, int]] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[Plan, Learned | None, int]] = OrderedDict()
 
-    def decode(self, signature: bytes, document: bytes) -> Plan:
-        """Return the plan of `document`, which has this signature.
+    def decode(self, signature: bytes, document: bytes) -> tuple[Plan, Learned | None]:
+        """Return the plan of `document`, which has this signature, and the places.
 
         Raises IntegrityError if it is not a sound plan.
         """
         with self._lock:
             if signature in self._known:
                 self._known.move_to_end(signature)
-                return self._known[signature][0]
+                return self._known[signature][:2]
         plan = Plan.decode(document)
+        learned = Learned.of(plan)
         with self._lock:
             if signature not in self._known:
-                self._known[signature] = plan, len(document)
+                self._known[signature] = plan, learned, len(document)
                 self._size += len(document)
             while self._size > self._most and len(self._known) > 1:
-                self._size -= self._known.popitem(last=False)[1][1]
-        return plan
+                self._size -= self._known.popitem(last=False)[1][2]
+        return plan, learned
 
 
 _plans = Plans(most=32 << 20)  # bytes of documents; a decoded plan takes several times as many
@@ -94,6 +98,7 @@ class SealedSlot:
     """A sealed slot whose documents were read and verified.
 
     `fd` is a descriptor of its segment. `plan_document` is the plan as it was sealed.
+    `learned` are the places whose values are counted, None if the plan names none.
     `ranges` are all chunks of the slot, in order. `crcs` are their checksums from the
     check area, or None if it has none.
     """
@@ -101,6 +106,7 @@ class SealedSlot:
     fd: int
     header: SegmentHeader
     plan: Plan
+    learned: Learned | None
     plan_document: bytes
     request: SnapshotRequest
     ranges: list[ChunkRange]
@@ -117,7 +123,7 @@ class SealedSlot:
             raise IntegrityError(
                 f"plan document of {header.job} step {header.step} is not the one that was sealed"
             )
-        plan = _plans.decode(header.signature, document)
+        plan, learned = _plans.decode(header.signature, document)
         request = SnapshotRequest.decode(read_document(fd, header, header.request, "request"))
         values = (header.values.offset, header.values.length)
         if values[0] < plan.data_length or plan.data_length > header.capacity:
@@ -130,6 +136,7 @@ class SealedSlot:
             fd,
             header,
             plan,
+            learned,
             document,
             request,
             ranges,
@@ -159,6 +166,25 @@ class SealedSlot:
             crc = crc32c(piece, crc)
             hasher.update(piece)
         return ChunkCheck(crc, hasher.digest())
+
+    def check_and_count(
+        self, chunk: ChunkRange, buffer: memoryview, *, with_digest: bool
+    ) -> tuple[ChunkCheck, Counter[int]]:
+        """Read a chunk as `check` does, and count the values that are not finite while
+        its bytes are in the CPU's cache.
+
+        Return the check, and how many such values each learned tensor has.
+        """
+        crc, hasher, at = 0, new_hasher() if with_digest else None, chunk.offset
+        counts = Counter[int]()
+        for piece in read_pieces(self.fd, self.header, chunk.offset, chunk.length, buffer):
+            crc = crc32c(piece, crc)
+            if hasher is not None:
+                hasher.update(piece)
+            if self.learned is not None:
+                counts += self.learned.count(piece, at)
+            at += len(piece)
+        return ChunkCheck(crc, b"" if hasher is None else hasher.digest()), counts
 
     def digest(self, chunk: ChunkRange, buffer: memoryview) -> bytes:
         """Read a chunk through `buffer`, and return its digest."""
@@ -263,10 +289,16 @@ class Pipeline:
             header.values.length), chunk_size=header.chunk_size, chunks=[],
         )  # fmt: skip
 
+        non_finite = dict[int, Counter[int]]()
+
         def work(number: int, buffers: Buffers) -> tuple[Chunk, bytes]:
             chunk = writer.ranges[number]
             with memoryview(buffers[0]) as raw, memoryview(buffers[1]) as stored:
-                check = slot.check(chunk, raw[: chunk.length], with_digest=with_digests)
+                check, counts = slot.check_and_count(
+                    chunk, raw[: chunk.length], with_digest=with_digests
+                )
+                if counts:
+                    non_finite[chunk.offset] = counts
                 return writer.chunk(chunk, raw, stored, check.crc), check.digest
 
         reuse, digests = NOTHING, dict[int, bytes]()
@@ -287,6 +319,8 @@ class Pipeline:
                 - sum(chunk.length for chunk in writer.ranges)
             )
             found = await self._writers.each(writer.ranges, work, written, at_once=at_once)
+            if before is not None and len(writer.ranges) < len(slot.ranges):
+                non_finite |= await self._non_finite_of_linked(slot, before, writer.ranges)
             by_offset = {chunk.raw_offset: chunk for chunk, _ in found}
             digests |= {chunk.raw_offset: digest for chunk, digest in found}
             chunks = [
@@ -296,6 +330,9 @@ class Pipeline:
             checks = await wait_for_checks()
             for number, (chunk, check) in enumerate(zip(chunks, checks, strict=True)):
                 slot.compare(number, check.crc, chunk.raw_crc)
+            if slot.learned is not None:
+                total = sum(non_finite.values(), Counter[int]())
+                index = msgspec.structs.replace(index, non_finite=NonFinite.of(total))
             entry = await self._writers.run(
                 lambda: writer.finish(index, chunks, items=len(slot.plan.items))
             )
@@ -305,7 +342,34 @@ class Pipeline:
         self.bytes_read += entry.raw_bytes
         self.bytes_written += entry.new_bytes
         steady = is_steady(before, slot.ranges, checks)
-        return entry, writer.stored([digests[chunk.offset] for chunk in slot.ranges], steady=steady)
+        return entry, writer.stored(
+            [digests[chunk.offset] for chunk in slot.ranges],
+            steady=steady,
+            non_finite=None if slot.learned is None else non_finite,
+        )
+
+    async def _non_finite_of_linked(
+        self, slot: SealedSlot, before: StoredPart, written: Sequence[ChunkRange]
+    ) -> dict[int, Counter[int]]:
+        """Return how many values are not finite in the chunks that are linked, all but
+        those in `written`.
+
+        They are known if the part `before` has the same plan, and counted again otherwise.
+        """
+        if slot.learned is None:
+            return {}
+        offsets = {chunk.offset for chunk in written}
+        linked = [chunk for chunk in slot.ranges if chunk.offset not in offsets]
+        if before.signature == slot.header.signature and before.non_finite is not None:
+            known = before.non_finite
+            return {c.offset: known[c.offset] for c in linked if c.offset in known}
+
+        def work(number: int, buffers: Buffers) -> Counter[int]:
+            with memoryview(buffers[0]) as piece:
+                return slot.check_and_count(linked[number], piece, with_digest=False)[1]
+
+        found = await self._memory.each(linked, work, whole=False)
+        return {chunk.offset: counts for chunk, counts in zip(linked, found, strict=True) if counts}
 
     async def _with_digests(
         self, slot: SealedSlot, before: StoredPart, checks: list[ChunkCheck]

@@ -388,10 +388,11 @@ def show(path: Named, step: int | None, keys: bool, as_json: bool) -> None:
     repository, job, tag = find_job_or_checkpoint(place)
     title = report.title(repository, job, tag or manifest.tag)
     tensors, meshes = report.tensors_of(repository, job, manifest) if keys else (None, ())
+    non_finite = [] if as_json else report.non_finite_of(repository, job, manifest)
     said = (
         json.dumps(report.manifest_json(manifest, tensors, meshes), indent=1)
         if as_json
-        else report.manifest_text(manifest, title, tensors)
+        else report.manifest_text(manifest, title, tensors, non_finite)
     )
     click.echo(said)
 
@@ -458,8 +459,8 @@ def forget(
 
     Policies: LatestN(n), LatestDuration(seconds), EveryNSteps(n),
     EveryNSeconds(seconds), Daily(n), Weekly(n), BestN('metric', n, 'min' or 'max'),
-    CustomSteps([...]), PreserveAll(). MaxBytes('500GB') and MaxAge('30d') limit what
-    the others keep. They never delete the newest checkpoint, a checkpoint with a user
+    Finite(n), CustomSteps([...]), PreserveAll(). MaxBytes('500GB') and MaxAge('30d')
+    limit what the others keep. They never delete the newest checkpoint, a checkpoint with a user
     tag, or a step of an earlier attempt that the newest attempt has not reached. A
     checkpoint that is pinned or being read is never deleted. A policy over a metric
     that no checkpoint of the job has is an error, and nothing is deleted.

@@ -115,6 +115,7 @@ def _own(now: float) -> dict[str, Column]:
         Column("of_raw", "OF RAW", ratio, lambda value: f"{value:.0%}"),
         Column("created", "CREATED", member("created")),
         Column("age", "AGE", age, span_text),
+        Column("non_finite", "NON-FINITE", member("non_finite")),
         Column("marks", "MARKS", marks),
     ]
     return {column.name: column for column in found}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
@@ -27,6 +28,7 @@ from ckptd.shared.errors import (
 from ckptd.shared.formats.coverage import Shards
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.metadata_object import stored_places
+from ckptd.shared.formats.non_finite import MOST_NAMED
 from ckptd.shared.formats.plan import BLOB, RUN_FACTS, Described
 from ckptd.shared.formats.scatter import scatter, verify
 from ckptd.shared.formats.sharding import Mesh
@@ -332,7 +334,8 @@ def _row(
     return row | {
         "attempt": manifest.attempt, "step": manifest.step, "seq": manifest.seq,
         "world_size": manifest.world_size, "bytes": manifest.nbytes, "raw_bytes": raw,
-        "created": manifest.created, "metrics": manifest.metrics, "damaged": None,
+        "created": manifest.created, "metrics": manifest.metrics,
+        "non_finite": manifest.non_finite, "damaged": None,
     }  # fmt: skip
 
 
@@ -400,6 +403,25 @@ def tensors_of(
         return tensors(repository, job, manifest.tag, manifest)
 
 
+def non_finite_of(repository: Repository, job: str, manifest: Manifest) -> list[tuple[str, int]]:
+    """Return the tensors of a checkpoint that have the most values which are NaN or
+    infinite, each with the number of these values, of all parts together.
+
+    A part names only its own MOST_NAMED of them. Raises IntegrityError, StorageError,
+    NotFound.
+    """
+    found = Counter[str]()
+    with storage_errors(f"read {job}/{manifest.tag}"):
+        for part in manifest.parts:
+            if part.non_finite:
+                with closing(
+                    repository.open_part(job, manifest.tag, part.file, part.index_sha256)
+                ) as reader:
+                    counted = reader.index.non_finite
+                    found.update(dict(counted.named(reader.plan)) if counted is not None else {})
+    return found.most_common(MOST_NAMED)
+
+
 def manifest_json(
     manifest: Manifest, tensors: Mapping[str, Described] | None = None, meshes: Sequence[Mesh] = ()
 ) -> Any:
@@ -418,11 +440,15 @@ def manifest_json(
 
 
 def manifest_text(
-    manifest: Manifest, title: str, tensors: Mapping[str, Described] | None = None
+    manifest: Manifest,
+    title: str,
+    tensors: Mapping[str, Described] | None = None,
+    non_finite: Sequence[tuple[str, int]] = (),
 ) -> str:
     """Return a description of a checkpoint.
 
-    `tensors` are listed in it, if they are given.
+    `tensors` are listed in it, if they are given. non_finite: as `non_finite_of` returns
+    it.
     """
     raw = sum(part.raw_bytes for part in manifest.parts)
     step = "-" if manifest.step is None else manifest.step
@@ -451,6 +477,8 @@ def manifest_text(
             if (fact := manifest.writer.get(name))
         ),
         f"  tensors        {manifest.tensors}",
+        *([] if manifest.non_finite is None else [_non_finite_text(manifest.non_finite)]),
+        *(f"                 {name}: {values}" for name, values in non_finite),
     ]
     if manifest.metrics:
         lines.append(
@@ -473,6 +501,11 @@ def manifest_text(
         ]
         lines += ["", *as_table([("TENSOR", "SHAPE", "DTYPE"), *rows])]
     return "\n".join(map(printable, lines))
+
+
+def _non_finite_text(values: int) -> str:
+    counted = f"{count_text(values, 'value')} of parameters and optimizer state"
+    return f"  non-finite     {counted if values else 'nothing in parameters and optimizer state'}"
 
 
 def verification(path: Location) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,8 @@ class StoredCheckpoint:
     tag. `created`: Unix seconds by the trainer's clock, NaN if unknown. `retention`:
     the policies of the job itself, None if the manifest has none. `new_bytes`: the
     bytes of its files that no older checkpoint has, 0 if unknown. `files`: its part
-    files and its metadata object.
+    files and its metadata object. `non_finite`: how many values of parameters and of
+    optimizer state are NaN or infinite, None if they were not counted.
     """
 
     job: str
@@ -33,6 +34,7 @@ class StoredCheckpoint:
     metrics: dict[str, float] = field(default_factory=dict)
     retention: tuple[Policy, ...] | None = None
     new_bytes: int = 0
+    non_finite: int | None = None
 
     @classmethod
     def of(cls, manifest: Manifest) -> StoredCheckpoint:
@@ -42,6 +44,7 @@ class StoredCheckpoint:
             manifest.nbytes, tuple(manifest.files), name is None or name.by_user,
             manifest.created_at, manifest.numbers,
             understood(manifest.retention) if manifest.retention else None, manifest.new_bytes,
+            manifest.non_finite,
         )  # fmt: skip
 
     @property

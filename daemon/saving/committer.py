@@ -7,8 +7,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from ckptd.daemon import log_events
 from ckptd.daemon.job.catalog import Catalog
 from ckptd.daemon.job.events import Events
+from ckptd.daemon.job.finite import turned_non_finite
 from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal import records as r
@@ -101,7 +103,14 @@ class Committer:
         failed. Raises JournalBroken.
         """
         checkpoint = StoredCheckpoint.of(manifest)
-        self._catalog.job(snapshot.job).commit(checkpoint)
+        job = self._catalog.job(snapshot.job)
+        if warning := turned_non_finite(job.live_checkpoints(), checkpoint):
+            log_events.STATE_NON_FINITE.log(
+                log, "%s", warning, job=job.name, tag=checkpoint.tag, step=checkpoint.step,
+                values=checkpoint.non_finite,
+            )  # fmt: skip
+            self._events.remark(job.name, warning)
+        job.commit(checkpoint)
         try:
             await self.journal_commit(checkpoint)
         except JournalBroken:

@@ -118,6 +118,10 @@ _JOB_GAUGES = {
         "ckptd_last_durable_timestamp_seconds",
         "Unix time at which the newest durable checkpoint was made.",
     ),
+    "non_finite": (
+        "ckptd_non_finite_values",
+        "Values of the newest durable checkpoint that are NaN or infinite.",
+    ),
     "room": ("ckptd_room_checkpoints", "How many more checkpoints of the job fit."),
     "ranks": ("ckptd_ranks_connected", "Ranks of the job on this node that are connected."),
 }

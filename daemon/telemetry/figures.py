@@ -20,7 +20,9 @@ class JobFigures:
     `last_step` and `last_created`: those of the newest durable checkpoint, None if it
     has none or is not there; `last_created` is in Unix seconds. `room`: how many more
     checkpoints fit, or None if that is not known. `ranks`: the connected ranks of this
-    node. `damaged`: the checkpoints whose manifest could not be read.
+    node. `damaged`: the checkpoints whose manifest could not be read. `non_finite`: how
+    many values of the newest durable checkpoint are NaN or infinite, or None if they
+    were not counted.
     """
 
     name: str
@@ -30,6 +32,7 @@ class JobFigures:
     room: int | None = None
     ranks: int = 0
     damaged: int = 0
+    non_finite: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

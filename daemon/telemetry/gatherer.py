@@ -95,6 +95,7 @@ class Gatherer:
             room=None if found.here is None else job.room_for(disk_free, found.here),
             ranks=_connected(job),
             damaged=len(job.damaged),
+            non_finite=None if newest is None else newest.non_finite,
         )
 
     def _newest_of(self, job: Job) -> _Newest:

@@ -49,7 +49,8 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     packed slot, in bytes. items: the number of items in the plan. index_sha256: the
     sha256 of the index document, in hexadecimal digits. files: the number of its files,
     which is 1 if it has no data files. linked_bytes: the size of those of its files
-    that belong to older checkpoints, too, in bytes.
+    that belong to older checkpoints, too, in bytes. non_finite: how many values of its
+    parameters and optimizer state are NaN or infinite, or None if they were not counted.
     """
 
     rank: Size
@@ -60,6 +61,7 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     index_sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     files: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)] = 1
     linked_bytes: Size = 0
+    non_finite: Size | None = None
 
     @property
     def new_bytes(self) -> int:
@@ -321,6 +323,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(part.bytes for part in self.parts)
 
     @property
+    def non_finite(self) -> int | None:
+        """How many values of its parameters and optimizer state are NaN or infinite, or
+        None if they were not counted in all parts.
+        """
+        counts = [part.non_finite for part in self.parts if part.non_finite is not None]
+        return sum(counts) if len(counts) == len(self.parts) else None
+
+    @property
     def new_bytes(self) -> int:
         """The size of the files that were written for this checkpoint, in bytes."""
         return sum(part.new_bytes for part in self.parts)
@@ -346,10 +356,12 @@ class _Columns(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     items: list[Size]
     files: list[Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]] = []
     linked_bytes: list[Size] = []
+    non_finite: list[Size] = []
 
     @classmethod
     def of(cls, parts: Sequence[PartEntry]) -> _Columns:
         files, linked = [part.files for part in parts], [part.linked_bytes for part in parts]
+        counts = [part.non_finite for part in parts if part.non_finite is not None]
         return cls(
             nonces=_base64(_nonce(part) for part in parts),
             digests=_base64(bytes.fromhex(part.index_sha256) for part in parts),
@@ -358,6 +370,7 @@ class _Columns(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             items=[part.items for part in parts],
             files=files if max(files) > 1 else [],
             linked_bytes=linked if any(linked) else [],
+            non_finite=counts if len(counts) == len(parts) else [],
         )
 
     def parts(self, world_size: int) -> list[PartEntry]:
@@ -369,12 +382,13 @@ class _Columns(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             _from_base64(self.nonces, 16, world_size),
             _from_base64(self.digests, 32, world_size),
         )
-        columns = [
+        columns: list[Sequence[Any]] = [
             self.bytes,
             self.raw_bytes,
             self.items,
             self.files or [1] * world_size,
             self.linked_bytes or [0] * world_size,
+            self.non_finite or [None] * world_size,
         ]
         if any(len(column) != world_size for column in columns):
             raise IntegrityError(f"manifest does not describe the parts of {world_size} ranks")
@@ -382,7 +396,7 @@ class _Columns(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             PartEntry(
                 rank=rank, file=part_file(rank, nonces[rank]), index_sha256=digests[rank].hex(),
                 bytes=of_rank[0], raw_bytes=of_rank[1], items=of_rank[2], files=of_rank[3],
-                linked_bytes=of_rank[4],
+                linked_bytes=of_rank[4], non_finite=of_rank[5],
             )
             for rank, of_rank in enumerate(zip(*columns, strict=True))
         ]  # fmt: skip

@@ -31,6 +31,7 @@ from ckptd.shared.formats.binary import (
     check_zero,
     preamble,
 )
+from ckptd.shared.formats.non_finite import NonFinite
 from ckptd.shared.formats.plan import (
     MAX_CHUNK,
     MAX_CHUNKS,
@@ -107,6 +108,7 @@ class PartIndex(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     files: Annotated[list[Size], _MOST] = []
     placed: Annotated[list[_U32], _MOST] = []
     linked: Annotated[list[Linked], _MOST] = []
+    non_finite: NonFinite | None = None
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -156,7 +158,7 @@ def end_bound(chunks: int, documents: int, links: int = 0) -> int:
     `chunks` and `links` are the numbers of chunks and of linked files; `documents` is
     the length of the plan and request documents together, in bytes.
     """
-    return align(documents + 80 * chunks + 48 * links + 1024 + TRAILER_SIZE)
+    return align(documents + 80 * chunks + 48 * links + 2048 + TRAILER_SIZE)
 
 
 class ChunkSource(Protocol):

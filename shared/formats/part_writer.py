@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
@@ -333,14 +334,21 @@ class PartWriter:
             raw_bytes=sum(c.raw_length for c in chunks), items=items,
             index_sha256=hashlib.sha256(document).hexdigest(), files=1 + len(lengths),
             linked_bytes=sum(older.size for older in self._linked.values()),
+            non_finite=None if index.non_finite is None else index.non_finite.values,
         )  # fmt: skip
 
-    def stored(self, digests: list[bytes], *, steady: bool) -> StoredPart:
+    def stored(
+        self,
+        digests: list[bytes],
+        *,
+        steady: bool,
+        non_finite: dict[int, Counter[int]] | None = None,
+    ) -> StoredPart:
         """Return what a later part needs to link the files of this one.
 
         `finish` must have returned.
 
-        `digests` and `steady` are as in StoredPart.
+        `digests`, `steady` and `non_finite` are as in StoredPart.
         """
         index, length = self._finished
         assert index.step is not None
@@ -356,7 +364,7 @@ class PartWriter:
         ]
         return StoredPart(
             index.attempt, index.world_size, index.chunks, digests,
-            index.placed or [0] * len(index.chunks), files, steady
+            index.placed or [0] * len(index.chunks), files, steady, index.signature, non_finite
         )  # fmt: skip
 
     def discard(self) -> None:

@@ -185,6 +185,7 @@ class Described(TypedDict, total=False):
     rule: Rule
 
 
+LearnedRuns = Annotated[list[tuple[Size, Size]], msgspec.Meta(max_length=1 << 20)]
 Meshes = Annotated[list[Mesh], msgspec.Meta(max_length=1 << 20)]
 
 
@@ -198,6 +199,10 @@ class Plan(msgspec.Struct, frozen=True):
     version: int = PLAN_VERSION
     meshes: Meshes | msgspec.UnsetType = msgspec.UNSET
     """The meshes of the rules in `metadata`. Left out if there are none."""
+    learned: LearnedRuns | msgspec.UnsetType = msgspec.UNSET
+    """[first, count] of each run of items, and after them of aliases, that are parameters
+    or state of an optimizer. Left out if the writer does not know them.
+    """
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

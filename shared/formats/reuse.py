@@ -69,7 +69,9 @@ class StoredPart:
     chunks, digests, placed: the entry, the digest (or b"") and the number of the file
     of each chunk. files: all files of the part, by their numbers. steady: True unless
     nearly all chunks differ from those of the part before it. Without a part before it,
-    it is steady.
+    it is steady. signature: that of its plan. non_finite: for each chunk with values
+    that are not finite, by its offset in the packed slot, the values by the numbers of
+    their tensors; None if they were not counted.
     """
 
     attempt: int
@@ -79,6 +81,8 @@ class StoredPart:
     placed: list[int]
     files: list[StoredFile]
     steady: bool = True
+    signature: bytes = b""
+    non_finite: dict[int, Counter[int]] | None = None
 
 
 class Known(NamedTuple):

@@ -252,3 +252,4 @@ class _Ranked:
         self.tag, self.metrics = manifest.tag, manifest.numbers
         self.attempt, self.step = manifest.attempt, manifest.step
         self.created, self.nbytes = manifest.created_at, manifest.nbytes
+        self.non_finite = manifest.non_finite

@@ -23,6 +23,7 @@ class Made:
     created: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     nbytes: int = 10
+    non_finite: int | None = None
 
 
 def steps(policy: r.Policy, ordered: list[Made]) -> list[int | None]:

@@ -12,6 +12,7 @@ from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Alone
 from ckptd.agent.pending import PendingSnapshot
 from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan
+from ckptd.agent.plan.layout import Layout
 from ckptd.agent.state.capture import Captured, capture
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, StructureChanged, UnsavableValue
 from ckptd.shared.wire import messages as m
@@ -192,21 +193,25 @@ def test_the_estimate_has_room_for_a_share_of_the_replicas() -> None:
     assert made()[0].estimate(capture({"w": view, "v": view[:10]})) == 4000 + 2 * 300
 
 
+def planned_ahead(plan: KeptPlan, state: Any) -> Layout | None:
+    return plan.plan_ahead(capture(state), state)
+
+
 def test_planning_ahead_for_another_state_plans_for_that_state() -> None:
     plan, _ = made()
-    small = plan.plan_ahead(capture({"a": torch.ones(3)}))
-    larger = plan.plan_ahead(capture({"a": torch.ones(3), "b": torch.ones(1000)}))
+    small = planned_ahead(plan, {"a": torch.ones(3)})
+    larger = planned_ahead(plan, {"a": torch.ones(3), "b": torch.ones(1000)})
     assert small is not None
     assert larger is not None
     assert (small.plan.data_length, larger.plan.data_length) == (12, 4012)
-    assert plan.plan_ahead(capture({"a": torch.zeros(3), "b": torch.zeros(1000)})) is larger
+    assert planned_ahead(plan, {"a": torch.zeros(3), "b": torch.zeros(1000)}) is larger
 
 
 def test_a_plan_made_ahead_is_the_one_that_a_snapshot_would_make() -> None:
     state = {"a": torch.ones(3), "b": torch.ones(2, 2).T, "n": 1}
     state["view"] = cast(torch.Tensor, state["a"])[1:]
     plan, _ = made()
-    plan.plan_ahead(capture(state))
+    planned_ahead(plan, state)
     assert plan.valid
     ahead = plan.reuse(capture(state))
     assert ahead is not None
@@ -238,20 +243,20 @@ def test_the_tensors_that_a_copy_converts_are_known_unless_they_may_have_changed
 
 def test_a_plan_made_ahead_of_another_structure_is_made_again() -> None:
     plan, _ = made()
-    plan.plan_ahead(capture({"a": torch.ones(3)}))
+    planned_ahead(plan, {"a": torch.ones(3)})
     assert plan.reuse(capture({"a": torch.ones(3), "momentum": torch.ones(3)})) is None
 
 
 def test_what_cannot_be_planned_ahead_is_raised() -> None:
     plan, _ = made()
     with pytest.raises(UnsavableValue, match="a: a tensor on the meta device"):
-        plan.plan_ahead(Captured(b"", {"a": torch.ones(3, device="meta")}))
+        plan.plan_ahead(Captured(b"", {"a": torch.ones(3, device="meta")}), {})
     assert not plan.valid
 
 
 def test_several_ranks_do_not_plan_ahead() -> None:
     plan, _ = made(ranks := TwoRanks())
-    plan.plan_ahead(capture({"a": torch.ones(3)}))
+    planned_ahead(plan, {"a": torch.ones(3)})
     assert (plan.valid, ranks.rounds) == (False, [])
 
 
