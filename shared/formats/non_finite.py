@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated
@@ -28,10 +29,10 @@ def _count_with_numpy(
     return int(np.count_nonzero((words & words.dtype.type(mask)) == pattern))
 
 
-try:
+count_words: Callable[[bytes | bytearray | memoryview, int, int, int], int] = _count_with_numpy
+"""`count` of `_non_finite.c`, or NumPy's where that could not be compiled."""
+with suppress(ImportError):
     from ckptd.shared.formats._non_finite import count as count_words
-except ImportError:  # no compiler was found when ckptd was installed
-    count_words = _count_with_numpy
 
 MOST_NAMED = 16
 """The most tensors that a part names with their counts."""
