@@ -126,6 +126,17 @@ def test_a_clock_that_was_set_back_costs_no_daily_checkpoint() -> None:
     assert steps(r.Daily(2), made) == [0, 1, 3, 4]
 
 
+def test_finite_keeps_the_newest_checkpoints_without_nan() -> None:
+    made = [Made(step, non_finite=n) for step, n in enumerate([0, 0, None, 0, 7, None, 9])]
+    assert steps(r.Finite(), made) == [3]
+    assert steps(r.Finite(2), made) == [1, 3]
+    assert steps(r.Finite(4), made) == [0, 1, 3, 5], "one that was not counted, in place of the 4th"
+    assert steps(r.Finite(9), made) == [0, 1, 2, 3, 5]
+    assert steps(r.Finite(), made[4:]) == [5]
+    assert steps(r.Finite(), made[4:5]) == []
+    assert r.Finite().keeps([]) == set()
+
+
 @pytest.mark.parametrize("policy", [r.Daily(1), r.Weekly(1)])
 def test_daily_and_weekly_keep_checkpoints_of_unknown_time(policy: r.Policy) -> None:
     made = at(math.nan, 0, math.nan, math.inf, HOUR, 2 * HOUR, math.nan)
@@ -290,6 +301,7 @@ EVERY: list[tuple[r.Policy, str]] = [
     (r.EveryNSeconds(0.5), "EveryNSeconds(0.5)"), (r.BestN("loss", 3), "BestN('loss', "
         "3)"), (r.BestN("a b", 3, "max", True), 'BestN("a b", 3, "max", True)'),
     (r.Daily(7), "Daily(7)"), (r.Weekly(4), "Weekly(n=4)"),
+    (r.Finite(), "Finite"), (r.Finite(2), "Finite(n=2)"),
     (r.MaxBytes(5), "MaxBytes('5B')"), (r.MaxAge(86400), "MaxAge('1d')"),
     (r.CustomSteps((1, 2)), "CustomSteps([1, 2])"), (r.CustomSteps(()), "CustomSteps(())"),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
@@ -47,6 +48,24 @@ def test_items_lie_by_element_size_and_do_not_overlap() -> None:
         for name, tensor in tensors.items()
     }
     assert (Plan.decode(found.document), found.signature) == (plan, signature(found.document))
+
+
+def test_the_plan_numbers_what_is_learned() -> None:
+    base = torch.ones(8)
+    tensors = {"a": torch.ones(3), "mask": torch.ones(3), "b": torch.ones(2), "whole": base,
+               "view": base[2:4], "byte": torch.ones(1, dtype=torch.uint8)}  # fmt: skip
+    learned = frozenset({"a", "b", "view", "byte", "gone"})
+    local = plan_locally(tensors, learned=learned)
+    plan = layout_of(
+        local.rows[:-1], local.aliases, metadata=None, global_plan=b"", learned=local.learned
+    ).plan
+    names = [item.fqn for item in plan.items] + [alias.fqn for alias in plan.aliases]
+    assert isinstance(plan.learned, list)
+    assert [
+        names[number] for first, count in plan.learned for number in range(first, first + count)
+    ] == [name for name in names if name in learned]
+    assert Plan.decode(plan.encode()) == plan
+    assert laid_out(tensors).plan.learned is msgspec.UNSET
 
 
 def test_a_dense_tensor_keeps_its_strides_and_any_other_is_packed() -> None:

@@ -23,6 +23,7 @@ from ckptd.agent.state.naming import (
     Names,
     buffer_names,
     find,
+    learned_names,
     modules_of,
     with_current_names,
 )
@@ -84,6 +85,28 @@ def test_buffers_are_named_with_the_key_of_their_module() -> None:
     expected = ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
     assert buffer_names({"model": module}) == [f"model.{name}" for name in expected]
     assert buffer_names(module) == expected
+
+
+def test_parameters_and_optimizer_state_are_learned_and_nothing_else() -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> torch.Tensor:
+            return torch.ones(1)
+
+        def set_extra_state(self, state: torch.Tensor) -> None: ...
+
+    model = nn.Sequential(Extra(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "parts": [model[1], optimizer], "modelled": torch.ones(1), "n": 1}
+    moments = ("step", "exp_avg", "exp_avg_sq")
+    keys = ("0.weight", "0.bias", "1.weight", "1.bias")
+    wanted = [f"model.{key}" for key in keys] + ["parts.0.weight", "parts.0.bias"]
+    wanted += [f"parts.1.state.{key}.{moment}" for key in keys for moment in moments]
+    assert learned_names(state, capture(state).tensors) == set(wanted)
+    assert learned_names(model, capture(model).tensors) == set(keys)
+    assert learned_names({"w": torch.ones(1)}, ["w"]) is None
+    assert learned_names({"m": nn.BatchNorm1d(1, affine=False)}, ["m.running_mean"]) == set()
 
 
 def sgd(*parameters: torch.Tensor) -> torch.optim.Optimizer:

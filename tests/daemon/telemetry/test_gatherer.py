@@ -65,8 +65,8 @@ def test_the_figures_of_a_job(parts: Any) -> None:
     connect(job, None, print, print)
     job.damaged["x"] = "why"
     assert Gatherer(parts).figures(105).jobs == (JobFigures("gpt", 2, 20, 2000.0, 10, 2, 1),)
-    commit(job, 30)
-    assert Gatherer(parts).figures(None).jobs == (JobFigures("gpt", 3, 30, None, None, 2, 1),)
+    commit(job, 30, non_finite=4)
+    assert Gatherer(parts).figures(None).jobs == (JobFigures("gpt", 3, 30, None, None, 2, 1, 4),)
 
 
 def test_the_room_is_that_of_the_place_where_it_is_saved_first(parts: Any) -> None:

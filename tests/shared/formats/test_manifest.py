@@ -364,9 +364,26 @@ def test_parts_in_columns_keep_every_field() -> None:
 
 
 @pytest.mark.parametrize(
+    ("counts", "total"), [((0, 0), 0), ((3, 4), 7), ((3, None), None), ((None, None), None)]
+)
+def test_the_count_is_known_if_that_of_every_part_is(
+    counts: tuple[int | None, ...], total: int | None
+) -> None:
+    parts = [
+        msgspec.structs.replace(entry(rank), non_finite=count) for rank, count in enumerate(counts)
+    ]
+    one = Manifest.decode(make(parts=parts).encode())
+    assert (one.non_finite, one.parts) == (total, parts)
+    two = Manifest.decode(msgspec.structs.replace(large(2), parts=parts).split()[0])
+    assert (two.version, two.non_finite) == (2, total)
+    assert make().non_finite is None
+
+
+@pytest.mark.parametrize(
     "change",
     [
         lambda d: d["parts"].update(nonces=d["parts"]["nonces"][:-4]),
+        lambda d: d["parts"].update(non_finite=[1]),
         lambda d: d["parts"].update(nonces="?" * 64),
         lambda d: d["parts"].update(digests=d["parts"]["nonces"]),
         lambda d: d["parts"].update(items=[1, 2]),
