@@ -111,7 +111,13 @@ class PartIndex(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     non_finite: NonFinite | None = None
 
     def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
+        # A struct of so many fields would get the header of a long map, even if it is short.
+        kept = {
+            field.name: value
+            for field in msgspec.structs.fields(self)
+            if (value := getattr(self, field.name)) or field.required
+        }
+        return msgspec.msgpack.encode(kept)
 
 
 _INDEX_DECODER = msgspec.msgpack.Decoder(PartIndex)

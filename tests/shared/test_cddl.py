@@ -14,7 +14,7 @@ import pycddl
 import pytest
 
 from ckptd.daemon.journal import records as r
-from ckptd.shared.formats import manifest, metadata_object, part, plan, receipt
+from ckptd.shared.formats import manifest, metadata_object, non_finite, part, plan, receipt
 from ckptd.shared.formats.heartbeat import Heartbeat
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.replicas import Brief, OfNode, ReplicaDigests
@@ -43,6 +43,7 @@ OF_FORMAT: dict[type[Any], str] = {
     part.PartIndex: "part-index",
     part.Chunk: "chunk",
     part.Linked: "linked",
+    non_finite.NonFinite: "non-finite",
     manifest.Manifest: "manifest-1",
     manifest.PartEntry: "part-entry",
     manifest.Metadata: "metadata",

@@ -281,7 +281,7 @@ def test_a_limit_beside_a_policy_of_a_newer_ckptd_does_not_count() -> None:
     """Nobody knows here which checkpoints the newer policy keeps, so no limit may take one
     away.
     """
-    found = r.understood(["MaxBytes(nbytes=1)", "Finite()", "MaxAge(seconds=1)", "LatestN(1)"])
+    found = r.understood(["MaxBytes(nbytes=1)", "Sparse()", "MaxAge(seconds=1)", "LatestN(1)"])
     assert found == (r.PreserveAll(), r.LatestN(1))
     assert r.understood(["MaxBytes(files=3)"]) == (r.PreserveAll(),)
     assert r.understood(["MaxBytes(nbytes=1)"]) == (r.MaxBytes(1),)

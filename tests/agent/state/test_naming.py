@@ -103,10 +103,10 @@ def test_parameters_and_optimizer_state_are_learned_and_nothing_else() -> None:
     keys = ("0.weight", "0.bias", "1.weight", "1.bias")
     wanted = [f"model.{key}" for key in keys] + ["parts.0.weight", "parts.0.bias"]
     wanted += [f"parts.1.state.{key}.{moment}" for key in keys for moment in moments]
-    assert learned_names(state, capture(state).tensors) == set(wanted)
-    assert learned_names(model, capture(model).tensors) == set(keys)
+    assert learned_names(state, capture(state).tensors) == frozenset(wanted)
+    assert learned_names(model, capture(model).tensors) == frozenset(keys)
     assert learned_names({"w": torch.ones(1)}, ["w"]) is None
-    assert learned_names({"m": nn.BatchNorm1d(1, affine=False)}, ["m.running_mean"]) == set()
+    assert learned_names({"m": nn.BatchNorm1d(1, affine=False)}, ["m.running_mean"]) == frozenset()
 
 
 def sgd(*parameters: torch.Tensor) -> torch.optim.Optimizer:

@@ -114,10 +114,10 @@ def test_json_has_null_for_what_is_missing_and_texts_for_what_json_lacks() -> No
         (
             "los", ROWS,
             "there is no column 'los'; the columns are job, tag, step, attempt, seq, ranks, size, "
-            "raw, of_raw, created, age, marks, and the metrics here are loss, size, steps\\n: did "
-            "you mean 'loss'?",
+            "raw, of_raw, created, age, non_finite, marks, and the metrics here are loss, size, "
+            "steps\\n: did you mean 'loss'?",
         ),
-        ("zzz", ROWS[3:4], "age, marks, and no checkpoint here has metrics"),
+        ("zzz", ROWS[3:4], "non_finite, marks, and no checkpoint here has metrics"),
         ("metric:step", ROWS, "there is no column 'metric:step'"),
         ("step,,loss", ROWS, "--columns 'step,,loss' has an empty name"),
         ("", [], "--columns '' has an empty name"),

@@ -50,13 +50,12 @@ def test_every_dtype_counts_as_torch_does(name: str) -> None:
     assert count_words(words.tobytes(), width, mask, pattern) == int((~finite).sum()) > 0
 
 
-def test_without_the_extension_numpy_counts_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("width", "mask", "pattern"), sorted(set(non_finite._WORDS.values())))
+def test_without_the_extension_numpy_counts_the_same(width: int, mask: int, pattern: int) -> None:
     data = np.random.default_rng(1).integers(0, 256, 1 << 16, dtype=np.uint8).tobytes()
-    for width, mask, pattern in set(non_finite._WORDS.values()):
-        found = np.frombuffer(data, f"<u{width}")
-        wanted = sum((int(word) & mask) == pattern for word in found)
-        assert non_finite._count_with_numpy(data, width, mask, pattern) == wanted
-        assert count_words(data, width, mask, pattern) == wanted
+    wanted = sum((int(word) & mask) == pattern for word in np.frombuffer(data, f"<u{width}"))
+    assert non_finite._count_with_numpy(data, width, mask, pattern) == wanted
+    assert count_words(data, width, mask, pattern) == wanted
 
 
 @pytest.mark.parametrize("words", [0, 1, 127, 128, 129, 300])
