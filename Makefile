@@ -91,6 +91,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.restores
 	$(RUN) -m benchmarks.many
 	$(RUN) -m benchmarks.daemon
+	$(RUN) -m benchmarks.finite
 	$(RUN) -m benchmarks.steady
 	$(RUN) -m benchmarks.single_tensor
 	$(RUN) -m benchmarks.conversions

@@ -39,7 +39,6 @@ from ckptd.shared.formats.reuse import (
 from ckptd.shared.formats.segment import (
     SegmentHeader,
     read_check,
-    read_data,
     read_document,
     read_pieces,
 )
@@ -153,38 +152,30 @@ class SealedSlot:
                 f"memory since it was sealed"
             )
 
-    def check(self, chunk: ChunkRange, buffer: memoryview, *, with_digest: bool) -> ChunkCheck:
+    def check(
+        self,
+        chunk: ChunkRange,
+        buffer: memoryview,
+        *,
+        with_digest: bool,
+        non_finite: Counter[int] | None = None,
+    ) -> ChunkCheck:
         """Read a chunk through `buffer`, and return its checksum, with its digest on
         request.
 
-        A buffer that is as long as the chunk holds its bytes afterwards.
-        """
-        if not with_digest:
-            return ChunkCheck(read_data(self.fd, self.header, chunk.offset, chunk.length, buffer))
-        crc, hasher = 0, new_hasher()
-        for piece in read_pieces(self.fd, self.header, chunk.offset, chunk.length, buffer):
-            crc = crc32c(piece, crc)
-            hasher.update(piece)
-        return ChunkCheck(crc, hasher.digest())
-
-    def check_and_count(
-        self, chunk: ChunkRange, buffer: memoryview, *, with_digest: bool
-    ) -> tuple[ChunkCheck, Counter[int]]:
-        """Read a chunk as `check` does, and count the values that are not finite while
-        its bytes are in the CPU's cache.
-
-        Return the check, and how many such values each learned tensor has.
+        A buffer that is as long as the chunk holds its bytes afterwards. `non_finite`, if
+        given, gets how many values are not finite, by the numbers of their tensors. They
+        are counted while the bytes are in the CPU's cache.
         """
         crc, hasher, at = 0, new_hasher() if with_digest else None, chunk.offset
-        counts = Counter[int]()
         for piece in read_pieces(self.fd, self.header, chunk.offset, chunk.length, buffer):
             crc = crc32c(piece, crc)
             if hasher is not None:
                 hasher.update(piece)
-            if self.learned is not None:
-                counts += self.learned.count(piece, at)
+            if non_finite is not None and self.learned is not None:
+                non_finite.update(self.learned.count(piece, at))
             at += len(piece)
-        return ChunkCheck(crc, b"" if hasher is None else hasher.digest()), counts
+        return ChunkCheck(crc, b"" if hasher is None else hasher.digest())
 
     def digest(self, chunk: ChunkRange, buffer: memoryview) -> bytes:
         """Read a chunk through `buffer`, and return its digest."""
@@ -292,10 +283,10 @@ class Pipeline:
         non_finite = dict[int, Counter[int]]()
 
         def work(number: int, buffers: Buffers) -> tuple[Chunk, bytes]:
-            chunk = writer.ranges[number]
+            chunk, counts = writer.ranges[number], Counter[int]()
             with memoryview(buffers[0]) as raw, memoryview(buffers[1]) as stored:
-                check, counts = slot.check_and_count(
-                    chunk, raw[: chunk.length], with_digest=with_digests
+                check = slot.check(
+                    chunk, raw[: chunk.length], with_digest=with_digests, non_finite=counts
                 )
                 if counts:
                     non_finite[chunk.offset] = counts
@@ -365,8 +356,10 @@ class Pipeline:
             return {c.offset: known[c.offset] for c in linked if c.offset in known}
 
         def work(number: int, buffers: Buffers) -> Counter[int]:
+            counts = Counter[int]()
             with memoryview(buffers[0]) as piece:
-                return slot.check_and_count(linked[number], piece, with_digest=False)[1]
+                slot.check(linked[number], piece, with_digest=False, non_finite=counts)
+            return counts
 
         found = await self._memory.each(linked, work, whole=False)
         return {chunk.offset: counts for chunk, counts in zip(linked, found, strict=True) if counts}
