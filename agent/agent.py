@@ -581,6 +581,8 @@ class Agent:
             self._advice.recovered(None if recovered is None else recovered.step)
             if recovered is not None and recovered.step < recovery.last_step:
                 link.begin_next()
+            if recovered is not None:
+                recovery.report(recovered)
             try:
                 self._prepare(state)
             except CkptdError as error:

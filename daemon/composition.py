@@ -21,6 +21,7 @@ from ckptd.daemon.chunks.seal_check import SealCheck, read_sealed
 from ckptd.daemon.config import Config
 from ckptd.daemon.engine.engine import PLAN_GRACE_SECONDS, Engine
 from ckptd.daemon.engine.orphans import Orphans
+from ckptd.daemon.engine.recoveries import Recoveries
 from ckptd.daemon.engine.seal_intake import SealIntake
 from ckptd.daemon.engine.steps import Steps
 from ckptd.daemon.job.catalog import Catalog
@@ -54,12 +55,12 @@ from ckptd.shared.system.fs import FileSystem
 class Components:
     """The parts of one daemon.
 
-    `engine` decides about ranks and seals, `saver` writes checkpoints, and `orphans`
-    looks after dead trainers. `identity` is the identity of the root. `served` checks
-    that the root is still there, and `foreign` keeps the memory of other roots apart.
-    `events` reports what the daemon has done. `repository` is the root, or the stage if
-    there is one. With a stage, `uploader` uploads to the root, and the second of
-    `pipelines` writes to the root.
+    `engine` decides about ranks and seals, `saver` writes checkpoints, `orphans` looks
+    after dead trainers, and `recoveries` counts what agents report. `identity` is the
+    identity of the root. `served` checks that the root is still there, and `foreign`
+    keeps the memory of other roots apart. `events` reports what the daemon has done.
+    `repository` is the root, or the stage if there is one. With a stage, `uploader`
+    uploads to the root, and the second of `pipelines` writes to the root.
     """
 
     config: Config
@@ -78,6 +79,7 @@ class Components:
     saver: Saver
     orphans: Orphans
     heartbeats: Heartbeats
+    recoveries: Recoveries
     uploader: Uploader | None = None
 
 
@@ -249,7 +251,7 @@ def _composed(
     subscribe(events, steps, engine, orphans, uploader)
     return Components(
         config, events, front.repository, identity, served, foreign, front.calls, pipelines, slots,
-        catalog, journal, claims, engine, saver, orphans, heartbeats, uploader,
+        catalog, journal, claims, engine, saver, orphans, heartbeats, Recoveries(), uploader,
     )  # fmt: skip
 
 

@@ -61,6 +61,13 @@ class Opened:
     manifest: Manifest | None = None
     plain: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the snapshot of all ranks in memory, in bytes."""
+        if self.manifest is not None:
+            return sum(part.raw_bytes for part in self.manifest.parts)
+        return sum(chunk.length for source in self.sources for chunk in source.ranges)
+
     def values(self, rank: int = 0) -> bytes:
         """Return the encoded values document of a rank, verified.
 

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import count
@@ -54,6 +54,7 @@ from ckptd.shared.system.collector import paused_collector
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.units import size_text
 from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.session import RECOVERIES
 
 log = logging.getLogger("ckptd.agent")
 
@@ -144,6 +145,7 @@ class Recovery:
         # rank.
         self._overwritten: set[str] = set()
         self._finds = count()
+        self._nbytes = 0  # the size of the snapshot that was recovered
 
     @paused_collector()
     def run(self, state: Any, *, step: int | None, last_step: int) -> Recovered | None:
@@ -190,6 +192,8 @@ class Recovery:
                     recovered = _recovered(
                         candidate, loading, time.monotonic() - begun, passed_over
                     )
+                    assert loading.opened is not None
+                    self._nbytes = loading.opened.nbytes
                     log.info(
                         "recovered %s in %.2f s%s", where, recovered.seconds, _details(recovered)
                     )
@@ -216,6 +220,24 @@ class Recovery:
         if step is not None:
             raise NotFound(f"job {self._job!r} has no checkpoint of step {step}")
         return None
+
+    def report(self, recovered: Recovered) -> None:
+        """Report to the daemon that all ranks have recovered this snapshot, on rank 0.
+
+        Nothing depends on the report: it is sent without waiting for an answer, and is
+        lost if the daemon is gone or of an earlier version.
+        """
+        if self._ranks.rank != 0 or RECOVERIES not in self._client.welcome.features:
+            return
+        with suppress(CkptdError):
+            self._client.post(
+                lambda n: m.ReportRecovery(
+                    id=n, step=None if recovered.step == -1 else recovered.step,
+                    attempt=recovered.attempt, tag=recovered.tag, source=recovered.source,
+                    seconds=recovered.seconds, bytes=self._nbytes,
+                ),
+                lambda _: None,
+            )  # fmt: skip
 
     def _load(self, loading: Loading, topic: str, state: Any) -> tuple[str, bool]:
         """Load a candidate into the state, on all ranks together.

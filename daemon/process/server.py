@@ -414,6 +414,8 @@ class Connection:
                 return m.Fetched(re=request.id, ranks=[rank for rank, _ in opened]), [
                     fd for _, fd in opened
                 ]
+            case m.ReportRecovery():
+                self._server.parts.recoveries.add(owner.job, request)
             case m.Detach():
                 engine.detach(owner)
                 self._server.orphans.unguard(owner.identity)

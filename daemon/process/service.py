@@ -29,7 +29,7 @@ from ckptd.shared.errors import CkptdError, NewerFormat, StorageError, VersionMi
 from ckptd.shared.system import machine, settings
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.lifecycle import SnapshotState
-from ckptd.shared.wire.session import MAX_VERSION, NODES, REPLICAS, STAGE
+from ckptd.shared.wire.session import MAX_VERSION, NODES, RECOVERIES, REPLICAS, STAGE
 
 log = logging.getLogger("ckptd")
 
@@ -66,7 +66,7 @@ class Service:
                 f"newest checkpoints: "
                 "install the same ckptd in both places"
             )
-        features = [NODES, REPLICAS] if config.stage is None else [NODES, REPLICAS, STAGE]
+        features = [NODES, REPLICAS, RECOVERIES, *([] if config.stage is None else [STAGE])]
         return m.Welcome(
             re=hello.id, version=MAX_VERSION, features=features, daemon=__version__,
             root=str(config.root), private=config.private, slots=config.slots,

@@ -86,6 +86,15 @@ def _of_the_daemon(figures: DaemonFigures) -> Iterator[Metric]:
     for kind, count in figures.persisted.items():
         persisted.add_metric([kind], count)
     yield persisted
+    recoveries = CounterMetricFamily(
+        "ckptd_recoveries", "Recoveries of jobs, by what they read.", labels=["source"]
+    )
+    for source, count in figures.recoveries.items():
+        recoveries.add_metric([source], count)
+    yield recoveries
+    yield _histogram(
+        "ckptd_recovery_seconds", "Time that a recovery of a job took.", figures.recovery_times
+    )
     yield GaugeMetricFamily(
         "ckptd_pending_bytes", "Sealed bytes that are still to be saved.", figures.pending
     )

@@ -41,7 +41,8 @@ class DaemonFigures:
 
     `jobs_known`: the number of all jobs; `jobs` may have only some of them. `snapshots`:
     how many snapshots ended with each result. `pending`: bytes that are sealed in memory and
-    will be saved. `disk_free`: None while the storage does not answer.
+    will be saved. `recoveries`: how many recoveries of jobs read from each source.
+    `disk_free`: None while the storage does not answer.
     """
 
     jobs: tuple[JobFigures, ...]
@@ -52,6 +53,8 @@ class DaemonFigures:
     stalls: Distribution
     saves: Distribution
     persisted: dict[str, int]
+    recoveries: dict[str, int]
+    recovery_times: Distribution
     pending: int
     shm_used: int
     disk_free: int | None

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ckptd.daemon.composition import Components
+from ckptd.daemon.engine.recoveries import SOURCES
 from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
@@ -66,6 +67,8 @@ class Gatherer:
                 "raw": sum(pipeline.bytes_read for pipeline in parts.pipelines),
                 "stored": sum(pipeline.bytes_written for pipeline in parts.pipelines),
             },
+            recoveries={source: parts.recoveries.counts[source] for source in SOURCES},
+            recovery_times=parts.recoveries.times.distribution(),
             pending=sum(
                 self._left(snapshot)
                 for job in jobs

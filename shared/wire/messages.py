@@ -307,6 +307,21 @@ class Fetched(Reply, frozen=True, kw_only=True, tag="fetched"):
     ranks: list[Rank]
 
 
+class ReportRecovery(Request, frozen=True, kw_only=True, tag="recovered"):
+    """A report of rank 0 that all ranks have recovered a snapshot.
+
+    `tag` and `source` are those of the candidate. `seconds`: how long the recovery took.
+    `bytes`: the size of the whole snapshot in memory.
+    """
+
+    step: StepNumber | None
+    attempt: AttemptNumber
+    tag: Annotated[str, msgspec.Meta(max_length=160)]
+    source: Annotated[str, msgspec.Meta(max_length=16)]
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    bytes: Size
+
+
 class Forget(Request, frozen=True, kw_only=True, tag="forget"):
     """A request to delete checkpoints of a job.
 
@@ -403,8 +418,8 @@ class Error(Reply, frozen=True, kw_only=True, tag="error"):
 Message = (
     Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Segments | Replan
     | Acquire | Granted | Refused | Seal | Sealed | Abandon | Persist | Heard | Deliver
-    | Delivered | Find | Found | Fetch | Fetched | Forget | Forgotten | Detach | Done
-    | Progress | Holds | Uploads | Waiting | Remark | Error
+    | Delivered | Find | Found | Fetch | Fetched | ReportRecovery | Forget | Forgotten | Detach
+    | Done | Progress | Holds | Uploads | Waiting | Remark | Error
 )  # fmt: skip
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

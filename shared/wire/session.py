@@ -38,6 +38,8 @@ WAITING = "waiting"
 """The feature of a client that takes the message Waiting."""
 REMARKS = "remarks"
 """The feature of a client that takes the message Remark."""
+RECOVERIES = "recoveries"
+"""The feature of a daemon that takes the message ReportRecovery."""
 MAX_UNDER_WAY = 64
 
 
@@ -68,7 +70,7 @@ REQUESTS: dict[tuple[SessionState, type[m.Request]], SessionState] = {
         (_A, request): _A
         for request in (
             m.Status, m.Allocate, m.Replan, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Heard,
-            m.Deliver, m.Find, m.Fetch, m.Forget,
+            m.Deliver, m.Find, m.Fetch, m.ReportRecovery, m.Forget,
         )
     },
     (_A, m.Detach): SessionState.LEAVING,
@@ -91,6 +93,7 @@ REPLIES: dict[type[m.Request], type[m.Reply] | tuple[type[m.Reply], ...]] = {
     m.Deliver: m.Delivered,
     m.Find: m.Found,
     m.Fetch: m.Fetched,
+    m.ReportRecovery: m.Done,
     m.Forget: m.Forgotten,
     m.Detach: m.Done,
 }

@@ -4,6 +4,7 @@ daemon and without other processes.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import math
 import random
@@ -27,6 +28,7 @@ from ckptd.agent.recover.options import Options
 from ckptd.agent.recover.recovery import Recovered, Recovery, restart
 from ckptd.shared.errors import (
     CkptdError,
+    ForeignMemory,
     IntegrityError,
     InternalError,
     InvalidRequest,
@@ -67,6 +69,12 @@ class FakeClient:
         self.error: CkptdError | None = None
         self.descriptors: list[Descriptor] = []
         self.asked: list[m.Request] = []
+        self.posted: list[m.Request] = []
+
+    def post(self, make: Callable[[int], m.Request], answered: object) -> None:
+        self.posted.append(make(0))
+        if self.error is not None:
+            raise self.error
 
     def call(
         self, make: Callable[[int], m.Request], kind: type[m.Reply], timeout: float
@@ -179,6 +187,7 @@ class FakeLoading:
             user_content=None,
             created=math.nan,
             manifest=None,
+            nbytes=500,
             sources=[SimpleNamespace(plan=plan)],
         )
 
@@ -895,3 +904,40 @@ def test_where_a_training_begins_and_to_which_step_it_could_go_back() -> None:
         "checkpoint best.a0004", 4, back_to(85)
     )
     assert restart([best], 0, [], options) == Restart("checkpoint best.a0004", 4, "")
+
+
+# -- the report to the daemon
+
+
+def reported(*, features: list[str], rank: int = 0, error: CkptdError | None = None) -> Any:
+    """Return what a rank sends to its daemon after it has recovered step 2."""
+    client = FakeClient(candidate(2, "memory"))
+    client.welcome = msgspec.structs.replace(client.welcome, features=features)
+    ranks = FakeRanks(lambda topic, mine: [mine])
+    ranks.rank = rank
+    made = Told(client, ranks=ranks)
+    recovered = made.run({}, step=None, last_step=2)
+    assert recovered is not None
+    client.error = error
+    made.report(dataclasses.replace(recovered, seconds=1.5))
+    return client.posted
+
+
+@pytest.mark.parametrize("error", [None, ForeignMemory("another root")])
+def test_rank_0_reports_a_recovery_and_minds_no_error(error: CkptdError | None) -> None:
+    assert reported(features=["recoveries"], error=error) == [
+        m.ReportRecovery(
+            id=0,
+            step=2,
+            attempt=1,
+            tag="step-00000002.a0001",
+            source="memory",
+            seconds=1.5,
+            bytes=500,
+        )
+    ]
+
+
+def test_no_other_rank_reports_and_no_earlier_daemon_is_told() -> None:
+    assert reported(features=["recoveries"], rank=1) == []
+    assert reported(features=["nodes", "replicas"]) == []

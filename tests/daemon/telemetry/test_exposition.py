@@ -28,6 +28,8 @@ FIGURES = DaemonFigures(
     stalls=Distribution((0.1, 1.0), (4, 0, 2), 12.5),
     saves=Distribution((1.0,), (5, 0), 2.5),
     persisted={"raw": 1 << 40, "stored": 7},
+    recoveries={"memory": 3, "stage": 0, "storage": 1},
+    recovery_times=Distribution((1.0,), (3, 1), 9.5),
     pending=100,
     shm_used=200,
     disk_free=300,
@@ -73,6 +75,13 @@ def test_the_figures_of_the_daemon(board: MetricsBoard) -> None:
         ("ckptd_persist_seconds_sum", ()): 2.5,
         ("ckptd_persist_bytes_total", (("kind", "raw"),)): 1 << 40,
         ("ckptd_persist_bytes_total", (("kind", "stored"),)): 7,
+        ("ckptd_recoveries_total", (("source", "memory"),)): 3,
+        ("ckptd_recoveries_total", (("source", "stage"),)): 0,
+        ("ckptd_recoveries_total", (("source", "storage"),)): 1,
+        ("ckptd_recovery_seconds_bucket", (("le", "1.0"),)): 3,
+        ("ckptd_recovery_seconds_bucket", (("le", "+Inf"),)): 4,
+        ("ckptd_recovery_seconds_count", ()): 4,
+        ("ckptd_recovery_seconds_sum", ()): 9.5,
         ("ckptd_pending_bytes", ()): 100,
         ("ckptd_verify_failures_total", ()): 1,
         ("ckptd_shm_used_bytes", ()): 200,
@@ -103,7 +112,7 @@ def test_the_figures_of_the_jobs_and_none_for_what_is_not_known(board: MetricsBo
 
 def test_no_label_but_the_job_is_free(board: MetricsBoard) -> None:
     labels = {name for _, found in shown(board) for name, _ in found}
-    assert labels == {"job", "result", "kind", "le", "version"}
+    assert labels == {"job", "result", "kind", "le", "source", "version"}
 
 
 def test_before_there_are_figures_the_loop_is_shown() -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from ckptd.daemon.engine.recoveries import Recoveries
 from ckptd.daemon.job.catalog import Catalog, Job, Step
 from ckptd.daemon.job.durations import SAVES, STALLS, Durations
 from ckptd.daemon.job.snapshot import RankSeal, SaveProgress, Snapshot
@@ -17,6 +18,7 @@ from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.telemetry import gatherer
 from ckptd.daemon.telemetry.figures import JobFigures
 from ckptd.daemon.telemetry.gatherer import Gatherer
+from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.lifecycle import SnapshotState
 
 
@@ -25,7 +27,9 @@ def parts() -> Any:
     pipelines = [SimpleNamespace(bytes_read=5, bytes_written=3) for _ in range(2)]
     saver = SimpleNamespace(counters=Counter(), saves=Durations(SAVES), stalls=Durations(STALLS))
     slots = SimpleNamespace(used=77, slots={})
-    return SimpleNamespace(catalog=Catalog(), saver=saver, pipelines=pipelines, slots=slots)
+    return SimpleNamespace(
+        catalog=Catalog(), saver=saver, pipelines=pipelines, slots=slots, recoveries=Recoveries()
+    )
 
 
 def commit(job: Job, step: int, **others: Any) -> StoredCheckpoint:
@@ -55,6 +59,17 @@ def test_a_daemon_without_jobs(parts: Any) -> None:
     assert (found.jobs, found.jobs_known, found.disk_free) == ((), 0, None)
     assert (found.persisted, found.shm_used) == ({"raw": 10, "stored": 6}, 77)
     assert found.snapshots == {"durable": 0, "failed": 0, "skipped": 0}
+    assert found.recoveries == {"memory": 0, "stage": 0, "storage": 0}
+
+
+def test_recoveries_are_counted_by_source(parts: Any) -> None:
+    report = m.ReportRecovery(
+        id=1, step=1, attempt=1, tag="t", source="stage", seconds=2.0, bytes=3
+    )
+    parts.recoveries.add("gpt", report)
+    found = Gatherer(parts).figures(None)
+    assert found.recoveries == {"memory": 0, "stage": 1, "storage": 0}
+    assert (sum(found.recovery_times.counts), found.recovery_times.seconds) == (1, 2.0)
 
 
 def test_the_figures_of_a_job(parts: Any) -> None:

@@ -76,6 +76,10 @@ def test_a_save_is_seen_over_a_unix_socket_and_in_the_file(place: Home) -> None:
         with closing(Agent("gpt", socket=place.socket)) as agent:
             agent.recover({"w": torch.zeros(1000)})
             agent.snapshot({"w": torch.ones(1000)}, step=7).wait("durable")
+            until(lambda: value(place, "ckptd_recoveries_total", source="memory") == 0)
+            agent.recover({"w": torch.zeros(1000)})
+            until(lambda: value(place, "ckptd_recoveries_total", source="memory") == 1)
+            assert value(place, "ckptd_recovery_seconds_count") == 1
             until(lambda: value(place, "ckptd_last_durable_step", job="gpt") == 7)
             assert value(place, "ckptd_ranks_connected", job="gpt") == 1
         when = value(place, "ckptd_last_durable_timestamp_seconds", job="gpt")

@@ -28,6 +28,15 @@ REQUESTS: tuple[m.Request, ...] = (
         answer=Answer(common=[900], dead={1000: ("storage", "disk full (on node2)")}),
     ),
     m.Deliver(id=15),
+    m.ReportRecovery(
+        id=16,
+        step=1000,
+        attempt=2,
+        tag="step-00001000.a0002",
+        source="memory",
+        seconds=1.5,
+        bytes=200_000,
+    ),
 )
 REPLIES: tuple[m.Reply | m.Notification, ...] = (
     m.Welcome(

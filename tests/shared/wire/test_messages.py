@@ -16,6 +16,12 @@ from ckptd.shared.wire import messages as m
 from tests.shared.samples import steady
 from tests.shared.wire.samples import MESSAGES
 
+RECOVERED = {
+    "type": "recovered", "id": 1, "step": None, "attempt": 1, "tag": "best.a0001",
+    "source": "storage", "seconds": 0.0, "bytes": 0,
+}  # fmt: skip
+"""A ReportRecovery that is sound."""
+
 
 def test_there_is_one_of_every_type() -> None:
     assert sorted({type(message) for message in MESSAGES}, key=str) == sorted(
@@ -43,7 +49,7 @@ def test_types_on_the_wire() -> None:
         "acquire", "granted", "refused", "seal", "sealed", "abandon", "plan", "persist", "find",
         "found", "fetch", "fetched", "forget", "forgotten", "detach", "done", "progress", "error",
         "heard", "deliver", "delivered", "holds", "uploads",
-            "waiting", "remark",
+            "waiting", "remark", "recovered",
     }  # fmt: skip
 
 
@@ -87,6 +93,10 @@ def test_defaults_are_left_out() -> None:
         {"type": "seal", "id": 1, "segment": b"x", "attempt": 1, "step": 1},
         {"type": "fetch", "id": 1, "attempt": 1, "step": None},
         {"type": "find", "id": 1, "step": 1.5},
+        RECOVERED | {"step": -1},
+        RECOVERED | {"source": "x" * 17},
+        RECOVERED | {"seconds": -0.1},
+        RECOVERED | {"bytes": -1},
         {"type": "granted", "re": 1, "segment": "x" * 129},
         {"type": "fetched", "re": 1, "ranks": [1 << 24]},
         {"type": "done", "re": -1},

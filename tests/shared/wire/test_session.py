@@ -95,7 +95,10 @@ def test_the_table_is_the_one_of_the_document() -> None:
         (SessionState.GREETED, "Forget", SessionState.GREETED),
         (SessionState.GREETED, "Begin", SessionState.BEGINNING),
         (SessionState.ATTACHED, "Begin", SessionState.BEGINNING),
-        *((SessionState.ATTACHED, n, SessionState.ATTACHED) for n in (*PLAIN, "Heard", "Deliver")),
+        *(
+            (SessionState.ATTACHED, n, SessionState.ATTACHED)
+            for n in (*PLAIN, "Heard", "Deliver", "ReportRecovery")
+        ),
         (SessionState.ATTACHED, "Detach", SessionState.LEAVING),
     }
 
@@ -205,7 +208,7 @@ def test_replies_lead_to_the_states_of_the_document() -> None:
         "Hello": ["Welcome"], "Status": ["StatusReport"], "Begin": ["Began"],
         "Allocate": ["Segments"], "Acquire": ["Granted", "Refused"], "Replan": ["Done"],
         "Seal": ["Sealed"], "Abandon": ["Done"], "Persist": ["Done"], "Find": ["Found"],
-        "Fetch": ["Fetched"], "Forget": ["Forgotten"],
+        "Fetch": ["Fetched"], "ReportRecovery": ["Done"], "Forget": ["Forgotten"],
             "Detach": ["Done"], "Heard": ["Done"], "Deliver": ["Delivered"],
     }  # fmt: skip
 

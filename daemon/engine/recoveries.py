@@ -1,0 +1,46 @@
+"""Counts and logs the recoveries that agents report. Nothing else depends on them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from ckptd.daemon import log_events
+from ckptd.daemon.job.durations import RECOVERIES, Durations
+from ckptd.shared.errors import InvalidRequest
+from ckptd.shared.units import size_text
+from ckptd.shared.wire import messages as m
+
+log = logging.getLogger("ckptd.engine")
+
+SOURCES = ("memory", "stage", "storage")
+"""The places that a recovery may read from."""
+
+
+class Recoveries:
+    """The recoveries of all jobs since the start of the daemon.
+
+    `counts`: how many there were, by source. `times`: how long they took.
+    """
+
+    def __init__(self) -> None:
+        self.counts = Counter[str]()
+        self.times = Durations(RECOVERIES)
+
+    def add(self, job: str, report: m.ReportRecovery) -> None:
+        """Count and log a recovery of a job. Raises InvalidRequest for a source that is
+        not known.
+        """
+        if report.source not in SOURCES:
+            raise InvalidRequest(
+                f"the source of a recovery is {report.source!r}; expected one of "
+                f"{', '.join(SOURCES)}"
+            )
+        self.counts[report.source] += 1
+        self.times.add(report.seconds)
+        log_events.JOB_RECOVERED.log(
+            log, "job %s has recovered %s (%s) from %s in %.2f s",
+            job, report.tag, size_text(report.bytes), report.source, report.seconds,
+            job=job, tag=report.tag, step=report.step, attempt=report.attempt,
+            source=report.source, seconds=report.seconds, bytes=report.bytes,
+        )  # fmt: skip
