@@ -157,8 +157,8 @@ class Config:
     history: bool = True
     """Keep a history of what the daemon did, in state_dir, for `ckptd history`."""
     on_event: str = ""
-    """Command for /bin/sh, or http(s) URL, that is told of events of level warning and
-    above. Empty means none.
+    """Command for /bin/sh, or http(s) URL, that is told of recoveries, and of events of
+    level warning and above. Empty means none.
     """
     http: str = ""
     """Loopback address or Unix socket at which metrics and probes are served, like

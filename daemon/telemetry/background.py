@@ -55,8 +55,20 @@ class BackgroundHandler(logging.Handler):
         self._thread.start()
 
     def take(self, events: Sequence[LoggedEvent]) -> None:
-        """Do the work for some events, in their order. It must not log events."""
+        """Do the work for some events, in their order. It must not log events.
+
+        Called without events when the time of `pause` is over.
+        """
         raise NotImplementedError
+
+    def pause(self) -> float | None:
+        """Return the seconds after which `take` is called even if no event comes, or
+        None if it need not be.
+        """
+        return None
+
+    def end(self) -> None:
+        """Do what is left to do, after the last events."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not (name := event_of(record)):
@@ -83,18 +95,25 @@ class BackgroundHandler(logging.Handler):
         ended = False
         while not ended:
             batch, ended = self._gathered()
-            if batch:
-                try:
+            try:
+                if batch or not ended:
                     self.take(batch)
-                except Exception:
-                    logging.getLogger("ckptd.telemetry").exception(
-                        "%s has failed for %d events", self._thread.name, len(batch)
-                    )
+                if ended:
+                    self.end()
+            except Exception:
+                logging.getLogger("ckptd.telemetry").exception(
+                    "%s has failed for %d events", self._thread.name, len(batch)
+                )
 
     def _gathered(self) -> tuple[list[LoggedEvent], bool]:
-        """Wait for the next events. Return them, and whether they are the last ones."""
+        """Wait for the next events, at most for the time of `pause`. Return them, and
+        whether they are the last ones.
+        """
         batch: list[LoggedEvent] = []
-        event = self._queue.get()
+        try:
+            event = self._queue.get(timeout=self.pause())
+        except queue.Empty:
+            return batch, False
         end = time.monotonic() + self._gather_seconds
         while event is not None:
             batch.append(event)

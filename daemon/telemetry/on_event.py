@@ -8,53 +8,30 @@ import logging
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 
 import msgspec
 
+from ckptd.daemon.log_events import JOB_RECOVERED, event_of
 from ckptd.daemon.telemetry.background import BackgroundHandler, LoggedEvent
+from ckptd.daemon.telemetry.debounce import Debounce
 from ckptd.shared.system import machine
 
 log = logging.getLogger("ckptd.on_event")
 
-QUIET_SECONDS = 60.0
-"""Seconds for which the same event of the same job is counted and not reported."""
 COMMAND_SECONDS = 30.0
 """Seconds after which a command is killed."""
 WEBHOOK_SECONDS = 10.0
 """Seconds that a webhook has to answer."""
-_MOST_KEYS = 1_000
 _SHOWN = 300
 
 
-class Debounce:
-    """A record of the last reports, by event and job."""
-
-    def __init__(self, quiet_seconds: float = QUIET_SECONDS) -> None:
-        self._quiet = quiet_seconds
-        self._last: dict[tuple[str, str], float] = {}
-        self._left_out: dict[tuple[str, str], int] = {}
-
-    def repeated(self, event: LoggedEvent) -> int | None:
-        """Return how often this event of this job was left out since it was last
-        reported, or None if it is to be left out too.
-        """
-        key = (event.name, event.job)
-        last = self._last.get(key)
-        if last is not None and 0 <= event.time - last < self._quiet:
-            self._left_out[key] = self._left_out.get(key, 0) + 1
-            return None
-        if len(self._last) >= _MOST_KEYS:
-            self._last.clear()
-        self._last[key] = event.time
-        return self._left_out.pop(key, 0)
-
-
 class OnEvent(BackgroundHandler):
-    """A handler that reports events of level warning and above to a command or to a
-    webhook.
+    """A handler that reports events of level warning and above, and recoveries, to a
+    command or to a webhook.
 
     A command gets the JSON of `report` on its standard input, and CKPTD_EVENT,
     CKPTD_EVENT_JOB and CKPTD_EVENT_TEXT in its environment. A webhook gets the JSON as
@@ -63,21 +40,34 @@ class OnEvent(BackgroundHandler):
 
     def __init__(self, target: str) -> None:
         """target: a command for /bin/sh, or a URL that begins with http:// or https://."""
-        super().__init__("ckptd-on-event", logging.WARNING)
         self._target = target
         self._debounce = Debounce()
+        super().__init__("ckptd-on-event")
+        self.addFilter(is_reported)
 
     def take(self, events: Sequence[LoggedEvent]) -> None:
         for event in events:
-            if (repeated := self._debounce.repeated(event)) is None:
-                continue
-            try:
-                if is_url(self._target):
-                    self._call(report(event, repeated))
-                else:
-                    self._run_command(event, report(event, repeated))
-            except (OSError, ValueError, subprocess.SubprocessError) as error:
-                log.warning("on_event was not told of %s: %s", event.name, error)
+            first = self._debounce.now_or_later(event, time.monotonic())
+            if first is not None:
+                self._tell(*first)
+        for late in self._debounce.due(time.monotonic()):
+            self._tell(*late)
+
+    def pause(self) -> float | None:
+        return self._debounce.pause(time.monotonic())
+
+    def end(self) -> None:
+        for late in self._debounce.rest():
+            self._tell(*late)
+
+    def _tell(self, event: LoggedEvent, repeated: int) -> None:
+        try:
+            if is_url(self._target):
+                self._call(report(event, repeated))
+            else:
+                self._run_command(event, report(event, repeated))
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            log.warning("on_event was not told of %s: %s", event.name, error)
 
     def _call(self, body: bytes) -> None:
         import urllib.request  # which takes some MB: only a daemon with a webhook pays them
@@ -119,6 +109,11 @@ class OnEvent(BackgroundHandler):
             )  # fmt: skip
 
 
+def is_reported(record: logging.LogRecord) -> bool:
+    """Return True if a line of the log is reported, provided that it tells an event."""
+    return record.levelno >= logging.WARNING or event_of(record) == JOB_RECOVERED.name
+
+
 def is_url(target: str) -> bool:
     """Return True if the target of `on_event` is a webhook."""
     return target.startswith(("http://", "https://"))
@@ -126,8 +121,8 @@ def is_url(target: str) -> bool:
 
 def report(event: LoggedEvent, repeated: int) -> bytes:
     """Return the line of JSON that a command or a webhook gets: `time`, `host`, `event`,
-    `level`, `text`, `facts`, and `repeated`, the number of times that it was left out
-    since the last report.
+    `level`, `text`, `facts`, and `repeated`, the number of such events of the job that
+    were left out since the last report.
     """
     when = datetime.fromtimestamp(event.time, UTC).isoformat(timespec="milliseconds")
     line = msgspec.json.encode(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,10 +12,13 @@ from typing import Any, ClassVar
 
 import pytest
 
+from ckptd.daemon.log_events import JOB_RECOVERED, SAVE_DONE, SAVE_FAILED
 from ckptd.daemon.telemetry import on_event
 from ckptd.daemon.telemetry.background import LoggedEvent
-from ckptd.daemon.telemetry.on_event import Debounce, OnEvent, report
+from ckptd.daemon.telemetry.debounce import Debounce
+from ckptd.daemon.telemetry.on_event import OnEvent, report
 from ckptd.shared.system import machine
+from tests.support.daemons import until
 
 
 def event(seconds: float = 0.0, job: str = "gpt", name: str = "save.failed") -> LoggedEvent:
@@ -40,17 +44,27 @@ REPORT: dict[str, Any] = {
 }
 
 
-def test_the_same_event_of_a_job_is_reported_once_a_minute_with_its_count() -> None:
-    debounce = Debounce(60.0)
-    times = [0.0, 1.0, 59.9, 60.0, 61.0, 200.0]
-    assert [debounce.repeated(event(time)) for time in times] == [0, None, None, 2, None, 1]
-    assert debounce.repeated(event(201.0, job="other")) == 0
-    assert debounce.repeated(event(202.0, name="room.little")) == 0
-
-
-def test_a_clock_that_is_set_back_silences_nothing() -> None:
-    debounce = Debounce(60.0)
-    assert [debounce.repeated(event(time)) for time in (0.0, -5_000.0)] == [0, 0]
+def test_the_last_event_of_a_kind_is_told_when_its_quiet_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Debounce(0.3)
+    monkeypatch.setattr(on_event, "Debounce", lambda: made)
+    out = tmp_path / "out"
+    handler = OnEvent(f"cat >> '{out}'")
+    logger = logging.getLogger("ckptd.tests.on_event")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    for number in range(5):
+        SAVE_FAILED.log(logger, "%d", number, job="gpt")
+        SAVE_DONE.log(logger, "which is not reported", job="gpt")
+    until(lambda: out.exists() and out.read_text().count("\n") == 2, "second report")
+    JOB_RECOVERED.log(logger, "recovered", job="gpt")
+    logger.removeHandler(handler)
+    handler.close()
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(one["event"], one["text"], one["repeated"]) for one in found] == [
+        ("save.failed", "0", 0), ("save.failed", "4", 3), ("job.recovered", "recovered", 0),
+    ]  # fmt: skip
 
 
 def test_a_command_gets_the_report_and_the_environment(tmp_path: Path) -> None:
@@ -65,10 +79,12 @@ def test_a_command_gets_the_report_and_the_environment(tmp_path: Path) -> None:
     assert [json.loads(line) for line in lines[::2]] == [
         REPORT,
         json.loads(report(event(2.0, job="$(touch x)"), 0)),
+        json.loads(report(event(1.0), 0)),
     ]
     assert [line.partition("|")[2] for line in lines[1::2]] == [
         "save.failed|gpt|gpt: the disk is full",
         "save.failed|$(touch x)|$(touch x): the disk is full",
+        "save.failed|gpt|gpt: the disk is full",
     ]
 
 
@@ -76,7 +92,7 @@ def test_a_command_that_fails_is_logged_and_the_next_event_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     out = tmp_path / "out"
-    told(f"echo x >> '{out}'; echo 'no such host' >&2; exit 3", event(), event(100.0))
+    told(f"echo x >> '{out}'; echo 'no such host' >&2; exit 3", event(), event(job="bert"))
     assert [record.getMessage() for record in caplog.records] == [
         "on_event: the command ended with 3: no such host"
     ] * 2
