@@ -17,7 +17,7 @@ MAX_KINDS = 1_000
 share one.
 """
 
-Report = tuple[LoggedEvent, int]
+EventReport = tuple[LoggedEvent, int]
 """An event that is reported, and how many of its kind were left out before it."""
 
 
@@ -44,7 +44,7 @@ class Debounce:
         self._quiet = quiet_seconds
         self._kinds: dict[tuple[str, str], _Kind] = {}
 
-    def now_or_later(self, event: LoggedEvent, now: float) -> Report | None:
+    def now_or_later(self, event: LoggedEvent, now: float) -> EventReport | None:
         """Return the report of an event that has just happened, or None if it is left
         out for now.
         """
@@ -61,7 +61,7 @@ class Debounce:
         self._kinds[key] = _Kind(now)
         return event, left_out
 
-    def due(self, now: float) -> list[Report]:
+    def due(self, now: float) -> list[EventReport]:
         """Return the reports of the events that were left out and whose quiet time is
         over.
         """
@@ -71,7 +71,7 @@ class Debounce:
             if kind.held is not None and now >= kind.reported + self._quiet
         ]
 
-    def rest(self) -> list[Report]:
+    def rest(self) -> list[EventReport]:
         """Return the reports of all events that were left out, because no more time
         will pass.
         """
@@ -86,10 +86,11 @@ class Debounce:
         times = [kind.reported for kind in self._kinds.values() if kind.held is not None]
         return max(0.0, min(times) + self._quiet - now) if times else None
 
-    def _report(self, kind: _Kind, now: float) -> Report:
+    def _report(self, kind: _Kind, now: float) -> EventReport:
         assert kind.held is not None
         report = kind.held, kind.left_out - 1
-        kind.reported, kind.held, kind.left_out = now, None, 0
+        kind.reported = now
+        kind.held, kind.left_out = None, 0
         return report
 
     def _forget(self, now: float) -> None:

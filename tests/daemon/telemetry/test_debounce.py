@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptd.daemon.telemetry import debounce as module
 from ckptd.daemon.telemetry.background import LoggedEvent
-from ckptd.daemon.telemetry.debounce import Debounce, Report
+from ckptd.daemon.telemetry.debounce import Debounce, EventReport
 
 
 def event(number: int, job: str = "gpt", name: str = "save.failed") -> LoggedEvent:
@@ -17,7 +17,7 @@ def reported(debounce: Debounce, *times: float) -> list[tuple[float, str, int]]:
     """
     found: list[tuple[float, str, int]] = []
 
-    def add(now: float, *reports: Report | None) -> None:
+    def add(now: float, *reports: EventReport | None) -> None:
         found.extend((now, one[0].text, one[1]) for one in reports if one is not None)
 
     now = 0.0

@@ -133,7 +133,9 @@ def test_free_space_that_is_not_known_is_left_out(board: MetricsBoard) -> None:
     assert before.keys() - shown(board).keys() == {("ckptd_disk_free_bytes", ())}
 
 
-@pytest.mark.parametrize("page", ["monitoring/ckptd-alerts.yml", "how-to/monitor.md"])
+@pytest.mark.parametrize(
+    "page", ["monitoring/ckptd-alerts.yml", "monitoring/ckptd-board.json", "how-to/monitor.md"]
+)
 def test_the_metrics_that_the_documents_name_exist(board: MetricsBoard, page: str) -> None:
     named = set(re.findall(r"\bckptd_[a-z_]+\b", (DOCS / page).read_text()))
     families = {name for name, _ in shown(board)}
