@@ -1,5 +1,5 @@
 """Compares two checkpoints without torch and without a daemon: keys, shapes, dtypes,
-values, and the distance between tensors.
+values, the distance between tensors, and what is known of the runs that saved them.
 
 Tensors are read one after another, in blocks of rows, so that memory is bounded
 whatever the size of the checkpoints.
@@ -10,15 +10,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
 from ckptd.shared.formats.bounds import is_flat
+from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.formats.plain_values import Undecoded
-from ckptd.shared.formats.plan import element_size
+from ckptd.shared.formats.plan import RUN_FACTS, element_size
 
 BLOCK = 32 << 20
 """The most bytes of a tensor that are read at once, unless one row has more."""
@@ -65,7 +66,8 @@ class CheckpointDifference:
     """The difference between the checkpoints A and B.
 
     The tensors are in the order of their relative difference, the largest first. same:
-    how many tensors and values are the same.
+    how many tensors and values are the same. runs: the facts that differ of the runs that
+    saved them, such as the commit; None stands for a fact that is not known.
     """
 
     only_a: list[str]
@@ -74,10 +76,11 @@ class CheckpointDifference:
     values: list[ValueDifference]
     same_tensors: int
     same_values: int
+    runs: list[ValueDifference] = field(default_factory=list)
 
     @property
     def is_none(self) -> bool:
-        """True if the two hold the same."""
+        """True if the two hold the same state, whatever runs have saved it."""
         return not (self.only_a or self.only_b or self.tensors or self.values)
 
     def as_json(self) -> dict[str, Any]:
@@ -100,6 +103,7 @@ class CheckpointDifference:
                 for found in self.values
             ],
             "same": {"tensors": self.same_tensors, "values": self.same_values},
+            "runs": [{"name": found.name, "a": found.a, "b": found.b} for found in self.runs],
         }
 
 
@@ -127,7 +131,26 @@ def difference(a: ArrayCheckpoint, b: ArrayCheckpoint) -> CheckpointDifference:
         values,
         len(shared) - len(found),
         same,
+        run_differences(a.manifest, b.manifest),
     )
+
+
+def run_differences(a: Manifest, b: Manifest) -> list[ValueDifference]:
+    """Return the facts that differ of the runs that saved two checkpoints: first the
+    commit and the command line, last the number of ranks.
+    """
+    one, other = _run(a), _run(b)
+    return [
+        ValueDifference(name, one.get(name), other.get(name))
+        for name in dict.fromkeys([*RUN_FACTS, *one, *other])
+        if one.get(name) != other.get(name)
+    ]
+
+
+def _run(manifest: Manifest) -> dict[str, str]:
+    return {name: text for name, text in manifest.writer.items() if text} | {
+        "ranks": str(manifest.world_size)
+    }
 
 
 def _only(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
@@ -37,24 +38,26 @@ _MOST_SHOWN = 60
 def diff(a: Named, b: Named, as_json: bool) -> None:
     """Tell what differs between the checkpoints A and B: the keys that only one of them
     has, shapes and dtypes, values such as learning rates, and how far tensors are apart,
-    the largest relative difference first.
+    the largest relative difference first; and what differs of the runs that saved them,
+    such as the commit and the command line.
 
     A and B are named as for `ckptd show`: DIR/JOB/TAG, DIR/JOB/STEP, DIR/JOB for its
     newest checkpoint, or a directory that is a checkpoint. Needs neither torch nor a
-    daemon. The exit code is 0 if they hold the same, and 1 if they differ, as that of
-    diff.
+    daemon. The exit code is 0 if they hold the same state, and 1 if they differ, as that
+    of diff.
     """
     from ckptd.shared.array_diff import difference
 
     try:
         with ExitStack() as held:
-            name_a, one = _opened(chosen(a), held)
-            name_b, other = _opened(chosen(b), held)
-            found = difference(one, other)
+            one, other = _opened(chosen(a), held), _opened(chosen(b), held)
+            found = difference(one.checkpoint, other.checkpoint)
     except OSError as error:
         raise _trouble(StorageError.of("read a checkpoint", error)) from None
     except CkptdError as error:
         raise _trouble(error) from None
+    alike = one.name == other.name
+    name_a, name_b = (each.where if alike else each.name for each in (one, other))
     if as_json:
         click.echo(json.dumps({"a": name_a, "b": name_b, **found.as_json()}, indent=1))
     else:
@@ -69,9 +72,17 @@ def _trouble(error: CkptdError) -> CkptdError:
     return error
 
 
-def _opened(place: Location, held: ExitStack) -> tuple[str, ArrayCheckpoint]:
-    """Return the name of a checkpoint, and the checkpoint, which cannot be deleted until
-    `held` is closed.
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """An open checkpoint. `name` is its job and tag, `where` its location."""
+
+    name: str
+    where: str
+    checkpoint: ArrayCheckpoint
+
+
+def _opened(place: Location, held: ExitStack) -> _Opened:
+    """Return a checkpoint, which cannot be deleted until `held` is closed.
 
     Raises NotFound, IntegrityError, NewerFormat, Busy, StorageError.
     """
@@ -95,7 +106,7 @@ def _opened(place: Location, held: ExitStack) -> tuple[str, ArrayCheckpoint]:
             lambda part: repository.open_part(job, directory, part.file, part.index_sha256),
         )
         held.callback(checkpoint.close)
-    return title(repository, job, tag), checkpoint
+    return _Opened(title(repository, job, tag), repository.where(job, tag), checkpoint)
 
 
 def difference_text(a: str, b: str, found: CheckpointDifference) -> str:
@@ -109,6 +120,7 @@ def difference_text(a: str, b: str, found: CheckpointDifference) -> str:
     if found.values:
         rows = [(each.name, _shown(each.a), _shown(each.b)) for each in found.values]
         lines += ["", *as_table([("VALUE", "A", "B"), *rows])]
+    lines += _run_lines(found)
     for name, only in (("A", found.only_a), ("B", found.only_b)):
         lines += ["", *(f"only in {name}: {key}" for key in only)] if only else []
     same = (
@@ -116,7 +128,8 @@ def difference_text(a: str, b: str, found: CheckpointDifference) -> str:
         f"{count_text(found.same_values, 'value')} are the same"
     )
     if found.is_none:
-        return "\n".join(map(printable, [*lines, "", f"nothing differs: {same}"]))
+        told = "the states do not differ" if found.runs else "nothing differs"
+        return "\n".join(map(printable, [*lines, "", f"{told}: {same}"]))
     alone = len(found.only_a) + len(found.only_b)
     return "\n".join(
         map(
@@ -130,6 +143,16 @@ def difference_text(a: str, b: str, found: CheckpointDifference) -> str:
             ],
         )
     )
+
+
+def _run_lines(found: CheckpointDifference) -> list[str]:
+    """Return two lines for each fact that differs of the runs: a command line is long,
+    and may differ at its end.
+    """
+    rows = []
+    for fact in found.runs:
+        rows += [(fact.name, "A", fact.a or "-"), ("", "B", fact.b or "-")]
+    return ["", *as_table([("RUN", "", ""), *rows])] if rows else []
 
 
 def _tensor_row(found: TensorDifference) -> tuple[str, ...]:

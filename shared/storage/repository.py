@@ -361,7 +361,7 @@ class Repository:
         The caller closes the reader. Raises IntegrityError if the part is missing or
         damaged.
         """
-        called = f"{job}/{tag}/{file}"
+        called = self._called(job, tag, file)
         try:
             source = self._open_part_file(job, tag, file)
         except FileNotFoundError:
@@ -376,6 +376,10 @@ class Repository:
         except BaseException:
             source.close()
             raise
+
+    def _called(self, job: str, tag: str, file: str) -> str:
+        """Return the name of a file of a checkpoint in messages."""
+        return f"{job}/{tag}/{file}"
 
     def _open_part_file(self, job: str, tag: str, file: str) -> Source:
         return self.open_file(job, tag, file)

@@ -43,6 +43,9 @@ class StandaloneCheckpoint(Repository, ABC):
     def _name(self, *parts: str) -> str:
         return "/".join(parts[2:])
 
+    def _called(self, job: str, tag: str, file: str) -> str:
+        return self.where(job, tag, file)
+
     @abstractmethod
     def make(self) -> None:
         """Prepare the place for a save."""

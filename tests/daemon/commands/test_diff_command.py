@@ -6,9 +6,10 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
@@ -18,6 +19,9 @@ from ckptd.daemon.commands.cli import main
 from ckptd.daemon.commands.diff_command import difference_text
 from ckptd.shared import array_diff
 from ckptd.shared.array_diff import CheckpointDifference, ValueDifference
+from ckptd.shared.formats.manifest import Manifest
+from tests.daemon.commands.test_cli import ckptd
+from tests.support import stores
 from tests.support.daemons import home, running
 from tests.support.storage import part_in
 
@@ -74,10 +78,10 @@ def test_the_same_checkpoint_differs_in_nothing(root: Path, tmp_path: Path) -> N
     )
     code, said = ran("--json", root / "gpt" / "newest", root / "gpt" / "step-00000002")
     assert code == 0
+    where = str(root / "gpt" / "step-00000002.a0001")
     assert json.loads(said) == {
-        "a": "gpt/step-00000002.a0001", "b": "gpt/step-00000002.a0001", "equal": True,
-        "only_a": [], "only_b": [], "tensors": [], "values": [],
-        "same": {"tensors": 3, "values": 2},
+        "a": where, "b": where, "equal": True, "only_a": [], "only_b": [], "tensors": [],
+        "values": [], "same": {"tensors": 3, "values": 2}, "runs": [],
     }  # fmt: skip
 
 
@@ -111,6 +115,91 @@ def test_what_is_in_one_only_and_long_or_evil_values_are_shown_in_lines() -> Non
     ]
 
 
+def of_another_run(place: Path) -> Path:
+    """Make it look as if another run had saved the checkpoint in a directory."""
+    manifest = Manifest.decode((place / "manifest.json").read_bytes())
+    writer = manifest.writer | {"commit": "f" * 40, "command": f"python {'x' * 100} --lr 0.2"}
+    writer.pop("user")
+    (place / "manifest.json").write_bytes(msgspec.structs.replace(manifest, writer=writer).encode())
+    return place
+
+
+def test_what_differs_of_the_runs_is_told_and_is_no_difference(root: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(next((root / "gpt").glob("step-00000001.*")), copy)
+    written = Manifest.decode((copy / "manifest.json").read_bytes()).writer
+    of_another_run(copy)
+    code, said = ran(root / "gpt" / "1", copy)
+    assert code == 0
+    assert said.splitlines()[2:] == [
+        "",
+        "RUN",
+        f"commit   A  {written.get('commit', '-')}",
+        f"         B  {'f' * 40}",
+        f"command  A  {written['command']}",
+        f"         B  python {'x' * 100} --lr 0.2",
+        f"user     A  {written['user']}",
+        "         B  -",
+        "",
+        "the states do not differ: 3 tensors and 2 values are the same",
+    ]
+    _, as_json = ran("--json", copy, root / "gpt" / "2")
+    runs = {run["name"]: (run["a"], run["b"]) for run in json.loads(as_json)["runs"]}
+    assert list(runs) == ["commit", "command", "user"]
+    assert runs["user"] == (None, written["user"])
+
+
+@pytest.mark.skipif(stores.program("rclone") is None, reason="rclone is not installed")
+def test_a_checkpoint_in_an_object_store_is_compared_with_its_copy(
+    root: Path, tmp_path: Path
+) -> None:
+    with stores.memory(tmp_path / "store") as server:
+        stores.make_bucket(server, "bucket")
+        store = server.environ
+        copied = ckptd("copy", root / "gpt", "s3://bucket/runs", environment=store)
+        assert copied.returncode == 0, copied.stderr
+        same = ckptd("diff", root / "gpt/2", "s3://bucket/runs/gpt/newest", environment=store)
+        stored = ("s3://bucket/runs/gpt/1", "s3://bucket/runs/gpt/2")
+        apart = ckptd("diff", *stored, environment=store)
+    tag = "gpt/step-00000002.a0001"
+    assert (same.returncode, same.stdout) == (
+        0,
+        f"A  {root}/{tag}\nB  s3://bucket/runs/{tag}\n\n"
+        "nothing differs: 3 tensors and 2 values are the same\n",
+    )
+    assert (apart.returncode, "groups.0.lr  0.1  0.05" in apart.stdout) == (1, True)
+
+
+def flip(file: Path) -> None:
+    """Change a bit in the middle of a file."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "code", "said"),
+    [
+        (lambda place: flip(part_in(place)), 13, "{part}: chunk 1 (bytes 8192 to "),
+        (lambda place: part_in(place).unlink(), 13, "{part} is missing"),
+        (lambda place: flip(place / "manifest.json"), 13, "{place}: manifest"),
+        (shutil.rmtree, 10, "no checkpoint 'copy' of job"),
+    ],
+    ids=["a flipped bit", "no part", "the manifest", "deleted"],
+)
+def test_a_checkpoint_that_is_damaged_or_deleted_is_named(
+    root: Path, tmp_path: Path, harm: Callable[[Path], None], code: int, said: str
+) -> None:
+    place = tmp_path / "copy"
+    shutil.copytree(next((root / "gpt").glob("step-00000001.*")), place)
+    part = part_in(place)
+    harm(place)
+    for typed in ((root / "gpt" / "1", place), (place, root / "gpt" / "1")):
+        found, text = ran(*typed)
+        assert (found, text.count("\n")) == (code, 1)
+        assert text.startswith(f"ckptd: {said.format(place=place, part=part)}")
+
+
 def test_each_mistake_is_one_sentence_and_never_looks_like_a_difference(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,4 +229,4 @@ def test_the_newest_of_a_job_passes_over_damage(root: Path, tmp_path: Path) -> N
     (next(job.glob("step-00000002.*")) / "manifest.json").write_bytes(b"{}")
     code, said = ran(job, root / "gpt" / "1")
     assert code == 0
-    assert said.startswith("A  gpt/step-00000001.a0001\n")
+    assert said.startswith(f"A  {job}/step-00000001.a0001\n")
