@@ -46,6 +46,14 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.2f} TB"
 
 
+def share_text(done: int, total: int) -> str:
+    """Return a part of a number of bytes, in the unit of the whole: `3.1 of 8.0 GB`."""
+    number, unit = size_text(total).split(" ")
+    power = {"B": 0, "kB": 1, "MB": 2, "GB": 3, "TB": 4}[unit]
+    decimals = len(number.partition(".")[2])
+    return f"{done / 1000**power:.{decimals}f} of {number} {unit}"
+
+
 def count_text(count: int, noun: str) -> str:
     """Return the number with its noun, which gets an "s" unless the number is 1."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

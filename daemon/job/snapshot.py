@@ -91,12 +91,13 @@ class SaveProgress:
         return min(sum(self._done.values()), self.total)
 
     def report(self, now: float) -> dict[str, float | int | None]:
-        """Return the bytes that are done and in all, the bytes per second, and the
-        seconds left. The last two are None at the start.
+        """Return the age of the save, the bytes that are done and in all, the bytes per
+        second, and the seconds left. The last two are None at the start.
         """
-        done = self.done
-        rate = done / max(now - self.begun, 1e-6)
+        done, age = self.done, max(0.0, now - self.begun)
+        rate = done / max(age, 1e-6)
         return {
+            "age_seconds": round(age, 3),
             "done_bytes": done,
             "total_bytes": self.total,
             "bytes_per_second": round(rate) if done else None,

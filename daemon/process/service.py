@@ -405,7 +405,7 @@ class Service:
             if failure
             else None,
             "saving": [
-                {"tag": s.tag, **s.progress.report(time.monotonic())}
+                {**_where(s.attempt, s.step, s.tag), **s.progress.report(time.monotonic())}
                 for s in job.snapshots
                 if s.state is SnapshotState.WRITING and s.progress is not None
             ],

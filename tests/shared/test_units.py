@@ -12,6 +12,7 @@ from ckptd.shared.units import (
     parse_span,
     ranges_text,
     rank_list,
+    share_text,
     size_text,
     some_text,
     span_text,
@@ -31,6 +32,20 @@ from ckptd.shared.units import (
 )
 def test_sizes_have_the_unit_that_fits(nbytes: float, text: str) -> None:
     assert size_text(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "text"),
+    [
+        (0, 0, "0 of 0 B"),
+        (7, 999, "7 of 999 B"),
+        (0, 41_943_040, "0.0 of 41.9 MB"),
+        (3_100_000_000, 8_000_000_000, "3.1 of 8.0 GB"),
+        (40_000_000_000, 1_500_000_000_000, "0.04 of 1.50 TB"),
+    ],
+)
+def test_a_share_has_the_unit_of_the_whole(done: int, total: int, text: str) -> None:
+    assert share_text(done, total) == text
 
 
 def test_one_is_singular() -> None:

@@ -164,9 +164,11 @@ def test_status_tells_how_far_a_save_has_come(place: Home) -> None:
         (saving,) = daemon.status()["jobs"][0]["saving"]
         vanish(agent)
     assert re.search(
-        r"  step-00000001\.a0001 \(\d+ %, \d+\.\d [kM]B/s, (\d+ min|\d+ s) left\)", text
+        r"  step-00000001\.a0001 \(\d+\.\d of 4\d\.\d MB at \d+\.\d [kM]B/s, (\d+ min|\d+ s) left\)",
+        text,
     ), text
-    assert saving["tag"] == "step-00000001.a0001"
+    assert (saving["attempt"], saving["step"], saving["tag"]) == (1, 1, "step-00000001.a0001")
+    assert saving["age_seconds"] > 0
     assert 0 < saving["done_bytes"] < saving["total_bytes"] == pytest.approx(40 << 20, rel=0.01)
 
 

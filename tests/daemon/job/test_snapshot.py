@@ -58,6 +58,7 @@ def test_a_move_that_is_not_in_the_table_changes_nothing() -> None:
 
 def test_nothing_is_said_of_the_speed_before_the_first_chunk() -> None:
     assert SaveProgress(100, 5.0).report(6.0) == {
+        "age_seconds": 1.0,
         "done_bytes": 0,
         "total_bytes": 100,
         "bytes_per_second": None,
@@ -72,6 +73,7 @@ def test_the_parts_of_all_ranks_count() -> None:
             progress.begin_part(rank)
         progress.add(rank, nbytes)
     assert progress.report(12.0) == {
+        "age_seconds": 2.0,
         "done_bytes": 100,
         "total_bytes": 400,
         "bytes_per_second": 50,
