@@ -11,6 +11,7 @@ import math
 import os
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal.journal import JournalBroken
 from ckptd.daemon.memory.slots import Slot
+from ckptd.daemon.process.rank_report import ranks_report
 from ckptd.daemon.process.vitals import Vitals, rss_bytes
 from ckptd.shared import __version__, names
 from ckptd.shared.errors import CkptdError, NewerFormat, StorageError, VersionMismatch
@@ -40,6 +42,8 @@ MAX_JOBS, MAX_DAMAGED, MAX_TEXT = 500, 5, 200
 """The most jobs, damaged checkpoints of each job, and characters of a text in one
 status report.
 """
+MAX_RANKS, MAX_ALL_RANKS = 64, 1000
+"""The most ranks of one job, and of all jobs, in one status report."""
 COUNTERS = (
     "sealed", "persisted", "failed", "skipped", "retired", "rewrites", "saved_unasked",
     "verify_failures", "tidy_failures", "uploaded", "failed_uploads",
@@ -343,6 +347,7 @@ class Service:
             else None,
             "uptime_seconds": round(vitals.uptime, 3),
             "rss_bytes": rss_bytes(),
+            "cpu_seconds": round(time.process_time(), 3),
             "event_loop_lag_seconds": round(vitals.lag, 6),
             "disk_free_bytes": vitals.disk_free,
             "root_quota": parts.saver.root.quota.report(parts.saver.root.catalog.jobs.values()),
@@ -359,8 +364,16 @@ class Service:
         """
         parts = self._parts
         jobs = sorted(parts.catalog.jobs.values(), key=lambda job: job.name)
+        slots, ranks_left = defaultdict[str, list[Slot]](list), MAX_ALL_RANKS
+        for slot in parts.slots.slots.values():
+            slots[slot.header.job].append(slot)
+        rows = []
+        for job in jobs[:MAX_JOBS]:
+            ranks = ranks_report(job, slots[job.name], min(MAX_RANKS, ranks_left))
+            ranks_left -= len(ranks)
+            rows.append(self._job(job, disk_free) | {"ranks": ranks})
         return {
-            "jobs": [self._job(job, disk_free) for job in jobs[:MAX_JOBS]],
+            "jobs": rows,
             "jobs_not_shown": max(0, len(jobs) - MAX_JOBS),
             "shared_memory": {
                 "used_bytes": parts.slots.used,

@@ -150,6 +150,7 @@ def test_status_reports_jobs_memory_and_counters(full: Daemon) -> None:
     assert job["last_durable"] == {"attempt": 1, "step": 2, "tag": "step-00000002.a0001"}
     assert job["last_error"] is None
     assert job["pending"] == []
+    assert found["cpu_seconds"] > 0
 
 
 def test_status_tells_how_far_a_save_has_come(place: Home) -> None:
@@ -161,10 +162,15 @@ def test_status_tells_how_far_a_save_has_come(place: Home) -> None:
             "the first chunk",
         )
         text = ckptd("status", "--socket", place.socket).stdout
-        (saving,) = daemon.status()["jobs"][0]["saving"]
+        (job,) = daemon.status()["jobs"]
         vanish(agent)
+    (saving,), (rank,) = job["saving"], job["ranks"]
+    assert (rank["rank"], rank["pid"], rank["connected"]) == (0, os.getpid(), True)
+    assert {"state": "writing", "step": 1} in [
+        {key: slot[key] for key in ("state", "step")} for slot in rank["slots"]
+    ]
     assert re.search(
-        r"  step-00000001\.a0001 \(\d+\.\d of 4\d\.\d MB at \d+\.\d [kM]B/s, (\d+ min|\d+ s) left\)",
+        r"  step-00000001\.a0001 \(\d+\.\d of 4\d\.\d MB at \d+\.\d [kM]B/s, \d+ (min|s) left\)",
         text,
     ), text
     assert (saving["attempt"], saving["step"], saving["tag"]) == (1, 1, "step-00000001.a0001")
