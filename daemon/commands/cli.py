@@ -24,6 +24,7 @@ from ckptd.daemon.commands.history_command import history
 from ckptd.daemon.commands.logs_command import logs
 from ckptd.daemon.commands.run_command import default_socket, run
 from ckptd.daemon.commands.status_command import status
+from ckptd.daemon.commands.top_command import top
 from ckptd.daemon.memory import unsaved
 from ckptd.shared import __version__
 from ckptd.shared import errors as e
@@ -48,7 +49,7 @@ from ckptd.shared.units import count_text
 
 _EXAMPLES = """\b
 Start the daemon of this node:     ckptd run --root /ckpts
-See what it is doing:              ckptd status
+See what it is doing:              ckptd status; ckptd top
 List all daemons; stop one:        ckptd ps; ckptd stop /ckpts
 List what has been saved:          ckptd ls /ckpts
 Look at one checkpoint:            ckptd show /ckpts/JOB
@@ -85,6 +86,7 @@ _MEANT = {
     "run": ("start", "serve", "daemon"),
     "stop": ("kill", "shutdown"),
     "status": ("stat", "stats", "health"),
+    "top": ("htop", "monitor", "dashboard", "live"),
     "ps": ("daemons",),
     "gc": ("clean", "cleanup"),
     "pin": ("lock", "hold", "keep"),
@@ -542,6 +544,7 @@ main.add_command(history)
 main.add_command(logs)
 main.add_command(run)
 main.add_command(status)
+main.add_command(top)
 for _name, _does in _VERBS.items():
     main.add_command(Verb(_name, short_help=_does))
 

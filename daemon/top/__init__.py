@@ -1,0 +1,1 @@
+"""Shows a daemon live in a terminal, for `ckptd top`."""

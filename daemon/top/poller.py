@@ -1,0 +1,117 @@
+"""Asks a daemon for its status again and again, in a thread of its own, so that keys
+work while the daemon does not answer.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptd.daemon.telemetry.background import LoggedEvent
+from ckptd.daemon.telemetry.history import GATHER_SECONDS, read_history
+from ckptd.daemon.top.contact import Contact
+from ckptd.daemon.top.trends import Trend, Trends
+from ckptd.shared.errors import CkptdError
+from ckptd.shared.units import printable
+
+MOST_SAVES = 2000
+"""How many saves of the history are read at the start, for all jobs together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known of a daemon at one moment.
+
+    history: why there is no history to read, or "".
+    """
+
+    contact: Contact = field(default_factory=Contact)
+    trends: Mapping[str, Trend] = field(default_factory=dict)
+    cpu: float | None = None
+    history: str = ""
+
+
+class Poller:
+    """Asks a daemon every `seconds`. `seen` is replaced after each answer."""
+
+    def __init__(
+        self,
+        ask: Callable[[], Mapping[str, Any]],
+        seconds: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """ask: returns a status report, or raises CkptdError or OSError. clock: returns
+        Unix seconds.
+        """
+        self.seen = Seen()
+        self._ask, self._seconds, self._clock = ask, seconds, clock
+        self._trends = Trends()
+        self._persisted, self._read_until = -1, 0.0
+        self._asked: float | None = None
+        self._ended = threading.Event()
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """Begin to ask. The thread ends with the process, or after `stop`.
+
+        wake: is called after each answer.
+        """
+        threading.Thread(target=self._run, args=[wake], name="ckptd-top", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ask no more."""
+        self._ended.set()
+
+    def waited(self) -> float:
+        """Return the seconds for which the last question has no answer, or 0.0."""
+        asked = self._asked
+        return 0.0 if asked is None else max(0.0, self._clock() - asked)
+
+    def ask_once(self) -> None:
+        """Ask, and read what is new in the history. An error becomes part of `seen`."""
+        before = self.seen
+        self._asked = self._clock()
+        try:
+            status = self._ask()
+        except (CkptdError, OSError) as error:
+            contact, history = before.contact.failed(str(error), self._clock()), before.history
+        else:
+            contact = before.contact.answered(status, self._clock())
+            self._trends.add_report(status)
+            history = self._read(status)
+        self._asked = None
+        self.seen = Seen(contact, self._trends.jobs(), self._trends.cpu, history)
+
+    def _run(self, wake: Callable[[], None]) -> None:
+        while not self._ended.wait(self._seconds):
+            self.ask_once()
+            wake()
+
+    def _read(self, status: Mapping[str, Any]) -> str:
+        """Read the saves that the history has since the last time. Return why that is
+        not possible, or "".
+
+        It is read only after a save, and a little longer: the daemon writes it later.
+        """
+        file, persisted = status.get("history"), status["counters"]["persisted"]
+        if file is None:
+            return "the daemon keeps no history"
+        if persisted != self._persisted:
+            self._persisted = persisted
+            self._read_until = self._clock() + 2 * GATHER_SECONDS
+        elif self._clock() > self._read_until:
+            return self.seen.history
+        try:
+            self._trends.add_saves(self._saves(Path(file)))
+        except (CkptdError, OSError, sqlite3.Error) as error:
+            return printable(str(error))
+        return ""
+
+    def _saves(self, file: Path) -> Sequence[LoggedEvent]:
+        if not file.exists():  # nothing has happened yet
+            return []
+        return read_history(file, names=["save.done"], since=self._trends.last, limit=MOST_SAVES)
