@@ -191,6 +191,7 @@ def test_the_search_finds_a_cycle() -> None:
                 "report",
                 "run_command",
                 "status_command",
+                "top_command",
             )
         ),
     }

@@ -49,7 +49,8 @@ class Poller:
         Unix seconds.
         """
         self.seen = Seen()
-        self._ask, self._seconds, self._clock = ask, seconds, clock
+        self._ask, self._clock = ask, clock
+        self._seconds = seconds
         self._trends = Trends()
         self._persisted, self._read_until = -1, 0.0
         self._asked: float | None = None

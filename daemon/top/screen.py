@@ -26,6 +26,8 @@ from ckptd.shared.units import count_text, printable, share_text, size_text, spa
 _BAD, _WARN, _GOOD, _DIM, _HEAD = "bold red", "yellow", "green", "dim", "bold"
 _DAY = 86_400.0
 _MOST_PROBLEMS = 3
+_MARKS = "   "
+"""The place of the marks before the name of a job: it is chosen, something is wrong."""
 _GAP = 2
 """The spaces between two columns of a table."""
 
@@ -194,10 +196,10 @@ def _jobs(view: View, columns: int, room: int) -> list[Text]:
     space = room - len(panel)
     longest = max(cell_len(printable(job["job"])) for job in jobs)
     name_width = min(max(longest, 3), max(columns // 4, 8))
-    shown = _chosen_columns(columns - 2 - name_width)
-    spare = columns - 2 - name_width - sum(_GAP + width for _, width in shown)
+    shown = _chosen_columns(columns - len(_MARKS) - name_width)
+    spare = columns - len(_MARKS) - name_width - sum(_GAP + width for _, width in shown)
     name_width = min(longest, name_width + spare) if longest > name_width else name_width
-    titles = Text("  " + "JOB".ljust(name_width), _HEAD)
+    titles = Text(_MARKS + "JOB".ljust(name_width), _HEAD)
     for column, width in shown:
         title = column.title.rjust(width) if column.right else column.title.ljust(width)
         titles.append(" " * _GAP + title)
@@ -224,7 +226,7 @@ def _row(
 ) -> Text:
     chosen = job["job"] == view.choice.job
     line = Text(">" if chosen else " ")
-    line.append("!" if job["job"] in troubled else " ", _BAD)
+    line.append("! " if job["job"] in troubled else "  ", _BAD)
     name_style = _HEAD if chosen else "" if job["ranks_connected"] else _DIM
     line.append(fit(printable(job["job"]), name_width, view.glyphs), name_style)
     for column, width in shown:

@@ -48,6 +48,7 @@ COMMANDS = (
     "history gpt --root {root}",
     "diff {root}/gpt/70 {root}/gpt/newest",
     "logs gpt --root {root}",
+    "top {root}",
     "run --root {root}-new --keep LatestN(1)",
     "bench --root {root}-new",
 )
