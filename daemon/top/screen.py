@@ -419,7 +419,7 @@ def _history(name: str, trend: Trend, columns: int, view: View) -> str | Text:
         f" last {seconds_text(values[-1])}, median {seconds_text(statistics.median(values))}, "
         f"most {seconds_text(max(values))} of {len(values)}"
     )
-    width = min(columns - 14 - len(told), 60)
+    width = min(columns - 14 - len(told), max(len(trend.held), len(trend.lost), 8))
     if width < 8:
         short = f" last {seconds_text(values[-1])}"
         width, told = columns - 14 - len(short), short
@@ -500,10 +500,10 @@ def seconds_text(seconds: float) -> str:
 
 def short_span(seconds: float) -> str:
     """Return a time in its largest unit, in at most six characters: `59 min`, `23 h`."""
-    if seconds < 60:
-        return f"{int(seconds)} s"
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
     if seconds < 3600:
-        return f"{int(seconds // 60)} min"
+        return f"{max(int(seconds // 60), 1)} min"
     if seconds < 2 * _DAY:
         return f"{int(seconds // 3600)} h"
     return f"{min(int(seconds // _DAY), 9999)} d"

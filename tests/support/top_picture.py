@@ -6,12 +6,14 @@ is something to draw, and then waits until a snapshot is being saved.
 
 from __future__ import annotations
 
+import html
 import io
 import re
 import time
 from pathlib import Path
 
 import click
+from rich.cells import cell_len
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
@@ -31,7 +33,32 @@ def picture(view: View, columns: int, rows: int) -> str:
     for line in screen(view, columns, rows):
         console.print(line, no_wrap=True, overflow="crop", highlight=False)
     drawn = console.export_svg(title="ckptd top", theme=MONOKAI, unique_id="top")
-    return re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
+    drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
+    return _RUN.sub(_placed, drawn)
+
+
+_RUN = re.compile(
+    r'<text (class="\S+") x="([\d.]+)" (y="[\d.]+") textLength="[\d.]+" (clip-path="\S+")>'
+    r"(.*?)</text>"
+)
+"""A run of text of one style."""
+_CELL = 12.2
+"""The width of a character in rich's pictures."""
+
+
+def _placed(run: re.Match[str]) -> str:
+    """Return a run as one text for each part between two or more spaces: not every viewer
+    keeps those at the start, or knows `textLength`.
+    """
+    kind, x, y, clip, content = run.groups()
+    text, found = html.unescape(content).replace("\xa0", " "), []
+    for part in re.finditer(r"\S+(?: \S+)*", text):
+        at = float(x) + _CELL * cell_len(text[: part.start()])
+        width = _CELL * cell_len(part[0])
+        words = html.escape(part[0]).replace(" ", "&#160;")
+        place = f'x="{at:.1f}" {y} textLength="{width:.1f}" {clip}'
+        found.append(f"<text {kind} {place}>{words}</text>")
+    return "".join(found)
 
 
 @click.command()
@@ -52,7 +79,8 @@ def main(
         status = poller.seen.contact.status
         assert status is not None
         chosen = next((each for each in status["jobs"] if each["job"] == job), status["jobs"][0])
-        if time.monotonic() > end and chosen["saving"] and chosen["saving"][0]["done_bytes"]:
+        save = next(iter(chosen["saving"]), None)
+        if time.monotonic() > end and save and 3 * save["done_bytes"] > save["total_bytes"]:
             break
         time.sleep(0.05)
     found = [(problem.job, problem.message) for problem in problems(status)]

@@ -267,7 +267,14 @@ def test_a_terminal_without_unicode_gets_ascii() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0 s"), (59.9, "59 s"), (3599, "59 min"), (86400, "24 h"), (2 * 86400, "2 d")],
+    [
+        (0.4, "0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min"),
+        (3599, "59 min"),
+        (86400, "24 h"),
+        (2 * 86400, "2 d"),
+    ],
 )
 def test_spans_are_short(seconds: float, text: str) -> None:
     assert s.short_span(seconds) == text
