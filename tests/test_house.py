@@ -336,9 +336,10 @@ def test_only_the_storage_package_knows_its_implementations() -> None:
         for name in imports(path)
         if name.startswith("ckptd.shared.storage.posix")
     }
-    # It probes a directory.
+    # They probe a directory.
     assert {name for name in known if not name.startswith("shared/storage/")} == {
-        "daemon/commands/doctor.py"
+        "daemon/commands/doctor.py",
+        "daemon/commands/doctor_costs.py",
     }
 
 

@@ -286,6 +286,7 @@ def doctor(
     """
     from ckptd.daemon import config as settings
     from ckptd.daemon.commands import doctor as checks
+    from ckptd.daemon.commands.doctor_check import FAILED
 
     known = {
         **(settings.read_file(file) if file else {}),
@@ -303,7 +304,7 @@ def doctor(
     found = list(
         checks.check_all(settings.load(given, environment, file), with_root="root" in known)
     )
-    failed = any(check.level == checks.FAILED for check in found)
+    failed = any(check.level == FAILED for check in found)
     if as_json:
         rows = [
             {"name": check.name, "level": check.level, "message": check.message, **check.values}

@@ -17,26 +17,23 @@ import resource
 import shutil
 import socket
 import stat
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from ckptd.daemon.commands.doctor_check import FAILED, OK, WARNING, Check
+from ckptd.daemon.commands.doctor_costs import check_costs
 from ckptd.daemon.config import Config
 from ckptd.daemon.memory.foreign_memory import described, read_held
 from ckptd.daemon.process import limits
 from ckptd.daemon.process.peers import SO_PEERPIDFD
-from ckptd.daemon.telemetry.history import read_history
-from ckptd.shared.errors import CkptdError, Forbidden, NotFound
-from ckptd.shared.interval import best_interval
+from ckptd.shared.errors import CkptdError, Forbidden
 from ckptd.shared.location import Location, Url
 from ckptd.shared.storage import posix_probe
 from ckptd.shared.storage.locate import object_storage, open_root
 from ckptd.shared.system import machine, owners
-from ckptd.shared.units import size_text, span_text
+from ckptd.shared.units import size_text
 
-OK, WARNING, FAILED = "ok", "warning", "failed"
 TMPFS = 0x01021994  # linux/magic.h
 VOLATILE = {
     TMPFS: "a tmpfs, which a reboot empties",
@@ -47,22 +44,6 @@ LEAST_FREE = 1 << 30  # bytes; a root with less free space gets a warning
 LEAST_INODES = 10_000
 _FIRST_USER = 1000  # systemd's SYSTEM_UID_MAX is 999
 _CLOCK_SECONDS = 2.0
-_DAY = 86_400.0
-_SAVES = 200
-"""The number of the last saves on this node that are looked at."""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """The result of one check: a message for people, and values for programs.
-
-    `level` is ok, warning or failed.
-    """
-
-    name: str
-    level: str
-    message: str
-    values: dict[str, Any] = field(default_factory=dict)
 
 
 def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
@@ -80,12 +61,11 @@ def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
     if with_root:
         yield from check_root(config.root)
         yield check_memory(config.root, config.shm_dir)
+        yield from check_costs(config)
     if config.stage is not None:
         yield from check_stage(config.stage)
     yield check_state_dir(config.state_dir)
     yield check_socket_directory(config.socket.parent)
-    if with_root:
-        yield from check_jobs(config)
     yield from check_kernel()
     yield check_event_loop(importlib.util.find_spec("uvloop") is not None)
 
@@ -172,10 +152,14 @@ def check_shared_memory(path: Path, slots: int, quota: int) -> Check:
         return Check(
             name,
             WARNING,
-            f"{text}, but it is not a tmpfs: copies go to a disk, and training waits for the disk",
+            f"{text}, but it is not a tmpfs: copies go to a disk, and training waits for it; set "
+            f"shm_dir to a tmpfs",
             {**values, "magic": kind},
         )
-    return Check(name, OK if largest >= 64 << 20 else WARNING, text, values)
+    if largest < 64 << 20:
+        text += "; make it larger (`--shm-size` of a container, `mount -o remount,size=`)"
+        return Check(name, WARNING, text, values)
+    return Check(name, OK, text, values)
 
 
 def removes_ipc(system: Path) -> bool:
@@ -219,49 +203,6 @@ def check_remove_ipc(uid: int, removes: bool, lingers: bool) -> Check:
         "systemd-logind deletes the slots of this user in /dev/shm, and the snapshots in them, "
         "when the last session of the user ends: run `loginctl enable-linger`, or set RemoveIPC=no "
         "in /etc/systemd/logind.conf", values,
-    )  # fmt: skip
-
-
-def check_jobs(config: Config) -> Iterator[Check]:
-    """Tell what the saves of each job have cost lately, from the history, and how often
-    it can and should be saved.
-    """
-    try:
-        saves = read_history(
-            machine.history_file(config.state_dir, config.root),
-            names=["save.done"],
-            limit=_SAVES,
-        )
-    except NotFound:
-        return
-    except CkptdError as error:
-        yield Check("history", WARNING, str(error))
-        return
-    for job in sorted({save.job for save in saves}):
-        yield check_job(job, [save.facts for save in saves if save.job == job])
-
-
-def check_job(job: str, saves: Sequence[Mapping[str, Any]]) -> Check:
-    """Tell what the saves of a job have cost: medians of its last saves.
-
-    The interval that loses the least time is computed for one failure a day, and is at
-    least the time until a snapshot is durable.
-    """
-    held, durable, nbytes, seconds = (
-        statistics.median(float(save.get(key, 0.0)) for save in saves)
-        for key in ("held_seconds", "durable_seconds", "bytes", "save_seconds")
-    )
-    interval = max(best_interval(held, _DAY), durable)
-    rate = nbytes / max(seconds, 1e-6)
-    values = {
-        "saves": len(saves), "held_seconds": held, "durable_seconds": durable, "bytes": nbytes,
-        "bytes_per_second": rate, "best_interval_seconds": interval,
-    }  # fmt: skip
-    return Check(
-        f"job {job}", OK,
-        f"a snapshot of {size_text(nbytes)} holds the training for {held:.3f} s and is durable "
-        f"after {durable:.1f} s ({size_text(rate)}/s): with one failure a day, a snapshot every "
-        f"{span_text(max(interval, 1.0))} loses the least time", values,
     )  # fmt: skip
 
 
@@ -350,7 +291,10 @@ def _check_directory(root: Path) -> Iterator[Check]:
         found = posix_probe.probe(place)
     except OSError as error:
         yield Check(
-            "root", FAILED, f"{called} cannot be written: {error.strerror}", {"path": str(place)}
+            "root",
+            FAILED,
+            f"{called} cannot be written: {error.strerror}; name a directory of this user",
+            {"path": str(place)},
         )
         return
     values = {
@@ -365,24 +309,35 @@ def _check_directory(root: Path) -> Iterator[Check]:
     yield Check(
         "root",
         WARNING if few else OK,
-        f"{called} can be written; {size_text(found.free)} and {count} inodes are free",
+        f"{called} can be written; {size_text(found.free)} and {count} inodes are free"
+        + ("; make room, or name another directory" if few else ""),
         values,
     )
     yield _check_owner(place, found)
     yield check_clock(found.ahead)
     for name, level, advice in (
-        ("O_DIRECT", WARNING, "checkpoints are written through the page cache instead"),
+        (
+            "O_DIRECT",
+            WARNING,
+            "checkpoints are written through the page cache instead; with ext4 or XFS they are not",
+        ),
         (
             "fsync of a directory",
             FAILED,
-            "a power cut may lose a checkpoint's name on this file system",
+            "a power cut may lose a checkpoint's name on this file system; use another one",
         ),
         (
             "flock",
             FAILED,
-            "two daemons, or a reader and retention, would not see each other on this file system",
+            "two daemons, or a reader and retention, would not see each other on this file system; "
+            "use another one, or mount it with locks",
         ),
-        ("OFD locks", WARNING, "open file description (OFD) locks do not work on this file system"),
+        (
+            "OFD locks",
+            WARNING,
+            "only flock is used then, by which any reader can keep others from reading; ext4, XFS "
+            "and NFS 4 have both",
+        ),
     ):
         if why := found.failures.get(name):
             yield Check(name, level, f"does not work in {called} ({why}): {advice}")
@@ -412,7 +367,8 @@ def check_stage(stage: Path) -> Iterator[Check]:
         yield Check(
             "stage: kind",
             WARNING,
-            f"{stage} is on {VOLATILE[kind]}: checkpoints that are not uploaded yet are then lost",
+            f"{stage} is on {VOLATILE[kind]}: checkpoints that are not uploaded yet are then lost; "
+            f"name a directory on a disk",
         )
 
 
@@ -488,7 +444,8 @@ def check_socket_directory(path: Path) -> Check:
             {"path": str(path), "exists": False},
         )
     except OSError as error:
-        return Check(name, FAILED, f"{path} cannot be used: {error.strerror}", {"path": str(path)})
+        text = f"{path} cannot be used: {error.strerror}; name another place with --socket"
+        return Check(name, FAILED, text, {"path": str(path)})
     values = {
         "path": str(path),
         "exists": True,
@@ -522,7 +479,7 @@ def check_kernel() -> Iterator[Check]:
                 "pidfd",
                 lambda: os.pidfd_open(os.getpid()),
                 WARNING,
-                "a trainer's death is noticed by its locks, up to a second later",
+                "a trainer's death is noticed by its locks, up to a second later; Linux 5.3 has it",
             ),
             (
                 "SO_PEERPIDFD",
@@ -534,7 +491,7 @@ def check_kernel() -> Iterator[Check]:
                 "memfd",
                 lambda: os.memfd_create("ckptd-doctor"),
                 WARNING,
-                "there is no fallback where shared memory is too small",
+                "there is no fallback where shared memory is too small; Linux 3.17 has it",
             ),
         )
         for name, act, level, advice in probes:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.daemon.commands import doctor
-from ckptd.daemon.commands.doctor import FAILED, OK, WARNING, Check
+from ckptd.daemon.commands.doctor_check import FAILED, OK, WARNING, Check
 from ckptd.daemon.config import load
 from ckptd.daemon.process import limits
 from ckptd.daemon.process.peers import SO_PEERPIDFD
@@ -113,25 +113,6 @@ def test_clocks_that_differ_are_told(ahead: float, level: str, words: str) -> No
     assert words in check.message
 
 
-def test_the_costs_of_a_jobs_saves_are_told_with_the_interval_that_follows() -> None:
-    saves = [
-        {"held_seconds": held, "durable_seconds": 2.0, "bytes": 4e9, "save_seconds": 2.0}
-        for held in (0.01, 0.02, 9.0)
-    ]
-    check = doctor.check_job("gpt", saves)
-    assert check.message == (
-        "a snapshot of 4.0 GB holds the training for 0.020 s and is durable after 2.0 s "
-        "(2.0 GB/s): with one failure a day, a snapshot every 59 s loses the least time"
-    )
-    assert check.values["best_interval_seconds"] == pytest.approx(
-        (2 * 0.02 * 86400) ** 0.5, rel=1e-3
-    )
-    assert (
-        doctor.check_job("gpt", [{"durable_seconds": 600.0}]).values["best_interval_seconds"]
-        == 600.0
-    )
-
-
 def test_the_size_of_shared_memory_is_checked(tmp_path: Path) -> None:
     check = doctor.check_shared_memory(Path("/dev/shm"), 4, 4 << 20)
     assert check.values["largest_state_bytes"] == 1 << 20
@@ -203,12 +184,12 @@ def test_a_stage_is_checked_as_a_root_is(tmp_path: Path) -> None:
     } <= set(found)
     assert str(tmp_path / "stage") in found["stage"].message
     (tmp_path / "file").write_bytes(b"")
-    assert [check.level for check in doctor.check_stage(tmp_path / "file")] == [doctor.FAILED]
+    assert [check.level for check in doctor.check_stage(tmp_path / "file")] == [FAILED]
     volatile = by_name(list(doctor.check_stage(Path("/dev/shm/ckptd-test-no-such-stage"))))[
         "stage: kind"
     ]
     assert (volatile.level, "not uploaded yet are then lost" in volatile.message) == (
-        doctor.WARNING,
+        WARNING,
         True,
     )
 

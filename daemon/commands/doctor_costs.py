@@ -1,0 +1,240 @@
+"""Tells for `ckptd doctor` what saves cost on this node: how fast memory is copied and
+the root is written and read, how many checkpoints of each job fit, and how often it is
+worth to save.
+
+What a job's own saves have cost comes from the history. Without it, the measured rates
+tell what they would cost.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckptd.daemon.commands.doctor_check import OK, WARNING, Check
+from ckptd.daemon.commands.health import MIN_ROOM
+from ckptd.daemon.config import Config
+from ckptd.daemon.telemetry.background import LoggedEvent
+from ckptd.daemon.telemetry.history import read_history
+from ckptd.shared.errors import CkptdError, NotFound
+from ckptd.shared.formats.manifest import Manifest
+from ckptd.shared.interval import best_interval
+from ckptd.shared.location import Location
+from ckptd.shared.storage import posix_rates
+from ckptd.shared.storage.locate import existing_root
+from ckptd.shared.system import machine
+from ckptd.shared.units import count_text, size_text, span_text
+
+_DAY = 86_400.0
+_GB = 10**9
+_SAVES = 200
+"""The number of the last saves on this node that are looked at."""
+_MOST_JOBS = 20
+"""The most jobs that get a line, those with the newest checkpoints."""
+_COPIED = 64 << 20  # bytes; more than the caches of most processors
+_SLOW_COPY, _SLOW_WRITE = 1e9, 50e6
+"""Bytes per second, below which a rate gets a warning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a snapshot costs, in seconds: for which it holds the training, and until it is
+    durable.
+    """
+
+    held: float
+    durable: float
+
+    @property
+    def interval(self) -> float:
+        """The seconds between two snapshots that lose the least time with one failure a
+        day, at least the time until a snapshot is durable.
+        """
+        return max(best_interval(self.held, _DAY), self.durable)
+
+    def text(self) -> str:
+        return f"holds the training for {self.held:.3f} s and is durable after {self.durable:.1f} s"
+
+    def advice(self) -> str:
+        """Return how often to save."""
+        return (
+            f"with one failure a day, a snapshot every {span_text(max(self.interval, 1.0))} loses "
+            f"the least time"
+        )
+
+
+def check_costs(config: Config) -> Iterator[Check]:
+    """Measure rates, and tell what the saves of each job cost."""
+    copied = copy_rate()
+    yield check_copy(copied)
+    place, name = (config.root, "root") if config.stage is None else (config.stage, "stage")
+    rates = None
+    if isinstance(place, Path):  # a store is measured by `ckptd bench`
+        try:
+            rates = posix_rates.measure(machine.nearest_existing(place))
+        except OSError as error:
+            why = f"could not be measured ({error.strerror}): see the line `{name}`"
+            yield Check(f"rates of the {name}", WARNING, why)
+    if rates is not None:
+        yield check_rates(name, rates)
+    jobs = list(check_jobs(config, copied, rates))
+    yield from jobs
+    if not jobs and rates is not None:
+        cost = estimated(_GB, copied, rates)
+        text = f"each GB of state {cost.text()}, about: {cost.advice()}"
+        yield Check("interval", OK, text, {"best_interval_seconds": cost.interval})
+
+
+def copy_rate() -> float:
+    """Measure how many bytes per second one thread copies into memory that has been
+    touched before.
+    """
+    source = np.ones(_COPIED, np.uint8)
+    target = np.zeros(_COPIED, np.uint8)
+    times = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - begun)
+    return float(_COPIED / max(min(times), 1e-6))
+
+
+def check_copy(rate: float) -> Check:
+    """Tell how fast memory is copied, which is what holds the training."""
+    text = f"one thread copies {size_text(rate)}/s"
+    values = {"bytes_per_second": round(rate)}
+    if rate < _SLOW_COPY:
+        text += ": the machine is busy or short of cores; measure again while it is idle"
+        return Check("memory copy", WARNING, text, values)
+    return Check("memory copy", OK, text, values)
+
+
+def check_rates(name: str, rates: posix_rates.Rates) -> Check:
+    """Tell how fast the root, or the stage, is written and read."""
+    cached = "" if rates.direct else ", through the page cache"
+    text = (
+        f"{size_text(rates.nbytes)} were written and synced with {size_text(rates.write)}/s and "
+        f"read with {size_text(rates.read)}/s, by one thread{cached}"
+    )
+    values = {
+        "nbytes": rates.nbytes, "write_bytes_per_second": round(rates.write),
+        "read_bytes_per_second": round(rates.read), "direct": rates.direct,
+    }  # fmt: skip
+    if rates.write < _SLOW_WRITE:
+        what = "put a local disk in front with --stage DIR" if name == "root" else "use another one"
+        return Check(f"rates of the {name}", WARNING, f"{text}: {what}, or save less often", values)
+    return Check(f"rates of the {name}", OK, text, values)
+
+
+def estimated(nbytes: float, copied: float, rates: posix_rates.Rates) -> Cost:
+    """Return what a snapshot of so many bytes costs, by measured rates."""
+    held = nbytes / copied
+    return Cost(held, held + nbytes / rates.write)
+
+
+def check_jobs(config: Config, copied: float, rates: posix_rates.Rates | None) -> Iterator[Check]:
+    """Tell for each job what its saves cost, how often they are worth it, and how many
+    more checkpoints fit.
+
+    copied: bytes per second that are copied in memory.
+    """
+    saves: Sequence[LoggedEvent] = ()
+    try:
+        file = machine.history_file(config.state_dir, config.root)
+        saves = read_history(file, names=["save.done"], limit=_SAVES)
+    except NotFound:
+        pass
+    except CkptdError as error:
+        yield Check("history", WARNING, str(error))
+    newest = _newest(config)
+    names = sorted({*newest, *(save.job for save in saves)})
+    if len(names) > _MOST_JOBS:
+        by_age = sorted(newest, key=lambda name: newest[name].created, reverse=True)
+        names = sorted(by_age[:_MOST_JOBS]) or names[:_MOST_JOBS]
+    free = _free(config.root) if newest else None
+    for name in names:
+        facts = [save.facts for save in saves if save.job == name]
+        yield check_job(name, facts, newest.get(name), free, copied, rates)
+    if more := len({*newest, *(save.job for save in saves)}) - len(names):
+        yield Check("jobs", OK, f"{count_text(more, 'more job')} not shown")
+
+
+def check_job(
+    job: str,
+    saves: Sequence[Mapping[str, Any]],
+    newest: Manifest | None = None,
+    free: int | None = None,
+    copied: float = 0.0,
+    rates: posix_rates.Rates | None = None,
+) -> Check:
+    """Tell what the saves of a job cost, from the medians of its last saves or else by
+    the rates, and how many more checkpoints fit.
+
+    saves: the facts of its last saves on this node. newest: its newest checkpoint. free:
+    the free bytes under the root, or None if they are not known.
+    """
+    told, values = list[str](), dict[str, Any]()
+    if saves:
+        held, durable, nbytes, seconds = (
+            statistics.median(float(save.get(key, 0.0)) for save in saves)
+            for key in ("held_seconds", "durable_seconds", "bytes", "save_seconds")
+        )
+        cost, rate = Cost(held, durable), nbytes / max(seconds, 1e-6)
+        values = {"saves": len(saves), "bytes": nbytes, "bytes_per_second": rate}
+        told.append(
+            f"a snapshot of {size_text(nbytes)} {cost.text()} ({size_text(rate)}/s): "
+            f"{cost.advice()}"
+        )
+        values |= _values(cost)
+    elif newest is not None and rates is not None:
+        raw = sum(part.raw_bytes for part in newest.parts)
+        cost = estimated(raw, copied, rates)
+        values = {"saves": 0, "bytes": raw, **_values(cost)}
+        told.append(
+            f"a snapshot of {size_text(raw)} {cost.text()}, by these rates: {cost.advice()}"
+        )
+    level = OK
+    if newest is not None and free is not None:
+        fit = free // max(newest.nbytes, 1)
+        values["room_for"] = fit
+        told.append(f"{count_text(fit, 'more checkpoint')} of {size_text(newest.nbytes)} fit")
+        if fit < MIN_ROOM:
+            level = WARNING
+            told[-1] += ": make room, or keep fewer checkpoints (keep_last, MaxBytes)"
+    return Check(f"job {job}", level, "; ".join(told) or "nothing is known of its saves", values)
+
+
+def _values(cost: Cost) -> dict[str, Any]:
+    return {
+        "held_seconds": cost.held, "durable_seconds": cost.durable,
+        "best_interval_seconds": cost.interval,
+    }  # fmt: skip
+
+
+def _free(root: Location) -> int | None:
+    return shutil.disk_usage(root).free if isinstance(root, Path) else None
+
+
+def _newest(config: Config) -> dict[str, Manifest]:
+    """Return the newest checkpoint of each job in the root, if it can be read.
+
+    A store is not asked: it does not tell how much room it has, and may be slow.
+    """
+    found = dict[str, Manifest]()
+    if not isinstance(config.root, Path):
+        return found
+    try:
+        repository = existing_root(config.root)
+        for job in repository.jobs():
+            if (tag := repository.read_newest(job)) is not None:
+                found[job] = repository.read_manifest(job, tag)
+    except (CkptdError, OSError):
+        pass  # the line `root` tells what is wrong with it, and `ls` what is damaged
+    return found
