@@ -420,3 +420,28 @@ def test_a_failed_recovery_on_one_rank_does_not_disturb_a_later_one(
         said += ": every rank must call recover(), not only some of them"
         assert ranks.call(recover_alone, 1.0, only=[alone]) == [f"SnapshotFailed: {said}"]
         assert ranks.call(recover_alone, 60.0) == ["", ""]
+
+
+def save_without_collectives(socket: str, place: str) -> tuple[int, str, float]:
+    """Save and recover in a process group whose backend exchanges nothing."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    store = dist.FileStore(place, world_size)  # type: ignore[attr-defined]
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+    weight = torch.ones(4)
+    state = {"w": weight, "own": per_rank({"rank": rank})}
+    agent = Agent("gpt", socket=socket)
+    saved = agent.snapshot(state, step=3)
+    saved.wait("durable", timeout=60)
+    weight.zero_()
+    recovered = agent.recover(state)
+    agent.close()
+    assert recovered is not None
+    return recovered.step or 0, repr(saved), float(weight.sum())
+
+
+def test_the_ranks_need_no_backend_for_the_cpu(daemon: Daemon, tmp_path: Path) -> None:
+    with Ranks(2) as ranks:
+        found = ranks.call(save_without_collectives, daemon.home.socket, str(tmp_path / "store"))
+    durable = "<Pending step 3 of attempt 1: durable (on storage)>"
+    assert found == [(3, durable, 4.0)] * 2
