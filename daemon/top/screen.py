@@ -77,15 +77,15 @@ class View:
         """The seconds since the last report."""
         return max(0.0, self.now - self.seen.contact.taken)
 
-    def trend(self, job: Mapping[str, Any]) -> Trend:
-        """Return what the last snapshots of a job have cost."""
-        return self.seen.trends.get(job["job"], NO_TREND)
-
     @property
     def job(self) -> Mapping[str, Any] | None:
         """The job that is chosen, or None."""
         jobs = (job for job in self.status["jobs"] if job["job"] == self.choice.job)
         return next(jobs, None)
+
+    def trend(self, job: Mapping[str, Any]) -> Trend:
+        """Return what the last snapshots of a job have cost."""
+        return self.seen.trends.get(job["job"], NO_TREND)
 
 
 def job_names(status: Mapping[str, Any]) -> list[str]:
@@ -104,6 +104,9 @@ def screen(view: View, columns: int, rows: int) -> list[Text]:
         body = _ranks(view, view.job, columns, room)
     else:
         body = _jobs(view, columns, room)
+    if view.seen.contact.lost is not None:  # what is shown is old
+        for line in body:
+            line.stylize(_DIM)
     blank = [Text()] * (room - len(body))
     return [_cut(line, columns, view.glyphs) for line in (*head, *body, *blank, *foot)][:rows]
 
@@ -191,30 +194,32 @@ def _jobs(view: View, columns: int, room: int) -> list[Text]:
         return [Text("no jobs yet", _DIM)][:room]
     panel = [] if view.job is None else [Text(), *_panel(view, view.job, columns)]
     # The table comes first: it needs its titles, and three jobs.
-    if len(panel) > room - 1 - min(len(jobs), 3):
-        panel = panel[: max(room - 1 - min(len(jobs), 3), 0)]
-    space = room - len(panel)
+    panel = panel[: max(room - 1 - min(len(jobs), 3), 0)]
+    return [*_table(view, jobs, columns, room - len(panel)), *panel]
+
+
+def _table(view: View, jobs: Sequence[Mapping[str, Any]], columns: int, room: int) -> list[Text]:
+    """Return the table of jobs with its titles, at most `room` lines."""
     longest = max(cell_len(printable(job["job"])) for job in jobs)
     name_width = min(max(longest, 3), max(columns // 4, 8))
-    shown = _chosen_columns(columns - len(_MARKS) - name_width)
-    spare = columns - len(_MARKS) - name_width - sum(_GAP + width for _, width in shown)
-    name_width = min(longest, name_width + spare) if longest > name_width else name_width
+    space = columns - len(_MARKS) - name_width
+    shown = _chosen_columns(space)
+    if longest > name_width:  # a long name gets what the columns leave
+        name_width = min(longest, name_width + space - sum(_GAP + width for _, width in shown))
     titles = Text(_MARKS + "JOB".ljust(name_width), _HEAD)
     for column, width in shown:
         title = column.title.rjust(width) if column.right else column.title.ljust(width)
         titles.append(" " * _GAP + title)
-    first, count = window(
-        next((at for at, job in enumerate(jobs) if job["job"] == view.choice.job), 0),
-        len(jobs), space - 1,
-    )  # fmt: skip
+    chosen = next((at for at, job in enumerate(jobs) if job["job"] == view.choice.job), 0)
+    first, count = window(chosen, len(jobs), room - 1)
     troubled = {job for job, _ in view.problems}
     lines = [titles]
     for job in jobs[first : first + count]:
         lines.append(_row(view, job, shown, name_width, troubled))
     hidden = len(jobs) - count + view.status.get("jobs_not_shown", 0)
-    if hidden and len(lines) < space:
-        lines.append(Text(f"  {count_text(hidden, 'more job')}", _DIM))
-    return [*lines[:space], *panel]
+    if hidden and len(lines) < room:
+        lines.append(Text(_MARKS + count_text(hidden, "more job"), _DIM))
+    return lines[:room]
 
 
 def _row(

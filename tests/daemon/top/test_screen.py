@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from ckptd.daemon.top.trends import Trend
 from ckptd.shared.units import printable
 from tests.shared.samples import steady
 from tests.support.reports import SAVING, job_report, status_report
+from tests.support.top_picture import picture
 
 EVIL = "w\x1b[2J\x07\n\x9b31m\u202ehtap"
 WIDE = "模型训练🔥" * 8
@@ -70,7 +72,7 @@ def test_every_window_shows_as_many_jobs_as_fit(columns: int, jobs: int) -> None
     else:
         assert len(found) >= 3
         assert found == names[: len(found)]
-        assert f"  {60 - len(found)} more jobs" in shown
+        assert f"   {60 - len(found)} more jobs" in shown
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 14, 24, 39])
@@ -172,6 +174,8 @@ def test_a_daemon_that_is_gone_says_since_when_and_ages_go_on() -> None:
     assert shown[1].startswith("no answer since ")
     assert shown[1].endswith("(47 s): gone")
     assert any("  on storage  step 380, 1 min ago" in line for line in shown)
+    (row,) = [line for line in screen(gone, 100, 24) if line.plain.startswith(">")]
+    assert "dim" in [span.style for span in row.spans if span.end - span.start == len(row)]
     before = lines(view(seen=Seen(Contact().failed("gone", 1.0)), now=2.0), 80, 24)
     assert before[1].endswith("(1 s): gone")
 
@@ -308,3 +312,13 @@ def test_no_color_leaves_the_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[33m" not in plain
     for words in (">", "!", "last error", "step 3, 2 s ago: full"):
         assert words in plain
+
+
+def test_a_picture_for_the_documents_loads_nothing_from_elsewhere() -> None:
+    drawn = picture(view(job_report("gpt", saving=[SAVING])), 100, 20)
+    assert [word for word in ("@font-face", "url(http", "url(//", "href") if word in drawn] == []
+    # Text does not begin with a space, which not every viewer keeps.
+    texts = re.findall(r'<text class="top-r\d+" x="([\d.]+)"[^>]*>([^<]+)</text>', drawn)
+    assert (texts[0], len(texts) > 20) == (("0.0", "ckptd&#160;top"), True)
+    assert [text for _, text in texts if text.startswith(("&#160;", " "))] == []
+    assert ("36.6", "gpt") in texts
