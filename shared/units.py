@@ -54,6 +54,18 @@ def share_text(done: int, total: int) -> str:
     return f"{done / 1000**power:.{decimals}f} of {number} {unit}"
 
 
+def progress_text(done: int, total: int, rate: float | None, left: float | None) -> str:
+    """Return how much of a number of bytes is done, and with a known rate how long the
+    rest will take: `3.1 of 8.0 GB at 1.2 GB/s, 4 s left`.
+
+    rate: bytes per second. left: seconds.
+    """
+    share = share_text(done, total)
+    if rate is None or left is None:
+        return share
+    return f"{share} at {size_text(rate)}/s, {span_text(left)} left"
+
+
 def count_text(count: int, noun: str) -> str:
     """Return the number with its noun, which gets an "s" unless the number is 1."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -47,7 +47,7 @@ from ckptd.shared.storage.locate import (
 from ckptd.shared.storage.metadata import metadata_objects, tensors
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
-from ckptd.shared.units import count_text, printable, share_text, size_text, some_text, span_text
+from ckptd.shared.units import count_text, printable, progress_text, size_text, some_text, span_text
 
 SNAPSHOT_COUNTERS = {
     "sealed": "sealed",
@@ -233,7 +233,13 @@ def _saved(durable: dict[str, Any]) -> str:
 
 
 def _saving(job: dict[str, Any]) -> str:
-    said = {saving["tag"]: progress_text(saving) for saving in job.get("saving", [])}
+    said = {
+        saving["tag"]: progress_text(
+            saving["done_bytes"], saving["total_bytes"],
+            saving["bytes_per_second"], saving["seconds_left"],
+        )
+        for saving in job.get("saving", [])
+    }  # fmt: skip
     said |= dict.fromkeys(job.get("delivered", []), "delivered, waits for other nodes")
     return (
         ", ".join(tag + (f" ({said[tag]})" if tag in said else "") for tag in job["pending"]) or "-"
@@ -247,20 +253,6 @@ def _ranks(job: dict[str, Any]) -> str:
     """
     return str(job["ranks_connected"]) + (
         f" of {len(job['ranks_here'])} on {job['host']}" if job.get("ranks_here") else ""
-    )
-
-
-def progress_text(saving: Mapping[str, Any]) -> str:
-    """Return how far a save has come, like `3.1 of 8.0 GB at 1.2 GB/s, 4 s left`.
-
-    saving: an object of `saving` in `ckptd status --json`.
-    """
-    share = share_text(saving["done_bytes"], saving["total_bytes"])
-    if saving["seconds_left"] is None:
-        return share
-    return (
-        f"{share} at {size_text(saving['bytes_per_second'])}/s, "
-        f"{span_text(saving['seconds_left'])} left"
     )
 
 

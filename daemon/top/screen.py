@@ -21,7 +21,7 @@ from ckptd.daemon.top.contact import SLOW_SECONDS
 from ckptd.daemon.top.poller import Seen
 from ckptd.daemon.top.trends import NO_TREND, Trend
 from ckptd.shared.location import url_scheme
-from ckptd.shared.units import count_text, printable, share_text, size_text, span_text
+from ckptd.shared.units import count_text, printable, progress_text, size_text, span_text
 
 _BAD, _WARN, _GOOD, _DIM, _HEAD = "bold red", "yellow", "green", "dim", "bold"
 _DAY = 86_400.0
@@ -407,12 +407,12 @@ def _size(trend: Trend) -> str:
 
 
 def _save_text(saving: Mapping[str, Any]) -> str:
-    step = _step(saving) if "step" in saving else saving["tag"]
-    share = share_text(saving["done_bytes"], saving["total_bytes"])
-    if saving["seconds_left"] is None:
-        return f"step {step}: {share}"
-    rate = size_text(saving["bytes_per_second"])
-    return f"step {step}: {share} at {rate}/s, {span_text(saving['seconds_left'])} left"
+    where = f"step {_step(saving)}" if "step" in saving else saving["tag"]
+    progress = progress_text(
+        saving["done_bytes"], saving["total_bytes"],
+        saving["bytes_per_second"], saving["seconds_left"],
+    )  # fmt: skip
+    return f"{where}: {progress}"
 
 
 def _history(name: str, trend: Trend, columns: int, view: View) -> str | Text:
@@ -438,9 +438,8 @@ def _ranks(view: View, job: Mapping[str, Any], columns: int, room: int) -> list[
         return [*lines, Text("  no rank of this attempt is here", _DIM)][:room]
     lines.append(Text(f"{'RANK':>6}  {'PID':>8}  SLOTS", _HEAD))
     space = max(room - len(lines), 0)
-    shown = ranks[view.choice.scrolled :][: space if view.choice.scrolled else max(space - 1, 0)]
-    if view.choice.scrolled == 0 and len(ranks) <= space:
-        shown = ranks
+    rest = ranks[view.choice.scrolled :]
+    shown = rest if len(rest) <= space else rest[: max(space - 1, 0)]
     for rank in shown:
         pid = rank["pid"] or "-"
         line = Text(f"{rank['rank']:>6}  {pid:>8}  ")
@@ -450,8 +449,7 @@ def _ranks(view: View, job: Mapping[str, Any], columns: int, room: int) -> list[
             line.append(", " if number else "")
             line.append(_slot_text(slot), _SLOT_STYLES.get(slot["state"], ""))
         lines.append(line)
-    below = len(ranks) - view.choice.scrolled - len(shown)
-    if below > 0 and len(lines) < room:
+    if (below := len(rest) - len(shown)) and len(lines) < room:
         lines.append(Text(f"  {count_text(below, 'more rank')}", _DIM))
     return lines[:room]
 

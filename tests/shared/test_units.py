@@ -10,6 +10,7 @@ from ckptd.shared.units import (
     count_text,
     parse_size,
     parse_span,
+    progress_text,
     ranges_text,
     rank_list,
     share_text,
@@ -46,6 +47,20 @@ def test_sizes_have_the_unit_that_fits(nbytes: float, text: str) -> None:
 )
 def test_a_share_has_the_unit_of_the_whole(done: int, total: int, text: str) -> None:
     assert share_text(done, total) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "left", "text"),
+    [
+        (None, None, "3.1 of 8.0 GB"),
+        (1_200_000_000, 4.1, "3.1 of 8.0 GB at 1.2 GB/s, 4 s left"),
+        (1_000, 4.9e6, "3.1 of 8.0 GB at 1.0 kB/s, 1361 h 6 min left"),
+    ],
+)
+def test_progress_has_rate_and_time_left_once_they_are_known(
+    rate: int | None, left: float | None, text: str
+) -> None:
+    assert progress_text(31 * 10**8, 8 * 10**9, rate, left) == text
 
 
 def test_one_is_singular() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckptd.daemon.commands import report
 from ckptd.daemon.commands.cli import main
-from ckptd.daemon.commands.report import progress_text, stage_lines
+from ckptd.daemon.commands.report import stage_lines
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.manifest import Manifest
 from tests.crash.hostile import forge as forge_case
@@ -163,18 +163,3 @@ def test_what_waits_and_what_cannot_be_uploaded_is_told(
     changes: dict[str, Any], lines: list[str]
 ) -> None:
     assert stage_lines(IDLE | changes, " (9 GB free)") == [f"  {line}" for line in lines]
-
-
-@pytest.mark.parametrize(
-    ("rate", "left", "text"),
-    [
-        (None, None, "3.1 of 8.0 GB"),
-        (1_200_000_000, 4.1, "3.1 of 8.0 GB at 1.2 GB/s, 4 s left"),
-        (1_000, 4.9e6, "3.1 of 8.0 GB at 1.0 kB/s, 1361 h 6 min left"),
-    ],
-)
-def test_progress_has_rate_and_time_left_once_they_are_known(
-    rate: int | None, left: float | None, text: str
-) -> None:
-    saving = {"done_bytes": 31 * 10**8, "total_bytes": 8 * 10**9}
-    assert progress_text(saving | {"bytes_per_second": rate, "seconds_left": left}) == text
