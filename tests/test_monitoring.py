@@ -173,12 +173,10 @@ def test_each_query_of_the_board_has_data_whether_labels_are_honored_or_not(
 
 def _check(server: Prometheus, instance: str, label: str) -> None:
     """Check queries and alerts of a scrape, where `label` has the names of the jobs."""
-    assert [labels for labels, _ in server.query(filled(label_query(), instance))] == [
-        {"label": label}
-    ]
-    assert server.label_values(label, f'ckptd_checkpoints{{instance="{instance}"}}') == [
-        "fresh", "gpt",
-    ]  # fmt: skip
+    jobs = f'ckptd_checkpoints{{instance="{instance}"}}'
+    until(lambda: server.label_values(label, jobs) == ["fresh", "gpt"], "figures of both jobs")
+    found = server.query(filled(label_query(), instance))
+    assert [labels for labels, _ in found] == [{"label": label}]
     with suppress(AssertionError):
         until(lambda: not _empty(server, instance, label), "data")
     assert _empty(server, instance, label) == []

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 import os
 import socket
@@ -28,7 +27,7 @@ from ckptd.daemon.job.ranks import Owner, Process
 from ckptd.daemon.memory.slots import Slot
 from ckptd.daemon.process import limits
 from ckptd.daemon.process.peers import NOTHING_LEFT, Peer
-from ckptd.daemon.process.service import Service
+from ckptd.daemon.process.service import Service, report_text
 from ckptd.daemon.process.vitals import Vitals
 from ckptd.daemon.tasks import watched
 from ckptd.shared.errors import (
@@ -325,7 +324,7 @@ class Connection:
                 return service.welcome(request), ()
             case m.Status():
                 status = service.status(self._server.vitals, self._server.report())
-                return m.StatusReport(re=request.id, report=json.dumps(status)), ()
+                return m.StatusReport(re=request.id, report=report_text(status)), ()
             case m.Forget():
                 return m.Forgotten(
                     re=request.id, refused=await service.forget(request.job, request.tags)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import math
 import os
@@ -30,6 +31,7 @@ from ckptd.shared import __version__, names
 from ckptd.shared.errors import CkptdError, NewerFormat, StorageError, VersionMismatch
 from ckptd.shared.system import machine, settings
 from ckptd.shared.wire import messages as m
+from ckptd.shared.wire.frames import MAX_FRAME
 from ckptd.shared.wire.lifecycle import SnapshotState
 from ckptd.shared.wire.session import MAX_VERSION, NODES, RECOVERIES, REPLICAS, STAGE
 
@@ -42,6 +44,8 @@ MAX_JOBS, MAX_DAMAGED, MAX_TEXT = 500, 5, 200
 """The most jobs, damaged checkpoints of each job, and characters of a text in one
 status report.
 """
+MAX_REPORT = MAX_FRAME - 4096
+"""The most bytes of a status report, whose frame has a few more."""
 MAX_RANKS, MAX_ALL_RANKS = 64, 1000
 """The most ranks of one job, and of all jobs, in one status report."""
 COUNTERS = (
@@ -442,6 +446,21 @@ class Service:
             },
             "newer": {tag: why[:MAX_TEXT] for tag, why in list(job.newer.items())[-1:]},
         }
+
+
+def report_text(status: dict[str, Any]) -> str:
+    """Return the JSON of a status report.
+
+    If it has too many bytes for a frame, such as when many jobs have long errors, the
+    last jobs are left out, and counted in `jobs_not_shown`.
+    """
+    text = json.dumps(status)
+    while len(text) > MAX_REPORT and status["jobs"]:
+        shown = len(status["jobs"]) * 3 // 4
+        left_out = status["jobs_not_shown"] + len(status["jobs"]) - shown
+        status = status | {"jobs": status["jobs"][:shown], "jobs_not_shown": left_out}
+        text = json.dumps(status)
+    return text
 
 
 def _running(job: Job) -> float | None:

@@ -420,7 +420,7 @@ def test_a_segment_that_is_tampered_with_is_noticed(daemon: Daemon, damage: str)
     still_serves(daemon)
 
 
-def test_a_reply_too_large_for_a_frame_becomes_an_error(daemon: Daemon) -> None:
+def test_a_status_report_fits_into_a_frame(daemon: Daemon) -> None:
     root = daemon.home.root
     for number in range(3000):
         (root / f"job-{number:04d}-{'x' * 90}" / "step-00000001.a0001").mkdir(parents=True)

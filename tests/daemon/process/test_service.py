@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from ckptd.daemon import recovery
 from ckptd.daemon.job.catalog import Catalog
 from ckptd.daemon.job.snapshot import Key, Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
-from ckptd.daemon.process.service import Service
+from ckptd.daemon.process.service import MAX_REPORT, Service, report_text
 from ckptd.shared.errors import StorageError
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.wire.lifecycle import SnapshotState
@@ -201,3 +202,15 @@ async def test_memory_is_offered_alone_only_if_nothing_newer_can_be_on_storage(
         assert [
             (c.attempt, c.step, c.source) for c in (await service.find("gpt", None)).candidates
         ] == [(2, 5, "memory")]
+
+
+def test_a_report_that_is_too_long_leaves_jobs_out_and_counts_them() -> None:
+    jobs = [{"job": f"job{number}", "error": "é" * 500} for number in range(500)]
+    status = {"version": "9", "jobs": jobs, "jobs_not_shown": 7}
+    text = report_text(status)
+    assert len(text) <= MAX_REPORT < len(json.dumps(status))
+    found = json.loads(text)
+    shown = len(found["jobs"])
+    assert found == {"version": "9", "jobs": jobs[:shown], "jobs_not_shown": 507 - shown}
+    assert shown > 200
+    assert report_text(found) == text
