@@ -1,0 +1,190 @@
+"""Looks at all places at which an operator may see that something is wrong, and notes
+what is new there: the log, the commands, `on_event`, the metrics, the probes, and what
+the trainers print.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptd.daemon.commands import cli
+
+ALERTS = {
+    'ckptd_snapshots_total{result="failed"}': "CkptdSavesFail",
+    "ckptd_room_checkpoints": "CkptdLittleRoom",
+    "ckptd_verify_failures_total": "CkptdDamageFound",
+    "ckptd_damaged_checkpoints": "CkptdDamagedCheckpoints",
+    "ckptd_event_loop_lag_seconds": "CkptdLoopStuck",
+}
+"""The metrics that alert rules look at, and the rule. A rule that waits for an hour is
+left out, because the rig does not.
+"""
+_METRICS = (*ALERTS, "ckptd_ranks_connected", 'ckptd_snapshots_total{result="skipped"}')
+_LITTLE_ROOM, _LATE = 5, 5.0
+_STALE_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A sentence that was new at a place, `seconds` after the fault."""
+
+    place: str
+    sentence: str
+    seconds: float
+
+
+def command(*words: str) -> str:
+    """Run a command of `ckptd` in this process. Return what it prints, and its exit
+    code if that is not 0.
+    """
+    out, code = io.StringIO(), 0
+    with redirect_stdout(out), redirect_stderr(out):
+        try:
+            cli.main(list(words))
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 0
+    return out.getvalue().rstrip() + (f"\n(exit code {code})" if code else "")
+
+
+class Tail:
+    """The lines that are added to a file, which may not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+
+    def more(self) -> list[str]:
+        if not self._path.exists():
+            return []
+        with self._path.open(errors="replace") as file:
+            file.seek(self._at)
+            text = file.read()
+        whole = text[: text.rfind("\n") + 1]
+        self._at += len(whole.encode())
+        return whole.splitlines()
+
+
+class Lookouts:
+    """All places of one root. `look` notes what is new at each of them."""
+
+    def __init__(self, root: Path, port: Callable[[], int], job: str) -> None:
+        self._root, self._port, self._job = root, port, job
+        self._tails: list[tuple[str, Tail, Callable[[str], str]]] = []
+        self._known: set[tuple[str, str]] = set()
+        self.seen: list[Seen] = []
+        self.since = time.monotonic()
+
+    def follow(self, place: str, path: Path, sentence: Callable[[str], str]) -> None:
+        """Follow a file. `sentence` returns what a line says, or "" for a line of no
+        interest.
+        """
+        self._tails.append((place, Tail(path), sentence))
+
+    def fault(self) -> None:
+        """Count from now on. What was said before counts as known."""
+        self.look()
+        self.seen.clear()
+        self.since = time.monotonic()
+
+    def look(self) -> None:
+        for place, sentence in self._said():
+            key = (place, _shape(sentence))
+            if sentence and key not in self._known:
+                self._known.add(key)
+                self.seen.append(Seen(place, sentence, time.monotonic() - self.since))
+
+    def watch(self, seconds: float, ended: Callable[[], bool] = lambda: False) -> bool:
+        """Look again and again. Return True as soon as `ended` does, else False."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.look()
+            if ended():
+                return True
+            time.sleep(0.3)
+        return False
+
+    def _said(self) -> Iterator[tuple[str, str]]:
+        for place, tail, sentence in self._tails:
+            for line in tail.more():
+                yield place, sentence(line)
+        root = str(self._root)
+        for line in command("status", root).splitlines():
+            yield "status", line.strip()
+        for line in command("status", root, "--check").splitlines():
+            yield "status --check", line
+        for line in command("history", "--root", root, "--limit", "20").splitlines():
+            yield "history", _event_of_history(line)
+        for line in command("logs", "--root", root, "-n", "20").splitlines():
+            yield "logs", log_sentence(line)
+        yield "/healthz", self._page("/healthz")
+        for line in self._page("/metrics").splitlines():
+            yield "/metrics", _metric(line)
+
+    def _page(self, path: str) -> str:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port(), timeout=2)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            text = answer.read().decode().strip()
+            return text if answer.status == 200 else f"{answer.status}: {text}"
+        except OSError as error:
+            return f"no answer: {error} (alert CkptdDaemonDown after 2 min)"
+        finally:
+            connection.close()
+
+
+def log_sentence(line: str) -> str:
+    """Return what a line of the log tells an operator: its level, event and text."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return line
+    if entry["level"] in ("info", "debug") and entry.get("event") in (None, "save.done"):
+        return ""
+    named = f" {entry['event']}" if "event" in entry else ""
+    return f"{entry['level']}{named}: {entry['text']}"
+
+
+def event_sentence(line: str) -> str:
+    """Return the event and the text of a report to `on_event`."""
+    entry = json.loads(line)
+    return f"{entry['event']}: {entry['text']}"
+
+
+def _event_of_history(line: str) -> str:
+    return "" if " save.done " in f" {line} " else line.strip()
+
+
+def _metric(line: str) -> str:
+    """Return a sentence about a metric that an alert looks at or that tells of ranks."""
+    name, _, number = line.rpartition(" ")
+    plain = re.sub(r'\{job="[^"]*"\}', "", name)
+    if line.startswith("no answer"):
+        return line
+    if plain not in _METRICS:
+        return ""
+    value = float(number)
+    wrong = {
+        "ckptd_room_checkpoints": value < _LITTLE_ROOM,
+        "ckptd_event_loop_lag_seconds": value > _LATE,
+        "ckptd_ranks_connected": True,
+    }.get(plain, value > 0)
+    alert = f" (alert {ALERTS[plain]})" if plain in ALERTS else ""
+    # As words, so that each number of ranks is another sentence.
+    ranks = ("no rank", "one rank", "two ranks")
+    shown = ranks[int(value)] if plain == "ckptd_ranks_connected" else f"{value:g}"
+    return f"{plain} is {shown}{alert}" if wrong else ""
+
+
+def _shape(sentence: str) -> str:
+    """Return a sentence without its numbers, times and units, which change all the time."""
+    plain = re.sub(r"\d[\d.,:e+-]*", "#", sentence)
+    plain = re.sub(r"# (s|ms|min|h|d|B|kB|MB|GB)\b", "#", plain)
+    return re.sub(r"\s+", " ", plain)
