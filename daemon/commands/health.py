@@ -23,8 +23,9 @@ SLOW_LOOP_SECONDS = 1.0
 class Problem:
     """A reason why a daemon is not well.
 
-    what: its kind, one of `not-ready`, `loop`, `root`, `clients`, `stage`, `old`, `room`,
-    `failed` and `damaged`. job: the name of the job, or "". message: one sentence.
+    what: its kind, one of `not-ready`, `loop`, `root`, `clients`, `memory`, `stage`,
+    `old`, `room`, `failed` and `damaged`. job: the name of the job, or "". message: one
+    sentence.
     """
 
     what: str
@@ -65,6 +66,15 @@ def _of_daemon(status: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem("root", "", f"{place} is gone, or does not answer")
     if why := status["descriptors"]["accepting_paused"]:
         yield Problem("clients", "", f"no client is accepted: {why}")
+    for held in status.get("foreign_memory", ()):
+        yield Problem(
+            "memory",
+            held["job"],
+            f"job {held['job']}: step {held['step']} of attempt {held['attempt']} is in memory for "
+            f"another root, {held['identity'][:8]}, than the one at {status['root']} now, and runs "
+            f"of this job are refused: mount the right root there and restart the daemon, or "
+            f"decide with CKPTD_FOREIGN_MEMORY",
+        )
 
 
 def _of_stage(stage: Mapping[str, Any]) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptd.daemon import log_events
 from ckptd.daemon.memory.slots import ForeignSlot, Slot, Slots
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, ForeignMemory, IntegrityError
@@ -142,7 +143,11 @@ class ForeignMemoryKeeper:
             if self._setting == "adopt":
                 admitted += self._admit(held)
             elif self._setting != "drop" or self._drop(self._of(held.job)):
-                log.error("%s", described(held, self._place, self._identity()))
+                log_events.MEMORY_FOREIGN.log(
+                    log, "%s", described(held, self._place, self._identity()),
+                    job=held.job, attempt=held.attempt, step=held.step,
+                    identity=held.root.identity,
+                )  # fmt: skip
         return admitted
 
     async def apply_choice(self, job: str, choice: str = "") -> None:

@@ -27,6 +27,10 @@ ALERTS = {
 """The metrics that alert rules look at, and the rule. A rule that waits for an hour is
 left out, because the rig does not.
 """
+_LABEL = re.compile(r"[A-Z]+ [A-Z]+  |[A-Z]{5,}  |ckptd:|ckptd .* is NOT|root  .*NOT|not saved")
+"""The lines of `ckptd status` that say that something is wrong."""
+_QUIET = ("save.done", "checkpoint.deleted")
+"""Events of a training that goes well."""
 _METRICS = (*ALERTS, "ckptd_ranks_connected", 'ckptd_snapshots_total{result="skipped"}')
 _LITTLE_ROOM, _LATE = 5, 5.0
 _STALE_SECONDS = 20.0
@@ -41,9 +45,9 @@ class Seen:
     seconds: float
 
 
-def command(*words: str) -> str:
-    """Run a command of `ckptd` in this process. Return what it prints, and its exit
-    code if that is not 0.
+def command(*words: str) -> list[str]:
+    """Run a command of `ckptd` in this process. Return the lines that it prints, each
+    with its exit code if that is not 0.
     """
     out, code = io.StringIO(), 0
     with redirect_stdout(out), redirect_stderr(out):
@@ -51,7 +55,8 @@ def command(*words: str) -> str:
             cli.main(list(words))
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 0
-    return out.getvalue().rstrip() + (f"\n(exit code {code})" if code else "")
+    told = f" (exit code {code})" if code else ""
+    return [f"{line.strip()}{told}" for line in out.getvalue().splitlines() if line.strip()]
 
 
 class Tail:
@@ -115,13 +120,13 @@ class Lookouts:
             for line in tail.more():
                 yield place, sentence(line)
         root = str(self._root)
-        for line in command("status", root).splitlines():
-            yield "status", line.strip()
-        for line in command("status", root, "--check").splitlines():
+        for line in command("status", root):
+            yield "status", line if _LABEL.match(line) else ""
+        for line in command("status", root, "--check"):
             yield "status --check", line
-        for line in command("history", "--root", root, "--limit", "20").splitlines():
+        for line in command("history", "--root", root, "--limit", "20"):
             yield "history", _event_of_history(line)
-        for line in command("logs", "--root", root, "-n", "20").splitlines():
+        for line in command("logs", "--root", root, "-n", "20"):
             yield "logs", log_sentence(line)
         yield "/healthz", self._page("/healthz")
         for line in self._page("/metrics").splitlines():
@@ -146,7 +151,7 @@ def log_sentence(line: str) -> str:
         entry = json.loads(line)
     except ValueError:
         return line
-    if entry["level"] in ("info", "debug") and entry.get("event") in (None, "save.done"):
+    if entry["level"] in ("info", "debug") and entry.get("event", "save.done") in _QUIET:
         return ""
     named = f" {entry['event']}" if "event" in entry else ""
     return f"{entry['level']}{named}: {entry['text']}"
@@ -159,7 +164,7 @@ def event_sentence(line: str) -> str:
 
 
 def _event_of_history(line: str) -> str:
-    return "" if " save.done " in f" {line} " else line.strip()
+    return "" if any(f" {name} " in line for name in _QUIET) or line.startswith("TIME") else line
 
 
 def _metric(line: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -79,7 +80,14 @@ class Hour:
             with self.disk.open("wb") as file:
                 file.truncate(DISK_MB << 20)
             _call("mkfs.ext4", "-q", "-F", "-m", "0", str(self.disk))
-        _call("mount", "-o", "loop", str(self.disk), str(self.place.root))
+        how = "loop,errors=remount-ro"
+        _call("mount", "-o", how, str(self.disk), str(self.place.root))
+
+    @property
+    def device(self) -> str:
+        """The device of the mounted root."""
+        lines = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+        return next(words[0] for words in lines if words[1] == str(self.place.root))
 
     def fill(self) -> None:
         with (self.place.root / "hog").open("wb", buffering=0) as hog:
@@ -270,20 +278,29 @@ def root_unmounted(hour: Hour) -> None:
             hour.daemon.close()
             hour.start_daemon()
     hour.daemon.stop()
-    _call("mount", "-o", "loop", str(hour.disk), str(hour.place.root))
+    hour.mount()
     hour.start_daemon()
     hour.goes_on()
     hour.comes_back()
 
 
 def root_read_only(hour: Hour) -> None:
-    """The disk of the root becomes read-only, as ext4 does after an error of the disk."""
+    """The file system of the root finds an error, and becomes read-only. It is checked
+    and mounted again, while the daemon is stopped.
+    """
     hour.begin()
+    device = Path(hour.device).name
     hour.lookouts.fault()
-    # A mount with writers cannot become read-only, but its file system can.
-    _call("mount", "-o", "remount,ro,bind", str(hour.place.root))
+    try:
+        Path("/sys/fs/ext4", device, "trigger_fs_error").write_text("made by a test")
+    except OSError as error:
+        raise CannotMake(f"this kernel cannot be told to find an error: {error}") from None
     hour.fault()
-    _call("mount", "-o", "remount,rw,bind", str(hour.place.root))
+    hour.daemon.stop()
+    _call("umount", str(hour.place.root))
+    subprocess.run(["e2fsck", "-y", "-f", str(hour.disk)], check=False, capture_output=True)
+    hour.mount()
+    hour.start_daemon()
     hour.goes_on()
     hour.comes_back()
 
@@ -332,8 +349,8 @@ def _damaged(hour: Hour, name: str, damage: Callable[[Path], None]) -> None:
     damage(max(newest.glob(name), key=lambda path: path.stat().st_size))
     hour.start_daemon()
     hour.lookouts.watch(5)
-    for line in command("verify", str(hour.place.root / JOB)).splitlines():
-        if "sound" not in line:
+    for line in command("verify", str(hour.place.root / JOB)):
+        if ": sound" not in line:
             hour.lookouts.seen.append(Seen("verify", line, _since(hour)))
     hour.start_trainers(1)
     hour.fault()
@@ -475,11 +492,14 @@ def run(name: str) -> Report:
 
 
 def table(reports: list[Report]) -> str:
-    """Return what was seen as a table in Markdown."""
+    """Return what was seen as a table in Markdown. The temporary places are named as
+    those of a usual daemon.
+    """
     lines = ["| fault | place | what was seen | seconds |", "|---|---|---|---:|"]
     for report in reports:
         for seen in report.seen:
-            sentence = seen.sentence.replace("|", "\\|")
+            sentence = re.sub(r"/tmp/ckptd-test-\w+/root", "/ckpts", seen.sentence)
+            sentence = re.sub(r"/tmp/ckptd-test-\w+", "/run/ckptd", sentence).replace("|", "\\|")
             lines.append(f"| {report.fault} | {seen.place} | {sentence} | {seen.seconds:.0f} |")
     return "\n".join(lines)
 
@@ -495,10 +515,12 @@ def main(arguments: Any = None) -> int:
             print(f"{name}: {' '.join((fault.__doc__ or '').split())}")
         return 0
     if not os.environ.get(_INSIDE):
-        # A mount that is made here must not be seen by, or stay with, anyone else.
-        inside = ["unshare", "--mount", "--propagation", "private", sys.executable, "-m", __spec__.name]
+        # Nothing that is mounted or started here is seen elsewhere or stays, and the
+        # commands find no other daemons.
+        apart = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork"]
+        this = [sys.executable, "-m", __spec__.name, *sys.argv[1:]]
         os.environ[_INSIDE] = "1"
-        os.execvp("unshare", [*inside, *sys.argv[1:]])
+        os.execvp("unshare", [*apart, "--mount-proc", "--kill-child", *this])
     names = options.only or [name for name in FAULTS if options.long or name not in LONG]
     reports = []
     for name in names:

@@ -4,6 +4,7 @@ they leave is removed, shared memory included.
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import shutil
@@ -77,6 +78,12 @@ class Home:
 
     def log_text(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Return the facts of each event of this name in the log, which must be JSON."""
+        lines = [line for line in self.log_text().splitlines() if line.startswith("{")]
+        entries = [json.loads(line) for line in lines]
+        return [entry["facts"] for entry in entries if entry.get("event") == name]
 
     def remove(self) -> None:
         shutil.rmtree(self.segments, ignore_errors=True)

@@ -163,3 +163,18 @@ def test_each_problem_is_one_printable_line() -> None:
         "job gpt: the last save of step 8 failed 5 s ago: the disk is full",
         "gpt/step-00000003.a0001 is damaged: its\\x1b manifest\\nis cut short",
     ]
+
+
+def test_memory_of_another_root_is_a_problem_until_somebody_decides() -> None:
+    held = {
+        "job": "gpt", "attempt": 2, "step": 40, "identity": "8ad934a8" * 4, "root": "/ckpts",
+        "bytes": 5,
+    }  # fmt: skip
+    (problem,) = health.problems(CLOCK.report(CLOCK.job(), foreign_memory=[held]))
+    assert (problem.what, problem.job, problem.message) == (
+        "memory",
+        "gpt",
+        "job gpt: step 40 of attempt 2 is in memory for another root, 8ad934a8, than the one at "
+        "/ckpts now, and runs of this job are refused: mount the right root there and restart the "
+        "daemon, or decide with CKPTD_FOREIGN_MEMORY",
+    )

@@ -134,8 +134,12 @@ def test_a_daemon_can_be_told_for_all_jobs(place: Home, setting: str) -> None:
         train_and_die(place)
         daemon.kill()
     take_away(place)
-    with running(place, "--foreign-memory", setting, forked=True) as daemon:
+    json = ("--log-format", "json")
+    with running(place, "--foreign-memory", setting, *json, forked=True) as daemon:
         assert len(daemon.status()["foreign_memory"]) == (setting == "refuse")
+        assert [(told["job"], told["step"]) for told in place.events("memory.foreign")] == (
+            [("job", LAST)] if setting == "refuse" else []
+        )
         if setting == "refuse":
             refused(place)
         else:
