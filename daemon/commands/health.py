@@ -24,7 +24,7 @@ class Problem:
     """A reason why a daemon is not well.
 
     what: its kind, one of `not-ready`, `loop`, `root`, `clients`, `memory`, `stage`,
-    `old`, `room`, `failed` and `damaged`. job: the name of the job, or "". message: one
+    `overdue`, `old`, `room`, `failed` and `damaged`. job: the name of the job, or "". message: one
     sentence.
     """
 
@@ -89,6 +89,8 @@ def _of_job(
 ) -> Iterator[Problem]:
     name, durable = job["job"], job["last_durable"]
     if job["ranks_connected"]:
+        if late := job.get("overdue"):
+            yield Problem("overdue", name, f"job {name}: {late['message']}")
         if max_age is not None and (old := _too_old(job, status, max_age)):
             yield Problem("old", name, f"job {name}: {old}")
         if (room := job["room_for"]) is not None and room < min_room:
@@ -108,7 +110,12 @@ def _of_job(
             f"{error['reason']}",
         )
     for tag, why in job["damaged"].items():
-        yield Problem("damaged", name, f"{name}/{tag} is damaged: {why}")
+        yield Problem(
+            "damaged",
+            name,
+            f"{name}/{tag} is damaged: {why}. recover() passes it over: look at the disk, then "
+            f"delete it with `ckptd forget`",
+        )
 
 
 def _too_old(job: Mapping[str, Any], status: Mapping[str, Any], max_age: float) -> str:

@@ -121,6 +121,8 @@ def status_text(status: dict[str, Any], columns: int | None = None) -> str:
             )
         if job["announced"]:
             lines.append(f"  RETENTION      {job['job']}: {job['announced']}")
+        if late := job.get("overdue"):
+            lines.append(f"  OVERDUE        {job['job']}: {late['message']}")
         if cost := job.get("training_cost"):
             seconds = max(0.0, cost["seconds"])  # steps of a tiny model vary by more than that
             steps = f" (the time of {seconds / cost['usual']:.2g} steps)" if cost["usual"] else ""

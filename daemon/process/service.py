@@ -27,6 +27,7 @@ from ckptd.daemon.journal.journal import JournalBroken
 from ckptd.daemon.memory.slots import Slot
 from ckptd.daemon.process.rank_report import ranks_report
 from ckptd.daemon.process.vitals import Vitals, rss_bytes
+from ckptd.daemon.telemetry.overdue import Late
 from ckptd.shared import __version__, names
 from ckptd.shared.errors import CkptdError, NewerFormat, StorageError, VersionMismatch
 from ckptd.shared.system import machine, settings
@@ -357,6 +358,10 @@ class Service:
             "root_quota": parts.saver.root.quota.report(parts.saver.root.catalog.jobs.values()),
             **clients,
             **report,
+            "jobs": [
+                {**job, "overdue": _overdue(vitals.overdue.late.get(job["job"]))}
+                for job in report["jobs"]
+            ],
             "counters": report["counters"] | clients["counters"],
         }
 
@@ -461,6 +466,17 @@ def report_text(status: dict[str, Any]) -> str:
         status = status | {"jobs": status["jobs"][:shown], "jobs_not_shown": left_out}
         text = json.dumps(status)
     return text
+
+
+def _overdue(late: Late | None) -> dict[str, object] | None:
+    """Return the part of a job's report that says that it is overdue."""
+    if late is None:
+        return None
+    return {
+        "seconds": round(late.seconds, 1),
+        "usual_seconds": round(late.usual, 1),
+        "message": str(late),
+    }
 
 
 def _running(job: Job) -> float | None:

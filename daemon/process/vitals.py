@@ -35,6 +35,7 @@ class Vitals:
 
     `lag` is the last delay of the event loop, in seconds. `disk_free` is the free space
     under the root in bytes, or None while the storage is gone or does not answer.
+    `overdue` has the jobs that train on and are no longer saved.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Vitals:
         self._seen_lost = 0
         self.lag = 0.0
         self.disk_free: int | None = None
+        self.overdue = Overdue(is_stopped)
         # The time at which the measurement of the disk that is under way began.
         self._measuring: float | None = None
 
@@ -63,7 +65,7 @@ class Vitals:
         saver, pipelines = self._parts.saver, self._parts.pipelines
         period = notify.watchdog_seconds() or _PERIOD_SECONDS
         chunks, stuck_since, told = -1, time.monotonic(), _STUCK_SECONDS
-        overdue, looked = Overdue(), time.monotonic()
+        looked = time.monotonic()
         while True:
             self._measure_disk()
             before = time.monotonic()
@@ -82,7 +84,7 @@ class Vitals:
                 )  # fmt: skip
             if now - looked > LOOK_SECONDS:
                 looked = now
-                overdue.look(self._parts.catalog.jobs.values(), time.time())
+                self.overdue.look(self._parts.catalog.jobs.values(), time.time())
             notify.notify("WATCHDOG=1")
 
     def _measure_disk(self) -> None:
@@ -109,6 +111,14 @@ class Vitals:
         self._seen_lost = self._seen_lost + 1 if lost else 0
         if self._seen_lost == _TIMES_LOST:
             self._lost_root()
+
+
+def is_stopped(pid: int) -> bool:
+    """Return True if a process is stopped by a signal, or by a debugger."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except (psutil.Error, OSError):
+        return False
 
 
 def rss_bytes() -> int | None:

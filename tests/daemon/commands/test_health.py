@@ -161,7 +161,8 @@ def test_each_problem_is_one_printable_line() -> None:
         "job gpt: 1 more checkpoint of its size fits on the disk, and 3 must fit: make room, or "
         "keep fewer checkpoints",
         "job gpt: the last save of step 8 failed 5 s ago: the disk is full",
-        "gpt/step-00000003.a0001 is damaged: its\\x1b manifest\\nis cut short",
+        "gpt/step-00000003.a0001 is damaged: its\\x1b manifest\\nis cut short. recover() passes it "
+        "over: look at the disk, then delete it with `ckptd forget`",
     ]
 
 
@@ -178,3 +179,12 @@ def test_memory_of_another_root_is_a_problem_until_somebody_decides() -> None:
         "/ckpts now, and runs of this job are refused: mount the right root there and restart the "
         "daemon, or decide with CKPTD_FOREIGN_MEMORY",
     )
+
+
+@pytest.mark.parametrize(("ranks", "what"), [(2, ["overdue"]), (0, [])])
+def test_a_job_that_runs_and_is_overdue_is_a_problem(ranks: int, what: list[str]) -> None:
+    late = {"seconds": 75.0, "usual_seconds": 1.0, "message": "last saved 1 min ago"}
+    report = CLOCK.report(CLOCK.job(overdue=late, ranks_connected=ranks))
+    found = health.problems(report)
+    assert [problem.what for problem in found] == what
+    assert [problem.message for problem in found] == ["job gpt: last saved 1 min ago"] * len(what)

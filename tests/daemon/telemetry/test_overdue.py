@@ -28,6 +28,21 @@ def test_the_limit_follows_the_usual_interval(created: Sequence[float], seconds:
     assert limit(created) == seconds
 
 
+@pytest.mark.parametrize(
+    ("of_this_run", "longest", "seconds"),
+    [
+        ([120.0, 121.0], 1.0, 600.0),  # too few: a run loads its data first
+        ([120.0, 121.0, 122.0], 1.0, 60.0),
+        ([120.0, 150.0, 180.0], 30.0, 150.0),
+        ([120.0, 121.0, 122.0], 200.0, 300.0),  # an evaluation took so long before
+    ],
+)
+def test_a_run_that_has_a_rhythm_is_known_to_be_late_soon(
+    of_this_run: Sequence[float], longest: float, seconds: float
+) -> None:
+    assert limit([0.0, 60.0, 120.0], of_this_run, longest) == seconds
+
+
 def job(created: Sequence[float], started: float = 1.0) -> Job:
     made = Job("gpt", attempt=1)
     for step, time in enumerate(created):
@@ -52,16 +67,48 @@ def told(caplog: pytest.LogCaptureFixture) -> list[tuple[object, ...]]:
 
 
 def test_a_job_that_is_no_longer_saved_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    made, overdue = job([0.0, 60.0, 120.0]), Overdue()
-    overdue.look([made], 720.0)
-    assert told(caplog) == []
-    overdue.look([made], 721.0)
-    overdue.look([made], 2000.0)
-    assert told(caplog) == [("saves.overdue", "step-00000002.a0001", 601.0)]
-    save(made, 3, 2100.0)
-    overdue.look([made], 2200.0)
-    overdue.look([made], 9000.0)
-    assert told(caplog) == [("saves.overdue", "step-00000003.a0001", 6900.0)]
+    made, overdue = job([10.0, 30.0, 50.0]), Overdue()
+    overdue.look([made], 150.0)
+    assert (told(caplog), overdue.late) == ([], {})
+    overdue.look([made], 151.0)
+    overdue.look([made], 200.0)
+    assert told(caplog) == [("saves.overdue", "step-00000002.a0001", 101.0)]
+    assert (overdue.late["gpt"].seconds, overdue.late["gpt"].usual) == (150.0, 20.0)
+    save(made, 3, 210.0)
+    overdue.look([made], 450.0)  # 1.5 times the 160 s that it has taken once
+    assert (told(caplog), overdue.late) == ([], {})
+    overdue.look([made], 451.0)
+    assert told(caplog) == [("saves.overdue", "step-00000003.a0001", 241.0)]
+
+
+def test_the_longest_time_is_that_of_this_run_alone() -> None:
+    made, overdue = job([10.0, 30.0, 250.0]), Overdue()
+    overdue.look([made], 260.0)
+    made.attempt = 2
+    for step, time in enumerate([300.0, 301.0, 302.0], start=10):
+        tag = f"step-{step:08}.a0002"
+        made.commit(StoredCheckpoint("gpt", tag, 2, step, step, 10, (), False, created=time))
+    overdue.look([made], 362.5)
+    assert overdue.late["gpt"].seconds == 60.5
+
+
+@pytest.mark.parametrize("stopped", [[], [7]])
+def test_a_rank_that_is_stopped_is_named(
+    caplog: pytest.LogCaptureFixture, stopped: list[int]
+) -> None:
+    overdue = Overdue(lambda pid: pid in stopped)
+    overdue.look([job([10.0, 11.0, 12.0])], 100.0)
+    (text,) = caplog.messages
+    assert text == (
+        "job gpt: last saved 1 min ago, and usually every 1 s: "
+        + (
+            "rank 0 (pid 7) is stopped by a signal, such as SIGSTOP: continue it with `kill -CONT "
+            "PID`, or end the run and start it again"
+            if stopped
+            else "a rank hangs, or the training takes no snapshots: look at the log of each rank, "
+            "and at its stack with `py-spy dump --pid PID`"
+        )
+    )
 
 
 def test_a_job_that_does_not_run_or_has_just_begun_is_not_told(
@@ -70,6 +117,6 @@ def test_a_job_that_does_not_run_or_has_just_begun_is_not_told(
     created = [0.0, 60.0, 120.0]
     overdue = Overdue()
     overdue.look([job(created, 0.0), job([], 1.0), job(created, 90_000.0)], 90_500.0)
-    assert told(caplog) == []
+    assert (told(caplog), overdue.late) == ([], {})
     overdue.look([job(created, 90_000.0)], 90_601.0)
     assert told(caplog) == [("saves.overdue", "step-00000002.a0001", 601.0)]
