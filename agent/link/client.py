@@ -41,6 +41,8 @@ CALL_SECONDS = 30.0
 """Seconds that the daemon has to answer a short request."""
 # Seconds between two tries to reconnect; doubled after each.
 _FIRST_DELAY, _LONGEST_DELAY = 0.05, 2.0
+# Seconds between two looks whether the right root is back.
+_FOREIGN_DELAY = 5.0
 
 
 class Call:
@@ -73,10 +75,10 @@ class Client:
 
     resume: called after each reconnection, to resume the attempt.
     news: called with every message that comes without a request, except an Error.
-    lost: called once with the error if `resume` finds that the attempt is over, because
-        a newer attempt has begun, or because the daemon serves another root than that
-        for which the attempt was begun. The client is then closed. In the second case,
-        `foreign` is the error, and later calls raise it.
+    lost: called with the error if `resume` finds that the attempt is over, because a
+        newer attempt has begun. The client is then closed. Also called if the daemon
+        serves another root than that for which the attempt was begun. `foreign` is then
+        the error, which calls raise until `resume` succeeds because the root is back.
     late: called with every reply whose caller has stopped waiting.
     """
 
@@ -105,6 +107,7 @@ class Client:
         # True once the client is closed for good: it sends and receives nothing any more.
         self.closed = False
         self.foreign: ForeignMemory | None = None
+        self._resumer: threading.Thread | None = None  # the thread that calls `resume`
         self._up = Flag()
         self._down_since = 0.0
         self._silent = False  # a call has timed out, and no message has arrived since
@@ -265,7 +268,7 @@ class Client:
             self._send(make, call)
         except Nested:
             self._posts.append((make, call))
-        except DaemonUnreachable as error:
+        except (DaemonUnreachable, ForeignMemory) as error:
             log.debug("a message was not sent: %s", error)
 
     def _inside(self) -> bool:
@@ -286,7 +289,11 @@ class Client:
 
     def _send_now(self, make: Make, call: Call) -> None:
         with self._lock:
-            if self.foreign is not None and os.getpid() == self._pid:
+            if (
+                self.foreign is not None
+                and os.getpid() == self._pid
+                and threading.current_thread() is not self._resumer
+            ):
                 raise ForeignMemory(str(self.foreign))
             if self.closed or os.getpid() != self._pid:
                 raise DaemonUnreachable(
@@ -437,13 +444,22 @@ class Client:
         return False
 
     def _take_up(self, channel: Channel) -> None:
+        self._resumer = threading.current_thread()
         try:
             self._resume()
-        except (Fenced, ForeignMemory) as error:
-            self.foreign = error if isinstance(error, ForeignMemory) else None
+        except Fenced as error:
+            self.foreign = None
             self._up.wake()
             self._lost(error)
             self.close()
+        except ForeignMemory as error:
+            known, self.foreign = self.foreign is not None, error
+            self._up.wake()
+            if not known:
+                self._lost(error)
+            # The disk may be mounted later, and the next daemon then has the right root.
+            time.sleep(_FOREIGN_DELAY)
+            channel.end()
         except Exception as error:
             if isinstance(error, CkptdError):
                 log.warning(
@@ -457,6 +473,7 @@ class Client:
                 # It was lost again, and the next one is resumed by another thread.
                 if self._gone is channel:
                     return
+                self.foreign = None
                 self._up.set()
             log.info("the daemon is back after %.1f s", time.monotonic() - self._down_since)
 

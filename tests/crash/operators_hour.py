@@ -35,7 +35,7 @@ WATCHED = 45.0
 which an operator should know."""
 AFTER = 90.0
 """The most seconds that saving may take to go on after the fault."""
-_INSIDE = "CKPTD_HOUR_INSIDE"
+_INSIDE = "HOUR_INSIDE"
 
 
 class CannotMake(Exception):

@@ -452,6 +452,25 @@ def test_a_rank_waits_no_longer_for_a_daemon_that_serves_another_root(
     assert "of another root" in str(rank.client.foreign)
 
 
+def test_a_rank_goes_on_once_the_right_root_is_back(
+    rank: Rank, daemon: FakeDaemon, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_FOREIGN_DELAY", 0.01)
+    connection.hang_up()
+    for _ in range(2):
+        resuming = daemon.accepted()
+        begin = resuming.next(m.Begin)
+        resuming.reply(m.Error(re=begin.id, code=ForeignMemory.code, message="of another root"))
+    until(lambda: len(rank.lost) == 1, "end of the pending snapshots")
+    resuming = daemon.accepted()
+    begin = resuming.next(m.Begin)
+    with pytest.raises(ForeignMemory, match="of another root"):
+        rank.acquire(1)
+    resuming.reply(m.Began(re=begin.id, attempt=1))
+    until(lambda: rank.client.connected, "connection")
+    assert (rank.client.foreign, len(rank.lost), rank.resumed) == (None, 1, 3)
+
+
 def test_a_rank_that_cannot_resume_connects_once_more(
     rank: Rank, daemon: FakeDaemon, connection: Connection
 ) -> None:
