@@ -359,8 +359,8 @@ class Agent:
                 budget,
             )
         if not link.client.wait_connected(budget):
-            if link.client.foreign is not None:
-                raise link.client.foreign
+            if link.client.refusal is not None:
+                raise link.client.refusal
             raise DaemonUnreachable(
                 "the daemon is gone; training continues, and snapshots resume when the daemon is "
                 "back"

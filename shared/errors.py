@@ -155,8 +155,9 @@ class StorageError(MachineError):
             _errno.ENOENT: " (has the root been moved or deleted?)",
             _errno.ENOSPC: " (free some space; the next snapshot tries again)",
             _errno.EDQUOT: " (the disk quota is used up)",
-            _errno.EROFS: " (mounted read-only)",
-            _errno.EACCES: " (this user has no permission there)",
+            _errno.EROFS: " (mounted read-only: after a disk error the kernel's log says why)",
+            _errno.EACCES: " (this user has no permission there: correct the owner or the mode)",
+            _errno.EIO: " (the disk or the mount has failed: the kernel's log says why)",
         }.get(number, "")
         if isinstance(error, RemoteError):
             return cls(f"cannot {action}: {error.strerror}", number, remote=True)

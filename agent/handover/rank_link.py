@@ -337,7 +337,7 @@ class RankLink:
                 return
             except TimeoutError:
                 if not self.client.wait_connected(AWAY_SECONDS):
-                    raise self.client.foreign or DaemonUnreachable(_GONE) from None
+                    raise self.client.refusal or DaemonUnreachable(_GONE) from None
 
     def _news(self, news: m.Notification) -> None:
         match news:
@@ -427,7 +427,7 @@ class RankLink:
             self.handovers.wait_for_threads()
             try:
                 if not self.client.wait_connected(self.stall_budget):
-                    raise self.client.foreign or DaemonUnreachable(_GONE)
+                    raise self.client.refusal or DaemonUnreachable(_GONE)
                 with (
                     reminder(log, _CLOSING, WARN_SECONDS) if self.world_size > 1 else nullcontext()
                 ):

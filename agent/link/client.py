@@ -77,8 +77,9 @@ class Client:
     news: called with every message that comes without a request, except an Error.
     lost: called with the error if `resume` finds that the attempt is over, because a
         newer attempt has begun. The client is then closed. Also called if the daemon
-        serves another root than that for which the attempt was begun. `foreign` is then
-        the error, which calls raise until `resume` succeeds because the root is back.
+        serves another root than that for which the attempt was begun. The client then
+        asks again until `resume` succeeds, because the root is back. In both cases
+        `refusal` is the error, which calls raise.
     late: called with every reply whose caller has stopped waiting.
     """
 
@@ -106,7 +107,7 @@ class Client:
         self._protocol_error: CkptdError | None = None
         # True once the client is closed for good: it sends and receives nothing any more.
         self.closed = False
-        self.foreign: ForeignMemory | None = None
+        self.refusal: Fenced | ForeignMemory | None = None
         self._resumer: threading.Thread | None = None  # the thread that calls `resume`
         self._up = Flag()
         self._down_since = 0.0
@@ -130,7 +131,7 @@ class Client:
         """Wait for a lost connection to come back.
 
         Return False if it is not back `budget` seconds after it was lost, or as soon as
-        the next daemon serves another root.
+        the next daemon refuses the attempt.
 
         The time counts from the loss, so that an outage costs the training `budget`
         seconds once, and not at every call. Returns False at once if a call has timed
@@ -138,10 +139,10 @@ class Client:
         """
         return (
             not self._silent
-            and self.foreign is None
+            and self.refusal is None
             and self._up.wait(
                 max(0.0, self._down_since + budget - time.monotonic()),
-                unless=lambda: self.foreign is not None,
+                unless=lambda: self.refusal is not None,
             )
         )
 
@@ -268,7 +269,7 @@ class Client:
             self._send(make, call)
         except Nested:
             self._posts.append((make, call))
-        except (DaemonUnreachable, ForeignMemory) as error:
+        except (DaemonUnreachable, Fenced, ForeignMemory) as error:
             log.debug("a message was not sent: %s", error)
 
     def _inside(self) -> bool:
@@ -290,11 +291,11 @@ class Client:
     def _send_now(self, make: Make, call: Call) -> None:
         with self._lock:
             if (
-                self.foreign is not None
+                self.refusal is not None
                 and os.getpid() == self._pid
                 and threading.current_thread() is not self._resumer
             ):
-                raise ForeignMemory(str(self.foreign))
+                raise type(self.refusal)(str(self.refusal))
             if self.closed or os.getpid() != self._pid:
                 raise DaemonUnreachable(
                     "this agent is closed"
@@ -448,12 +449,12 @@ class Client:
         try:
             self._resume()
         except Fenced as error:
-            self.foreign = None
+            self.refusal = error
             self._up.wake()
             self._lost(error)
             self.close()
         except ForeignMemory as error:
-            known, self.foreign = self.foreign is not None, error
+            known, self.refusal = self.refusal is not None, error
             self._up.wake()
             if not known:
                 self._lost(error)
@@ -473,7 +474,7 @@ class Client:
                 # It was lost again, and the next one is resumed by another thread.
                 if self._gone is channel:
                     return
-                self.foreign = None
+                self.refusal = None
                 self._up.set()
             log.info("the daemon is back after %.1f s", time.monotonic() - self._down_since)
 

@@ -83,7 +83,10 @@ def log_of(root: Location | None, socket: Path | None) -> Path:
         left = machine.state_directory(machine.configured_state_dir(), root) / "daemon.log"
         if not os.path.lexists(left):
             raise DaemonUnreachable(
-                f"{error}; no private daemon has left a log at {left} either"
+                f"{error}; no private daemon has left a log at {left} either. A daemon that was "
+                f"started with --log-file has left its log in that file, and one under systemd in "
+                f"the journal (`journalctl -u UNIT`); `ckptd history --root {root}` has its last "
+                f"events"
             ) from None
         click.echo(
             f"ckptd: no daemon serves {root}. This is the log of its last private daemon:", err=True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -92,13 +91,32 @@ def status(
     if job is not None:
         _tell_job(root, socket, job, again, as_json=as_json)
     elif check:
-        found = neighbours.AskedDaemon(root, socket, _USUAL).status()
+        found = _asked(root, socket)
         room = health.MIN_ROOM if min_room is None else min_room
         _check(found, health.problems(found, max_age=max_age, min_room=room), as_json=as_json)
     elif again is not None:
         _tell_again(neighbours.AskedDaemon(root, socket, _USUAL), again, as_json=as_json)
     else:
         _tell_once(root, socket, as_json=as_json)
+
+
+def _asked(root: Location | None, socket: Path | None) -> dict[str, Any]:
+    """Return the status of the daemon. Raises DaemonUnreachable, which says how to start
+    the daemon of a root. Storage is not asked, because it may hang.
+    """
+    try:
+        return neighbours.AskedDaemon(root, socket, _USUAL).status()
+    except e.DaemonUnreachable as error:
+        if root is None:
+            raise
+        raise e.DaemonUnreachable(f"{error}{_start(root)}") from None
+
+
+def _start(root: Location) -> str:
+    return (
+        f". If its daemon has ended, start it: `ckptd run --root {root}`, or `systemctl start` "
+        f"with its unit. What is in memory is saved then"
+    )
 
 
 def _tell_once(root: Location | None, socket: Path | None, *, as_json: bool) -> None:
@@ -158,9 +176,6 @@ def _tell_from_storage(root: Location, error: e.DaemonUnreachable, *, as_json: b
     if as_json:
         click.echo(json.dumps({**as_object(error), "storage": found}, indent=1))
     else:
-        click.echo(
-            f"ckptd: no daemon of uid {os.geteuid()} serves {root}. This is what storage has:",
-            err=True,
-        )
+        click.echo(f"ckptd: {error}{_start(root)}. This is what storage has:", err=True)
         click.echo(stored_jobs_text(found))
     sys.exit(error.exit_code)

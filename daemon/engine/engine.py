@@ -326,7 +326,7 @@ class Engine:
             step, first = job.step(key), 0 if job.node is None else job.node.ranks[0]
             # All ranks of this node skip the step; a planned one fails, and counts so.
             if owner.rank == first and not step.planned:
-                self._steps.counters["skipped"] += 1
+                self._steps.count_skip(job, number, slot)
             self._steps.perform(job, d.skipped(step, slot))
             return slot
         self._check_turn(job, owner, number)

@@ -39,6 +39,9 @@ waits. All nodes that began the step while it waited for less than `WAIT_SECONDS
 shown this by then.
 """
 
+_UNSEALED = 3
+"""So many snapshots in a row that are not sealed are an event."""
+
 
 class Steps:
     """Carries out decisions for all jobs.
@@ -121,7 +124,7 @@ class Steps:
     def _move(self, job: Job, snapshot: Snapshot, event: Event) -> None:
         snapshot.move(event)
         if event is Event.SEAL:
-            job.sealed = max(job.sealed, snapshot.key)
+            job.sealed, job.unsealed = max(job.sealed, snapshot.key), 0
             self.counters["sealed"] += 1
 
     def _fail(self, job: Job, step: Step, code: str, reason: str) -> None:
@@ -202,6 +205,25 @@ class Steps:
         )
         job.last_failure = Failure(step, reason, time.time())
         self.counters["failed"] += 1
+        self._did_not_seal(job, step, reason)
+
+    def count_skip(self, job: Job, step: int, reason: str) -> None:
+        """Count a snapshot that was skipped, because it got no slot."""
+        self.counters["skipped"] += 1
+        self._did_not_seal(job, step, reason)
+
+    @staticmethod
+    def _did_not_seal(job: Job, step: int | None, reason: str) -> None:
+        """Log an event once several snapshots in a row were not sealed: one alone is
+        no reason to wake somebody.
+        """
+        job.unsealed += 1
+        if job.unsealed == _UNSEALED:
+            log_events.STEPS_FAILING.log(
+                log, "job %s: the last %d snapshots have failed or were skipped before they were "
+                "in memory: %s", job.name, _UNSEALED, reason,
+                job=job.name, step=step, reason=reason,
+            )  # fmt: skip
 
     # -- what the saver reports
 

@@ -199,8 +199,9 @@ class Job:
     attempt before this one that began on this node. `abandoned`: by tag, the tries of
     older attempts that are abandoned.
 
-    `barren`: how many attempts before this one in a row have sealed nothing, since this
-    daemon started.
+    `unsealed`: how many snapshots in a row were not sealed by all ranks. `barren`: how
+    many attempts before this one in a row have sealed nothing, since this daemon
+    started.
 
     `steps`: one record for each step; use `step` to make one. `sealed`: the newest
     snapshot that all ranks have sealed, whether or not it still exists. `stuck`: the
@@ -235,6 +236,7 @@ class Job:
     sealed: Key = (0, -1)
     stuck: Key | None = None
     barren: int = 0
+    unsealed: int = 0
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     begin_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     checkpoints: dict[str, StoredCheckpoint] = field(default_factory=dict)

@@ -29,6 +29,11 @@ _STUCK_SECONDS = 120.0
 and again each time that it has doubled.
 """
 
+_HELD_UP_SECONDS = 5.0
+"""The trainings have waited for a daemon that was held up so long. They are not overdue
+before they had the time to save again.
+"""
+
 
 class Vitals:
     """The measurements of one daemon. `watch` takes them until it is cancelled.
@@ -82,6 +87,8 @@ class Vitals:
                     log, "no chunk has been written for %.0f s", now - stuck_since,
                     seconds=now - stuck_since,
                 )  # fmt: skip
+            if self.lag > _HELD_UP_SECONDS:
+                looked = now
             if now - looked > LOOK_SECONDS:
                 looked = now
                 self.overdue.look(self._parts.catalog.jobs.values(), time.time())

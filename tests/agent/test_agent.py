@@ -711,6 +711,24 @@ def test_threads_of_the_agent_do_not_keep_a_process_alive(daemon: Daemon) -> Non
     assert threading.active_count() >= 1
 
 
+def test_a_run_that_the_next_daemon_refuses_is_told_why_and_not_that_the_daemon_is_gone(
+    place: Home,
+) -> None:
+    """It has no slot yet, by which the next daemon would know it."""
+    with running(place) as daemon:
+        agent = Agent("job", socket=place.socket)
+        daemon.kill()
+    with running(place):
+        until(lambda: agent._link.client.refusal is not None, "answer of the next daemon")
+        for step in (1, 2):
+            pending = agent.snapshot({"x": torch.ones(3)}, step=step)
+            assert isinstance(pending.error, errors.Fenced)
+            assert "attempt 1 of job 'job' was begun with another daemon" in str(pending.error)
+            assert "start this run again" in str(pending.error)
+        with pytest.raises(errors.Fenced, match="start this run again"):
+            agent.close()
+
+
 def test_a_daemon_whose_root_was_deleted_ends_and_the_next_one_does_not_fill_a_new_root(
     place: Home,
 ) -> None:

@@ -200,7 +200,7 @@ def test_a_read_only_root_is_reported_in_one_sentence(full: Full) -> None:
     told = full.place.log_text().splitlines()[-1]
     assert (
         told == f"ckptd: cannot use {full.place.root} as the root for checkpoints: Read-only file "
-        f"system (mounted read-only)"
+        f"system (mounted read-only: after a disk error the kernel's log says why)"
     )
 
 

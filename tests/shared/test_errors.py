@@ -62,9 +62,21 @@ def test_no_two_classes_share_a_code() -> None:
             "again)",
         ),
         (errno.EDQUOT, "cannot save it: Disk quota exceeded (the disk quota is used up)"),
-        (errno.EROFS, "cannot save it: Read-only file system (mounted read-only)"),
-        (errno.EACCES, "cannot save it: Permission denied (this user has no permission there)"),
-        (errno.EIO, "cannot save it: Input/output error"),
+        (
+            errno.EROFS,
+            "cannot save it: Read-only file system (mounted read-only: after a disk error the "
+            "kernel's log says why)",
+        ),
+        (
+            errno.EACCES,
+            "cannot save it: Permission denied (this user has no permission there: correct the "
+            "owner or the mode)",
+        ),
+        (
+            errno.EIO,
+            "cannot save it: Input/output error (the disk or the mount has failed: the kernel's "
+            "log says why)",
+        ),
     ],
 )
 def test_storage_errors_use_the_systems_words(number: int, text: str) -> None:

@@ -449,7 +449,7 @@ def test_a_rank_waits_no_longer_for_a_daemon_that_serves_another_root(
     resuming.reply(m.Error(re=begin.id, code=ForeignMemory.code, message="of another root"))
     waiting.join(60)
     assert results == [False]
-    assert "of another root" in str(rank.client.foreign)
+    assert "of another root" in str(rank.client.refusal)
 
 
 def test_a_rank_goes_on_once_the_right_root_is_back(
@@ -468,7 +468,7 @@ def test_a_rank_goes_on_once_the_right_root_is_back(
         rank.acquire(1)
     resuming.reply(m.Began(re=begin.id, attempt=1))
     until(lambda: rank.client.connected, "connection")
-    assert (rank.client.foreign, len(rank.lost), rank.resumed) == (None, 1, 3)
+    assert (rank.client.refusal, len(rank.lost), rank.resumed) == (None, 1, 3)
 
 
 def test_a_rank_that_cannot_resume_connects_once_more(
@@ -557,7 +557,7 @@ def test_a_newer_attempt_closes_the_client(
     again.reply(m.Error(re=again.next(m.Begin).id, code=Fenced.code, message="attempt 2 has begun"))
     until(lambda: rank.client.closed, "end")
     assert [(type(error), str(error)) for error in rank.lost] == [(Fenced, "attempt 2 has begun")]
-    with pytest.raises(DaemonUnreachable, match="^this agent is closed$"):
+    with pytest.raises(Fenced, match="^attempt 2 has begun$"):
         rank.client.begin(acquire(1))
     assert again.ended.wait(SECONDS)
     assert daemon.none_accepted()

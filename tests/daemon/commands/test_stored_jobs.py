@@ -28,7 +28,14 @@ def test_status_tells_from_storage_that_no_daemon_runs(place: Home) -> None:
     assert told.returncode == 14
     assert told.stderr.startswith("ckptd: no daemon of uid ")
     assert f" serves {place.root}" in told.stderr
-    assert told.stderr.endswith(". This is what storage has:\n")
+    assert told.stderr.endswith(
+        f". If its daemon has ended, start it: `ckptd run --root {place.root}`, or `systemctl "
+        f"start` with its unit. What is in memory is saved then. This is what storage has:\n"
+    )
+    assert (
+        f"start it: `ckptd run --root {place.root}`"
+        in ckptd("status", place.root, "--check").stderr
+    )
     assert told.stderr.count("\n") == 1
     title, row = told.stdout.splitlines()
     assert title.split() == ["JOB", "CHECKPOINTS", "NEWEST", "SIZE", "CREATED"]

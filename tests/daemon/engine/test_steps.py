@@ -11,6 +11,7 @@ from ckptd.daemon.job import decisions as d
 from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.ranks import Owner
 from ckptd.daemon.job.snapshot import RankSeal, Snapshot
+from ckptd.daemon.log_events import event_of, facts_of
 from ckptd.shared.errors import SnapshotFailed
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.plan import MIN_CHUNK
@@ -298,3 +299,31 @@ def test_all_timers_end_with_the_daemon(made: Made) -> None:
     made.perform(d.StartTimer(KEY), d.StartTimer((1, 6)))
     made.core.steps.close()
     assert made.core.loop.timers() == []
+
+
+def test_a_job_whose_snapshots_fail_one_after_another_is_told_once(
+    made: Made, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told() -> list[object]:
+        return [
+            facts_of(record)["step"]
+            for record in caplog.records
+            if event_of(record) == "steps.failing"
+        ]
+
+    for number in (1, 2):
+        made.core.steps.count_failure(made.job, number, "a slot does not fit")
+    assert told() == []
+    made.core.steps.count_skip(made.job, 3, "no slot is free")
+    made.core.steps.count_failure(made.job, 4, "a slot does not fit")
+    assert told() == [3]
+    assert caplog.messages[0].endswith(
+        "job gpt: the last 3 snapshots have failed or were skipped before they were in memory: "
+        "no slot is free"
+    )
+    made.snapshot(0, 1, state=SnapshotState.STAGED)
+    made.perform(d.Move(KEY, Event.SEAL))
+    assert made.job.unsealed == 0
+    for number in (6, 7, 8):
+        made.core.steps.count_failure(made.job, number, "a slot does not fit")
+    assert told() == [3, 8]

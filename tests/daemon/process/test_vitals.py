@@ -161,6 +161,24 @@ def test_jobs_are_looked_at_for_saves_that_are_overdue(
     assert looked[0] == ["gpt"]
 
 
+def test_jobs_are_not_overdue_because_the_daemon_itself_was_stopped(
+    parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vitals, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(vitals, "_HELD_UP_SECONDS", 0.5)
+    looked: list[float] = []
+    monkeypatch.setattr(Overdue, "look", lambda self, jobs, now: looked.append(time.monotonic()))
+    held: list[float] = []
+
+    def hold() -> None:
+        if not held:
+            time.sleep(1.0)
+            held.append(time.monotonic())
+
+    watched(Vitals(parts, time.monotonic()), lambda: bool(looked), hold)
+    assert looked[0] - held[0] > 0.4
+
+
 @pytest.mark.parametrize("number", [None, signal.SIGSTOP])
 def test_a_process_is_known_to_be_stopped(number: signal.Signals | None) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
