@@ -89,6 +89,7 @@ async def scan_job(
             if failure.is_no_damage:
                 raise failure from None
             damaged[tag] = str(failure)
+            _log_damage(job, tag, damaged[tag])
         except NewerFormat as error:
             newer[tag] = str(error).removeprefix(f"{job.name}/{tag}: ")
             if unknown := await calls.run(
@@ -98,10 +99,7 @@ async def scan_job(
             log.error("checkpoint %s/%s: %s", job.name, tag, newer[tag])
         except IntegrityError as error:
             damaged[tag] = str(error).removeprefix(f"{job.name}/{tag}: ")
-            log_events.CHECKPOINT_DAMAGED.log(
-                log, "checkpoint %s/%s is damaged: %s", job.name, tag, damaged[tag],
-                job=job.name, tag=tag, reason=damaged[tag],
-            )  # fmt: skip
+            _log_damage(job, tag, damaged[tag])
         else:
             job.commit(StoredCheckpoint.of(manifest))
             if manifest.unknown_deleter_features:
@@ -113,6 +111,14 @@ async def scan_job(
     job.guards = guards
     for gone in before - set(tags) | set(damaged) | set(newer):
         job.checkpoints.pop(gone, None)
+
+
+def _log_damage(job: Job, tag: str, reason: str) -> None:
+    log_events.CHECKPOINT_DAMAGED.log(
+        log, "checkpoint %s/%s is damaged: %s. recover() passes it over: look at the disk, then "
+        "delete it with `ckptd forget`", job.name, tag, reason,
+        job=job.name, tag=tag, reason=reason,
+    )  # fmt: skip
 
 
 async def recover(

@@ -532,7 +532,8 @@ def test_a_full_disk_deletes_old_checkpoints_early_only_if_it_may(
 ) -> None:
     place.root.symlink_to(small_tmpfs)
     fit = small_free(small_tmpfs) // 3_000_000
-    with running(place, "--codec", "raw", *(["--make-room"] if make_room else [])) as daemon:
+    options = ["--codec", "raw", "--log-format", "json", *(["--make-room"] if make_room else [])]
+    with running(place, *options) as daemon:
         agent = Agent("job", socket=place.socket)
         agent.snapshot({"x": torch.ones(700_000)}, step=1, tag="best").wait("durable", timeout=60)
         then = (
@@ -558,6 +559,8 @@ def test_a_full_disk_deletes_old_checkpoints_early_only_if_it_may(
                 "job job: step-00000002.a0001 was deleted early, to make room on the full disk"
                 in place.log_text()
             )
+            made = [event["tag"] for event in place.events("room.made")]
+            assert made[0] == "step-00000002.a0001"
         else:
             assert [pending.state for pending in pendings[-2:]] == ["failed", "failed"]
             assert shown["last_error"]["reason"].startswith("cannot save job/step-")
@@ -732,7 +735,7 @@ def test_a_run_that_the_next_daemon_refuses_is_told_why_and_not_that_the_daemon_
 def test_a_daemon_whose_root_was_deleted_ends_and_the_next_one_does_not_fill_a_new_root(
     place: Home,
 ) -> None:
-    with running(place) as daemon:
+    with running(place, "--log-format", "json") as daemon:
         agent = Agent("job", socket=place.socket)
         for step in (1, 2):
             agent.snapshot({"x": torch.full((3,), float(step))}, step=step).wait(
@@ -745,6 +748,9 @@ def test_a_daemon_whose_root_was_deleted_ends_and_the_next_one_does_not_fill_a_n
             f"the root {place.root} has been deleted, moved or replaced; the snapshots in memory "
             f"stay there" in place.log_text()
         )
+        assert place.events("attempt.begun") == [{"job": "job", "attempt": 1, "ranks": 1}]
+        (failed,) = place.events("daemon.failed")
+        assert "has been deleted, moved or replaced" in failed["reason"]
     with running(place):
         state = {"x": torch.zeros(3)}
         with pytest.raises(errors.ForeignMemory, match="holds step 2 of attempt 1 of job 'job'"):

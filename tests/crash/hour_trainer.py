@@ -94,8 +94,8 @@ def main() -> None:
         train_step(state, factor[0])
         time.sleep(STEP_SECONDS)
         if step % EVERY == EVERY - 1 and step < options.never_save_from:
-            pending = agent.snapshot(state, step=step)
-            note("asked", pending.attempt, step, digest(state))
+            note("asked", agent.attempt, step, digest(state))
+            agent.snapshot(state, step=step)
 
 
 def _begun(recovered: Recovered | None, state: dict[str, Any], note: Any) -> int:

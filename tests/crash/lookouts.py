@@ -9,8 +9,9 @@ import http.client
 import io
 import json
 import re
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ left out, because the rig does not.
 """
 _LABEL = re.compile(r"[A-Z]+ [A-Z]+  |[A-Z]{5,}  |ckptd:|ckptd .* is NOT|root  .*NOT|not saved")
 """The lines of `ckptd status` that say that something is wrong."""
-_QUIET = ("save.done", "checkpoint.deleted")
+_QUIET = ("save.done", "checkpoint.deleted", "attempt.begun", "daemon.ready", "daemon.stopping")
 """Events of a training that goes well."""
 _METRICS = (*ALERTS, "ckptd_ranks_connected", 'ckptd_snapshots_total{result="skipped"}')
 _LITTLE_ROOM, _LATE = 5, 5.0
@@ -68,23 +69,37 @@ class Tail:
     def more(self) -> list[str]:
         if not self._path.exists():
             return []
-        with self._path.open(errors="replace") as file:
+        with self._path.open("rb") as file:
             file.seek(self._at)
-            text = file.read()
-        whole = text[: text.rfind("\n") + 1]
-        self._at += len(whole.encode())
-        return whole.splitlines()
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return whole.decode(errors="replace").splitlines()
 
 
 class Lookouts:
-    """All places of one root. `look` notes what is new at each of them."""
+    """All places of one root, as a context manager.
 
-    def __init__(self, root: Path, port: Callable[[], int], job: str) -> None:
-        self._root, self._port, self._job = root, port, job
+    Files and pages are looked at by threads of their own, because a command may wait for
+    a daemon that does not answer.
+    """
+
+    def __init__(self, root: Path, port: Callable[[], int]) -> None:
+        self._root, self._port = root, port
         self._tails: list[tuple[str, Tail, Callable[[str], str]]] = []
         self._known: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
         self.seen: list[Seen] = []
         self.since = time.monotonic()
+
+    def __enter__(self) -> Lookouts:
+        for look in (self._look_at_files, self._look_at_pages, self._run_commands):
+            threading.Thread(target=self._again, args=(look,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
 
     def follow(self, place: str, path: Path, sentence: Callable[[str], str]) -> None:
         """Follow a file. `sentence` returns what a line says, or "" for a line of no
@@ -93,44 +108,57 @@ class Lookouts:
         self._tails.append((place, Tail(path), sentence))
 
     def fault(self) -> None:
-        """Count from now on. What was said before counts as known."""
-        self.look()
-        self.seen.clear()
-        self.since = time.monotonic()
+        """Count from now on. What was said before is known."""
+        with self._lock:
+            self.seen, self.since = [], time.monotonic()
 
-    def look(self) -> None:
-        for place, sentence in self._said():
-            key = (place, _shape(sentence))
+    def take(self) -> list[Seen]:
+        """Return what was seen since the last `fault`, by time, and count from now on."""
+        with self._lock:
+            found, self.seen, self.since = self.seen, [], time.monotonic()
+        return sorted(found, key=lambda seen: seen.seconds)
+
+    def note(self, place: str, sentence: str) -> None:
+        """Note a sentence unless it is known at this place. Its numbers do not count."""
+        key = (place, _shape(sentence))
+        with self._lock:
             if sentence and key not in self._known:
                 self._known.add(key)
                 self.seen.append(Seen(place, sentence, time.monotonic() - self.since))
 
     def watch(self, seconds: float, ended: Callable[[], bool] = lambda: False) -> bool:
-        """Look again and again. Return True as soon as `ended` does, else False."""
+        """Wait while the places are looked at. Return True as soon as `ended` does."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            self.look()
             if ended():
                 return True
-            time.sleep(0.3)
+            time.sleep(0.2)
         return False
 
-    def _said(self) -> Iterator[tuple[str, str]]:
-        for place, tail, sentence in self._tails:
+    def _again(self, look: Callable[[], None]) -> None:
+        while not self._ended.wait(0.3):
+            look()
+
+    def _look_at_files(self) -> None:
+        for place, tail, sentence in list(self._tails):
             for line in tail.more():
-                yield place, sentence(line)
+                self.note(place, sentence(line))
+
+    def _look_at_pages(self) -> None:
+        self.note("/healthz", self._page("/healthz"))
+        for line in self._page("/metrics").splitlines():
+            self.note("/metrics", _metric(line))
+
+    def _run_commands(self) -> None:
         root = str(self._root)
         for line in command("status", root):
-            yield "status", line if _LABEL.match(line) else ""
+            self.note("status", line if _LABEL.match(line) else "")
         for line in command("status", root, "--check"):
-            yield "status --check", line
+            self.note("status --check", line)
         for line in command("history", "--root", root, "--limit", "20"):
-            yield "history", _event_of_history(line)
+            self.note("history", _event_of_history(line))
         for line in command("logs", "--root", root, "-n", "20"):
-            yield "logs", log_sentence(line)
-        yield "/healthz", self._page("/healthz")
-        for line in self._page("/metrics").splitlines():
-            yield "/metrics", _metric(line)
+            self.note("logs", log_sentence(line))
 
     def _page(self, path: str) -> str:
         connection = http.client.HTTPConnection("127.0.0.1", self._port(), timeout=2)

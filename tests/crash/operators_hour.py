@@ -68,7 +68,7 @@ class Hour:
         self._runs = 0
         self.settings: list[str] = []
         self._port = 0
-        self.lookouts = Lookouts(place.root, lambda: self._port, JOB)
+        self.lookouts = Lookouts(place.root, lambda: self._port)
         self.lookouts.follow("log", place.log, log_sentence)
         self.lookouts.follow("on_event", place.path / "events", event_sentence)
 
@@ -123,7 +123,7 @@ class Hour:
         for rank in range(world):
             said = self.place.path / f"trainer-{run}-{rank}"
             name = "trainer" if world == 1 else f"trainer, rank {rank}"
-            self.lookouts.follow(name, said, str)
+            self.lookouts.follow(name, said, _said)
             with said.open("wb") as file:
                 self.trainers.append(
                     subprocess.Popen(
@@ -172,8 +172,7 @@ class Hour:
 
     def goes_on(self) -> None:
         """Note whether saving goes on by itself, now that the fault is undone."""
-        self.report.seen += self.lookouts.seen
-        self.lookouts.fault()
+        self.report.seen += self.lookouts.take()
         before, begun = self.durable(), time.monotonic()
         went_on = self.lookouts.watch(AFTER, lambda: self.durable() > max(before, 0))
         took = time.monotonic() - begun
@@ -185,9 +184,8 @@ class Hour:
             took,
         )
         self.lookouts.watch(3)
-        for seen in self.lookouts.seen:
+        for seen in self.lookouts.take():
             self.report.add(f"{seen.place}, afterwards", seen.sentence, seen.seconds)
-        self.lookouts.seen.clear()
         if not went_on:
             self.report.wrong = "saving did not go on"
 
@@ -200,17 +198,17 @@ class Hour:
         except subprocess.TimeoutExpired:
             self.kill_trainers()
         self.read_diary()
-        self.lookouts.fault()
         if not self._recovered or self._recovered[-1] == ["checked"]:
             self.report.wrong = "nothing came back"
             self.report.add("recover", "nothing came back", 0.0)
             return
         attempt, step, digest, source = self._recovered[-1]
-        same = self._digests.get((attempt, step)) == digest
+        saved = self._digests.get((attempt, step), "never saved")
+        same = saved == digest
         self.report.add(
             "recover",
             f"step {step} of attempt {attempt} came back from {source}, "
-            f"{'bit for bit' if same else 'DIFFERENT'}",
+            f"{'bit for bit' if same else f'DIFFERENT: {digest}, and not {saved}'}",
             0.0,
         )
         self._recovered.append(["checked"])
@@ -222,6 +220,12 @@ class Hour:
         if hasattr(self, "daemon"):
             self.daemon.close()
         subprocess.run(["umount", "-l", str(self.place.root)], check=False, capture_output=True)
+
+
+def _said(line: str) -> str:
+    """Return what a trainer prints, without the frames of tracebacks."""
+    quiet = re.match(r"(\[rank\d\]: *)?( |Traceback|$)", line)
+    return "" if quiet else line
 
 
 def _call(*words: str) -> None:
@@ -351,10 +355,10 @@ def _damaged(hour: Hour, name: str, damage: Callable[[Path], None]) -> None:
     hour.lookouts.watch(5)
     for line in command("verify", str(hour.place.root / JOB)):
         if ": sound" not in line:
-            hour.lookouts.seen.append(Seen("verify", line, _since(hour)))
+            hour.lookouts.note("verify", line)
     hour.start_trainers(1)
     hour.fault()
-    hour.report.seen += hour.lookouts.seen
+    hour.report.seen += hour.lookouts.take()
     hour.comes_back()
 
 
@@ -364,10 +368,6 @@ def _flip(path: Path) -> None:
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
-
-
-def _since(hour: Hour) -> float:
-    return time.monotonic() - hour.lookouts.since
 
 
 def dies_again(hour: Hour) -> None:
@@ -400,7 +400,9 @@ def trains_unsaved(hour: Hour) -> None:
 
 
 def memory_too_small(hour: Hour) -> None:
-    """The shared memory has room for one slot of the rank, and not for two."""
+    """The shared memory has room for one slot of the rank, and not for two. Then it gets
+    more, and daemon and trainer are started again.
+    """
     hour.settings = ["--shm-quota", "1200k", "--no-overflow"]
     hour.mount()
     hour.start_daemon()
@@ -410,6 +412,8 @@ def memory_too_small(hour: Hour) -> None:
     hour.daemon.stop()
     hour.settings = []
     hour.start_daemon()
+    hour.kill_trainers()
+    hour.start_trainers(1)
     hour.goes_on()
     hour.comes_back()
 
@@ -438,7 +442,7 @@ def loss_is_nan(hour: Hour) -> None:
     hour.lookouts.fault()
     hour.trainers[0].send_signal(signal.SIGUSR1)
     hour.fault()
-    hour.report.seen += hour.lookouts.seen
+    hour.report.seen += hour.lookouts.take()
     hour.comes_back()
 
 
@@ -473,7 +477,8 @@ def _hour(report: Report) -> Iterator[Hour]:
         os.environ["CKPTD_STATE_DIR"] = str(place.state)
         hour = Hour(place, report)
         try:
-            yield hour
+            with hour.lookouts:
+                yield hour
         finally:
             hour.close()
 
@@ -486,8 +491,6 @@ def run(name: str) -> Report:
             FAULTS[name](hour)
         except CannotMake as error:
             report.add("-", f"not made: {error}", 0.0)
-        if not report.seen:
-            report.seen += hour.lookouts.seen
     return report
 
 

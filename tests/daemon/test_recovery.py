@@ -40,6 +40,7 @@ from ckptd.shared.system import machine
 from ckptd.shared.system.fs import FileSystem, PosixFileSystem
 from tests.shared.samples import NONCE, write_checkpoint
 from tests.support.daemons import recover_only
+from tests.support.events import logged
 
 TAG = "step-00001000.a0002"
 STRAY = names.part_file(0, bytes(range(1, 17)))
@@ -148,7 +149,7 @@ async def test_a_root_that_is_gone_cannot_be_scanned(root: Root, calls: StorageC
 
 
 async def test_a_scan_finds_sound_damaged_and_unfinished_checkpoints(
-    root: Root, calls: StorageCalls
+    root: Root, calls: StorageCalls, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job("gpt")
     for step in (1000, 2000, 3000, 4000, 5000, 6000):
@@ -171,6 +172,8 @@ async def test_a_scan_finds_sound_damaged_and_unfinished_checkpoints(
     os.close(writer)
     assert job.checkpoints == {}
     assert sorted(job.damaged) == [f"step-0000{n}000.a0002" for n in (3, 4, 5, 6)]
+    told = {event["tag"]: event["reason"] for event in logged(caplog, "checkpoint.damaged")}
+    assert told == job.damaged
     assert (
         job.damaged["step-00004000.a0002"]
         == job.damaged["step-00005000.a0002"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,6 @@ from ckptd.daemon.job import decisions as d
 from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.ranks import Owner
 from ckptd.daemon.job.snapshot import RankSeal, Snapshot
-from ckptd.daemon.log_events import event_of, facts_of
 from ckptd.shared.errors import SnapshotFailed
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.plan import MIN_CHUNK
@@ -20,6 +20,7 @@ from ckptd.shared.wire.board import Answer
 from ckptd.shared.wire.lifecycle import Event, SnapshotState
 from ckptd.shared.wire.messages import Progress, Waiting
 from tests.support.core import RANK_TIMEOUT, Client, Core, Segment
+from tests.support.events import logged
 
 KEY = (1, 5)
 
@@ -305,19 +306,17 @@ def test_a_job_whose_snapshots_fail_one_after_another_is_told_once(
     made: Made, caplog: pytest.LogCaptureFixture
 ) -> None:
     def told() -> list[object]:
-        return [
-            facts_of(record)["step"]
-            for record in caplog.records
-            if event_of(record) == "steps.failing"
-        ]
+        return [event["step"] for event in logged(caplog, "steps.failing")]
 
+    caplog.set_level(logging.INFO)
     for number in (1, 2):
         made.core.steps.count_failure(made.job, number, "a slot does not fit")
     assert told() == []
     made.core.steps.count_skip(made.job, 3, "no slot is free")
     made.core.steps.count_failure(made.job, 4, "a slot does not fit")
     assert told() == [3]
-    assert caplog.messages[0].endswith(
+    assert [event["step"] for event in logged(caplog, "step.failed")] == [1, 2, 4]
+    assert caplog.messages[2].endswith(
         "job gpt: the last 3 snapshots have failed or were skipped before they were in memory: "
         "no slot is free"
     )

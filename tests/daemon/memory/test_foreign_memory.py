@@ -130,11 +130,12 @@ def test_memory_of_a_root_that_is_gone_is_recovered_once_the_root_is_back(
 
 @pytest.mark.parametrize("setting", ["refuse", "drop", "adopt"])
 def test_a_daemon_can_be_told_for_all_jobs(place: Home, setting: str) -> None:
-    with running(place, forked=True) as daemon:
+    json = ("--log-format", "json")
+    with running(place, *json, forked=True) as daemon:
         train_and_die(place)
+        until(lambda: place.events("trainer.gone"), "end of the trainer")
         daemon.kill()
     take_away(place)
-    json = ("--log-format", "json")
     with running(place, "--foreign-memory", setting, *json, forked=True) as daemon:
         assert len(daemon.status()["foreign_memory"]) == (setting == "refuse")
         assert [(told["job"], told["step"]) for told in place.events("memory.foreign")] == (

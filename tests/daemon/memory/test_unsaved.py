@@ -46,7 +46,7 @@ def sealed(place: Home, step: int, *, persist: bool = False) -> Agent:
 def test_stop_on_a_full_disk_says_what_is_in_memory_only_and_the_next_daemon_saves_it(
     place: Home, alive: bool, persist: bool
 ) -> None:
-    with running(place, failpoints=FULL) as daemon:
+    with running(place, "--log-format", "json", failpoints=FULL) as daemon:
         agent = sealed(place, 8, persist=persist)
         if not alive:
             vanish(agent)
@@ -66,9 +66,11 @@ def test_stop_on_a_full_disk_says_what_is_in_memory_only_and_the_next_daemon_sav
         ):
             assert words in run.stderr
         assert daemon.died() == 15
-    said = last_line(place)
-    assert "ERROR ckptd: NOT SAVED: step 8 of job gpt (attempt 1) is in memory only, in " in said
-    assert "No space left on device" in said
+    assert place.events("memory.unsaved") == [{"snapshots": 1}]
+    said = json.loads(last_line(place))
+    assert (said["event"], said["level"]) == ("memory.unsaved", "error")
+    assert "NOT SAVED: step 8 of job gpt (attempt 1) is in memory only, in " in said["text"]
+    assert "No space left on device" in said["text"]
     vanish(agent)
     with running(place) as daemon:
         assert daemon.stop() == 0

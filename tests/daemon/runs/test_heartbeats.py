@@ -27,6 +27,7 @@ from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.system import machine
 from ckptd.shared.system.fs import PosixFileSystem
+from tests.support.events import logged
 
 PROCESS = Process(4711, 1000.0, "gpt-7")
 
@@ -187,6 +188,7 @@ async def test_a_heartbeat_of_a_newer_attempt_ends_that_of_this_one(
         caplog.text.count("attempt 3 has begun on another node, while attempt 2 is running here")
         == 1
     )
+    assert logged(caplog, "run.replaced") == [{"job": "gpt", "attempt": 2, "newer": 3}]
 
 
 async def test_an_outage_is_logged_once_and_ends(

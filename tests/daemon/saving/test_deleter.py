@@ -24,6 +24,7 @@ from ckptd.shared.retention import BestN, LatestN, MaxAge
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.wire.lifecycle import SnapshotState
 from tests.shared.samples import write_checkpoint
+from tests.support.events import logged
 from tests.support.saving import World
 
 
@@ -49,6 +50,7 @@ def test_a_changed_policy_deletes_several_only_at_the_second_commit(
     world.run()
     assert world.storage.tags("gpt") == [*tags, world.snapshot.tag]
     assert world.job.announced in caplog.text
+    assert logged(caplog, "retention.held") == [{"job": "gpt"}]
     assert world.job.announced.startswith(
         f"4 checkpoints ({tags[0]} to {tags[3]}) are not kept by LatestN(n=1), and will be "
         f"deleted at the next commit"

@@ -70,7 +70,8 @@ def test_a_daemon_warns_of_the_root_and_limits_the_job(
     anything. The daemon's log, the trainer's and `status` say that the quota is exceeded.
     """
     state = {"w": torch.arange(250_000.0)}  # 1 MB
-    with running(place, "--codec", "raw", "--root-quota", "1500kB") as daemon:
+    options = ("--codec", "raw", "--root-quota", "1500kB", "--log-format", "json")
+    with running(place, *options) as daemon:
         agent = Agent("gpt", socket=place.socket, retention=[MaxBytes("3500kB")])
         for step in range(1, 6):
             state["w"] = state["w"] + 1
@@ -84,6 +85,7 @@ def test_a_daemon_warns_of_the_root_and_limits_the_job(
     assert "OVER QUOTA     the checkpoints hold 3" in status_text(status)
     said = "more than its root_quota of 1.5 MB; nothing is deleted for that"
     assert (log.count(said), caplog.text.count(said)) == (1, 1)
+    assert place.events("quota.exceeded") == [{"job": "gpt", "quota_bytes": 1_500_000}]
 
 
 def has(place: Home, count: int) -> bool:

@@ -53,6 +53,8 @@ def with_stage(place: Home, *arguments: str, failpoints: str = "") -> Any:
         "--stage",
         str(place.path / "stage"),
         *KEEP,
+        "--log-format",
+        "json",
         *arguments,
         failpoints=failpoints,
         forked=True,
@@ -152,6 +154,10 @@ def test_saves_go_on_while_the_root_is_away(place: Home, stage: Path) -> None:
         away.rename(place.root)
         pending.wait("uploaded", timeout=60)
         until(lambda: tags(place.root) == [5, 6], "upload of what waited")
+        (stopped,) = place.events("uploads.stopped")
+        assert "is it mounted" in stopped["reason"]
+        assert place.events("uploads.resumed") == [{}]
+        assert [event["step"] for event in place.events("upload.done")] == [1, 5, 6]
         without_root(place)
         last = agent.snapshot(trainers.expected(7), step=7).wait("durable", timeout=60)
         agent.close()
@@ -267,6 +273,8 @@ def test_a_damaged_checkpoint_is_not_uploaded_and_stays(place: Home, stage: Path
         (why,) = daemon.status()["stage"]["refused"].values()
         assert "does not match its checksum" in why
         assert "NOT UPLOADED   job/step-00000002.a0001" in status_text(daemon.status())
+        (failed,) = place.events("upload.failed")
+        assert (failed["tag"], failed["reason"]) == ("step-00000002.a0001", why)
         assert tags(place.root) == [1]
         assert open_root(place.root).files("job", "step-00000002.a0001") == []
         save(agent, 3, wait="uploaded")  # the others are uploaded
