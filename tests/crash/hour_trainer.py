@@ -4,7 +4,8 @@ or two, which are saved as a user's script would be.
 `python -m tests.crash.hour_trainer --job gpt --diary FILE [--rank R --world N --store
 FILE]`. The diary gets a line for each recovery and for each snapshot, with a digest of
 the state, so that another process can tell whether the same bits came back. SIGUSR1
-makes the loss NaN from then on. With `--die-at`, the process kills itself at this step.
+makes the loss NaN from then on. SIGUSR2 ends the snapshots, and begins them again. With
+`--die-at`, the process kills itself at this step.
 With `--recover`, it only recovers.
 """
 
@@ -55,6 +56,19 @@ def train_step(state: dict[str, Any], factor: float) -> None:
     state["optim"].zero_grad()
 
 
+class Now:
+    """What the signals have changed: the factor of the loss, and whether it is saved."""
+
+    def __init__(self) -> None:
+        self.factor, self.saves = 1.0, True
+
+    def spoil(self) -> None:
+        self.factor = float("nan")
+
+    def toggle(self) -> None:
+        self.saves = not self.saves
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.crash.hour_trainer")
     parser.add_argument("--job", required=True)
@@ -64,12 +78,12 @@ def main() -> None:
     parser.add_argument("--store", default="")
     parser.add_argument("--die-at", type=int, default=-1)
     parser.add_argument("--recover", action="store_true")
-    parser.add_argument("--never-save-from", type=int, default=1 << 40)
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    factor = [1.0]
-    signal.signal(signal.SIGUSR1, lambda *_: factor.__setitem__(0, float("nan")))
+    now = Now()
+    signal.signal(signal.SIGUSR1, lambda *_: now.spoil())
+    signal.signal(signal.SIGUSR2, lambda *_: now.toggle())
     if options.world > 1:
         dist.init_process_group(
             "gloo",
@@ -91,9 +105,9 @@ def main() -> None:
     for step in range(first, 1 << 40):
         if step == options.die_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        train_step(state, factor[0])
+        train_step(state, now.factor)
         time.sleep(STEP_SECONDS)
-        if step % EVERY == EVERY - 1 and step < options.never_save_from:
+        if step % EVERY == EVERY - 1 and now.saves:
             note("asked", agent.attempt, step, digest(state))
             agent.snapshot(state, step=step)
 

@@ -32,7 +32,12 @@ _LABEL = re.compile(r"[A-Z]+ [A-Z]+  |[A-Z]{5,}  |ckptd:|ckptd .* is NOT|root  .
 """The lines of `ckptd status` that say that something is wrong."""
 _QUIET = ("save.done", "checkpoint.deleted", "attempt.begun", "daemon.ready", "daemon.stopping")
 """Events of a training that goes well."""
-_METRICS = (*ALERTS, "ckptd_ranks_connected", 'ckptd_snapshots_total{result="skipped"}')
+_METRICS = (
+    *ALERTS,
+    "ckptd_non_finite_values",
+    "ckptd_ranks_connected",
+    'ckptd_snapshots_total{result="skipped"}',
+)
 _LITTLE_ROOM, _LATE = 5, 5.0
 _STALE_SECONDS = 20.0
 
@@ -155,8 +160,8 @@ class Lookouts:
             self.note("status", line if _LABEL.match(line) else "")
         for line in command("status", root, "--check"):
             self.note("status --check", line)
-        for line in command("history", "--root", root, "--limit", "20"):
-            self.note("history", _event_of_history(line))
+        for sentence in _of_history(command("history", "--root", root, "--json")):
+            self.note("history", sentence)
         for line in command("logs", "--root", root, "-n", "20"):
             self.note("logs", log_sentence(line))
 
@@ -174,15 +179,14 @@ class Lookouts:
 
 
 def log_sentence(line: str) -> str:
-    """Return what a line of the log tells an operator: its level, event and text."""
+    """Return what a line of the log tells an operator: its event and its text."""
     try:
         entry = json.loads(line)
     except ValueError:
         return line
     if entry["level"] in ("info", "debug") and entry.get("event", "save.done") in _QUIET:
         return ""
-    named = f" {entry['event']}" if "event" in entry else ""
-    return f"{entry['level']}{named}: {entry['text']}"
+    return f"{entry.get('event', entry['level'])}: {entry['text']}"
 
 
 def event_sentence(line: str) -> str:
@@ -191,8 +195,15 @@ def event_sentence(line: str) -> str:
     return f"{entry['event']}: {entry['text']}"
 
 
-def _event_of_history(line: str) -> str:
-    return "" if any(f" {name} " in line for name in _QUIET) or line.startswith("TIME") else line
+def _of_history(lines: list[str]) -> list[str]:
+    """Return the events that `ckptd history --json` has printed, or its error."""
+    try:
+        events = json.loads("\n".join(lines))
+    except ValueError:
+        return lines
+    if isinstance(events, dict):
+        return [events["error"]["message"]]
+    return [f"{e['event']}: {e['text']}" for e in events if e["event"] not in _QUIET]
 
 
 def _metric(line: str) -> str:
