@@ -66,7 +66,7 @@ def test_a_state_that_turns_nan_is_counted_told_and_named(
     if checked_by == "daemon":
         monkeypatch.setattr(checked_copy, "copy_bytes", None)
     trained = Trained()
-    with running(place) as daemon:
+    with running(place, "--log-format", "json") as daemon:
         agent = Agent("job", socket=place.socket, retention=[LatestN(2), Finite()])
         for step in (1, 2, 3, 4, 5):
             if step == 3:
@@ -77,6 +77,8 @@ def test_a_state_that_turns_nan_is_counted_told_and_named(
     assert counts(place.root) == {2: 0, 4: 3, 5: 3}, "Finite() has kept step 2"
     told = re.findall("turned non-finite: 3 values .* in job/step-0000000(.).a", place.log_text())
     assert told == ["3"], "the first one, and no other"
+    (event,) = place.events("state.non_finite")
+    assert (event["step"], event["values"]) == (3, 3)
     shown = ckptd("show", place.root / "job" / "newest")
     assert "non-finite     3 values of parameters and optimizer state\n" in shown
     assert re.findall(r"\n +(\S+): (\d)\n", shown.replace("\n", "\n\n")) == [

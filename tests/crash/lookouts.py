@@ -95,16 +95,21 @@ class Lookouts:
         self._known: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
         self.seen: list[Seen] = []
         self.since = time.monotonic()
 
     def __enter__(self) -> Lookouts:
         for look in (self._look_at_files, self._look_at_pages, self._run_commands):
-            threading.Thread(target=self._again, args=(look,), daemon=True).start()
+            self._threads.append(threading.Thread(target=self._again, args=(look,), daemon=True))
+            self._threads[-1].start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """End the threads, so that no command takes what this process prints."""
         self._ended.set()
+        for thread in self._threads:
+            thread.join()
 
     def follow(self, place: str, path: Path, sentence: Callable[[str], str]) -> None:
         """Follow a file. `sentence` returns what a line says, or "" for a line of no

@@ -1,5 +1,6 @@
 """Makes one fault after another beside a training, and prints what an operator sees of
-it: `python -m tests.crash.operators_hour [--only NAME ...] [--list]`, as root.
+it: `python -m tests.crash.operators_hour [--only NAME ...] [--seconds S] [--list]`,
+as root.
 
 Each fault has a daemon, a root on a small ext4 of its own in a private mount namespace,
 and a trainer of one or two ranks. All places at which an operator may look are watched:
@@ -57,8 +58,9 @@ class Report:
 class Hour:
     """One root with its disk, its daemon and its trainers."""
 
-    def __init__(self, place: Home, report: Report) -> None:
-        self.place, self.report = place, report
+    def __init__(self, place: Home, report: Report, watched: float = WATCHED) -> None:
+        """watched: the seconds for which a fault is watched, unless it says more."""
+        self.place, self.report, self.watched = place, report, watched
         self.disk = place.path / "disk"
         self.diary = place.path / "diary"
         self._notes = Tail(self.diary)
@@ -166,9 +168,12 @@ class Hour:
         if not self.lookouts.watch(120, lambda: self.durable() >= 19):
             raise CannotMake(f"the training did not begin: {self.place.log_text()[-2000:]}")
 
-    def fault(self, seconds: float = WATCHED) -> None:
-        """Watch what is seen from now on of the fault that has just been made."""
-        self.lookouts.watch(seconds)
+    def fault(self, seconds: float = 0.0) -> None:
+        """Watch what is seen from now on of the fault that has just been made.
+
+        seconds: the least time that it takes until something can be seen.
+        """
+        self.lookouts.watch(max(seconds, self.watched))
 
     def goes_on(self) -> None:
         """Note whether saving goes on by itself, now that the fault is undone."""
@@ -277,7 +282,7 @@ def root_unmounted(hour: Hour) -> None:
     hour.lookouts.fault()
     _call("umount", "-l", str(hour.place.root))
     for _ in range(4):
-        hour.lookouts.watch(WATCHED / 4)
+        hour.lookouts.watch(hour.watched / 4)
         if hour.daemon.process.poll() is not None:
             hour.daemon.close()
             hour.start_daemon()
@@ -468,10 +473,10 @@ FAULTS: dict[str, Callable[[Hour], None]] = {
 
 
 @contextmanager
-def _hour(report: Report) -> Iterator[Hour]:
+def _hour(report: Report, watched: float) -> Iterator[Hour]:
     with home() as place:
         os.environ["CKPTD_STATE_DIR"] = str(place.state)
-        hour = Hour(place, report)
+        hour = Hour(place, report, watched)
         try:
             with hour.lookouts:
                 yield hour
@@ -479,10 +484,10 @@ def _hour(report: Report) -> Iterator[Hour]:
             hour.close()
 
 
-def run(name: str) -> Report:
+def run(name: str, watched: float = WATCHED) -> Report:
     """Make one fault, and return what was seen."""
     report = Report(name)
-    with _hour(report) as hour:
+    with _hour(report, watched) as hour:
         try:
             FAULTS[name](hour)
         except CannotMake as error:
@@ -512,6 +517,7 @@ def table(reports: list[Report]) -> str:
 def main(arguments: Any = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.crash.operators_hour")
     parser.add_argument("--only", nargs="*", choices=list(FAULTS), help="make these faults only")
+    parser.add_argument("--seconds", type=float, default=WATCHED, help="how long each is watched")
     parser.add_argument("--list", action="store_true", help="list the faults")
     options = parser.parse_args(arguments)
     if options.list:
@@ -529,7 +535,7 @@ def main(arguments: Any = None) -> int:
     reports = []
     for name in names:
         print(f"{name} ...", file=sys.stderr, flush=True)
-        reports.append(run(name))
+        reports.append(run(name, options.seconds))
     print(table(reports))
     wrong = [f"{report.fault}: {report.wrong}" for report in reports if report.wrong]
     for line in wrong:
