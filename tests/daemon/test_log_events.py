@@ -10,6 +10,7 @@ import re
 
 import pytest
 
+from ckptd.daemon import log_events
 from ckptd.daemon.log_events import EVENTS, SAVE_DONE, SAVE_FAILED, event_of, facts_of
 from tests.support.rooms import ROOT, modules
 
@@ -47,7 +48,7 @@ def facts_in_the_code() -> dict[str, set[str]]:
                         attr="log", value=ast.Attribute(value=ast.Name("log_events"), attr=constant)
                     )
                 ):
-                    name = constant.lower().replace("_", ".")
+                    name = getattr(log_events, constant).name
                     facts = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
                     found.setdefault(name, set()).update(facts)
     return found
