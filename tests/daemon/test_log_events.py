@@ -56,7 +56,7 @@ def facts_in_the_code() -> dict[str, set[str]]:
 
 def facts_on_the_page() -> dict[str, tuple[str, set[str]]]:
     """Return the level and the facts of each event in the table of the page."""
-    rows = re.findall(r"^\| `([a-z.]+)` \| (\w+) \| ([^|]*)\|", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z._]+)` \| (\w+) \| ([^|]*)\|", PAGE.read_text(), re.MULTILINE)
     return {name: (level, set(re.findall(r"`(\w+)`", facts))) for name, level, facts in rows}
 
 
