@@ -495,11 +495,14 @@ def run(name: str, watched: float = WATCHED) -> Report:
     return report
 
 
-def table(reports: list[Report]) -> str:
-    """Return what was seen as a table in Markdown. A sentence that was seen at several
-    places is one row. The temporary places are named as those of a usual daemon.
+HEAD = "| fault | place | what was seen | seconds |\n|---|---|---|---:|"
+
+
+def rows_text(*reports: Report) -> str:
+    """Return what was seen as rows of a table in Markdown. A sentence that was seen at
+    several places is one row. The temporary places are named as those of a usual daemon.
     """
-    lines = ["| fault | place | what was seen | seconds |", "|---|---|---|---:|"]
+    lines = []
     for report in reports:
         rows: dict[str, list[Seen]] = {}
         for seen in report.seen:
@@ -533,10 +536,11 @@ def main(arguments: Any = None) -> int:
         os.execvp("unshare", [*apart, "--mount-proc", "--kill-child", *this])
     names = options.only or list(FAULTS)
     reports = []
+    print(HEAD)
     for name in names:
         print(f"{name} ...", file=sys.stderr, flush=True)
         reports.append(run(name, options.seconds))
-    print(table(reports))
+        print(rows_text(reports[-1]), flush=True)
     wrong = [f"{report.fault}: {report.wrong}" for report in reports if report.wrong]
     for line in wrong:
         print(line, file=sys.stderr)

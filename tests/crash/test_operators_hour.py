@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.crash.lookouts import _shape
-from tests.crash.operators_hour import Report, table
+from tests.crash.operators_hour import Report, rows_text
 
 
 def test_a_damaged_manifest_is_seen_at_all_places_and_an_older_checkpoint_comes_back() -> None:
@@ -39,7 +39,7 @@ def test_a_sentence_at_several_places_is_one_row_of_the_table() -> None:
     report.add("log", "cannot save /tmp/ckptd-test-x1/root/gpt", 0.9)
     report.add("on_event", "cannot save /tmp/ckptd-test-x1/root/gpt", 2.2)
     report.add("trainer", "a | b", 3.0)
-    assert table([report]).splitlines()[2:] == [
+    assert rows_text(report).splitlines() == [
         "| disk filled | log, on_event | cannot save /ckpts/gpt | 1 to 2 |",
         "| disk filled | trainer | a \\| b | 3 |",
     ]
