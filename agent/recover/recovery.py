@@ -61,6 +61,8 @@ log = logging.getLogger("ckptd.agent")
 # Looks for a checkpoint that only some ranks see, and the seconds between; NFS caches
 # for up to 60 s.
 _LOOKS, _LOOK_SECONDS = 90, 1.0
+_MAX_DAMAGE = 1000
+"""The most characters about one damaged candidate that are reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +237,7 @@ class Recovery:
                     id=n, step=None if recovered.step == -1 else recovered.step,
                     attempt=recovered.attempt, tag=recovered.tag, source=recovered.source,
                     seconds=recovered.seconds, bytes=self._nbytes,
+                    passed_over=[text[:_MAX_DAMAGE] for text in recovered.passed_over],
                 ),
                 lambda _: None,
             )  # fmt: skip

@@ -17,6 +17,10 @@ SOURCES = ("memory", "stage", "storage")
 """The places that a recovery may read from."""
 
 
+_MOST_DAMAGED, _MOST_TEXT = 16, 1000
+"""The checkpoints and the characters that a report may bring into the log."""
+
+
 class Recoveries:
     """The recoveries of all jobs since the start of the daemon.
 
@@ -28,14 +32,22 @@ class Recoveries:
         self.times = Durations(RECOVERIES)
 
     def add(self, job: str, report: m.ReportRecovery) -> None:
-        """Count and log a recovery of a job. Raises InvalidRequest for a source that is
-        not known.
+        """Count and log a recovery of a job, and log the damage that it has met.
+
+        Raises InvalidRequest for a source that is not known.
         """
         if report.source not in SOURCES:
             raise InvalidRequest(
                 f"the source of a recovery is {report.source!r}; expected one of "
                 f"{', '.join(SOURCES)}"
             )
+        for damage in report.passed_over[:_MOST_DAMAGED]:
+            where, _, reason = damage[:_MOST_TEXT].partition(" ")
+            log_events.CHECKPOINT_DAMAGED.log(
+                log, "a recovery of job %s has passed over a damaged checkpoint: %s. Look at the "
+                "disk, and run `ckptd verify`", job, damage[:_MOST_TEXT],
+                job=job, tag=where.removeprefix(f"{job}/"), reason=reason,
+            )  # fmt: skip
         self.counts[report.source] += 1
         self.times.add(report.seconds)
         log_events.JOB_RECOVERED.log(

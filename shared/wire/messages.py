@@ -311,7 +311,8 @@ class ReportRecovery(Request, frozen=True, kw_only=True, tag="recovered"):
     """A report of rank 0 that all ranks have recovered a snapshot.
 
     `tag` and `source` are those of the candidate. `seconds`: how long the recovery took.
-    `bytes`: the size of the whole snapshot in memory.
+    `bytes`: the size of the whole snapshot in memory. `passed_over`: a text for each
+    candidate that was damaged, which begins with its job and tag.
     """
 
     step: StepNumber | None
@@ -320,6 +321,7 @@ class ReportRecovery(Request, frozen=True, kw_only=True, tag="recovered"):
     source: Annotated[str, msgspec.Meta(max_length=16)]
     seconds: Annotated[float, msgspec.Meta(ge=0)]
     bytes: Size
+    passed_over: list[str] = []
 
 
 class Forget(Request, frozen=True, kw_only=True, tag="forget"):

@@ -919,7 +919,8 @@ def reported(*, features: list[str], rank: int = 0, error: CkptdError | None = N
     recovered = made.run({}, step=None, last_step=2)
     assert recovered is not None
     client.error = error
-    made.report(dataclasses.replace(recovered, seconds=1.5))
+    passed_over = ["gpt/step-00000003.a0001 in storage: it is damaged"]
+    made.report(dataclasses.replace(recovered, seconds=1.5, passed_over=passed_over))
     return client.posted
 
 
@@ -934,6 +935,7 @@ def test_rank_0_reports_a_recovery_and_minds_no_error(error: CkptdError | None) 
             source="memory",
             seconds=1.5,
             bytes=500,
+            passed_over=["gpt/step-00000003.a0001 in storage: it is damaged"],
         )
     ]
 

@@ -21,6 +21,7 @@ from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.wire import messages as m
 from tests.daemon.commands.test_cli import ckptd
 from tests.support.daemons import Home, running, until
+from tests.support.events import logged
 from tests.support.ranks import Ranks
 
 REPORT = m.ReportRecovery(
@@ -45,6 +46,22 @@ def test_a_report_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> Non
     assert first == FACTS
     assert "step" not in second
     assert caplog.messages[0] == "job gpt has recovered best.a0002 (2.0 MB) from memory in 0.25 s"
+
+
+def test_damage_that_a_recovery_has_passed_over_is_an_event(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    damage = "gpt/step-00000040.a0002 in storage: chunk 0 does not match its checksum"
+    Recoveries().add("gpt", msgspec.structs.replace(REPORT, passed_over=[damage, "odd"] * 20))
+    told = logged(caplog, "checkpoint.damaged")
+    assert told[:2] == [
+        {
+            "job": "gpt", "tag": "step-00000040.a0002",
+            "reason": "in storage: chunk 0 does not match its checksum",
+        },
+        {"job": "gpt", "tag": "odd", "reason": ""},
+    ]  # fmt: skip
+    assert len(told) == 16
 
 
 def test_a_source_that_is_not_known_is_refused_and_not_counted() -> None:
