@@ -39,7 +39,7 @@ _METRICS = (
     'ckptd_snapshots_total{result="skipped"}',
 )
 _LITTLE_ROOM, _LATE = 5, 5.0
-_STALE_SECONDS = 20.0
+_SETTLE_SECONDS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,12 @@ class Lookouts:
         interest.
         """
         self._tails.append((place, Tail(path), sentence))
+
+    def settle(self) -> None:
+        """Forget what was said while all was starting, and learn what is said now."""
+        with self._lock:
+            self._known.clear()
+        self.watch(_SETTLE_SECONDS)
 
     def fault(self) -> None:
         """Count from now on. What was said before is known."""

@@ -167,6 +167,7 @@ class Hour:
         self.start_trainers(world)
         if not self.lookouts.watch(120, lambda: self.durable() >= 19):
             raise CannotMake(f"the training did not begin: {self.place.log_text()[-2000:]}")
+        self.lookouts.settle()
 
     def fault(self, seconds: float = 0.0) -> None:
         """Watch what is seen from now on of the fault that has just been made.
@@ -408,6 +409,7 @@ def memory_too_small(hour: Hour) -> None:
     hour.settings = ["--shm-quota", "1200k", "--no-overflow"]
     hour.mount()
     hour.start_daemon()
+    hour.lookouts.settle()
     hour.lookouts.fault()
     hour.start_trainers(1)
     hour.fault()
@@ -428,6 +430,7 @@ def root_forbidden(hour: Hour) -> None:
     hour.start_daemon(under=without)
     hour.start_trainers(1)
     hour.lookouts.watch(120, lambda: hour.durable() >= 19)
+    hour.lookouts.settle()
     hour.lookouts.fault()
     hour.place.root.chmod(0)
     hour.fault()
@@ -498,22 +501,20 @@ def run(name: str, watched: float = WATCHED) -> Report:
 HEAD = "| fault | place | what was seen | seconds |\n|---|---|---|---:|"
 
 
-def rows_text(*reports: Report) -> str:
+def rows_text(report: Report) -> str:
     """Return what was seen as rows of a table in Markdown. A sentence that was seen at
     several places is one row. The temporary places are named as those of a usual daemon.
     """
+    sentences: dict[str, list[Seen]] = {}
+    for seen in report.seen:
+        sentences.setdefault(seen.sentence, []).append(seen)
     lines = []
-    for report in reports:
-        rows: dict[str, list[Seen]] = {}
-        for seen in report.seen:
-            rows.setdefault(seen.sentence, []).append(seen)
-        for found in rows.values():
-            seen = found[0]
-            sentence = re.sub(r"/tmp/ckptd-test-\w+/root", "/ckpts", seen.sentence)
-            sentence = re.sub(r"/tmp/ckptd-test-\w+", "/run/ckptd", sentence).replace("|", "\\|")
-            places = ", ".join(dict.fromkeys(one.place for one in found))
-            times = dict.fromkeys(f"{one.seconds:.0f}" for one in (seen, found[-1]))
-            lines.append(f"| {report.fault} | {places} | {sentence} | {' to '.join(times)} |")
+    for sentence, found in sentences.items():
+        told = re.sub(r"/tmp/ckptd-test-\w+/root", "/ckpts", sentence)
+        told = re.sub(r"/tmp/ckptd-test-\w+", "/run/ckptd", told).replace("|", "\\|")
+        places = ", ".join(dict.fromkeys(seen.place for seen in found))
+        times = dict.fromkeys(f"{seen.seconds:.0f}" for seen in (found[0], found[-1]))
+        lines.append(f"| {report.fault} | {places} | {told} | {' to '.join(times)} |")
     return "\n".join(lines)
 
 
