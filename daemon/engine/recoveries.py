@@ -46,7 +46,7 @@ class Recoveries:
             log_events.CHECKPOINT_DAMAGED.log(
                 log, "a recovery of job %s has passed over a damaged checkpoint: %s. Look at the "
                 "disk, and run `ckptd verify`", job, damage[:_MOST_TEXT],
-                job=job, tag=where.removeprefix(f"{job}/"), reason=reason,
+                job=job, tag=where.removeprefix(f"{job}/").removesuffix(":"), reason=reason,
             )  # fmt: skip
         self.counts[report.source] += 1
         self.times.add(report.seconds)

@@ -52,14 +52,16 @@ def test_damage_that_a_recovery_has_passed_over_is_an_event(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     damage = "gpt/step-00000040.a0002 in storage: chunk 0 does not match its checksum"
-    Recoveries().add("gpt", msgspec.structs.replace(REPORT, passed_over=[damage, "odd"] * 20))
+    Recoveries().add(
+        "gpt", msgspec.structs.replace(REPORT, passed_over=[damage, "odd: cut short"] * 20)
+    )
     told = logged(caplog, "checkpoint.damaged")
     assert told[:2] == [
         {
             "job": "gpt", "tag": "step-00000040.a0002",
             "reason": "in storage: chunk 0 does not match its checksum",
         },
-        {"job": "gpt", "tag": "odd", "reason": ""},
+        {"job": "gpt", "tag": "odd", "reason": "cut short"},
     ]  # fmt: skip
     assert len(told) == 16
 
