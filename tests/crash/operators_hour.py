@@ -37,6 +37,8 @@ which an operator should know."""
 AFTER = 90.0
 """The most seconds that saving may take to go on after the fault."""
 _INSIDE = "HOUR_INSIDE"
+_AFTERWARDS = ", afterwards"
+"""Stands behind the places of what was seen once the fault was undone."""
 
 
 class CannotMake(Exception):
@@ -191,7 +193,7 @@ class Hour:
         )
         self.lookouts.watch(3)
         for seen in self.lookouts.take():
-            self.report.add(f"{seen.place}, afterwards", seen.sentence, seen.seconds)
+            self.report.add(f"{seen.place}{_AFTERWARDS}", seen.sentence, seen.seconds)
         if not went_on:
             self.report.wrong = "saving did not go on"
 
@@ -505,14 +507,15 @@ def rows_text(report: Report) -> str:
     """Return what was seen as rows of a table in Markdown. A sentence that was seen at
     several places is one row. The temporary places are named as those of a usual daemon.
     """
-    sentences: dict[str, list[Seen]] = {}
+    sentences: dict[tuple[str, bool], list[Seen]] = {}
     for seen in report.seen:
-        sentences.setdefault(seen.sentence, []).append(seen)
+        sentences.setdefault((seen.sentence, _AFTERWARDS in seen.place), []).append(seen)
     lines = []
-    for sentence, found in sentences.items():
+    for (sentence, afterwards), found in sentences.items():
         told = re.sub(r"/tmp/ckptd-test-\w+/root", "/ckpts", sentence)
         told = re.sub(r"/tmp/ckptd-test-\w+", "/run/ckptd", told).replace("|", "\\|")
-        places = ", ".join(dict.fromkeys(seen.place for seen in found))
+        places = ", ".join(dict.fromkeys(seen.place.removesuffix(_AFTERWARDS) for seen in found))
+        places += _AFTERWARDS if afterwards else ""
         times = dict.fromkeys(f"{seen.seconds:.0f}" for seen in (found[0], found[-1]))
         lines.append(f"| {report.fault} | {places} | {told} | {' to '.join(times)} |")
     return "\n".join(lines)

@@ -39,9 +39,12 @@ def test_a_sentence_at_several_places_is_one_row_of_the_table() -> None:
     report.add("log", "cannot save /tmp/ckptd-test-x1/root/gpt", 0.9)
     report.add("on_event", "cannot save /tmp/ckptd-test-x1/root/gpt", 2.2)
     report.add("trainer", "a | b", 3.0)
+    report.add("log, afterwards", "a | b", 0.0)
+    report.add("logs, afterwards", "a | b", 1.0)
     assert rows_text(report).splitlines() == [
         "| disk filled | log, on_event | cannot save /ckpts/gpt | 1 to 2 |",
         "| disk filled | trainer | a \\| b | 3 |",
+        "| disk filled | log, logs, afterwards | a \\| b | 0 to 1 |",
     ]
 
 
