@@ -77,7 +77,7 @@ def test_a_state_that_turns_nan_is_counted_told_and_named(
     assert counts(place.root) == {2: 0, 4: 3, 5: 3}, "Finite() has kept step 2"
     told = re.findall("turned non-finite: 3 values .* in job/step-0000000(.).a", place.log_text())
     assert told == ["3"], "the first one, and no other"
-    (event,) = place.events("state.non_finite")
+    (event,) = place.events("state.nonfinite")
     assert (event["step"], event["values"]) == (3, 3)
     shown = ckptd("show", place.root / "job" / "newest")
     assert "non-finite     3 values of parameters and optimizer state\n" in shown
