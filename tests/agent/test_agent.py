@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch
 
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.agent import link_of, recover_tag, silence_advice
+from ckptd.agent.link import client
 from ckptd.agent.link.script import script
 from ckptd.shared import errors
 from ckptd.shared.system import failpoints, machine
@@ -730,6 +732,31 @@ def test_a_run_that_the_next_daemon_refuses_is_told_why_and_not_that_the_daemon_
             assert "start this run again" in str(pending.error)
         with pytest.raises(errors.Fenced, match="start this run again"):
             agent.close()
+
+
+def test_a_run_goes_on_saving_once_its_root_is_back(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a disk that was unmounted while a supervisor restarted the daemon."""
+    monkeypatch.setattr(client, "_FOREIGN_DELAY", 0.05)
+    with running(place) as daemon:
+        agent = Agent("job", socket=place.socket)
+        agent.snapshot({"x": torch.ones(3)}, step=1).wait("durable", timeout=60)
+        place.root.rename(place.path / "gone")
+        assert daemon.died() == 1
+    with running(place) as daemon:
+        until(lambda: agent._link.client.refusal is not None, "refusal")
+        pending = agent.snapshot({"x": torch.ones(3)}, step=2)
+        assert isinstance(pending.error, errors.ForeignMemory)
+        assert daemon.stop() == 0
+    shutil.rmtree(place.root)
+    (place.path / "gone").rename(place.root)
+    with running(place):
+        until(lambda: agent._link.client.connected, "connection")
+        agent.snapshot({"x": torch.full((3,), 3.0)}, step=3).wait("durable", timeout=60)
+        agent.close()
+    with Checkpoint.open(place.root / "job", "newest") as checkpoint:
+        assert (checkpoint.step, checkpoint.load()["x"].tolist()) == (3, [3.0] * 3)
 
 
 def test_a_daemon_whose_root_was_deleted_ends_and_the_next_one_does_not_fill_a_new_root(
