@@ -24,8 +24,8 @@ class Problem:
     """A reason why a daemon is not well.
 
     what: its kind, one of `not-ready`, `loop`, `root`, `clients`, `memory`, `stage`,
-    `overdue`, `old`, `room`, `failed` and `damaged`. job: the name of the job, or "". message: one
-    sentence.
+    `overdue`, `old`, `room`, `non-finite`, `failed` and `damaged`. job: the name of the
+    job, or "". message: one sentence.
     """
 
     what: str
@@ -100,6 +100,14 @@ def _of_job(
                 f"job {name}: {count_text(room, 'more checkpoint')} of its size "
                 f"fit{'s' if room == 1 else ''} on the disk, and {min_room} must fit: "
                 f"make room, or keep fewer checkpoints",
+            )
+        if values := job.get("non_finite"):
+            yield Problem(
+                "non-finite",
+                name,
+                f"job {name}: {count_text(values, 'value')} of parameters and optimizer state in "
+                f"{durable['tag']} {'is' if values == 1 else 'are'} NaN or infinite: `ckptd show` "
+                f"names the tensors, and recover(state, step=...) goes back",
             )
     if (error := job["last_error"]) and _is_later(error, durable):
         step = "" if error["step"] is None else f" of step {error['step']}"

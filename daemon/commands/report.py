@@ -138,6 +138,11 @@ def status_text(status: dict[str, Any], columns: int | None = None) -> str:
         lines += [
             f"  NEWER          {job['job']}/{tag}: {why}" for tag, why in job["newer"].items()
         ]
+        if values := job.get("non_finite"):
+            lines.append(
+                f"  NOT FINITE     {job['job']}: {count_text(values, 'value')} of the newest "
+                f"checkpoint, {job['last_durable']['tag']}"
+            )
         lines += [
             f"  DAMAGED        {job['job']}/{tag}: {why}" for tag, why in job["damaged"].items()
         ]

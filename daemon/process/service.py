@@ -421,6 +421,7 @@ class Service:
             if uploaded
             else None,
             "waiting": [] if uploader is None else [c.tag for c in uploader.waiting(job)],
+            "non_finite": None if durable is None else durable.non_finite,
             "room_for": job.room_for(disk_free),
             "last_error": {"step": failure.step, "reason": failure.reason[:MAX_TEXT]}
             | _age(failure.when)

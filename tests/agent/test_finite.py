@@ -72,6 +72,10 @@ def test_a_state_that_turns_nan_is_counted_told_and_named(
             if step == 3:
                 trained.spoil()
             agent.snapshot(trained.state, step=step).wait("durable", timeout=60)
+        status = ckptd("status", "--socket", place.socket)
+        assert (
+            "NOT FINITE     job: 3 values of the newest checkpoint, step-00000005.a0001" in status
+        )
         agent.close()
         assert daemon.stop() == 0
     assert counts(place.root) == {2: 0, 4: 3, 5: 3}, "Finite() has kept step 2"

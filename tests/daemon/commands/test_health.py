@@ -181,6 +181,18 @@ def test_memory_of_another_root_is_a_problem_until_somebody_decides() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("ranks", "values", "what"),
+    [(2, 3, ["non-finite"]), (0, 3, []), (2, 0, []), (2, None, [])],
+)
+def test_a_job_that_runs_with_nan_is_a_problem(
+    ranks: int, values: int | None, what: list[str]
+) -> None:
+    found = health.problems(CLOCK.report(CLOCK.job(non_finite=values, ranks_connected=ranks)))
+    assert [one.what for one in found] == what
+    assert all("3 values of parameters and optimizer state in" in one.message for one in found)
+
+
 @pytest.mark.parametrize(("ranks", "what"), [(2, ["overdue"]), (0, [])])
 def test_a_job_that_runs_and_is_overdue_is_a_problem(ranks: int, what: list[str]) -> None:
     late = {"seconds": 75.0, "usual_seconds": 1.0, "message": "last saved 1 min ago"}
