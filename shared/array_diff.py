@@ -38,7 +38,7 @@ class TensorDifference:
     dtypes do. l2: the L2 norm of the difference, over the elements that are finite in
     both. relative: the same relative to the L2 norm of A; None if that is 0, or an
     element differs that is not finite in A or B. max_abs: the largest absolute
-    difference. nonfinite: how many elements are NaN or infinite. These are None where the
+    difference. non_finite: how many elements are NaN or infinite. These are None where the
     shapes differ or the dtype is none of numbers.
     """
 
@@ -49,7 +49,7 @@ class TensorDifference:
     l2: float | None
     relative: float | None
     max_abs: float | None
-    nonfinite: tuple[int, int] | None
+    non_finite: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +311,7 @@ class _Distance:
         self.differing = 0
         self._l2, self._norm = _Norm(), _Norm()
         self._max = 0.0
-        self._nonfinite = [0, 0]
+        self._non_finite = [0, 0]
         self._beyond = 0  # elements that differ and are not finite in A or B
 
     def add(self, a: Array, b: Array) -> None:
@@ -334,13 +334,13 @@ class _Distance:
         finite = np.isfinite(x)
         if equal:
             missing = len(x) - int(finite.sum())
-            self._nonfinite[0] += missing
-            self._nonfinite[1] += missing
+            self._non_finite[0] += missing
+            self._non_finite[1] += missing
             self._norm.add(np.abs(_floats(x if not missing else x[finite])))
             return
         finite_y = np.isfinite(y)
-        self._nonfinite[0] += len(x) - int(finite.sum())
-        self._nonfinite[1] += len(y) - int(finite_y.sum())
+        self._non_finite[0] += len(x) - int(finite.sum())
+        self._non_finite[1] += len(y) - int(finite_y.sum())
         both = finite & finite_y
         if not both.all():
             u, v = x[~both], y[~both]
@@ -360,7 +360,7 @@ class _Distance:
         relative = 0.0 if l2 == 0 else l2 / norm if norm else None
         return TensorDifference(
             name, shapes, self._dtypes, elements, l2, None if self._beyond else relative,
-            self._max, (self._nonfinite[0], self._nonfinite[1]),
+            self._max, (self._non_finite[0], self._non_finite[1]),
         )  # fmt: skip
 
 

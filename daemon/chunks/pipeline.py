@@ -83,6 +83,10 @@ class Plans:
 
 _plans = Plans(most=32 << 20)  # bytes of documents; a decoded plan takes several times as many
 
+_MOST_COUNTS = 10_000
+"""The most counts of one part that are kept for the next one. A chunk without a known
+count is counted again.
+"""
 _NICE_WRITERS = 5
 """The nice value of the threads that write. The training comes first, and so do the
 checksums: without them, damage would go unnoticed.
@@ -321,12 +325,13 @@ class Pipeline:
             checks = await wait_for_checks()
             for number, (chunk, check) in enumerate(zip(chunks, checks, strict=True)):
                 slot.compare(number, check.crc, chunk.raw_crc)
-            if slot.learned is not None:
-                total = sum(non_finite.values(), Counter[int]())
-                index = msgspec.structs.replace(index, non_finite=NonFinite.of(total))
-            entry = await self._writers.run(
-                lambda: writer.finish(index, chunks, items=len(slot.plan.items))
-            )
+
+            def finish() -> PartEntry:
+                count = None if slot.learned is None else NonFinite.of(non_finite.values())
+                counted = msgspec.structs.replace(index, non_finite=count)
+                return writer.finish(counted, chunks, items=len(slot.plan.items))
+
+            entry = await self._writers.run(finish)
         except BaseException:
             await self._writers.run(writer.discard)
             raise
@@ -336,7 +341,9 @@ class Pipeline:
         return entry, writer.stored(
             [digests[chunk.offset] for chunk in slot.ranges],
             steady=steady,
-            non_finite=None if slot.learned is None else non_finite,
+            non_finite=non_finite
+            if slot.learned is not None and sum(map(len, non_finite.values())) <= _MOST_COUNTS
+            else None,
         )
 
     async def _non_finite_of_linked(

@@ -391,7 +391,7 @@ def show(path: Named, step: int | None, keys: bool, as_json: bool) -> None:
     repository, job, tag = find_job_or_checkpoint(place)
     title = report.title(repository, job, tag or manifest.tag)
     tensors, meshes = report.tensors_of(repository, job, manifest) if keys else (None, ())
-    non_finite = [] if as_json else report.non_finite_of(repository, job, manifest)
+    non_finite = [] if as_json else report.non_finite_lines(repository, job, manifest)
     said = (
         json.dumps(report.manifest_json(manifest, tensors, meshes), indent=1)
         if as_json

@@ -165,7 +165,7 @@ def _tensor_row(found: TensorDifference) -> tuple[str, ...]:
         ("-" if found.l2 is None else "inf") if found.relative is None else _g(found.relative),
         "-" if found.l2 is None else _g(found.l2),
         "-" if found.max_abs is None else _g(found.max_abs),
-        _not_finite(found.nonfinite),
+        _not_finite(found.non_finite),
     )
 
 

@@ -406,23 +406,41 @@ def tensors_of(
         return tensors(repository, job, manifest.tag, manifest)
 
 
-def non_finite_of(repository: Repository, job: str, manifest: Manifest) -> list[tuple[str, int]]:
-    """Return the tensors of a checkpoint that have the most values which are NaN or
-    infinite, each with the number of these values, of all parts together.
+def non_finite_lines(repository: Repository, job: str, manifest: Manifest) -> list[str]:
+    """Return the lines of a description about values that are NaN or infinite: their
+    number, and the tensors that have the most of them.
 
-    A part names only its own MOST_NAMED of them. Raises IntegrityError, StorageError,
-    NotFound.
+    A part names only some of its tensors, and at most MOST_NAMED parts are read. If they
+    cannot be read, a line says why.
     """
+    if manifest.non_finite is None:
+        return []
+    if not manifest.non_finite:
+        return ["  non-finite     none of the values that were counted"]
     found = Counter[str]()
-    with storage_errors(f"read {job}/{manifest.tag}"):
-        for part in manifest.parts:
-            if part.non_finite:
+    parts = sorted(manifest.parts, key=lambda part: -(part.non_finite or 0))
+    lines = [
+        f"  non-finite     {count_text(manifest.non_finite, 'value')} of parameters and optimizer "
+        f"state"
+    ]
+    try:
+        with (
+            storage_errors(f"read {job}/{manifest.tag}"),
+            closing(repository.lease(job, manifest.tag)),
+        ):
+            for part in parts[:MOST_NAMED]:
+                if not part.non_finite:
+                    break
                 with closing(
                     repository.open_part(job, manifest.tag, part.file, part.index_sha256)
                 ) as reader:
-                    counted = reader.index.non_finite
-                    found.update(dict(counted.named(reader.plan)) if counted is not None else {})
-    return found.most_common(MOST_NAMED)
+                    if (counted := reader.index.non_finite) is not None:
+                        for name, values in counted.named(reader.plan):
+                            found[name] += values
+    except CkptdError as error:
+        lines.append(f"                 the tensors cannot be read: {error}")
+    named = found.most_common(MOST_NAMED)
+    return lines + [f"                 {name}: {values}" for name, values in named]
 
 
 def manifest_json(
@@ -446,12 +464,12 @@ def manifest_text(
     manifest: Manifest,
     title: str,
     tensors: Mapping[str, Described] | None = None,
-    non_finite: Sequence[tuple[str, int]] = (),
+    non_finite: Sequence[str] = (),
 ) -> str:
     """Return a description of a checkpoint.
 
-    `tensors` are listed in it, if they are given. non_finite: as `non_finite_of` returns
-    it.
+    `tensors` are listed in it, if they are given. non_finite: as `non_finite_lines`
+    returns them.
     """
     raw = sum(part.raw_bytes for part in manifest.parts)
     step = "-" if manifest.step is None else manifest.step
@@ -480,8 +498,7 @@ def manifest_text(
             if (fact := manifest.writer.get(name))
         ),
         f"  tensors        {manifest.tensors}",
-        *([] if manifest.non_finite is None else [_non_finite_text(manifest.non_finite)]),
-        *(f"                 {name}: {values}" for name, values in non_finite),
+        *non_finite,
     ]
     if manifest.metrics:
         lines.append(
@@ -504,11 +521,6 @@ def manifest_text(
         ]
         lines += ["", *as_table([("TENSOR", "SHAPE", "DTYPE"), *rows])]
     return "\n".join(map(printable, lines))
-
-
-def _non_finite_text(values: int) -> str:
-    counted = f"{count_text(values, 'value')} of parameters and optimizer state"
-    return f"  non-finite     {counted if values else 'nothing in parameters and optimizer state'}"
 
 
 def verification(path: Location) -> Iterator[dict[str, Any]]:

@@ -31,11 +31,16 @@ class Recoveries:
         self.counts = Counter[str]()
         self.times = Durations(RECOVERIES)
 
-    def add(self, job: str, report: m.ReportRecovery) -> None:
-        """Count and log a recovery of a job, and log the damage that it has met.
+    def add(self, job: str, rank: int, report: m.ReportRecovery) -> None:
+        """Count and log a recovery of a job that `rank` reports, and log the damage that
+        it has met.
 
-        Raises InvalidRequest for a source that is not known.
+        Raises InvalidRequest for another rank than 0, and for a source that is not known.
         """
+        if rank != 0:
+            raise InvalidRequest(
+                f"rank {rank} reports a recovery; expected that only rank 0 does, for all ranks"
+            )
         if report.source not in SOURCES:
             raise InvalidRequest(
                 f"the source of a recovery is {report.source!r}; expected one of "

@@ -414,7 +414,7 @@ class Connection:
                     fd for _, fd in opened
                 ]
             case m.ReportRecovery():
-                self._server.parts.recoveries.add(owner.job, request)
+                self._server.parts.recoveries.add(owner.job, owner.rank, request)
             case m.Detach():
                 engine.detach(owner)
                 self._server.orphans.unguard(owner.identity)

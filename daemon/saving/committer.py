@@ -105,7 +105,7 @@ class Committer:
         checkpoint = StoredCheckpoint.of(manifest)
         job = self._catalog.job(snapshot.job)
         if warning := turned_non_finite(job.live_checkpoints(), checkpoint):
-            log_events.STATE_NONFINITE.log(
+            log_events.STATE_NON_FINITE.log(
                 log, "%s", warning, job=job.name, tag=checkpoint.tag, step=checkpoint.step,
                 values=checkpoint.non_finite,
             )  # fmt: skip

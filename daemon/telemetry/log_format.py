@@ -11,6 +11,7 @@ from typing import IO
 import msgspec
 
 from ckptd.daemon.log_events import event_of, facts_of
+from ckptd.shared.units import printable
 
 _PRIORITIES = {
     logging.DEBUG: 7,
@@ -22,7 +23,17 @@ _PRIORITIES = {
 """The priorities of syslog(3), by level."""
 
 
-class TextFormatter(logging.Formatter):
+class _LineFormatter(logging.Formatter):
+    """A formatter whose messages take one line, and have no characters that a terminal
+    obeys. A message may have text from a client or a file.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+
+class TextFormatter(_LineFormatter):
     """A formatter for lines like "TIME LEVEL LOGGER: TEXT"."""
 
     def __init__(self) -> None:
@@ -31,7 +42,7 @@ class TextFormatter(logging.Formatter):
         )
 
 
-class JournalFormatter(logging.Formatter):
+class JournalFormatter(_LineFormatter):
     """A formatter for lines that journald reads from standard error.
 
     Each begins with its priority, as in sd-daemon(3). journald has the time already. It

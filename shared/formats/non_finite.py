@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -68,8 +67,8 @@ only NaN is the negative zero; the OCP microscaling formats for e8m0fnu.
 class NonFinite(msgspec.Struct, frozen=True, kw_only=True):
     """The count of one part.
 
-    values: how many values are not finite. tensors: in how many tensors they are. most:
-    the number and the values of the tensors that have the most, at most MOST_NAMED.
+    values: how many values are not finite. tensors: in how many items and aliases they
+    are. most: the number and the values of those that have the most, at most MOST_NAMED.
     """
 
     values: Size
@@ -77,10 +76,15 @@ class NonFinite(msgspec.Struct, frozen=True, kw_only=True):
     most: Annotated[list[tuple[Size, Size]], msgspec.Meta(max_length=MOST_NAMED)]
 
     @classmethod
-    def of(cls, counts: Mapping[int, int]) -> NonFinite:
-        """Return the count of a part, given that of each tensor that has such values."""
-        worst = sorted(counts.items(), key=lambda found: (-found[1], found[0]))
-        return cls(values=sum(counts.values()), tensors=len(counts), most=worst[:MOST_NAMED])
+    def of(cls, counts: Iterable[Mapping[int, int]]) -> NonFinite:
+        """Return the count of a part, given the values of each item or alias, by number,
+        in each of its chunks.
+        """
+        total = Counter[int]()
+        for found in counts:
+            total.update(found)
+        worst = sorted(total.items(), key=lambda found: (-found[1], found[0]))
+        return cls(values=total.total(), tensors=len(total), most=worst[:MOST_NAMED])
 
     def named(self, plan: Plan) -> list[tuple[str, int]]:
         """Return the names and the values of the tensors in `most`. Numbers that the plan
@@ -90,37 +94,35 @@ class NonFinite(msgspec.Struct, frozen=True, kw_only=True):
         return [(names[number], values) for number, values in self.most if number < len(names)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The bytes of one tensor in the packed slot, and its number in the plan."""
+class _Place(NamedTuple):
+    """The bytes of one tensor in the packed slot, its number in the plan, and the words
+    of its dtype.
+    """
 
     start: int
     end: int
     number: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Tensors of one kind of words that lie side by side."""
-
     word: tuple[int, int, int]
-    places: list[_Place]
-
-    @property
-    def start(self) -> int:
-        return self.places[0].start
-
-    @property
-    def end(self) -> int:
-        return self.places[-1].end
 
 
 class Learned:
-    """The places in a packed slot whose values should be finite."""
+    """The places in a packed slot whose values should be finite.
 
-    def __init__(self, runs: list[_Run]) -> None:
-        self._runs = runs
-        self._ends = [run.end for run in runs]
+    The places are kept in *runs*: tensors of one kind of words, side by side. A run is
+    counted as a whole, and its tensors only if it has such values.
+    """
+
+    def __init__(self, places: Iterable[_Place]) -> None:
+        """places: in the order of their bytes, without overlap."""
+        self._places = list(places)
+        self._ends = [place.end for place in self._places]
+        self._runs: list[int] = []
+        """The number of the first place of each run, and at last that of all places."""
+        for number, place in enumerate(self._places):
+            before = self._places[number - 1] if number else None
+            if before is None or (before.word, before.end) != (place.word, place.start):
+                self._runs.append(number)
+        self._runs.append(len(self._places))
 
     @classmethod
     def of(cls, plan: Plan) -> Learned | None:
@@ -129,36 +131,28 @@ class Learned:
         """
         if not isinstance(plan.learned, list):
             return None
-        found = sorted(_places(plan, plan.learned), key=lambda pair: (pair[1].start, -pair[1].end))
-        runs: list[_Run] = []
-        for word, place in found:
-            before = runs[-1] if runs else None
-            if before is not None and place.start < before.end:  # some bytes count already
-                if place.end <= before.end or before.word != word:
-                    continue
-                place = replace(place, start=before.end)
-            if before is not None and before.word == word and before.end == place.start:
-                before.places.append(place)
-            else:
-                runs.append(_Run(word, [place]))
-        return cls(runs)
+        found = sorted(_places(plan, plan.learned), key=lambda place: (place.start, -place.end))
+        return cls(_apart(found))
 
     def count(self, raw: memoryview, offset: int) -> Counter[int]:
         """Return how many values are not finite, by the numbers of their tensors.
 
-        raw: bytes of the packed slot, which begin at `offset`, a multiple of the size of
-        each value in them, and end with a whole value.
+        raw: bytes of the packed slot, which begin at `offset`. A value that begins before
+        them or ends behind them does not count.
         """
-        found = Counter[int]()
-        end = offset + len(raw)
-        for run in self._runs[bisect_right(self._ends, offset) :]:
-            if run.start >= end:
-                break
-            if not _in(raw, offset, run.start, run.end, run.word):
-                continue
-            for place in run.places:
-                if values := _in(raw, offset, place.start, place.end, run.word):
-                    found[place.number] += values
+        found, end = Counter[int](), offset + len(raw)
+        number = bisect_right(self._ends, offset)
+        run = bisect_right(self._runs, number)
+        while number < len(self._places) and self._places[number].start < end:
+            last = self._runs[run] - 1
+            first = self._places[number]
+            if _in(raw, offset, first.start, self._ends[last], first.word):
+                while number <= last and self._places[number].start < end:
+                    place = self._places[number]
+                    if values := _in(raw, offset, place.start, place.end, place.word):
+                        found[place.number] += values
+                    number += 1
+            number, run = last + 1, run + 1
         return found
 
 
@@ -166,12 +160,11 @@ def _in(raw: memoryview, offset: int, start: int, end: int, word: tuple[int, int
     """Count in the bytes from `start` to `end` of the packed slot, as far as `raw` has
     them.
     """
-    return count_words(raw[max(start - offset, 0) : max(end - offset, 0)], *word)
+    first = max(start, start - (start - offset) // word[0] * word[0])  # a whole word in `raw`
+    return count_words(raw[first - offset : max(end - offset, 0)], *word)
 
 
-def _places(
-    plan: Plan, learned: Iterable[tuple[int, int]]
-) -> Iterable[tuple[tuple[int, int, int], _Place]]:
+def _places(plan: Plan, learned: Iterable[tuple[int, int]]) -> Iterator[_Place]:
     items = {item.fqn: item for item in plan.items} if plan.aliases else {}
     seen = -1
     for first, count in learned:
@@ -185,16 +178,24 @@ def _places(
             else:
                 alias = plan.aliases[number - len(plan.items)]
                 dtype, start = alias.dtype, items[alias.base].offset + alias.offset
-                length = _extent(alias.size, alias.stride) * element_size(dtype)
-            if dtype != BLOB and length and (word := _WORDS.get(dtype.partition("/")[0])):
-                yield word, _Place(start, start + length, number)
+                length = alias.extent * element_size(dtype)
+            word = None if dtype == BLOB else _WORDS.get(dtype.partition("/")[0])
+            if length and word is not None:
+                yield _Place(start, start + length, number, word)
 
 
-def _extent(size: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Return the number of elements from the first to the last one of an alias."""
-    if 0 in size:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+def _apart(places: Iterable[_Place]) -> Iterator[_Place]:
+    """Yield places without the bytes that belong to an earlier place, too.
+
+    places: sorted by their first byte.
+    """
+    end = 0
+    for place in places:
+        width = place.word[0]
+        start = max(place.start, place.start - (place.start - end) // width * width)
+        if start < place.end:
+            yield place._replace(start=start)
+            end = place.end
 
 
 def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:

@@ -168,6 +168,13 @@ class Alias(msgspec.Struct, frozen=True, array_like=True, gc=False):
     requires_grad: bool = False
     device: Device = "cpu"
 
+    @property
+    def extent(self) -> int:
+        """The number of elements from its first to its last one."""
+        if 0 in self.size:
+            return 0
+        return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
+
 
 class Described(TypedDict, total=False):
     """The entry of one tensor in the metadata of DCP, or of one blob, which has neither
@@ -319,12 +326,7 @@ class Plan(msgspec.Struct, frozen=True):
                 or len(alias.size) != len(alias.stride)
             ):
                 raise IntegrityError(f"alias {alias.fqn!r} has an impossible base, dtype or stride")
-            extent = (
-                0
-                if 0 in alias.size
-                else 1 + sum((n - 1) * s for n, s in zip(alias.size, alias.stride, strict=True))
-            )
-            if alias.offset + extent * width > base.length or alias.offset % width:
+            if alias.offset + alias.extent * width > base.length or alias.offset % width:
                 raise IntegrityError(f"alias {alias.fqn!r} reaches beyond its base {alias.base!r}")
 
 

@@ -190,7 +190,7 @@ class Seal(Request, frozen=True, kw_only=True, tag="seal"):
     segment: Name
     attempt: AttemptNumber
     step: StepNumber
-    held: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    held: Annotated[float, msgspec.Meta(ge=0, le=10**9)] = 0.0
     cost: TrainingCost | None = None
 
 
@@ -319,7 +319,7 @@ class ReportRecovery(Request, frozen=True, kw_only=True, tag="recovered"):
     attempt: AttemptNumber
     tag: Annotated[str, msgspec.Meta(max_length=160)]
     source: Annotated[str, msgspec.Meta(max_length=16)]
-    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=10**9)]
     bytes: Size
     passed_over: list[str] = []
 

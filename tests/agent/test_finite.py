@@ -81,7 +81,7 @@ def test_a_state_that_turns_nan_is_counted_told_and_named(
     assert counts(place.root) == {2: 0, 4: 3, 5: 3}, "Finite() has kept step 2"
     told = re.findall("turned non-finite: 3 values .* in job/step-0000000(.).a", place.log_text())
     assert told == ["3"], "the first one, and no other"
-    (event,) = place.events("state.nonfinite")
+    (event,) = place.events("state.non_finite")
     assert (event["step"], event["values"]) == (3, 3)
     shown = ckptd("show", place.root / "job" / "newest")
     assert "non-finite     3 values of parameters and optimizer state\n" in shown
@@ -90,6 +90,20 @@ def test_a_state_that_turns_nan_is_counted_told_and_named(
     ]  # fmt: skip
     listed = ckptd("ls", place.root, "--columns", "step,non_finite").split()
     assert listed == ["STEP", "NON-FINITE", "2", "0", "4", "3", "5", "3"]
+
+
+def test_show_tells_the_count_if_the_part_is_gone(place: Home) -> None:
+    trained = Trained()
+    trained.spoil()
+    with running(place):
+        agent = Agent("job", socket=place.socket)
+        agent.snapshot(trained.state, step=1).wait("durable", timeout=60)
+        agent.close()
+    (part,) = place.root.glob("job/*/rank-*.ckpt")
+    part.unlink()
+    shown = ckptd("show", place.root / "job" / "newest")
+    assert "non-finite     3 values of parameters and optimizer state\n" in shown
+    assert "                 the tensors cannot be read: " in shown
 
 
 def test_chunks_that_are_linked_keep_their_count(place: Home) -> None:

@@ -98,7 +98,7 @@ def test_the_figures_are_those_of_torch(served: Daemon) -> None:
         l2 = scale * math.sqrt(((apart / scale) ** 2).sum())
         size = x[both].abs().numpy()
         norm = size.max() * math.sqrt(((size / size.max()) ** 2).sum())
-        assert one.nonfinite == (int((~x.isfinite()).sum()), int((~y.isfinite()).sum())), name
+        assert one.non_finite == (int((~x.isfinite()).sum()), int((~y.isfinite()).sum())), name
         assert one.max_abs == pytest.approx(scale, rel=1e-12), name
         assert one.l2 == pytest.approx(l2, rel=1e-12), name
         assert one.relative == (None if not both.all() else pytest.approx(l2 / norm, rel=1e-12)), (
@@ -143,7 +143,7 @@ def test_the_largest_relative_difference_comes_first(served: Daemon) -> None:
     found = compared(served, a, b)
     assert (found.only_a, found.only_b, found.same_tensors) == (["gone"], ["came"], 0)
     assert [
-        (one.name, one.elements, one.l2, one.relative, one.max_abs, one.nonfinite)
+        (one.name, one.elements, one.l2, one.relative, one.max_abs, one.non_finite)
         for one in found.tensors
     ] == [
         ("from zero", 2, math.sqrt(2), None, 1.0, (0, 0)),
@@ -211,8 +211,8 @@ def test_blocks_of_rows_give_the_figures_of_the_whole(
         parts = difference(one, other)
     assert [one.name for one in whole.tensors] == ["x", "y"]
     for one_block, many in zip(whole.tensors, parts.tensors, strict=True):
-        assert (many.name, many.elements, many.max_abs, many.nonfinite) == (
-            one_block.name, one_block.elements, one_block.max_abs, one_block.nonfinite,
+        assert (many.name, many.elements, many.max_abs, many.non_finite) == (
+            one_block.name, one_block.elements, one_block.max_abs, one_block.non_finite,
         )  # fmt: skip
         assert many.l2 == pytest.approx(one_block.l2, rel=1e-12)
         assert many.relative == (

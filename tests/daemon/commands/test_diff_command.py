@@ -92,7 +92,7 @@ def test_json_has_the_figures(root: Path) -> None:
     assert document["values"] == [{"name": "groups.0.lr", "a": 0.05, "b": 0.1}]
     assert document["tensors"][1] == {
         "name": "w", "shapes": [[2], [2]], "dtypes": ["float32", "float32"], "elements": 2,
-        "l2": 5.0, "relative": 0.5, "max_abs": 4.0, "nonfinite": [0, 0],
+        "l2": 5.0, "relative": 0.5, "max_abs": 4.0, "non_finite": [0, 0],
     }  # fmt: skip
 
 

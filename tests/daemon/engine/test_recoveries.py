@@ -36,8 +36,10 @@ FACTS = {
 def test_a_report_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     recoveries = Recoveries()
-    recoveries.add("gpt", REPORT)
-    recoveries.add("bert", msgspec.structs.replace(REPORT, step=None, source="storage", seconds=20))
+    recoveries.add("gpt", 0, REPORT)
+    recoveries.add(
+        "bert", 0, msgspec.structs.replace(REPORT, step=None, source="storage", seconds=20)
+    )
     assert recoveries.counts == {"memory": 1, "storage": 1}
     found = recoveries.times.distribution()
     assert (sum(found.counts), found.seconds) == (2, 20.25)
@@ -53,7 +55,7 @@ def test_damage_that_a_recovery_has_passed_over_is_an_event(
 ) -> None:
     damage = "gpt/step-00000040.a0002 in storage: chunk 0 does not match its checksum"
     Recoveries().add(
-        "gpt", msgspec.structs.replace(REPORT, passed_over=[damage, "odd: cut short"] * 20)
+        "gpt", 0, msgspec.structs.replace(REPORT, passed_over=[damage, "odd: cut short"] * 20)
     )
     told = logged(caplog, "checkpoint.damaged")
     assert told[:2] == [
@@ -69,7 +71,9 @@ def test_damage_that_a_recovery_has_passed_over_is_an_event(
 def test_a_source_that_is_not_known_is_refused_and_not_counted() -> None:
     recoveries = Recoveries()
     with pytest.raises(InvalidRequest, match="'tape'; expected one of memory, stage, storage$"):
-        recoveries.add("gpt", msgspec.structs.replace(REPORT, source="tape"))
+        recoveries.add("gpt", 0, msgspec.structs.replace(REPORT, source="tape"))
+    with pytest.raises(InvalidRequest, match="rank 1 reports a recovery"):
+        recoveries.add("gpt", 1, REPORT)
     assert (recoveries.counts, sum(recoveries.times.distribution().counts)) == ({}, 0)
 
 

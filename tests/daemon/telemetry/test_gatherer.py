@@ -66,7 +66,7 @@ def test_recoveries_are_counted_by_source(parts: Any) -> None:
     report = m.ReportRecovery(
         id=1, step=1, attempt=1, tag="t", source="stage", seconds=2.0, bytes=3
     )
-    parts.recoveries.add("gpt", report)
+    parts.recoveries.add("gpt", 0, report)
     found = Gatherer(parts).figures(None)
     assert found.recoveries == {"memory": 0, "stage": 1, "storage": 0}
     assert (sum(found.recovery_times.counts), found.recovery_times.seconds) == (1, 2.0)

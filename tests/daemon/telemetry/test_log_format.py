@@ -56,9 +56,8 @@ def test_a_traceback_stays_within_its_json_line(caplog: pytest.LogCaptureFixture
 
 def test_each_line_for_journald_has_its_priority(caplog: pytest.LogCaptureFixture) -> None:
     lines = JournalFormatter().format(failed(caplog)).splitlines()
-    assert lines[:3] == [
-        "<3>ckptd.saver: é",
-        "<3>internal",
+    assert lines[:2] == [
+        r"<3>ckptd.saver: é\ninternal",
         "<3>Traceback (most recent call last):",
     ]
     assert {line[:3] for line in lines} == {"<3>"}
@@ -87,3 +86,13 @@ def test_journald_is_recognized_by_its_stream(tmp_path: Path) -> None:
         ]
     assert kinds == [JournalFormatter, TextFormatter, TextFormatter, JsonFormatter]
     assert type(formatter_for("text", sys.stderr, {})) is TextFormatter
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), JournalFormatter()])
+def test_a_message_cannot_forge_a_line_or_obey_a_terminal(
+    formatter: logging.Formatter, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("ckptd.engine").warning("job gpt: %s", "x\n<0>ckptd: forged \x1b[2J")
+    line = formatter.format(caplog.records[0])
+    assert line.endswith(r"ckptd.engine: job gpt: x\n<0>ckptd: forged \x1b[2J")
+    assert line.isprintable()
