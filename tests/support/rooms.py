@@ -25,7 +25,7 @@ ORDER = {
     "daemon": (
         "log_events", "tasks", "http_address", "config", "job", "journal", "memory", "root",
         "chunks", "runs", "saving", "engine", "recovery", "stage", "composition", "telemetry",
-        "process", "top", "commands", "__main__",
+        "process", "page", "top", "commands", "__main__",
     ),
     "agent": (
         "torch_support", "threads", "pending", "step_times", "advice", "outcomes", "state",
