@@ -70,7 +70,7 @@ class Feed:
         self._readers += 1
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
-            self._task.add_done_callback(lambda _: self._newer.set())
+            self._task.add_done_callback(lambda _: self._wake())
         task, seen = self._task, 0
         try:
             while True:
@@ -124,5 +124,9 @@ class Feed:
         shown = overview(self.status, self._problems, self._well, silent, self._why)
         self._document = msgspec.json.encode({**shown, "history_mark": mark})
         self._number += 1
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let all readers look for a newer document, once."""
         newer, self._newer = self._newer, asyncio.Event()
         newer.set()
