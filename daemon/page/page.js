@@ -99,8 +99,8 @@ function span(seconds) {
 /** Word a time that something took, with three digits that count. */
 function took(seconds) {
   if (!known(seconds)) return "–";
-  if (seconds < 1) return `${(seconds * 1000).toPrecision(seconds < 0.001 ? 2 : 3).replace(/\.?0+$/, "") || 0} ms`;
-  return seconds < 100 ? `${seconds.toPrecision(3)} s` : span(seconds);
+  if (seconds < 1) return `${Number((seconds * 1000).toPrecision(3))} ms`;
+  return seconds < 100 ? `${Number(seconds.toPrecision(3))} s` : span(seconds);
 }
 
 function number(value) {
@@ -361,7 +361,7 @@ function timeline() {
   }
   if (!chosen.length) {
     show(view, controls, el("p", { class: "empty" }, state.history
-      ? "No snapshot was saved, failed or deleted in this time. Choose a longer one." : "The history is being read."));
+      ? state.history.note || "No snapshot was saved, failed or deleted in this time. Choose a longer one." : "The history is being read."));
     return;
   }
   const width = Math.max(280, Math.min(1180, view.clientWidth || 800));
@@ -375,7 +375,7 @@ function timeline() {
     el("div", { class: "plots" },
       plot("durable", "Until durable", chosen, from, now, plotWidth, [["durable_seconds", "dot"]], took),
       plot("held", "Training held", chosen, from, now, plotWidth, [["held_seconds", "dot"]], took),
-      plot("size", "Size, and written", chosen, from, now, plotWidth, [["bytes", "dot"], ["written_bytes", "dot2"]], size)),
+      plot("size", "Size", chosen, from, now, plotWidth, [["bytes", "dot"], ["written_bytes", "dot2", "written"]], size)),
     el("h2", {}, "Snapshots"),
     sheet(el("table", { class: "cards" },
       head(["Step", "Job", "Sealed", "Held:n", "Durable after:n", "Size:n", "Written:n", "State"]),
@@ -424,7 +424,7 @@ function valueTicks(most) {
 function timeAxis(from, to, x, top, bottom, width) {
   return timeTicks(from, to, Math.max(2, Math.floor(width / 90))).map(([at, text]) => [
     svg("line", { class: "grid", x1: x(at), x2: x(at), y1: top, y2: bottom }),
-    svg("text", { x: x(at), y: bottom + 14, "text-anchor": x(at) > width - 30 ? "end" : "middle" }, text)]);
+    svg("text", { x: x(at), y: bottom + 14, "text-anchor": "middle" }, text)]);
 }
 
 /** Draw the snapshots of each job on a lane: when they were sealed, durable, failed, deleted. */
@@ -480,7 +480,7 @@ function plot(id, title, chosen, from, to, width, series, word) {
   const main = series[0][0];
   const path = points.filter((one) => known(one[main])).map((one, at) => `${at ? "L" : "M"}${x(one.durable).toFixed(1)} ${y(one[main]).toFixed(1)}`).join("");
   const last = points[points.length - 1];
-  plots[id] = { points, x, y, main, word: (one) => `step ${count(one.step)}: ${series.map(([key]) => word(one[key])).join(", ")}`, at: points.length - 1, left, right };
+  plots[id] = { points, x, y, main, word: (one) => `step ${count(one.step)}: ${series.map(([key, , what]) => `${word(one[key])}${what ? ` ${what}` : ""}`).join(", ")}`, at: points.length - 1, left, right };
   return el("figure", { "data-plot": id }, caption(plots[id].word(last)),
     svg("svg", { viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: "img", "aria-label": `${title}: the last one ${word(last[main])}, the greatest ${word(most)}. The arrow keys choose a snapshot.` },
       ticks.map((value) => [svg("line", { class: "grid", x1: left, x2: right, y1: y(value), y2: y(value) }),
@@ -641,7 +641,7 @@ function checkpoint() {
     el("h2", {}, "Tensors"),
     el("div", { class: "controls" },
       el("label", {}, "Name contains", el("input", { name: "filter", type: "search", autocomplete: "off", spellcheck: "false" })),
-      el("span", { class: "quiet" }, `${count(found.length)} of ${plural(one.tensors_in_all, "tensor")}, ${size(total)}; ${plural(one.other_values, "other value")}`)),
+      el("span", { class: "quiet" }, `${count(found.length)} of ${plural(one.tensors_in_all, "tensor")}, ${size(total)}${one.other_values ? `; ${plural(one.other_values, "other value")}` : ""}`)),
     found.length ? sheet(el("table", { class: "cards" }, head(["Tensor", "Shape", "Dtype", "Size:n", "Numbers"]),
       el("tbody", {}, found.slice(0, state.tensorsShown).flatMap(tensorRows))))
       : el("p", { class: "empty" }, one.tensors.length ? "No tensor has such a name." : "This checkpoint has no tensors."),
@@ -718,7 +718,7 @@ function events() {
   if (state.historyError) return show(view, controls, trouble(state.historyError));
   const found = (state.history ? state.history.events : []).filter((one) => state.level === "all" || one.level >= 30);
   if (!found.length) {
-    return show(view, controls, el("p", { class: "empty" }, state.history ? "Nothing happened in this time." : "The history is being read."));
+    return show(view, controls, el("p", { class: "empty" }, state.history ? state.history.note || "Nothing happened in this time." : "The history is being read."));
   }
   return show(view, controls, sheet(el("table", { class: "cards" }, head(["Time", "Event", "Job", "What happened"]),
     el("tbody", {}, found.map((one) => el("tr", {},

@@ -148,7 +148,7 @@ class Routes:
         since, job = _seconds(query.get("since", "0")), query.get("job")
         file = self._history_file()
         if file is None:
-            raise e.NotFound("the daemon keeps no history: its setting `history` is off")
+            return _nothing("the daemon keeps no history: its setting `history` is off")
 
         def read() -> dict[str, Any]:
             def found(names: tuple[str, ...], limit: int) -> list[LoggedEvent]:
@@ -167,7 +167,10 @@ class Routes:
                 ],
             }  # fmt: skip
 
-        return await self._calls.read("read the history", read)
+        try:
+            return await self._calls.read("read the history", read)
+        except e.NotFound as error:
+            return _nothing(str(error))
 
     # -- checkpoints
 
@@ -202,6 +205,11 @@ class Routes:
 
 def _guarded(page: Page) -> Page:
     return replace(page, headers=(*page.headers, *_HEADERS))
+
+
+def _nothing(note: str) -> dict[str, Any]:
+    """Return a history without events. note: the reason why there are none."""
+    return {"snapshots": [], "truncated": False, "events": [], "note": note}
 
 
 def _json(found: Any) -> Page:
