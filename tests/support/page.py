@@ -42,10 +42,14 @@ class Served:
         assert status == 200, body
         return json.loads(body)
 
-    def connect(self, target: str = "/api/live") -> socket.socket:
-        """Return a connection that has sent a request and has read nothing."""
+    def connect(self, target: str = "/api/live", *, slow: bool = False) -> socket.socket:
+        """Return a connection that has sent a request and has read nothing.
+
+        slow: let the kernel keep little for it.
+        """
         made = socket.socket()
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        if slow:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         made.settimeout(60)
         made.connect(("127.0.0.1", self.port))
         made.sendall(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
@@ -54,11 +58,18 @@ class Served:
 
 def documents(connection: socket.socket) -> Iterator[dict[str, Any]]:
     """Yield the documents of the live data. The answer must be a stream of events."""
-    with connection.makefile("rb") as file:
-        assert file.readline() == b"HTTP/1.1 200 OK\r\n"
-        for line in file:
+    rest = bytearray()
+    while data := connection.recv(1 << 16):
+        rest += data
+        if b"\n" not in data:
+            continue
+        *lines, last = bytes(rest).split(b"\n")
+        rest = bytearray(last)
+        for line in lines:
             if line.startswith(b"data: "):
                 yield json.loads(line[6:])
+            else:
+                assert not line.startswith(b"HTTP/1.1 ") or line == b"HTTP/1.1 200 OK\r"
 
 
 @contextmanager
