@@ -55,7 +55,7 @@ def test_a_wheel_holds_every_package() -> None:
 
 # -- layers
 
-ARRAYS = ("array_checkpoint", "array_diff", "plain_values")
+ARRAYS = ("array_checkpoint", "array_diff", "array_statistics", "plain_values")
 """The modules of the reader without torch. Nothing else imports them, except a command
 while it runs.
 """
@@ -188,6 +188,7 @@ def test_the_search_finds_a_cycle() -> None:
                 "history_command",
                 "logs_command",
                 "neighbours",
+                "page_command",
                 "report",
                 "run_command",
                 "status_command",

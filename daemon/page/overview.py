@@ -57,7 +57,8 @@ def verdict(problems: Sequence[Found], well: str, silent: float | None, why: str
     say if nothing is. silent: the seconds since that answer, or None if there was none.
     why: the reason why the daemon does not answer, or "".
     """
-    reason = f": {why}" if why else ""
+    # What follows the first clause is about other daemons.
+    reason = f": {why.partition('; ')[0]}" if why else ""
     if silent is None:
         return Verdict(Level.SILENT, f"No daemon has answered yet{reason}")
     if silent > SILENT_SECONDS:

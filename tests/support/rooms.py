@@ -20,7 +20,8 @@ PACKAGES = ("agent", "daemon", "shared")
 ORDER = {
     "shared": (
         "errors", "units", "interval", "location", "names", "retention", "codecs", "system",
-        "formats", "wire", "array_checkpoint", "array_diff", "storage", "command",
+        "formats", "wire", "array_checkpoint", "array_diff",
+        "array_statistics", "storage", "command",
     ),
     "daemon": (
         "log_events", "tasks", "http_address", "config", "job", "journal", "memory", "root",

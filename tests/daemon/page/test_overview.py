@@ -25,7 +25,7 @@ ROOM = Problem("room", "gpt", "job gpt: 2 more checkpoints fit")
          "The daemon has not answered for 12 s. What is shown about it is from then"),
         ([FAILED], 12.3, "it is gone", Level.SILENT,
          "The daemon has not answered for 12 s. What is shown about it is from then: it is gone"),
-        ([], None, "no daemon", Level.SILENT, "No daemon has answered yet: no daemon"),
+        ([], None, "no daemon; others: /b", Level.SILENT, "No daemon has answered yet: no daemon"),
     ],
 )  # fmt: skip
 def test_one_sentence_says_how_it_is(
