@@ -66,7 +66,7 @@ class Lags:
             finally:
                 sampling.cancel()
 
-        Vitals.watch = watched  # type: ignore[method-assign]
+        setattr(Vitals, "watch", watched)  # noqa: B010  # the daemon is this process alone
 
     async def _sample(self) -> None:
         with self._file.open("a", buffering=1) as file:
@@ -110,8 +110,8 @@ def fill(place: Home, checkpoints: int, ranks: int) -> None:
 @contextmanager
 def page(place: Home) -> Iterator[Served]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "ckptd.daemon", "page", "--root", str(place.root), "--socket",
-         str(place.socket), "--http", "127.0.0.1:0"],
+        [sys.executable, "-m", "ckptd.daemon", "page", "--socket", str(place.socket), "--http",
+         "127.0.0.1:0"],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

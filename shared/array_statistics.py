@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
-from ckptd.shared.array_diff import BLOCK, PIECE, Norm, floats, numbers
+from ckptd.shared.array_diff import BLOCK, PIECE, Array, Norm, floats, numbers
 from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.formats.plan import element_size
 from ckptd.shared.units import size_text
@@ -22,7 +21,6 @@ from ckptd.shared.units import size_text
 MOST_WHOLE = 256 << 20
 """The most bytes of a tensor that are read at once, where it cannot be read by rows."""
 BINS = 48
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)

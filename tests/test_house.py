@@ -288,6 +288,7 @@ TOUCH_FILES = {
     "daemon/journal/place.py": "the directory of the journal, on the local disk",
     "daemon/commands/doctor.py": "the configuration of systemd-logind",
     "daemon/commands/leftovers.py": "segments and sockets that dead daemons have left",
+    "daemon/commands/page_command.py": "removes its socket",
     "daemon/process/limits.py": "/proc",
     "daemon/telemetry/history.py": "the history, on the local disk",
     "daemon/process/listener.py": "the socket",

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ckptd.daemon.page.overview import Found, Rates, Status, overview
+from ckptd.daemon.page.overview import DaemonStatus, FoundProblem, Rates, overview
 from ckptd.shared.errors import CkptdError
 
 PERIOD_SECONDS = 1.0
@@ -33,9 +33,9 @@ class DaemonView:
     by a status. well: the sentence to say if nothing is.
     """
 
-    ask: Callable[[], Status]
-    problems: Callable[[Status], Sequence[Found]]
-    well: Callable[[Status], str]
+    ask: Callable[[], DaemonStatus]
+    problems: Callable[[DaemonStatus], Sequence[FoundProblem]]
+    well: Callable[[DaemonStatus], str]
 
 
 class Feed:
@@ -52,13 +52,13 @@ class Feed:
         history_mark: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._daemon, self._pool, self._clock = daemon, pool, clock
-        self._history_mark = history_mark
+        self._daemon, self._pool = daemon, pool
+        self._history_mark, self._clock = history_mark, clock
         self._rates = Rates()
         self.status: dict[str, Any] | None = None
         self._answered: float | None = None
         self._why = ""
-        self._problems: Sequence[Found] = ()
+        self._problems: Sequence[FoundProblem] = ()
         self._well = ""
         self._readers = 0
         self._task: asyncio.Task[None] | None = None
@@ -84,11 +84,12 @@ class Feed:
             self._readers -= 1
             if self._readers == 0 and self._task is not None:
                 self._task.cancel()
-                self._task, self._document, self._number = None, b"", 0
+                self._task = None
+                self._document, self._number = b"", 0
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        asking: asyncio.Future[Status] | None = None
+        asking: asyncio.Future[DaemonStatus] | None = None
         due = self._clock()
         try:
             while True:
@@ -107,7 +108,7 @@ class Feed:
             if asking is not None:
                 asking.cancel()
 
-    def _take(self, asked: asyncio.Future[Status]) -> bool:
+    def _take(self, asked: asyncio.Future[DaemonStatus]) -> bool:
         """Take the answer of the daemon. Return False if there is none."""
         try:
             status = asked.result()

@@ -18,11 +18,11 @@ RATE_SECONDS = 5.0
 """The rate of a save is that of the last so many seconds."""
 _SEVERE = frozenset({"not-ready", "loop", "root", "clients", "failed", "damaged"})
 
-Status = Mapping[str, Any]
+DaemonStatus = Mapping[str, Any]
 """The object that `ckptd status --json` prints."""
 
 
-class Found(Protocol):
+class FoundProblem(Protocol):
     """A reason why a daemon is not well, as `ckptd status --check` finds it."""
 
     @property
@@ -43,14 +43,16 @@ class Level(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TopSentence:
     """The sentence at the top of the page."""
 
     level: Level
     text: str
 
 
-def verdict(problems: Sequence[Found], well: str, silent: float | None, why: str) -> Verdict:
+def verdict(
+    problems: Sequence[FoundProblem], well: str, silent: float | None, why: str
+) -> TopSentence:
     """Return what to say at the top.
 
     problems, well: what is wrong with the daemon by its last answer, and the sentence to
@@ -60,21 +62,21 @@ def verdict(problems: Sequence[Found], well: str, silent: float | None, why: str
     # What follows the first clause is about other daemons.
     reason = f": {why.partition('; ')[0]}" if why else ""
     if silent is None:
-        return Verdict(Level.SILENT, f"No daemon has answered yet{reason}")
+        return TopSentence(Level.SILENT, f"No daemon has answered yet{reason}")
     if silent > SILENT_SECONDS:
-        return Verdict(
+        return TopSentence(
             Level.SILENT,
             f"The daemon has not answered for {span_text(silent)}. What is shown about it is from "
             f"then{reason}",
         )
     if not problems:
-        return Verdict(Level.WELL, f"All is well: {well}")
+        return TopSentence(Level.WELL, f"All is well: {well}")
     severe = any(problem.what in _SEVERE for problem in problems)
     level = Level.BAD if severe else Level.WARNING
     if len(problems) == 1:
         text = problems[0].message
-        return Verdict(level, text[:1].upper() + text[1:])
-    return Verdict(level, f"{count_text(len(problems), 'thing')} need attention")
+        return TopSentence(level, text[:1].upper() + text[1:])
+    return TopSentence(level, f"{count_text(len(problems), 'thing')} need attention")
 
 
 class Rates:
@@ -83,7 +85,7 @@ class Rates:
     def __init__(self) -> None:
         self._seen = deque[tuple[float, dict[tuple[str, str], int]]]()
 
-    def add(self, now: float, status: Status) -> dict[str, Any]:
+    def add(self, now: float, status: DaemonStatus) -> dict[str, Any]:
         """Return a status whose saves have the rate of the last seconds, and the seconds
         left at this rate. A save that was not seen before keeps what the daemon says.
 
@@ -123,7 +125,11 @@ class Rates:
 
 
 def overview(
-    status: Status | None, problems: Sequence[Found], well: str, silent: float | None, why: str
+    status: DaemonStatus | None,
+    problems: Sequence[FoundProblem],
+    well: str,
+    silent: float | None,
+    why: str,
 ) -> dict[str, Any]:
     """Return the document that the page gets once a second.
 

@@ -63,8 +63,9 @@ class Routes:
         history_file: Callable[[], Path | None],
         calls: StorageCalls,
     ) -> None:
-        self._access, self._feed, self._checkpoints = access, feed, checkpoints
-        self._history_file, self._calls = history_file, calls
+        self._access, self._feed = access, feed
+        self._checkpoints, self._calls = checkpoints, calls
+        self._history_file = history_file
         self._streams, self._measures = 0, 0
         self._measuring = asyncio.Lock()
 

@@ -35,7 +35,7 @@ class PageServer(HttpServer):
         """own_history: the file of the history if no daemon says where it is."""
         super().__init__(listener, {}, most_clients=MOST_CLIENTS, serves="the page is")
         self._calls = StorageCalls(READ_SECONDS)
-        self._root, self._access, self._daemon = root, access, daemon
+        self._root, self._access = root, access
         self._own_history = own_history
         self._routes: Routes | None = None
         self._feed = Feed(daemon, self._calls.pool, self._history_mark)

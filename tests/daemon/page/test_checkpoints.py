@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ckptd.agent import Agent
 from ckptd.daemon.page import checkpoints as module
 from ckptd.daemon.page.checkpoints import Checkpoints
 from ckptd.shared.errors import InvalidName, NotFound
+from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.names import MANIFEST
 from ckptd.shared.storage.locate import open_root
 from tests.support.daemons import home, running
@@ -68,9 +70,13 @@ def test_what_is_deleted_is_no_longer_listed_and_what_is_new_is(root: Path) -> N
 
 
 def test_a_manifest_is_read_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, read = Checkpoints(root), list[str]()
-    row = module._row
-    monkeypatch.setattr(module, "_row", lambda tag, one: read.append(tag) or row(tag, one))
+    found, read, row = Checkpoints(root), list[str](), module._row
+
+    def counted(tag: str, manifest: Manifest) -> dict[str, Any]:
+        read.append(tag)
+        return row(tag, manifest)
+
+    monkeypatch.setattr(module, "_row", counted)
     for _ in range(3):
         found.listing("gpt")
     assert sorted(read) == [TAG(1), TAG(3), TAG(4)]

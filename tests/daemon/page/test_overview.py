@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ckptd.daemon.commands.health import Problem
-from ckptd.daemon.page.overview import Level, Rates, Verdict, overview, verdict
+from ckptd.daemon.page.overview import Level, Rates, TopSentence, overview, verdict
 
 WELL = "the daemon of /r is ready, 1 job runs"
 FAILED = Problem("failed", "gpt", "job gpt: the last save failed 3 s ago: no room")
@@ -31,7 +31,7 @@ ROOM = Problem("room", "gpt", "job gpt: 2 more checkpoints fit")
 def test_one_sentence_says_how_it_is(
     problems: list[Problem], silent: float | None, why: str, level: Level, text: str
 ) -> None:
-    assert verdict(problems, WELL, silent, why) == Verdict(level, text)
+    assert verdict(problems, WELL, silent, why) == TopSentence(level, text)
 
 
 def status(done: int, tag: str = "t") -> dict[str, Any]:
