@@ -103,7 +103,10 @@ class Access:
         return False
 
     def _brings_token(self, request: HttpRequest) -> bool:
-        given = parse_qs(request.query, max_num_fields=8) if "token=" in request.query else {}
+        try:
+            given = parse_qs(request.query, max_num_fields=8)
+        except ValueError:
+            return False
         return any(_same(token.encode(), self._token) for token in given.get("token", ()))
 
 

@@ -110,14 +110,23 @@ class Feed:
 
     def _take(self, asked: asyncio.Future[DaemonStatus]) -> bool:
         """Take the answer of the daemon. Return False if there is none."""
+        now = self._clock()
         try:
             status = asked.result()
+            rated = self._rates.add(now, status)
+            problems, well = self._daemon.problems(status), self._daemon.well(status)
         except (CkptdError, OSError) as error:
             self._why = str(error)
             return False
-        self._answered, self._why = self._clock(), ""
-        self.status = self._rates.add(self._answered, status)
-        self._problems, self._well = self._daemon.problems(status), self._daemon.well(status)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            self._why = (
+                f"its answer is not understood ({error!r}), because it is of another version than "
+                f"this page"
+            )
+            return False
+        self._answered, self._why = now, ""
+        self.status = rated
+        self._problems, self._well = problems, well
         return True
 
     def _publish(self, mark: int) -> None:

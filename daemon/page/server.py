@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ckptd.daemon.page.access import Access
@@ -25,7 +26,8 @@ READ_SECONDS = 30.0
 class PageServer(HttpServer):
     """A server of the page of one root.
 
-    `start` starts its thread, and `close` ends it and closes the socket.
+    `start` starts its thread, and `close` ends it and closes the socket. It does not wait
+    for threads that still read: they change nothing.
     """
 
     def __init__(
@@ -35,21 +37,21 @@ class PageServer(HttpServer):
         """own_history: the file of the history if no daemon says where it is."""
         super().__init__(listener, {}, most_clients=MOST_CLIENTS, serves="the page is")
         self._calls = StorageCalls(READ_SECONDS)
-        self._root, self._access = root, access
         self._own_history = own_history
-        self._routes: Routes | None = None
-        self._feed = Feed(daemon, self._calls.pool, self._history_mark)
+        # Threads of its own: a storage that hangs must not keep the daemon from being asked.
+        self._asking = ThreadPoolExecutor(2, thread_name_prefix="ckptd-asking")
+        self._feed = Feed(daemon, self._asking, self._history_mark)
+        self._routes = Routes(
+            access, self._feed, Checkpoints(root), self._history_file, self._calls
+        )
 
     async def reply(self, head: bytes) -> bytes | EventStream:
-        if self._routes is None:  # its locks belong to the event loop
-            self._routes = Routes(
-                self._access, self._feed, Checkpoints(self._root), self._history_file, self._calls
-            )
         return await self._routes.reply(head)
 
     def close(self) -> None:
         super().close()
         self._calls.close()
+        self._asking.shutdown(wait=False, cancel_futures=True)
 
     def _history_file(self) -> Path | None:
         status = self._feed.status

@@ -99,7 +99,10 @@ def test_a_token_in_the_address_becomes_a_cookie() -> None:
     assert status(other, asked) == 401
 
 
-@pytest.mark.parametrize("target", ["/?token=", f"/?token={TOKEN}x", "/?token=%ff", "/?x=1"])
+@pytest.mark.parametrize(
+    "target",
+    ["/?token=", f"/?token={TOKEN}x", "/?token=%ff", "/?x=1", f"/?token={TOKEN}{'&a=1' * 8}"],
+)
 def test_a_wrong_token_in_the_address_is_refused(target: str) -> None:
     page = GUARDED.refusal(request(target))
     assert page is not None

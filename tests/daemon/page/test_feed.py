@@ -147,8 +147,13 @@ async def test_a_daemon_that_is_gone_is_named(feed: Feed, daemon: FakeDaemon) ->
     await documents.aclose()
 
 
-async def test_an_answer_that_nobody_can_judge_ends_the_documents(feed: Feed) -> None:
+async def test_an_answer_of_another_version_is_said_to_be(feed: Feed) -> None:
     feed._daemon = DaemonView(lambda: {"jobs": 3}, lambda status: [], lambda status: "")
     documents = feed.documents()
-    with pytest.raises(TypeError):
-        await following(documents)
+    found = await following(documents)
+    assert found["level"] == "silent"
+    assert found["text"] == (
+        "No daemon has answered yet: its answer is not understood (TypeError(\"'int' object is not "
+        'iterable")), because it is of another version than this page'
+    )
+    await documents.aclose()
