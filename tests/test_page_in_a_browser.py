@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent
+from ckptd.daemon.page import checkpoints
 from ckptd.shared.errors import DaemonUnreachable
 from tests.support.browser import CHROMIUM, DRIVER, MISSING, Browser, browser
 from tests.support.daemons import Daemon, home, running, until
@@ -148,7 +149,10 @@ def test_a_tensor_is_measured_and_a_hostile_key_is_text(scene: Scene) -> None:
     assert window.text(".measure") == ""
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_looked_at(scene: Scene) -> None:
+def test_a_checkpoint_that_is_deleted_while_it_is_looked_at(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "FRESH_SECONDS", -1.0)
     tag = "step-00000001.a0001"
     window = scene.open(f"checkpoints/tiny/{tag}", "model.weight")
     shutil.rmtree(scene.daemon.home.root / "tiny" / tag)

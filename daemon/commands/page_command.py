@@ -12,8 +12,9 @@ import signal
 import socket as sockets
 import stat
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -24,6 +25,9 @@ from ckptd.shared.command import PLACE, complete_path, configured_root, socket_o
 from ckptd.shared.location import Location, located
 from ckptd.shared.storage.locate import is_root, meant
 from ckptd.shared.system import machine
+
+if TYPE_CHECKING:  # asyncio, which most commands do without
+    from ckptd.daemon.page.feed import DaemonView
 
 DEFAULT_ADDRESS = "127.0.0.1:9420"
 TOKEN = "CKPTD_PAGE_TOKEN"
@@ -87,6 +91,19 @@ def _served(root: Location | None, asked: neighbours.AskedDaemon) -> Location:
         ) from error
 
 
+def daemon_view(ask: Callable[[], Mapping[str, Any]]) -> DaemonView:
+    """Return a daemon that is judged by the rules of `ckptd status --check`.
+
+    ask: returns its status.
+    """
+    from ckptd.daemon.page.feed import DaemonView
+
+    def well(status: Mapping[str, Any]) -> str:
+        return health.health_text([], dict(status)).removeprefix("ok: ")
+
+    return DaemonView(ask, health.problems, well)
+
+
 def _token(file: Path | None) -> str:
     """Return the token, or "" if none is set. Raises InvalidConfig."""
     from ckptd.daemon.page.access import MIN_TOKEN
@@ -122,23 +139,17 @@ def _serve(
     root: Location, asked: neighbours.AskedDaemon, address: HttpAddress, token: str
 ) -> NoReturn:
     from ckptd.daemon.page.access import Access
-    from ckptd.daemon.page.feed import DaemonView
     from ckptd.daemon.page.server import PageServer
     from ckptd.daemon.process.listener import listen_for_http
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-    view = DaemonView(
-        asked.status,
-        health.problems,
-        lambda status: health.health_text([], dict(status)).removeprefix("ok: "),
-    )
     ends = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before there are threads
     listener = listen_for_http(address)
     port = 0 if address.path else listener.getsockname()[1]
     access = Access(token, {sockets.gethostname(), sockets.getfqdn()}, port)
     own = machine.history_file(machine.configured_state_dir(), root)
-    server = PageServer(listener, access, root, view, own)
+    server = PageServer(listener, access, root, daemon_view(asked.status), own)
     server.start()
     where = f"unix:{address.path}" if address.path else f"http://{HttpAddress(address.host, port)}/"
     how = ", with ?token=TOKEN at the first time" if token else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -24,7 +25,11 @@ from ckptd.shared.storage.repository import Repository
 
 MOST_LISTED = 5_000
 """The most checkpoints, and the most tensors of one, that are listed."""
+FRESH_SECONDS = 2.0
+"""A list that is not older is given to further readers."""
 _MOST_KEPT = 50_000
+_MOST_JOBS = 16
+"""The most jobs whose list is kept."""
 _MOST_PARTS = 100
 
 
@@ -35,6 +40,7 @@ class Checkpoints:
         self._root = root
         self._lock = threading.Lock()
         self._rows = dict[tuple[str, str], dict[str, Any]]()
+        self._listings = dict[str, tuple[float, dict[str, Any]]]()
 
     def jobs(self) -> list[str]:
         """Return the names of the jobs, sorted. Raises StorageError."""
@@ -44,14 +50,24 @@ class Checkpoints:
     def listing(self, job: str) -> dict[str, Any]:
         """Return the checkpoints of a job, the newest first, and how many more there are.
 
-        A manifest is read once. Raises NotFound, StorageError.
+        A manifest is read once, and the list is at most `FRESH_SECONDS` old. Raises
+        NotFound, StorageError.
         """
         names.check_name("job", job)
+        with self._lock:  # so that readers who come together read the root once
+            made, listing = self._listings.get(job, (0.0, None))
+            if listing is None or time.monotonic() - made > FRESH_SECONDS:
+                listing = self._listing(job)
+                if len(self._listings) >= _MOST_JOBS:
+                    self._listings.clear()
+                self._listings[job] = (time.monotonic(), listing)
+            return listing
+
+    def _listing(self, job: str) -> dict[str, Any]:
         repository = self._repository()
         with storage_errors(f"list {job}"):
             newest, pinned = repository.read_newest(job), repository.pins(job)
-            with self._lock:  # so that readers who come together read the manifests once
-                found = dict(self._known(repository, job))
+            found = dict(self._known(repository, job))
         if not found and job not in self.jobs():
             raise NotFound(f"there is no job {job} in {self._root}")
         rows = sorted(found.values(), key=_order, reverse=True)

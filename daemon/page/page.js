@@ -378,7 +378,7 @@ function timeline() {
       plot("size", "Size", chosen, from, now, plotWidth, [["bytes", "dot"], ["written_bytes", "dot2", "written"]], size)),
     el("h2", {}, "Snapshots"),
     sheet(el("table", { class: "cards" },
-      head(["Step", "Job", "Sealed", "Held:n", "Durable after:n", "Size:n", "Written:n", "State"]),
+      head(["Step", "Job", "When", "Held:n", "Durable after:n", "Size:n", "Written:n", "State"]),
       el("tbody", {}, [...chosen].reverse().slice(0, state.shown).map(snapshotRow)))),
     chosen.length > state.shown ? el("p", { class: "more" }, el("button", { class: "act", "data-more": "shown" }, `Show more of ${count(chosen.length)}`)) : null);
 }
@@ -394,7 +394,7 @@ function snapshotRow(one) {
   return el("tr", {},
     el("th", { scope: "row", "data-label": "Step" }, el("span", {}, known(one.step) ? count(one.step) : one.tag)),
     cell("Job", one.job, "name"),
-    cell("Sealed", moment(one.sealed || one.failed || one.deleted)),
+    cell("When", moment(one.sealed || one.failed || one.deleted)),
     cell("Held", took(one.held_seconds), "n"), cell("Durable after", took(one.durable_seconds), "n"),
     cell("Size", size(one.bytes), "n"), cell("Written", size(one.written_bytes), "n"),
     cell("State", [el("span", { class: `mark s-${kind}` }, kind), more ? ` ${more}` : ""], "wrap"));

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptd.daemon.commands import health
+from ckptd.daemon.commands.page_command import daemon_view
 from ckptd.daemon.page.access import Access
-from ckptd.daemon.page.feed import DaemonView
 from ckptd.daemon.page.server import PageServer
 
 HOSTILE = "<img src=x onerror=\"document.title='taken'\">"
@@ -77,10 +76,9 @@ def page_of(
     root: Path, ask: Callable[[], Mapping[str, Any]], access: Access | None = None
 ) -> Iterator[Served]:
     """Serve the page of a root. `ask` returns the status of its daemon."""
-    view = DaemonView(ask, health.problems, lambda status: health.health_text([], dict(status)))
     listener = socket.create_server(("127.0.0.1", 0))
     served = Served(listener.getsockname()[1])
-    server = PageServer(listener, access or Access(), root, view, root / "no-history")
+    server = PageServer(listener, access or Access(), root, daemon_view(ask), root / "no-history")
     server.start()
     try:
         yield served

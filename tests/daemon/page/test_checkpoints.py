@@ -41,7 +41,9 @@ def made() -> Iterator[Path]:
 
 
 @pytest.fixture
-def root(made: Path, tmp_path: Path) -> Path:
+def root(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the root, whose lists are made again for each call."""
+    monkeypatch.setattr(module, "FRESH_SECONDS", -1.0)
     return Path(shutil.copytree(made, tmp_path / "root"))
 
 
@@ -80,6 +82,18 @@ def test_a_manifest_is_read_once(root: Path, monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(3):
         found.listing("gpt")
     assert sorted(read) == [TAG(1), TAG(3), TAG(4)]
+
+
+def test_readers_who_come_together_get_one_list(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FRESH_SECONDS", 600.0)
+    found = Checkpoints(root)
+    before = found.listing("gpt")
+    shutil.rmtree(root / "gpt" / TAG(3))
+    assert found.listing("gpt") is before
+    monkeypatch.setattr(module, "FRESH_SECONDS", -1.0)
+    assert len(found.listing("gpt")["checkpoints"]) == 3
 
 
 def test_long_lists_are_cut(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
