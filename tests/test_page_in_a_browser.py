@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent
-from ckptd.daemon.page import checkpoints
+from ckptd.daemon.page import checkpoints, overview
 from ckptd.shared.errors import DaemonUnreachable
 from tests.support.browser import CHROMIUM, DRIVER, MISSING, Browser, browser
 from tests.support.daemons import Daemon, home, running, until
@@ -186,7 +186,9 @@ def test_a_save_shows_its_rate_and_the_time_left(scene: Scene) -> None:
     assert window.run("return document.querySelector('td .meter i').style.width") == "25%"
 
 
-def test_a_daemon_that_is_gone_is_said_to_be(scene: Scene) -> None:
+def test_a_daemon_that_is_gone_is_said_to_be(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overview, "SILENT_SECONDS", 1.0)
+
     def gone() -> Any:
         raise DaemonUnreachable("no daemon at /s")
 

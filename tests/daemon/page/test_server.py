@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ckptd.daemon.page import overview
 from ckptd.daemon.page import server as module
 from ckptd.daemon.page.access import Access
 from ckptd.daemon.page.document import document
@@ -50,7 +51,8 @@ def served(tmp_path: Path, daemons: Daemons) -> Iterator[Served]:
         yield page
 
 
-def test_a_daemon_is_shown_and_its_end_too(daemon: Daemon) -> None:
+def test_a_daemon_is_shown_and_its_end_too(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overview, "SILENT_SECONDS", 1.0)
     with page_of(daemon.home.root, daemon.status) as page:
         with closing(page.connect()) as reader:
             live = documents(reader)
