@@ -4,6 +4,7 @@ was trained.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,6 +100,16 @@ def test_the_overview_needs_nothing_from_elsewhere(scene: Scene) -> None:
     assert {url.partition("?")[0] for url in asked} <= {
         f"{scene.page.url}api/live", f"{scene.page.url}api/history",
     }  # fmt: skip
+
+
+def test_the_ranks_and_their_slots_stay_open_while_the_page_is_live(scene: Scene) -> None:
+    window = scene.open("overview", "Ranks and slots of tiny")
+    window.click("#view-overview summary")
+    scene.shows("1 rank with ")
+    scene.shows(f"durable step {STEPS}, ")
+    clock = window.text("#live")
+    window.until(lambda: window.text("#live") != clock, "newer data")
+    assert f"pid {os.getpid()}" in window.text("#view-overview details")
 
 
 def test_the_timeline_has_every_snapshot(scene: Scene) -> None:

@@ -220,7 +220,24 @@ function overview() {
       el("tbody", {}, jobs.map(jobRow))))
       : el("p", { class: "empty" }, "No job has saved anything here yet. A training that calls ckptd.snapshot() appears by itself."),
     status.jobs_not_shown ? el("p", { class: "quiet" }, `${count(status.jobs_not_shown)} more jobs are not shown.`) : null,
+    jobs.filter((job) => (job.ranks || []).length).map(ranks),
     el("h2", {}, "Daemon"), facts(daemonFacts(status)));
+}
+
+/** Word the ranks of a job on this node with their slots in memory. */
+function ranks(job) {
+  const slots = job.ranks.flatMap((rank) => rank.slots);
+  const states = [...new Set(slots.map((slot) => slot.state))].sort();
+  const counted = states.map((state) => `${count(slots.filter((slot) => slot.state === state).length)} ${state}`);
+  return el("details", {},
+    el("summary", {}, `Ranks and slots of ${job.job}`),
+    el("p", { class: "quiet" }, `${plural(job.ranks.length, "rank")} with ${plural(slots.length, "slot")}${counted.length ? `: ${counted.join(", ")}` : ""}.`),
+    sheet(el("table", { class: "cards" }, head(["Rank:n", "Process", "Slots"]),
+      el("tbody", {}, job.ranks.map((rank) => el("tr", {},
+        el("th", { scope: "row", class: "n", "data-label": "Rank" }, el("span", {}, count(rank.rank))),
+        cell("Process", known(rank.pid) ? `pid ${rank.pid}${rank.connected ? "" : ", not connected"}` : "not known"),
+        cell("Slots", rank.slots.length
+          ? rank.slots.map((slot) => `${slot.state}${known(slot.step) ? ` step ${count(slot.step)}` : ""}, ${size(slot.bytes)}`).join("; ") : "none", "wrap")))))));
 }
 
 function tiles(status, jobs) {
