@@ -132,7 +132,8 @@ class Feed:
     def _publish(self, mark: int) -> None:
         silent = None if self._answered is None else self._clock() - self._answered
         shown = overview(self.status, self._problems, self._well, silent, self._why)
-        self._document = msgspec.json.encode({**shown, "history_mark": mark})
+        # A browser's clock may differ from that of this node, which the history has.
+        self._document = msgspec.json.encode({**shown, "history_mark": mark, "now": time.time()})
         self._number += 1
         self._wake()
 

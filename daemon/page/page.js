@@ -110,6 +110,12 @@ function number(value) {
   return Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3 ? value.toExponential(3) : String(Number(value.toPrecision(5)));
 }
 
+/** Return the Unix time by the clock of the node, which may differ from the browser's. */
+function now() {
+  if (!state.live) return Date.now() / 1000;
+  return state.live.now + (performance.now() - state.received) / 1000;
+}
+
 function pad(value) {
   return String(value).padStart(2, "0");
 }
@@ -126,7 +132,7 @@ function day(time) {
 
 function moment(time) {
   if (!known(time)) return "–";
-  return day(time) === day(Date.now() / 1000) ? clock(time) : `${day(time)} ${clock(time, false)}`;
+  return day(time) === day(now()) ? clock(time) : `${day(time)} ${clock(time, false)}`;
 }
 
 const ago = (seconds) => (known(seconds) ? `${span(seconds)} ago` : "");
@@ -181,7 +187,7 @@ function tell() {
   const lost = (performance.now() - (state.received || state.opened)) / 1000;
   const status = live && live.status;
   $("live").toggleAttribute("data-on", state.connected && lost < 5);
-  const words = state.connected && lost < 5 ? `live, ${clock(Date.now() / 1000)}` : "not connected";
+  const words = state.connected && lost < 5 ? `live, ${clock(now())}` : "not connected";
   morph($("live"), filled($("live").cloneNode(false), {}, [words]));
   if (status) {
     morph($("root"), filled($("root").cloneNode(false), {}, [status.root]));
@@ -347,7 +353,7 @@ async function loadHistory() {
   state.historyBusy = true;
   const mark = state.live ? state.live.history_mark : null;
   try {
-    const since = state.range ? Math.max(0, Math.floor(Date.now() / 1000 - state.range)) : 0;
+    const since = state.range ? Math.max(0, Math.floor(now() - state.range)) : 0;
     state.history = await ask("/api/history", { since });
     state.historyError = null;
   } catch (error) {
@@ -382,17 +388,17 @@ function timeline() {
     return;
   }
   const width = Math.max(280, Math.min(1180, view.clientWidth || 800));
-  const now = Date.now() / 1000;
+  const end = now();
   const first = Math.min(...chosen.map((one) => one.sealed || one.durable || one.failed || one.deleted));
-  const from = Math.max(state.range ? now - state.range : first, first - Math.max(10, (now - first) * 0.03));
+  const from = Math.max(state.range ? end - state.range : first, first - Math.max(10, (end - first) * 0.03));
   const plotWidth = width > 760 ? (width - 24) / 3 : width;
   show(view, controls,
     state.history.truncated ? el("p", { class: "quiet" }, "Only the newest 3,000 snapshots are shown.") : null,
-    lanes(chosen, from, now, width),
+    lanes(chosen, from, end, width),
     el("div", { class: "plots" },
-      plot("durable", "Until durable", chosen, from, now, plotWidth, [["durable_seconds", "dot"]], took),
-      plot("held", "Training held", chosen, from, now, plotWidth, [["held_seconds", "dot"]], took),
-      plot("size", "Size", chosen, from, now, plotWidth, [["bytes", "dot"], ["written_bytes", "dot2", "written"]], size)),
+      plot("durable", "Until durable", chosen, from, end, plotWidth, [["durable_seconds", "dot"]], took),
+      plot("held", "Training held", chosen, from, end, plotWidth, [["held_seconds", "dot"]], took),
+      plot("size", "Size", chosen, from, end, plotWidth, [["bytes", "dot"], ["written_bytes", "dot2", "written"]], size)),
     el("h2", {}, "Snapshots"),
     sheet(el("table", { class: "cards" },
       head(["Step", "Job", "When", "Held:n", "Durable after:n", "Size:n", "Written:n", "State"]),
