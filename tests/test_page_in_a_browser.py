@@ -103,7 +103,7 @@ def test_the_overview_needs_nothing_from_elsewhere(scene: Scene) -> None:
 
 
 def test_the_ranks_and_their_slots_stay_open_while_the_page_is_live(scene: Scene) -> None:
-    window = scene.open("overview", "Ranks and slots of tiny")
+    window = scene.open("overview", "Ranks and slots")
     window.click("#view-overview summary")
     scene.shows("1 rank with ")
     scene.shows(f"durable step {STEPS}, ")

@@ -226,24 +226,31 @@ function overview() {
       el("tbody", {}, jobs.map(jobRow))))
       : el("p", { class: "empty" }, "No job has saved anything here yet. A training that calls ckptd.snapshot() appears by itself."),
     status.jobs_not_shown ? el("p", { class: "quiet" }, `${count(status.jobs_not_shown)} more jobs are not shown.`) : null,
-    jobs.filter((job) => (job.ranks || []).length).map(ranks),
+    ranks(jobs),
     el("h2", {}, "Daemon"), facts(daemonFacts(status)));
 }
 
-/** Word the ranks of a job on this node with their slots in memory. */
-function ranks(job) {
-  const slots = job.ranks.flatMap((rank) => rank.slots);
+/** Word the ranks of all jobs on this node with their slots in memory. */
+function ranks(jobs) {
+  const all = jobs.flatMap((job) => (job.ranks || []).map((rank) => ({ job: job.job, ...rank })));
+  if (!all.length) return null;
+  const slots = all.flatMap((rank) => rank.slots);
   const states = [...new Set(slots.map((slot) => slot.state))].sort();
   const counted = states.map((state) => `${count(slots.filter((slot) => slot.state === state).length)} ${state}`);
-  return el("details", {},
-    el("summary", {}, `Ranks and slots of ${job.job}`),
-    el("p", { class: "quiet" }, `${plural(job.ranks.length, "rank")} with ${plural(slots.length, "slot")}${counted.length ? `: ${counted.join(", ")}` : ""}.`),
-    sheet(el("table", { class: "cards" }, head(["Rank:n", "Process", "Slots"]),
-      el("tbody", {}, job.ranks.map((rank) => el("tr", {},
-        el("th", { scope: "row", class: "n", "data-label": "Rank" }, el("span", {}, count(rank.rank))),
-        cell("Process", known(rank.pid) ? `pid ${rank.pid}${rank.connected ? "" : ", not connected"}` : "not known"),
-        cell("Slots", rank.slots.length
-          ? rank.slots.map((slot) => `${slot.state}${known(slot.step) ? ` step ${count(slot.step)}` : ""}, ${size(slot.bytes)}`).join("; ") : "none", "wrap")))))));
+  const open = $("ranks") && $("ranks").open;
+  return el("details", { id: "ranks", open },
+    el("summary", {}, "Ranks and slots"),
+    el("p", { class: "quiet" }, `${plural(all.length, "rank")} with ${plural(slots.length, "slot")}${counted.length ? `: ${counted.join(", ")}` : ""}.`),
+    open ? sheet(el("table", { class: "cards" }, head(["Rank", "Job", "Process", "Slots"]), el("tbody", {}, all.map(rankRow)))) : null);
+}
+
+function rankRow(rank) {
+  return el("tr", {},
+    el("th", { scope: "row", "data-label": "Rank" }, el("span", {}, count(rank.rank))),
+    cell("Job", rank.job, "name"),
+    cell("Process", known(rank.pid) ? `pid ${rank.pid}${rank.connected ? "" : ", not connected"}` : "not known"),
+    cell("Slots", rank.slots.length
+      ? rank.slots.map((slot) => `${slot.state}${known(slot.step) ? ` step ${count(slot.step)}` : ""}, ${size(slot.bytes)}`).join("; ") : "none", "wrap"));
 }
 
 function tiles(status, jobs) {
@@ -501,15 +508,18 @@ function plot(id, title, chosen, from, to, width, series, word) {
   const x = (at) => left + ((at - from) / (to - from)) * (right - left);
   const y = (value) => bottom - (value / ceiling) * (bottom - top);
   const main = series[0][0];
-  const path = points.filter((one) => known(one[main])).map((one, at) => `${at ? "L" : "M"}${x(one.durable).toFixed(1)} ${y(one[main]).toFixed(1)}`).join("");
+  const jobs = [...new Set(points.map((one) => one.job))];
+  const lines = jobs.map((job) => points.filter((one) => one.job === job && known(one[main]))
+    .map((one, at) => `${at ? "L" : "M"}${x(one.durable).toFixed(1)} ${y(one[main]).toFixed(1)}`).join(""));
+  const whose = (one) => (jobs.length > 1 ? `${one.job}, ` : "");
   const last = points[points.length - 1];
-  plots[id] = { points, x, y, main, word: (one) => `step ${count(one.step)}: ${series.map(([key, , what]) => `${word(one[key])}${what ? ` ${what}` : ""}`).join(", ")}`, at: points.length - 1, left, right };
+  plots[id] = { points, x, y, main, word: (one) => `${whose(one)}step ${count(one.step)}: ${series.map(([key, , what]) => `${word(one[key])}${what ? ` ${what}` : ""}`).join(", ")}`, at: points.length - 1, left, right };
   return el("figure", { "data-plot": id }, caption(plots[id].word(last)),
     svg("svg", { viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: "img", "aria-label": `${title}: the last one ${word(last[main])}, the greatest ${word(most)}. The arrow keys choose a snapshot.` },
       ticks.map((value) => [svg("line", { class: "grid", x1: left, x2: right, y1: y(value), y2: y(value) }),
         svg("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, word(value).replace(/^0 (ms|B)$/, "0"))]),
       timeAxis(from, to, x, top, bottom, right),
-      svg("path", { class: "line", d: path }),
+      lines.map((line) => svg("path", { class: "line", d: line })),
       series.flatMap(([key, kind]) => points.filter((one) => known(one[key])).map((one) =>
         svg("circle", { class: kind, cx: x(one.durable).toFixed(1), cy: y(one[key]).toFixed(1), r: points.length > 300 ? 1.5 : 2.25 }))),
       svg("circle", { class: "chosen", r: 5, visibility: "hidden" })));
@@ -824,6 +834,10 @@ document.addEventListener("click", ({ target }) => {
     loadCheckpoints(route().job, "");
   }
 });
+
+document.addEventListener("toggle", ({ target }) => {
+  if (target.id === "ranks") overview();
+}, true);
 
 let resized = 0;
 window.addEventListener("resize", () => {
