@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ckptd.daemon.page.overview import DaemonStatus, FoundProblem, Rates, overview
+from ckptd.daemon.page.overview import DaemonStatus, FoundProblem, SaveRates, overview
 from ckptd.shared.errors import CkptdError
 
 PERIOD_SECONDS = 1.0
@@ -54,7 +54,7 @@ class Feed:
     ) -> None:
         self._daemon, self._pool = daemon, pool
         self._history_mark, self._clock = history_mark, clock
-        self._rates = Rates()
+        self._rates = SaveRates()
         self.status: dict[str, Any] | None = None
         self._answered: float | None = None
         self._why = ""

@@ -79,7 +79,7 @@ def verdict(
     return TopSentence(level, f"{count_text(len(problems), 'thing')} need attention")
 
 
-class Rates:
+class SaveRates:
     """How fast the saves of a daemon go, from its successive answers."""
 
     def __init__(self) -> None:

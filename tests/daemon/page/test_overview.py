@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ckptd.daemon.commands.health import Problem
-from ckptd.daemon.page.overview import Level, Rates, TopSentence, overview, verdict
+from ckptd.daemon.page.overview import Level, SaveRates, TopSentence, overview, verdict
 
 WELL = "the daemon of /r is ready, 1 job runs"
 FAILED = Problem("failed", "gpt", "job gpt: the last save failed 3 s ago: no room")
@@ -42,13 +42,13 @@ def status(done: int, tag: str = "t") -> dict[str, Any]:
     return {"jobs": [{"job": "gpt", "saving": [saving]}, {"job": "idle"}]}
 
 
-def rated(rates: Rates, now: float, found: dict[str, Any]) -> tuple[Any, Any]:
+def rated(rates: SaveRates, now: float, found: dict[str, Any]) -> tuple[Any, Any]:
     (one,) = rates.add(now, found)["jobs"][0]["saving"]
     return one["bytes_per_second"], one["seconds_left"]
 
 
 def test_the_rate_is_that_of_the_last_seconds() -> None:
-    rates = Rates()
+    rates = SaveRates()
     assert rated(rates, 10.0, status(0)) == (7, 70.0), "not known yet: what the daemon says"
     assert rated(rates, 11.0, status(100)) == (100, 9.0)
     assert rated(rates, 12.0, status(400)) == (200, 3.0)
@@ -57,13 +57,13 @@ def test_the_rate_is_that_of_the_last_seconds() -> None:
 
 
 def test_another_save_begins_without_a_rate() -> None:
-    rates = Rates()
+    rates = SaveRates()
     rated(rates, 10.0, status(900))
     assert rated(rates, 11.0, status(10, "u")) == (7, 70.0)
 
 
 def test_an_answer_is_not_changed() -> None:
-    rates, given = Rates(), status(0)
+    rates, given = SaveRates(), status(0)
     rates.add(1.0, given)
     rates.add(2.0, given | {"more": 1})
     assert given == status(0)
