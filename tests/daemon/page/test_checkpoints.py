@@ -18,7 +18,7 @@ from ckptd.shared.errors import InvalidName, NotFound
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.names import MANIFEST
 from ckptd.shared.storage.locate import open_root
-from tests.support.daemons import home, running
+from tests.support.daemons import home, running, until
 
 TAG = "step-{:08d}.a0001".format
 
@@ -34,7 +34,8 @@ def made() -> Iterator[Path]:
                 metrics = {"loss": 1 / step, "odd": float("nan")}
                 agent.snapshot(state, step=step, metrics=metrics).wait("durable", timeout=60)
             agent.close()
-        repository = open_root(place.root)
+            repository = open_root(place.root)
+            until(lambda: repository.read_newest("gpt") == TAG(4), "hint of the newest")
         repository.pin("gpt", TAG(1))
         (place.root / "gpt" / TAG(2) / MANIFEST).write_bytes(b"{}")
         yield place.root
