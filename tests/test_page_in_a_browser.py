@@ -224,7 +224,7 @@ def test_everything_is_reached_with_the_keyboard(scene: Scene) -> None:
     outline = "return getComputedStyle(document.activeElement).outlineStyle"
     assert window.run(outline) == "solid"
     window.press(ENTER)
-    scene.shows("checkpoints of tiny")
+    scene.shows("Read again")
     assert window.run("return document.querySelector('nav [aria-current]').innerText") == (
         "Checkpoints"
     )

@@ -189,6 +189,7 @@ def _row(tag: str, manifest: Manifest) -> dict[str, Any]:
         "raw_bytes": sum(part.raw_bytes for part in manifest.parts),
         "created": manifest.created_at,
         "metrics": manifest.metrics,
+        "non_finite": manifest.non_finite,
         "damaged": None,
     }
 

@@ -602,6 +602,7 @@ function checkpoints() {
   }
   const metrics = [...new Set(listing.checkpoints.flatMap((one) => Object.keys(one.metrics || {})))].slice(0, 6);
   const columns = [["newest", "Step"], ["created", "Created"], ["bytes", "Size:n"], ["share", "Of raw:n"], ["world_size", "Ranks:n"],
+    ...(listing.checkpoints.some((one) => known(one.non_finite)) ? [["non_finite", "Not finite:n"]] : []),
     ...metrics.map((name) => [`metric ${name}`, name, "n"])];
   const rows = sorted(listing.checkpoints);
   show(view, controls, sheet(el("table", { class: "cards" },
@@ -609,7 +610,7 @@ function checkpoints() {
     el("thead", {}, el("tr", {}, columns.map(([key, title, kind]) => el("th", {
       scope: "col", class: kind || title.split(":")[1], "aria-sort": state.sort === key ? (state.down ? "descending" : "ascending") : "none",
     }, el("button", { "data-sort": key }, kind ? title : title.split(":")[0]))), el("th", { scope: "col" }, "Tag"))),
-    el("tbody", {}, rows.slice(0, state.listed).map((one) => checkpointRow(one, listing.job, metrics))))),
+    el("tbody", {}, rows.slice(0, state.listed).map((one) => checkpointRow(one, listing.job, metrics, columns))))),
   rows.length > state.listed ? el("p", { class: "more" }, el("button", { class: "act", "data-more": "listed" }, `Show all ${count(rows.length)}`)) : null);
   return undefined;
 }
@@ -633,11 +634,11 @@ function sorted(rows) {
   return [...able, ...rows.filter((one) => !able.includes(one))];
 }
 
-function checkpointRow(one, job, metrics) {
+function checkpointRow(one, job, metrics, columns) {
   const marks = ["newest", "pinned"].filter((mark) => one[mark]).map((mark) => [" ", el("span", { class: "mark quiet" }, mark)]);
   if (one.damaged) {
     return el("tr", {}, el("th", { scope: "row", "data-label": "Step" }, el("span", { class: "mark s-failed" }, "damaged")),
-      el("td", { colspan: 4 + metrics.length, class: "wrap" }, one.damaged), cell("Tag", el("span", { class: "mono" }, one.tag), "name"));
+      el("td", { colspan: columns.length - 1, class: "wrap" }, one.damaged), cell("Tag", el("span", { class: "mono" }, one.tag), "name"));
   }
   const link = el("a", { href: `#checkpoints/${encodeURIComponent(job)}/${encodeURIComponent(one.tag)}` }, known(one.step) ? count(one.step) : one.tag);
   return el("tr", {},
@@ -645,8 +646,14 @@ function checkpointRow(one, job, metrics) {
     cell("Created", moment(one.created)), cell("Size", size(one.bytes), "n"),
     cell("Of raw", one.raw_bytes ? `${Math.round((100 * one.bytes) / one.raw_bytes)} %` : "–", "n"),
     cell("Ranks", count(one.world_size), "n"),
+    columns.some(([key]) => key === "non_finite") ? cell("Not finite", nonFinite(one), "n") : null,
     metrics.map((name) => cell(name, number((one.metrics || {})[name]), "n")),
     cell("Tag", el("span", { class: "mono quiet" }, one.tag), "name"));
+}
+
+/** Word how many values of the parameters and the optimizer state are not finite. */
+function nonFinite(one) {
+  return one.non_finite ? el("span", { class: "l-warning" }, count(one.non_finite)) : count(one.non_finite);
 }
 
 function checkpoint() {
@@ -667,6 +674,7 @@ function checkpoint() {
       ["Created", `${day(one.created)} ${clock(one.created)}`], ["Attempt", `${one.attempt}, number ${count(one.seq)} of the job`],
       ["Size", `${size(one.bytes)}, ${one.raw_bytes ? Math.round((100 * one.bytes) / one.raw_bytes) : 0} % of ${size(one.raw_bytes)}`],
       ["Ranks", count(one.world_size)],
+      known(one.non_finite) ? ["Not finite", nonFinite(one)] : null,
       ...metrics.map(([name, value]) => [name, number(value)]),
       ...writer.map(([name, value]) => [name, value]),
       manifest.retention ? ["Retention", manifest.retention.join(", ")] : null,

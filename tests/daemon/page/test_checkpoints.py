@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,10 @@ def made() -> Iterator[Path]:
         with running(place, forked=True):
             agent = Agent("gpt", socket=place.socket)
             for step in (1, 2, 3, 4):
-                state = {"w": torch.arange(6.0).reshape(2, 3) * step, "n": 3, "s": {"b": 1}}
+                model = torch.nn.Linear(3, 2, bias=False)
+                model.weight.data = torch.arange(6.0).reshape(2, 3) * step
+                model.weight.data[0, 0] = math.nan if step == 4 else 0.0
+                state = {"m": model, "n": 3, "s": {"b": 1}}
                 metrics = {"loss": 1 / step, "odd": float("nan")}
                 agent.snapshot(state, step=step, metrics=metrics).wait("durable", timeout=60)
             agent.close()
@@ -59,6 +63,7 @@ def test_checkpoints_are_listed_newest_first(root: Path) -> None:
         (True, False), (False, False), (False, False), (False, True),
     ]  # fmt: skip
     assert (rows[0]["step"], rows[0]["metrics"]) == (4, {"loss": 0.25, "odd": "nan"})
+    assert [row.get("non_finite") for row in rows] == [1, 0, None, 0]
     assert "manifest" in rows[2]["damaged"]
     assert found.listing("gpt") == listed
 
@@ -108,19 +113,21 @@ def test_long_lists_are_cut(root: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_checkpoint_is_described_with_its_tensors(root: Path) -> None:
     found = Checkpoints(root).details("gpt", TAG(3))
-    assert found["tensors"] == [{"name": "w", "shape": [2, 3], "dtype": "float32", "bytes": 24}]
+    assert found["tensors"] == [
+        {"name": "m.weight", "shape": [2, 3], "dtype": "float32", "bytes": 24}
+    ]
     assert (found["job"], found["step"], found["bytes"] > 24) == ("gpt", 3, True)
     assert found["manifest"]["job"] == "gpt"
     assert "metadata" not in found["manifest"]
     whole = json.loads(Checkpoints(root).manifest("gpt", TAG(3)))
-    assert "w" in whole["metadata"]["state_dict_metadata"]
+    assert "m.weight" in whole["metadata"]["state_dict_metadata"]
 
 
 def test_a_tensor_is_measured(root: Path) -> None:
-    found = Checkpoints(root).statistics("gpt", TAG(3), "w", lambda: False)
-    assert (found["name"], found["shape"], found["dtype"]) == ("w", [2, 3], "float32")
+    found = Checkpoints(root).statistics("gpt", TAG(3), "m.weight", lambda: False)
+    assert (found["name"], found["shape"], found["dtype"]) == ("m.weight", [2, 3], "float32")
     assert (found["minimum"], found["maximum"], found["nonfinite"]) == (0.0, 15.0, 0)
-    with pytest.raises(NotFound, match="no tensor 'x'; the checkpoint has 1, such as w"):
+    with pytest.raises(NotFound, match="no tensor 'x'; the checkpoint has 1, such as m.weight"):
         Checkpoints(root).statistics("gpt", TAG(3), "x", lambda: False)
 
 
