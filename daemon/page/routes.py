@@ -130,6 +130,8 @@ class Routes:
         return EventStream(head.encoded_head(), self._pieces())
 
     async def _pieces(self) -> AsyncGenerator[bytes, None]:
+        if self._streams >= MOST_STREAMS:
+            return  # others were faster; a browser tries it again
         self._streams += 1
         documents = self._feed.documents()
         try:

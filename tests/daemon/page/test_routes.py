@@ -182,7 +182,10 @@ async def test_more_readers_than_allowed_are_refused(
     )  # fmt: skip
     assert isinstance(streams[0], EventStream)
     await streams[0].pieces.aclose()
-    assert isinstance(await answers.reply("/api/live"), EventStream)
+    late = [await answers.reply("/api/live") for _ in range(2)]
+    pieces = [stream.pieces for stream in late if isinstance(stream, EventStream)]
+    assert await anext(pieces[0]) == b"retry: 2000\n\n"
+    assert [piece async for piece in pieces[1]] == [], "both asked before one of them began"
 
 
 async def test_tensors_are_measured_one_at_a_time_and_the_work_ends_with_the_reader(
