@@ -142,14 +142,15 @@ def _serve(
     from ckptd.daemon.page.server import PageServer
     from ckptd.daemon.process.listener import listen_for_http
 
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     ends = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before there are threads
     listener = listen_for_http(address)
     port = 0 if address.path else listener.getsockname()[1]
     access = Access(token, {sockets.gethostname(), sockets.getfqdn()}, port)
     own = machine.history_file(machine.configured_state_dir(), root)
     server = PageServer(listener, access, root, daemon_view(asked.status), own)
+    # Before there are threads, and after all that can fail: a process keeps its mask.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     server.start()
     where = f"unix:{address.path}" if address.path else f"http://{HttpAddress(address.host, port)}/"
     how = ", with ?token=TOKEN at the first time" if token else ""

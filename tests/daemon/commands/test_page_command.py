@@ -86,6 +86,8 @@ def test_a_busy_port_is_named(place: Home) -> None:
             f"ckptd: another process listens at 127.0.0.1:{port}: name another port with --http, "
             f"or stop it first\n",
         )
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert blocked & {signal.SIGINT, signal.SIGTERM} == set(), "later daemons would have its mask"
 
 
 def test_no_daemon_and_no_root(place: Home) -> None:
