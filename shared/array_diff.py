@@ -23,7 +23,7 @@ from ckptd.shared.formats.plan import RUN_FACTS, element_size
 
 BLOCK = 32 << 20
 """The most bytes of a tensor that are read at once, unless one row has more."""
-_PIECE = 1 << 20
+PIECE = 1 << 20
 """The number of elements that are converted to numbers at once."""
 Path = tuple[Any, ...]
 """The keys that lead to a value."""
@@ -309,7 +309,7 @@ class _Distance:
         self._same_type = dtypes[0] == dtypes[1]
         self._known = all(numbers(np.empty(0, np.uint8), dtype) is not None for dtype in dtypes)
         self.differing = 0
-        self._l2, self._norm = _Norm(), _Norm()
+        self._l2, self._norm = Norm(), Norm()
         self._max = 0.0
         self._non_finite = [0, 0]
         self._beyond = 0  # elements that differ and are not finite in A or B
@@ -317,9 +317,9 @@ class _Distance:
     def add(self, a: Array, b: Array) -> None:
         """Add the bytes of a block in A and in B."""
         size_a, size_b = self._sizes
-        for start in range(0, len(a) // size_a, _PIECE):
-            one = a[start * size_a : (start + _PIECE) * size_a]
-            other = b[start * size_b : (start + _PIECE) * size_b]
+        for start in range(0, len(a) // size_a, PIECE):
+            one = a[start * size_a : (start + PIECE) * size_a]
+            other = b[start * size_b : (start + PIECE) * size_b]
             equal = self._same_type and np.array_equal(one, other)
             if self._same_type and not equal:
                 self.differing += _differing(one, other, size_a)
@@ -336,7 +336,7 @@ class _Distance:
             missing = len(x) - int(finite.sum())
             self._non_finite[0] += missing
             self._non_finite[1] += missing
-            self._norm.add(np.abs(_floats(x if not missing else x[finite])))
+            self._norm.add(np.abs(floats(x if not missing else x[finite])))
             return
         finite_y = np.isfinite(y)
         self._non_finite[0] += len(x) - int(finite.sum())
@@ -347,7 +347,7 @@ class _Distance:
             self._beyond += int(((u != v) & ~(np.isnan(u) & np.isnan(v))).sum())
             x, y = x[both], y[both]
         apart = _apart(x, y)
-        self._norm.add(np.abs(_floats(x)))
+        self._norm.add(np.abs(floats(x)))
         self._l2.add(apart)
         self._max = max(self._max, float(apart.max(initial=0.0)))
 
@@ -364,7 +364,7 @@ class _Distance:
         )  # fmt: skip
 
 
-class _Norm:
+class Norm:
     """An L2 norm that is added up without overflow and underflow of the squares."""
 
     def __init__(self) -> None:
@@ -393,7 +393,7 @@ def _differing(a: Array, b: Array, size: int) -> int:
     return int(np.count_nonzero(words if size <= 8 else words.reshape(-1, size // 8).any(1)))
 
 
-def _floats(values: Array) -> Array:
+def floats(values: Array) -> Array:
     return values if values.dtype.kind in "fc" else values.astype(np.float64)
 
 
@@ -408,7 +408,7 @@ def _apart(x: Array, y: Array) -> Array:
         exact: Array = (high - low).astype(np.float64)
         return exact
     with np.errstate(over="ignore"):
-        apart: Array = np.abs(_floats(x) - _floats(y))
+        apart: Array = np.abs(floats(x) - floats(y))
     return apart
 
 

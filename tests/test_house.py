@@ -55,7 +55,7 @@ def test_a_wheel_holds_every_package() -> None:
 
 # -- layers
 
-ARRAYS = ("array_checkpoint", "array_diff", "plain_values")
+ARRAYS = ("array_checkpoint", "array_diff", "array_statistics", "plain_values")
 """The modules of the reader without torch. Nothing else imports them, except a command
 while it runs.
 """
@@ -188,6 +188,7 @@ def test_the_search_finds_a_cycle() -> None:
                 "history_command",
                 "logs_command",
                 "neighbours",
+                "page_command",
                 "report",
                 "run_command",
                 "status_command",
@@ -287,6 +288,7 @@ TOUCH_FILES = {
     "daemon/journal/place.py": "the directory of the journal, on the local disk",
     "daemon/commands/doctor.py": "the configuration of systemd-logind",
     "daemon/commands/leftovers.py": "segments and sockets that dead daemons have left",
+    "daemon/commands/page_command.py": "removes its socket",
     "daemon/process/limits.py": "/proc",
     "daemon/telemetry/history.py": "the history, on the local disk",
     "daemon/process/listener.py": "the socket",

@@ -22,6 +22,7 @@ from ckptd.daemon.commands.copying import copy
 from ckptd.daemon.commands.diff_command import diff
 from ckptd.daemon.commands.history_command import history
 from ckptd.daemon.commands.logs_command import logs
+from ckptd.daemon.commands.page_command import page
 from ckptd.daemon.commands.run_command import default_socket, run
 from ckptd.daemon.commands.status_command import status
 from ckptd.daemon.commands.top_command import top
@@ -543,6 +544,7 @@ main.add_command(copy)
 main.add_command(diff)
 main.add_command(history)
 main.add_command(logs)
+main.add_command(page)
 main.add_command(run)
 main.add_command(status)
 main.add_command(top)

@@ -8,12 +8,22 @@ import asyncio
 import logging
 import socket
 import threading
-from contextlib import suppress
+from collections.abc import Coroutine
+from contextlib import aclosing, suppress
 from http import HTTPStatus
+from typing import TypeVar
 
-from ckptd.daemon.telemetry.http_answers import MAX_HEAD_BYTES, Page, Pages, respond
+from ckptd.daemon.telemetry.http_answers import (
+    MAX_HEAD_BYTES,
+    EventStream,
+    Page,
+    Pages,
+    respond,
+)
 
 log = logging.getLogger("ckptd.http")
+
+T = TypeVar("T")
 
 MAX_CLIENTS = 16
 """The most clients at once. Each needs a file descriptor, and the training needs most
@@ -21,6 +31,8 @@ of them.
 """
 REQUEST_SECONDS = 5.0
 """The seconds that a client has to send its request, and again to read the answer."""
+STREAM_BUFFER_BYTES = 64 << 10
+"""The bytes that the kernel keeps of a stream for a client that does not read."""
 _END_SECONDS = 2.0
 _ACCEPT_TURNS = 10
 
@@ -28,11 +40,21 @@ _ACCEPT_TURNS = 10
 class HttpServer:
     """A server of `pages` at a socket that listens already.
 
-    `start` starts the thread, and `close` ends it and closes the socket.
+    `start` starts the thread, and `close` ends it and closes the socket. A subclass may
+    replace `reply`, whose work is cancelled when the client leaves.
     """
 
-    def __init__(self, listener: socket.socket, pages: Pages) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        pages: Pages,
+        *,
+        most_clients: int = MAX_CLIENTS,
+        serves: str = "metrics and probes are",
+    ) -> None:
+        """most_clients: the most clients at once. serves: subject and verb for the log."""
         self._listener, self._pages = listener, pages
+        self._most_clients, self._serves = most_clients, serves
         self._thread = threading.Thread(target=self._run, name="ckptd-http", daemon=True)
         # The loop of asyncio, because another one would take more memory.
         self._loop = asyncio.SelectorEventLoop()
@@ -56,7 +78,7 @@ class HttpServer:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
         except Exception:
-            log.exception("metrics and probes are no longer served; saving goes on")
+            log.exception("%s no longer served; saving goes on", self._serves)
         finally:
             self._listener.close()
 
@@ -85,27 +107,25 @@ class HttpServer:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.transport.set_write_buffer_limits(0)  # so that `drain` waits for the client
         try:
-            writer.write(await self._response(reader))
-            async with asyncio.timeout(REQUEST_SECONDS):
-                await writer.drain()
-                writer.write_eof()
-                # Closing before the client has sent all would make the kernel reset the
-                # connection, and the answer could be lost.
-                await reader.read(MAX_HEAD_BYTES)
+            answer = await self._response(reader)
+            if isinstance(answer, EventStream):
+                await _while_connected(reader, _stream(answer, writer))
+            else:
+                await _send_whole(answer, reader, writer)
         except (OSError, EOFError):  # TimeoutError is an OSError
             pass  # the client has left, or does not read
         writer.transport.abort()
         with suppress(OSError):  # the error of the connection, which is logged if nobody takes it
             await writer.wait_closed()
 
-    async def _response(self, reader: asyncio.StreamReader) -> bytes:
+    async def _response(self, reader: asyncio.StreamReader) -> bytes | EventStream:
         """Read a request, and return the response.
 
-        Raises EOFError if the client leaves before its request is complete.
+        Raises EOFError if the client leaves before the response is there.
         """
-        if len(self._clients) > MAX_CLIENTS:
+        if len(self._clients) > self._most_clients:
             return Page.of(
-                HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_CLIENTS} clients are served already"
+                HTTPStatus.SERVICE_UNAVAILABLE, f"{self._most_clients} clients are served already"
             ).encoded()
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
@@ -121,11 +141,60 @@ class HttpServer:
                 f"the request did not come within {REQUEST_SECONDS:.0f} s",
             ).encoded()
         try:
-            return respond(head, self._pages)
+            return await _while_connected(reader, self.reply(head))
+        except EOFError:
+            raise
         except Exception:
             if not self._failed:
                 log.exception("a page cannot be made; saving goes on")
             self._failed = True
             return Page.of(
-                HTTPStatus.INTERNAL_SERVER_ERROR, "this page failed; the daemon's log says why"
+                HTTPStatus.INTERNAL_SERVER_ERROR, "this page failed; the log says why"
             ).encoded()
+
+    async def reply(self, head: bytes) -> bytes | EventStream:
+        """Return the response to a request, given its head."""
+        return respond(head, self._pages)
+
+
+async def _while_connected(reader: asyncio.StreamReader, work: Coroutine[None, None, T]) -> T:
+    """Return the result of `work`. Cancel it when the client leaves, and raise EOFError."""
+    doing = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(reader.read(1))
+    try:
+        await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done() and (leaving.exception() or not leaving.result()):
+            raise EOFError
+        return await doing
+    finally:
+        for task in (doing, leaving):
+            task.cancel()
+        await asyncio.gather(doing, leaving, return_exceptions=True)
+
+
+async def _send_whole(
+    answer: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    writer.write(answer)
+    async with asyncio.timeout(REQUEST_SECONDS):
+        await writer.drain()
+        writer.write_eof()
+        # Closing before the client has sent all would make the kernel reset the
+        # connection, and the answer could be lost.
+        await reader.read(MAX_HEAD_BYTES)
+
+
+async def _stream(answer: EventStream, writer: asyncio.StreamWriter) -> None:
+    """Send the pieces of a stream as they come. Raises TimeoutError if the client does
+    not read.
+    """
+    # A client that does not read is noticed once this much waits for it.
+    writer.get_extra_info("socket").setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDBUF, STREAM_BUFFER_BYTES
+    )
+    writer.write(answer.head)
+    async with aclosing(answer.pieces) as pieces:
+        async for piece in pieces:
+            writer.write(piece)
+            async with asyncio.timeout(REQUEST_SECONDS):
+                await writer.drain()

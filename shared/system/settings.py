@@ -25,7 +25,7 @@ root.
 A training process may override the setting.
 """
 NOT_OF_THE_DAEMON = frozenset(
-    {"job", "takeover", "compare_replicas", "failpoints", "python", "config"}
+    {"job", "takeover", "compare_replicas", "failpoints", "python", "config", "page_token"}
 )
 """The other variables, which the training process, the tests and the command line read."""
 

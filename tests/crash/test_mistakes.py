@@ -49,6 +49,7 @@ COMMANDS = (
     "diff {root}/gpt/70 {root}/gpt/newest",
     "logs gpt --root {root}",
     "top {root}",
+    "page --root {root} --http 0.0.0.0:0",
     "run --root {root}-new --keep LatestN(1)",
     "bench --root {root}-new",
 )

@@ -51,3 +51,22 @@ def test_other_machines_may_not_read(host: str) -> None:
 def test_a_socket_needs_a_path_that_the_kernel_takes(text: str) -> None:
     with pytest.raises(ValueError, match="expected unix: and the path of a socket, of at most 107"):
         parse_http_address(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "local"),
+    [
+        ("0.0.0.0:80", "0.0.0.0:80", False), ("[::]:80", "[::]:80", False),
+        ("10.1.2.3:0", "10.1.2.3:0", False), ("localhost:80", "127.0.0.1:80", True),
+        ("[::1]:80", "[::1]:80", True), ("unix:/run/p", "unix:/run/p", True),
+    ],
+)  # fmt: skip
+def test_the_page_may_have_any_ip_address(text: str, shown: str, local: bool) -> None:
+    address = parse_http_address(text, remote=True)
+    assert (str(address), address.is_local) == (shown, local)
+
+
+@pytest.mark.parametrize("host", ["node-3", "127.0.0.1.evil.org", "0.0.0", "[0.0.0.0", "::"])
+def test_a_name_is_no_ip_address(host: str) -> None:
+    with pytest.raises(ValueError, match="http is .*; expected "):
+        parse_http_address(f"{host}:9419", remote=True)

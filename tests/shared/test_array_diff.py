@@ -207,7 +207,7 @@ def test_blocks_of_rows_give_the_figures_of_the_whole(
     with ArrayCheckpoint.open(job, 0) as one, ArrayCheckpoint.open(job, 1) as other:
         whole = difference(one, other)
         monkeypatch.setattr(array_diff, "BLOCK", 64)
-        monkeypatch.setattr(array_diff, "_PIECE", 3)
+        monkeypatch.setattr(array_diff, "PIECE", 3)
         parts = difference(one, other)
     assert [one.name for one in whole.tensors] == ["x", "y"]
     for one_block, many in zip(whole.tensors, parts.tensors, strict=True):
@@ -239,7 +239,7 @@ def test_memory_does_not_grow_with_the_tensors(
     x = torch.ones(size)
     job = saved(served, {"x": x}, {"x": x * 2})
     monkeypatch.setattr(array_diff, "BLOCK", 4 << 20)
-    monkeypatch.setattr(array_diff, "_PIECE", 1 << 16)
+    monkeypatch.setattr(array_diff, "PIECE", 1 << 16)
     with ArrayCheckpoint.open(job, 0) as one, ArrayCheckpoint.open(job, 1) as other:
         tracemalloc.start()
         try:

@@ -20,12 +20,13 @@ PACKAGES = ("agent", "daemon", "shared")
 ORDER = {
     "shared": (
         "errors", "units", "interval", "location", "names", "retention", "codecs", "system",
-        "formats", "wire", "array_checkpoint", "array_diff", "storage", "command",
+        "formats", "wire", "array_checkpoint", "array_diff",
+        "array_statistics", "storage", "command",
     ),
     "daemon": (
         "log_events", "tasks", "http_address", "config", "job", "journal", "memory", "root",
         "chunks", "runs", "saving", "engine", "recovery", "stage", "composition", "telemetry",
-        "process", "top", "commands", "__main__",
+        "process", "page", "top", "commands", "__main__",
     ),
     "agent": (
         "torch_support", "threads", "pending", "step_times", "advice", "outcomes", "state",

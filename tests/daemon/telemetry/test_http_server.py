@@ -4,16 +4,24 @@ page that fails.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import queue
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack
 from http import HTTPStatus
 
 import pytest
 
 from ckptd.daemon.telemetry import http_server
-from ckptd.daemon.telemetry.http_answers import MAX_HEAD_BYTES, Page, Pages
+from ckptd.daemon.telemetry.http_answers import (
+    MAX_HEAD_BYTES,
+    EventStream,
+    Page,
+    Pages,
+    parse_request,
+)
 from ckptd.daemon.telemetry.http_server import MAX_CLIENTS, HttpServer
 
 REQUEST = b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -123,3 +131,64 @@ def test_the_end_closes_the_socket(pages: Pages) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address, timeout=60)
     waiting.close()
+
+
+class Streaming(HttpServer):
+    """A server that streams at /stream, and works without an end at any other path.
+
+    `ended` has the paths whose work was cancelled.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        super().__init__(listener, {})
+        self.ended = queue.Queue[str]()
+
+    async def reply(self, head: bytes) -> bytes | EventStream:
+        request = parse_request(head)
+        assert not isinstance(request, Page)
+        if request.path == "/stream":
+            return EventStream(b"HTTP/1.1 200 OK\r\n\r\n", self._pieces())
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ended.put(request.path)
+        return b""
+
+    async def _pieces(self) -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"first\n"
+            yield b"second\n"
+            await asyncio.Event().wait()
+        finally:
+            self.ended.put("/stream")
+
+
+class TestWorkForAClient:
+    @pytest.fixture
+    def streaming(self) -> Iterator[tuple[Streaming, Client]]:
+        listener = socket.create_server(("127.0.0.1", 0))
+        address = listener.getsockname()
+        server = Streaming(listener)
+        server.start()
+        yield server, lambda: socket.create_connection(address, timeout=60)
+        server.close()
+
+    @pytest.mark.parametrize("path", ["/stream", "/long"])
+    def test_ends_when_the_client_leaves(
+        self, streaming: tuple[Streaming, Client], path: str
+    ) -> None:
+        server, connect = streaming
+        with connect() as client, connect() as other:
+            other.sendall(REQUEST.replace(b"/x", b"/other"))
+            client.sendall(REQUEST.replace(b"/x", path.encode()))
+            assert path != "/stream" or client.recv(1) == b"H"
+        assert {server.ended.get(timeout=60) for _ in range(2)} == {path, "/other"}
+
+    def test_pieces_of_a_stream_come_as_they_are_made(
+        self, streaming: tuple[Streaming, Client]
+    ) -> None:
+        _, connect = streaming
+        with connect() as client, client.makefile("rb") as file:
+            client.sendall(REQUEST.replace(b"/x", b"/stream"))
+            lines = [file.readline() for _ in range(4)]
+        assert lines == [b"HTTP/1.1 200 OK\r\n", b"\r\n", b"first\n", b"second\n"]
