@@ -146,6 +146,20 @@ def frames() -> dict[str, FrameVector]:
                 "incomplete": ["step 1000: disk full"],
             },
         ),
+        "recovered-past-damage": read(
+            "ReportRecovery with every field",
+            {
+                "type": "recovered",
+                "id": 11,
+                "step": None,
+                "attempt": 2,
+                "tag": "best.a0002",
+                "source": "storage",
+                "seconds": 1.5,
+                "bytes": 4096,
+                "passed_over": ["gpt/step-00001000.a0002 in storage: chunk 0 is damaged"],
+            },
+        ),
         "find-delivered": read(
             "Find with every field", {"type": "find", "id": 9, "step": 1000, "delivered": 1}
         ),

@@ -1226,6 +1226,47 @@ def empty_columns() -> Vector:
     )
 
 
+def not_finite() -> Vector:
+    """Return a checkpoint with NaN in a parameter, and an infinite buffer."""
+    weight = Tensor("model.weight", "float32", (3,), floats(1, float("nan"), float("inf")))
+    mask = Tensor("model.mask", "float32", (1,), floats(float("-inf")))
+    count = {"values": 2, "tensors": 1, "most": [[0, 2]]}
+
+    def members(found: dict[str, Any]) -> dict[str, Any]:
+        parts = [part | {"non_finite": 2} for part in found["parts"]]
+        return found | {"parts": parts, "retention": ["Finite(n=1)"]}
+
+    return one(
+        "the count of values that are NaN or infinite, in the index and in the manifest; the plan "
+        "names the item that counts; the policy Finite",
+        [weight, mask],
+        part={
+            "edit_plan": lambda plan: plan | {"learned": [[0, 1]]},
+            "edit_index": lambda index: index | {"non_finite": count},
+            "request": {"retention": ["Finite(n=1)"]},
+        },
+        edit_members=members,
+        more={"retention": ["Finite(n=1)"]},
+    )
+
+
+def counted_columns() -> Vector:
+    checkpoint, metadata, found, shards = format_2(
+        lambda members: (
+            members
+            | {"parts": members["parts"] | {"non_finite": [0] * len(members["parts"]["bytes"])}}
+        )
+    )
+    return Vector(
+        "a manifest of version 2 with the count of each part",
+        checkpoint,
+        found,
+        {name: reference(name) for name in metadata},
+        {"blob": b"blob"},
+        {"shards": shards},
+    )
+
+
 def more_keys() -> Vector:
     state = {
         "bools": ext(5, [[True, "yes"], [False, "no"], [None, 0], [0.5, 1], [b"\x00", 2]]),
@@ -1390,6 +1431,8 @@ SOUND = {
     "hidden-items": hidden_items,
     "version-2-empty-columns": empty_columns,
     "more-keys": more_keys,
+    "not-finite": not_finite,
+    "version-2-not-finite": counted_columns,
     "merging-objects": merging_objects,
 }
 
