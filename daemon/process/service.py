@@ -25,7 +25,7 @@ from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal.journal import JournalBroken
 from ckptd.daemon.memory.slots import Slot
-from ckptd.daemon.process.rank_report import ranks_report
+from ckptd.daemon.process.rank_report import all_ranks_report
 from ckptd.daemon.process.vitals import Vitals, rss_bytes
 from ckptd.daemon.telemetry.overdue import Late
 from ckptd.shared import __version__, names
@@ -47,8 +47,6 @@ status report.
 """
 MAX_REPORT = MAX_FRAME - 4096
 """The most bytes of a status report, whose frame has a few more."""
-MAX_RANKS, MAX_ALL_RANKS = 64, 1000
-"""The most ranks of one job, and of all jobs, in one status report."""
 COUNTERS = (
     "sealed", "persisted", "failed", "skipped", "retired", "rewrites", "saved_unasked",
     "verify_failures", "tidy_failures", "uploaded", "failed_uploads",
@@ -373,16 +371,12 @@ class Service:
         """
         parts = self._parts
         jobs = sorted(parts.catalog.jobs.values(), key=lambda job: job.name)
-        slots, ranks_left = defaultdict[str, list[Slot]](list), MAX_ALL_RANKS
+        slots = defaultdict[str, list[Slot]](list)
         for slot in parts.slots.slots.values():
             slots[slot.header.job].append(slot)
-        rows = []
-        for job in jobs[:MAX_JOBS]:
-            ranks = ranks_report(job, slots[job.name], min(MAX_RANKS, ranks_left))
-            ranks_left -= len(ranks)
-            rows.append(self._job(job, disk_free) | {"ranks": ranks})
+        ranks = all_ranks_report(jobs[:MAX_JOBS], slots)
         return {
-            "jobs": rows,
+            "jobs": [self._job(job, disk_free) | ranks[job.name] for job in jobs[:MAX_JOBS]],
             "jobs_not_shown": max(0, len(jobs) - MAX_JOBS),
             "shared_memory": {
                 "used_bytes": parts.slots.used,

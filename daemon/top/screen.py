@@ -432,14 +432,19 @@ def _history(name: str, trend: Trend, columns: int, view: View) -> str | Text:
 
 
 def _ranks(view: View, job: Mapping[str, Any], columns: int, room: int) -> list[Text]:
-    ranks = job.get("ranks", [])
+    ranks, hidden = job.get("ranks", []), job.get("ranks_not_shown", 0)
     lines = _title(job, columns)
     if not ranks:
-        return [*lines, Text("  no rank of this attempt is here", _DIM)][:room]
+        why = "no rank of this attempt is here"
+        if hidden:
+            why = f"{count_text(hidden, 'rank')}, for which the report has no room"
+        elif job["ranks_connected"]:
+            why = "the report has no ranks"
+        return [*lines, Text(f"  {why}", _DIM)][:room]
     lines.append(Text(f"{'RANK':>6}  {'PID':>8}  SLOTS", _HEAD))
     space = max(room - len(lines), 0)
     rest = ranks[view.choice.scrolled :]
-    shown = rest if len(rest) <= space else rest[: max(space - 1, 0)]
+    shown = rest if len(rest) + bool(hidden) <= space else rest[: max(space - 1, 0)]
     for rank in shown:
         pid = rank["pid"] or "-"
         line = Text(f"{rank['rank']:>6}  {pid:>8}  ")
@@ -449,7 +454,7 @@ def _ranks(view: View, job: Mapping[str, Any], columns: int, room: int) -> list[
             line.append(", " if number else "")
             line.append(_slot_text(slot), _SLOT_STYLES.get(slot["state"], ""))
         lines.append(line)
-    if (below := len(rest) - len(shown)) and len(lines) < room:
+    if (below := len(rest) - len(shown) + hidden) and len(lines) < room:
         lines.append(Text(f"  {count_text(below, 'more rank')}", _DIM))
     return lines[:room]
 

@@ -10,7 +10,12 @@ import pytest
 from ckptd.daemon.job.catalog import Catalog, Job
 from ckptd.daemon.job.ranks import Owner, Process
 from ckptd.daemon.job.snapshot import RankSeal, Snapshot
-from ckptd.daemon.process.rank_report import ranks_report
+from ckptd.daemon.process.rank_report import (
+    MAX_ALL_RANKS,
+    MAX_RANKS,
+    all_ranks_report,
+    ranks_report,
+)
 from ckptd.shared.wire.lifecycle import SnapshotState
 
 
@@ -19,8 +24,8 @@ def slot(name: str, rank: int, number: int = 0, attempt: int = 2) -> Any:
     return SimpleNamespace(name=name, nbytes=100 + number, header=header)
 
 
-def made(*owners: Owner) -> Job:
-    job = Catalog().job("gpt")
+def made(*owners: Owner, name: str = "gpt") -> Job:
+    job = Catalog().job(name)
     job.attempt = 2
     for owner in owners:
         job.ranks.join(owner)
@@ -34,16 +39,31 @@ def owner(rank: int, *, connected: bool = True, pid: int = 0) -> Owner:
 
 def test_ranks_come_by_number_with_their_processes() -> None:
     job = made(owner(1, pid=4711), owner(0, connected=False))
-    assert ranks_report(job, [], 64) == [
-        {"rank": 0, "pid": None, "connected": False, "slots": []},
-        {"rank": 1, "pid": 4711, "connected": True, "slots": []},
+    first: dict[str, Any] = {"rank": 0, "pid": None, "connected": False, "slots": []}
+    second: dict[str, Any] = {"rank": 1, "pid": 4711, "connected": True, "slots": []}
+    assert ranks_report(job, [], 64) == {"ranks": [first, second], "ranks_not_shown": 0}
+    assert ranks_report(job, [], 1) == {"ranks": [first], "ranks_not_shown": 1}
+
+
+def test_jobs_with_connected_ranks_get_their_ranks_first_and_the_others_are_counted() -> None:
+    names = [f"job{number:02d}" for number in range(20)]
+    jobs = [
+        made(*(owner(rank, connected=name == "job19") for rank in range(70)), name=name)
+        for name in names
     ]
-    assert [found["rank"] for found in ranks_report(job, [], 1)] == [0]
+    found = all_ranks_report(jobs, {"job19": [slot("a", 70)]})
+    assert sorted(found) == names
+    shown = {name: len(found[name]["ranks"]) for name in names}
+    assert shown["job19"] == shown["job00"] == MAX_RANKS
+    assert (sum(shown.values()), shown["job18"]) == (MAX_ALL_RANKS, 0)
+    assert [found[name]["ranks_not_shown"] for name in ("job19", "job00", "job18")] == [7, 6, 70]
 
 
 def test_slots_of_earlier_attempts_are_left_out_and_those_without_an_owner_are_told() -> None:
     job = made(owner(0))
-    found = ranks_report(job, [slot("b", 0, 1), slot("a", 0), slot("c", 3), slot("d", 0, 2, 1)], 64)
+    found = ranks_report(
+        job, [slot("b", 0, 1), slot("a", 0), slot("c", 3), slot("d", 0, 2, 1)], 64
+    )["ranks"]
     free = {"state": "free", "step": None}
     assert [(each["rank"], each["connected"], each["slots"]) for each in found] == [
         (0, True, [{"bytes": 100, **free}, {"bytes": 101, **free}]),
@@ -70,5 +90,5 @@ def test_a_slot_has_the_state_of_its_snapshot(
     if state is not None:
         step.snapshot = Snapshot("gpt", 2, 7, "t", 2, persist=True, state=state)
         step.snapshot.seals = {rank: RankSeal(rank, "", 1, b"") for rank in sealed}
-    (first, _) = ranks_report(job, [slot("a", 0)], 64)
+    (first, _) = ranks_report(job, [slot("a", 0)], 64)["ranks"]
     assert first["slots"] == [{"bytes": 100, "state": told, "step": 7}]

@@ -201,8 +201,28 @@ def test_the_ranks_of_a_job_are_listed_and_scrolled() -> None:
     assert numbers[0] == 5
     end = lines(View(seen=view(job).seen, choice=Choice("gpt", True, 29)), 80, 20)
     assert [line.split()[0] for line in end if line.endswith("filling (1.0 MB)")] == ["29"]
-    none = lines(view(job_report(ranks=[]), choice=chosen), 80, 20)
-    assert "  no rank of this attempt is here" in none
+
+
+@pytest.mark.parametrize(
+    ("connected", "not_shown", "told"),
+    [
+        (0, 0, "  no rank of this attempt is here"),
+        (8, 0, "  the report has no ranks"),
+        (8, 8, "  8 ranks, for which the report has no room"),
+    ],
+)
+def test_a_job_whose_ranks_are_not_in_the_report_says_so(
+    connected: int, not_shown: int, told: str
+) -> None:
+    job = job_report(ranks=[], ranks_connected=connected, ranks_not_shown=not_shown)
+    assert told in lines(view(job, choice=Choice("gpt", ranks=True)), 80, 20)
+
+
+@pytest.mark.parametrize(("rows", "more"), [(40, 64), (9, 65)])
+def test_ranks_that_the_report_leaves_out_are_counted(rows: int, more: int) -> None:
+    job = job_report(ranks=[*job_report()["ranks"]] * 2, ranks_not_shown=64)
+    shown = lines(view(job, choice=Choice("gpt", ranks=True)), 120, rows)
+    assert f"  {more} more ranks" in shown
 
 
 @pytest.mark.parametrize("columns", [1, 7, 40, 80, 200])
