@@ -279,7 +279,7 @@ def window(chosen: int, count: int, room: int) -> tuple[int, int]:
 
 def _ranks_cell(view: View, job: Mapping[str, Any], width: int) -> Text:
     here = job.get("ranks_here")
-    connected = str(job["ranks_connected"])
+    connected = printable(str(job["ranks_connected"]))
     return Text(f"{connected}/{len(here)}" if here else connected)
 
 
@@ -446,12 +446,12 @@ def _ranks(view: View, job: Mapping[str, Any], columns: int, room: int) -> list[
     rest = ranks[view.choice.scrolled :]
     shown = rest if len(rest) + bool(hidden) <= space else rest[: max(space - 1, 0)]
     for rank in shown:
-        pid = rank["pid"] or "-"
-        line = Text(f"{rank['rank']:>6}  {pid:>8}  ")
+        number, pid = printable(str(rank["rank"])), printable(str(rank["pid"] or "-"))
+        line = Text(f"{number:>6}  {pid:>8}  ")
         if not rank["connected"]:
             line.append("not connected  ", _WARN)
-        for number, slot in enumerate(rank["slots"]):
-            line.append(", " if number else "")
+        for at, slot in enumerate(rank["slots"]):
+            line.append(", " if at else "")
             line.append(_slot_text(slot), _SLOT_STYLES.get(slot["state"], ""))
         lines.append(line)
     if (below := len(rest) - len(shown) + hidden) and len(lines) < room:
@@ -464,7 +464,7 @@ _SLOT_STYLES = {"free": _DIM, "filling": _WARN, "writing": _GOOD, "failed": _BAD
 
 def _slot_text(slot: Mapping[str, Any]) -> str:
     step = "" if slot["step"] is None else f"step {slot['step']} "
-    return f"{step}{slot['state']} ({size_text(slot['bytes'])})"
+    return printable(f"{step}{slot['state']} ({size_text(slot['bytes'])})")
 
 
 def _title(job: Mapping[str, Any], columns: int) -> list[Text]:
@@ -573,4 +573,4 @@ def _cut(line: Text, columns: int, glyphs: Glyphs) -> Text:
 def _step(where: Mapping[str, Any] | None) -> str:
     if where is None:
         return "-"
-    return "-" if where["step"] is None else str(where["step"])
+    return "-" if where["step"] is None else printable(str(where["step"]))

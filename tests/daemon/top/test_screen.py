@@ -229,7 +229,14 @@ def test_ranks_that_the_report_leaves_out_are_counted(rows: int, more: int) -> N
 @pytest.mark.parametrize("name", [EVIL, WIDE, "e\u0301" * 40, "\u200b\ufeff", ""])
 def test_hostile_names_stay_in_their_lines(name: str, columns: int) -> None:
     error = {"step": None, "reason": name * 3, "age_seconds": 1.0}
-    job = job_report(name, last_error=error, host=name, ranks_here=[0])
+    slot = {"bytes": 1, "state": name, "step": name}
+    rank = {"rank": name, "pid": name, "connected": True, "slots": [slot]}
+    where = {"attempt": 2, "step": name, "tag": name}
+    job = job_report(
+        name, attempt=name, last_error=error, host=name, ranks_here=[0], ranks=[rank],
+        ranks_connected=name, last_sealed=where, last_durable={**where, "age_seconds": 1.0},
+        room_for=1, saving=[{**SAVING, "step": name, "tag": name}],
+    )  # fmt: skip
     for ranks in (False, True):
         shown = view(
             job, job_report("other"), status={"root": f"/{name}"}, problems=[(name, name)],
