@@ -73,18 +73,20 @@ class Poller:
         return 0.0 if asked is None else max(0.0, self._clock() - asked)
 
     def ask_once(self) -> None:
-        """Ask, and read what is new in the history. An error becomes part of `seen`."""
+        """Ask, and read what is new in the history. An error becomes part of `seen`, even
+        one that nobody expects: the thread must outlive it.
+        """
         before = self.seen
         self._asked = self._clock()
         try:
             status = self._ask()
-        except (CkptdError, OSError) as error:
-            contact, history = before.contact.failed(str(error), self._clock()), before.history
-        else:
             contact = before.contact.answered(status, self._clock())
             self._trends.add_report(status)
             history = self._read(status)
-        self._asked = None
+        except Exception as error:
+            contact, history = before.contact.failed(_problem(error), self._clock()), before.history
+        finally:
+            self._asked = None
         self.seen = Seen(contact, self._trends.jobs(), self._trends.cpu, history)
 
     def _run(self, wake: Callable[[], None]) -> None:
@@ -116,3 +118,12 @@ class Poller:
         if not file.exists():  # nothing has happened yet
             return []
         return read_history(file, names=["save.done"], since=self._trends.last, limit=MOST_SAVES)
+
+
+def _problem(error: Exception) -> str:
+    if isinstance(error, CkptdError | OSError):
+        return str(error)
+    return (
+        f"its answer is not understood ({type(error).__name__}: {error}): "
+        "install the same version of ckptd in both places"
+    )

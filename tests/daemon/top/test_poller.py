@@ -56,6 +56,34 @@ def test_an_error_becomes_part_of_what_is_seen_until_the_next_answer() -> None:
     assert (world.poller.seen.contact.lost, world.poller.seen.contact.back) == (None, 120.0)
 
 
+def test_an_answer_that_is_not_understood_does_not_end_the_questions() -> None:
+    world, woken = World(), threading.Event()
+    world.poller = Poller(world.ask, 0.01, lambda: world.now)
+    world.problem = KeyError("pid")
+    world.poller.start(woken.set)
+    until(lambda: world.poller.seen.contact.lost is not None, "the error")
+    assert world.poller.seen.contact.problem == (
+        "its answer is not understood (KeyError: 'pid'): "
+        "install the same version of ckptd in both places"
+    )
+    world.problem = None
+    until(lambda: world.poller.seen.contact.back is not None, "the next answer")
+    world.poller.stop()
+    assert woken.is_set()
+    assert world.poller.seen.contact.status == world.answer
+
+
+def test_a_report_that_lacks_a_member_is_told_and_the_one_before_stays() -> None:
+    world = World()
+    world.poller.ask_once()
+    before, world.answer = world.answer, {"pid": 1, "version": "9.9"}
+    world.poller.ask_once()
+    contact = world.poller.seen.contact
+    assert (contact.status, contact.lost) == (before, 100.0)
+    assert "KeyError: 'jobs'" in contact.problem
+    assert world.poller.waited() == 0.0
+
+
 def test_the_history_is_read_at_the_start_and_while_saves_may_be_written(tmp_path: Path) -> None:
     world, file = World(), tmp_path / "history.sqlite3"
     world.answer["history"] = str(file)
