@@ -52,7 +52,8 @@ class Poller:
         self._ask, self._clock = ask, clock
         self._seconds = seconds
         self._trends = Trends()
-        self._persisted, self._read_until = -1, 0.0
+        self._persisted = -1
+        self._read_until: float | None = None
         self._asked: float | None = None
         self._ended = threading.Event()
 
@@ -64,7 +65,7 @@ class Poller:
         threading.Thread(target=self._run, args=[wake], name="ckptd-top", daemon=True).start()
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
         self._ended.set()
 
     def waited(self) -> float:
@@ -98,7 +99,9 @@ class Poller:
         """Read the saves that the history has since the last time. Return why that is
         not possible, or "".
 
-        It is read only after a save, and a little longer: the daemon writes it later.
+        The daemon writes a save later than it counts it. So the history is read after a
+        save until enough time is over, and once more after that: the next question may
+        come much later.
         """
         file, persisted = status.get("history"), status["counters"]["persisted"]
         if file is None:
@@ -106,8 +109,10 @@ class Poller:
         if persisted != self._persisted:
             self._persisted = persisted
             self._read_until = self._clock() + 2 * GATHER_SECONDS
-        elif self._clock() > self._read_until:
+        elif self._read_until is None:
             return self.seen.history
+        elif self._clock() > self._read_until:
+            self._read_until = None
         try:
             self._trends.add_saves(self._saves(Path(file)))
         except (CkptdError, OSError, sqlite3.Error) as error:

@@ -91,10 +91,25 @@ def test_the_history_is_read_at_the_start_and_while_saves_may_be_written(tmp_pat
     saved(file, 1.0, 0.1)
     assert world.held() == (0.1,)
     world.now += 2 * GATHER_SECONDS + 0.1
+    assert world.held() == (0.1,)  # the last time
     saved(file, 2.0, 0.2)
     assert world.held() == (0.1,)  # nothing has been saved as far as the report says
     world.answer["counters"]["persisted"] += 1
     assert world.held() == (0.1, 0.2)
+
+
+def test_with_rare_questions_the_newest_save_is_found_by_the_next_one(tmp_path: Path) -> None:
+    world, file = World(), tmp_path / "history.sqlite3"
+    world.answer["history"] = str(file)
+    assert world.held() == ()
+    world.now += 60
+    world.answer["counters"]["persisted"] += 1
+    assert world.held() == ()  # the daemon has not written it yet
+    saved(file, 1.0, 0.1)
+    world.now += 60
+    assert world.held() == (0.1,)
+    saved(file, 2.0, 0.2)
+    assert world.held() == (0.1,)  # it is not read again before the next save
 
 
 def test_a_history_that_cannot_be_read_is_told_and_the_rest_is_shown(tmp_path: Path) -> None:
