@@ -1,6 +1,6 @@
 """Tells for `ckptd doctor` what saves cost on this node: how fast memory is copied and
-the root is written and read, how many checkpoints of each job fit, and how often it is
-worth to save.
+the root is written and read, how many checkpoints of each job fit, and how often a job
+should be saved.
 
 What a job's own saves have cost comes from the history. Without it, the measured rates
 tell what they would cost.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ _SAVES = 200
 """The number of the last saves on this node that are looked at."""
 _MOST_JOBS = 20
 """The most jobs that get a line, those with the newest checkpoints."""
+MOST_READ = 200
+"""The most jobs whose newest checkpoint is read, those of the history first."""
 _COPIED = 64 << 20  # bytes; more than the caches of most processors
 _SLOW_COPY, _SLOW_WRITE = 1e9, 50e6
 """Bytes per second, below which a rate gets a warning."""
@@ -43,8 +45,8 @@ _SLOW_COPY, _SLOW_WRITE = 1e9, 50e6
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a snapshot costs, in seconds: for which it holds the training, and until it is
-    durable.
+    """The cost of a snapshot, in seconds: for which it holds the training, and until it
+    is durable.
     """
 
     held: float
@@ -68,6 +70,29 @@ class Cost:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSizes:
+    """The sizes of a checkpoint that was made at `created`, in bytes.
+
+    nbytes: on storage. raw_bytes: in memory. largest: in the memory of the rank that has
+    most. ranks: the number of ranks.
+    """
+
+    created: str
+    nbytes: int
+    raw_bytes: int
+    largest: int
+    ranks: int
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> CheckpointSizes:
+        raw = [part.raw_bytes for part in manifest.parts]
+        return cls(
+            created=manifest.created, nbytes=manifest.nbytes, raw_bytes=sum(raw),
+            largest=max(raw, default=0), ranks=manifest.world_size,
+        )  # fmt: skip
+
+
 def check_costs(config: Config) -> Iterator[Check]:
     """Measure rates, and tell what the saves of each job cost."""
     copied = copy_rate()
@@ -85,8 +110,11 @@ def check_costs(config: Config) -> Iterator[Check]:
     jobs = list(check_jobs(config, copied, rates))
     yield from jobs
     if not jobs and rates is not None:
-        cost = estimated(_GB, copied, rates)
-        text = f"each GB of state {cost.text()}, about: {cost.advice()}"
+        cost = estimated(_GB, _GB, copied, rates)
+        text = (
+            f"for a state of {size_text(_GB)} in one rank, about: a snapshot {cost.text()}; "
+            f"{cost.advice()}"
+        )
         yield Check("interval", OK, text, {"best_interval_seconds": cost.interval})
 
 
@@ -130,9 +158,13 @@ def check_rates(name: str, rates: posix_rates.Rates) -> Check:
     return Check(f"rates of the {name}", OK, text, values)
 
 
-def estimated(nbytes: float, copied: float, rates: posix_rates.Rates) -> Cost:
-    """Return what a snapshot of so many bytes costs, by measured rates."""
-    held = nbytes / copied
+def estimated(nbytes: float, largest: float, copied: float, rates: posix_rates.Rates) -> Cost:
+    """Return the cost of a snapshot by measured rates.
+
+    nbytes: the bytes that this node writes. largest: the bytes of the largest rank. Each
+    rank copies its own bytes, at the same time as the others.
+    """
+    held = largest / copied
     return Cost(held, held + nbytes / rates.write)
 
 
@@ -150,8 +182,9 @@ def check_jobs(config: Config, copied: float, rates: posix_rates.Rates | None) -
         pass
     except CkptdError as error:
         yield Check("history", WARNING, str(error))
-    newest = _newest(config)
-    names = sorted({*newest, *(save.job for save in saves)})
+    saved = {save.job for save in saves}
+    newest, unread = _newest(config, saved)
+    names = known = sorted({*newest, *saved})
     if len(names) > _MOST_JOBS:
         by_age = sorted(newest, key=lambda name: newest[name].created, reverse=True)
         names = sorted(by_age[:_MOST_JOBS]) or names[:_MOST_JOBS]
@@ -159,14 +192,14 @@ def check_jobs(config: Config, copied: float, rates: posix_rates.Rates | None) -
     for name in names:
         facts = [save.facts for save in saves if save.job == name]
         yield check_job(name, facts, newest.get(name), free, copied, rates)
-    if more := len({*newest, *(save.job for save in saves)}) - len(names):
+    if more := len(known) - len(names) + unread:
         yield Check("jobs", OK, f"{count_text(more, 'more job')} not shown")
 
 
 def check_job(
     job: str,
     saves: Sequence[Mapping[str, Any]],
-    newest: Manifest | None = None,
+    newest: CheckpointSizes | None = None,
     free: int | None = None,
     copied: float = 0.0,
     rates: posix_rates.Rates | None = None,
@@ -191,11 +224,13 @@ def check_job(
         )
         values |= _values(cost)
     elif newest is not None and rates is not None:
-        raw = sum(part.raw_bytes for part in newest.parts)
-        cost = estimated(raw, copied, rates)
-        values = {"saves": 0, "bytes": raw, **_values(cost)}
+        # A manifest does not tell on which nodes the ranks were.
+        cost = estimated(newest.raw_bytes, newest.largest, copied, rates)
+        values = {"saves": 0, "bytes": newest.raw_bytes, **_values(cost)}
+        assumed = f" and if all {newest.ranks} ranks are on this node" if newest.ranks > 1 else ""
         told.append(
-            f"a snapshot of {size_text(raw)} {cost.text()}, by these rates: {cost.advice()}"
+            f"a snapshot of {size_text(newest.raw_bytes)} {cost.text()}, by these rates{assumed}: "
+            f"{cost.advice()}"
         )
     level = OK
     if newest is not None and free is not None:
@@ -219,19 +254,26 @@ def _free(root: Location) -> int | None:
     return shutil.disk_usage(root).free if isinstance(root, Path) else None
 
 
-def _newest(config: Config) -> dict[str, Manifest]:
-    """Return the newest checkpoint of each job in the root, if it can be read.
+def _newest(config: Config, first: Collection[str]) -> tuple[dict[str, CheckpointSizes], int]:
+    """Return the newest checkpoint of each job in the root, if it can be read, and how
+    many jobs were not read.
 
-    A store is not asked: it does not tell how much room it has, and may be slow.
+    first: the jobs that are read before the others. A store is not asked: it does not
+    tell how much room it has, and may be slow.
     """
-    found = dict[str, Manifest]()
+    found = dict[str, CheckpointSizes]()
     if not isinstance(config.root, Path):
-        return found
+        return found, 0
+    # The line `root` tells what is wrong with it, and `ls` what is damaged.
     try:
         repository = existing_root(config.root)
-        for job in repository.jobs():
-            if (tag := repository.read_newest(job)) is not None:
-                found[job] = repository.read_manifest(job, tag)
+        jobs = sorted(repository.jobs(), key=lambda job: (job not in first, job))
     except (CkptdError, OSError):
-        pass  # the line `root` tells what is wrong with it, and `ls` what is damaged
-    return found
+        return found, 0
+    for job in jobs[:MOST_READ]:
+        try:
+            if (tag := repository.read_newest(job)) is not None:
+                found[job] = CheckpointSizes.of(repository.read_manifest(job, tag))
+        except (CkptdError, OSError):
+            continue
+    return found, len(jobs[MOST_READ:])

@@ -17,9 +17,9 @@ from ckptd.daemon.commands.doctor_check import OK, WARNING, Check
 from ckptd.daemon.config import Config, load
 from ckptd.daemon.telemetry.background import LoggedEvent
 from ckptd.daemon.telemetry.history import History
-from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.storage.locate import existing_root
 from ckptd.shared.storage.posix_rates import Rates
+from ckptd.shared.storage.repository import Repository
 from ckptd.shared.system import machine
 from tests.support.daemons import Daemon, until
 
@@ -53,11 +53,24 @@ def test_the_costs_of_a_jobs_saves_are_told_with_the_interval_that_follows() -> 
 
 
 def test_a_job_without_a_history_is_judged_by_the_rates() -> None:
-    cost = costs.estimated(10e9, 5e9, RATES)
+    cost = costs.estimated(10e9, 10e9, 5e9, RATES)
     assert (cost.held, cost.durable) == (2.0, 22.0)
     assert cost.interval == pytest.approx((2 * 2.0 * 86400) ** 0.5, rel=1e-2)
-    assert costs.estimated(10e9, 1e12, RATES).interval == pytest.approx(41.6, rel=1e-2)
+    assert costs.estimated(10e9, 10e9, 1e12, RATES).interval == pytest.approx(41.6, rel=1e-2)
     assert costs.Cost(0.001, 600.0).interval == 600.0
+
+
+def test_ranks_copy_at_the_same_time_and_one_node_is_said_to_write_for_all() -> None:
+    sizes = costs.CheckpointSizes(created="", nbytes=10, raw_bytes=10**10, largest=10**9, ranks=16)
+    check = costs.check_job("gpt", [], sizes, None, 5e9, RATES)
+    assert (check.values["held_seconds"], check.values["durable_seconds"]) == (0.2, 20.2)
+    assert check.message == (
+        "a snapshot of 10.0 GB holds the training for 0.200 s and is durable after 20.2 s, by "
+        "these rates and if all 16 ranks are on this node: with one failure a day, a snapshot "
+        "every 3 min loses the least time"
+    )
+    alone = costs.CheckpointSizes(created="", nbytes=10, raw_bytes=10**9, largest=10**9, ranks=1)
+    assert ", by these rates: " in costs.check_job("gpt", [], alone, None, 5e9, RATES).message
 
 
 @pytest.mark.parametrize(
@@ -90,7 +103,9 @@ def test_memory_is_copied_at_some_rate() -> None:
 def test_without_jobs_the_interval_of_a_gigabyte_is_told(tmp_path: Path) -> None:
     found = by_name(costs.check_costs(config(tmp_path)))
     assert list(found) == ["memory copy", "rates of the root", "interval"]
-    assert found["interval"].message.startswith("each GB of state holds the training for ")
+    assert found["interval"].message.startswith(
+        "for a state of 1.0 GB in one rank, about: a snapshot holds the training for "
+    )
     assert found["interval"].values["best_interval_seconds"] > 0
     assert [path.name for path in tmp_path.iterdir()] == []
 
@@ -137,6 +152,11 @@ def test_jobs_of_the_history_and_of_the_root_are_told(daemon: Daemon) -> None:
     assert "by these rates: with one failure a day" in found["job gpt"].message
     assert found["job gpt"].message.endswith(" fit")
     assert found["job gpt"].values["room_for"] > 100
+    (manifest,) = (place.root / "gpt").glob("*/manifest.json")
+    document = manifest.read_bytes()
+    manifest.write_bytes(b"{")  # a damaged job hides no other one
+    assert list(by_name(costs.check_jobs(made, 5e9, RATES))) == ["job llama"]
+    manifest.write_bytes(document)
     file = machine.history_file(made.state_dir, made.root)
     file.parent.mkdir(parents=True, exist_ok=True)
     history = History(file)
@@ -144,6 +164,7 @@ def test_jobs_of_the_history_and_of_the_root_are_told(daemon: Daemon) -> None:
     history.take(events)
     history.close()
     found = by_name(costs.check_jobs(made, 5e9, RATES))
+    assert list(found) == ["job gpt", "job llama"]
     assert "(2.0 GB/s): with one failure a day" in found["job gpt"].message
     assert found["job gpt"].values["saves"] == 1
     newest = newest_of(place.root)
@@ -153,11 +174,34 @@ def test_jobs_of_the_history_and_of_the_root_are_told(daemon: Daemon) -> None:
     assert little.message.endswith(": make room, or keep fewer checkpoints (keep_last, MaxBytes)")
 
 
-def newest_of(root: Path) -> Manifest:
+def newest_of(root: Path) -> costs.CheckpointSizes:
     repository = existing_root(root)
     tag = repository.read_newest("gpt")
     assert tag is not None
-    return repository.read_manifest("gpt", tag)
+    return costs.CheckpointSizes.of(repository.read_manifest("gpt", tag))
+
+
+def test_few_jobs_of_a_large_root_are_read_and_first_those_of_the_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = list[str]()
+
+    def read_newest(self: Repository, job: str) -> None:
+        read.append(job)
+
+    monkeypatch.setattr(Repository, "read_newest", read_newest)
+    made = config(tmp_path)
+    for number in range(costs.MOST_READ + 5):
+        (tmp_path / f"job{number:04d}").mkdir()
+    last = f"job{costs.MOST_READ + 4:04d}"
+    file = machine.history_file(made.state_dir, made.root)
+    file.parent.mkdir(parents=True)
+    history = History(file)
+    history.take([LoggedEvent(1.0, "save.done", logging.INFO, "", {"job": last, **SAVES[0]})])
+    history.close()
+    found = by_name(costs.check_jobs(made, 5e9, RATES))
+    assert (len(read), read[:2]) == (costs.MOST_READ, [last, "job0000"])
+    assert list(found) == [f"job {last}", "jobs"]
 
 
 def test_many_jobs_are_cut(tmp_path: Path) -> None:
