@@ -1,5 +1,6 @@
 """Decides which events are reported and which are left out, so that a storm of events
-makes few reports, and the last event of each kind is always told.
+makes few reports, and the last event of each kind is told. A daemon that ends has little
+time for the reports that are left.
 
 The caller passes the time, in seconds of the monotonic clock.
 """
@@ -73,13 +74,10 @@ class Debounce:
 
     def rest(self) -> list[EventReport]:
         """Return the reports of all events that were left out, because no more time
-        will pass.
+        will pass. The newest events come first: the caller may not get to the others.
         """
-        return [
-            self._report(kind, kind.reported)
-            for kind in self._kinds.values()
-            if kind.held is not None
-        ]
+        left = [self._report(kind, kind.reported) for kind in self._kinds.values() if kind.held]
+        return sorted(left, key=lambda report: report[0].time, reverse=True)
 
     def pause(self, now: float) -> float | None:
         """Return the seconds until a report is due, or None if nothing is left out."""
@@ -94,9 +92,7 @@ class Debounce:
         return report
 
     def _forget(self, now: float) -> None:
-        """Forget the kinds that a new event would be reported of at once, with nothing
-        left out before it.
-        """
+        """Forget the kinds with nothing held whose quiet time is over."""
         self._kinds = {
             key: kind
             for key, kind in self._kinds.items()

@@ -73,6 +73,14 @@ def test_at_the_end_all_that_was_left_out_is_reported() -> None:
     assert debounce.rest() == []
 
 
+def test_at_the_end_the_newest_events_are_reported_first() -> None:
+    debounce = Debounce(60.0)
+    for number, job in enumerate(("a", "b", "c", "a", "c", "b")):
+        happened = LoggedEvent(float(number), "save.failed", 40, str(number), {"job": job})
+        debounce.now_or_later(happened, float(number))
+    assert [one.text for one, _ in debounce.rest()] == ["5", "4", "3"]
+
+
 def test_a_storm_over_many_jobs_is_bounded_too() -> None:
     debounce, most = Debounce(60.0), module.MAX_KINDS
     for number in range(3 * most):
