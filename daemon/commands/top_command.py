@@ -33,7 +33,9 @@ SECONDS = 1.0
 """The time between two questions, unless the user sets it."""
 _REDRAW_SECONDS = 1.0
 """The screen is drawn at least as often, because ages grow."""
-_INSTEAD = "`ckptd status --watch` shows the same as plain text"
+_INSTEAD = (
+    "`ckptd status --watch` shows the jobs and their saves as plain text, without ranks and slots"
+)
 
 
 @click.command(short_help="Show a daemon live in the terminal.")

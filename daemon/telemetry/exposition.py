@@ -129,7 +129,8 @@ _JOB_GAUGES = {
     ),
     "non_finite": (
         "ckptd_non_finite_values",
-        "Values of the newest durable checkpoint that are NaN or infinite.",
+        "Values of parameters and optimizer state in the newest durable checkpoint that are NaN "
+        "or infinite.",
     ),
     "room": ("ckptd_room_checkpoints", "How many more checkpoints of the job fit."),
     "ranks": ("ckptd_ranks_connected", "Ranks of the job on this node that are connected."),
