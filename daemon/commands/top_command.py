@@ -50,8 +50,8 @@ _INSTEAD = (
 @socket_option
 @speaks
 def top(root: Location | None, seconds: float, socket: Path | None) -> None:
-    """Show live in the terminal what a daemon is doing: the one that serves ROOT, or else
-    the one at --socket, or else that of CKPTD_ROOT.
+    """Show the daemon that serves ROOT, otherwise the daemon at --socket, otherwise the
+    daemon of CKPTD_ROOT, live in the terminal.
 
     It shows the jobs, their ranks and slots, what is being written with rate and time
     left, the age of the newest durable checkpoint, how many more fit, and how long

@@ -21,7 +21,7 @@ _MOVES = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is chosen.
+    """The choice of the user.
 
     job: the name of the job, or "" before there is one. ranks: True while its ranks are
     shown. scrolled: how many of them are above the window.

@@ -1,4 +1,6 @@
-"""Follows whether a daemon answers, and says since when it does not, or does again."""
+"""Follows whether a daemon answers, and says since when it has not answered, or since
+when it has answered again.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from typing import Any
 from ckptd.shared.units import printable, span_text
 
 BACK_SECONDS = 15.0
-"""For so long it is shown that the daemon answers again."""
+"""The seconds for which the screen shows that the daemon answers again."""
 SLOW_SECONDS = 2.0
 """A daemon that has not answered after this time is said to be silent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """What is known of a daemon. Times are Unix seconds.
+    """The contact with a daemon. Times are Unix seconds.
 
     status: its last report, or None. taken: when that came. lost: when the daemon was
     first found not to answer, or None while it answers. problem: why it does not.
@@ -47,8 +49,8 @@ class Contact:
         return replace(self, lost=now if self.lost is None else self.lost, problem=problem)
 
     def remark(self, now: float, waited: float) -> str:
-        """Return a sentence if the daemon does not answer, or does again since lately,
-        and otherwise "".
+        """Return a sentence if the daemon does not answer, or has been answering again
+        for less than `BACK_SECONDS`, and otherwise "".
 
         waited: the seconds for which the last question has no answer yet.
         """
@@ -63,7 +65,7 @@ class Contact:
             return ""
         who = f"a new daemon (pid {self.status['pid']})" if self.replaced and self.status else "it"
         silent = f", after {span_text(self.absence)} without an answer" if self.absence else ""
-        return f"{who} answers since {_clock(self.back)}{silent}"
+        return f"{who} has answered since {_clock(self.back)}{silent}"
 
 
 def _clock(when: float) -> str:

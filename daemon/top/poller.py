@@ -25,7 +25,7 @@ MOST_SAVES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known of a daemon at one moment.
+    """The state of a daemon, as far as it is known at one moment.
 
     history: why there is no history to read, or "".
     """
@@ -37,7 +37,10 @@ class Seen:
 
 
 class Poller:
-    """Asks a daemon every `seconds`. `seen` is replaced after each answer."""
+    """The questions to a daemon, one every `seconds`, and what the answers tell.
+
+    `seen` is replaced after each answer. Call `start` once, and `stop` at the end.
+    """
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ ASCII = Glyphs("_.-=+*#@", "#", "-", "~", "Up/Down")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that a screen shows.
+    """The content of a screen.
 
     seen: what is known of the daemon. problems: the job and the sentence of each thing
     that is wrong. waited: the seconds for which the last question has no answer. now: in

@@ -19,7 +19,7 @@ MAX_POINTS = 200
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """What the last snapshots of a job have cost, oldest first.
+    """The costs of the last snapshots of a job, oldest first.
 
     held: the seconds for which each saved snapshot held the training. lost: the seconds
     by which the training was behind after a snapshot, as far as reports have told.

@@ -29,7 +29,7 @@ _SHARE_OF_FREE = 10
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What was measured with a file of `nbytes`, in bytes per second.
+    """The rates that were measured with a file of `nbytes`, in bytes per second.
 
     write: until the bytes are synced. read: from the storage, or from the page cache if
     `direct` is False and the file system keeps the bytes there.

@@ -157,7 +157,7 @@ def test_a_daemon_may_go_away_and_come_back(place: Home) -> None:
         text = shown.until(r"no answer since \d\d:\d\d:\d\d \(\d+ s\): ")
         assert "no jobs yet" in text
         with running(place) as later:
-            text = shown.until(rf"a new daemon \(pid {later.process.pid}\) answers since ")
+            text = shown.until(rf"a new daemon \(pid {later.process.pid}\) has answered since ")
             assert re.search(r"after \d+ s without an answer", text)
             shown.press("q")
             assert shown.end() == 0

@@ -29,17 +29,18 @@ def test_a_daemon_that_comes_back_is_told_for_a_while() -> None:
     lost = Contact().answered(status_report(), 100.0).failed("gone", 101.0)
     same = lost.answered(status_report(), 151.0)
     assert same.remark(152.0, 0.0) == (
-        f"it answers since {clock(151.0)}, after 50 s without an answer"
+        f"it has answered since {clock(151.0)}, after 50 s without an answer"
     )
     assert same.answered(status_report(), 160.0).remark(152.0, 0.0) == same.remark(152.0, 0.0)
     assert same.remark(151.0 + BACK_SECONDS + 0.1, 0.0) == ""
     other = lost.answered(status_report(pid=9), 151.0)
-    assert other.remark(152.0, 0.0).startswith(f"a new daemon (pid 9) answers since {clock(151.0)}")
+    told = other.remark(152.0, 0.0)
+    assert told.startswith(f"a new daemon (pid 9) has answered since {clock(151.0)}")
 
 
 def test_a_daemon_that_was_replaced_between_two_questions_is_told() -> None:
     contact = Contact().answered(status_report(), 100.0).answered(status_report(pid=9), 101.0)
-    assert contact.remark(102.0, 0.0) == f"a new daemon (pid 9) answers since {clock(101.0)}"
+    assert contact.remark(102.0, 0.0) == f"a new daemon (pid 9) has answered since {clock(101.0)}"
 
 
 def test_a_question_that_waits_is_told_before_it_fails() -> None:
