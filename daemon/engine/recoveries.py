@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 
 from ckptd.daemon import log_events
-from ckptd.daemon.job.durations import RECOVERIES, Durations
+from ckptd.daemon.job.durations import RECOVERY_SECONDS, Durations
 from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.units import size_text
 from ckptd.shared.wire import messages as m
@@ -29,7 +29,7 @@ class Recoveries:
 
     def __init__(self) -> None:
         self.counts = Counter[str]()
-        self.times = Durations(RECOVERIES)
+        self.times = Durations(RECOVERY_SECONDS)
 
     def add(self, job: str, rank: int, report: m.ReportRecovery) -> None:
         """Count and log a recovery of a job that `rank` reports, and log the damage that

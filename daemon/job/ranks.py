@@ -79,6 +79,11 @@ class Ranks:
     gone: dict[int, str] = field(default_factory=dict)
     former: list[Owner] = field(default_factory=list)
 
+    @property
+    def connected(self) -> int:
+        """The number of ranks of the newest attempt whose connection stands."""
+        return sum(owner.notify is not None for owner in self.owners.values())
+
     def join(self, owner: Owner) -> None:
         """Add a rank of the newest attempt, in place of an earlier owner of the same
         rank.

@@ -237,10 +237,11 @@ function ranks(jobs) {
   const slots = all.flatMap((rank) => rank.slots);
   const states = [...new Set(slots.map((slot) => slot.state))].sort();
   const counted = states.map((state) => `${count(slots.filter((slot) => slot.state === state).length)} ${state}`);
+  const left = jobs.reduce((sum, job) => sum + (job.ranks_not_shown || 0), 0);
   const open = $("ranks") && $("ranks").open;
   return el("details", { id: "ranks", open },
     el("summary", {}, "Ranks and slots"),
-    el("p", { class: "quiet" }, `${plural(all.length, "rank")} with ${plural(slots.length, "slot")}${counted.length ? `: ${counted.join(", ")}` : ""}.`),
+    el("p", { class: "quiet" }, `${plural(all.length, "rank")} with ${plural(slots.length, "slot")}${counted.length ? `: ${counted.join(", ")}` : ""}${left ? `, and ${plural(left, "rank")} that the report leaves out` : ""}.`),
     open ? sheet(el("table", { class: "cards" }, head(["Rank", "Job", "Process", "Slots"]), el("tbody", {}, all.map(rankRow)))) : null);
 }
 

@@ -26,7 +26,7 @@ def all_ranks_report(
     all jobs together get at most `MAX_ALL_RANKS`.
     """
     found, left = dict[str, dict[str, Any]](), MAX_ALL_RANKS
-    for job in sorted(jobs, key=lambda job: (not _is_connected(job), job.name)):
+    for job in sorted(jobs, key=lambda job: (not job.ranks.connected, job.name)):
         found[job.name] = ranks_report(job, slots.get(job.name, ()), min(MAX_RANKS, left))
         left -= len(found[job.name]["ranks"])
     return found
@@ -51,10 +51,6 @@ def ranks_report(job: Job, slots: Iterable[Slot], most: int) -> dict[str, Any]:
         "ranks": [_rank(job, rank, held[rank]) for rank in shown],
         "ranks_not_shown": len(held) - len(shown),
     }
-
-
-def _is_connected(job: Job) -> bool:
-    return any(owner.notify is not None for owner in job.ranks.owners.values())
 
 
 def _rank(job: Job, rank: int, slots: list[dict[str, Any]]) -> dict[str, Any]:

@@ -370,13 +370,14 @@ class Service:
         disk_free: the free bytes under the root, or None if they are not known.
         """
         parts = self._parts
-        jobs = sorted(parts.catalog.jobs.values(), key=lambda job: job.name)
+        jobs = sorted(parts.catalog.jobs.values(), key=_rank_in_report)
+        shown = sorted(jobs[:MAX_JOBS], key=lambda job: job.name)
         slots = defaultdict[str, list[Slot]](list)
         for slot in parts.slots.slots.values():
             slots[slot.header.job].append(slot)
-        ranks = all_ranks_report(jobs[:MAX_JOBS], slots)
+        ranks = all_ranks_report(shown, slots)
         return {
-            "jobs": [self._job(job, disk_free) | ranks[job.name] for job in jobs[:MAX_JOBS]],
+            "jobs": [self._job(job, disk_free) | ranks[job.name] for job in shown],
             "jobs_not_shown": max(0, len(jobs) - MAX_JOBS),
             "shared_memory": {
                 "used_bytes": parts.slots.used,
@@ -434,7 +435,7 @@ class Service:
                 for s in job.snapshots
                 if s.delivered and s.state is SnapshotState.WRITTEN
             ),
-            "ranks_connected": sum(owner.notify is not None for owner in job.ranks.owners.values()),
+            "ranks_connected": job.ranks.connected,
             "running_seconds": _running(job),
             "training_cost": msgspec.to_builtins(governor.cost),
             "writers": governor.threads,
@@ -451,16 +452,28 @@ class Service:
 def report_text(status: dict[str, Any]) -> str:
     """Return the JSON of a status report.
 
-    If it has too many bytes for a frame, such as when many jobs have long errors, the
-    last jobs are left out, and counted in `jobs_not_shown`.
+    If it has too many bytes for a frame, such as when many jobs have long errors, some
+    jobs are left out, and counted in `jobs_not_shown`: first those that do not run and
+    have no error.
     """
     text = json.dumps(status)
-    while len(text) > MAX_REPORT and status["jobs"]:
-        shown = len(status["jobs"]) * 3 // 4
-        left_out = status["jobs_not_shown"] + len(status["jobs"]) - shown
-        status = status | {"jobs": status["jobs"][:shown], "jobs_not_shown": left_out}
-        text = json.dumps(status)
+    kept = sorted(
+        status["jobs"],
+        key=lambda job: (not job["ranks_connected"], not (job["last_error"] or job["damaged"])),
+    )
+    while len(text) > MAX_REPORT and kept:
+        kept = kept[: len(kept) * 3 // 4]
+        shown = sorted(kept, key=lambda job: str(job["job"]))
+        left_out = status["jobs_not_shown"] + len(status["jobs"]) - len(shown)
+        text = json.dumps(status | {"jobs": shown, "jobs_not_shown": left_out})
     return text
+
+
+def _rank_in_report(job: Job) -> tuple[bool, bool, str]:
+    """Return the key that sorts first the jobs that a status report must have: those that
+    run, then those with an error.
+    """
+    return not job.ranks.connected, not (job.last_failure or job.damaged), job.name
 
 
 def _overdue(late: Late | None) -> dict[str, object] | None:

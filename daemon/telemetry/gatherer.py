@@ -85,7 +85,7 @@ class Gatherer:
         """
         newest = self._newest_of(job).durable
         known = newest is not None and not math.isnan(newest.created)
-        return _connected(job), newest.created if newest is not None and known else -math.inf
+        return job.ranks.connected, newest.created if newest is not None and known else -math.inf
 
     def _job(self, job: Job, disk_free: int | None) -> JobFigures:
         found = self._newest_of(job)
@@ -96,7 +96,7 @@ class Gatherer:
             last_step=None if newest is None else newest.step,
             last_created=None if newest is None or math.isnan(newest.created) else newest.created,
             room=None if found.here is None else job.room_for(disk_free, found.here),
-            ranks=_connected(job),
+            ranks=job.ranks.connected,
             damaged=len(job.damaged),
             non_finite=None if newest is None else newest.non_finite,
         )
@@ -119,7 +119,3 @@ class Gatherer:
         if snapshot.progress is None or snapshot.state is not SnapshotState.WRITING:
             return size
         return max(0, size - snapshot.progress.done)
-
-
-def _connected(job: Job) -> int:
-    return sum(owner.notify is not None for owner in job.ranks.owners.values())

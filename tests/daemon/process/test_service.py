@@ -205,12 +205,19 @@ async def test_memory_is_offered_alone_only_if_nothing_newer_can_be_on_storage(
 
 
 def test_a_report_that_is_too_long_leaves_jobs_out_and_counts_them() -> None:
-    jobs = [{"job": f"job{number}", "error": "é" * 500} for number in range(500)]
+    def reported(name: str, **changes: Any) -> dict[str, Any]:
+        quiet = {"job": name, "ranks_connected": 0, "last_error": None, "damaged": {}}
+        return quiet | {"announced": "é" * 500} | changes
+
+    idle = [reported(f"idle{number:03d}") for number in range(500)]
+    failed, runs = reported("y", damaged={"t": "why"}), reported("z", ranks_connected=1)
+    jobs = [*idle, failed, runs]
     status = {"version": "9", "jobs": jobs, "jobs_not_shown": 7}
     text = report_text(status)
     assert len(text) <= MAX_REPORT < len(json.dumps(status))
     found = json.loads(text)
-    shown = len(found["jobs"])
-    assert found == {"version": "9", "jobs": jobs[:shown], "jobs_not_shown": 507 - shown}
-    assert shown > 200
+    left = len(found["jobs"]) - 2
+    assert found["jobs"] == [*idle[:left], failed, runs]
+    assert found["jobs_not_shown"] == 507 - left
+    assert left > 200
     assert report_text(found) == text
