@@ -25,7 +25,7 @@ demo: $(INSTALLED)
 # The tests under tests/crash kill processes by the hundred. They take as long as half of all the others, and have a command of their own. Of
 # the frameworks, each example is killed once; `make frameworks` has the others.
 test: $(INSTALLED)
-	$(RUN) -m pytest -n 3 --dist worksteal -q --ignore tests/crash -m "not frameworks"
+	$(RUN) -m pytest -n 4 --dist worksteal -q --ignore tests/crash -m "not frameworks"
 
 crashes: $(INSTALLED)
 	$(RUN) -m pytest -n 3 --dist worksteal -q tests/crash
