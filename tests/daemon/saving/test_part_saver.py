@@ -51,7 +51,7 @@ def test_the_progress_of_a_save_counts_every_byte_and_starts_again_with_the_part
     assert world.told == [SnapshotState.DURABLE]
     values = world.held[0].header.values
     total = values.offset + values.length
-    assert seen == [(7, total, 7, round((total - 7) / 7, 1))] * 2
+    assert seen == [(1.0, 7, total, 7, round((total - 7) / 7, 1))] * 2
     assert world.snapshot.progress is not None
     chunks = SealedSlot.read(world.held[0].fd, world.held[0].header).ranges
     assert world.snapshot.progress.report(0.0)["done_bytes"] == 7 + sum(
