@@ -259,7 +259,7 @@ def subscribe(
     events: Events, steps: Steps, engine: Engine, orphans: Orphans, uploader: Uploader | None
 ) -> None:
     """Name the parts that act on each event, in their order."""
-    events.on_saved = [steps.tell]
+    events.on_saved = [steps.tell, orphans.retry_later]
     events.on_settled = [steps.release_replaced, orphans.ensure_timer]
     if uploader is not None:
         events.on_settled.append(lambda job: uploader.wake())

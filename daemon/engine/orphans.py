@@ -21,6 +21,7 @@ from ckptd.daemon.job import decisions as d
 from ckptd.daemon.job.catalog import Catalog, Job
 from ckptd.daemon.job.events import Events
 from ckptd.daemon.job.ranks import Owner
+from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.journal.journal import JournalBroken
 from ckptd.daemon.memory.slots import Slot, Slots
 from ckptd.daemon.saving.saver import Saver
@@ -29,12 +30,17 @@ from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, IntegrityError, SnapshotFailed, StorageError
 from ckptd.shared.formats.segment import SlotState
 from ckptd.shared.system.failpoints import failpoint
+from ckptd.shared.wire.lifecycle import SnapshotState
 
 log = logging.getLogger("ckptd.orphans")
 
 CHECK_SECONDS = 1.0
 """Seconds between two checks of the locks of trainers that have not reconnected after a
 restart of the daemon.
+"""
+RETRY_SECONDS = 30.0
+"""Seconds until a dead trainer's snapshot whose save has failed is saved again. They
+double with each failure, up to `memory_ttl`.
 """
 
 
@@ -60,6 +66,8 @@ class Orphans:
         self._saver = saver
         self._events, self._ttl = events, memory_ttl
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        # The retries to come, by job, and the seconds that each was to wait.
+        self._retries: dict[str, tuple[asyncio.TimerHandle, float]] = {}
         self._guards: dict[tuple[str, int, int], int] = {}
         self._unread = set[tuple[str, int, int]]()  # the dead owners whose memory cannot be read
         self._tasks: set[asyncio.Task[None]] = set()
@@ -198,6 +206,24 @@ class Orphans:
                 owed.persist = owed.unasked = True
             self._saver.start(owed)
 
+    def retry_later(self, snapshot: Snapshot) -> None:
+        """Save a snapshot again later if the storage has failed it and its trainer is
+        dead. No next snapshot will take its place.
+        """
+        job = self._catalog.job(snapshot.job)
+        before = self._retries.pop(job.name, None)
+        if before is not None:
+            before[0].cancel()
+        failed = snapshot.state is SnapshotState.FAILED and snapshot.code == StorageError.code
+        if failed and not job.ranks.owners:
+            delay = min(RETRY_SECONDS if before is None else 2 * before[1], self._ttl)
+            timer = asyncio.get_running_loop().call_later(delay, self._retry, job)
+            self._retries[job.name] = timer, delay
+
+    def _retry(self, job: Job) -> None:
+        if not job.ranks.owners:
+            self._save_owed(job)
+
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = watched(work, "taking back the slots of a dead trainer")
         self._tasks.add(task)
@@ -313,6 +339,8 @@ class Orphans:
         self._steps.close()
         for name in list(self._timers):
             self.cancel_timer(name)
+        for timer, _ in self._retries.values():
+            timer.cancel()
         for identity in list(self._guards):
             self.unguard(identity)
         for task in self._tasks:

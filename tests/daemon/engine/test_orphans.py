@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptd.daemon.engine.orphans import CHECK_SECONDS
+from ckptd.daemon.engine.orphans import CHECK_SECONDS, RETRY_SECONDS
 from ckptd.daemon.job.ranks import Owner
 from ckptd.shared.errors import StorageError
 from ckptd.shared.wire.lifecycle import SnapshotState
@@ -149,6 +149,31 @@ def test_memory_that_could_not_be_saved_is_kept_for_another_time(ranks: Connecte
     assert [snapshot.state for snapshot in ranks.job.snapshots] == [SnapshotState.DURABLE]
     ranks.core.advance(MEMORY_TTL)
     assert (ranks.job.snapshots, ranks.core.loop.timers()) == ([], [])
+
+
+def test_a_full_disk_is_tried_again_soon_if_no_trainer_is_left(ranks: ConnectedRanks) -> None:
+    ranks.seal(0, 5)
+    ranks.core.finish("read", "check")
+    owner = ranks.lose(0)
+    ranks.call(lambda: ranks.core.orphans.connection_lost(owner))
+    ranks.core.finish("check")
+
+    def fail() -> None:
+        next(work for work in ranks.core.work if work.what == "save").end(StorageError("full"))
+
+    fail()
+    ranks.core.finish()
+    for seconds in (RETRY_SECONDS, 2 * RETRY_SECONDS):
+        ranks.core.advance(seconds - 1)
+        assert [work.what for work in ranks.core.work] == []
+        ranks.core.advance(1)
+        ranks.core.finish("read", "check")
+        fail()
+        ranks.core.finish()
+    ranks.core.advance(4 * RETRY_SECONDS)
+    ranks.core.finish()
+    assert [snapshot.state for snapshot in ranks.job.snapshots] == [SnapshotState.DURABLE]
+    assert ranks.core.orphans._retries == {}
 
 
 def test_a_rank_that_begins_stops_the_time(ranks: ConnectedRanks) -> None:
