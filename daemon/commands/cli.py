@@ -325,7 +325,7 @@ def doctor(
     "--columns",
     "shown",
     metavar="NAME,...",
-    help="What to show: job, tag, step, attempt, seq, ranks, size, raw, of_raw, created, age, "
+    help="What to show: job, tag, step, attempt, seq, ranks, size, raw, of_raw, created, age, non_finite, "
     "marks, and any metric.",
 )
 @click.option(

@@ -10,11 +10,13 @@ from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.units import count_text
 
 
-def turned_non_finite(before: Iterable[StoredCheckpoint], committed: StoredCheckpoint) -> str:
+def turned_non_finite(
+    before: Iterable[StoredCheckpoint], committed: StoredCheckpoint, where: str
+) -> str:
     """Return a warning if a checkpoint that was just committed has values that are NaN
     or infinite, and the one before it in its attempt has none that are known, or "".
 
-    before: the other checkpoints of the job.
+    before: the other checkpoints of the job. where: the location of the committed one.
     """
     if not committed.non_finite:
         return ""
@@ -27,7 +29,6 @@ def turned_non_finite(before: Iterable[StoredCheckpoint], committed: StoredCheck
     if last is not None and last.non_finite:
         return ""
     finite = max((c for c in others if c.non_finite == 0), key=lambda c: c.order, default=None)
-    place = f"{committed.job}/{committed.tag}"
     newest = (
         "no checkpoint of the job is known to be finite"
         if finite is None
@@ -35,8 +36,8 @@ def turned_non_finite(before: Iterable[StoredCheckpoint], committed: StoredCheck
     )
     return (
         f"the state has turned non-finite: {count_text(committed.non_finite, 'value')} of the "
-        f"parameters and the optimizer state in {place} "
+        f"parameters and the optimizer state in {committed.job}/{committed.tag} "
         f"{'is' if committed.non_finite == 1 else 'are'} NaN or infinite; {newest}; `ckptd show "
-        f"{place}` names the tensors, and retention=[..., ckptd.Finite()] keeps the newest finite "
+        f"{where}` names the tensors, and retention=[..., ckptd.Finite()] keeps the newest finite "
         f"checkpoint"
     )

@@ -104,7 +104,9 @@ class Committer:
         """
         checkpoint = StoredCheckpoint.of(manifest)
         job = self._catalog.job(snapshot.job)
-        if warning := turned_non_finite(job.live_checkpoints(), checkpoint):
+        if warning := turned_non_finite(
+            job.live_checkpoints(), checkpoint, self._repository.where(job.name, checkpoint.tag)
+        ):
             log_events.STATE_NON_FINITE.log(
                 log, "%s", warning, job=job.name, tag=checkpoint.tag, step=checkpoint.step,
                 values=checkpoint.non_finite,

@@ -31,7 +31,8 @@ limit.
 """
 _OF_THE_LONGEST = 1.5
 """An evaluation may take longer than that. A job that has been so late once, and was
-saved again, is given this multiple of it.
+saved again, is given this multiple of it, but not more than `LEAST_SECONDS_AT_FIRST`: it
+may have been an outage.
 """
 _CHECKPOINTS = 12
 _KNOWN = 3
@@ -76,7 +77,8 @@ def limit(earlier: Sequence[float], of_this_run: Sequence[float] = (), longest: 
     checkpoints of a run that is known.
     """
     if len(_known(of_this_run)) >= _KNOWN:
-        return max(LEAST_SECONDS, _INTERVALS * usual(of_this_run), _OF_THE_LONGEST * longest)
+        allowed = min(_OF_THE_LONGEST * longest, LEAST_SECONDS_AT_FIRST)
+        return max(LEAST_SECONDS, _INTERVALS * usual(of_this_run), allowed)
     if len(_known(earlier)) < _KNOWN:
         return math.inf
     return max(LEAST_SECONDS_AT_FIRST, _INTERVALS * usual(earlier))

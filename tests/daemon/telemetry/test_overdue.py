@@ -35,6 +35,7 @@ def test_the_limit_follows_the_usual_interval(created: Sequence[float], seconds:
         ([120.0, 121.0, 122.0], 1.0, 60.0),
         ([120.0, 150.0, 180.0], 30.0, 150.0),
         ([120.0, 121.0, 122.0], 200.0, 300.0),  # an evaluation took so long before
+        ([120.0, 121.0, 122.0], 7200.0, 600.0),  # the disk was full for hours
     ],
 )
 def test_a_run_that_has_a_rhythm_is_known_to_be_late_soon(
