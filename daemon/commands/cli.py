@@ -325,8 +325,8 @@ def doctor(
     "--columns",
     "shown",
     metavar="NAME,...",
-    help="What to show: job, tag, step, attempt, seq, ranks, size, raw, of_raw, created, age, non_finite, "
-    "marks, and any metric.",
+    help="What to show: job, tag, step, attempt, seq, ranks, size, raw, of_raw, created, age, "
+    "non_finite, marks, and any metric.",
 )
 @click.option(
     "--sort",
