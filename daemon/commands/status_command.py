@@ -11,6 +11,7 @@ import click
 
 from ckptd.daemon.commands import health, neighbours, report
 from ckptd.daemon.commands.job_report import job_report, job_text
+from ckptd.daemon.commands.restart import restart_advice
 from ckptd.daemon.commands.stored_jobs import stored_jobs, stored_jobs_text
 from ckptd.daemon.commands.watch import Watchable, watch, watch_option
 from ckptd.shared import errors as e
@@ -109,14 +110,7 @@ def _asked(root: Location | None, socket: Path | None) -> dict[str, Any]:
     except e.DaemonUnreachable as error:
         if root is None:
             raise
-        raise e.DaemonUnreachable(f"{error}{_start(root)}") from None
-
-
-def _start(root: Location) -> str:
-    return (
-        f". If its daemon has ended, start it: `ckptd run --root {root}`, or `systemctl start` "
-        f"with its unit. What is in memory is saved then"
-    )
+        raise e.DaemonUnreachable(f"{error}{restart_advice(root)}") from None
 
 
 def _tell_once(root: Location | None, socket: Path | None, *, as_json: bool) -> None:
@@ -176,6 +170,6 @@ def _tell_from_storage(root: Location, error: e.DaemonUnreachable, *, as_json: b
     if as_json:
         click.echo(json.dumps({**as_object(error), "storage": found}, indent=1))
     else:
-        click.echo(f"ckptd: {error}{_start(root)}. This is what storage has:", err=True)
+        click.echo(f"ckptd: {error}{restart_advice(root)}. This is what storage has:", err=True)
         click.echo(stored_jobs_text(found))
     sys.exit(error.exit_code)
