@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import shlex
+import threading
+from contextlib import suppress
 from pathlib import Path
 
+from ckptd.daemon.telemetry.background import LoggedEvent
 from ckptd.shared.errors import CkptdError
 from ckptd.shared.location import Location
+from ckptd.shared.storage.locate import is_root
 from ckptd.shared.system import machine
+
+_LOOK_SECONDS = 5.0
+"""So long the file system of a root has to tell whether the root is there."""
 
 
 def restart_advice(root: Location) -> str:
     """Return what to add to an error about a root that no daemon serves.
 
     The advice names the socket of the last daemon on this node if it is not a usual
-    one, because the trainers that still run wait there.
+    one, because the trainers that still run wait there. If the root is a directory that
+    is gone, the advice is to mount it.
     """
-    socket = _last_socket(root)
-    private = set(machine.private_sockets(root))
-    other = socket is not None and socket not in {*machine.default_sockets(), *private}
+    if gone := gone_root(root):
+        return f"; {gone}"
+    ready = _last_start(root)
+    socket = ready and ready.facts.get("socket")
+    usual = {*machine.default_sockets(), *machine.private_sockets(root)}
+    other = isinstance(socket, str) and Path(socket) not in usual
     command = ["ckptd", "run", "--root", str(root), *(["--socket", str(socket)] if other else [])]
     settings = ", with the settings that it had" if other else ""
     return (
@@ -27,9 +38,32 @@ def restart_advice(root: Location) -> str:
     )
 
 
-def _last_socket(root: Location) -> Path | None:
-    """Return the socket of the last daemon of a root, or None if the history does not
-    tell.
+def gone_root(root: Location) -> str:
+    """Return a sentence if a root that may be on a mount is not there, or else "".
+
+    A directory that holds no root counts if a daemon has served one there before. A file
+    system that does not answer in time, or with an error, does not count.
+    """
+    if not isinstance(root, Path):
+        return ""
+    known, found = _last_start(root) is not None, list[str]()
+
+    def look() -> None:
+        with suppress(OSError):  # a broken mount, or another user's directory
+            if not root.exists():
+                found.append(f"{root} does not exist")
+            elif known and not is_root(root):
+                found.append(f"{root} holds no root, though a daemon has served one there")
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    looking.join(_LOOK_SECONDS)
+    return f"{found[0]}: mount it first, and start its daemon then" if found else ""
+
+
+def _last_start(root: Location) -> LoggedEvent | None:
+    """Return the event of the last start of a daemon of a root, or None if the history
+    does not tell.
     """
     from ckptd.daemon.telemetry.history import read_history  # SQLite, only for this advice
 
@@ -38,5 +72,4 @@ def _last_socket(root: Location) -> Path | None:
         found = read_history(file, names=["daemon.ready"], limit=1)
     except (CkptdError, OSError):
         return None
-    socket = found[0].facts.get("socket") if found else None
-    return Path(socket) if isinstance(socket, str) else None
+    return found[0] if found else None

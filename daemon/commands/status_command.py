@@ -11,7 +11,7 @@ import click
 
 from ckptd.daemon.commands import health, neighbours, report
 from ckptd.daemon.commands.job_report import job_report, job_text
-from ckptd.daemon.commands.restart import restart_advice
+from ckptd.daemon.commands.restart import gone_root, restart_advice
 from ckptd.daemon.commands.stored_jobs import stored_jobs, stored_jobs_text
 from ckptd.daemon.commands.watch import Watchable, watch, watch_option
 from ckptd.shared import errors as e
@@ -165,7 +165,9 @@ def _tell_from_storage(root: Location, error: e.DaemonUnreachable, *, as_json: b
     """
     if not is_root(root):
         near = "" if "did you mean" in str(error) else meant(root)
-        raise e.DaemonUnreachable(f"{error}{near}")
+        gone = gone_root(root)
+        advice = f"; {gone}" if gone and not near else ""
+        raise e.DaemonUnreachable(f"{error}{near}{advice}")
     found = stored_jobs(root)
     if as_json:
         click.echo(json.dumps({**as_object(error), "storage": found}, indent=1))

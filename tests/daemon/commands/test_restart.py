@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Event
 
 import pytest
 
-from ckptd.daemon.commands.restart import restart_advice
+from ckptd.daemon.commands import restart
+from ckptd.daemon.commands.restart import gone_root, restart_advice
 from ckptd.daemon.telemetry.background import LoggedEvent
 from ckptd.daemon.telemetry.history import History
+from ckptd.shared.location import located
 from ckptd.shared.system import machine
 from tests.daemon.commands.test_cli import ckptd
 from tests.support.daemons import Home, holds, running
 
 
-def ready(state: Path, root: Path, *sockets: object) -> Path:
+def ready(state: Path, root: Path, *sockets: str) -> Path:
     """Write a history with daemons at these sockets. Return its file."""
     file = machine.history_file(state, root)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -69,3 +72,38 @@ def test_a_history_that_is_missing_or_damaged_is_ignored(root: Path) -> None:
     assert usual not in restart_advice(root)
     file.write_bytes(b"no database" * 1000)
     assert usual in restart_advice(root)
+
+
+def test_a_root_that_is_gone_is_to_be_mounted_first(root: Path) -> None:
+    ready(root.parent / "state", root, "/run/a")
+    state = {"CKPTD_STATE_DIR": str(root.parent / "state")}
+    mount = ": mount it first, and start its daemon then\n"
+    (root / ".ckptd").rmdir()
+    for more in ([], ["--check"]):
+        told = ckptd("status", root, *more, environment=state)
+        assert (told.returncode, "ckptd run" in told.stderr) == (14, False)
+        assert told.stderr.endswith(
+            f"; {root} holds no root, though a daemon has served one there{mount}"
+        )
+    root.rmdir()
+    for more in ([], ["--check"]):
+        told = ckptd("status", root, *more, environment=state)
+        assert (told.returncode, "ckptd run" in told.stderr) == (14, False)
+        assert told.stderr.endswith(f"; {root} does not exist{mount}")
+
+
+def test_a_directory_that_was_never_a_root_is_not_gone(root: Path) -> None:
+    (root / ".ckptd").rmdir()
+    assert gone_root(root) == ""
+    assert gone_root(located("s3://bucket/x")) == ""
+
+
+def test_a_file_system_that_hangs_is_not_gone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restart, "_LOOK_SECONDS", 0.05)
+    hung = Event()
+    monkeypatch.setattr(Path, "exists", lambda self: self == root and not hung.wait(60))
+    monkeypatch.setattr(restart, "_last_start", lambda root: None)
+    try:
+        assert "start it: `ckptd run" in restart_advice(root)
+    finally:
+        hung.set()
