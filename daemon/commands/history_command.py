@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -31,6 +32,8 @@ from ckptd.shared.system.settings import nearest
 from ckptd.shared.units import size_text, span_text
 
 _DAY = 86400.0
+_MOST = 120
+"""The most characters of an event's text that are shown on a terminal."""
 
 
 @click.command(short_help="Tell what the daemons of a root did.")
@@ -90,7 +93,7 @@ def history(
     click.echo(
         json.dumps([row(event) for event in found], indent=1)
         if as_json
-        else history_text(found, time.time())
+        else history_text(found, time.time(), most=_MOST if sys.stdout.isatty() else None)
     )
 
 
@@ -102,9 +105,11 @@ def _file(root: Location | None, socket: Path | None) -> Path:
     root = root or (configured_root() if socket is None else None)
     try:
         status = neighbours.AskedDaemon(root, socket, "ckptd history --root ROOT").status()
-    except e.DaemonUnreachable:
+    except e.DaemonUnreachable as error:
         if root is None:
-            raise
+            raise e.DaemonUnreachable(
+                f"{error}; without a daemon, name the root: `ckptd history --root ROOT`"
+            ) from None
         return machine.history_file(machine.configured_state_dir(), root)
     if status.get("history") is None:
         raise e.NotFound(
@@ -126,15 +131,19 @@ def row(event: LoggedEvent) -> dict[str, Any]:
     }
 
 
-def history_text(events: list[LoggedEvent], now: float) -> str:
-    """Return events as a table for people. `now` is in Unix seconds."""
+def history_text(events: list[LoggedEvent], now: float, most: int | None = None) -> str:
+    """Return events as a table for people.
+
+    now: in Unix seconds. most: of each text, only so many characters are shown, or all
+    with None.
+    """
     if not events:
         return "nothing is known"
     head = ("TIME", "AGE", "EVENT", "JOB", "STEP", "SIZE", "HELD", "DURABLE", "")
-    return "\n".join(as_table([head, *(_cells(event, now) for event in events)]))
+    return "\n".join(as_table([head, *(_cells(event, now, most) for event in events)]))
 
 
-def _cells(event: LoggedEvent, now: float) -> tuple[str, ...]:
+def _cells(event: LoggedEvent, now: float, most: int | None) -> tuple[str, ...]:
     facts = event.facts
     nbytes, step = facts.get("bytes"), facts.get("step")
     known = event.name in ("save.done", "checkpoint.deleted", "upload.done")
@@ -148,7 +157,7 @@ def _cells(event: LoggedEvent, now: float) -> tuple[str, ...]:
         size_text(nbytes) if isinstance(nbytes, int | float) else "-",
         _seconds(facts.get("held_seconds")),
         _seconds(facts.get("durable_seconds")),
-        "" if known else event.text[:120],
+        "" if known else event.text[:most],
     )
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,8 @@ import torch
 from ckptd.agent import Agent
 from ckptd.daemon.commands.history_command import history_text
 from ckptd.daemon.telemetry.background import LoggedEvent
+from ckptd.daemon.telemetry.history import History
+from ckptd.shared.system import machine
 from tests.daemon.commands.test_cli import ckptd
 from tests.support.daemons import Home, holds, running
 
@@ -88,3 +94,32 @@ def test_a_table_has_what_is_known_of_each_event() -> None:
     ]  # fmt: skip
     assert lines[2].endswith(r"save.failed  gpt  -     -       -        -        the disk\nis full")
     assert history_text([], 0.0) == "nothing is known"
+
+
+def test_a_long_text_is_cut_on_a_terminal_only(tmp_path: Path) -> None:
+    long = LoggedEvent(5.0, "save.failed", 40, "x" * 500, {"job": "gpt"})
+    assert history_text([long], 9.0).endswith("  " + "x" * 500)
+    assert history_text([long], 9.0, most=120).endswith("  " + "x" * 120)
+    file = machine.history_file(tmp_path / "state", tmp_path)
+    file.parent.mkdir(parents=True)
+    history = History(file)
+    history.take([long])
+    history.close()
+    asked = ("history", "--root", str(tmp_path))
+    state = {"CKPTD_STATE_DIR": str(tmp_path / "state")}
+    assert ckptd(*asked, environment=state).stdout.count("x") == 500
+    ours, theirs = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-m", "ckptd.daemon", *asked],
+        stdout=theirs, env=os.environ | state, timeout=120, check=True,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16)
+    os.close(ours)
+    assert (done.returncode, shown.count(b"x")) == (0, 120)
+
+
+def test_without_a_daemon_the_root_is_to_be_named(tmp_path: Path) -> None:
+    told = ckptd("history", "--socket", tmp_path / "none")
+    assert told.returncode == 14
+    assert told.stderr.endswith("; without a daemon, name the root: `ckptd history --root ROOT`\n")
