@@ -28,7 +28,7 @@ from ckptd.shared.errors import (
 from ckptd.shared.formats.coverage import Shards
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.metadata_object import stored_places
-from ckptd.shared.formats.non_finite import MOST_NAMED
+from ckptd.shared.formats.non_finite import MOST_NAMED, NonFinite
 from ckptd.shared.formats.plan import BLOB, RUN_FACTS, Described
 from ckptd.shared.formats.scatter import scatter, verify
 from ckptd.shared.formats.sharding import Mesh
@@ -417,7 +417,7 @@ def non_finite_lines(repository: Repository, job: str, manifest: Manifest) -> li
         return []
     if not manifest.non_finite:
         return ["  non-finite     none of the values that were counted"]
-    found = Counter[str]()
+    found, counts = Counter[str](), list[NonFinite]()
     parts = sorted(manifest.parts, key=lambda part: -(part.non_finite or 0))
     lines = [
         f"  non-finite     {count_text(manifest.non_finite, 'value')} of parameters and optimizer "
@@ -435,12 +435,31 @@ def non_finite_lines(repository: Repository, job: str, manifest: Manifest) -> li
                     repository.open_part(job, manifest.tag, part.file, part.index_sha256)
                 ) as reader:
                     if (counted := reader.index.non_finite) is not None:
+                        counts.append(counted)
                         for name, values in counted.named(reader.plan):
                             found[name] += values
     except CkptdError as error:
         lines.append(f"                 the tensors cannot be read: {error}")
     named = found.most_common(MOST_NAMED)
-    return lines + [f"                 {name}: {values}" for name, values in named]
+    lines += [f"                 {name}: {values}" for name, values in named]
+    all_read = len(counts) == sum(bool(part.non_finite) for part in parts)
+    return lines + _more(counts, len(found), len(named), all_read=all_read)
+
+
+def _more(counts: Sequence[NonFinite], known: int, named: int, *, all_read: bool) -> list[str]:
+    """Return the line that says how many tensors with such values have no line, or
+    nothing if none is known.
+
+    counts: those of the parts that were read. known: how many tensors these name.
+    named: how many tensors have a line.
+
+    Parts that do not name all their tensors may have the same tensors or different
+    ones. So of several parts only the least number is known.
+    """
+    more = max(known, *(count.tensors for count in counts), 0) - named
+    complete = all(count.tensors == len(count.most) for count in counts)
+    least = "" if all_read and (complete or len(counts) == 1) else "at least "
+    return [f"                 and {least}{more} more"] if more > 0 else []
 
 
 def manifest_json(

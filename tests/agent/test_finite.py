@@ -106,6 +106,17 @@ def test_show_tells_the_count_if_the_part_is_gone(place: Home) -> None:
     assert "                 the tensors cannot be read: " in shown
 
 
+def test_show_tells_how_many_tensors_it_does_not_name(place: Home) -> None:
+    model = nn.ParameterList(torch.full((4,), NAN) for _ in range(20))
+    with running(place):
+        agent = Agent("job", socket=place.socket)
+        agent.snapshot({"model": model}, step=1).wait("durable", timeout=60)
+        agent.close()
+    shown = ckptd("show", place.root / "job" / "newest")
+    assert len(re.findall(r"\n {17}model\.\d+: 4(?=\n)", shown)) == 16
+    assert "\n                 and 4 more\n" in shown
+
+
 def test_chunks_that_are_linked_keep_their_count(place: Home) -> None:
     """The frozen weight has NaN. It is a buffer at first, and a parameter from step 3 on."""
     frozen, head = nn.Module(), nn.Linear(2, 2)

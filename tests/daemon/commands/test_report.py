@@ -17,6 +17,7 @@ from ckptd.daemon.commands.cli import main
 from ckptd.daemon.commands.report import stage_lines
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.manifest import Manifest
+from ckptd.shared.formats.non_finite import NonFinite
 from tests.crash.hostile import forge as forge_case
 from tests.crash.nonsense import simple_case
 from tests.shared.formats.test_manifest import JSON, resealed
@@ -163,3 +164,27 @@ def test_what_waits_and_what_cannot_be_uploaded_is_told(
     changes: dict[str, Any], lines: list[str]
 ) -> None:
     assert stage_lines(IDLE | changes, " (9 GB free)") == [f"  {line}" for line in lines]
+
+
+def counted(tensors: int) -> NonFinite:
+    """Return the count of a part in which so many tensors have one value each."""
+    return NonFinite.of([dict.fromkeys(range(tensors), 1)])
+
+
+@pytest.mark.parametrize(
+    ("counts", "known", "named", "all_read", "said"),
+    [
+        ([], 0, 0, False, None),
+        ([counted(16)], 16, 16, True, None),
+        ([counted(40)], 16, 16, True, "and 24 more"),
+        ([counted(40)], 16, 16, False, "and at least 24 more"),
+        ([counted(10), counted(9)], 19, 16, True, "and 3 more"),
+        ([counted(40), counted(9)], 20, 16, True, "and at least 24 more"),
+        ([counted(17), counted(17)], 32, 16, True, "and at least 16 more"),
+    ],
+)
+def test_tensors_that_are_not_named_are_counted(
+    counts: list[NonFinite], known: int, named: int, all_read: bool, said: str | None
+) -> None:
+    lines = report._more(counts, known, named, all_read=all_read)
+    assert [line.strip() for line in lines] == ([] if said is None else [said])
