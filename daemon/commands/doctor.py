@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import errno
 import getpass
 import importlib.util
 import os
@@ -278,6 +279,14 @@ def _check_store(root: Url) -> Iterator[Check]:
         )  # fmt: skip
 
 
+def _remedy(error: OSError) -> str:
+    return (
+        "make room, or name another directory"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT)
+        else "name a directory of this user"
+    )
+
+
 def _check_directory(root: Path) -> Iterator[Check]:
     """Check the directory for checkpoints.
 
@@ -293,7 +302,7 @@ def _check_directory(root: Path) -> Iterator[Check]:
         yield Check(
             "root",
             FAILED,
-            f"{called} cannot be written: {error.strerror}; name a directory of this user",
+            f"{called} cannot be written: {error.strerror}; {_remedy(error)}",
             {"path": str(place)},
         )
         return

@@ -4,12 +4,14 @@ command itself.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
 import socket
 import stat
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +20,7 @@ from ckptd.daemon.commands.doctor_check import FAILED, OK, WARNING, Check
 from ckptd.daemon.config import load
 from ckptd.daemon.process import limits
 from ckptd.daemon.process.peers import SO_PEERPIDFD
+from ckptd.shared.storage import posix_probe
 from tests.crash.images import Image, Unavailable
 from tests.daemon.commands.test_cli import ckptd
 
@@ -161,6 +164,24 @@ def test_a_root_that_cannot_be_written_fails(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (check,) = doctor.check_root(tmp_path / "file")
     assert (check.name, check.level) == ("root", FAILED)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "No space left on device; make room, or name another directory"),
+        (errno.EDQUOT, "Disk quota exceeded; make room, or name another directory"),
+        (errno.EACCES, "Permission denied; name a directory of this user"),
+    ],
+)
+def test_a_root_without_room_needs_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    monkeypatch.setattr(
+        posix_probe, "probe", Mock(side_effect=OSError(number, os.strerror(number)))
+    )
+    (check,) = doctor.check_root(tmp_path)
+    assert check.message == f"{tmp_path} cannot be written: {remedy}"
 
 
 def test_a_stage_is_checked_as_a_root_is(tmp_path: Path) -> None:
