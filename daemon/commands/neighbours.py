@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from ckptd.daemon.memory import unsaved
+from ckptd.daemon.process.peers import is_stopped
 from ckptd.shared.command import configured_root
 from ckptd.shared.errors import (
     Busy,
@@ -25,13 +26,17 @@ from ckptd.shared.errors import (
     InvalidConfig,
     from_wire,
 )
-from ckptd.shared.location import Location, located
+from ckptd.shared.location import Location, located, url_scheme
 from ckptd.shared.system import machine
 from ckptd.shared.units import some_text
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.channel import Channel
 
 TIMEOUT = 10.0
+
+
+class DaemonStopped(DaemonUnreachable):
+    """Raised if a daemon does not answer because a signal has stopped it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,20 @@ class Neighbour:
     socket: str
     status: dict[str, Any] | None
     problem: str = ""
+    stopped: bool = False
+    """True if it was not asked, because a signal has stopped it."""
+    named_root: str = ""
+    """The root that its command names, or "" if it names none."""
+
+    def may_serve(self, root: Location) -> bool:
+        """Return True if it may be the daemon of a root, as far as its command tells.
+
+        root: as `resolve` returns it.
+        """
+        named = self.named_root
+        if not os.path.isabs(named) and not url_scheme(named):
+            return True
+        return located(named).resolve() == root
 
     def row(self) -> dict[str, Any]:
         """Return what `ckptd ps --json` prints of it."""
@@ -74,8 +93,9 @@ def find_all() -> list[Neighbour]:
                 continue
         except (psutil.Error, OSError):
             continue
-        sockets = _sockets(process) or _named_socket(command)
-        found += [_ask(process.pid, socket) for socket in sorted(sockets)[:1]]
+        sockets = _sockets(process) or _named(command, "--socket")
+        root = "".join(_named(command, "--root"))
+        found += [_ask(process.pid, socket, root) for socket in sorted(sockets)[:1]]
     return sorted(found, key=lambda neighbour: neighbour.pid)
 
 
@@ -94,13 +114,11 @@ def _sockets(process: psutil.Process) -> set[str]:
         return set()
 
 
-def _named_socket(command: list[str]) -> set[str]:
-    """Return the socket that a daemon's command names, or an empty set if it names
+def _named(command: list[str], option: str) -> set[str]:
+    """Return the value of an option in a daemon's command, or an empty set if it has
     none.
     """
-    return {
-        command[number] for number in range(1, len(command)) if command[number - 1] == "--socket"
-    }
+    return {command[number] for number in range(1, len(command)) if command[number - 1] == option}
 
 
 def _is_daemon(command: list[str]) -> bool:
@@ -109,23 +127,33 @@ def _is_daemon(command: list[str]) -> bool:
     )
 
 
-def _ask(pid: int, socket: str) -> Neighbour:
+def _ask(pid: int, socket: str, root: str) -> Neighbour:
+    if is_stopped(pid):
+        problem = f"it is stopped by a signal: `kill -CONT {pid}`"
+        return Neighbour(pid, socket, None, problem, stopped=True, named_root=root)
     try:
-        return Neighbour(pid, socket, daemon_status(Path(socket)))
+        return Neighbour(pid, socket, daemon_status(Path(socket)), named_root=root)
     except CkptdError as error:
-        return Neighbour(pid, socket, None, str(error))
+        return Neighbour(pid, socket, None, str(error), named_root=root)
 
 
 def of_root(root: Location) -> Neighbour:
     """Return the daemon of this user that serves a root.
 
-    Raises DaemonUnreachable, which names the roots that are served, and the daemons that
-    do not answer.
+    Raises DaemonStopped if a daemon that may serve it is stopped by a signal, or else
+    DaemonUnreachable, which names the roots that are served, and the daemons that do not
+    answer.
     """
     wanted, found = root.resolve(), find_all()
     for neighbour in found:
         if neighbour.status is not None and located(neighbour.status["root"]).resolve() == wanted:
             return neighbour
+    for neighbour in found:
+        if neighbour.stopped and neighbour.may_serve(wanted):
+            raise DaemonStopped(
+                f"no daemon of {root} answers; pid {neighbour.pid} does not answer: "
+                f"{neighbour.problem}"
+            )
     roots = [
         located(neighbour.status["root"]) for neighbour in found if neighbour.status is not None
     ]

@@ -25,7 +25,7 @@ def restart_advice(root: Location) -> str:
     is gone, the advice is to mount it.
     """
     if gone := gone_root(root):
-        return f"; {gone}"
+        return gone
     ready = _last_start(root)
     socket = ready and ready.facts.get("socket")
     usual = {*machine.default_sockets(), *machine.private_sockets(root)}
@@ -39,7 +39,8 @@ def restart_advice(root: Location) -> str:
 
 
 def gone_root(root: Location) -> str:
-    """Return a sentence if a root that may be on a mount is not there, or else "".
+    """Return what to add to an error if a root that may be on a mount is not there, or
+    else "".
 
     A directory that holds no root counts if a daemon has served one there before. A file
     system that does not answer in time, or with an error, does not count.
@@ -58,7 +59,7 @@ def gone_root(root: Location) -> str:
     looking = threading.Thread(target=look, daemon=True)
     looking.start()
     looking.join(_LOOK_SECONDS)
-    return f"{found[0]}: mount it first, and start its daemon then" if found else ""
+    return f"; {found[0]}: mount it first, and start its daemon then" if found else ""
 
 
 def _last_start(root: Location) -> LoggedEvent | None:

@@ -110,7 +110,15 @@ def _asked(root: Location | None, socket: Path | None) -> dict[str, Any]:
     except e.DaemonUnreachable as error:
         if root is None:
             raise
-        raise e.DaemonUnreachable(f"{error}{restart_advice(root)}") from None
+        raise e.DaemonUnreachable(f"{error}{_advice(root, error)}") from None
+
+
+def _advice(root: Location, error: e.DaemonUnreachable) -> str:
+    """Return what to add to an error about a root that no daemon serves.
+
+    A daemon that is stopped is continued, and no other is started.
+    """
+    return "" if isinstance(error, neighbours.DaemonStopped) else restart_advice(root)
 
 
 def _tell_once(root: Location | None, socket: Path | None, *, as_json: bool) -> None:
@@ -164,14 +172,12 @@ def _tell_from_storage(root: Location, error: e.DaemonUnreachable, *, as_json: b
     Raises DaemonUnreachable if it is no root, with what was probably meant.
     """
     if not is_root(root):
-        near = "" if "did you mean" in str(error) else meant(root)
-        gone = gone_root(root)
-        advice = f"; {gone}" if gone and not near else ""
-        raise e.DaemonUnreachable(f"{error}{near}{advice}")
+        hint = "" if "did you mean" in str(error) else meant(root) or gone_root(root)
+        raise e.DaemonUnreachable(f"{error}{hint}")
     found = stored_jobs(root)
     if as_json:
         click.echo(json.dumps({**as_object(error), "storage": found}, indent=1))
     else:
-        click.echo(f"ckptd: {error}{restart_advice(root)}. This is what storage has:", err=True)
+        click.echo(f"ckptd: {error}{_advice(root, error)}. This is what storage has:", err=True)
         click.echo(stored_jobs_text(found))
     sys.exit(error.exit_code)

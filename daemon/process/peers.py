@@ -1,5 +1,5 @@
 """Identifies the process at the other end of a connection: its number, its user, when
-it started, and a pidfd to notice its death.
+it started, and a pidfd to notice its death. Also tells whether a process is stopped.
 """
 
 from __future__ import annotations
@@ -56,6 +56,14 @@ class Peer:
 
     def __str__(self) -> str:
         return f"pid {self.pid}"
+
+
+def is_stopped(pid: int) -> bool:
+    """Return True if a process is stopped by a signal, or by a debugger."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except (psutil.Error, OSError):
+        return False
 
 
 def _pidfd_of(client: socket.socket, pid: int) -> int:

@@ -14,6 +14,7 @@ import psutil
 from ckptd.daemon import log_events
 from ckptd.daemon.composition import Components
 from ckptd.daemon.process import notify
+from ckptd.daemon.process.peers import is_stopped
 from ckptd.daemon.telemetry.overdue import LOOK_SECONDS, Overdue
 
 log = logging.getLogger("ckptd")
@@ -118,14 +119,6 @@ class Vitals:
         self._seen_lost = self._seen_lost + 1 if lost else 0
         if self._seen_lost == _TIMES_LOST:
             self._lost_root()
-
-
-def is_stopped(pid: int) -> bool:
-    """Return True if a process is stopped by a signal, or by a debugger."""
-    try:
-        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except (psutil.Error, OSError):
-        return False
 
 
 def rss_bytes() -> int | None:

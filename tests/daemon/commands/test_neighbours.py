@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,9 +17,10 @@ import torch
 from ckptd.agent import Agent
 from ckptd.daemon.commands import neighbours
 from ckptd.daemon.commands.neighbours import Neighbour
+from ckptd.daemon.process.peers import is_stopped
 from ckptd.shared.errors import DaemonUnreachable, InvalidConfig
 from tests.daemon.commands.test_cli import ckptd
-from tests.support.daemons import Daemon, Home, home, running
+from tests.support.daemons import Daemon, Home, holds, home, running
 from tests.support.trainers import vanish
 
 
@@ -142,6 +145,38 @@ def test_the_roots_that_are_served_are_named(monkeypatch: pytest.MonkeyPatch) ->
     found.append(Neighbour(8, "/t", {"root": "/other"}))
     with pytest.raises(DaemonUnreachable, match="the roots that are served here: /other$"):
         neighbours.of_root(Path("/ckpts"))
+
+
+def test_a_daemon_that_is_stopped_is_continued_and_no_other_is_started(served: Daemon) -> None:
+    pid, root = served.process.pid, served.home.root
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert holds(lambda: is_stopped(pid), 60)
+        said = (
+            f"ckptd: no daemon of {root} answers; pid {pid} does not answer: it is stopped by a "
+            f"signal: `kill -CONT {pid}`"
+        )
+        for command in (["status", "--check"], ["status"], ["stop"]):
+            told = ckptd(*command, root)
+            assert told.returncode == 14
+            assert told.stderr.startswith(said)
+            assert "start it" not in told.stderr
+        other = ckptd("status", root.parent / "other", "--check")
+        assert f"pid {pid} does not answer" not in other.stderr
+        assert "start it" in other.stderr or "does not exist" in other.stderr
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert holds(lambda: ckptd("status", root, "--check").returncode == 0, 60)
+
+
+@pytest.mark.parametrize(
+    ("named", "may"),
+    [("/ckpts", True), ("/ckpts/../ckpts", True), ("", True), ("ckpts", True), ("/other", False),
+     ("s3://bucket/ckpts", False)],
+)  # fmt: skip
+def test_a_daemon_may_serve_the_root_that_its_command_names(named: str, may: bool) -> None:
+    found = Neighbour(7, "/s", None, "it is hung", named_root=named)
+    assert found.may_serve(Path("/ckpts")) is may
 
 
 def test_a_daemon_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

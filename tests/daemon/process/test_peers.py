@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from unittest.mock import Mock
 import pytest
 
 from ckptd.daemon.process import peers
-from ckptd.daemon.process.peers import Peer
+from ckptd.daemon.process.peers import Peer, is_stopped
+from tests.support.daemons import holds
 
 CHILD = (
     "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); "
@@ -70,3 +72,15 @@ def test_a_peer_without_a_pidfd_is_not_watched(monkeypatch: pytest.MonkeyPatch) 
             peer = Peer(deaf)
             assert (peer.watch(), peer.lacks_descriptor) == (-1, lacks)
             peer.close()
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGSTOP])
+def test_a_process_is_known_to_be_stopped(number: signal.Signals | None) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            if number is not None:
+                process.send_signal(number)
+            assert holds(lambda: is_stopped(process.pid) == (number is not None), 60)
+        finally:
+            process.kill()
+    assert not is_stopped(process.pid)

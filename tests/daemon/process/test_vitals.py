@@ -5,8 +5,6 @@ and a save that stands still.
 from __future__ import annotations
 
 import asyncio
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,10 +18,9 @@ import pytest
 
 from ckptd.daemon.job.catalog import Catalog
 from ckptd.daemon.process import notify, vitals
-from ckptd.daemon.process.vitals import Vitals, is_stopped, rss_bytes
+from ckptd.daemon.process.vitals import Vitals, rss_bytes
 from ckptd.daemon.telemetry.overdue import Overdue
 from ckptd.shared.storage.locate import open_root
-from tests.support.daemons import holds
 from tests.support.events import logged
 
 MEGABYTE = 1 << 20
@@ -178,18 +175,6 @@ def test_jobs_are_not_overdue_because_the_daemon_itself_was_stopped(
 
     watched(Vitals(parts, time.monotonic()), lambda: bool(looked), hold)
     assert looked[0] - held[0] > 0.4
-
-
-@pytest.mark.parametrize("number", [None, signal.SIGSTOP])
-def test_a_process_is_known_to_be_stopped(number: signal.Signals | None) -> None:
-    with subprocess.Popen(["sleep", "60"]) as process:
-        try:
-            if number is not None:
-                process.send_signal(number)
-            assert holds(lambda: is_stopped(process.pid) == (number is not None), 60)
-        finally:
-            process.kill()
-    assert not is_stopped(process.pid)
 
 
 def test_the_period_is_that_of_the_watchdog(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
