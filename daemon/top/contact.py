@@ -21,9 +21,9 @@ SLOW_SECONDS = 2.0
 class Contact:
     """The contact with a daemon. Times are Unix seconds.
 
-    status: its last report, or None. taken: when that came. lost: when the daemon was
-    first found not to answer, or None while it answers. problem: why it does not.
-    back: when it answered again, or None. absence: for how many seconds it was silent
+    status: its last report, or None. taken: when that came. lost: when the first question
+    without an answer was asked, or None while the daemon answers. problem: why it does
+    not. back: when it answered again, or None. absence: for how many seconds it was silent
     before. replaced: True if another process answered then.
     """
 
@@ -44,9 +44,19 @@ class Contact:
         silent = 0.0 if self.lost is None else now - self.lost
         return replace(after, back=now, absence=silent, replaced=new)
 
-    def failed(self, problem: str, now: float) -> Contact:
-        """Return the contact after a question without an answer. problem: why."""
-        return replace(self, lost=now if self.lost is None else self.lost, problem=problem)
+    def failed(self, problem: str, asked: float) -> Contact:
+        """Return the contact after a question without an answer.
+
+        problem: why there is none. asked: when the question was asked.
+        """
+        return replace(self, lost=asked if self.lost is None else self.lost, problem=problem)
+
+    def silent(self, waited: float) -> bool:
+        """Return True if the daemon does not answer, so that its last report is old.
+
+        waited: the seconds for which the last question has no answer yet.
+        """
+        return self.lost is not None or waited >= SLOW_SECONDS
 
     def remark(self, now: float, waited: float) -> str:
         """Return a sentence if the daemon does not answer, or has been answering again
@@ -54,13 +64,10 @@ class Contact:
 
         waited: the seconds for which the last question has no answer yet.
         """
-        if self.lost is not None:
-            return printable(
-                f"no answer since {_clock(self.lost)} ({span_text(now - self.lost)}): "
-                f"{self.problem}"
-            )
-        if waited >= SLOW_SECONDS:
-            return f"no answer for {span_text(waited)}: the daemon hangs, or is very busy"
+        if self.silent(waited):
+            lost = now - waited if self.lost is None else self.lost
+            why = "the daemon hangs, or is very busy" if self.lost is None else self.problem
+            return printable(f"no answer since {_clock(lost)} ({span_text(now - lost)}): {why}")
         if self.back is None or now - self.back > BACK_SECONDS:
             return ""
         who = f"a new daemon (pid {self.status['pid']})" if self.replaced and self.status else "it"

@@ -81,14 +81,14 @@ class Poller:
         one that nobody expects: the thread must outlive it.
         """
         before = self.seen
-        self._asked = self._clock()
+        asked = self._asked = self._clock()
         try:
             status = self._ask()
             contact = before.contact.answered(status, self._clock())
             self._trends.add_report(status)
             history = self._read(status)
         except Exception as error:
-            contact, history = before.contact.failed(_problem(error), self._clock()), before.history
+            contact, history = before.contact.failed(_problem(error), asked), before.history
         finally:
             self._asked = None
         self.seen = Seen(contact, self._trends.jobs(), self._trends.cpu, history)

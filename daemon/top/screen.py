@@ -17,7 +17,6 @@ from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.text import Text
 
 from ckptd.daemon.top.choice import Choice
-from ckptd.daemon.top.contact import SLOW_SECONDS
 from ckptd.daemon.top.poller import Seen
 from ckptd.daemon.top.trends import NO_TREND, Trend
 from ckptd.shared.location import url_scheme
@@ -73,6 +72,11 @@ class View:
         return self.seen.contact.status or {"jobs": []}
 
     @property
+    def silent(self) -> bool:
+        """True if the daemon does not answer."""
+        return self.seen.contact.silent(self.waited)
+
+    @property
     def elapsed(self) -> float:
         """The seconds since the last report."""
         return max(0.0, self.now - self.seen.contact.taken)
@@ -104,7 +108,7 @@ def screen(view: View, columns: int, rows: int) -> list[Text]:
         body = _ranks(view, view.job, columns, room)
     else:
         body = _jobs(view, columns, room)
-    if view.seen.contact.lost is not None:  # what is shown is old
+    if view.silent:  # what is shown is old
         for line in body:
             line.stylize(_DIM)
     blank = [Text()] * (room - len(body))
@@ -124,16 +128,16 @@ def _head(view: View, columns: int) -> list[Text]:
     )
     lines = [Text(title, _HEAD)]
     if remark := seen.contact.remark(view.now, view.waited):
-        silent = seen.contact.lost is not None or view.waited >= SLOW_SECONDS
-        style = _BAD if silent else _GOOD
+        style = _BAD if view.silent else _GOOD
         lines += [Text(line, style) for line in wrapped(remark, columns)[:2]]
     if seen.contact.status is None:
         return lines
-    lines += _flow(_facts(view), columns, _DIM if seen.contact.lost is not None else "")
+    lines += _flow(_facts(view), columns, _DIM if view.silent else "")
+    warn = _DIM if view.silent else _WARN  # the problems are those of the last report
     for _, message in view.problems[:_MOST_PROBLEMS]:
-        lines.append(Text(f"! {printable(message)}", _WARN))
+        lines.append(Text(f"! {printable(message)}", warn))
     if (more := len(view.problems) - _MOST_PROBLEMS) > 0:
-        lines.append(Text(f"! {count_text(more, 'more problem')}: ckptd status --check", _WARN))
+        lines.append(Text(f"! {count_text(more, 'more problem')}: ckptd status --check", warn))
     return [*lines, Text()]
 
 
@@ -141,8 +145,9 @@ def _facts(view: View) -> list[str]:
     status, cpu = view.status, view.seen.cpu
     memory, counters = status["shared_memory"], status["counters"]
     free, rss = status["disk_free_bytes"], status["rss_bytes"]
+    state = f"{'was ' if view.silent else ''}{'ready' if status['ready'] else 'STOPPING'}"
     facts = [
-        f"{'ready' if status['ready'] else 'STOPPING'}, up {span_text(status['uptime_seconds'])}",
+        f"{state}, up {span_text(status['uptime_seconds'])}",
         f"pid {status['pid']}",
         f"CPU {'-' if cpu is None else f'{100 * cpu:.1f} %'}",
         f"memory {'-' if rss is None else size_text(rss)}",

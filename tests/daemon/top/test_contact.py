@@ -46,4 +46,6 @@ def test_a_daemon_that_was_replaced_between_two_questions_is_told() -> None:
 def test_a_question_that_waits_is_told_before_it_fails() -> None:
     contact = Contact().answered(status_report(), 100.0)
     assert contact.remark(101.0, SLOW_SECONDS - 0.1) == ""
-    assert contact.remark(106.0, 5.0) == "no answer for 5 s: the daemon hangs, or is very busy"
+    assert contact.remark(106.0, 5.0) == (
+        f"no answer since {clock(101.0)} (5 s): the daemon hangs, or is very busy"
+    )

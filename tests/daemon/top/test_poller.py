@@ -56,6 +56,21 @@ def test_an_error_becomes_part_of_what_is_seen_until_the_next_answer() -> None:
     assert (world.poller.seen.contact.lost, world.poller.seen.contact.back) == (None, 120.0)
 
 
+def test_silence_counts_from_the_question_that_got_no_answer() -> None:
+    world = World()
+    world.poller.ask_once()
+
+    def ask() -> dict[str, Any]:
+        world.now += 21
+        raise DaemonUnreachable("it does not answer")
+
+    world.now = 130.0
+    world.poller._ask = ask
+    for end in (151.0, 172.0):
+        world.poller.ask_once()
+        assert (world.now, world.poller.seen.contact.lost) == (end, 130.0)
+
+
 def test_an_answer_that_is_not_understood_does_not_end_the_questions() -> None:
     world, woken = World(), threading.Event()
     world.poller = Poller(world.ask, 0.01, lambda: world.now)

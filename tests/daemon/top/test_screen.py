@@ -180,6 +180,19 @@ def test_a_daemon_that_is_gone_says_since_when_and_ages_go_on() -> None:
     assert before[1].endswith("(1 s): gone")
 
 
+@pytest.mark.parametrize(("waited", "late"), [(1.9, False), (2.0, True)])
+def test_a_daemon_that_is_late_is_not_called_ready(waited: float, late: bool) -> None:
+    slow = view(job_report(), waited=waited, now=1003.0, problems=[("gpt", "it is full")])
+    shown = lines(slow, 100, 24)
+    assert shown[1].startswith("no answer since ") is late
+    assert shown[1 + late].startswith("was ready, up 1 min" if late else "ready, up 1 min")
+    (problem,) = [line for line in screen(slow, 100, 24) if line.plain == "! it is full"]
+    assert problem.style == ("dim" if late else "yellow")
+    (row,) = [line for line in screen(slow, 100, 24) if line.plain.startswith(">")]
+    whole = [span.style for span in row.spans if span.end - span.start == len(row)]
+    assert ("dim" in whole) is late
+
+
 def test_the_ranks_of_a_job_are_listed_and_scrolled() -> None:
     ranks = [
         {
