@@ -206,6 +206,7 @@ def test_a_daemon_that_is_gone_is_said_to_be(scene: Scene, monkeypatch: pytest.M
     window = scene.open("overview", "All is well")
     scene.status = gone
     scene.shows("The daemon has not answered for ")
+    scene.shows("Last known at ")
     assert window.run("return document.getElementById('verdict').dataset.level") == "silent"
     assert "tiny" in window.text("#view-overview")
 

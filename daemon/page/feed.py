@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ckptd.daemon.page.overview import DaemonStatus, FoundProblem, SaveRates, overview
+from ckptd.daemon.page.overview import Answers, DaemonStatus, FoundProblem, SaveRates, overview
 from ckptd.shared.errors import CkptdError
 
 PERIOD_SECONDS = 1.0
@@ -56,7 +56,10 @@ class Feed:
         self._history_mark, self._clock = history_mark, clock
         self._rates = SaveRates()
         self.status: dict[str, Any] | None = None
+        self._asking: asyncio.Future[tuple[DaemonStatus, float]] | None = None
+        self._asked = self._clock()
         self._answered: float | None = None
+        self._silent_since: float | None = None
         self._why = ""
         self._problems: Sequence[FoundProblem] = ()
         self._well = ""
@@ -89,30 +92,39 @@ class Feed:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        asking: asyncio.Future[DaemonStatus] | None = None
+        # Nobody asked during the pause before, so nothing is known about that time. A
+        # question that still waits keeps a thread: it is not asked a second time.
+        self._silent_since, self._why = None, ""
+        if self._asking is not None and self._asking.done():
+            self._asking = None
         due = self._clock()
-        try:
-            while True:
-                begun = self._clock()
-                if asking is None and begun >= due:
-                    asking = loop.run_in_executor(self._pool, self._daemon.ask)
-                if asking is not None:
-                    await asyncio.wait({asking}, timeout=PERIOD_SECONDS)
-                    if asking.done():
-                        due = begun + (PERIOD_SECONDS if self._take(asking) else RETRY_SECONDS)
-                        asking = None
-                mark = await loop.run_in_executor(self._pool, self._history_mark)
-                self._publish(mark)
-                await asyncio.sleep(max(0.0, begun + PERIOD_SECONDS - self._clock()))
-        finally:
-            if asking is not None:
-                asking.cancel()
+        while True:
+            begun = self._clock()
+            if self._asking is None and begun >= due:
+                self._asked = begun
+                self._asking = loop.run_in_executor(self._pool, self._ask)
+                self._asking.add_done_callback(_retrieve)
+            if self._asking is not None:
+                await asyncio.wait({self._asking}, timeout=PERIOD_SECONDS)
+                if self._asking.done():
+                    due = begun + (PERIOD_SECONDS if self._take(self._asking) else RETRY_SECONDS)
+                    self._asking = None
+            mark = await loop.run_in_executor(self._pool, self._history_mark)
+            self._publish(mark)
+            await asyncio.sleep(max(0.0, begun + PERIOD_SECONDS - self._clock()))
 
-    def _take(self, asked: asyncio.Future[DaemonStatus]) -> bool:
+    def _ask(self) -> tuple[DaemonStatus, float]:
+        """Return an answer of the daemon, and when it came. Runs in a thread."""
+        return self._daemon.ask(), self._clock()
+
+    def _take(self, asking: asyncio.Future[tuple[DaemonStatus, float]]) -> bool:
         """Take the answer of the daemon. Return False if there is none."""
-        now = self._clock()
+        if self._silent_since is None:
+            self._silent_since = self._asked
         try:
-            status = asked.result()
+            status, now = asking.result()
+            if not _same_daemon(self.status, status):
+                self._rates = SaveRates()
             rated = self._rates.add(now, status)
             problems, well = self._daemon.problems(status), self._daemon.well(status)
         except (CkptdError, OSError) as error:
@@ -124,14 +136,22 @@ class Feed:
                 f"this page"
             )
             return False
-        self._answered, self._why = now, ""
+        self._answered, self._silent_since = now, None
+        self._why = ""
         self.status = rated
         self._problems, self._well = problems, well
         return True
 
     def _publish(self, mark: int) -> None:
-        silent = None if self._answered is None else self._clock() - self._answered
-        shown = overview(self.status, self._problems, self._well, silent, self._why)
+        now, since = self._clock(), self._silent_since
+        if since is None and self._asking is not None:
+            since = self._asked
+        answers = Answers(
+            age=None if self._answered is None else now - self._answered,
+            silent=0.0 if since is None else now - since,
+            why=self._why,
+        )
+        shown = overview(self.status, self._problems, self._well, answers)
         # A browser's clock may differ from that of this node, which the history has.
         self._document = msgspec.json.encode({**shown, "history_mark": mark, "now": time.time()})
         self._number += 1
@@ -141,3 +161,16 @@ class Feed:
         """Let all readers look for a newer document, once."""
         newer, self._newer = self._newer, asyncio.Event()
         newer.set()
+
+
+def _same_daemon(before: DaemonStatus | None, status: DaemonStatus) -> bool:
+    """Return True if two successive answers are of one process."""
+    if before is None or before.get("pid") != status.get("pid"):
+        return False
+    return bool(before.get("uptime_seconds", 0) <= status.get("uptime_seconds", 0))
+
+
+def _retrieve(asking: asyncio.Future[tuple[DaemonStatus, float]]) -> None:
+    """Keep asyncio from logging the error of a question whose readers have left."""
+    if not asking.cancelled():
+        asking.exception()

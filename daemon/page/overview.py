@@ -50,24 +50,42 @@ class TopSentence:
     text: str
 
 
-def verdict(
-    problems: Sequence[FoundProblem], well: str, silent: float | None, why: str
-) -> TopSentence:
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The answers of a daemon to the questions of the page.
+
+    age: the seconds since the last answer, or None if there was none. silent: the seconds
+    since the first question after it that has no answer, or 0. A page without readers
+    asks nothing, so this can be much less. why: the reason why the last question failed,
+    or "".
+    """
+
+    age: float | None
+    silent: float
+    why: str
+
+    @property
+    def are_old(self) -> bool:
+        """True if the last answer does not say how the daemon is now."""
+        return self.age is None or self.age > SILENT_SECONDS or self.why != ""
+
+
+def verdict(problems: Sequence[FoundProblem], well: str, answers: Answers) -> TopSentence:
     """Return what to say at the top.
 
     problems, well: what is wrong with the daemon by its last answer, and the sentence to
-    say if nothing is. silent: the seconds since that answer, or None if there was none.
-    why: the reason why the daemon does not answer, or "".
+    say if nothing is.
     """
     # What follows the first clause is about other daemons.
-    reason = f": {why.partition('; ')[0]}" if why else ""
-    if silent is None:
+    reason = f": {answers.why.partition('; ')[0]}" if answers.why else ""
+    if answers.age is None:
         return TopSentence(Level.SILENT, f"No daemon has answered yet{reason}")
-    if silent > SILENT_SECONDS:
+    if answers.are_old:
+        since = f"has not answered for {span_text(answers.silent)}"
         return TopSentence(
             Level.SILENT,
-            f"The daemon has not answered for {span_text(silent)}. What is shown about it is from "
-            f"then{reason}",
+            f"The daemon {since if answers.silent >= 1 else 'does not answer'}. What is shown "
+            f"about it is {span_text(answers.age)} old{reason}",
         )
     if not problems:
         return TopSentence(Level.WELL, f"All is well: {well}")
@@ -128,21 +146,34 @@ def overview(
     status: DaemonStatus | None,
     problems: Sequence[FoundProblem],
     well: str,
-    silent: float | None,
-    why: str,
+    answers: Answers,
 ) -> dict[str, Any]:
     """Return the document that the page gets once a second.
 
-    status: the last answer of the daemon, or None. The others are as for `verdict`.
+    status: the last answer of the daemon, or None; its ages are shown as they are now. The
+    others are as for `verdict`. The problems of an old answer are left out: they may be
+    gone.
     """
-    said = verdict(problems, well, silent, why)
+    said = verdict(problems, well, answers)
     return {
         "level": said.level,
         "text": said.text,
         "problems": [
             {"what": problem.what, "job": problem.job, "message": problem.message}
-            for problem in problems
+            for problem in (() if answers.are_old else problems)
         ],
-        "silent_seconds": None if silent is None else round(silent, 1),
-        "status": status,
+        "age_seconds": None if answers.age is None else round(answers.age, 1),
+        "status": _aged(status, answers.age or 0.0),
     }
+
+
+def _aged(found: Any, seconds: float) -> Any:
+    """Return a part of a status in which each age is greater by some seconds."""
+    if isinstance(found, Mapping):
+        return {
+            key: round(value + seconds, 3)
+            if key.endswith("age_seconds") and isinstance(value, int | float)
+            else _aged(value, seconds)
+            for key, value in found.items()
+        }
+    return [_aged(each, seconds) for each in found] if isinstance(found, list) else found

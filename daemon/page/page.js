@@ -218,7 +218,9 @@ function overview() {
     return;
   }
   const jobs = status.jobs;
+  const old = state.live.level === "silent";
   show(view,
+    old ? el("p", { class: "old" }, `Last known at ${moment(state.live.now - state.live.age_seconds)}:`) : null,
     el("div", { class: "tiles" }, tiles(status, jobs)),
     el("h2", {}, "Jobs"),
     jobs.length ? sheet(el("table", { class: "cards" },

@@ -28,13 +28,14 @@ class FakeDaemon:
         self.free = threading.Event()
         self.free.set()
         self.wrong = list[Problem]()
+        self.pid, self.jobs = 1, list[dict[str, Any]]()
 
     def ask(self) -> dict[str, Any]:
         self.asked += 1
         assert self.free.wait(60)
         if self.gone:
             raise DaemonUnreachable("no daemon at /s")
-        return {"jobs": [], "number": self.asked}
+        return {"jobs": self.jobs, "number": self.asked, "pid": self.pid}
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ async def test_a_reader_gets_the_answer_and_newer_ones(feed: Feed) -> None:
     documents = feed.documents()
     first = await following(documents)
     assert (first["level"], first["text"]) == ("well", "All is well: it is")
-    assert (first["status"], first["history_mark"]) == ({"jobs": [], "number": 1}, 7)
+    assert (first["status"], first["history_mark"]) == ({"jobs": [], "number": 1, "pid": 1}, 7)
     while (await following(documents))["status"]["number"] == 1:
         pass
     await documents.aclose()
@@ -128,7 +129,8 @@ async def test_a_daemon_that_hangs_is_said_not_to_answer(
     now[0] += 12
     while (found := await following(documents))["level"] != "silent":
         pass
-    assert re.match(r"The daemon has not answered for 1\d s. What is shown ", found["text"])
+    said = r"The daemon has not answered for 1\d s. What is shown about it is 1\d s old"
+    assert re.fullmatch(said, found["text"])
     assert found["status"]["number"] >= 1
     daemon.free.set()
     while (await following(documents))["level"] == "silent":
@@ -144,6 +146,59 @@ async def test_a_daemon_that_is_gone_is_named(feed: Feed, daemon: FakeDaemon) ->
     while (found := await following(documents))["level"] == "silent":
         pass
     assert found["text"] == "All is well: it is"
+    await documents.aclose()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_after_a_pause_silence_counts_from_the_first_question(
+    feed: Feed, daemon: FakeDaemon, now: list[float], hangs: bool
+) -> None:
+    daemon.wrong = [Problem("room", "gpt", "it is full"), Problem("room", "llama", "it is full")]
+    documents = feed.documents()
+    assert len((await following(documents))["problems"]) == 2
+    daemon.gone = True
+    while (await following(documents))["level"] != "silent":
+        pass
+    await documents.aclose()
+    if hangs:
+        daemon.free.clear()
+    now[0] += 600
+    documents = feed.documents()
+    found = await following(documents)
+    said = r"The daemon (does not answer|has not answered for \d s). .* is 10 min old"
+    assert re.match(said, found["text"])
+    assert (found["level"], found["problems"]) == ("silent", [])
+    now[0] += 17
+    while "for 1" not in (found := await following(documents))["text"]:
+        pass
+    assert re.match("The daemon has not answered for 1[789] s. ", found["text"])
+    await documents.aclose()
+
+
+async def test_a_question_that_hangs_is_waited_for_by_the_next_reader(
+    feed: Feed, daemon: FakeDaemon
+) -> None:
+    daemon.free.clear()
+    for _ in range(4):  # more than there are threads
+        documents = feed.documents()
+        assert (await following(documents))["text"] == "No daemon has answered yet"
+        await documents.aclose()
+    assert daemon.asked == 1
+
+
+async def test_what_was_known_of_another_daemon_is_dropped(feed: Feed, daemon: FakeDaemon) -> None:
+    def job(done: int) -> list[dict[str, Any]]:
+        saving = {"tag": "t", "done_bytes": done, "total_bytes": 100, "bytes_per_second": 7}
+        return [{"job": "gpt", "saving": [saving]}]
+
+    documents = feed.documents()
+    daemon.jobs = job(50)
+    while (found := await following(documents))["status"]["jobs"] == []:
+        pass
+    daemon.pid, daemon.jobs = 2, job(10)
+    while (found := await following(documents))["status"]["pid"] == 1:
+        pass
+    assert found["status"]["jobs"][0]["saving"][0]["bytes_per_second"] == 7
     await documents.aclose()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ckptd.daemon.commands.health import Problem
-from ckptd.daemon.page.overview import Level, SaveRates, TopSentence, overview, verdict
+from ckptd.daemon.page.overview import Answers, Level, SaveRates, TopSentence, overview, verdict
 
 WELL = "the daemon of /r is ready, 1 job runs"
 FAILED = Problem("failed", "gpt", "job gpt: the last save failed 3 s ago: no room")
@@ -15,23 +15,26 @@ ROOM = Problem("room", "gpt", "job gpt: 2 more checkpoints fit")
 
 
 @pytest.mark.parametrize(
-    ("problems", "silent", "why", "level", "text"),
+    ("problems", "age", "silent", "why", "level", "text"),
     [
-        ([], 0.4, "", Level.WELL, f"All is well: {WELL}"),
-        ([ROOM], 0.4, "", Level.WARNING, "Job gpt: 2 more checkpoints fit"),
-        ([FAILED], 0.4, "", Level.BAD, "Job gpt: the last save failed 3 s ago: no room"),
-        ([ROOM, FAILED], 5.0, "", Level.BAD, "2 things need attention"),
-        ([], 12.3, "", Level.SILENT,
-         "The daemon has not answered for 12 s. What is shown about it is from then"),
-        ([FAILED], 12.3, "it is gone", Level.SILENT,
-         "The daemon has not answered for 12 s. What is shown about it is from then: it is gone"),
-        ([], None, "no daemon; others: /b", Level.SILENT, "No daemon has answered yet: no daemon"),
+        ([], 0.4, 0.0, "", Level.WELL, f"All is well: {WELL}"),
+        ([ROOM], 0.4, 0.0, "", Level.WARNING, "Job gpt: 2 more checkpoints fit"),
+        ([FAILED], 0.4, 0.0, "", Level.BAD, "Job gpt: the last save failed 3 s ago: no room"),
+        ([ROOM, FAILED], 5.0, 4.0, "", Level.BAD, "2 things need attention"),
+        ([], 12.3, 11.6, "", Level.SILENT,
+         "The daemon has not answered for 12 s. What is shown about it is 12 s old"),
+        ([FAILED], 77.0, 17.0, "it is gone", Level.SILENT,
+         "The daemon has not answered for 17 s. What is shown about it is 1 min old: it is gone"),
+        ([FAILED], 1.0, 0.1, "it is gone", Level.SILENT,
+         "The daemon does not answer. What is shown about it is 1 s old: it is gone"),
+        ([], None, 3.0, "no daemon; others: /b", Level.SILENT,
+         "No daemon has answered yet: no daemon"),
     ],
 )  # fmt: skip
 def test_one_sentence_says_how_it_is(
-    problems: list[Problem], silent: float | None, why: str, level: Level, text: str
+    problems: list[Problem], age: float | None, silent: float, why: str, level: Level, text: str
 ) -> None:
-    assert verdict(problems, WELL, silent, why) == TopSentence(level, text)
+    assert verdict(problems, WELL, Answers(age, silent, why)) == TopSentence(level, text)
 
 
 def status(done: int, tag: str = "t") -> dict[str, Any]:
@@ -70,9 +73,25 @@ def test_an_answer_is_not_changed() -> None:
 
 
 def test_the_document_has_the_answer_and_the_problems() -> None:
-    assert overview({"jobs": []}, [ROOM], WELL, 1.26, "") == {
+    assert overview({"jobs": []}, [ROOM], WELL, Answers(1.26, 0.0, "")) == {
         "level": "warning", "text": "Job gpt: 2 more checkpoints fit",
         "problems": [{"what": "room", "job": "gpt", "message": ROOM.message}],
-        "silent_seconds": 1.3, "status": {"jobs": []},
+        "age_seconds": 1.3, "status": {"jobs": []},
     }  # fmt: skip
-    assert overview(None, [], "", None, "")["status"] is None
+    assert overview(None, [], "", Answers(None, 0.0, ""))["status"] is None
+
+
+def test_an_old_answer_ages_and_its_problems_are_not_those_of_now() -> None:
+    durable = {"step": 710, "age_seconds": 25.0}
+    job = {"job": "gpt", "last_durable": durable, "last_error": None, "room_for": 1}
+    status = {"uptime_seconds": 9.0, "jobs": [job, {"last_durable": {"age_seconds": None}}]}
+    found = overview(status, [ROOM, FAILED], WELL, Answers(60.0, 17.0, "it is gone"))
+    assert found["problems"] == []
+    assert found["status"] == {
+        "uptime_seconds": 9.0,  # it may have ended
+        "jobs": [
+            {**job, "last_durable": {"step": 710, "age_seconds": 85.0}},
+            {"last_durable": {"age_seconds": None}},
+        ],
+    }
+    assert durable["age_seconds"] == 25.0

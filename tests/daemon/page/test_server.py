@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from ckptd.daemon.page import overview
 from ckptd.daemon.page import server as module
 from ckptd.daemon.page.access import Access
 from ckptd.daemon.page.document import document
@@ -51,8 +50,7 @@ def served(tmp_path: Path, daemons: Daemons) -> Iterator[Served]:
         yield page
 
 
-def test_a_daemon_is_shown_and_its_end_too(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overview, "SILENT_SECONDS", 1.0)
+def test_a_daemon_is_shown_and_its_end_too(daemon: Daemon) -> None:
     with page_of(daemon.home.root, daemon.status) as page:
         with closing(page.connect()) as reader:
             live = documents(reader)
@@ -61,8 +59,10 @@ def test_a_daemon_is_shown_and_its_end_too(daemon: Daemon, monkeypatch: pytest.M
             daemon.kill()
             while (found := next(live))["level"] != "silent":
                 pass
-        assert "daemon has not answered for " in found["text"]
+        assert found["text"].startswith("The daemon does not answer. What is shown about it is ")
         assert found["status"]["pid"] == first["status"]["pid"]
+        with closing(page.connect()) as reader:
+            assert next(documents(reader))["level"] == "silent", "it is asked before it is shown"
         assert page.json("/api/jobs") == []
 
 
