@@ -34,7 +34,8 @@ REQUEST_SECONDS = 5.0
 STREAM_BUFFER_BYTES = 64 << 10
 """The bytes that the kernel keeps of a stream for a client that does not read."""
 _END_SECONDS = 2.0
-_ACCEPT_TURNS = 10
+_ACCEPT_AGAIN_SECONDS = 1.0
+"""The seconds until the next try when a client cannot be accepted."""
 
 
 class HttpServer:
@@ -59,7 +60,10 @@ class HttpServer:
         # The loop of asyncio, because another one would take more memory.
         self._loop = asyncio.SelectorEventLoop()
         self._stop = asyncio.Event()
-        self._clients: set[asyncio.Task[None]] = set()
+        self._clients = dict[asyncio.Task[None], socket.socket]()
+        # Those that have not sent a whole request, or have their whole answer, the oldest
+        # first. They give way when there are too many clients.
+        self._idle = dict[asyncio.Task[None], None]()
         self._failed = False
 
     def start(self) -> None:
@@ -83,50 +87,104 @@ class HttpServer:
             self._listener.close()
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(
-            self._connected, sock=self._listener, limit=MAX_HEAD_BYTES
-        )
-        await self._stop.wait()
-        # The connections that were accepted already become clients first, whose tasks end
-        # with the loop. A server that is closed would lose them.
-        asyncio.get_running_loop().remove_reader(self._listener)
-        for _ in range(_ACCEPT_TURNS):
-            await asyncio.sleep(0)
-        server.close()
+        self._listener.setblocking(False)
+        accepting = asyncio.create_task(self._accept())
+        try:
+            await self._stop.wait()
+        finally:
+            accepting.cancel()
 
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.get_running_loop().create_task(self._answer(reader, writer))
-        self._clients.add(task)
-        task.add_done_callback(lambda done: self._closed(done, writer))
+    async def _accept(self) -> None:
+        """Accept clients one by one, so that no more descriptors are open than clients may
+        be, and one.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                client, _ = await loop.sock_accept(self._listener)
+            except ConnectionError:
+                continue  # the client has left
+            except OSError:
+                await asyncio.sleep(_ACCEPT_AGAIN_SECONDS)
+                continue
+            client.setblocking(False)
+            if len(self._clients) >= self._most_clients and self._idle:
+                await self._drop(next(iter(self._idle)))
+            if len(self._clients) < self._most_clients:
+                task = loop.create_task(self._answer(client))
+                self._clients[task] = client
+                self._idle[task] = None
+                task.add_done_callback(self._closed)
+            else:
+                self._refuse(client)
+                client.close()
+            await asyncio.sleep(0)  # so that the clients get their turns
 
-    def _closed(self, task: asyncio.Task[None], writer: asyncio.StreamWriter) -> None:
+    async def _drop(self, task: asyncio.Task[None]) -> None:
+        """End a client that is idle."""
+        self._refuse(self._clients[task])
+        task.cancel()
+        await asyncio.wait({task})
+
+    def _refuse(self, client: socket.socket) -> None:
+        """Tell a client that there are too many, if it can be told without waiting."""
+        answer = Page.of(
+            HTTPStatus.SERVICE_UNAVAILABLE, f"{self._most_clients} clients are served already"
+        ).encoded()
+        with suppress(OSError):
+            client.send(answer)
+            client.shutdown(socket.SHUT_WR)
+            # Closing with bytes that are not read would make the kernel reset the
+            # connection, and the answer could be lost.
+            client.recv(MAX_HEAD_BYTES)
+
+    def _closed(self, task: asyncio.Task[None]) -> None:
         """Close the connection of a client. All is sent, or nothing more is to be sent."""
-        self._clients.discard(task)
-        writer.transport.abort()
+        self._idle.pop(task, None)
+        self._clients.pop(task).close()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, client: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=client, limit=MAX_HEAD_BYTES)
         writer.transport.set_write_buffer_limits(0)  # so that `drain` waits for the client
         try:
             answer = await self._response(reader)
             if isinstance(answer, EventStream):
                 await _while_connected(reader, _stream(answer, writer))
             else:
-                await _send_whole(answer, reader, writer)
+                await self._send_whole(answer, reader, writer)
         except (OSError, EOFError):  # TimeoutError is an OSError
             pass  # the client has left, or does not read
-        writer.transport.abort()
+        finally:
+            writer.transport.abort()
         with suppress(OSError):  # the error of the connection, which is logged if nobody takes it
             await writer.wait_closed()
+
+    async def _send_whole(
+        self, answer: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._set_idle(False)
+        writer.write(answer)
+        async with asyncio.timeout(REQUEST_SECONDS):
+            await writer.drain()
+            writer.write_eof()
+            self._set_idle(True)
+            # Closing before the client has sent all would make the kernel reset the
+            # connection, and the answer could be lost.
+            await reader.read(MAX_HEAD_BYTES)
+
+    def _set_idle(self, idle: bool) -> None:
+        """Say whether the client of the task that runs may give way to others."""
+        task = asyncio.current_task()
+        assert task is not None  # only tasks call this
+        self._idle.pop(task, None)
+        if idle:
+            self._idle[task] = None
 
     async def _response(self, reader: asyncio.StreamReader) -> bytes | EventStream:
         """Read a request, and return the response.
 
         Raises EOFError if the client leaves before the response is there.
         """
-        if len(self._clients) > self._most_clients:
-            return Page.of(
-                HTTPStatus.SERVICE_UNAVAILABLE, f"{self._most_clients} clients are served already"
-            ).encoded()
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -140,6 +198,7 @@ class HttpServer:
                 HTTPStatus.REQUEST_TIMEOUT,
                 f"the request did not come within {REQUEST_SECONDS:.0f} s",
             ).encoded()
+        self._set_idle(False)
         try:
             return await _while_connected(reader, self.reply(head))
         except EOFError:
@@ -170,18 +229,6 @@ async def _while_connected(reader: asyncio.StreamReader, work: Coroutine[None, N
         for task in (doing, leaving):
             task.cancel()
         await asyncio.gather(doing, leaving, return_exceptions=True)
-
-
-async def _send_whole(
-    answer: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    writer.write(answer)
-    async with asyncio.timeout(REQUEST_SECONDS):
-        await writer.drain()
-        writer.write_eof()
-        # Closing before the client has sent all would make the kernel reset the
-        # connection, and the answer could be lost.
-        await reader.read(MAX_HEAD_BYTES)
 
 
 async def _stream(answer: EventStream, writer: asyncio.StreamWriter) -> None:

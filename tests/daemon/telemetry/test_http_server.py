@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import queue
 import socket
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -78,18 +79,29 @@ def test_a_request_that_does_not_come_is_refused(
     assert answer(client).startswith(b"HTTP/1.1 408 ")
 
 
-def test_clients_that_wait_keep_nobody_else_out_until_there_are_too_many(connect: Client) -> None:
-    waiting = [connect() for _ in range(MAX_CLIENTS - 1)]
+def test_the_oldest_client_without_a_request_gives_way(connect: Client) -> None:
+    waiting = [connect() for _ in range(MAX_CLIENTS)]
     for client in waiting:
         client.sendall(REQUEST[:-1])
+    for gone in waiting[:2]:
+        client = connect()
+        client.sendall(REQUEST)
+        assert answer(client).startswith(b"HTTP/1.1 200 ")
+        assert answer(gone).endswith(b"\r\n\r\n16 clients are served already\n")
+        waiting.append(connect())
+        waiting[-1].sendall(REQUEST[:-1])
+    waiting[-1].sendall(REQUEST[-1:])
+    assert answer(waiting[-1]).startswith(b"HTTP/1.1 200 ")
+
+
+def test_idle_clients_use_few_descriptors_and_keep_nobody_out(connect: Client) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    clients = [connect() for _ in range(20 * MAX_CLIENTS)]
     client = connect()
     client.sendall(REQUEST)
     assert answer(client).startswith(b"HTTP/1.1 200 ")
-    waiting.append(connect())
-    waiting[-1].sendall(REQUEST[:-1])
-    assert answer(connect()).endswith(b"\r\n\r\n16 clients are served already\n")
-    waiting[0].sendall(REQUEST[-1:])
-    assert answer(waiting[0]).startswith(b"HTTP/1.1 200 ")
+    of_server = len(os.listdir("/proc/self/fd")) - before - len(clients) - 1
+    assert 0 < of_server <= MAX_CLIENTS + 1
 
 
 def test_a_client_that_leaves_is_forgotten(connect: Client) -> None:
@@ -183,6 +195,16 @@ class TestWorkForAClient:
             client.sendall(REQUEST.replace(b"/x", path.encode()))
             assert path != "/stream" or client.recv(1) == b"H"
         assert {server.ended.get(timeout=60) for _ in range(2)} == {path, "/other"}
+
+    def test_is_not_dropped_for_a_new_client(self, streaming: tuple[Streaming, Client]) -> None:
+        _, connect = streaming
+        with ExitStack() as held:
+            clients = [held.enter_context(connect()) for _ in range(MAX_CLIENTS)]
+            for client in clients:
+                client.sendall(REQUEST.replace(b"/x", b"/stream"))
+                assert client.recv(1) == b"H"
+            refused = held.enter_context(connect())
+            assert answer(refused).endswith(b"\r\n\r\n16 clients are served already\n")
 
     def test_pieces_of_a_stream_come_as_they_are_made(
         self, streaming: tuple[Streaming, Client]
