@@ -111,8 +111,8 @@ class Checkpoints:
             entries, _ = tensors(repository, job, tag, manifest)
         shown = json.loads(manifest.encode())
         shown.pop("metadata", None)
-        parts = shown["parts"]
-        shown["parts"] = parts[:_MOST_PARTS]
+        # The same form for every version: version 2 stores the parts by columns.
+        shown["parts"] = msgspec.to_builtins(manifest.parts[:_MOST_PARTS])
         listed = [
             _tensor(name, entry.get("size", ()), entry["dtype"])
             for name, entry in entries.items()
@@ -124,7 +124,7 @@ class Checkpoints:
             "tensors": listed[:MOST_LISTED],
             "tensors_in_all": len(listed),
             "other_values": len(entries) - len(listed),
-            "parts_not_shown": max(0, len(parts) - _MOST_PARTS),
+            "parts_not_shown": max(0, len(manifest.parts) - _MOST_PARTS),
             "manifest": shown,
         }
 

@@ -123,6 +123,20 @@ def test_a_checkpoint_is_described_with_its_tensors(root: Path) -> None:
     assert "m.weight" in whole["metadata"]["state_dict_metadata"]
 
 
+def test_a_checkpoint_with_its_metadata_in_an_object_is_described_in_the_same_form() -> None:
+    with home() as place, running(place, forked=True):
+        agent = Agent("big", socket=place.socket)
+        state = {f"t{at}": torch.ones(1) for at in range(20_000)}
+        agent.snapshot(state, step=1).wait("durable", timeout=60)
+        agent.close()
+        found = Checkpoints(place.root).details("big", TAG(1))
+        stored = json.loads(Checkpoints(place.root).manifest("big", TAG(1)))
+    assert (stored["version"], type(stored["parts"])) == (2, dict)
+    assert (found["tensors_in_all"], len(found["tensors"])) == (20_000, module.MOST_LISTED)
+    (part,) = found["manifest"]["parts"]
+    assert (part["rank"], part["bytes"], found["parts_not_shown"]) == (0, found["bytes"], 0)
+
+
 def test_a_tensor_is_measured(root: Path) -> None:
     found = Checkpoints(root).statistics("gpt", TAG(3), "m.weight", lambda: False)
     assert (found["name"], found["shape"], found["dtype"]) == ("m.weight", [2, 3], "float32")
