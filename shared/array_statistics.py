@@ -30,8 +30,8 @@ class TensorStatistics:
     Everything but `non_finite` is about the finite elements, and is None if there are
     none or the dtype is none of numbers. magnitudes: the elements are complex, and all
     is about their absolute values. bins: how many elements lie in each of `BINS` parts of
-    equal width between minimum and maximum; a single one if these are equal, and none if
-    their distance is too large for a float.
+    equal width between minimum and maximum; a single one if no float64 lies between the
+    parts, as when these are equal, and none if their distance is too large for a float.
     """
 
     elements: int
@@ -57,9 +57,14 @@ def tensor_statistics(
     for piece in _pieces(checkpoint, name, stopped):
         found.add(piece)
     if found.finite and math.isfinite(found.maximum - found.minimum):
-        bins = np.zeros(BINS if found.maximum > found.minimum else 1, np.int64)
+        edges = np.linspace(found.minimum, found.maximum, BINS + 1)
+        bins = np.zeros(BINS if (np.diff(edges) > 0).all() else 1, np.int64)
         for piece in _pieces(checkpoint, name, stopped):
-            bins += np.histogram(piece, len(bins), (found.minimum, found.maximum))[0]
+            bins += (
+                np.histogram(piece, BINS, (found.minimum, found.maximum))[0]
+                if len(bins) > 1
+                else len(piece)
+            )
         found.bins = tuple(bins.tolist())
     return found.told(math.prod(checkpoint.shape(name)))
 

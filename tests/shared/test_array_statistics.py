@@ -20,7 +20,18 @@ from tests.support.daemons import home, running
 torch.manual_seed(1)
 _NUMBERS = torch.randn(300, 7) * 9
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32)
+NARROW = {
+    "least": torch.full((3,), torch.finfo(torch.float32).min),
+    "1e16": torch.full((3,), 1e16),
+    "bfloat16 1e17": torch.full((3,), 1e17, dtype=torch.bfloat16),
+    "int64": torch.tensor([2**60, 2**60 + 1]),
+    "ints": torch.tensor([2**60, 2**60 + 512]),
+    "thirds": torch.tensor([0.1 + 0.2, 0.3], dtype=torch.float64),
+    "greatest": torch.full((2,), 1.7e308, dtype=torch.float64),
+    "denormal": torch.tensor([0.0, 5e-324], dtype=torch.float64),
+}
 TENSORS = {
+    **NARROW,
     **{str(dtype): _NUMBERS.to(dtype) for dtype in DTYPES},
     "holes": torch.tensor([1.0, math.nan, -math.inf, 3.0, math.inf]),
     "nan": torch.full((3,), math.nan),
@@ -78,6 +89,17 @@ def test_equal_values_have_one_bin_and_a_span_beyond_floats_none(
     assert tensor_statistics(checkpoint, "scalar").bins == (1,)
     wide = tensor_statistics(checkpoint, "wide")
     assert (wide.bins, wide.minimum) == ((), -1.7e308)
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_values_with_no_room_between_them_have_one_bin(
+    checkpoint: ArrayCheckpoint, name: str
+) -> None:
+    wide = NARROW[name].double()
+    found = tensor_statistics(checkpoint, name)
+    assert (found.bins, found.minimum, found.maximum) == (
+        (len(wide),), wide.min().item(), wide.max().item(),
+    )  # fmt: skip
 
 
 def test_complex_numbers_are_told_by_their_magnitudes(checkpoint: ArrayCheckpoint) -> None:
