@@ -160,6 +160,48 @@ def test_a_tensor_is_measured_and_a_hostile_key_is_text(scene: Scene) -> None:
     assert window.text(".measure") == ""
 
 
+HOLD = """
+const [part, answer] = arguments, fetch = window.fetch;
+window.held = null;
+window.fetch = async (url, options) => {
+  const found = await fetch(url, options);
+  if (window.held || !url.includes(part)) return found;
+  await new Promise((go) => { window.held = go; });
+  return answer ? new Response(answer) : found;
+};
+"""
+RELEASE = "window.held(); return new Promise((done) => { setTimeout(done, 200); })"
+
+
+def test_an_answer_that_comes_late_is_not_shown_for_another_address(scene: Scene) -> None:
+    window = scene.open("checkpoints", "checkpoints of tiny")
+    window.run(HOLD, "step-00000002")
+    window.run("location.hash = '#checkpoints/tiny/step-00000002.a0001'")
+    window.until(lambda: window.run("return !!window.held"), "answer for step 2")
+    window.run("location.hash = '#checkpoints/tiny/step-00000003.a0001'")
+    scene.shows("number 3 of the job")
+    window.run(RELEASE)
+    window.run("document.querySelector('input').dispatchEvent(new Event('input', {bubbles: true}))")
+    assert "number 3 of the job" in window.text("#view-checkpoints")
+
+
+def test_a_history_that_comes_late_is_not_shown_for_another_range(scene: Scene) -> None:
+    window = scene.open("timeline", f"{STEPS} snapshots")
+    choose = """
+      const field = document.querySelector('#view-timeline [name=range]');
+      field.value = arguments[0];
+      field.dispatchEvent(new Event('change', {bubbles: true}));
+    """
+    late = '{"snapshots": [], "events": [], "note": "late", "truncated": false}'
+    window.run(HOLD, "/api/history", late)
+    window.run(choose, "3600")
+    window.until(lambda: window.run("return !!window.held"), "answer for an hour")
+    window.run(choose, "0")
+    scene.shows(f"{STEPS} snapshots")
+    window.run(RELEASE)
+    assert f"{STEPS} snapshots" in window.text("#view-timeline")
+
+
 def test_a_checkpoint_that_is_deleted_while_it_is_looked_at(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

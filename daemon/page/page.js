@@ -361,14 +361,16 @@ function cell(label, content, kind) {
 async function loadHistory() {
   if (state.historyBusy) return;
   state.historyBusy = true;
-  const mark = state.live ? state.live.history_mark : null;
+  const mark = state.live ? state.live.history_mark : null, { range } = state;
+  let found = null, failure = null;
   try {
-    const since = state.range ? Math.max(0, Math.floor(now() - state.range)) : 0;
-    state.history = await ask("/api/history", { since });
-    state.historyError = null;
+    found = await ask("/api/history", { since: range ? Math.max(0, Math.floor(now() - range)) : 0 });
   } catch (error) {
-    state.historyError = error;
+    failure = error;
   }
+  if (range !== state.range) return;  // the answer for the other range is on its way
+  if (found) state.history = found;
+  state.historyError = failure;
   state.historyMark = mark;
   if (route().view === "timeline") timeline();
   if (route().view === "events") events();
@@ -567,30 +569,37 @@ document.addEventListener("keydown", (event) => {
 // -- checkpoints
 
 async function loadCheckpoints(job, tag) {
-  const view = $("view-checkpoints");
+  const view = $("view-checkpoints"), asked = location.hash;
+  const left = () => location.hash !== asked;  // what is there now has asked for itself
+  let found = null, failure = null;
   if (tag) {
     if (state.details && state.details.job === job && state.details.tag === tag) return checkpoint();
     Object.assign(state, { details: null, detailsError: null, filter: "", tensorsShown: 100, measured: null });
     show(view, el("p", { class: "empty" }, "The checkpoint is being read."));
     try {
-      state.details = await ask("/api/checkpoint", { job, tag });
+      found = await ask("/api/checkpoint", { job, tag });
     } catch (error) {
-      state.detailsError = error;
+      failure = error;
     }
+    if (left()) return undefined;
+    Object.assign(state, { details: found, detailsError: failure });
     return checkpoint();
   }
   state.details = null;
   if (!state.listing) show(view, el("p", { class: "empty" }, "The checkpoints are being read."));
   try {
-    state.jobs = await ask("/api/jobs");
-    const wanted = job || (state.listing && state.jobs.includes(state.listing.job) ? state.listing.job : state.jobs[0]);
-    state.listing = wanted ? await ask("/api/checkpoints", { job: wanted }) : null;
-    state.listingError = null;
+    const jobs = await ask("/api/jobs");
+    if (left()) return undefined;
+    state.jobs = jobs;
+    const wanted = job || (state.listing && jobs.includes(state.listing.job) ? state.listing.job : jobs[0]);
+    found = wanted ? await ask("/api/checkpoints", { job: wanted }) : null;
   } catch (error) {
-    state.listingError = error;
+    failure = error;
   }
-  if (route().view === "checkpoints" && !route().tag) checkpoints();
-  return undefined;
+  if (left()) return undefined;
+  if (!failure) state.listing = found;
+  state.listingError = failure;
+  return checkpoints();
 }
 
 function checkpoints() {
