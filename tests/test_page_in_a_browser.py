@@ -4,6 +4,7 @@ was trained.
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -137,6 +138,25 @@ def test_checkpoints_are_sorted_by_a_metric(scene: Scene) -> None:
     assert window.run(steps) == [str(step) for step in range(STEPS, 0, -1)]
     window.run(f"{titles.removeprefix('return ')}[{names.index(HOSTILE)}].click()")
     assert window.run(steps) == [str(step) for step in range(1, STEPS + 1)]
+
+
+def test_metrics_may_have_the_names_of_what_every_object_has(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = checkpoints.Checkpoints.listing
+
+    def listing(self: checkpoints.Checkpoints, job: str) -> dict[str, Any]:
+        found = copy.deepcopy(real(self, job))
+        found["checkpoints"][1]["metrics"] = {"__proto__": 1.5, "constructor": 2.5}
+        return found
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "listing", listing)
+    window = scene.open("checkpoints", "constructor")
+    cells = "return [...document.querySelectorAll('[data-label=\"{}\"]')].map(e => e.innerText)"
+    for name, value in (("__proto__", "1.5"), ("constructor", "2.5")):
+        found = window.run(cells.format(name))
+        assert (found[1], set(found[:1] + found[2:])) == (value, {"–"})
+
 
 
 def test_a_tensor_is_measured_and_a_hostile_key_is_text(scene: Scene) -> None:

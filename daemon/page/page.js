@@ -627,11 +627,16 @@ function checkpoints() {
   return undefined;
 }
 
+/** Return a metric of a checkpoint. Its name may be one that every object has. */
+function metricOf(one, name) {
+  return one.metrics && Object.hasOwn(one.metrics, name) ? one.metrics[name] : undefined;
+}
+
 function valueOf(one, key) {
   if (key === "newest") return undefined;
   if (key === "share") return one.bytes / one.raw_bytes;
   if (key.startsWith("metric ")) {
-    const value = (one.metrics || {})[key.slice(7)];
+    const value = metricOf(one, key.slice(7));
     return typeof value === "string" ? { inf: Infinity, "-inf": -Infinity }[value] : value;
   }
   return one[key];
@@ -659,7 +664,7 @@ function checkpointRow(one, job, metrics, columns) {
     cell("Of raw", one.raw_bytes ? `${Math.round((100 * one.bytes) / one.raw_bytes)} %` : "–", "n"),
     cell("Ranks", count(one.world_size), "n"),
     columns.some(([key]) => key === "non_finite") ? cell("Not finite", nonFinite(one), "n") : null,
-    metrics.map((name) => cell(name, number((one.metrics || {})[name]), "n")),
+    metrics.map((name) => cell(name, number(metricOf(one, name)), "n")),
     cell("Tag", el("span", { class: "mono quiet" }, one.tag), "name"));
 }
 
