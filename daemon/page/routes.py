@@ -34,6 +34,12 @@ MOST_EVENTS = 3_000
 _MOST_FIELDS = 8
 _MOST_MEASURES = 4
 """The most tensors that are measured or wait for it."""
+_DESCRIBED_AT_ONCE = 2
+"""The checkpoints that are read at once. One with 100,000 tensors takes 100 MB meanwhile,
+and the processor, which the live data need, too.
+"""
+_MOST_DESCRIBED = 16
+"""The most checkpoints that are read or wait for it."""
 _HEADERS = (
     ("Content-Security-Policy", policy()),
     ("Referrer-Policy", "no-referrer"),
@@ -68,6 +74,8 @@ class Routes:
         self._history_file = history_file
         self._streams, self._measures = 0, 0
         self._measuring = asyncio.Lock()
+        self._describing = asyncio.Semaphore(_DESCRIBED_AT_ONCE)
+        self._described = dict[tuple[str, str], asyncio.Future[bytes]]()
 
     async def reply(self, head: bytes) -> bytes | EventStream:
         """Return the response to a request, given its head."""
@@ -98,11 +106,7 @@ class Routes:
                     return _json(await self._listing(_field(query, "job")))
                 case "/api/checkpoint":
                     job, tag = _field(query, "job"), _field(query, "tag")
-                    return _json(
-                        await self._calls.read(
-                            f"read {job}/{tag}", lambda: self._checkpoints.details(job, tag)
-                        )
-                    )
+                    return Page(HTTPStatus.OK, await self._details(job, tag), "application/json")
                 case "/api/manifest":
                     job, tag = _field(query, "job"), _field(query, "tag")
                     found = await self._calls.read(
@@ -179,6 +183,33 @@ class Routes:
 
     async def _listing(self, job: str) -> Any:
         return await self._calls.read(f"list {job}", lambda: self._checkpoints.listing(job))
+
+    async def _details(self, job: str, tag: str) -> bytes:
+        """Return what a checkpoint is, as JSON. Readers who ask for the same at the same
+        time get the same answer, which is made once.
+        """
+        key = (job, tag)
+        making = self._described.get(key)
+        if making is None:
+            if len(self._described) >= _MOST_DESCRIBED:
+                raise e.Busy("other readers look at many checkpoints: try it again in a moment")
+            making = asyncio.ensure_future(self._read_details(job, tag))
+            self._described[key] = making
+
+            def made(done: asyncio.Future[bytes]) -> None:
+                del self._described[key]
+                if not done.cancelled():
+                    done.exception()  # which is not logged if all readers have left
+
+            making.add_done_callback(made)
+        return await asyncio.shield(making)
+
+    async def _read_details(self, job: str, tag: str) -> bytes:
+        async with self._describing:
+            return await self._calls.read(
+                f"read {job}/{tag}",
+                lambda: msgspec.json.encode(self._checkpoints.details(job, tag)),
+            )
 
     async def _measure(self, job: str, tag: str, tensor: str) -> dict[str, Any]:
         """Return the statistics of a tensor, one at a time. The work ends when the reader

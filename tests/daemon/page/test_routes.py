@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import sqlite3
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.daemon.telemetry.background import LoggedEvent
 from ckptd.daemon.telemetry.history import VERSION, History
 from ckptd.daemon.telemetry.http_answers import EventStream
+from ckptd.shared.errors import NotFound
 
 
 class Answers:
@@ -219,3 +221,48 @@ async def test_tensors_are_measured_one_at_a_time_and_the_work_ends_with_the_rea
     assert (await readers[3])[::2] == (200, '{"name":"last"}')
     assert ended[0] == "first"
     assert "second" not in ended
+
+
+# -- checkpoints that many look at
+
+
+async def test_readers_of_one_checkpoint_share_the_answer_and_few_are_read_at_once(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, lock = threading.Event(), threading.Lock()
+    asked, now, most = list[str](), 0, 0
+
+    def details(job: str, tag: str) -> dict[str, Any]:
+        nonlocal now, most
+        with lock:
+            asked.append(tag)
+            now += 1
+            most = max(most, now)
+        assert go.wait(60)
+        with lock:
+            now -= 1
+        if tag == "t1":
+            raise NotFound("t1 is gone")
+        return {"tag": tag}
+
+    monkeypatch.setattr(answers.checkpoints, "details", details)
+    get = [
+        asyncio.create_task(answers.get(f"/api/checkpoint?job=gpt&tag=t{at % 16}"))
+        for at in range(64)
+    ]
+    left = asyncio.create_task(answers.get("/api/checkpoint?job=gpt&tag=t0"))
+    while len(asked) < 2:
+        await asyncio.sleep(0.01)
+    left.cancel()
+    assert (await answers.get("/api/checkpoint?job=gpt&tag=t16"))[::2] == (
+        503, "other readers look at many checkpoints: try it again in a moment\n",
+    )  # fmt: skip
+    go.set()
+    found = await asyncio.gather(*get)
+    assert (sorted(asked), most) == (sorted(f"t{at}" for at in range(16)), 2)
+    for at, (status, _, body) in enumerate(found):
+        assert (status, body) == (
+            (404, "t1 is gone\n") if at % 16 == 1 else (200, f'{{"tag":"t{at % 16}"}}')
+        )
+    assert (await answers.get("/api/checkpoint?job=gpt&tag=t0"))[0] == 200
+    assert asked.count("t0") == 2
