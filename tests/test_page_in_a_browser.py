@@ -155,8 +155,7 @@ def test_metrics_may_have_the_names_of_what_every_object_has(
     cells = "return [...document.querySelectorAll('[data-label=\"{}\"]')].map(e => e.innerText)"
     for name, value in (("__proto__", "1.5"), ("constructor", "2.5")):
         found = window.run(cells.format(name))
-        assert (found[1], set(found[:1] + found[2:])) == (value, {"–"})
-
+        assert (found[1], set(found[:1] + found[2:])) == (value, {"\u2013"})
 
 
 def test_a_tensor_is_measured_and_a_hostile_key_is_text(scene: Scene) -> None:
