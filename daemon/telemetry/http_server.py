@@ -219,16 +219,22 @@ class HttpServer:
 async def _while_connected(reader: asyncio.StreamReader, work: Coroutine[None, None, T]) -> T:
     """Return the result of `work`. Cancel it when the client leaves, and raise EOFError."""
     doing = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(reader.read(1))
+    leaving = asyncio.ensure_future(_left(reader))
     try:
         await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done() and (leaving.exception() or not leaving.result()):
+        if not doing.done():
             raise EOFError
         return await doing
     finally:
         for task in (doing, leaving):
             task.cancel()
         await asyncio.gather(doing, leaving, return_exceptions=True)
+
+
+async def _left(reader: asyncio.StreamReader) -> None:
+    """Return when the client has left. What it still sends is dropped."""
+    while await reader.read(MAX_HEAD_BYTES):
+        pass
 
 
 async def _stream(answer: EventStream, writer: asyncio.StreamWriter) -> None:

@@ -193,6 +193,7 @@ class TestWorkForAClient:
         with connect() as client, connect() as other:
             other.sendall(REQUEST.replace(b"/x", b"/other"))
             client.sendall(REQUEST.replace(b"/x", path.encode()))
+            client.sendall(b"more")
             assert path != "/stream" or client.recv(1) == b"H"
         assert {server.ended.get(timeout=60) for _ in range(2)} == {path, "/other"}
 
