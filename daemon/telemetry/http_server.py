@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import threading
+import time
+import traceback
 from collections.abc import Coroutine
 from contextlib import aclosing, suppress
 from http import HTTPStatus
@@ -33,6 +36,9 @@ REQUEST_SECONDS = 5.0
 """The seconds that a client has to send its request, and again to read the answer."""
 STREAM_BUFFER_BYTES = 64 << 10
 """The bytes that the kernel keeps of a stream for a client that does not read."""
+LOG_AGAIN_SECONDS = 60.0
+"""The seconds until a failure of the same kind is logged again."""
+_clock = time.monotonic
 _END_SECONDS = 2.0
 _ACCEPT_AGAIN_SECONDS = 1.0
 """The seconds until the next try when a client cannot be accepted."""
@@ -64,7 +70,7 @@ class HttpServer:
         # Those that have not sent a whole request, or have their whole answer, the oldest
         # first. They give way when there are too many clients.
         self._idle = dict[asyncio.Task[None], None]()
-        self._failed = False
+        self._logged = dict[tuple[type[Exception], str, int], float]()
 
     def start(self) -> None:
         self._thread.start()
@@ -203,13 +209,20 @@ class HttpServer:
             return await _while_connected(reader, self.reply(head))
         except EOFError:
             raise
-        except Exception:
-            if not self._failed:
-                log.exception("a page cannot be made; saving goes on")
-            self._failed = True
+        except Exception as error:
+            self._log_failure(error)
             return Page.of(
                 HTTPStatus.INTERNAL_SERVER_ERROR, "this page failed; the log says why"
             ).encoded()
+
+    def _log_failure(self, error: Exception) -> None:
+        """Log a failure, unless one of its kind at its place was logged a short time ago."""
+        last = list(traceback.walk_tb(error.__traceback__))[-1]
+        kind = (type(error), last[0].f_code.co_filename, last[1])
+        now = _clock()
+        if now - self._logged.get(kind, -math.inf) >= LOG_AGAIN_SECONDS:
+            self._logged[kind] = now
+            log.error("a page cannot be made; saving goes on", exc_info=error)
 
     async def reply(self, head: bytes) -> bytes | EventStream:
         """Return the response to a request, given its head."""
