@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket as sockets
 import stat
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # asyncio, which most commands do without
 
 DEFAULT_ADDRESS = "127.0.0.1:9420"
 TOKEN = "CKPTD_PAGE_TOKEN"
+_TOKEN = re.compile(r"[A-Za-z0-9._~-]+")
 
 
 @click.command(short_help="Show a daemon and its checkpoints in a browser.")
@@ -127,10 +129,10 @@ def _token(file: Path | None) -> str:
                 f"--token-file {file} has mode {mode:o}, so other users can read it: run "
                 f"`chmod 600 {file}`, and use a new token"
             )
-    if len(token) < MIN_TOKEN or not (token.isascii() and token.isprintable()) or " " in token:
+    if len(token) < MIN_TOKEN or not _TOKEN.fullmatch(token):
         raise e.InvalidConfig(
-            f"{place} holds no token; expected {MIN_TOKEN} or more ASCII characters without "
-            f"spaces, as `openssl rand -hex 16` prints them"
+            f"{place} holds no token; expected {MIN_TOKEN} or more of the characters A-Z a-z "
+            f"0-9 - . _ ~, which an address can hold, as `openssl rand -hex 16` prints them"
         )
     return token
 

@@ -130,14 +130,17 @@ def test_a_token_file_must_be_secret_and_hold_a_token(place: Home) -> None:
         f"{file}`, and use a new token\n",
     )
     file.chmod(0o600)
-    for text in ("", "short", "with spaces in the text", "with-an-umlaut-\u00e4-in-it"):
+    for text in ("", "short", "with spaces in the text", "with-an-umlaut-\u00e4-in-it", *(
+        f"0123456789{sign}abcdef" for sign in "+#&%=/"
+    )):  # fmt: skip
         file.write_text(text)
         code, said = tried(*arguments)
         assert (code, said[: len(f"ckptd: {file} holds no token")]) == (
             2, f"ckptd: {file} holds no token",
         )  # fmt: skip
-    assert tried("--root", "/", CKPTD_PAGE_TOKEN="short")[1].startswith(
-        "ckptd: CKPTD_PAGE_TOKEN holds no token; expected 16 or more ASCII characters"
+    assert tried("--root", "/", CKPTD_PAGE_TOKEN="short")[1] == (
+        "ckptd: CKPTD_PAGE_TOKEN holds no token; expected 16 or more of the characters A-Z a-z "
+        "0-9 - . _ ~, which an address can hold, as `openssl rand -hex 16` prints them\n"
     )
 
 
