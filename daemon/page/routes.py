@@ -26,6 +26,7 @@ from ckptd.daemon.telemetry.background import LoggedEvent
 from ckptd.daemon.telemetry.http_answers import EventStream, HttpRequest, Page, is_head
 from ckptd.daemon.telemetry.http_answers import parse_request as parse
 from ckptd.shared import errors as e
+from ckptd.shared.units import printable
 
 T = TypeVar("T")
 MOST_STREAMS = 32
@@ -258,7 +259,7 @@ def _status_of(error: e.CkptdError) -> HTTPStatus:
 
 
 def _without_controls(text: str) -> str:
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
 
 
 def _query(text: str) -> Query:

@@ -90,6 +90,7 @@ async def test_the_page_is_at_the_root_alone(answers: Answers) -> None:
         ("/api/tensor?job=gpt&tag=step-00000001.a0001&name=w", 404, "no checkpoint gpt/step-"),
         ("/api/checkpoints?job=%ff", 400, "expected a query of at most 8 fields in UTF-8"),
         (f"/api/checkpoints?{'a=b&' * 9}", 400, "expected a query of at most 8 fields in UTF-8"),
+        ("/api/checkpoint?job=gpt&tag=%1b%5b31m", 404, "'\\x1b[31m' is not the tag of "),
         ("/api/history?since=yesterday", 400, "since is 'yesterday'; expected a Unix time"),
         ("/api/history?since=nan", 400, "since is 'nan'; expected a Unix time"),
         ("/api/history?since=-1", 400, "since is '-1'; expected a Unix time"),
@@ -221,6 +222,17 @@ async def test_tensors_are_measured_one_at_a_time_and_the_work_ends_with_the_rea
     assert (await readers[3])[::2] == (200, '{"name":"last"}')
     assert ended[0] == "first"
     assert "second" not in ended
+
+
+async def test_a_sentence_has_no_characters_that_a_terminal_obeys(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def statistics(job: str, tag: str, tensor: str, stopped: Callable[[], bool]) -> dict[str, Any]:
+        raise NotFound(f"there is no tensor {tensor}\nhere")
+
+    monkeypatch.setattr(answers.checkpoints, "statistics", statistics)
+    found = await answers.get("/api/tensor?job=gpt&tag=t&name=a%1b%5b2J%c2%9b%e2%80%ae")
+    assert found[::2] == (404, "there is no tensor a\\x1b[2J\\x9b\\u202e here\n")
 
 
 # -- checkpoints that many look at
