@@ -5,9 +5,12 @@ answered while the daemon's loop is stuck.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import math
 import socket
+import sys
+import termios
 import threading
 import time
 import traceback
@@ -33,7 +36,9 @@ MAX_CLIENTS = 16
 of them.
 """
 REQUEST_SECONDS = 5.0
-"""The seconds that a client has to send its request, and again to read the answer."""
+"""The seconds that a client has to send its request. One that takes nothing of the answer
+for as long is dropped.
+"""
 STREAM_BUFFER_BYTES = 64 << 10
 """The bytes that the kernel keeps of a stream for a client that does not read."""
 LOG_AGAIN_SECONDS = 60.0
@@ -99,32 +104,46 @@ class HttpServer:
             await self._stop.wait()
         finally:
             accepting.cancel()
+            asyncio.get_running_loop().remove_reader(self._listener)
 
     async def _accept(self) -> None:
         """Accept clients one by one, so that no more descriptors are open than clients may
         be, and one.
         """
-        loop = asyncio.get_running_loop()
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._listener, ready.set)
         while True:
+            await ready.wait()
             try:
-                client, _ = await loop.sock_accept(self._listener)
+                client, _ = self._listener.accept()
+            except BlockingIOError:
+                ready.clear()
             except ConnectionError:
-                continue  # the client has left
+                pass  # the client has left
             except OSError:
+                loop.remove_reader(self._listener)
                 await asyncio.sleep(_ACCEPT_AGAIN_SECONDS)
-                continue
-            client.setblocking(False)
-            if len(self._clients) >= self._most_clients and self._idle:
-                await self._drop(next(iter(self._idle)))
-            if len(self._clients) < self._most_clients:
-                task = loop.create_task(self._answer(client))
-                self._clients[task] = client
-                self._idle[task] = None
-                task.add_done_callback(self._closed)
+                loop.add_reader(self._listener, ready.set)
             else:
-                self._refuse(client)
-                client.close()
+                try:
+                    await self._admit(client)
+                except BaseException:
+                    client.close()
+                    raise
             await asyncio.sleep(0)  # so that the clients get their turns
+
+    async def _admit(self, client: socket.socket) -> None:
+        client.setblocking(False)
+        if len(self._clients) >= self._most_clients and self._idle:
+            await self._drop(next(iter(self._idle)))
+        if len(self._clients) < self._most_clients:
+            task = asyncio.get_running_loop().create_task(self._answer(client))
+            self._clients[task] = client
+            self._idle[task] = None
+            task.add_done_callback(self._closed)
+        else:
+            self._refuse(client)
+            client.close()
 
     async def _drop(self, task: asyncio.Task[None]) -> None:
         """End a client that is idle."""
@@ -170,10 +189,10 @@ class HttpServer:
     ) -> None:
         self._set_idle(False)
         writer.write(answer)
+        await _drain(writer)
+        writer.write_eof()
+        self._set_idle(True)
         async with asyncio.timeout(REQUEST_SECONDS):
-            await writer.drain()
-            writer.write_eof()
-            self._set_idle(True)
             # Closing before the client has sent all would make the kernel reset the
             # connection, and the answer could be lost.
             await reader.read(MAX_HEAD_BYTES)
@@ -262,5 +281,27 @@ async def _stream(answer: EventStream, writer: asyncio.StreamWriter) -> None:
     async with aclosing(answer.pieces) as pieces:
         async for piece in pieces:
             writer.write(piece)
+            await _drain(writer)
+
+
+async def _drain(writer: asyncio.StreamWriter) -> None:
+    """Wait until the kernel has all that was written. Raises TimeoutError if the client
+    takes nothing for `REQUEST_SECONDS`.
+    """
+    waiting = _waiting(writer)
+    while True:
+        try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 await writer.drain()
+            return
+        except TimeoutError:
+            before, waiting = waiting, _waiting(writer)
+            if waiting >= before:
+                raise
+
+
+def _waiting(writer: asyncio.StreamWriter) -> int:
+    """Return how many bytes the client has not taken, those in the kernel among them."""
+    sock = writer.get_extra_info("socket")
+    found = fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4))
+    return writer.transport.get_write_buffer_size() + int.from_bytes(found, sys.byteorder)

@@ -9,9 +9,11 @@ import logging
 import os
 import queue
 import socket
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack
 from http import HTTPStatus
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,7 @@ from ckptd.daemon.telemetry.http_answers import (
     parse_request,
 )
 from ckptd.daemon.telemetry.http_server import MAX_CLIENTS, HttpServer
+from tests.support.daemons import until
 
 REQUEST = b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n"
 Client = Callable[[], socket.socket]
@@ -131,8 +134,8 @@ class TestAPageThatFails:
     ) -> None:
         now = [100.0]
         monkeypatch.setattr(http_server, "_clock", lambda: now[0])
-        for path, time in ((b"/x", 0), (b"/y", 0), (b"/x", 59), (b"/y", 59), (b"/x", 60)):
-            now[0] = 100.0 + time
+        for path, passed in ((b"/x", 0), (b"/y", 0), (b"/x", 59), (b"/y", 59), (b"/x", 60)):
+            now[0] = 100.0 + passed
             client = connect()
             client.sendall(REQUEST.replace(b"/x", path))
             assert answer(client).startswith(b"HTTP/1.1 500 ")
@@ -234,3 +237,40 @@ class TestWorkForAClient:
             client.sendall(REQUEST.replace(b"/x", b"/stream"))
             lines = [file.readline() for _ in range(4)]
         assert lines == [b"HTTP/1.1 200 OK\r\n", b"\r\n", b"first\n", b"second\n"]
+
+
+class TestALargeAnswer:
+    SIZE = 8 << 20
+
+    @pytest.fixture
+    def pages(self) -> Pages:
+        return {"/x": lambda: Page.of(HTTPStatus.OK, "y" * self.SIZE)}
+
+    def test_reaches_a_client_that_reads_slowly(
+        self, connect: Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(http_server, "REQUEST_SECONDS", 0.5)
+        client = connect()
+        client.sendall(REQUEST)
+        received = 0
+        while data := client.recv(1 << 19, socket.MSG_WAITALL):
+            received += len(data)
+            time.sleep(0.1)
+        assert received > self.SIZE
+
+    def test_is_cut_for_a_client_that_does_not_read(
+        self, connect: Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(http_server, "REQUEST_SECONDS", 0.1)
+        client = connect()
+        client.sendall(REQUEST)
+        assert client.recv(1) == b"H"
+        until(lambda: left(client), "end of the connection")
+
+
+def left(client: socket.socket) -> bool:
+    """Return whether the server has closed its socket of a client."""
+    port = f":{client.getsockname()[1]:04X}"
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    states = [fields[3] for line in lines if (fields := line.split())[2].endswith(port)]
+    return "01" not in states
