@@ -86,7 +86,7 @@ def test_the_oldest_client_without_a_request_gives_way(connect: Client) -> None:
     waiting = [connect() for _ in range(MAX_CLIENTS)]
     for client in waiting:
         client.sendall(REQUEST[:-1])
-    for gone in waiting[:2]:
+    for gone in (waiting[0], waiting[1]):
         client = connect()
         client.sendall(REQUEST)
         assert answer(client).startswith(b"HTTP/1.1 200 ")
