@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -81,11 +83,18 @@ def test_twenty_readers_ask_the_daemon_once_a_second(served: Served, daemons: Da
 def test_a_reader_that_never_reads_is_dropped_and_keeps_nobody_else_waiting(
     served: Served, daemons: Daemons, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    dropped, closed = threading.Event(), http_server.HttpServer._closed
+
+    def tell(server: http_server.HttpServer, task: asyncio.Task[None]) -> None:
+        closed(server, task)
+        dropped.set()
+
+    monkeypatch.setattr(http_server.HttpServer, "_closed", tell)
     monkeypatch.setattr(http_server, "REQUEST_SECONDS", 1.0)
     daemons.padding = "x" * 400_000
     with closing(served.connect(slow=True)) as slow, closing(served.connect()) as quick:
         live = documents(quick)
-        for _ in range(3):
+        while not dropped.is_set():
             assert len(next(live)["status"]["padding"]) == 400_000
         received = 0
         while data := slow.recv(1 << 16):
