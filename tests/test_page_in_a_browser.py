@@ -39,7 +39,7 @@ class Scene:
         return self.status()
 
     def open(self, view: str, text: str) -> Browser:
-        """Open a view of the page anew, and wait until it shows a text."""
+        """Load a view of the page again, and wait until it shows a text."""
         self.window.open("about:blank")
         self.window.console()
         self.window.open(f"{self.page.url}#{view}")
