@@ -53,7 +53,7 @@ const at = setInterval(() => {
 
 
 class Lags:
-    """How late the event loop of a daemon was. `install` is called in its process."""
+    """The lateness of a daemon's event loop. `install` is called in its process."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

@@ -25,7 +25,7 @@ BINS = 48
 
 @dataclass(frozen=True, slots=True)
 class TensorStatistics:
-    """What the numbers of a tensor are like.
+    """The statistics of the numbers in a tensor.
 
     Everything but `non_finite` is about the finite elements, and is None if there are
     none or the dtype is none of numbers. magnitudes: the elements are complex, and all
@@ -70,7 +70,7 @@ def tensor_statistics(
 
 
 class _Found:
-    """What is known of a tensor of this dtype after some of its pieces."""
+    """The statistics of a tensor of this dtype after some of its pieces."""
 
     def __init__(self, dtype: str) -> None:
         self._known = numbers(np.empty(0, np.uint8), dtype) is not None

@@ -14,7 +14,7 @@ from ckptd.shared.storage.locate import is_root
 from ckptd.shared.system import machine
 
 _LOOK_SECONDS = 5.0
-"""So long the file system of a root has to tell whether the root is there."""
+"""The seconds that the file system of a root has to tell whether the root is there."""
 
 
 def restart_advice(root: Location) -> str:

@@ -40,7 +40,7 @@ shown this by then.
 """
 
 _UNSEALED = 3
-"""So many snapshots in a row that are not sealed are an event."""
+"""The number of snapshots in a row without a seal that makes an event."""
 
 
 class Steps:

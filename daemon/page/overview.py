@@ -34,7 +34,7 @@ class FoundProblem(Protocol):
 
 
 class Level(StrEnum):
-    """How bad the state of a daemon is."""
+    """The state of a daemon, from well to silent."""
 
     WELL = "well"
     WARNING = "warning"
@@ -98,7 +98,7 @@ def verdict(problems: Sequence[FoundProblem], well: str, answers: Answers) -> To
 
 
 class SaveRates:
-    """How fast the saves of a daemon go, from its successive answers."""
+    """The rates of a daemon's saves, from its successive answers."""
 
     def __init__(self) -> None:
         self._seen = deque[tuple[float, dict[tuple[str, str], int]]]()

@@ -47,7 +47,7 @@ class Debounce:
 
     def now_or_later(self, event: LoggedEvent, now: float) -> EventReport | None:
         """Return the report of an event that has just happened, or None if it is left
-        out for now.
+        out and may be reported later.
         """
         key = (event.name, event.job)
         if key not in self._kinds and len(self._kinds) >= MAX_KINDS:

@@ -20,7 +20,7 @@ from ckptd.shared.errors import CkptdError
 from ckptd.shared.units import printable
 
 MOST_SAVES = 2000
-"""How many saves of the history are read at the start, for all jobs together."""
+"""The number of saves that are read from the history at the start, of all jobs together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -499,7 +499,7 @@ def spark(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
 
 
 def bar(share: float, width: int, glyphs: Glyphs) -> Text:
-    """Return a bar of which a share, 0 to 1, is done."""
+    """Return a bar that is filled to a share from 0 to 1."""
     done = min(max(int(share * width), 0), width)
     return Text.assemble((glyphs.done * done, _GOOD), (glyphs.left * (width - done), _DIM))
 

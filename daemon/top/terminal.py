@@ -20,7 +20,7 @@ _KEYS: Mapping[bytes, str] = {
     b"\x1b[1~": "home", b"\x1b[F": "end", b"\x1bOF": "end", b"\x1b[4~": "end",
     b"\r": "enter", b"\n": "enter", b"\x1b": "escape", b"\x1a": "suspend", b"\x0c": "redraw",
 }  # fmt: skip
-"""What terminals send for the keys that are not letters."""
+"""The bytes that terminals send for the keys that are not letters."""
 _SEQUENCE = b"0123456789;:?<=> "
 """The bytes inside an escape sequence: a letter or `~` ends it."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -324,8 +324,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def non_finite(self) -> int | None:
-        """How many values of its parameters and optimizer state are NaN or infinite, or
-        None if they were not counted in all parts.
+        """The number of values of its parameters and optimizer state that are NaN or
+        infinite, or None if they were not counted in all parts.
         """
         counts = [part.non_finite for part in self.parts if part.non_finite is not None]
         return sum(counts) if len(counts) == len(self.parts) else None

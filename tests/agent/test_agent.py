@@ -719,7 +719,7 @@ def test_threads_of_the_agent_do_not_keep_a_process_alive(daemon: Daemon) -> Non
 def test_a_run_that_the_next_daemon_refuses_is_told_why_and_not_that_the_daemon_is_gone(
     place: Home,
 ) -> None:
-    """It has no slot yet, by which the next daemon would know it."""
+    """The run has no slot yet, by which the next daemon would know it."""
     with running(place) as daemon:
         agent = Agent("job", socket=place.socket)
         daemon.kill()

@@ -57,7 +57,7 @@ def train_step(state: dict[str, Any], factor: float) -> None:
 
 
 class Now:
-    """What the signals have changed: the factor of the loss, and whether it is saved."""
+    """The changes that signals have made: the factor of the loss, and whether it is saved."""
 
     def __init__(self) -> None:
         self.factor, self.saves = 1.0, True
