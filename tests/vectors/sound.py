@@ -878,16 +878,21 @@ def format_2(
     return checkpoint, metadata, found, shards
 
 
-def version_2() -> Vector:
-    checkpoint, metadata, found, shards = format_2()
+def of_version_2(about: str, edit_members: Any = lambda members: members) -> Vector:
+    """Return the checkpoint of `format_2` as a vector."""
+    checkpoint, metadata, found, shards = format_2(edit_members)
     return Vector(
-        "a manifest of version 2, and a metadata object of five blocks",
+        about,
         checkpoint,
         found,
         {name: reference(name) for name in metadata},
         {"blob": b"blob"},
         {"shards": shards},
     )
+
+
+def version_2() -> Vector:
+    return of_version_2("a manifest of version 2, and a metadata object of five blocks")
 
 
 # -- clauses that a reader easily overlooks
@@ -1207,22 +1212,15 @@ def hidden_items() -> Vector:
 
 
 def empty_columns() -> Vector:
-    checkpoint, metadata, found, shards = format_2(
+    return of_version_2(
+        "a manifest of version 2 with empty lists, which are as if they were missing",
         lambda members: (
             members
             | {
                 "parts": members["parts"] | {"files": [], "linked_bytes": []},
                 "deleter_features": [],
             }
-        )
-    )
-    return Vector(
-        "a manifest of version 2 with empty lists, which are as if they were missing",
-        checkpoint,
-        found,
-        {name: reference(name) for name in metadata},
-        {"blob": b"blob"},
-        {"shards": shards},
+        ),
     )
 
 
@@ -1251,19 +1249,12 @@ def not_finite() -> Vector:
 
 
 def counted_columns() -> Vector:
-    checkpoint, metadata, found, shards = format_2(
+    return of_version_2(
+        "a manifest of version 2 with the count of each part",
         lambda members: (
             members
             | {"parts": members["parts"] | {"non_finite": [0] * len(members["parts"]["bytes"])}}
-        )
-    )
-    return Vector(
-        "a manifest of version 2 with the count of each part",
-        checkpoint,
-        found,
-        {name: reference(name) for name in metadata},
-        {"blob": b"blob"},
-        {"shards": shards},
+        ),
     )
 
 
