@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 class Plans:
     """A cache of plans that were decoded and found sound, by signature, with the places
-    of what should be finite.
+    whose values should be finite.
 
     Their documents take at most `most` bytes, unless only one is kept.
 
@@ -62,7 +62,8 @@ class Plans:
         self._known: OrderedDict[bytes, tuple[Plan, Learned | None, int]] = OrderedDict()
 
     def decode(self, signature: bytes, document: bytes) -> tuple[Plan, Learned | None]:
-        """Return the plan of `document`, which has this signature, and the places.
+        """Return the plan of `document`, which has this signature, and the places whose
+        values should be finite, or None if the plan names none.
 
         Raises IntegrityError if it is not a sound plan.
         """

@@ -83,8 +83,8 @@ class Checkpoints:
     def _known(self, repository: Repository, job: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the row of each checkpoint by its tag, and forget those that are gone."""
         there = [tag for tag in tags_of(repository, job) if repository.is_committed(job, tag)]
-        kept = self._rows
-        for key in [key for key in kept if key[0] == job and key[1] not in there]:
+        kept, present = self._rows, set(there)
+        for key in [key for key in kept if key[0] == job and key[1] not in present]:
             del kept[key]
         for tag in there:
             row = kept.get((job, tag))
