@@ -137,7 +137,7 @@ class Checkpoints:
     def statistics(
         self, job: str, tag: str, tensor: str, stopped: Callable[[], bool]
     ) -> dict[str, Any]:
-        """Return what the numbers of a tensor are like.
+        """Return the statistics of the numbers in a tensor.
 
         The checkpoint is not deleted meanwhile. stopped: returns True if the result is
         not wanted any more, which ends the work with InterruptedError. Raises NotFound,

@@ -150,7 +150,7 @@ class Routes:
     # -- history
 
     async def _history(self, query: Query) -> Any:
-        # SQLite takes memory that nobody needs who does not look.
+        # SQLite takes memory that a page without this view saves.
         from ckptd.daemon.telemetry.history import read_history
 
         since, job = _seconds(query.get("since", "0")), query.get("job")
