@@ -30,7 +30,7 @@ from ckptd.shared.location import Location, located, url_scheme
 from ckptd.shared.system import machine
 from ckptd.shared.units import some_text
 from ckptd.shared.wire import messages as m
-from ckptd.shared.wire.channel import Channel
+from ckptd.shared.wire.channel import Channel, no_daemon
 
 TIMEOUT = 10.0
 
@@ -96,7 +96,8 @@ def find_all() -> list[Neighbour]:
         sockets = _sockets(process) or _named(command, "--socket")
         root = "".join(_named(command, "--root"))
         found += [_ask(process.pid, socket, root) for socket in sorted(sockets)[:1]]
-    return sorted(found, key=lambda neighbour: neighbour.pid)
+    there = [neighbour for neighbour in found if neighbour is not None]
+    return sorted(there, key=lambda neighbour: neighbour.pid)
 
 
 def _sockets(process: psutil.Process) -> set[str]:
@@ -127,14 +128,20 @@ def _is_daemon(command: list[str]) -> bool:
     )
 
 
-def _ask(pid: int, socket: str, root: str) -> Neighbour:
+def _ask(pid: int, socket: str, root: str) -> Neighbour | None:
+    """Return what a daemon says of itself, or None if it has ended meanwhile."""
     if is_stopped(pid):
         problem = f"it is stopped by a signal: `kill -CONT {pid}`"
         return Neighbour(pid, socket, None, problem, stopped=True, named_root=root)
     try:
         return Neighbour(pid, socket, daemon_status(Path(socket)), named_root=root)
     except CkptdError as error:
-        return Neighbour(pid, socket, None, str(error), named_root=root)
+        if not psutil.pid_exists(pid):
+            return None
+        problem = str(error)
+        if problem == str(no_daemon(Path(socket))):  # whose advice is to start one
+            problem = f"it does not listen at {socket}: it is starting or ending"
+        return Neighbour(pid, socket, None, problem, named_root=root)
 
 
 def of_root(root: Location) -> Neighbour:

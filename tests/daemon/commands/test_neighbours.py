@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -192,3 +193,13 @@ def test_a_daemon_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch)
         "/ckpts; not known is what these serve: pid 4711 (the daemon does not answer); the roots "
         "that are served here: /other"
     )
+
+
+def test_a_daemon_that_starts_or_ends_is_no_reason_to_start_another(tmp_path: Path) -> None:
+    socket = str(tmp_path / "s")
+    found = neighbours._ask(os.getpid(), socket, "/ckpts")
+    assert found is not None
+    assert found.problem == f"it does not listen at {socket}: it is starting or ending"
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    assert neighbours._ask(ended.pid, socket, "/ckpts") is None
