@@ -21,7 +21,8 @@ from statistics import median
 
 from benchmarks.rows import Row, keep, settled
 from benchmarks.trained import trained
-from ckptd.daemon.chunks.pipeline import Pipeline, SealedSlot
+from ckptd.daemon.chunks.pipeline import Pipeline
+from ckptd.daemon.chunks.sealed_slot import SealedSlot
 from ckptd.shared.codecs.codec import Encoder, encoder
 from ckptd.shared.formats.part_writer import PartWriter
 from ckptd.shared.formats.plan import DEFAULT_CHUNK, Region, chunk_ranges

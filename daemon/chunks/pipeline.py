@@ -9,80 +9,32 @@ from their creation until they are durable. It journals nothing and knows no cat
 
 from __future__ import annotations
 
-import hashlib
-import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
-from crc32c import crc32c
 
+from ckptd.daemon.chunks.base_slot import BaseSlot
+from ckptd.daemon.chunks.sealed_slot import SealedSlot
 from ckptd.daemon.chunks.workers import Buffers, Workers
-from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.binary import PIECE
 from ckptd.shared.formats.manifest import PartEntry
-from ckptd.shared.formats.non_finite import Learned, NonFinite
+from ckptd.shared.formats.non_finite import NonFinite
 from ckptd.shared.formats.part import Chunk, PartIndex
 from ckptd.shared.formats.part_writer import PartWriter
-from ckptd.shared.formats.plan import ChunkRange, Plan, chunk_ranges, with_values
+from ckptd.shared.formats.plan import ChunkRange
 from ckptd.shared.formats.reuse import (
     NOTHING,
     ChunkCheck,
     StoredPart,
     choose,
     is_steady,
-    new_hasher,
     unchanged,
 )
-from ckptd.shared.formats.segment import (
-    SegmentHeader,
-    read_check,
-    read_document,
-    read_pieces,
-)
-from ckptd.shared.formats.snapshot_request import SnapshotRequest
 
 T = TypeVar("T")
 
-
-class Plans:
-    """A cache of plans that were decoded and found sound, by signature, with the places
-    whose values should be finite.
-
-    Their documents take at most `most` bytes, unless only one is kept.
-
-    A structure seldom changes, and decoding a plan of ten thousand items takes 50 ms.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most, self._size = most, 0
-        self._lock = threading.Lock()
-        self._known: OrderedDict[bytes, tuple[Plan, Learned | None, int]] = OrderedDict()
-
-    def decode(self, signature: bytes, document: bytes) -> tuple[Plan, Learned | None]:
-        """Return the plan of `document`, which has this signature, and the places whose
-        values should be finite, or None if the plan names none.
-
-        Raises IntegrityError if it is not a sound plan.
-        """
-        with self._lock:
-            if signature in self._known:
-                self._known.move_to_end(signature)
-                return self._known[signature][:2]
-        plan = Plan.decode(document)
-        learned = Learned.of(plan)
-        with self._lock:
-            if signature not in self._known:
-                self._known[signature] = plan, learned, len(document)
-                self._size += len(document)
-            while self._size > self._most and len(self._known) > 1:
-                self._size -= self._known.popitem(last=False)[1][2]
-        return plan, learned
-
-
-_plans = Plans(most=32 << 20)  # bytes of documents; a decoded plan takes several times as many
 
 _MOST_COUNTS = 10_000
 """The most counts of one part that are kept for the next one. A chunk without a known
@@ -95,99 +47,6 @@ checksums: without them, damage would go unnoticed.
 With 10, a writer whose write has ended waits so long for a core that the disk is idle:
 on 2 cores, a raw save took 18 % longer. With 5, it takes 5 % longer.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class SealedSlot:
-    """A sealed slot whose documents were read and verified.
-
-    `fd` is a descriptor of its segment. `plan_document` is the plan as it was sealed.
-    `learned` are the places whose values are counted, None if the plan names none.
-    `ranges` are all chunks of the slot, in order. `crcs` are their checksums from the
-    check area, or None if it has none.
-    """
-
-    fd: int
-    header: SegmentHeader
-    plan: Plan
-    learned: Learned | None
-    plan_document: bytes
-    request: SnapshotRequest
-    ranges: list[ChunkRange]
-    crcs: list[int] | None
-
-    @classmethod
-    def read(cls, fd: int, header: SegmentHeader) -> SealedSlot:
-        """Read and verify the documents of a sealed slot, and read its check area.
-
-        Raises IntegrityError if a document is damaged or the plan is not sound.
-        """
-        document = read_document(fd, header, header.plan, "plan")
-        if hashlib.sha256(document).digest() != header.signature:
-            raise IntegrityError(
-                f"plan document of {header.job} step {header.step} is not the one that was sealed"
-            )
-        plan, learned = _plans.decode(header.signature, document)
-        request = SnapshotRequest.decode(read_document(fd, header, header.request, "request"))
-        values = (header.values.offset, header.values.length)
-        if values[0] < plan.data_length or plan.data_length > header.capacity:
-            raise IntegrityError(
-                f"documents of {header.job} step {header.step} overlap its tensors"
-            )
-        ranges = chunk_ranges(with_values(plan.regions, values), header.chunk_size)
-        crcs = read_check(fd, header)
-        return cls(
-            fd,
-            header,
-            plan,
-            learned,
-            document,
-            request,
-            ranges,
-            crcs if crcs is not None and len(crcs) == len(ranges) else None,
-        )
-
-    def compare(self, number: int, sealed: int, found: int) -> None:
-        """Raise IntegrityError if the crc32c that was `found` for the chunk of this
-        number is not that of the seal.
-        """
-        if sealed != found:
-            raise IntegrityError(
-                f"chunk {number} of {self.header.job} step {self.header.step} has changed in "
-                f"memory since it was sealed"
-            )
-
-    def check(
-        self,
-        chunk: ChunkRange,
-        buffer: memoryview,
-        *,
-        with_digest: bool,
-        non_finite: Counter[int] | None = None,
-    ) -> ChunkCheck:
-        """Read a chunk through `buffer`, and return its checksum, with its digest on
-        request.
-
-        A buffer that is as long as the chunk holds its bytes afterwards. `non_finite`, if
-        given, gets how many values are not finite, by the numbers of their tensors. They
-        are counted while the bytes are in the CPU's cache.
-        """
-        crc, hasher, at = 0, new_hasher() if with_digest else None, chunk.offset
-        for piece in read_pieces(self.fd, self.header, chunk.offset, chunk.length, buffer):
-            crc = crc32c(piece, crc)
-            if hasher is not None:
-                hasher.update(piece)
-            if non_finite is not None and self.learned is not None:
-                non_finite.update(self.learned.count(piece, at))
-            at += len(piece)
-        return ChunkCheck(crc, b"" if hasher is None else hasher.digest())
-
-    def digest(self, chunk: ChunkRange, buffer: memoryview) -> bytes:
-        """Read a chunk through `buffer`, and return its digest."""
-        hasher = new_hasher()
-        for piece in read_pieces(self.fd, self.header, chunk.offset, chunk.length, buffer):
-            hasher.update(piece)
-        return hasher.digest()
 
 
 class Pipeline:
@@ -257,6 +116,7 @@ class Pipeline:
         at_once: int | None = None,
         *,
         with_digests: bool = False,
+        base_slot: BaseSlot | None = None,
     ) -> tuple[PartEntry, StoredPart]:
         """Write one part durably.
 
@@ -265,7 +125,9 @@ class Pipeline:
 
         Chunks that are those of the part `before` are not written again, if that part
         was steady. Then the first chunk is written only when the checksums are known.
-        At most `at_once` threads work on the part, by default all.
+        At most `at_once` threads work on the part, by default all. Chunks that change
+        little are stored as deltas of the part `before`, as long as `base_slot` holds
+        the bytes of that part.
 
         `wait_for_checks` returns the checksums of the seal, or waits for `checksum` to
         compute them. `written` is called on the event loop with the raw bytes of each
@@ -295,15 +157,32 @@ class Pipeline:
                 )
                 if counts:
                     non_finite[chunk.offset] = counts
+                base = writer.wanted_base(chunk)
+                if (
+                    base is not None
+                    and base_slot is not None
+                    and base_slot.read(chunk, stored, base.raw_crc)
+                ):
+                    delta = writer.delta(chunk, raw, stored, check.crc)
+                    if delta is not None:
+                        return delta, check.digest
+                    # The buffer no longer has the bytes of the chunk.
+                    crc = slot.check(chunk, raw[: chunk.length], with_digest=False).crc
+                    slot.compare(slot.ranges.index(chunk), check.crc, crc)
                 return writer.chunk(chunk, raw, stored, check.crc), check.digest
 
         reuse, digests = NOTHING, dict[int, bytes]()
-        if before is not None and before.steady:
-            checks = await self._with_digests(slot, before, await wait_for_checks())
-            reuse = choose(before, slot.ranges, checks)
-            digests = {
-                chunk.offset: check.digest for chunk, check in zip(slot.ranges, checks, strict=True)
-            }
+        if before is not None and (before.steady or base_slot is not None):
+            checks = shares = None
+            if before.steady:
+                checks = await self._with_digests(slot, before, await wait_for_checks())
+                digests = {
+                    chunk.offset: check.digest
+                    for chunk, check in zip(slot.ranges, checks, strict=True)
+                }
+            if base_slot is not None:
+                shares = await self._delta_shares(slot, base_slot)
+            reuse = choose(before, slot.ranges, checks, shares)
         try:
             await self._writers.run(
                 lambda: writer.create(
@@ -320,7 +199,7 @@ class Pipeline:
             by_offset = {chunk.raw_offset: chunk for chunk, _ in found}
             digests |= {chunk.raw_offset: digest for chunk, digest in found}
             chunks = [
-                by_offset.get(chunk.offset) or reuse.chunks[chunk.offset].chunk
+                by_offset.get(chunk.offset) or reuse.chunks[chunk.offset].entry
                 for chunk in slot.ranges
             ]
             checks = await wait_for_checks()
@@ -371,6 +250,17 @@ class Pipeline:
 
         found = await self._memory.each(linked, work, whole=False)
         return {chunk.offset: counts for chunk, counts in zip(linked, found, strict=True) if counts}
+
+    async def _delta_shares(self, slot: SealedSlot, base_slot: BaseSlot) -> dict[int, float]:
+        """Return the share of its bytes that a chunk is likely to take as a delta, by
+        its number, for each chunk that is worth one.
+        """
+        found = await self._memory.each(
+            slot.ranges,
+            lambda number, _: base_slot.share(slot, slot.ranges[number]),
+            whole=False,
+        )
+        return {number: share for number, share in enumerate(found) if share is not None}
 
     async def _with_digests(
         self, slot: SealedSlot, before: StoredPart, checks: list[ChunkCheck]

@@ -15,14 +15,15 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from ckptd.daemon.chunks.pipeline import Pipeline, SealedSlot
+from ckptd.daemon.chunks.pipeline import Pipeline
+from ckptd.daemon.chunks.sealed_slot import SealedSlot
+from ckptd.daemon.job.catalog import LastPart
 from ckptd.daemon.job.snapshot import RankSeal, SlotContents, Snapshot
 from ckptd.daemon.memory.slots import Slots
 from ckptd.daemon.tasks import all_of
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.bounds import MAX_DEPTH
 from ckptd.shared.formats.plan_check import check_plans
-from ckptd.shared.formats.reuse import StoredPart
 from ckptd.shared.formats.segment import SegmentHeader, read_document, write_check
 from ckptd.shared.formats.values_check import check_values
 from ckptd.shared.system.failpoints import failpoint
@@ -94,7 +95,7 @@ class SlotChecksums:
     def __init__(self, slots: Slots, pipeline: Pipeline) -> None:
         self._slots, self._pipeline = slots, pipeline
 
-    async def check(self, snapshot: Snapshot, stored: Mapping[int, StoredPart]) -> None:
+    async def check(self, snapshot: Snapshot, stored: Mapping[int, LastPart]) -> None:
         """Check each slot of the snapshot once: compute its checksums, and write them
         into the segment.
 
@@ -115,13 +116,13 @@ class SlotChecksums:
                 )
 
     async def _check_seal(
-        self, snapshot: Snapshot, seal: RankSeal, before: StoredPart | None
+        self, snapshot: Snapshot, seal: RankSeal, before: LastPart | None
     ) -> None:
         slot = self._slots.get(seal.segment)
         header = slot.header
         with slot.pinned() as fd:
             sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))
-            digests = before is not None and before.steady
+            digests = before is not None and before.part.steady
             checks = await self._pipeline.checksum(sealed, with_digests=digests)
             # A trainer raises it before it changes the first byte.
             if slot.refresh().generation != seal.generation:

@@ -111,6 +111,12 @@ if TYPE_CHECKING:
     help="Link the files of unchanged tensors, or write them each time.",
 )
 @click.option(
+    "--deltas",
+    shell_complete=complete_word("auto", "off"),
+    help="How to store tensors that change little: auto for deltas where they pay, or off. "
+    "Default: auto.",
+)
+@click.option(
     "--foreign-memory",
     shell_complete=complete_word("refuse", "adopt", "drop"),
     help="How to treat snapshots in memory that were saved for another root: refuse, adopt or "

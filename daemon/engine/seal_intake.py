@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from ckptd.daemon.chunks.pipeline import SealedSlot
+from ckptd.daemon.chunks.sealed_slot import SealedSlot
 from ckptd.daemon.engine.steps import Steps
 from ckptd.daemon.job import decisions as d
 from ckptd.daemon.job.catalog import Catalog, Step

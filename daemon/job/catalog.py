@@ -21,6 +21,7 @@ from ckptd.shared.errors import from_wire
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.receipt import Abandonment
 from ckptd.shared.formats.reuse import StoredPart
+from ckptd.shared.formats.segment import SegmentHeader
 from ckptd.shared.retention import Policy
 from ckptd.shared.wire.board import Answer
 from ckptd.shared.wire.lifecycle import SnapshotState
@@ -187,6 +188,19 @@ class EarlierAttempt:
     ranks: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class LastPart:
+    """The part of a rank that was saved last, and the slot that it was written from.
+
+    segment, header: the name of the slot's segment, and the header that it had then.
+    The trainer may have filled the slot again since.
+    """
+
+    part: StoredPart
+    segment: str
+    header: SegmentHeader
+
+
 @dataclass(slots=True)
 class Job:
     """One job: its newest attempt, its ranks, its steps, and its checkpoints on
@@ -249,7 +263,7 @@ class Job:
     announced: str = ""
     foreseen: set[str] = field(default_factory=set)
     last_failure: Failure | None = None
-    stored: dict[int, StoredPart] = field(default_factory=dict)
+    stored: dict[int, LastPart] = field(default_factory=dict)
     in_root: dict[str, StoredCheckpoint] = field(default_factory=dict)
     seq: int = 0
 
@@ -341,7 +355,7 @@ class Job:
         if free is None or newest is None:
             return None
         # Otherwise the next checkpoint stores every chunk.
-        links = any(part.attempt == newest.attempt for part in self.stored.values())
+        links = any(last.part.attempt == newest.attempt for last in self.stored.values())
         return free // max(newest.new_bytes if links else newest.nbytes, 1)
 
     def live_checkpoints(self) -> list[StoredCheckpoint]:

@@ -11,12 +11,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
+from ckptd.daemon.chunks.base_slot import BaseSlot
 from ckptd.daemon.chunks.governor import Governor
-from ckptd.daemon.chunks.pipeline import SealedSlot
+from ckptd.daemon.chunks.sealed_slot import SealedSlot
 from ckptd.daemon.config import Config
+from ckptd.daemon.job.catalog import LastPart
 from ckptd.daemon.job.snapshot import RankSeal, Snapshot
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.memory.slots import Slots
@@ -25,7 +28,7 @@ from ckptd.daemon.saving.destination import Destination
 from ckptd.daemon.tasks import all_of
 from ckptd.shared import names
 from ckptd.shared.codecs import codec
-from ckptd.shared.errors import IntegrityError
+from ckptd.shared.errors import CkptdError, IntegrityError
 from ckptd.shared.formats.manifest import PartEntry
 from ckptd.shared.formats.part_writer import PartWriter
 from ckptd.shared.formats.reuse import ChunkCheck, StoredPart
@@ -34,7 +37,7 @@ from ckptd.shared.system.fs import NO_ROOM
 
 log = logging.getLogger("ckptd.saver")
 
-SavedPart = tuple[Document, StoredPart]
+SavedPart = tuple[Document, LastPart]
 """A durable part, and what the next save needs to link its files."""
 
 
@@ -92,15 +95,49 @@ class PartSaver:
         """
         slot = self._slots.get(seal.segment)
         header = slot.header
-        with slot.pinned() as fd:
+        before = self._before(snapshot, seal)
+        with slot.pinned() as fd, self._base_slot(before) as base_slot:
             sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))
             if header.generation != seal.generation:
                 raise IntegrityError(
                     f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was "
                     f"being saved"
                 )
-            entry, stored = await self._write_part(snapshot, seal, sealed, checking, alone=alone)
+            entry, part = await self._write_part(
+                snapshot, seal, sealed, checking, before, base_slot, alone=alone
+            )
+        stored = LastPart(part, seal.segment, header)
         return (entry, sealed.plan, sealed.request), stored
+
+    def _before(self, snapshot: Snapshot, seal: RankSeal) -> LastPart | None:
+        """Return the last part of the rank that this attempt has saved, or None if no
+        file is to be linked.
+        """
+        if not self._config.link_unchanged:
+            return None
+        last = self._destination.catalog.job(snapshot.job).stored.get(seal.rank)
+        same = last is not None and (last.part.attempt, last.part.world_size) == (
+            snapshot.attempt,
+            snapshot.world_size,
+        )
+        return last if same else None
+
+    @contextmanager
+    def _base_slot(self, before: LastPart | None) -> Iterator[BaseSlot | None]:
+        """Context manager.
+
+        Gives the slot of the last part if it has not been filled again, and keeps its
+        descriptor open. Gives None if it has, or if there are to be no deltas.
+        """
+        with ExitStack() as held:
+            found = None
+            if before is not None and self._config.deltas == "auto":
+                with suppress(CkptdError):
+                    slot = self._slots.get(before.segment)
+                    fd = held.enter_context(slot.pinned())
+                    if slot.refresh().generation == before.header.generation:
+                        found = BaseSlot(fd, before.header)
+            yield found
 
     async def _write_part(
         self,
@@ -108,6 +145,8 @@ class PartSaver:
         seal: RankSeal,
         sealed: SealedSlot,
         checking: asyncio.Future[None],
+        before: LastPart | None,
+        base_slot: BaseSlot | None,
         *,
         alone: bool,
     ) -> tuple[PartEntry, StoredPart]:
@@ -128,16 +167,7 @@ class PartSaver:
 
         rewritten, progress = False, snapshot.progress
         assert progress is not None
-        before = (
-            self._destination.catalog.job(snapshot.job).stored.get(seal.rank)
-            if self._config.link_unchanged
-            else None
-        )
-        if before is not None and (before.attempt, before.world_size) != (
-            snapshot.attempt,
-            snapshot.world_size,
-        ):
-            before = None
+        last = None if before is None else before.part
         place = snapshot.job, snapshot.directory
         linker = self._repository.linker(*place) if self._config.link_unchanged else None
         while True:
@@ -173,9 +203,10 @@ class PartSaver:
                     snapshot.directory,
                     wait_for_checks,
                     partial(progress.add, seal.rank),
-                    before,
+                    last,
                     at_once,
-                    with_digests=self._config.link_unchanged and (before is None or before.steady),
+                    with_digests=self._config.link_unchanged and (last is None or last.steady),
+                    base_slot=base_slot,
                 )
             except OSError as error:
                 full = alone and error.errno in NO_ROOM

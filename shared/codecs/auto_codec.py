@@ -30,6 +30,14 @@ _FORGET = 0.99
 """The factor by which the remembered time of encoding shrinks with each chunk that is
 not encoded, so that it is measured again.
 """
+_SMALL_SHARE = 0.25
+"""The greatest share of its bytes with which a delta is stored at any speed of the
+storage. Writing it and making it then hardly take longer than writing the chunk.
+"""
+_LEAST_WRITE = 1 << 18
+"""The least bytes of a write that is measured. The time of a shorter one says little
+about the speed of the storage.
+"""
 _WEIGHT = 0.25
 """The weight of the newest measurement in a moving average. The last ten count for
 nearly all.
@@ -87,6 +95,11 @@ class Auto:
             self._encoding.add(self._clock() - begun, raw.nbytes)
         return length
 
+    def pays(self, share: float) -> bool:
+        with self._lock:
+            saved = (1 - share) * self._writing.seconds_per_byte
+            return share <= _SMALL_SHARE or saved > _MARGIN * self._encoding.seconds_per_byte > 0
+
     @contextmanager
     def writing(self, nbytes: int) -> Iterator[None]:
         begun = self._clock()
@@ -97,4 +110,5 @@ class Auto:
         finally:
             with self._lock:
                 self._writes -= 1
-                self._writing.add(self._clock() - begun, nbytes)
+                if nbytes >= _LEAST_WRITE:
+                    self._writing.add(self._clock() - begun, nbytes)

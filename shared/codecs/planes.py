@@ -29,6 +29,10 @@ _ENTRY = struct.Struct("<II")
 """The entry of a plane: its method, and the length of its stored form in bytes."""
 _SAMPLES, _SAMPLE = 4, 1 << 13
 """The number of samples of a plane that show how it shrinks, and the bytes of each."""
+_LEAST_SAMPLE, _FEWEST = 1 << 9, 64
+"""The least bytes of a sample. Above that, a sample has at most one byte in so many, so
+that the samples of a short plane do not take as long as the plane.
+"""
 _WORTH = 0.97
 """A plane is stored as it is unless a sample shrinks below this share: decoding it
 would cost more than it saves.
@@ -48,7 +52,7 @@ def word_size(element_size: int) -> int:
     return {2: 2, 4: 4, 8: 8, 16: 8}.get(element_size, 1)
 
 
-class _Contexts(threading.local):
+class Contexts(threading.local):
     """The zstd contexts of one thread, since zstandard does not allow threads to share
     a context.
 
@@ -64,16 +68,39 @@ class _Contexts(threading.local):
             compression_params=parameters(1, min_match=7, hash_log=6, chain_log=6, **common)
         )
         self.matches = zstandard.ZstdCompressor(compression_params=parameters(1, **common))
-        self.decompressor = zstandard.ZstdDecompressor(max_window_size=1 << _WINDOW_LOG)
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << _WINDOW_LOG)
+
+    def decompress(self, frame: memoryview, length: int, what: str) -> bytes:
+        """Return the content of a frame, which has `length` bytes.
+
+        `what` names the content in an error. Raises IntegrityError.
+        """
+        try:
+            head = zstandard.get_frame_parameters(frame)
+            if head.content_size != length or head.window_size > max(1 << _WINDOW_LOG, length):
+                raise IntegrityError(
+                    f"{what} of {length} bytes has a frame header that says {head.content_size}"
+                )
+            content: bytes = self._decompressor.decompress(
+                frame, max_output_size=length, allow_extra_data=False
+            )
+        except zstandard.ZstdError as error:
+            raise IntegrityError(f"{what} cannot be decoded: {error}") from None
+        if len(content) != length:
+            raise IntegrityError(f"{what} of {length} bytes decodes to {len(content)}")
+        return content
 
 
 class Planes:
-    """The codec that stores each chunk as planes of bytes, one for each byte of a word."""
+    """The codec that stores each chunk as planes of bytes, one for each byte of a word.
+
+    contexts: the zstd contexts of the calling thread.
+    """
 
     number, name, usage = PLANES, "planes", "planes"
 
     def __init__(self) -> None:
-        self._contexts = _Contexts()
+        self.contexts = Contexts()
 
     @classmethod
     def parse(cls, option: str) -> Planes | None:
@@ -81,7 +108,7 @@ class Planes:
 
     def encode(self, raw: memoryview, element_size: int, stored: memoryview) -> int | None:
         """Write the stored form of the chunk `raw` into `stored`, and return its
-        length. See `Encoder.encode`.
+        length, or None if it would fill `stored`. See `Encoder.encode`.
         """
         width = word_size(element_size)
         words = raw.nbytes // width
@@ -93,7 +120,7 @@ class Planes:
             None,
         )
         start = width * _ENTRY.size
-        if first is None or start + first * words >= raw.nbytes:
+        if first is None or start + first * words >= stored.nbytes:
             return None
         # The planes before the first one that shrinks are split straight into their
         # places.
@@ -108,7 +135,7 @@ class Planes:
             frame = None if compressor is None else compressor.compress(plane)
             smaller = frame is not None and len(frame) < words
             body = frame if frame is not None and smaller else plane
-            if start + len(body) >= raw.nbytes:
+            if start + len(body) >= stored.nbytes:
                 return None
             _ENTRY.pack_into(
                 stored, number * _ENTRY.size, _ZSTD if smaller else _AS_IT_IS, len(body)
@@ -117,6 +144,9 @@ class Planes:
                 stored[start : start + len(body)] = body
             start += len(body)
         return start
+
+    def pays(self, share: float) -> bool:
+        return True
 
     def writing(self, nbytes: int) -> AbstractContextManager[None]:
         return nullcontext()
@@ -159,27 +189,14 @@ class Planes:
             )
         if method == _AS_IT_IS:
             return body
-        try:
-            frame = zstandard.get_frame_parameters(body)
-            if frame.content_size != words or frame.window_size > max(1 << _WINDOW_LOG, words):
-                raise IntegrityError(
-                    f"a plane of {words} bytes has a frame header that says {frame.content_size}"
-                )
-            plane: bytes = self._contexts.decompressor.decompress(
-                body, max_output_size=words, allow_extra_data=False
-            )
-        except zstandard.ZstdError as error:
-            raise IntegrityError(f"a plane cannot be decoded: {error}") from None
-        if len(plane) != words:
-            raise IntegrityError(f"a plane of {words} bytes decodes to {len(plane)}")
-        return plane
+        return self.contexts.decompress(body, words, "a plane")
 
     def _compressors(self, raw: memoryview, width: int) -> list[zstandard.ZstdCompressor | None]:
         """Return for each plane the compressor that suits it, or None if it does not
         shrink. Samples from all over the chunk decide.
         """
         words = raw.nbytes // width
-        length = min(words, _SAMPLE)
+        length = min(words, _SAMPLE, max(_LEAST_SAMPLE, words // _FEWEST))
         starts = range(0, words - length + 1, max(1, (words - length) // (_SAMPLES - 1)))
         found: list[zstandard.ZstdCompressor | None] = [None] * width
         for start in starts:
@@ -188,12 +205,12 @@ class Planes:
             for number, plane in enumerate(planes):
                 entropy, matches = (
                     len(compressor.compress(plane))
-                    for compressor in (self._contexts.entropy, self._contexts.matches)
+                    for compressor in (self.contexts.entropy, self.contexts.matches)
                 )
                 if matches < _REPETITIVE * min(entropy, length):
-                    found[number] = self._contexts.matches
+                    found[number] = self.contexts.matches
                 elif entropy < _WORTH * length and found[number] is None:
-                    found[number] = self._contexts.entropy
+                    found[number] = self.contexts.entropy
         return found
 
 

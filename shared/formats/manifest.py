@@ -27,8 +27,9 @@ from ckptd.shared.system.collector import paused_collector
 
 FORMAT = "ckptd-manifest"
 VERSION = 2
-_FILES, _LINKED_FILES, _METADATA_OBJECT = "files", "linked-files", "metadata-object"
-FEATURES = frozenset({_FILES, _LINKED_FILES, _METADATA_OBJECT})
+_FILES, _LINKED_FILES, _DELTAS = "files", "linked-files", "deltas"
+_METADATA_OBJECT = "metadata-object"
+FEATURES = frozenset({_FILES, _LINKED_FILES, _DELTAS, _METADATA_OBJECT})
 DELETER_FEATURES: frozenset[str] = frozenset()
 """The features that this version knows of those that a deleter must know. None are
 defined so far.
@@ -51,6 +52,8 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     which is 1 if it has no data files. linked_bytes: the size of those of its files
     that belong to older checkpoints, too, in bytes. non_finite: how many values of its
     parameters and optimizer state are NaN or infinite, or None if they were not counted.
+    chain: the number of deltas in its longest chain. read_bytes: the stored bytes of its
+    chunks and their bases, or 0 if it has no bases.
     """
 
     rank: Size
@@ -62,6 +65,8 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     files: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)] = 1
     linked_bytes: Size = 0
     non_finite: Size | None = None
+    chain: Size = 0
+    read_bytes: Size = 0
 
     @property
     def new_bytes(self) -> int:
@@ -137,6 +142,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             features=[
                 *([_FILES] if any(part.files > 1 for part in parts) else []),
                 *([_LINKED_FILES] if any(part.linked_bytes for part in parts) else []),
+                *([_DELTAS] if any(part.read_bytes for part in parts) else []),
             ],
             job=job,
             attempt=attempt,
@@ -357,11 +363,14 @@ class _Columns(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     files: list[Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]] = []
     linked_bytes: list[Size] = []
     non_finite: list[Size] = []
+    chain: list[Size] = []
+    read_bytes: list[Size] = []
 
     @classmethod
     def of(cls, parts: Sequence[PartEntry]) -> _Columns:
         files, linked = [part.files for part in parts], [part.linked_bytes for part in parts]
         counts = [part.non_finite for part in parts if part.non_finite is not None]
+        chains, read = [part.chain for part in parts], [part.read_bytes for part in parts]
         return cls(
             nonces=_base64(_nonce(part) for part in parts),
             digests=_base64(bytes.fromhex(part.index_sha256) for part in parts),
@@ -371,6 +380,8 @@ class _Columns(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             files=files if max(files) > 1 else [],
             linked_bytes=linked if any(linked) else [],
             non_finite=counts if len(counts) == len(parts) else [],
+            chain=chains if any(chains) else [],
+            read_bytes=read if any(read) else [],
         )
 
     def parts(self, world_size: int) -> list[PartEntry]:
@@ -389,6 +400,8 @@ class _Columns(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             self.files or [1] * world_size,
             self.linked_bytes or [0] * world_size,
             self.non_finite or [None] * world_size,
+            self.chain or [0] * world_size,
+            self.read_bytes or [0] * world_size,
         ]
         if any(len(column) != world_size for column in columns):
             raise IntegrityError(f"manifest does not describe the parts of {world_size} ranks")
@@ -396,7 +409,8 @@ class _Columns(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             PartEntry(
                 rank=rank, file=part_file(rank, nonces[rank]), index_sha256=digests[rank].hex(),
                 bytes=of_rank[0], raw_bytes=of_rank[1], items=of_rank[2], files=of_rank[3],
-                linked_bytes=of_rank[4], non_finite=of_rank[5],
+                linked_bytes=of_rank[4], non_finite=of_rank[5], chain=of_rank[6],
+                read_bytes=of_rank[7],
             )
             for rank, of_rank in enumerate(zip(*columns, strict=True))
         ]  # fmt: skip

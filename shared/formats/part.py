@@ -20,6 +20,7 @@ from crc32c import crc32c
 
 from ckptd.shared import names
 from ckptd.shared.codecs import codec
+from ckptd.shared.codecs.delta import DELTA, MOST_DELTAS, Delta
 from ckptd.shared.errors import IntegrityError, damage_in
 from ckptd.shared.formats.binary import (
     ALIGN,
@@ -48,10 +49,11 @@ from ckptd.shared.system.storage_seam import Source
 
 PART_MAGIC, END_MAGIC = b"CKPTDPRT", b"CKPTDEND"
 TRAILER_SIZE = 64
-SEVERAL_FILES, LINKED_FILES = 1, 2
-"""The feature bits in the preamble of a part that has data files, and of a part file
-whose part links files of older parts.
+SEVERAL_FILES, LINKED_FILES, DELTAS = 1, 2, 4
+"""The feature bits in the preamble of a part that has data files, of a part file whose
+part links files of older parts, and of a part file whose part has bases.
 """
+_FEATURES = SEVERAL_FILES | LINKED_FILES | DELTAS
 _HEADER = struct.Struct("<16s16sIIIIQ128s")
 _TRAILER = struct.Struct("<16sQQQI16s")
 _CRC = struct.Struct("<I")
@@ -77,6 +79,23 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     element_size: Annotated[int, msgspec.Meta(ge=1, le=16)]
     raw_crc: _U32
     stored_crc: _U32
+
+
+class Base(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk of an older part, in a linked file, from which a chunk is decoded.
+
+    file: the number of the linked file. offset, stored_length, codec, raw_crc,
+    stored_crc: as of a `Chunk`. base: the number of its own base, counted from 1, or 0
+    if it is whole.
+    """
+
+    file: _U32
+    offset: Size
+    stored_length: Size
+    codec: _U32
+    raw_crc: _U32
+    stored_crc: _U32
+    base: _U32
 
 
 class Linked(msgspec.Struct, frozen=True, array_like=True):
@@ -108,6 +127,8 @@ class PartIndex(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     files: Annotated[list[Size], _MOST] = []
     placed: Annotated[list[_U32], _MOST] = []
     linked: Annotated[list[Linked], _MOST] = []
+    bases: Annotated[list[Base], _MOST] = []
+    based: Annotated[list[_U32], _MOST] = []
     non_finite: NonFinite | None = None
 
     def encode(self) -> bytes:
@@ -120,6 +141,7 @@ class PartIndex(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return msgspec.msgpack.encode(kept)
 
 
+_DELTA = Delta()
 _INDEX_DECODER = msgspec.msgpack.Decoder(PartIndex)
 
 
@@ -132,7 +154,8 @@ def encode_header(index: PartIndex, nonce: bytes, number: int = 0) -> bytes:
     start = preamble(
         PART_MAGIC,
         (SEVERAL_FILES if index.files else 0)
-        | (LINKED_FILES if index.linked and number == 0 else 0),
+        | (LINKED_FILES if index.linked and number == 0 else 0)
+        | (DELTAS if index.bases and number == 0 else 0),
     )
     body = _HEADER.pack(
         start, nonce, index.attempt, index.rank, index.world_size, number, step, index.job.encode()
@@ -156,15 +179,16 @@ def encode_end(index_offset: int, index: bytes) -> bytes:
     return index.ljust(length - TRAILER_SIZE, b"\0") + body + _CRC.pack(crc32c(body))
 
 
-def end_bound(chunks: int, documents: int, links: int = 0) -> int:
+def end_bound(chunks: int, documents: int, links: int = 0, bases: int = 0) -> int:
     """Return an upper bound for the length of index and trailer in bytes.
 
     It holds even if each chunk is in a file of its own.
 
-    `chunks` and `links` are the numbers of chunks and of linked files; `documents` is
-    the length of the plan and request documents together, in bytes.
+    `chunks`, `links` and `bases` are the numbers of chunks, of linked files and of
+    bases; `documents` is the length of the plan and request documents together, in
+    bytes.
     """
-    return align(documents + 80 * chunks + 48 * links + 2048 + TRAILER_SIZE)
+    return align(documents + 80 * chunks + 48 * links + 56 * bases + 2048 + TRAILER_SIZE)
 
 
 class ChunkSource(Protocol):
@@ -210,7 +234,8 @@ class PartReader:
 
     The constructor verifies header, trailer, index and plan, and the length and header
     of each data file. It does not verify the chunks. `index_sha256` is the digest of
-    the index that the manifest holds, or None if it is not to be compared. `open_file`
+    the index that the manifest holds, or None if it is not to be compared. `longest_chain`
+    is the number of deltas in the longest chain, 0 if no chunk is a delta. `open_file`
     opens a file by its name beside the part. A data file is opened each time that a
     chunk is read from it, and closed afterwards, because there may be many. Remote
     files, which take no descriptor, stay open. Without `open_file`, data files count as
@@ -248,6 +273,7 @@ class PartReader:
                 raise IntegrityError("its chunks do not cover the packed slot exactly")
             self.ranges = chunk_ranges(regions, self.index.chunk_size)
             self._check_chunks()
+            self._check_bases()
             for number in range(1, len(self.index.files) + 1):
                 self._check_data_file(number)
         self.values = self.index.values
@@ -257,7 +283,8 @@ class PartReader:
         not know. No chunk is read.
         """
         with damage_in(self.name):
-            for number in {chunk.codec for chunk in self.index.chunks}:
+            used = {chunk.codec for chunk in self.index.chunks}
+            for number in (used | {base.codec for base in self.index.bases}) - {DELTA}:
                 codec.decoder(number)
 
     def close(self) -> None:
@@ -269,6 +296,12 @@ class PartReader:
     def nbytes(self) -> int:
         """The size of the part on storage in bytes, data files included."""
         return self._source.size + sum(self.index.files)
+
+    @property
+    def read_bytes(self) -> int:
+        """The stored bytes of all chunks and bases together."""
+        chunks = sum(chunk.stored_length for chunk in self.index.chunks)
+        return chunks + sum(base.stored_length for base in self.index.bases)
 
     @property
     def linked_bytes(self) -> int:
@@ -307,9 +340,8 @@ class PartReader:
         link = self._links.get(number)
         if link is None:
             return header == encode_header(self.index, self._nonce, number)
-        known = SEVERAL_FILES | LINKED_FILES
         check_preamble(
-            header, PART_MAGIC, f"header of data file {number}", known=known, body=_HEADER.size
+            header, PART_MAGIC, f"header of data file {number}", known=_FEATURES, body=_HEADER.size
         )
         older = encode_header(
             msgspec.structs.replace(self.index, step=link.step), link.nonce, link.origin
@@ -325,9 +357,7 @@ class PartReader:
     def _read_index(self, index_sha256: str | None) -> PartIndex:
         size = self._source.size
         header = _read(self._source, ALIGN, 0)
-        check_preamble(
-            header, PART_MAGIC, "part header", known=SEVERAL_FILES | LINKED_FILES, body=_HEADER.size
-        )
+        check_preamble(header, PART_MAGIC, "part header", known=_FEATURES, body=_HEADER.size)
         check_zero(header[_HEADER.size + 4 :], "part header")
         trailer = _read(self._source, TRAILER_SIZE, size - TRAILER_SIZE)
         check_preamble(trailer, END_MAGIC, "part trailer", body=_TRAILER.size)
@@ -377,9 +407,10 @@ class PartReader:
         if self.index.values[0] < self.plan.data_length:
             raise IntegrityError("its values document overlaps its tensors")
         files, placed = self.index.files, self.index.placed
-        if len(placed) != (len(chunks) if files else 0) or set(range(1, len(files) + 1)) != set(
-            placed
-        ) - {0}:
+        used = {*placed, *(base.file for base in self.index.bases)}
+        if len(placed) != (len(chunks) if files else 0) or set(range(1, len(files) + 1)) != used - {
+            0
+        }:
             raise IntegrityError("its chunks are placed in other files than it has")
         ends = [ALIGN] * (1 + len(files))
         for number, chunk in sorted(
@@ -404,6 +435,34 @@ class PartReader:
             ends[number] != size for number, size in enumerate(sizes) if number not in self._links
         ):
             raise IntegrityError("its chunks do not fill the file")
+
+    def _check_bases(self) -> None:
+        chunks, bases, based = self.index.chunks, self.index.bases, self.index.based
+        if len(based) != (len(chunks) if bases else 0) or max(based, default=0) > len(bases):
+            raise IntegrityError("its chunks have other bases than it has")
+        # The number of deltas among each base and those below it.
+        below = [0]
+        for number, base in enumerate(bases, 1):
+            if (
+                base.file not in self._links
+                or base.offset < ALIGN
+                or base.offset % ALIGN
+                or not 0 < base.stored_length <= MAX_CHUNK
+                or base.offset + align(base.stored_length) > self.index.files[base.file - 1]
+                or base.base >= number
+                or (base.codec == DELTA) != (base.base > 0)
+            ):
+                raise IntegrityError(f"its base {number} is misplaced")
+            below.append(below[base.base] + 1 if base.base else 0)
+        for chunk, base_number in zip(chunks, based or itertools.repeat(0), strict=False):
+            if (chunk.codec == DELTA) != (base_number > 0):
+                raise IntegrityError(f"its chunk at {chunk.offset} has no base, or needs none")
+        self.longest_chain = max((below[number] + 1 for number in based if number), default=0)
+        if self.longest_chain > MOST_DELTAS:
+            raise IntegrityError(
+                f"a chunk of it is a chain of {self.longest_chain} deltas; expected at most "
+                f"{MOST_DELTAS}"
+            )
 
     def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
         chunk = self.index.chunks[number]
@@ -438,25 +497,53 @@ class PartReader:
     def read_chunk(self, number: int, raw: memoryview) -> None:
         if self.read_pieces(number, [raw]):
             return
-        chunk = self.index.chunks[number]
-        with self._stored_in(number) as (source, where):
-            stored = self._stored(chunk, source, where)
+        deltas, whole = self._chain(number)
+        self._decode_whole(number, whole, raw)
+        for delta in deltas:
+            self._add_delta(number, delta, raw)
+        if deltas and crc32c(raw) != deltas[-1].raw_crc:
+            with self._stored_in(number, deltas[-1]) as (_, where):
+                raise IntegrityError(f"{where} holds other bytes than were saved")
+
+    def _chain(self, number: int) -> tuple[list[Chunk | Base], Chunk | Base]:
+        """Return the deltas of which a chunk is the sum, the chunk's own last, and the
+        whole chunk that they are added to.
+        """
+        links: list[Chunk | Base] = [self.index.chunks[number]]
+        below = self.index.based[number] if self.index.based else 0
+        while below:
+            links.append(self.index.bases[below - 1])
+            below = self.index.bases[below - 1].base
+        return links[-2::-1], links[-1]
+
+    def _decode_whole(self, number: int, whole: Chunk | Base, raw: memoryview) -> None:
+        with self._stored_in(number, whole) as (source, where):
+            stored = self._stored(whole, source, where)
         with damage_in(where):
-            codec.decoder(chunk.codec).decode(stored, raw, chunk.element_size)
-        if crc32c(raw) != chunk.raw_crc:
+            codec.decoder(whole.codec).decode(stored, raw, self.ranges[number].element_size)
+        if crc32c(raw) != whole.raw_crc:
             raise IntegrityError(f"{where} holds other bytes than were saved")
 
+    def _add_delta(self, number: int, delta: Chunk | Base, raw: memoryview) -> None:
+        with self._stored_in(number, delta) as (source, where):
+            stored = self._stored(delta, source, where)
+        with damage_in(where):
+            _DELTA.apply(stored, raw, self.ranges[number].element_size)
+
     @contextmanager
-    def _stored_in(self, number: int) -> Iterator[tuple[Source, str]]:
+    def _stored_in(
+        self, number: int, stored: Chunk | Base | None = None
+    ) -> Iterator[tuple[Source, str]]:
         """Context manager.
 
-        Gives the open file that holds a chunk, and the words that name the chunk in an
-        error.
+        Gives the open file that holds a chunk, or a base of the chunk, and the words
+        that name what is `stored` there in an error.
         """
-        chunk, file = (
-            self.index.chunks[number],
-            self.index.placed[number] if self.index.placed else 0,
-        )
+        chunk = stored or self.index.chunks[number]
+        if isinstance(chunk, Base):
+            file = chunk.file
+        else:
+            file = self.index.placed[number] if self.index.placed else 0
         of_file = f" of data file {file}" if file else ""
         with ExitStack() as held:
             with damage_in(self.name):
@@ -467,7 +554,7 @@ class PartReader:
                 f"{chunk.offset + chunk.stored_length}{of_file})",
             )
 
-    def _stored(self, chunk: Chunk, source: Source, where: str) -> memoryview:
+    def _stored(self, chunk: Chunk | Base, source: Source, where: str) -> memoryview:
         """Read and verify the stored form of a chunk, as a whole.
 
         The result may be a buffer that this thread uses again.

@@ -17,12 +17,29 @@ from crc32c import crc32c
 
 from ckptd.shared import names
 from ckptd.shared.codecs.codec import RAW, Encoder
+from ckptd.shared.codecs.delta import DELTA, Delta
 from ckptd.shared.errors import InvalidConfig
 from ckptd.shared.formats.binary import ALIGN, align
 from ckptd.shared.formats.manifest import PartEntry
-from ckptd.shared.formats.part import Chunk, Linked, PartIndex, encode_end, encode_header, end_bound
+from ckptd.shared.formats.part import (
+    Base,
+    Chunk,
+    Linked,
+    PartIndex,
+    encode_end,
+    encode_header,
+    end_bound,
+)
 from ckptd.shared.formats.plan import DEFAULT_CHUNK, ChunkRange
-from ckptd.shared.formats.reuse import NOTHING, Linker, Reuse, StoredFile, StoredPart
+from ckptd.shared.formats.reuse import (
+    NOTHING,
+    Linker,
+    Offer,
+    Reuse,
+    StoredChunk,
+    StoredFile,
+    StoredPart,
+)
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.system.fs import page_aligned
 from ckptd.shared.system.storage_seam import Creator, Sink
@@ -118,6 +135,10 @@ class PartWriter:
 
     Every method except `discard` raises OSError if a file cannot be created, written or
     synced.
+
+    ranges: the chunks that are to be written. needed: the room for them in bytes.
+    offers: the bases of those that may be stored as deltas, by their offsets in the
+    packed slot.
     """
 
     def __init__(
@@ -132,15 +153,17 @@ class PartWriter:
         self._nonce = nonce
         self._encoder = encoder
         self._spread = spread
+        self._delta = Delta()
         self._linker, self._apart = linker, NOTHING.apart
-        # The files that could be linked, by their positions in `Reuse.files`.
-        self._linked: dict[int, StoredFile] = {}
+        self._linked: list[StoredFile] = []
         self._files: list[_File] = []
         self.ranges, self.needed = list[ChunkRange](), 0
+        self.offers: dict[int, Offer] = {}
         # The chunks that have changed, and those that are stored apart.
         self._groups = _Group(), _Group()
-        # The number of the file that holds each chunk, by its offset in the packed
-        # slot.
+        # The linked chunks, and the number of the file of each other chunk, by their
+        # offsets in the packed slot.
+        self._unchanged: dict[int, StoredChunk] = {}
         self._placed: dict[int, int] = {}
         self._lock = threading.Lock()
 
@@ -150,24 +173,26 @@ class PartWriter:
         """Link the files that `reuse` names, create the files to begin with, and
         allocate room in them, as if no chunk shrinks.
 
-        Afterwards `ranges` has the chunks that are to be written, and `needed` the room
-        for them in bytes. `index` holds the values for the headers of the files.
-        `documents` is the length of the plan and request documents together, in bytes.
+        Afterwards `ranges`, `needed` and `offers` are set. `index` holds the values for
+        the headers of the files. `documents` is the length of the plan and request
+        documents together, in bytes.
         """
         self._index, self._apart = index, reuse.apart
-        for position, older in enumerate(reuse.files):
-            if self._linker is not None and self._linker.link(
-                older, self._name(1 + len(self._linked))
-            ):
-                self._linked[position] = older
-                failpoint("persist.linked")
-        links = {position: number for number, position in enumerate(self._linked, 1)}
-        self._placed = {
-            offset: links[known.file]
-            for offset, known in reuse.chunks.items()
-            if known.file in links
+        reuse = self._link(reuse)
+        numbers = {position: 1 + position for position in range(len(reuse.files))}
+        self._unchanged = {offset: chunk.moved(numbers) for offset, chunk in reuse.chunks.items()}
+        self.offers = {
+            offset: Offer(offer.base.moved(numbers), offer.share)
+            for offset, offer in reuse.offers.items()
         }
-        self.ranges = [chunk for chunk in ranges if chunk.offset not in self._placed]
+        self.ranges = [chunk for chunk in ranges if chunk.offset not in self._unchanged]
+        links = len(reuse.files)
+        bases = sum(
+            sum(1 for _ in chunk.chain())
+            for chunk in (
+                *self._unchanged.values(), *(offer.base for offer in self.offers.values()),
+            )
+        )  # fmt: skip
         counts = [0, 0]
         self.needed = sum(align(chunk.length) for chunk in self.ranges)
         for chunk in self.ranges:
@@ -181,9 +206,33 @@ class PartWriter:
                 end = (
                     0
                     if self._files or not self._creator.head_last
-                    else end_bound(len(ranges), documents, len(links))
+                    else end_bound(len(ranges), documents, links, bases)
                 )
                 self._add(group, align(-(-group.left // count)), end)
+
+    def _link(self, reuse: Reuse) -> Reuse:
+        """Link the files that `reuse` names, and return what is left of it.
+
+        Only the files that are used are linked in the end: after a file that cannot be
+        linked, all begins again without it.
+        """
+        linked = 0
+        while linked < len(reuse.files):
+            older, name = reuse.files[linked], self._name(1 + linked)
+            if self._linker is not None and self._linker.link(older, name):
+                self._linked.append(older)
+                failpoint("persist.linked")
+                linked += 1
+            else:
+                self._unlink()
+                reuse, linked = reuse.of(set(range(len(reuse.files))) - {linked}), 0
+        return reuse
+
+    def _unlink(self) -> None:
+        for number in range(1, 1 + len(self._linked)):
+            assert self._linker is not None
+            self._linker.remove(self._name(number))
+        self._linked.clear()
 
     def _add(self, group: _Group, room: int, reserved: int = 0) -> _File:
         """Create the next file, add it to the files of its group that are being filled,
@@ -225,6 +274,15 @@ class PartWriter:
     def _name(self, number: int) -> str:
         return names.part_file(self._index.rank, self._nonce, number)
 
+    def wanted_base(self, chunk: ChunkRange) -> Chunk | None:
+        """Return the entry of the base for which a chunk is worth a delta at the
+        present speed of the storage, or None if there is none.
+        """
+        offer = self.offers.get(chunk.offset)
+        if offer is None or not self._encoder.pays(offer.share):
+            return None
+        return offer.base.entry
+
     def chunk(self, chunk: ChunkRange, raw: memoryview, stored: memoryview, crc: int) -> Chunk:
         """Encode and write one chunk, and return its index entry.
 
@@ -237,9 +295,25 @@ class PartWriter:
         encoded = self._encoder.encode(
             raw[: chunk.length], chunk.element_size, stored[: chunk.length]
         )
-        length, number, buffer = chunk.length, RAW, raw
-        if encoded is not None:
-            length, number, buffer = encoded, self._encoder.number, stored
+        if encoded is None:
+            return self._write(chunk, raw, chunk.length, RAW, crc)
+        return self._write(chunk, stored, encoded, self._encoder.number, crc)
+
+    def delta(self, chunk: ChunkRange, raw: memoryview, base: memoryview, crc: int) -> Chunk | None:
+        """Write one chunk as a delta, and return its index entry, or None if the delta
+        would not be smaller than the chunk.
+
+        `base` begins with the bytes of the base that `wanted_base` has named. All else
+        is as with `chunk`.
+        """
+        whole = raw[: chunk.length]
+        encoded = self._delta.encode(whole, base[: chunk.length], chunk.element_size, whole)
+        return None if encoded is None else self._write(chunk, raw, encoded, DELTA, crc)
+
+    def _write(
+        self, chunk: ChunkRange, buffer: memoryview, length: int, number: int, crc: int
+    ) -> Chunk:
+        """Write the stored form of a chunk, the first `length` bytes of `buffer`."""
         padded = align(length)
         buffer[length:padded] = bytes(padded - length)
         file = self._place(chunk, padded)
@@ -249,7 +323,7 @@ class PartWriter:
         with self._encoder.writing(padded):
             offset = file.sink.append(buffer[:padded])
         self._done_with(file)
-        stored_crc = crc if encoded is None else crc32c(stored[:length])
+        stored_crc = crc if number == RAW else crc32c(buffer[:length])
         return Chunk(
             chunk.offset, chunk.length, offset, length, number, chunk.element_size, crc, stored_crc
         )
@@ -301,17 +375,20 @@ class PartWriter:
         `index`. The files are synced before their directory. `items` is the number of
         items in the plan.
         """
-        placed = [self._placed[chunk.raw_offset] for chunk in chunks]
+        self._stored = [self._stored_chunk(chunk) for chunk in chunks]
+        bases, based = self._bases()
+        placed = [chunk.file for chunk in self._stored]
         first = self._files[0] if self._creator.head_last else None
         others = self._files[1:] if first is not None else list(self._files)
-        lengths = [older.size for older in self._linked.values()] + [file.end for file in others]
+        lengths = [older.size for older in self._linked] + [file.end for file in others]
         linked = [
             msgspec.structs.replace(older.origin, number=number)
-            for number, older in enumerate(self._linked.values(), 1)
+            for number, older in enumerate(self._linked, 1)
         ]
         index = msgspec.structs.replace(
-            index, chunks=chunks, files=lengths, placed=placed if lengths else [], linked=linked
-        )
+            index, chunks=chunks, files=lengths, placed=placed if lengths else [], linked=linked,
+            bases=bases, based=based,
+        )  # fmt: skip
         document = index.encode()
         failpoint("persist.index")
         end = encode_end(first.end if first is not None else ALIGN, document)
@@ -333,9 +410,40 @@ class PartWriter:
             rank=index.rank, file=self._name(0), bytes=first.end + sum(lengths),
             raw_bytes=sum(c.raw_length for c in chunks), items=items,
             index_sha256=hashlib.sha256(document).hexdigest(), files=1 + len(lengths),
-            linked_bytes=sum(older.size for older in self._linked.values()),
+            linked_bytes=sum(older.size for older in self._linked),
             non_finite=None if index.non_finite is None else index.non_finite.values,
+            chain=max((sum(1 for _ in chunk.chain()) - 1 for chunk in self._stored), default=0),
+            read_bytes=_stored_bytes(chunks, bases) if bases else 0,
         )  # fmt: skip
+
+    def _stored_chunk(self, chunk: Chunk) -> StoredChunk:
+        """Return a chunk with its place and its chain."""
+        if (known := self._unchanged.get(chunk.raw_offset)) is not None:
+            return known
+        base = self.offers[chunk.raw_offset].base if chunk.codec == DELTA else None
+        return StoredChunk(chunk, self._placed[chunk.raw_offset], base)
+
+    def _bases(self) -> tuple[list[Base], list[int]]:
+        """Return `bases` and `based` of the index.
+
+        The bases of chunks that were written whole after all are listed, too. Otherwise
+        nothing might use a linked file, which a reader refuses.
+        """
+        bases, based = list[Base](), list[int]()
+        for chunk in self._stored:
+            offer = self.offers.get(chunk.entry.raw_offset)
+            below, number = chunk.base if offer is None else offer.base, 0
+            for link in reversed([] if below is None else list(below.chain())):
+                old = link.entry
+                bases.append(
+                    Base(
+                        link.file, old.offset, old.stored_length, old.codec, old.raw_crc,
+                        old.stored_crc, number,
+                    )
+                )  # fmt: skip
+                number = len(bases)
+            based.append(number if chunk.base is not None else 0)
+        return bases, based if bases else []
 
     def stored(
         self,
@@ -363,20 +471,22 @@ class PartWriter:
             for number, size in enumerate([length, *index.files])
         ]
         return StoredPart(
-            index.attempt, index.world_size, index.chunks, digests,
-            index.placed or [0] * len(index.chunks), files, steady, index.signature, non_finite
+            index.attempt, index.world_size, self._stored, digests, files, steady,
+            index.signature, non_finite,
         )  # fmt: skip
 
     def discard(self) -> None:
         """Delete the files that were created, and the links. Errors are ignored."""
         for file in self._files:
             file.sink.discard()
-        for number in range(1, 1 + len(self._linked)):
-            assert self._linker is not None
-            self._linker.remove(self._name(number))
+        self._unlink()
 
 
 def _append(file: _File, end: bytes) -> None:
     with page_aligned(end) as data:
         file.sink.append(data)
     file.end += len(end)
+
+
+def _stored_bytes(chunks: list[Chunk], bases: list[Base]) -> int:
+    return sum(chunk.stored_length for chunk in chunks) + sum(base.stored_length for base in bases)

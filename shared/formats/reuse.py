@@ -1,5 +1,5 @@
-"""Decides which chunks of a new part are those of an older part, whose files are then
-linked (FORMAT.md, section 3).
+"""Decides which chunks of a new part are those of an older part, and which are stored
+as deltas of these; the files of the older part are then linked (FORMAT.md, section 3).
 
 The daemon that wrote the older part remembers it as a `StoredPart`. This module does no
 I/O.
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import xxhash
@@ -21,6 +21,12 @@ from ckptd.shared.formats.plan import ChunkRange
 
 MOST_LINKED = 64
 """The most files that one part links."""
+MOST_IN_CHAIN = 32
+"""The most deltas in a chain that is written. A reader accepts more."""
+_MOST_BYTES = 0.5
+"""The most bytes of all deltas of a chain, as a share of those of its whole chunk. So a
+restore reads at most one and a half times as much as without deltas.
+"""
 _STEADY = 64
 """Unchanged chunks count if at least one byte in so many is theirs. Otherwise they are
 written again with the others.
@@ -62,50 +68,122 @@ class StoredFile:
     origin: Linked
 
 
+class StoredChunk(NamedTuple):
+    """A chunk that is stored: its entry, the position of its file in a list of files,
+    and its base if it is a delta.
+    """
+
+    entry: Chunk
+    file: int
+    base: StoredChunk | None = None
+
+    def chain(self) -> Iterator[StoredChunk]:
+        """Yield the chunk, its base, the base of that, and so on to the whole chunk."""
+        link: StoredChunk | None = self
+        while link is not None:
+            yield link
+            link = link.base
+
+    def moved(self, positions: Mapping[int, int]) -> StoredChunk:
+        """Return the chunk and its chain with other positions of their files, by the
+        present ones.
+        """
+        base = None if self.base is None else self.base.moved(positions)
+        return StoredChunk(self.entry, positions[self.file], base)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredPart:
     """A part that has been written, as the daemon that wrote it remembers it.
 
-    chunks, digests, placed: the entry, the digest (or b"") and the number of the file
-    of each chunk. files: all files of the part, by their numbers. steady: True unless
-    nearly all chunks differ from those of the part before it. Without a part before it,
-    it is steady. signature: that of its plan. non_finite: for each chunk with values
-    that are not finite, by its offset in the packed slot, the values by the numbers of
-    their tensors; None if they were not counted.
+    chunks, digests: each chunk with its place in `files`, and its digest (or b"").
+    files: all files of the part, by their numbers. steady: True unless nearly all
+    chunks differ from those of the part before it. Without a part before it, it is
+    steady. signature: that of its plan. non_finite: for each chunk with values that are
+    not finite, by its offset in the packed slot, the values by the numbers of their
+    tensors; None if they were not counted.
     """
 
     attempt: int
     world_size: int
-    chunks: list[Chunk]
+    chunks: list[StoredChunk]
     digests: list[bytes]
-    placed: list[int]
     files: list[StoredFile]
     steady: bool = True
     signature: bytes = b""
     non_finite: dict[int, Counter[int]] | None = None
 
+    def places(self, ranges: Sequence[ChunkRange]) -> dict[int, int]:
+        """Return the number of the chunk of this part that lies where a chunk of
+        `ranges` lies, by the number of the latter, if both have the same length and
+        element size.
+        """
+        here = {
+            (one.entry.raw_offset, one.entry.raw_length, one.entry.element_size): place
+            for place, one in enumerate(self.chunks)
+        }
+        found = {}
+        for number, chunk in enumerate(ranges):
+            place = here.get((chunk.offset, chunk.length, chunk.element_size))
+            if place is not None:
+                found[number] = place
+        return found
 
-class Known(NamedTuple):
-    """A chunk of an older part: its entry, and the position of its file in
-    `Reuse.files`.
+
+class Offer(NamedTuple):
+    """A chunk that may be the base of a delta, and the expected share of the bytes of
+    the delta in those of the chunk.
     """
 
-    chunk: Chunk
-    file: int
+    base: StoredChunk
+    share: float
 
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """The chunks that a new part need not store, if their files can be linked.
+    """The chunks that a new part need not store, or only as deltas, if the files of
+    older parts can be linked.
 
-    chunks: these chunks, by their offsets in the packed slot. files: the files to link.
-    apart: the offsets of other chunks that have not changed, but whose file is not
-    worth a link. They are stored in files of their own, which will be worth it.
+    chunks: the chunks that need not be stored, by their offsets in the packed slot.
+    files: the files to link. offers: the bases of chunks that may be stored as deltas,
+    by the offsets of these chunks. apart: the offsets of chunks that are stored in
+    files of their own, because a later part is likely to link them: deltas, chunks that
+    may have deltas, and chunks that have not changed, but whose file is not worth a
+    link.
     """
 
     files: list[StoredFile] = field(default_factory=list)
-    chunks: dict[int, Known] = field(default_factory=dict)
+    chunks: dict[int, StoredChunk] = field(default_factory=dict)
+    offers: dict[int, Offer] = field(default_factory=dict)
     apart: frozenset[int] = frozenset()
+
+    def of(self, positions: Collection[int]) -> Reuse:
+        """Return what is left if only the files at these positions can be linked."""
+        chunks = {
+            offset: chunk
+            for offset, chunk in self.chunks.items()
+            if all(link.file in positions for link in chunk.chain())
+        }
+        offers = {
+            offset: offer
+            for offset, offer in self.offers.items()
+            if all(link.file in positions for link in offer.base.chain())
+        }
+        used = {
+            link.file
+            for chunk in (*chunks.values(), *(offer.base for offer in offers.values()))
+            for link in chunk.chain()
+        }
+        moved = {position: number for number, position in enumerate(sorted(used))}
+        return Reuse(
+            [self.files[position] for position in moved],
+            {offset: chunk.moved(moved) for offset, chunk in chunks.items()},
+            {
+                offset: Offer(offer.base.moved(moved), offer.share)
+                for offset, offer in offers.items()
+            },
+            self.apart,
+        )
 
 
 NOTHING = Reuse()
@@ -117,54 +195,67 @@ def unchanged(
     """Return the numbers of the chunks that have the crc32c of the chunk there in the
     part `before`, each with its number in that part.
     """
-    places = {chunk.raw_offset: number for number, chunk in enumerate(before.chunks)}
-    found = {}
-    for number, (chunk, check) in enumerate(zip(ranges, checks, strict=True)):
-        place = places.get(chunk.offset)
-        if place is not None:
-            old = before.chunks[place]
-            if (old.raw_length, old.element_size, old.raw_crc) == (
-                chunk.length,
-                chunk.element_size,
-                check.crc,
-            ):
-                found[number] = place
-    return found
+    return {
+        number: place
+        for number, place in before.places(ranges).items()
+        if before.chunks[place].entry.raw_crc == checks[number].crc
+    }
 
 
-def choose(before: StoredPart, ranges: Sequence[ChunkRange], checks: Sequence[ChunkCheck]) -> Reuse:
+def choose(
+    before: StoredPart,
+    ranges: Sequence[ChunkRange],
+    checks: Sequence[ChunkCheck] | None,
+    shares: Mapping[int, float] | None = None,
+) -> Reuse:
     """Return the chunks of `before` that a part with the chunks `ranges` need not
-    store. `checks` has the checksum of each chunk.
+    store, and those that may be bases of its deltas.
+
+    `checks` has the checksum of each chunk, or is None if no chunk is expected to be
+    unchanged. `shares` has, by the number of a chunk, the expected share of the bytes
+    of its delta in those of the chunk, for each chunk that is worth a delta.
 
     A file is worth a link if the new part needs at least half of its bytes: the file
     takes its room for as long as it is linked.
     """
-    likely = unchanged(before, ranges, checks)
+    shares = shares or {}
+    likely = {} if checks is None else unchanged(before, ranges, checks)
     same = {
-        ranges[number].offset: place
+        ranges[number].offset: before.chunks[place]
         for number, place in likely.items()
-        if checks[number].digest and checks[number].digest == before.digests[place]
+        if checks is not None
+        and checks[number].digest
+        and checks[number].digest == before.digests[place]
+    }
+    places = before.places(ranges)
+    offers = {
+        ranges[number].offset: Offer(before.chunks[places[number]], share)
+        for number, share in shares.items()
+        if number in places
+        and ranges[number].offset not in same
+        and _may_extend(before.chunks[places[number]], share)
     }
     needed = Counter[int]()
-    for place in same.values():
-        needed[before.placed[place]] += align(before.chunks[place].stored_length)
-    linked = [
+    for chunk in (*same.values(), *(offer.base for offer in offers.values())):
+        for link in chunk.chain():
+            needed[link.file] += align(link.entry.stored_length)
+    linked = {
         file
         for file, nbytes in needed.most_common(MOST_LINKED)
         if 2 * nbytes >= before.files[file].size
-    ]
-    positions = {file: position for position, file in enumerate(linked)}
-    chunks = {
-        offset: Known(before.chunks[place], positions[before.placed[place]])
-        for offset, place in same.items()
-        if before.placed[place] in positions
     }
-    apart = frozenset(ranges[number].offset for number in likely) - chunks.keys()
-    return Reuse(
-        [before.files[file] for file in linked],
-        chunks,
-        apart if _counts(apart, ranges) else frozenset(),
-    )
+    found = Reuse(before.files, same, offers).of(linked)
+    apart = frozenset(ranges[number].offset for number in (*likely, *shares)) - found.chunks.keys()
+    return replace(found, apart=apart if _counts(apart, ranges) else frozenset())
+
+
+def _may_extend(chunk: StoredChunk, share: float) -> bool:
+    """Return True if the chain of a chunk may get one more delta, with this share of
+    its bytes.
+    """
+    *deltas, whole = chunk.chain()
+    stored = sum(link.entry.stored_length for link in deltas) + share * chunk.entry.raw_length
+    return len(deltas) < MOST_IN_CHAIN and stored <= _MOST_BYTES * whole.entry.stored_length
 
 
 def is_steady(

@@ -12,9 +12,9 @@ SETTINGS = frozenset({
     "root", "stage", "socket", "state_dir", "codec", "slots", "shm_dir", "shm_quota", "overflow",
     "memory_ttl", "keep_last", "make_room", "root_quota", "keep", "stall_budget", "storage_timeout",
     "rank_timeout", "node_timeout", "threads", "cpus", "memory_budget", "chunk_size",
-    "files_per_rank", "bytes_per_file", "link_unchanged", "foreign_memory", "max_connections",
-    "strict_journal", "private", "idle_timeout", "log_file", "log_level", "log_format",
-    "history", "on_event", "http", "metrics_file",
+    "files_per_rank", "bytes_per_file", "link_unchanged", "deltas", "foreign_memory",
+    "max_connections", "strict_journal", "private", "idle_timeout", "log_file", "log_level",
+    "log_format", "history", "on_event", "http", "metrics_file",
 })  # fmt: skip
 """The settings of a daemon."""
 FOREIGN_MEMORY = "foreign_memory"

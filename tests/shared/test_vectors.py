@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from ckptd.daemon.chunks.pipeline import SealedSlot
+from ckptd.daemon.chunks.sealed_slot import SealedSlot
 from ckptd.daemon.journal import file as jf
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.journal.journal import Journal

@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ckptd.daemon.chunks.pipeline import Pipeline, Plans, SealedSlot
+from ckptd.daemon.chunks.pipeline import Pipeline
+from ckptd.daemon.chunks.sealed_slot import Plans, SealedSlot
 from ckptd.shared.codecs import codec
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.part import PartReader

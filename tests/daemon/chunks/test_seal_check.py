@@ -18,8 +18,8 @@ import pytest
 
 from ckptd.agent import Checkpoint
 from ckptd.daemon.chunks import seal_check
-from ckptd.daemon.chunks.pipeline import SealedSlot
 from ckptd.daemon.chunks.seal_check import SealCheck, SlotChecksums
+from ckptd.daemon.chunks.sealed_slot import SealedSlot
 from ckptd.daemon.job.snapshot import SlotContents
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.plan import Item, Plan, Region

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckptd.daemon.job.catalog import Catalog, Job, SlotDecision, Step
+from ckptd.daemon.job.catalog import Catalog, Job, LastPart, SlotDecision, Step
 from ckptd.daemon.job.snapshot import RankSeal, Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.receipt import Abandonment
 from ckptd.shared.formats.reuse import StoredPart
+from ckptd.shared.formats.segment import SegmentHeader
 from ckptd.shared.names import part_file
 from ckptd.shared.wire.lifecycle import Event, IllegalStep, SnapshotState
 
@@ -110,6 +111,13 @@ def test_moves_follow_the_table_and_are_logged(caplog: pytest.LogCaptureFixture)
 # -- steps
 
 
+def last_part(attempt: int) -> LastPart:
+    header = SegmentHeader(
+        job="gpt", attempt=attempt, rank=0, world_size=1, slot=0, capacity=4096, chunk_size=65536
+    )
+    return LastPart(StoredPart(attempt, 1, [], [], []), "segment", header)
+
+
 def test_the_room_for_more_checkpoints_follows_from_the_newest() -> None:
     job = Job("gpt")
     assert job.room_for(100) is None
@@ -117,9 +125,9 @@ def test_the_room_for_more_checkpoints_follows_from_the_newest() -> None:
     assert (job.room_for(105), job.room_for(9), job.room_for(None)) == (10, 0, None)
     job.commit(dataclasses.replace(checkpoint(6), new_bytes=2))
     assert job.room_for(105) == 10, "the next checkpoint stores every chunk"
-    job.stored[0] = StoredPart(checkpoint(6).attempt, 1, [], [], [], [])
+    job.stored[0] = last_part(checkpoint(6).attempt)
     assert job.room_for(105) == 52
-    job.stored[0] = StoredPart(checkpoint(6).attempt + 1, 1, [], [], [], [])
+    job.stored[0] = last_part(checkpoint(6).attempt + 1)
     assert job.room_for(105) == 10
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.daemon.chunks.pipeline import SealedSlot
+from ckptd.daemon.chunks.sealed_slot import SealedSlot
 from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.snapshot import SaveProgress
 from ckptd.daemon.journal import records as r

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ckptd.daemon.chunks.pipeline import SealedSlot
+from ckptd.daemon.chunks.sealed_slot import SealedSlot
 from ckptd.daemon.job.catalog import Job
 from ckptd.daemon.job.snapshot import RankSeal
 from ckptd.daemon.journal import records as r

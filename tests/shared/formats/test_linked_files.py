@@ -100,7 +100,7 @@ class Root:
         )
         self.writer = writer
         writer.create(index, RANGES, len(index.plan) + len(index.request), reuse)
-        entries = {offset: known.chunk for offset, known in reuse.chunks.items()}
+        entries = {offset: known.entry for offset, known in reuse.chunks.items()}
         for chunk in writer.ranges:
             raw, stored = mmap.mmap(-1, MIN_CHUNK), mmap.mmap(-1, MIN_CHUNK)
             raw[: chunk.length] = slot[chunk.offset : chunk.offset + chunk.length]

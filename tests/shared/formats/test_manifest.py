@@ -201,7 +201,7 @@ def test_a_part_must_have_the_name_of_its_rank(file: str) -> None:
     "change",
     [
         lambda d: d.update(version=3),
-        lambda d: d.update(features=["deltas"]),
+        lambda d: d.update(features=["time-travel"]),
         lambda d: d.update(version=3, parts="elsewhere", attempt=None),
         lambda d: (d.update(version=4), d.pop("world_size")),
     ],

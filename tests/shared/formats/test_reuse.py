@@ -12,6 +12,7 @@ from ckptd.shared.formats.plan import ChunkRange
 from ckptd.shared.formats.reuse import (
     MOST_LINKED,
     ChunkCheck,
+    StoredChunk,
     StoredFile,
     StoredPart,
     choose,
@@ -56,7 +57,10 @@ def stored(placed: list[int], sizes: dict[int, int] | None = None, **changes: An
         files[number] = StoredFile("tag", f"file-{number}", size, Linked(0, NONCE, number, 1))
     usual = checks(len(placed))
     chunks = [
-        Chunk(c.offset, c.length, ALIGN, c.length, 0, c.element_size, usual[n].crc, 7)
+        StoredChunk(
+            Chunk(c.offset, c.length, ALIGN, c.length, 0, c.element_size, usual[n].crc, 7),
+            placed[n],
+        )
         for n, c in enumerate(found)
     ]
     made: dict[str, Any] = {
@@ -64,7 +68,6 @@ def stored(placed: list[int], sizes: dict[int, int] | None = None, **changes: An
         "world_size": 1,
         "chunks": chunks,
         "digests": [c.digest for c in usual],
-        "placed": placed,
     }
     return StoredPart(**{**made, "files": files, **changes})
 
@@ -72,8 +75,8 @@ def stored(placed: list[int], sizes: dict[int, int] | None = None, **changes: An
 def test_all_chunks_of_an_equal_part_are_reused() -> None:
     before = stored([0, 0, 1, 1])
     found = choose(before, ranges(4), checks(4))
-    assert {offset: known.chunk for offset, known in found.chunks.items()} == {
-        c.raw_offset: c for c in before.chunks
+    assert {offset: known.entry for offset, known in found.chunks.items()} == {
+        c.entry.raw_offset: c.entry for c in before.chunks
     }
     assert [found.files[known.file].name for known in found.chunks.values()] == [
         "file-0",

@@ -1,0 +1,130 @@
+"""The codec `delta`: stores a chunk as its difference from the same chunk of an older
+checkpoint (FORMAT.md, section 3).
+
+The words of a trained tensor change little from one checkpoint to the next, and many
+not at all. The difference of two words as integers is small where their values are
+close, because the bits of floating-point numbers of one sign ascend with their values.
+Where few words differ, their places are stored as gaps, and take about as many bits as
+information theory asks for. Differences add up, so that a chain of deltas is decoded in
+place: one addition for each, and one checksum at the end.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from ckptd.shared.codecs.planes import PLANES, Planes, word_size
+from ckptd.shared.errors import IntegrityError
+
+try:
+    from ckptd.shared.codecs._delta import add, pack, scatter, subtract
+except ImportError:  # no compiler was found when ckptd was installed
+    from ckptd.shared.codecs.delta_numpy import add, pack, scatter, subtract
+
+DELTA = 3
+MOST_DELTAS = 64
+"""The most deltas in a chain that a reader accepts."""
+_HEAD = struct.Struct("<IIII")
+"""The number of listed words, their codec, the number of gap bytes, and their stored
+length in bytes.
+"""
+_AS_IT_IS = 0
+_SPARSE = 0.5
+"""The greatest share of words that differ with which only these are listed."""
+
+
+class Delta:
+    """The codec that stores a chunk as its difference from a base.
+
+    Any number of threads may use one object.
+    """
+
+    def __init__(self) -> None:
+        self._planes = Planes()
+
+    def encode(
+        self, raw: memoryview, base: memoryview, element_size: int, stored: memoryview
+    ) -> int | None:
+        """Write the stored form of the chunk `raw` into `stored`, and return its length
+        in bytes, or None if it would fill `stored`.
+
+        `base` has the bytes of the base, as many as `raw`. Its content is undefined
+        afterwards. `stored` may be `raw` itself, which is then undefined if the result
+        is None. `element_size` is in bytes.
+        """
+        width = word_size(element_size)
+        words = raw.nbytes // width
+        if raw.nbytes % width or stored.nbytes < _HEAD.size:
+            return None
+        listed, gaps, taken = subtract(raw, base, width), memoryview(b""), 0
+        start = _HEAD.size
+        if listed <= _SPARSE * words:
+            room = memoryview(bytearray(listed + words // 255))
+            taken = pack(base, width, room)
+            gaps = room[:taken]
+            if taken and len(frame := self._planes.contexts.entropy.compress(gaps)) < taken:
+                gaps = memoryview(frame)
+        else:
+            listed = words
+        packed = base[: listed * width]
+        start += len(gaps)
+        if start >= stored.nbytes:
+            return None
+        stored[_HEAD.size : start] = gaps
+        body, codec = stored[start : start + packed.nbytes], PLANES
+        length = self._planes.encode(packed, element_size, body)
+        if length is None:
+            length, codec = packed.nbytes, _AS_IT_IS
+            if start + length >= stored.nbytes:
+                return None
+            body[:] = packed
+        _HEAD.pack_into(stored, 0, listed, codec, taken, len(gaps))
+        return start + length
+
+    def apply(self, stored: memoryview, raw: memoryview, element_size: int) -> None:
+        """Add the differences in `stored` to `raw`, which has the bytes of the base and
+        then those of the chunk.
+
+        Raises IntegrityError if that is not possible. Then the content of `raw` is
+        undefined.
+        """
+        width = word_size(element_size)
+        words = raw.nbytes // width
+        if raw.nbytes % width or len(stored) < _HEAD.size:
+            raise IntegrityError(
+                f"a chunk of {raw.nbytes} bytes is stored as a delta of {len(stored)} bytes, which "
+                f"is not possible"
+            )
+        listed, codec, taken, length = _HEAD.unpack_from(stored)
+        start = _HEAD.size + length
+        if (
+            listed > words
+            or codec not in (_AS_IT_IS, PLANES)
+            or not length <= taken <= words
+            or (taken > 0 and listed == words)
+            or start > len(stored)
+        ):
+            raise IntegrityError(
+                f"a delta of {words} words lists {listed} words by codec {codec} and {taken} gap "
+                f"bytes in {length}, which is not possible"
+            )
+        gaps: bytes | memoryview = stored[_HEAD.size : start]
+        if length < taken:
+            gaps = self._planes.contexts.decompress(stored[_HEAD.size : start], taken, "gaps")
+        packed = self._listed(stored[start:], listed * width, codec, element_size)
+        if listed == words:
+            add(raw, packed, width)
+        elif not scatter(raw, packed, width, gaps):
+            raise IntegrityError(f"the gaps of a delta do not place {listed} of {words} words")
+
+    def _listed(self, body: memoryview, nbytes: int, codec: int, element_size: int) -> memoryview:
+        """Return the listed words of a delta, `nbytes` together. Raises IntegrityError."""
+        if codec == PLANES and nbytes:
+            packed = memoryview(bytearray(nbytes))
+            self._planes.decode(body, packed, element_size)
+            return packed
+        if len(body) != nbytes:
+            raise IntegrityError(
+                f"the listed words of a delta have {nbytes} bytes, but {len(body)} are stored"
+            )
+        return body
