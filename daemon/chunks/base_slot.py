@@ -23,6 +23,8 @@ _WORTH = 0.9
 """A chunk is worth a delta if that takes less than this share of what `planes` leaves of
 the chunk. A restore reads both the delta and its base.
 """
+_LEAST_SAVED = 1 << 13
+"""The least bytes that a delta must save. Stored chunks are padded to 4096 bytes."""
 _delta, _planes = Delta(), Planes()
 
 
@@ -73,7 +75,9 @@ class BaseSlot:
         if delta is None:
             return None
         planes = _planes.encode(memoryview(newer), size, room) or len(newer)
-        return delta / len(newer) if delta < _WORTH * planes else None
+        if delta >= _WORTH * planes or (planes - delta) * chunk.length < _LEAST_SAVED * len(newer):
+            return None
+        return delta / len(newer)
 
 
 def _samples(chunk: ChunkRange) -> Iterator[tuple[int, int]]:

@@ -117,6 +117,7 @@ class Pipeline:
         *,
         with_digests: bool = False,
         base_slot: BaseSlot | None = None,
+        most_deltas: int = 0,
     ) -> tuple[PartEntry, StoredPart]:
         """Write one part durably.
 
@@ -127,7 +128,7 @@ class Pipeline:
         was steady. Then the first chunk is written only when the checksums are known.
         At most `at_once` threads work on the part, by default all. Chunks that change
         little are stored as deltas of the part `before`, as long as `base_slot` holds
-        the bytes of that part.
+        the bytes of that part, with at most `most_deltas` deltas in a chain.
 
         `wait_for_checks` returns the checksums of the seal, or waits for `checksum` to
         compute them. `written` is called on the event loop with the raw bytes of each
@@ -182,7 +183,7 @@ class Pipeline:
                 }
             if base_slot is not None:
                 shares = await self._delta_shares(slot, base_slot)
-            reuse = choose(before, slot.ranges, checks, shares)
+            reuse = choose(before, slot.ranges, checks, shares, most_deltas)
         try:
             await self._writers.run(
                 lambda: writer.create(

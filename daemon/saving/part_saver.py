@@ -31,7 +31,7 @@ from ckptd.shared.codecs import codec
 from ckptd.shared.errors import CkptdError, IntegrityError
 from ckptd.shared.formats.manifest import PartEntry
 from ckptd.shared.formats.part_writer import PartWriter
-from ckptd.shared.formats.reuse import ChunkCheck, StoredPart
+from ckptd.shared.formats.reuse import ChunkCheck, StoredPart, most_deltas
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.system.fs import NO_ROOM
 
@@ -96,7 +96,7 @@ class PartSaver:
         slot = self._slots.get(seal.segment)
         header = slot.header
         before = self._before(snapshot, seal)
-        with slot.pinned() as fd, self._base_slot(before) as base_slot:
+        with slot.pinned() as fd, self._base_slot(snapshot.job, before) as base_slot:
             sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))
             if header.generation != seal.generation:
                 raise IntegrityError(
@@ -123,7 +123,7 @@ class PartSaver:
         return last if same else None
 
     @contextmanager
-    def _base_slot(self, before: LastPart | None) -> Iterator[BaseSlot | None]:
+    def _base_slot(self, job: str, before: LastPart | None) -> Iterator[BaseSlot | None]:
         """Context manager.
 
         Gives the slot of the last part if it has not been filled again, and keeps its
@@ -131,13 +131,17 @@ class PartSaver:
         """
         with ExitStack() as held:
             found = None
-            if before is not None and self._config.deltas == "auto":
+            wanted = self._config.deltas == "auto" and self._encoder.pays(0.0)
+            if wanted and before is not None and self._most_deltas(job):
                 with suppress(CkptdError):
                     slot = self._slots.get(before.segment)
                     fd = held.enter_context(slot.pinned())
                     if slot.refresh().generation == before.header.generation:
                         found = BaseSlot(fd, before.header)
             yield found
+
+    def _most_deltas(self, job: str) -> int:
+        return most_deltas(len(self._destination.catalog.job(job).checkpoints))
 
     async def _write_part(
         self,
@@ -207,6 +211,7 @@ class PartSaver:
                     at_once,
                     with_digests=self._config.link_unchanged and (last is None or last.steady),
                     base_slot=base_slot,
+                    most_deltas=self._most_deltas(snapshot.job),
                 )
             except OSError as error:
                 full = alone and error.errno in NO_ROOM

@@ -29,7 +29,7 @@ _HEAD = struct.Struct("<IIII")
 length in bytes.
 """
 _AS_IT_IS = 0
-_SPARSE = 0.5
+_SPARSE = 0.4
 """The greatest share of words that differ with which only these are listed."""
 
 

@@ -207,13 +207,15 @@ def choose(
     ranges: Sequence[ChunkRange],
     checks: Sequence[ChunkCheck] | None,
     shares: Mapping[int, float] | None = None,
+    most_deltas: int = MOST_IN_CHAIN,
 ) -> Reuse:
     """Return the chunks of `before` that a part with the chunks `ranges` need not
     store, and those that may be bases of its deltas.
 
     `checks` has the checksum of each chunk, or is None if no chunk is expected to be
     unchanged. `shares` has, by the number of a chunk, the expected share of the bytes
-    of its delta in those of the chunk, for each chunk that is worth a delta.
+    of its delta in those of the chunk, for each chunk that is worth a delta. A chain
+    gets at most `most_deltas` deltas.
 
     A file is worth a link if the new part needs at least half of its bytes: the file
     takes its room for as long as it is linked.
@@ -233,7 +235,7 @@ def choose(
         for number, share in shares.items()
         if number in places
         and ranges[number].offset not in same
-        and _may_extend(before.chunks[places[number]], share)
+        and _may_extend(before.chunks[places[number]], share, most_deltas)
     }
     needed = Counter[int]()
     for chunk in (*same.values(), *(offer.base for offer in offers.values())):
@@ -249,13 +251,23 @@ def choose(
     return replace(found, apart=apart if _counts(apart, ranges) else frozenset())
 
 
-def _may_extend(chunk: StoredChunk, share: float) -> bool:
+def most_deltas(checkpoints: int) -> int:
+    """Return the most deltas that a chain may get in a job with so many checkpoints.
+
+    The checkpoints of a chain share files, so that damage to one file may damage all of
+    them. At least one checkpoint outside the chain is left, also after retention has
+    deleted one for the new checkpoint.
+    """
+    return max(0, min(MOST_IN_CHAIN, checkpoints - 2))
+
+
+def _may_extend(chunk: StoredChunk, share: float, most: int) -> bool:
     """Return True if the chain of a chunk may get one more delta, with this share of
     its bytes.
     """
     *deltas, whole = chunk.chain()
     stored = sum(link.entry.stored_length for link in deltas) + share * chunk.entry.raw_length
-    return len(deltas) < MOST_IN_CHAIN and stored <= _MOST_BYTES * whole.entry.stored_length
+    return len(deltas) < most and stored <= _MOST_BYTES * whole.entry.stored_length
 
 
 def is_steady(

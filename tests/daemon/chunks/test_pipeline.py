@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from ckptd.daemon.chunks.pipeline import Pipeline
-from ckptd.daemon.chunks.sealed_slot import Plans, SealedSlot
+from ckptd.daemon.chunks.sealed_slot import SealedSlot
 from ckptd.shared.codecs import codec
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.part import PartReader
@@ -23,7 +22,7 @@ from ckptd.shared.formats.part_writer import PartWriter
 from ckptd.shared.formats.plan import MIN_CHUNK
 from ckptd.shared.formats.reuse import ChunkCheck
 from ckptd.shared.formats.scatter import verify
-from ckptd.shared.formats.segment import Extent, SegmentHeader
+from ckptd.shared.formats.segment import SegmentHeader
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.system.fs import Buffer, FileSystem, PosixFileSystem
 from tests.shared.samples import NONCE, memory_file, packed_slot, sample_plan, seal, values_after
@@ -120,28 +119,6 @@ def test_a_slot_with_larger_chunks_than_the_present_setting_is_saved(
     reader.close()
 
 
-def test_a_slot_with_a_damaged_document_is_refused(fd: int) -> None:
-    header = seal(fd, HEADER, PLAN)
-    os.pwrite(fd, b"?", HEADER.data_offset + header.plan.offset + 10)
-    with pytest.raises(
-        IntegrityError, match="plan document of job 'gpt', step 5, is damaged in memory"
-    ):
-        SealedSlot.read(fd, header)
-
-
-def test_a_plan_that_does_not_match_the_signature_is_refused(fd: int) -> None:
-    header = seal(fd, HEADER, PLAN, signature=bytes(32))
-    with pytest.raises(IntegrityError, match="is not the one that was sealed"):
-        SealedSlot.read(fd, header)
-
-
-def test_documents_that_overlap_the_tensors_are_refused(fd: int) -> None:
-    header = seal(fd, HEADER, PLAN)
-    values = Extent(header.values.offset - 64, header.values.length, header.values.crc)
-    with pytest.raises(IntegrityError, match="overlap its tensors"):
-        SealedSlot.read(fd, seal(fd, HEADER, PLAN, values=values))
-
-
 def test_a_segment_cut_short_is_refused(fd: int, pipeline: Pipeline) -> None:
     slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
     os.ftruncate(fd, HEADER.data_offset + 90_000)
@@ -217,13 +194,3 @@ def test_an_error_of_any_worker_fails_the_part(fd: int, tmp_path: Path) -> None:
         part(pipeline, slot, tmp_path, fs=Full())
     assert os.listdir(tmp_path) == []
     pipeline.close()
-
-
-def test_plans_are_decoded_once_and_not_kept_for_ever() -> None:
-    plans = Plans(most=len(PLAN.encode()) + 10)
-    first = plans.decode(b"1", PLAN.encode())
-    assert plans.decode(b"1", b"not looked at")[0] is first[0]
-    other = msgspec.structs.replace(PLAN, writer={"ckptd": "9"})
-    assert plans.decode(b"2", other.encode()) == (other, None)
-    with pytest.raises(IntegrityError):
-        plans.decode(b"1", b"gone")

@@ -4,7 +4,6 @@ checkpoint needs another one.
 
 from __future__ import annotations
 
-import mmap
 import os
 import random
 from collections.abc import Callable
@@ -13,139 +12,27 @@ from typing import Any
 
 import msgspec
 import pytest
-from crc32c import crc32c
 from obstore.store import MemoryStore
 
-from ckptd.shared.codecs import codec
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.formats.binary import ALIGN
-from ckptd.shared.formats.manifest import Manifest, PartEntry
-from ckptd.shared.formats.part import Linked, PartIndex, PartReader, encode_end, encode_header
-from ckptd.shared.formats.part_writer import PartWriter, Spread
-from ckptd.shared.formats.plan import MIN_CHUNK, chunk_ranges, signature, with_values
-from ckptd.shared.formats.reuse import (
-    NOTHING,
-    ChunkCheck,
-    StoredPart,
-    choose,
-    is_steady,
-    new_hasher,
-)
-from ckptd.shared.formats.scatter import scatter, verify
+from ckptd.shared.formats.manifest import Manifest
+from ckptd.shared.formats.part import Linked, PartIndex, encode_end, encode_header
+from ckptd.shared.formats.plan import MIN_CHUNK
+from ckptd.shared.formats.scatter import verify
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
-from ckptd.shared.names import new_nonce, parse_part_file, part_file, tag_directory
+from ckptd.shared.names import parse_part_file, part_file
 from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_store import ObjectStorage
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.system.fs import PosixFileSystem
-from tests.shared.samples import packed_slot, sample_plan, values_after
-
-PLAN = sample_plan(200_000)  # 800,000 bytes: 13 chunks of 64 KiB, and some small ones
-VALUES = values_after(PLAN, 70_000)
-SLOT = packed_slot(PLAN, VALUES)
-RANGES = chunk_ranges(with_values(PLAN.regions, VALUES), MIN_CHUNK)
-
-
-def tag_of(step: int) -> str:
-    return tag_directory(step, None, 2)
-
-
-def changed(slot: bytearray, *numbers: int) -> bytearray:
-    """Return the slot with other bytes in these chunks."""
-    made = bytearray(slot)
-    for number in numbers:
-        made[RANGES[number].offset] ^= 1
-    return made
-
-
-def checks_of(slot: bytearray) -> list[ChunkCheck]:
-    found = []
-    for chunk in RANGES:
-        raw, hasher = slot[chunk.offset : chunk.offset + chunk.length], new_hasher()
-        hasher.update(raw)
-        found.append(ChunkCheck(crc32c(raw), hasher.digest()))
-    return found
-
-
-class Root:
-    """The checkpoints of a root.
-
-    `save` writes a part as the daemon does, and remembers it for the next one.
-    """
-
-    def __init__(self, repository: Repository) -> None:
-        self.repository = repository
-        self.before: StoredPart | None = None
-        self.entries: dict[int, PartEntry] = {}
-        self.slots: dict[int, bytearray] = {}
-
-    def save(
-        self, step: int, slot: bytearray, *, files: int = 1, codec_name: str = "raw", most: int = 0
-    ) -> PartEntry:
-        checks = checks_of(slot)
-        reuse = choose(self.before, RANGES, checks) if self.before is not None else NOTHING
-        index = PartIndex(
-            job="gpt", attempt=2, step=step, rank=0, world_size=1, tag=tag_of(step),
-            signature=signature(PLAN.encode()), plan=PLAN.encode(),
-            request=SnapshotRequest().encode(), values=VALUES, chunk_size=MIN_CHUNK, chunks=[],
-        )  # fmt: skip
-        place = "gpt", tag_of(step)
-        writer = PartWriter(
-            self.repository.part_files(*place),
-            new_nonce(),
-            codec.encoder(codec_name),
-            Spread(files, most),
-            self.repository.linker(*place),
-        )
-        self.writer = writer
-        writer.create(index, RANGES, len(index.plan) + len(index.request), reuse)
-        entries = {offset: known.entry for offset, known in reuse.chunks.items()}
-        for chunk in writer.ranges:
-            raw, stored = mmap.mmap(-1, MIN_CHUNK), mmap.mmap(-1, MIN_CHUNK)
-            raw[: chunk.length] = slot[chunk.offset : chunk.offset + chunk.length]
-            entries[chunk.offset] = writer.chunk(
-                chunk, memoryview(raw), memoryview(stored), crc32c(memoryview(raw)[: chunk.length])
-            )
-        entry = writer.finish(
-            index, [entries[chunk.offset] for chunk in RANGES], items=len(PLAN.items)
-        )
-        self.before = writer.stored(
-            [check.digest for check in checks], steady=is_steady(self.before, RANGES, checks)
-        )
-        self.entries[step], self.slots[step] = entry, slot
-        return entry
-
-    def open(self, step: int) -> PartReader:
-        entry = self.entries[step]
-        return self.repository.open_part("gpt", tag_of(step), entry.file, entry.index_sha256)
-
-    def check(self, step: int) -> None:
-        """Read and compare everything."""
-        reader, found = self.open(step), bytearray(len(SLOT))
-        try:
-            scatter(
-                reader,
-                [(c.offset, memoryview(found)[c.offset : c.offset + c.length]) for c in RANGES],
-            )
-            assert found == self.slots[step]
-            assert verify(reader) == self.entries[step].raw_bytes
-            assert (reader.nbytes, reader.linked_bytes) == (
-                self.entries[step].bytes,
-                self.entries[step].linked_bytes,
-            )
-            assert 1 + len(reader.index.files) == self.entries[step].files
-        finally:
-            reader.close()
-
-    def delete(self, step: int) -> None:
-        self.repository.delete_files("gpt", tag_of(step), [self.entries[step].file])
-        assert self.repository.files("gpt", tag_of(step)) == []
+from tests.support.parts import PLAN, RANGES, SLOT, Parts, changed, tag_of
 
 
 @pytest.fixture(params=["posix", "memory"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
-    return Root(
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Parts:
+    return Parts(
         Repository(
             PosixStorage(tmp_path)
             if request.param == "posix"
@@ -155,11 +42,11 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Root:
-    return Root(Repository(PosixStorage(tmp_path)))
+def disk(tmp_path: Path) -> Parts:
+    return Parts(Repository(PosixStorage(tmp_path)))
 
 
-def path_of(disk: Root, step: int, number: int = 0) -> Path:
+def path_of(disk: Parts, step: int, number: int = 0) -> Path:
     parsed = parse_part_file(disk.entries[step].file)
     assert parsed is not None
     return Path(disk.repository.where("gpt", tag_of(step), part_file(*parsed, number)))
@@ -168,7 +55,7 @@ def path_of(disk: Root, step: int, number: int = 0) -> Path:
 @pytest.mark.parametrize("codec_name", ["raw", "zstd", "planes"])
 @pytest.mark.parametrize(("files", "most"), [(1, 0), (3, 0), (2, 2 * MIN_CHUNK)])
 def test_unchanged_chunks_are_linked_and_read_back(
-    root: Root, codec_name: str, files: int, most: int
+    root: Parts, codec_name: str, files: int, most: int
 ) -> None:
     first = root.save(1, SLOT, files=files, codec_name=codec_name, most=most)
     assert (first.linked_bytes, first.new_bytes) == (0, first.bytes)
@@ -180,7 +67,7 @@ def test_unchanged_chunks_are_linked_and_read_back(
         root.check(step)
 
 
-def test_each_checkpoint_stands_alone(root: Root) -> None:
+def test_each_checkpoint_stands_alone(root: Parts) -> None:
     """The chunks of step 3 were written with step 1, and some with step 2."""
     root.save(1, SLOT)
     root.save(2, changed(SLOT, 0, 1))
@@ -194,7 +81,7 @@ def test_each_checkpoint_stands_alone(root: Root) -> None:
     root.check(4)
 
 
-def test_a_linked_file_is_one_file_on_the_disk(disk: Root) -> None:
+def test_a_linked_file_is_one_file_on_the_disk(disk: Parts) -> None:
     disk.save(1, SLOT)
     disk.save(2, changed(SLOT, 5))
     assert path_of(disk, 1).samefile(path_of(disk, 2, 1))
@@ -205,7 +92,7 @@ def test_a_linked_file_is_one_file_on_the_disk(disk: Root) -> None:
     assert index.files == [disk.entries[1].bytes] == [disk.entries[2].linked_bytes]
 
 
-def test_chunks_in_a_file_that_is_not_worth_a_link_are_gathered_in_one_that_is(disk: Root) -> None:
+def test_chunks_in_a_file_that_is_not_worth_a_link_are_gathered_in_one_that_is(disk: Parts) -> None:
     """A third of the chunks stays.
 
     In step 2 it gets a file of its own, and from step 3 on this file is linked.
@@ -224,7 +111,7 @@ def test_chunks_in_a_file_that_is_not_worth_a_link_are_gathered_in_one_that_is(d
         disk.check(step)
 
 
-def test_files_that_are_mostly_unused_are_not_linked_for_ever(disk: Root) -> None:
+def test_files_that_are_mostly_unused_are_not_linked_for_ever(disk: Parts) -> None:
     """Each step changes other chunks.
 
     No step keeps more than twice the bytes that it needs.
@@ -245,7 +132,7 @@ def test_files_that_are_mostly_unused_are_not_linked_for_ever(disk: Root) -> Non
 
 @pytest.mark.parametrize("why", ["gone", "another length", "a link", "no links", "no status"])
 def test_chunks_are_stored_if_their_file_cannot_be_linked(
-    disk: Root, why: str, monkeypatch: pytest.MonkeyPatch
+    disk: Parts, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.save(1, SLOT)
     path = path_of(disk, 1)
@@ -270,7 +157,7 @@ def _refuse(*_: Any, **__: Any) -> None:
     raise PermissionError(1, "Operation not permitted")
 
 
-def test_a_part_that_is_discarded_leaves_no_links(root: Root) -> None:
+def test_a_part_that_is_discarded_leaves_no_links(root: Parts) -> None:
     root.save(1, SLOT)
     root.save(2, changed(SLOT, 5))
     root.writer.discard()
@@ -278,7 +165,7 @@ def test_a_part_that_is_discarded_leaves_no_links(root: Root) -> None:
     root.check(1)
 
 
-def test_older_versions_refuse_a_part_and_a_manifest_with_links(disk: Root) -> None:
+def test_older_versions_refuse_a_part_and_a_manifest_with_links(disk: Parts) -> None:
     disk.save(1, SLOT)
     entry = disk.save(2, changed(SLOT, 5, 6, 7), files=3)
     assert path_of(disk, 1).read_bytes()[12:16] == bytes(4), "a part without links is as it was"
@@ -305,14 +192,14 @@ def test_older_versions_refuse_a_part_and_a_manifest_with_links(disk: Root) -> N
 # -- damage
 
 
-def refused(disk: Root, match: str) -> None:
+def refused(disk: Parts, match: str) -> None:
     with pytest.raises(IntegrityError, match=match):
         disk.open(2)
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut", "longer", "own file", "file of another job"])
 def test_another_file_in_the_place_of_a_linked_one_is_seen(
-    disk: Root, damage: str, tmp_path: Path
+    disk: Parts, damage: str, tmp_path: Path
 ) -> None:
     disk.save(1, SLOT)
     disk.save(2, changed(SLOT, 5))
@@ -333,7 +220,7 @@ def test_another_file_in_the_place_of_a_linked_one_is_seen(
     refused(disk, "is missing" if damage == "gone" else "its data file 1 ")
 
 
-def test_every_flip_in_the_header_of_a_linked_file_is_seen(disk: Root) -> None:
+def test_every_flip_in_the_header_of_a_linked_file_is_seen(disk: Parts) -> None:
     disk.save(1, SLOT)
     disk.save(2, changed(SLOT, 5))
     path = path_of(disk, 2, 1)
@@ -353,7 +240,7 @@ def test_every_flip_in_the_header_of_a_linked_file_is_seen(disk: Root) -> None:
     disk.check(2)
 
 
-def test_a_flip_in_a_linked_chunk_is_seen_and_named(disk: Root) -> None:
+def test_a_flip_in_a_linked_chunk_is_seen_and_named(disk: Parts) -> None:
     disk.save(1, SLOT)
     disk.save(2, changed(SLOT, 5))
     with path_of(disk, 2, 1).open("r+b") as file:
@@ -384,7 +271,7 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("change", FORGED.values(), ids=FORGED.keys())
-def test_a_forged_index_is_refused(disk: Root, change: Callable[[dict[str, Any]], object]) -> None:
+def test_a_forged_index_is_refused(disk: Parts, change: Callable[[dict[str, Any]], object]) -> None:
     disk.save(1, SLOT)
     disk.save(2, changed(SLOT, 5))
     reader, path = disk.open(2), path_of(disk, 2)
@@ -409,7 +296,7 @@ def test_a_forged_index_is_refused(disk: Root, change: Callable[[dict[str, Any]]
         disk.repository.open_part("gpt", tag_of(2), disk.entries[2].file)
 
 
-def _nonce(disk: Root, step: int) -> bytes:
+def _nonce(disk: Parts, step: int) -> bytes:
     parsed = parse_part_file(disk.entries[step].file)
     assert parsed is not None
     return parsed[1]

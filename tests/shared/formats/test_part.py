@@ -285,7 +285,7 @@ def test_an_index_must_match_the_digest_in_the_manifest() -> None:
 def test_a_newer_part_is_not_called_damaged() -> None:
     trailer = len(SMALL) - TRAILER_SIZE
     for start, body, what in ((0, 184, "part header"), (trailer, 60, "part trailer")):
-        for at, value in ((8, 2), (12, 4)):
+        for at, value in ((8, 2), (12, 8)):
             newer = resealed(SMALL, start + at, value, start=start, body=body)
             with pytest.raises(NewerFormat, match=rf"^p: {what} was written by a newer ckptd"):
                 check(newer)

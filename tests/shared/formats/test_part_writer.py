@@ -183,8 +183,8 @@ def test_a_part_in_several_files_has_a_feature_bit_that_older_versions_refuse(pl
     place.write(2)
     assert [path.read_bytes()[12:16] for path in place.path.iterdir()] == [b"\1\0\0\0"] * 2
     part = place.path / part_file(0, NONCE)
-    part.write_bytes(resealed(part.read_bytes(), 12, 5, start=0, body=184))
-    with pytest.raises(NewerFormat, match="features 0x5"):
+    part.write_bytes(resealed(part.read_bytes(), 12, 9, start=0, body=184))
+    with pytest.raises(NewerFormat, match="features 0x9"):
         place.read()
 
 
