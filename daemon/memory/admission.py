@@ -127,8 +127,12 @@ class Admission:
             refusal = await self._may_take(owner, job, key, left)
             if (failure := job.step(key).failure) is not None:
                 raise from_wire(*failure)
-            free = next(
-                (slot for slot in self._usable(owner) if job.step_in(slot.name) is None), None
+            last = job.stored.get(owner.rank)
+            # The slot of the last checkpoint comes last, because the next deltas need it.
+            free = min(
+                (slot for slot in self._usable(owner) if job.step_in(slot.name) is None),
+                key=lambda slot: last is not None and slot.name == last.segment,
+                default=None,
             )
             if refusal or free is not None or left <= 0 or not job.ranks.is_here(owner):
                 return refusal or free or "every slot is still being saved"

@@ -59,6 +59,8 @@ class PartSaver:
         self._pipeline = destination.pipeline
         self._encoder = codec.encoder(config.codec)
         self._destination, self._governor = destination, governor
+        # The jobs whose log says why there are no deltas.
+        self._without_bases = set[str]()
 
     async def save(self, snapshot: Snapshot, checking: asyncio.Future[None]) -> list[SavedPart]:
         """Write the parts of all ranks at the same time, while `checking` checks the
@@ -138,6 +140,14 @@ class PartSaver:
                     fd = held.enter_context(slot.pinned())
                     if slot.refresh().generation == before.header.generation:
                         found = BaseSlot(fd, before.header)
+                    elif self._config.slots == 2 and job not in self._without_bases:
+                        self._without_bases.add(job)
+                        log.info(
+                            "%s: there are no deltas, because snapshots that stay in memory fill "
+                            "the slot of the checkpoint before again: a third slot for each rank "
+                            "(slots = 3) would keep it",
+                            job,
+                        )
             yield found
 
     def _most_deltas(self, job: str) -> int:

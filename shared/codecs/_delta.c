@@ -4,7 +4,8 @@
  * pack(words, width, gaps): moves the words that are not 0 to the front of words, in their order, and writes their places into gaps.
  *     Returns how many bytes of gaps it has written, or -1 if gaps has no room for them.
  * add(raw, words, width): adds each delta word to the word of raw at the same place.
- * scatter(raw, words, width, gaps): the same for packed words. Returns False if gaps do not place each word inside raw.
+ * scatter(raw, width, words, gaps, words, gaps, ...): the same for the packed words of up to 64 deltas. Returns False if the gaps of
+ *     one do not place each of its words inside raw.
  *
  * A word has 1, 2, 4 or 8 bytes and is little-endian. All calls release the GIL and raise ValueError if a length does not fit. Where
  * this module could not be compiled, shared/codecs/delta_numpy.py stands in, at a fraction of the speed.
@@ -37,6 +38,15 @@ enum { BLOCK = 64 };
 #define BITS_OF_BYTES 0x0102040810204080ull
 #define LOWEST_BIT(bits) ((size_t)__builtin_ctzll(bits))
 
+/* The packed words of one delta and their gaps, and how far they have been added. */
+struct delta {
+    const char *packed;
+    const uint8_t *gaps;
+    size_t listed, length, passed, place, taken;
+};
+/* So many bytes of a chunk are finished before the next ones, so that they stay in the cache of a core. */
+enum { TILE = 1 << 16, MOST_DELTAS = 64 };
+
 /* Inverts all bits below the highest one if that is set: the way from a difference to its delta word, and back. */
 #define FOLD(WORD, word) ((WORD)((word) ^ ((WORD)(0 - ((word) >> (8 * sizeof(WORD) - 1))) >> 1)))
 
@@ -63,7 +73,7 @@ enum { BLOCK = 64 };
         }                                                                                                        \
         return found;                                                                                            \
     }                                                                                                            \
-    VECTORIZED static int add_##WORD(char *restrict raw, const char *restrict packed, size_t words)              \
+    VECTORIZED static void add_##WORD(char *restrict raw, const char *restrict packed, size_t words)             \
     {                                                                                                            \
         for (size_t i = 0; i < words; i++) {                                                                     \
             LOAD(WORD, older, raw, i);                                                                           \
@@ -71,7 +81,6 @@ enum { BLOCK = 64 };
             word = (WORD)(older + FOLD(WORD, word));                                                             \
             STORE(word, raw, i);                                                                                 \
         }                                                                                                        \
-        return 1;                                                                                                \
     }                                                                                                            \
     VECTORIZED static uint64_t listed_##WORD(const char *packed, size_t words)                                   \
     {                                                                                                            \
@@ -112,24 +121,31 @@ enum { BLOCK = 64 };
         }                                                                                                        \
         return (Py_ssize_t)written;                                                                              \
     }                                                                                                            \
-    static int scatter_##WORD(char *restrict raw, size_t words, const char *restrict packed, size_t listed,      \
-                              const uint8_t *restrict gaps, size_t length)                                       \
+    static void scatter_##WORD(char *restrict raw, size_t words, struct delta *deltas, size_t count)             \
     {                                                                                                            \
-        size_t place = 0, taken = 0;                                                                             \
-        for (size_t i = 0; i < length; i++) {                                                                    \
-            place += gaps[i];                                                                                    \
-            if (gaps[i] == PASS)                                                                                 \
-                continue;                                                                                        \
-            if (place >= words || taken == listed)                                                               \
-                return 0;                                                                                        \
-            LOAD(WORD, older, raw, place);                                                                       \
-            LOAD(WORD, word, packed, taken);                                                                     \
-            word = (WORD)(older + FOLD(WORD, word));                                                             \
-            STORE(word, raw, place);                                                                             \
-            place++;                                                                                             \
-            taken++;                                                                                             \
+        for (size_t start = 0; start < words; start += TILE / sizeof(WORD)) {                                    \
+            size_t end = words - start < TILE / sizeof(WORD) ? words : start + TILE / sizeof(WORD);              \
+            for (struct delta *delta = deltas; delta < deltas + count; delta++) {                                \
+                const uint8_t *gaps = delta->gaps;                                                               \
+                size_t i = delta->passed, place = delta->place, taken = delta->taken;                            \
+                for (; i < delta->length; i++) {                                                                 \
+                    if (gaps[i] == PASS) {                                                                       \
+                        place += PASS;                                                                           \
+                        continue;                                                                                \
+                    }                                                                                            \
+                    if (place + gaps[i] >= end || taken == delta->listed)                                        \
+                        break;                                                                                   \
+                    place += gaps[i];                                                                            \
+                    LOAD(WORD, older, raw, place);                                                               \
+                    LOAD(WORD, word, delta->packed, taken);                                                      \
+                    word = (WORD)(older + FOLD(WORD, word));                                                     \
+                    STORE(word, raw, place);                                                                     \
+                    place++;                                                                                     \
+                    taken++;                                                                                     \
+                }                                                                                                \
+                delta->passed = i, delta->place = place, delta->taken = taken;                                   \
+            }                                                                                                    \
         }                                                                                                        \
-        return taken == listed && place <= words;                                                                \
     }
 
 LOOPS(uint8_t)
@@ -141,10 +157,10 @@ LOOPS(uint64_t)
 #define BY_WIDTH(result, loop, ...)                                                                              \
     Py_BEGIN_ALLOW_THREADS                                                                                       \
     switch (width) {                                                                                             \
-    case 1: result = loop##_uint8_t(__VA_ARGS__); break;                                                         \
-    case 2: result = loop##_uint16_t(__VA_ARGS__); break;                                                        \
-    case 4: result = loop##_uint32_t(__VA_ARGS__); break;                                                        \
-    default: result = loop##_uint64_t(__VA_ARGS__); break;                                                       \
+    case 1: result loop##_uint8_t(__VA_ARGS__); break;                                                           \
+    case 2: result loop##_uint16_t(__VA_ARGS__); break;                                                          \
+    case 4: result loop##_uint32_t(__VA_ARGS__); break;                                                          \
+    default: result loop##_uint64_t(__VA_ARGS__); break;                                                         \
     }                                                                                                            \
     Py_END_ALLOW_THREADS
 
@@ -167,7 +183,7 @@ static PyObject *subtract(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "y*w*i", &raw, &base, &width))
         return NULL;
     if (fits(width, raw.len == base.len && (width < 1 || raw.len % width == 0))) {
-        BY_WIDTH(found, subtract, raw.buf, base.buf, (size_t)(raw.len / width))
+        BY_WIDTH(found =, subtract, raw.buf, base.buf, (size_t)(raw.len / width))
         result = PyLong_FromSize_t(found);
     }
     PyBuffer_Release(&raw);
@@ -185,7 +201,7 @@ static PyObject *pack(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "w*iw*", &words, &width, &gaps))
         return NULL;
     if (fits(width, width < 1 || words.len % width == 0)) {
-        BY_WIDTH(written, pack, words.buf, (size_t)(words.len / width), gaps.buf, (size_t)gaps.len)
+        BY_WIDTH(written =, pack, words.buf, (size_t)(words.len / width), gaps.buf, (size_t)gaps.len)
         result = PyLong_FromSsize_t(written);
     }
     PyBuffer_Release(&words);
@@ -196,37 +212,59 @@ static PyObject *pack(PyObject *Py_UNUSED(module), PyObject *args)
 static PyObject *add(PyObject *Py_UNUSED(module), PyObject *args)
 {
     Py_buffer raw, words;
-    int width, done = 0; /* always 1 afterwards */
+    int width;
     PyObject *result = NULL;
 
     if (!PyArg_ParseTuple(args, "w*y*i", &raw, &words, &width))
         return NULL;
     if (fits(width, raw.len == words.len && (width < 1 || raw.len % width == 0))) {
-        BY_WIDTH(done, add, raw.buf, words.buf, (size_t)(raw.len / width))
+        BY_WIDTH(, add, raw.buf, words.buf, (size_t)(raw.len / width))
         result = Py_NewRef(Py_None);
     }
-    (void)done;
     PyBuffer_Release(&raw);
     PyBuffer_Release(&words);
     return result;
 }
 
+/* Runs scatter on the arguments (raw, width, packed words, gaps, packed words, gaps, ...). */
 static PyObject *scatter(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    Py_buffer raw, words, gaps;
-    int width, sound = 0;
+    Py_buffer buffers[1 + 2 * MOST_DELTAS];
+    struct delta deltas[MOST_DELTAS] = {{0}};
+    Py_ssize_t taken = 0, count = (PyTuple_Size(args) - 2) / 2;
+    int sound = 1;
     PyObject *result = NULL;
 
-    if (!PyArg_ParseTuple(args, "w*y*iy*", &raw, &words, &width, &gaps))
+    if (PyTuple_Size(args) < 2 || PyTuple_Size(args) % 2 || count > MOST_DELTAS) {
+        PyErr_SetString(PyExc_ValueError, "expected a chunk, a width, and packed words and gaps of at most 64 deltas");
         return NULL;
-    if (fits(width, width < 1 || (raw.len % width == 0 && words.len % width == 0))) {
-        BY_WIDTH(sound, scatter, raw.buf, (size_t)(raw.len / width), words.buf, (size_t)(words.len / width), gaps.buf,
-                 (size_t)gaps.len)
-        result = PyBool_FromLong(sound);
     }
-    PyBuffer_Release(&raw);
-    PyBuffer_Release(&words);
-    PyBuffer_Release(&gaps);
+    int width = (int)PyLong_AsLong(PyTuple_GetItem(args, 1));
+    if (PyErr_Occurred())
+        return NULL;
+    for (; taken < 1 + 2 * count; taken++) {
+        PyObject *object = PyTuple_GetItem(args, taken ? taken + 1 : 0);
+        if (PyObject_GetBuffer(object, &buffers[taken], taken ? PyBUF_SIMPLE : PyBUF_WRITABLE) < 0)
+            goto done;
+        if (taken % 2 && width > 0) /* packed words */
+            sound &= buffers[taken].len % width == 0;
+    }
+    if (!fits(width, sound && (width < 1 || buffers[0].len % width == 0)))
+        goto done;
+    size_t words = (size_t)(buffers[0].len / width);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        deltas[i].packed = buffers[1 + 2 * i].buf;
+        deltas[i].listed = (size_t)(buffers[1 + 2 * i].len / width);
+        deltas[i].gaps = buffers[2 + 2 * i].buf;
+        deltas[i].length = (size_t)buffers[2 + 2 * i].len;
+    }
+    BY_WIDTH(, scatter, buffers[0].buf, words, deltas, (size_t)count)
+    for (Py_ssize_t i = 0; i < count; i++)
+        sound &= deltas[i].passed == deltas[i].length && deltas[i].taken == deltas[i].listed && deltas[i].place <= words;
+    result = PyBool_FromLong(sound);
+done:
+    while (taken > 0)
+        PyBuffer_Release(&buffers[--taken]);
     return result;
 }
 
@@ -234,7 +272,7 @@ static PyMethodDef methods[] = {
     {"subtract", subtract, METH_VARARGS, "subtract(raw, base, width)\n\nReplace the words of base by delta words."},
     {"pack", pack, METH_VARARGS, "pack(words, width, gaps)\n\nMove the words that are not 0 to the front."},
     {"add", add, METH_VARARGS, "add(raw, words, width)\n\nAdd delta words to the words of raw."},
-    {"scatter", scatter, METH_VARARGS, "scatter(raw, words, width, gaps)\n\nAdd packed delta words to words of raw."},
+    {"scatter", scatter, METH_VARARGS, "scatter(raw, width, *words_and_gaps)\n\nAdd packed delta words to words of raw."},
     {NULL, NULL, 0, NULL},
 };
 static PyModuleDef_Slot slots[] = {{0, NULL}};

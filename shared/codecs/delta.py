@@ -12,6 +12,7 @@ place: one addition for each, and one checksum at the end.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 
 from ckptd.shared.codecs.planes import PLANES, Planes, word_size
 from ckptd.shared.errors import IntegrityError
@@ -81,19 +82,37 @@ class Delta:
         _HEAD.pack_into(stored, 0, listed, codec, taken, len(gaps))
         return start + length
 
-    def apply(self, stored: memoryview, raw: memoryview, element_size: int) -> None:
-        """Add the differences in `stored` to `raw`, which has the bytes of the base and
-        then those of the chunk.
+    def apply(self, deltas: Iterable[memoryview], raw: memoryview, element_size: int) -> None:
+        """Add the differences of a chain to `raw`, which has the bytes of the whole base
+        and then those of the chunk. The order of the deltas does not matter.
 
         Raises IntegrityError if that is not possible. Then the content of `raw` is
         undefined.
         """
         width = word_size(element_size)
-        words = raw.nbytes // width
-        if raw.nbytes % width or len(stored) < _HEAD.size:
+        sparse = list[bytes | memoryview]()
+        for stored in deltas:
+            packed, gaps = self._decode(stored, raw.nbytes, element_size)
+            if gaps is None:
+                add(raw, packed, width)
+            else:
+                sparse += packed, gaps
+        # All at once, since each pass over the chunk takes as long as reading it.
+        if sparse and not scatter(raw, width, *sparse):
+            raise IntegrityError("the gaps of a delta do not place the words that it lists")
+
+    def _decode(
+        self, stored: memoryview, nbytes: int, element_size: int
+    ) -> tuple[bytes | memoryview, bytes | memoryview | None]:
+        """Return the listed words of a delta of a chunk of `nbytes` bytes, and its gap
+        bytes, or None if it lists all words. Raises IntegrityError.
+        """
+        width = word_size(element_size)
+        words = nbytes // width
+        if nbytes % width or len(stored) < _HEAD.size:
             raise IntegrityError(
-                f"a chunk of {raw.nbytes} bytes is stored as a delta of {len(stored)} bytes, which "
-                f"is not possible"
+                f"a chunk of {nbytes} bytes is stored as a delta of {len(stored)} bytes, which is "
+                f"not possible"
             )
         listed, codec, taken, length = _HEAD.unpack_from(stored)
         start = _HEAD.size + length
@@ -108,14 +127,13 @@ class Delta:
                 f"a delta of {words} words lists {listed} words by codec {codec} and {taken} gap "
                 f"bytes in {length}, which is not possible"
             )
+        packed = self._listed(stored[start:], listed * width, codec, element_size)
+        if listed == words:
+            return packed, None
         gaps: bytes | memoryview = stored[_HEAD.size : start]
         if length < taken:
             gaps = self._planes.contexts.decompress(stored[_HEAD.size : start], taken, "gaps")
-        packed = self._listed(stored[start:], listed * width, codec, element_size)
-        if listed == words:
-            add(raw, packed, width)
-        elif not scatter(raw, packed, width, gaps):
-            raise IntegrityError(f"the gaps of a delta do not place {listed} of {words} words")
+        return packed, gaps
 
     def _listed(self, body: memoryview, nbytes: int, codec: int, element_size: int) -> memoryview:
         """Return the listed words of a delta, `nbytes` together. Raises IntegrityError."""

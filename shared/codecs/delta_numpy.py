@@ -50,22 +50,24 @@ def add(raw: _Writable, words: _Bytes, width: int, /) -> None:
     newer += _fold(_words(words, width))
 
 
-def scatter(raw: _Writable, words: _Bytes, width: int, gaps: _Bytes, /) -> bool:
-    """Add packed delta words to the words of `raw` at their places.
+def scatter(raw: _Writable, width: int, /, *words_and_gaps: _Bytes) -> bool:
+    """Add the packed delta words of one delta after another to the words of `raw` at
+    their places, which the gaps after them name.
 
-    Return False, and change nothing, if `gaps` do not place each of them inside `raw`.
+    Return False if the gaps of a delta do not place each of its words inside `raw`.
     """
     import numpy as np
 
-    newer, packed = _words(raw, width), _words(words, width)
-    passed = np.frombuffer(gaps, np.uint8)
-    places = passed < _PASS
-    # Behind each byte: the words that were passed over and placed so far.
-    ends = np.cumsum(passed, dtype=np.int64) + np.cumsum(places)
-    at = ends[places] - 1
-    if len(at) != len(packed) or (len(ends) and ends[-1] > len(newer)):
-        return False
-    newer[at] += _fold(packed)
+    newer = _words(raw, width)
+    for words, gaps in zip(words_and_gaps[::2], words_and_gaps[1::2], strict=True):
+        packed, passed = _words(words, width), np.frombuffer(gaps, np.uint8)
+        places = passed < _PASS
+        # Behind each byte: the words that were passed over and placed so far.
+        ends = np.cumsum(passed, dtype=np.int64) + np.cumsum(places)
+        at = ends[places] - 1
+        if len(at) != len(packed) or (len(ends) and ends[-1] > len(newer)):
+            return False
+        newer[at] += _fold(packed)
     return True
 
 

@@ -499,10 +499,13 @@ class PartReader:
             return
         deltas, whole = self._chain(number)
         self._decode_whole(number, whole, raw)
-        for delta in deltas:
-            self._add_delta(number, delta, raw)
-        if deltas and crc32c(raw) != deltas[-1].raw_crc:
-            with self._stored_in(number, deltas[-1]) as (_, where):
+        if not deltas:
+            return
+        stored = [self._stored_delta(number, delta) for delta in deltas]
+        with self._stored_in(number) as (_, where):
+            with damage_in(where):
+                _DELTA.apply(stored, raw, self.ranges[number].element_size)
+            if crc32c(raw) != deltas[-1].raw_crc:
                 raise IntegrityError(f"{where} holds other bytes than were saved")
 
     def _chain(self, number: int) -> tuple[list[Chunk | Base], Chunk | Base]:
@@ -524,11 +527,11 @@ class PartReader:
         if crc32c(raw) != whole.raw_crc:
             raise IntegrityError(f"{where} holds other bytes than were saved")
 
-    def _add_delta(self, number: int, delta: Chunk | Base, raw: memoryview) -> None:
+    def _stored_delta(self, number: int, delta: Chunk | Base) -> memoryview:
+        """Read and verify the stored form of a delta of a chunk."""
         with self._stored_in(number, delta) as (source, where):
-            stored = self._stored(delta, source, where)
-        with damage_in(where):
-            _DELTA.apply(stored, raw, self.ranges[number].element_size)
+            # A copy, since the buffer may be used again for the next one.
+            return memoryview(bytes(self._stored(delta, source, where)))
 
     @contextmanager
     def _stored_in(

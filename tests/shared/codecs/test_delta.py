@@ -32,7 +32,7 @@ def encode(raw: bytes, base: bytes, element_size: int) -> bytes | None:
 
 def apply(stored: bytes, base: bytes, element_size: int) -> bytes:
     raw = bytearray(base)
-    Delta().apply(memoryview(stored), memoryview(raw), element_size)
+    Delta().apply([memoryview(stored)], memoryview(raw), element_size)
     return bytes(raw)
 
 
@@ -98,16 +98,19 @@ def test_gaps_say_where_the_listed_words_are() -> None:
 
 def test_deltas_add_up() -> None:
     draw = np.random.default_rng(9)
-    slots = [draw.integers(0, 60_000, 5000).astype("<u2")]
+    slots = [draw.integers(0, 60_000, 500_000).astype("<u2")]
     for _ in range(5):
         slots.append(slots[-1].copy())
-        slots[-1][draw.integers(0, 5000, 300)] += np.uint16(3)
-    found = slots[0].tobytes()
+        slots[-1][draw.integers(0, 500_000, 3000 + 400_000 * (len(slots) == 3))] += np.uint16(3)
+    deltas, found = list[memoryview](), slots[0].tobytes()
     for older, newer in pairwise(slots):
         stored = encode(newer.tobytes(), older.tobytes(), 2)
         assert stored is not None
+        deltas.append(memoryview(stored))
         found = apply(stored, found, 2)
-    assert found == slots[-1].tobytes()
+        together = bytearray(slots[0].tobytes())
+        Delta().apply(deltas[::-1], memoryview(together), 2)
+        assert found == bytes(together) == newer.tobytes()
 
 
 def test_a_chunk_without_likeness_is_not_encoded() -> None:

@@ -198,7 +198,7 @@ def test_a_base_that_cannot_be_linked_means_a_whole_chunk(
     assert len(disk.repository.files("gpt", tag_of(4))) == disk.entries[4].files
 
 
-@pytest.mark.parametrize(("checkpoints", "most"), [(0, 0), (2, 0), (3, 1), (10, 8), (90, 32)])
+@pytest.mark.parametrize(("checkpoints", "most"), [(0, 0), (2, 0), (3, 1), (10, 8), (90, 16)])
 def test_one_checkpoint_outside_a_chain_is_left(checkpoints: int, most: int) -> None:
     assert most_deltas(checkpoints) == most
 

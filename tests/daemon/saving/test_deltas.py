@@ -1,0 +1,124 @@
+"""Tests when a real daemon stores deltas, and that every checkpoint is what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ckptd.agent import Agent, Checkpoint
+from tests.support import daemons
+from tests.support.daemons import Home, running
+
+
+class Training:
+    """A training of one tensor, a few words of which change at each step."""
+
+    def __init__(self, place: Home) -> None:
+        self.place, self.step = place, 0
+        self.agent = Agent(job="gpt", socket=place.socket)
+        self.weight = torch.randn(200_000, generator=torch.Generator().manual_seed(1))
+        self.saved: dict[int, torch.Tensor] = {}
+
+    def train(self, steps: int, *, every: int = 1) -> None:
+        """Take a snapshot after each step, and save each one whose number `every`
+        divides.
+        """
+        for _ in range(steps):
+            self.step += 1
+            places = torch.randint(len(self.weight), (100,))
+            self.weight[places] *= 1.001
+            persist = self.step % every == 0
+            pending = self.agent.snapshot(
+                {"weight": self.weight}, step=self.step, persist=persist, rng=False
+            )
+            pending.wait("durable" if persist else "sealed")
+            if persist:
+                self.saved[self.step] = self.weight.clone()
+
+    def chains(self) -> list[int]:
+        """Compare each checkpoint with what was saved, and return the lengths of the
+        chains, in the order of the steps.
+        """
+        found = []
+        for step, weight in self.saved.items():
+            with Checkpoint.open(self.place.root / "gpt", step) as checkpoint:
+                assert torch.equal(checkpoint.tensor("weight"), weight)
+                found.append(checkpoint.manifest.parts[0].chain)
+        return found
+
+
+@pytest.fixture
+def home() -> Iterator[Home]:
+    with daemons.home() as place:
+        yield place
+
+
+def test_a_chain_grows_once_two_checkpoints_lie_outside_it(home: Home) -> None:
+    with running(home, "--keep", "PreserveAll()"):
+        training = Training(home)
+        training.train(7)
+        training.agent.close()
+        assert training.chains() == [0, 0, 0, 1, 2, 3, 4]
+
+
+def test_of_few_checkpoints_one_always_lies_outside_the_chain(home: Home) -> None:
+    """With three that are kept, each second one is whole."""
+    with running(home, "--keep-last", "3"):
+        training = Training(home)
+        training.train(8)
+        training.agent.close()
+        kept = sorted(training.saved)[-3:]
+        training.saved = {step: training.saved[step] for step in kept}
+        assert sorted(training.chains()) in ([0, 0, 1], [0, 1, 1])
+
+
+@pytest.mark.parametrize("options", [("--deltas", "off"), ("--codec", "raw")])
+def test_a_daemon_without_deltas_stores_whole_chunks(home: Home, options: tuple[str]) -> None:
+    with running(home, *options):
+        training = Training(home)
+        training.train(5)
+        training.agent.close()
+        assert training.chains() == [0] * 5
+
+
+def test_snapshots_in_memory_leave_the_base_alone_if_there_is_a_third_slot(home: Home) -> None:
+    with running(home, "--slots", "3"):
+        training = Training(home)
+        training.train(14, every=2)
+        training.agent.close()
+        assert training.chains() == [0, 0, 0, 1, 2, 3, 4]
+
+
+def test_with_two_slots_the_log_says_why_there_are_no_deltas(home: Home) -> None:
+    with running(home):
+        training = Training(home)
+        training.train(12, every=2)
+        training.agent.close()
+        assert training.chains() == [0] * 6
+    assert home.log.read_text().count("a third slot for each rank (slots = 3)") == 1
+
+
+def test_a_new_attempt_begins_whole(home: Home) -> None:
+    with running(home):
+        first = Training(home)
+        first.train(5)
+        first.agent.close()
+        assert first.chains() == [0, 0, 0, 1, 2]
+        second = Training(home)
+        second.step = 5
+        second.train(2)
+        second.agent.close()
+        assert second.chains() == [0, 1]
+        assert first.chains() == [0, 0, 0, 1, 2]
+
+
+def test_a_restarted_daemon_begins_whole(home: Home) -> None:
+    with running(home):
+        training = Training(home)
+        training.train(5)
+    with running(home):
+        training.train(3)
+        training.agent.close()
+        assert training.chains() == [0, 0, 0, 1, 2, 0, 1, 2]
