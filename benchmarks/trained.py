@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +43,19 @@ class Trained:
         return {"model": self.weights, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
 
-def cache_file(megabytes: int, steps: int) -> Path:
+def kept(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the tensors of the file `name` in the user's cache directory.
+
+    If there is no such file, call `make` and write what it returns.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "ckptd" / f"trained-{megabytes}mb-{steps}-steps.pt"
+    file = cache / "ckptd" / name
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(make(), file.with_suffix(".tmp"))
+        file.with_suffix(".tmp").rename(file)
+    found: dict[str, Any] = torch.load(file, weights_only=True, mmap=True)
+    return found
 
 
 def trained(megabytes: int = 300, steps: int = 100) -> Trained:
@@ -51,13 +63,10 @@ def trained(megabytes: int = 300, steps: int = 100) -> Trained:
 
     Train the model unless an earlier call has done so.
     """
-    file = cache_file(megabytes, steps)
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(_train(megabytes, steps).state(), file.with_suffix(".tmp"))
-        file.with_suffix(".tmp").rename(file)
-    kept = torch.load(file, weights_only=True)
-    return Trained(kept["model"], kept["exp_avg"], kept["exp_avg_sq"])
+    state = kept(
+        f"trained-{megabytes}mb-{steps}-steps.pt", lambda: dict(_train(megabytes, steps).state())
+    )
+    return Trained(state["model"], state["exp_avg"], state["exp_avg_sq"])
 
 
 def _train(megabytes: int, steps: int) -> Trained:
