@@ -12,6 +12,7 @@ quarter of an hour on one core.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import time
@@ -156,9 +157,7 @@ def _fine_tune() -> dict[str, Any]:
         spread = rewards.std(dim=1, keepdim=True)
         advantages = ((rewards - rewards.mean(dim=1, keepdim=True)) / (spread + 1e-4)).flatten()
         logits = training.model(sequences[:, :-1])[:, PROMPT - 1 :]
-        chosen = -F.cross_entropy(
-            logits.transpose(1, 2), sequences[:, PROMPT:], reduction="none"
-        )
+        chosen = -F.cross_entropy(logits.transpose(1, 2), sequences[:, PROMPT:], reduction="none")
         training.step(-(advantages[:, None] * chosen).mean(), RATE)
         if step > UPDATES - KEPT:
             states[f"{step:03}"] = asdict(training.state())
@@ -196,7 +195,7 @@ def main() -> None:
         print(f"bf16 words that change in {apart} steps of pre-training: ", end="")
         print(f"{changed(states[0], states[apart]):.2%}")
     steps = [state.weights for state in fine_tuning()]
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in itertools.pairwise(steps):
         print(f"bf16 words that change in a step of fine-tuning: {changed(before, after):.2%}")
 
 

@@ -10,6 +10,7 @@ state. Which rank stores which weights is decided by ckptd's planner.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -48,7 +49,7 @@ def by_first_dimension(shape: tuple[int, ...], ranks: int) -> list[range]:
     """
     rows, width = -(-shape[0] // ranks), math.prod(shape[1:])
     starts = [min(rank * rows, shape[0]) * width for rank in range(ranks + 1)]
-    return [range(start, end) for start, end in zip(starts, starts[1:], strict=False)]
+    return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
 def in_one_buffer(shapes: dict[str, tuple[int, ...]], ranks: int) -> dict[str, list[range]]:
@@ -70,7 +71,9 @@ def in_one_buffer(shapes: dict[str, tuple[int, ...]], ranks: int) -> dict[str, l
     return found
 
 
-def beside_their_masters(shapes: dict[str, tuple[int, ...]], owned: dict[str, list[range]]) -> float:
+def beside_their_masters(
+    shapes: dict[str, tuple[int, ...]], owned: dict[str, list[range]]
+) -> float:
     """Return the share of the weights whose master copies are in the same part.
 
     owned: the elements of each tensor whose master copies each rank has.
