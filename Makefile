@@ -79,13 +79,15 @@ coverage-all: $(INSTALLED)
 	$(RUN) -m coverage combine -q
 	$(RUN) -m tests.support.floors
 
-# Measures ckptd beside its peers and the machine's limits. The first run trains the state that is saved; allow an hour for all of it. ZipNN, a
-# peer of the codecs, needs a C compiler; without it, its rows are missing.
+# Measures ckptd beside its peers and the machine's limits. The first run trains the states that are saved; allow an hour and a half for all of it.
+# ZipNN, a peer of the codecs, needs a C compiler; without it, its rows are missing.
 bench: $(INSTALLED)
 	-$(RUN) -m pip install --quiet zipnn torch-checkpointing
 	$(RUN) -m benchmarks.saves
 	$(RUN) -m benchmarks.throttled
 	$(RUN) -m benchmarks.codecs
+	$(RUN) -m benchmarks.deltas
+	$(RUN) -m benchmarks.master_copies
 	$(RUN) -m benchmarks.frozen
 	$(RUN) -m benchmarks.steps
 	$(RUN) -m benchmarks.restores

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.delta_states import MixedState, pretraining
+from benchmarks.delta_states import MixedState, fine_tuning, pretraining
 from benchmarks.deltas import Ours, Pair, whole_sizes
 from benchmarks.rows import Row, keep
 from ckptd.agent.plan import layout
@@ -52,6 +52,11 @@ def by_first_dimension(shape: tuple[int, ...], ranks: int) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
+def on_every_rank(shape: tuple[int, ...], ranks: int) -> list[range]:
+    """Return the same if every rank has the whole state, as in DistributedDataParallel."""
+    return [range(math.prod(shape))] * ranks
+
+
 def in_one_buffer(shapes: dict[str, tuple[int, ...]], ranks: int) -> dict[str, list[range]]:
     """Return the same for a distributed optimizer as in Megatron, which joins all
     tensors and gives each rank an equal part of the whole.
@@ -81,9 +86,13 @@ def beside_their_masters(
     ranks = len(next(iter(owned.values())))
     offers = [Offer(list(_rows(shapes, owned, rank))) for rank in range(ranks)]
     together = 0
-    for rank, (offer, share) in enumerate(zip(offers, share_out(offers), strict=True)):
-        kept = {offer.rows[number].fqn for number in share.rows}
-        together += sum(len(owned[name][rank]) for name in shapes if f"model.{name}" in kept)
+    for offer, share in zip(offers, share_out(offers), strict=True):
+        kept = {row.fqn: row for row in (offer.rows[number] for number in share.rows)}
+        together += sum(
+            math.prod(kept[copy].sizes)
+            for name in shapes
+            if f"model.{name}" in kept and (copy := f"optimizer.master.{name}") in kept
+        )
     return together / sum(map(math.prod, shapes.values()))
 
 
@@ -99,46 +108,54 @@ def _rows(
         for kind in OPTIMIZER if elements else ():
             yield layout.Row(
                 f"optimizer.{kind}.{name}", "float32", size, (elements.start,), (len(elements),),
-                None, "cpu", False, replicated=False,
+                None, "cpu", False, replicated=len(elements) == size[0],
             )  # fmt: skip
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    states = pretraining()
-    before, after = states[0], states[5]
+    states, tuned = pretraining(), fine_tuning()
+    after, rows = states[5], list[Row]()
     shapes = {name: tuple(tensor.shape) for name, tensor in after.weights.items()}
     for name, copy in after.master.items():
         assert torch.equal(copy.bfloat16(), after.weights[name]), name
-    placed: dict[str, Callable[[int], float]] = {
-        "first dimension": lambda ranks: beside_their_masters(
-            shapes, {name: by_first_dimension(shape, ranks) for name, shape in shapes.items()}
-        ),
-        "one buffer": lambda ranks: beside_their_masters(shapes, in_one_buffer(shapes, ranks)),
+    placed: dict[str, Callable[[int], dict[str, list[range]]]] = {
+        "first dimension": lambda ranks: {
+            name: by_first_dimension(shape, ranks) for name, shape in shapes.items()
+        },
+        "one buffer": lambda ranks: in_one_buffer(shapes, ranks),
+        "every rank": lambda ranks: {
+            name: on_every_rank(shape, ranks) for name, shape in shapes.items()
+        },
     }
-    rows = list[Row]()
-    for title, base in (("a whole checkpoint", None), ("deltas 5 steps apart", before)):
-        weights, optimizer = sizes(after, base)
+    together = {
+        f"{ranks} ranks, {name}": beside_their_masters(shapes, owned(ranks))
+        for name, owned in placed.items()
+        for ranks in RANKS
+    }
+    rows += [
+        Row(name=f"weights beside their masters, {where}", value=share, unit="")
+        for where, share in together.items()
+    ]
+    for title, newer, base in (
+        ("a whole checkpoint", after, None),
+        ("deltas 5 steps apart", after, states[0]),
+        ("deltas at RL rates", tuned[-1], tuned[-2]),
+    ):
+        weights, optimizer = sizes(newer, base)
         saved = weights / (weights + optimizer)
+        raw = sum(tensor.nbytes for tensor in newer.weights.values())
+        stored = {"weights / raw": weights / raw, "optimizer / raw": optimizer / (6 * raw)}
         rows.append(
             Row(
-                name=f"saved of {title}, one rank",
+                name=f"saved of {title}",
                 value=saved,
                 unit="",
-                beside={"weights, GB": weights / 1e9, "optimizer, GB": optimizer / 1e9},
+                limit=0.1,
+                at_most=False,
+                beside={**stored, **{where: saved * share for where, share in together.items()}},
             )
         )
-        for name, together in placed.items():
-            for ranks in RANKS:
-                share = together(ranks)
-                rows.append(
-                    Row(
-                        name=f"saved of {title}, {ranks} ranks, {name}",
-                        value=saved * share,
-                        unit="",
-                        beside={"weights beside their masters": share},
-                    )
-                )
     keep(rows, "master-copies")
 
 

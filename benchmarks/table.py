@@ -1,5 +1,5 @@
 """Prints the table of all rows that the benchmarks of today have measured, and draws
-the times of the saves.
+the times of the saves and the sizes of the deltas.
 
 `python -m benchmarks.table`; `make bench` ends with it.
 """
@@ -13,11 +13,16 @@ from typing import Any
 
 from benchmarks.rows import RESULTS, Row
 
+SAVED, STORED = "fp32 weights and moments", "stored bytes / raw bytes"
 DRAWN = {
-    "held, steady / best stager of dcp.async_save": "held",
-    "seal to durable, raw / O_DIRECT write": "durable",
+    "held, steady / best stager of dcp.async_save": ("held", f"held, {SAVED}", "seconds"),
+    "seal to durable, raw / O_DIRECT write": ("durable", f"durable, {SAVED}", "seconds"),
+    "size of bf16 at RL rates": ("deltas-rl", "a step of fine-tuning, bf16", STORED),
+    "size of bf16 5 steps apart": ("deltas-5-steps", "5 steps of pre-training, bf16", STORED),
 }
-"""The rows whose times are drawn, with the name of the drawing."""
+"""The rows whose values are drawn, with the name of the drawing, its title and the label
+of its axis.
+"""
 
 
 def rows_of(file: Path) -> list[Row]:
@@ -27,18 +32,18 @@ def rows_of(file: Path) -> list[Row]:
     ]
 
 
-def draw(seconds: dict[str, float], title: str, file: Path) -> None:
+def draw(values: dict[str, float], title: str, label: str, file: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 0.4 * len(seconds) + 1.2), layout="constrained")
+    figure = Figure(figsize=(8, 0.4 * len(values) + 1.2), layout="constrained")
     axes = figure.subplots()
     axes.barh(
-        list(seconds),
-        list(seconds.values()),
-        color=["tab:blue" if name.startswith("ckptd") else "tab:gray" for name in seconds],
+        list(values),
+        list(values.values()),
+        color=["tab:blue" if name.startswith("ckptd") else "tab:gray" for name in values],
     )
     axes.invert_yaxis()
-    axes.set_xlabel("seconds")
+    axes.set_xlabel(label)
     axes.set_title(title)
     figure.savefig(file)
 
@@ -52,10 +57,8 @@ def main() -> None:
             print(row.text())
         for row in found:
             if row.name in DRAWN:
-                name = DRAWN[row.name]
-                draw(
-                    row.beside, f"{name}, fp32 weights and moments", RESULTS / f"{today}-{name}.svg"
-                )
+                name, title, label = DRAWN[row.name]
+                draw(row.beside, title, label, RESULTS / f"{today}-{name}.svg")
     verdicts = [row.verdict for found in rows.values() for row in found]
     print(
         f"\n{verdicts.count('PASS')} rows pass, {verdicts.count('FAIL')} fail, "
