@@ -3,8 +3,8 @@ published, on the states that `benchmarks/delta_states.py` trains.
 
 `python -m benchmarks.deltas [--rounds N]`. `pip install zipnn` installs one of the peers.
 The tensors of each kind are joined, and cut into chunks as in a slot. Speeds are in GB/s
-of the new bytes. The rounds of all ways are interleaved, and each speed is the median of
-its rounds.
+of the new bytes and count processor time, because other processes may run meanwhile. The
+rounds of all ways are interleaved, and each speed is the median of its rounds.
 
 The peers, each written here from its source unless it is a package:
 
@@ -40,7 +40,6 @@ from torch import Tensor
 
 from benchmarks.delta_states import fine_tuning, pretraining
 from benchmarks.rows import Row, keep
-from ckptd.agent.bench.ways import timed
 from ckptd.shared.codecs.delta import Delta
 from ckptd.shared.codecs.planes import Planes
 from ckptd.shared.formats.plan import DEFAULT_CHUNK
@@ -343,13 +342,17 @@ def measured(kind: str, pair: Pair, rounds: int) -> list[Row]:
     for _ in range(rounds):
         for name, way in found.items():
             way.ready()
-            begun = time.perf_counter()
+            begun = time.process_time()
             stored = way.encode()
-            encoding[name].append(raw / (time.perf_counter() - begun) / 1e9)
-            applying[name].append(raw / timed(way.apply) / 1e9)
+            encoded = time.process_time()
+            way.apply()
+            encoding[name].append(raw / (encoded - begun) / 1e9)
+            applying[name].append(raw / (time.process_time() - encoded) / 1e9)
             assert np.array_equal(way.back, pair.new), name
             sizes[name] = stored / raw
-        copied = raw / timed(lambda: np.copyto(target, pair.new)) / 1e9
+        begun = time.process_time()
+        np.copyto(target, pair.new)
+        copied = raw / (time.process_time() - begun) / 1e9
         encoding["memcpy"].append(copied)
         applying["memcpy"].append(copied)
     ours = found["ckptd"]
