@@ -6,8 +6,8 @@ in the user's cache directory.
 Megatron does: AdamW updates the master copies, and the model computes with the copies
 rounded to bf16. Activations and gradients are fp32, because few processors are fast with
 bf16. First comes a pre-training on the source code of the standard library, then a
-fine-tuning by policy gradients (GRPO) at a learning rate of 1e-6. Both take about a
-quarter of an hour on one core.
+fine-tuning by policy gradients (GRPO) at a learning rate of 1e-6, rewarded for words that
+the text contains. Both together take about twelve minutes on one core.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ last learning rate.
 """
 FIRST = 200
 """The step of the first pre-trained state that is kept. It is in the middle of the
-schedule, where the learning rate is half of the highest.
+schedule, where the learning rate is 1.9e-4.
 """
 APART = (0, 5, 50)
 """The distances of the kept states from the first one, in steps."""

@@ -54,7 +54,7 @@ def kept(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(make(), file.with_suffix(".tmp"))
         file.with_suffix(".tmp").rename(file)
-    found: dict[str, Any] = torch.load(file, weights_only=True, mmap=True)
+    found: dict[str, Any] = torch.load(file, weights_only=True)
     return found
 
 
