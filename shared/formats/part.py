@@ -499,8 +499,28 @@ class PartReader:
             return
         deltas, whole = self._chain(number)
         self._decode_whole(number, whole, raw)
-        if not deltas:
-            return
+        if deltas:
+            self._add(number, deltas, raw)
+
+    def update_chunk(self, number: int, raw: memoryview, crc: int) -> bool:
+        """Bring `raw`, which has the bytes of a chunk in an older part and this crc32c,
+        up to date. Read only the deltas that came since.
+
+        Return False, and read nothing, if the chunk is not a delta of these bytes.
+        Raises IntegrityError if a delta is damaged, and OSError; then the content of
+        `raw` is undefined.
+        """
+        deltas, whole = self._chain(number)
+        known = [link.raw_crc for link in (whole, *deltas)]
+        if crc not in known:
+            return False
+        newer = deltas[len(known) - 1 - known[::-1].index(crc) :]
+        if newer:
+            self._add(number, newer, raw)
+        return True
+
+    def _add(self, number: int, deltas: Sequence[Chunk | Base], raw: memoryview) -> None:
+        """Add deltas of a chunk, its own the last one, and verify the result."""
         stored = [self._stored_delta(number, delta) for delta in deltas]
         with self._stored_in(number) as (_, where):
             with damage_in(where):

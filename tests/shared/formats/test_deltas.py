@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from crc32c import crc32c
 from obstore.store import MemoryStore
 
 from ckptd.shared.codecs.delta import DELTA, MOST_DELTAS
@@ -151,6 +152,35 @@ def test_a_chunk_that_does_not_shrink_is_written_whole(disk: Parts) -> None:
     disk.check(2)
     reader = disk.open(2)
     assert DELTA not in {chunk.codec for chunk in reader.index.chunks}
+    reader.close()
+
+
+@pytest.mark.parametrize("known", [1, 2, 3, 4])
+def test_a_reader_with_an_older_version_reads_only_the_deltas_since(
+    disk: Parts, known: int
+) -> None:
+    chain(disk, 4, codec_name="planes")
+    reader, older = disk.open(4), disk.slots[known]
+    for file in range(1, known + 1 if known < 4 else 4):
+        path_of(disk, 4, file).write_bytes(b"")  # it is open, and read no more
+    for number, chunk in enumerate(RANGES):
+        here = slice(chunk.offset, chunk.offset + chunk.length)
+        raw = bytearray(older[here])
+        if reader.index.chunks[number].codec == DELTA:
+            assert reader.update_chunk(number, memoryview(raw), crc32c(raw))
+            assert raw == disk.slots[4][here]
+        else:
+            raw[0] ^= 1
+            assert not reader.update_chunk(number, memoryview(raw), crc32c(raw))
+    reader.close()
+
+
+def test_a_reader_with_other_bytes_reads_the_whole_chain(disk: Parts) -> None:
+    chain(disk, 3, codec_name="planes")
+    reader, other = disk.open(3), noise(9)
+    for number, chunk in enumerate(RANGES):
+        raw = other[chunk.offset : chunk.offset + chunk.length]
+        assert not reader.update_chunk(number, memoryview(raw), crc32c(raw))
     reader.close()
 
 
