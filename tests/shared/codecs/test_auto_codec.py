@@ -91,6 +91,34 @@ def test_an_encoder_that_was_slow_once_is_tried_again() -> None:
         assert any(encoded(encoder, RAW, 4) is not None for _ in range(500))
 
 
+@pytest.mark.parametrize(
+    ("write", "encode", "share", "pays"),
+    [
+        (0.0, 0.0, 0.25, True),  # nothing is known yet
+        (0.0, 0.0, 0.26, False),
+        (0.1, 1.0, 0.02, True),
+        (0.1, 1.0, 0.6, False),
+        (1.0, 0.5, 0.6, False),
+        (2.0, 0.5, 0.6, True),
+        (2.0, 0.5, 0.9, False),
+    ],
+)
+def test_a_delta_pays_if_it_is_small_or_the_storage_is_slow(
+    write: float, encode: float, share: float, pays: bool
+) -> None:
+    encoder = after_writes(write, Clock())
+    encoder._encoding.seconds_per_byte = encode / len(RAW)
+    assert encoder.pays(share) is pays
+
+
+def test_short_writes_say_nothing_about_the_storage() -> None:
+    encoder = after_writes(1.0, clock := Clock())
+    for _ in range(40):
+        with encoder.writing(4096):
+            clock.now += 9.0
+    assert encoder._writing.seconds_per_byte == pytest.approx(1.0 / len(RAW))
+
+
 def test_a_failed_write_is_over_too() -> None:
     encoder = Auto()
     for _ in range(3):
