@@ -33,8 +33,8 @@ from ckptd.shared.formats.part import (
 from ckptd.shared.formats.plan import DEFAULT_CHUNK, ChunkRange
 from ckptd.shared.formats.reuse import (
     NOTHING,
+    BaseOffer,
     Linker,
-    Offer,
     Reuse,
     StoredChunk,
     StoredFile,
@@ -158,7 +158,7 @@ class PartWriter:
         self._linked: list[StoredFile] = []
         self._files: list[_File] = []
         self.ranges, self.needed = list[ChunkRange](), 0
-        self.offers: dict[int, Offer] = {}
+        self.offers: dict[int, BaseOffer] = {}
         # The chunks that have changed, and those that are stored apart.
         self._groups = _Group(), _Group()
         # The linked chunks, and the number of the file of each other chunk, by their
@@ -182,7 +182,7 @@ class PartWriter:
         numbers = {position: 1 + position for position in range(len(reuse.files))}
         self._unchanged = {offset: chunk.moved(numbers) for offset, chunk in reuse.chunks.items()}
         self.offers = {
-            offset: Offer(offer.base.moved(numbers), offer.share)
+            offset: BaseOffer(offer.base.moved(numbers), offer.share)
             for offset, offer in reuse.offers.items()
         }
         self.ranges = [chunk for chunk in ranges if chunk.offset not in self._unchanged]

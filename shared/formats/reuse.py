@@ -132,7 +132,7 @@ class StoredPart:
         return found
 
 
-class Offer(NamedTuple):
+class BaseOffer(NamedTuple):
     """A chunk that may be the base of a delta, and the expected share of the bytes of
     the delta in those of the chunk.
     """
@@ -156,7 +156,7 @@ class Reuse:
 
     files: list[StoredFile] = field(default_factory=list)
     chunks: dict[int, StoredChunk] = field(default_factory=dict)
-    offers: dict[int, Offer] = field(default_factory=dict)
+    offers: dict[int, BaseOffer] = field(default_factory=dict)
     apart: frozenset[int] = frozenset()
 
     def of(self, positions: Collection[int]) -> Reuse:
@@ -181,7 +181,7 @@ class Reuse:
             [self.files[position] for position in moved],
             {offset: chunk.moved(moved) for offset, chunk in chunks.items()},
             {
-                offset: Offer(offer.base.moved(moved), offer.share)
+                offset: BaseOffer(offer.base.moved(moved), offer.share)
                 for offset, offer in offers.items()
             },
             self.apart,
@@ -233,7 +233,7 @@ def choose(
     }
     places = before.places(ranges)
     offers = {
-        ranges[number].offset: Offer(before.chunks[places[number]], share)
+        ranges[number].offset: BaseOffer(before.chunks[places[number]], share)
         for number, share in shares.items()
         if number in places
         and ranges[number].offset not in same
