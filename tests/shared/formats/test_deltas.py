@@ -160,6 +160,7 @@ def test_a_reader_with_an_older_version_reads_only_the_deltas_since(
     disk: Parts, known: int
 ) -> None:
     chain(disk, 4, codec_name="planes")
+    assert len(RANGES) > 9
     reader, older = disk.open(4), disk.slots[known]
     for file in range(1, known + 1 if known < 4 else 4):
         path_of(disk, 4, file).write_bytes(b"")  # it is open, and read no more
@@ -177,6 +178,7 @@ def test_a_reader_with_an_older_version_reads_only_the_deltas_since(
 
 def test_a_reader_with_other_bytes_reads_the_whole_chain(disk: Parts) -> None:
     chain(disk, 3, codec_name="planes")
+    assert len(RANGES) > 9
     reader, other = disk.open(3), noise(9)
     for number, chunk in enumerate(RANGES):
         raw = other[chunk.offset : chunk.offset + chunk.length]
