@@ -90,6 +90,13 @@ class Pending:
         return self._snapshot.lost_seconds
 
     @property
+    def durable_seconds(self) -> float | None:
+        """Seconds from the call of `snapshot` until the checkpoint was durable; None
+        until then.
+        """
+        return self._snapshot.durable_seconds
+
+    @property
     def error(self) -> CkptdError | None:
         """The reason if the snapshot failed, was skipped, or was kept in memory only and
         can no longer become durable; otherwise None.
@@ -211,6 +218,7 @@ class PendingSnapshot:
         self.stall = 0.0
         self.nbytes = 0
         self.lost_seconds: float | None = None
+        self.durable_seconds: float | None = None
         self.cost_before: TrainingCost | None = None
         self.begun: float | None = None
         self.error: CkptdError | None = None
@@ -382,6 +390,8 @@ class PendingSnapshot:
             after = step(self._state, event)
             log.debug("snapshot %d: %s -> %s", self.step, self._state.value, after.value)
             self._was_sealed = self._was_sealed or after is SnapshotState.SEALED
+            if after is SnapshotState.DURABLE and self.begun is not None:
+                self.durable_seconds = time.perf_counter() - self.begun
             self._state = after
         self._changed()
         if after in (SnapshotState.SEALED, SnapshotState.DURABLE):

@@ -39,8 +39,8 @@ class StepTimes:
 
     Only the steps of one optimizer are counted: the first that takes one, and another
     once that one no longer steps. `usual`: the median time of the last quiet steps in
-    seconds, or None if there were too few. `last`: the last snapshot whose cost is
-    known, or None.
+    seconds, or None if there were too few. `last`: the last snapshot that goes to
+    storage and whose cost is known, or None.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -65,7 +65,7 @@ class StepTimes:
 
     @property
     def cost(self) -> TrainingCost | None:
-        """The cost of the last snapshot whose cost is known."""
+        """The cost of `last`."""
         usual, last = self.usual, self.last
         if last is None or last.lost_seconds is None or usual is None:
             return None
@@ -101,10 +101,15 @@ class StepTimes:
         elif not found:
             self._quiet.append(took)
         elif (usual := self.usual) is not None:
-            self.last = found[-1]
-            self.last.lost_seconds = (
-                (self.last.lost_seconds or 0.0) + held + min(took - held - usual, _MOST * usual)
-            )
+            for pending in found:
+                if pending.lost_seconds is None:
+                    pending.lost_seconds = pending.stall
+            # A save slows the steps more than a copy into memory that is made meanwhile.
+            slowed = next((pending for pending in reversed(found) if pending.persist), found[-1])
+            assert slowed.lost_seconds is not None
+            slowed.lost_seconds += min(took - held - usual, _MOST * usual)
+            if slowed.persist:
+                self.last = slowed
 
 
 def _is_over(pending: PendingSnapshot) -> bool:

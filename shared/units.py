@@ -20,8 +20,8 @@ _SIZES = {
     "ti": 1 << 40,
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?", re.IGNORECASE)
-_SPAN = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*([smhdw]?)")
-_SPAN_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_SPAN = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*(ms|[smhdw]?)")
+_SPAN_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def parse_size(text: str) -> int:
@@ -97,9 +97,28 @@ def span_text(seconds: float) -> str:
     )
 
 
+def short_span_text(seconds: float) -> str:
+    """Return a time in one unit, with about three digits: `20 ms`, `19.3 s`, `2.5 min`.
+
+    Times below two minutes are in seconds, and below two hours in minutes.
+    """
+    for least, unit, name in (
+        (2 * 86400, 86400, "days"), (7200, 3600, "h"), (120, 60, "min"), (1, 1, "s"),
+    ):  # fmt: skip
+        if seconds >= least:
+            return f"{seconds / unit:.{0 if seconds / unit >= 99.95 else 1}f} {name}"
+    return f"{seconds * 1000:.3g} ms"
+
+
+def ordinal(number: int) -> str:
+    """Return a number as in "the 2nd"."""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number:,d}{'th' if number % 100 in (11, 12, 13) else ending}"
+
+
 def parse_span(text: str) -> float:
     """Return the seconds that a text stands for: `30m` is 1800, and a number without a
-    unit is one of seconds. The units are s, m, h, d and w. Raises ValueError.
+    unit is one of seconds. The units are ms, s, m, h, d and w. Raises ValueError.
     """
     match = _SPAN.fullmatch(text.strip())
     if match is None:

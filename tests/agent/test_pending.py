@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -279,9 +280,18 @@ def test_a_pending_shows_its_snapshot() -> None:
 
 def test_a_user_sees_nothing_but_the_documented_members() -> None:
     assert {name for name in dir(Pending) if not name.startswith("_")} == {
-        "step", "attempt", "persist", "stall", "lost_seconds", "nbytes", "error", "segment",
-        "unsaved", "state", "done", "wait", "future",
+        "step", "attempt", "persist", "stall", "lost_seconds", "durable_seconds", "nbytes",
+        "error", "segment", "unsaved", "state", "done", "wait", "future",
     }  # fmt: skip
+
+
+def test_the_time_until_durable_is_measured_from_the_call() -> None:
+    snapshot = moved(*TO_DURABLE[:-1])
+    snapshot.begun = time.perf_counter() - 7.0
+    assert Pending(snapshot).durable_seconds is None
+    snapshot.move(TO_DURABLE[-1])
+    assert Pending(snapshot).durable_seconds == pytest.approx(7.0, abs=1.0)
+    assert Pending(moved(*TO_DURABLE)).durable_seconds is None, "dcp.save has no call to count from"
 
 
 def test_two_of_one_snapshot_are_equal() -> None:

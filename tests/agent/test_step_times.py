@@ -95,6 +95,40 @@ def test_a_snapshot_in_memory_only_costs_until_it_is_sealed(training: Training) 
     )
 
 
+def test_steps_are_slower_because_of_the_save_and_not_of_snapshots_taken_meanwhile(
+    training: Training,
+) -> None:
+    training.steps(7.0, 1.0, 1.0, 1.0)
+    saved = training.snapshot(stall=0.25)
+    training.steps(1.5)
+    between = PendingSnapshot(2, persist=False)
+    training.now += 0.125
+    between.stall = 0.125
+    between.seal()
+    training.times.begin(between)
+    training.steps(1.5)
+    saved.move(Event.COMMIT)
+    training.steps(1.25, 1.0)
+    assert (saved.lost_seconds, between.lost_seconds) == (pytest.approx(1.5), 0.125)
+    assert training.times.last is saved
+    assert training.times.usual == 1.0
+
+
+def test_the_daemon_hears_of_the_last_save_and_not_of_later_snapshots_in_memory(
+    training: Training,
+) -> None:
+    training.steps(7.0, 1.0, 1.0, 1.0)
+    training.snapshot().move(Event.COMMIT)
+    training.steps(2.0, 1.0)
+    later = PendingSnapshot(2, persist=False)
+    later.seal()
+    training.times.begin(later)
+    training.steps(1.0, 1.0)
+    cost = training.times.cost
+    assert cost is not None
+    assert (cost.step, cost.seconds) == (1, pytest.approx(1.0))
+
+
 def test_a_snapshot_that_has_failed_at_once_is_not_counted(training: Training) -> None:
     """Snapshots with an invalid step must not reach the daemon, because no message can
     hold such a step.

@@ -1,12 +1,30 @@
-"""Tests the interval between two saves that loses the least time."""
+"""Tests the intervals between saves that lose the least time, against brute force over
+an exact model.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ckptd.shared.interval import best_interval
+from ckptd.shared.interval import (
+    Choice,
+    Costs,
+    Failures,
+    Level,
+    best_interval,
+    choice_text,
+    choose,
+    share_of_time,
+)
+from tests.shared.samples import steady
+
+# -- one level
 
 
 def lost(interval: float, cost: float, mtbf: float) -> float:
@@ -22,8 +40,203 @@ def lost(interval: float, cost: float, mtbf: float) -> float:
 def test_no_other_interval_loses_less(cost: float, mtbf: float) -> None:
     best = min(lost(second * 0.5, cost, mtbf) for second in range(1, 20_000))
     assert lost(best_interval(cost, mtbf), cost, mtbf) <= best * 1.001
+    alone = choose([Level("storage", cost, mtbf)])
+    assert (alone.interval, alone.every) == (best_interval(cost, mtbf), (1,))
 
 
 def test_the_interval_is_youngs_for_small_costs_and_at_most_the_mtbf() -> None:
     assert best_interval(1e-6, 3600) == pytest.approx(math.sqrt(2e-6 * 3600), rel=1e-4)
     assert best_interval(7200, 3600) == best_interval(99999, 3600) == 3600
+
+
+# -- several levels
+
+
+def exact(choice: Choice) -> float:
+    """Return the time that is lost for each second of training, without an
+    approximation.
+
+    This is a Markov model as that of SCR. A unit of a level is `times` units of the level
+    before, one after the other, and the cost of the level. `ends` is the chance that a
+    unit is completed before a failure that needs a higher level, and `seconds` the time
+    until then. A failure of the level itself starts the unit again.
+    """
+    rates = [1 / level.mtbf for level in choice.levels]
+    ends, seconds, before = 1.0, 0.0, 0
+    for number, level in enumerate(choice.levels):
+        rate, higher = sum(rates[number:]), sum(rates[number + 1 :])
+        if number == 0:
+            parts = [(math.exp(-rate * choice.interval), -math.expm1(-rate * choice.interval) / rate)]
+        else:
+            parts = [(ends, seconds)] * (choice.every[number] // before)
+        before = choice.every[number]
+        parts.append((math.exp(-rate * level.cost), -math.expm1(-rate * level.cost) / rate))
+        reached, taken = 1.0, 0.0
+        for success, time in parts:
+            taken += reached * time
+            reached *= success
+        if reached < 1e-12:
+            return math.inf
+        again = (1 - reached) * (1 - higher / rate)
+        ends, seconds = reached / (1 - again), (taken + again * level.restore) / (1 - again)
+    return seconds / (choice.interval * choice.every[-1]) - 1
+
+
+def brute_force(levels: Sequence[Level], intervals: Sequence[float]) -> Choice:
+    """Return the best of many choices by the exact model."""
+    numbers = [1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 25, 32, 40, 50, 64, 80, 100]
+    tried = (
+        Choice(tuple(levels), interval, tuple(itertools.accumulate((1, *times), lambda a, b: a * b)))
+        for interval in intervals
+        for times in itertools.product(numbers, repeat=len(levels) - 1)
+    )
+    fit = (
+        one for one in tried
+        if all(i >= level.durable for i, level in zip(one.intervals, levels, strict=True))
+    )  # fmt: skip
+    return min(fit, key=exact)
+
+
+MEMORY, STORAGE = Level("memory", 0.02, 3 * 3600), Level("storage", 2.0, 30 * 3600)
+
+
+@pytest.mark.parametrize(
+    "levels",
+    [
+        (MEMORY, STORAGE),
+        (MEMORY, Level("storage", 2.0, 30 * 3600, durable=900.0)),
+        (Level("memory", 5.0, 3600), Level("storage", 60.0, 7200)),
+        (Level("memory", 1.0, 9000), Level("storage", 0.1, 3600)),
+        (Level("memory", 1.0, 90000), Level("storage", 0.1, 3600, durable=60.0)),
+        (Level("memory", 0.5, 900), Level("peer", 2.0, 7200), Level("storage", 20.0, 86400)),
+        (Level("memory", 0.5, 900), Level("peer", 2.0, 86400), Level("storage", 0.1, 7200)),
+    ],
+)
+def test_no_other_intervals_of_several_levels_lose_less(levels: tuple[Level, ...]) -> None:
+    found = choose(levels)
+    intervals = [found.interval * 1.05**power for power in range(-60, 61, 2 * len(levels) - 2)]
+    best = brute_force(levels, intervals)
+    assert exact(found) <= exact(best) * 1.02
+    assert found.lost == pytest.approx(
+        exact(found) + sum(level.durable / level.mtbf for level in levels), rel=0.12
+    )
+
+
+@steady
+@given(
+    st.lists(
+        st.tuples(st.floats(1e-3, 50.0), st.floats(600, 1e6), st.floats(0, 2000)),
+        min_size=1, max_size=3,
+    ),
+    st.floats(0, 20),
+)  # fmt: skip
+def test_a_choice_keeps_its_bounds_and_no_neighbour_is_better(
+    levels: list[tuple[float, float, float]], least: float
+) -> None:
+    found = choose(
+        [Level(str(n), cost, mtbf, durable) for n, (cost, mtbf, durable) in enumerate(levels)],
+        least=least,
+    )
+    assert found.interval >= least
+    for level, interval in zip(found.levels, found.intervals, strict=True):
+        assert interval >= level.durable * (1 - 1e-9)
+    for lower, higher in itertools.pairwise(found.every):
+        assert higher % lower == 0
+    for factor in (0.5, 2.0):
+        other = found.scaled(factor)
+        for lower, higher in itertools.pairwise(other.every):
+            assert higher % lower == 0
+        # An interval is Daly's, whose terms of higher order this sum does not have.
+        if other.interval >= least and found.lost < 0.2:
+            assert other.lost >= found.lost * 0.99
+
+
+def test_storage_gets_a_whole_multiple_of_the_snapshots() -> None:
+    found = choose((MEMORY, STORAGE))
+    alone = [best_interval(level.cost, level.mtbf) for level in (MEMORY, STORAGE)]
+    assert found.every == (1, 32)
+    assert found.intervals == pytest.approx(alone, rel=0.02)
+    assert found.lost == pytest.approx(
+        sum(math.sqrt(2 * level.cost / level.mtbf) for level in (MEMORY, STORAGE)), rel=0.01
+    ), "the least loss of Benoit et al."
+
+
+def test_given_numbers_are_kept() -> None:
+    found = choose((MEMORY, STORAGE), every=(1, 4))
+    assert found.every == (1, 4)
+    assert found.interval > choose((MEMORY, STORAGE)).interval
+
+
+# -- limits
+
+
+def test_what_costs_nothing_is_done_as_often_as_possible() -> None:
+    assert choose([Level("memory", 0.0, 3600)], least=5.0).interval == 5.0
+    assert 0 < choose([Level("memory", 0.0, 3600)]).interval < 0.1
+    free = choose((MEMORY, Level("storage", 0.0, 30 * 3600, durable=40.0)))
+    assert free.every == (1, 2)
+    assert free.intervals[1] >= 40.0
+
+
+def test_a_cost_above_the_mtbf_gives_the_mtbf() -> None:
+    found = choose((MEMORY, Level("storage", 9000.0, 3600.0)))
+    assert found.intervals[1] == pytest.approx(3600, rel=0.05)
+    assert found.lost > 2.0, "more time is lost than the training takes"
+
+
+def test_a_level_that_no_failure_needs() -> None:
+    every_failure_loses_the_node = choose((Level("memory", 0.02), STORAGE))
+    assert every_failure_loses_the_node.every == (1, 1)
+    assert every_failure_loses_the_node.interval == pytest.approx(
+        best_interval(2.02, 30 * 3600)
+    )
+    no_failure_loses_a_node = choose((MEMORY, Level("storage", 2.0)))
+    assert no_failure_loses_a_node.interval == pytest.approx(
+        best_interval(0.02, 3 * 3600), rel=1e-3
+    )
+    assert no_failure_loses_a_node.every[1] > 100_000
+
+
+def test_storage_that_is_slower_than_its_interval_sets_it() -> None:
+    slow = choose((MEMORY, Level("storage", 2.0, 30 * 3600, durable=3000.0)))
+    assert slow.intervals[1] == pytest.approx(3000.0, rel=0.01)
+    assert slow.interval == pytest.approx(best_interval(0.02, 3 * 3600), rel=0.02)
+    assert slow.scaled(0.5).intervals[1] >= 3000.0
+    assert slow.scaled(0.5).interval == slow.interval / 2
+
+
+# -- a job
+
+
+def test_failures_are_divided_if_both_figures_are_known() -> None:
+    assert (Failures(3600, 36000).memory, Failures(3600, 36000).storage) == (4000.0, 36000)
+    assert (Failures(3600).memory, Failures(3600).storage) == (3600, 3600)
+    assert Failures(3600, 3600).memory == math.inf
+
+
+def test_every_snapshot_goes_to_storage_until_the_cost_of_that_is_measured() -> None:
+    failures = Failures(3 * 3600, 30 * 3600)
+    (only,) = Costs(0.02, 40.0).levels(failures)
+    assert only == Level("storage", 0.02, 3 * 3600, 40.0)
+    memory, storage = Costs(0.02, 40.0, 2.02).levels(failures, restore=60.0)
+    assert (memory.cost, memory.mtbf) == (0.02, pytest.approx(12000))
+    assert storage == Level("storage", 2.0, 30 * 3600, 40.0, 60.0)
+    assert Costs(0.02, 40.0, 0.01).levels(failures)[1].cost == 0.0, "noise of the step times"
+
+
+def test_a_choice_in_words() -> None:
+    found = choose(Costs(0.02, 40.0, 2.02).levels(Failures(3 * 3600, 30 * 3600)))
+    assert choice_text(found, 0.5) == (
+        "a snapshot to memory every 21.9 s (44 steps); each 30th to storage, every 10.9 min "
+        "(1,320 steps)"
+    )
+    assert choice_text(choose([Level("storage", 1.0, 3600)])) == (
+        "a snapshot to storage every 84.2 s"
+    )
+    one = choose((Level("memory", 1.0), STORAGE), least=1000)
+    assert choice_text(one, 1000.0) == (
+        "a snapshot to memory every 16.7 min (1 step); every one to storage"
+    )
+    assert [share_of_time(share) for share in (0.00123, 0.1234, 1.234)] == [
+        "0.12 %", "12 %", "123 %",
+    ]  # fmt: skip

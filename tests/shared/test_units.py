@@ -8,6 +8,7 @@ import pytest
 
 from ckptd.shared.units import (
     count_text,
+    ordinal,
     parse_size,
     parse_span,
     progress_text,
@@ -16,6 +17,7 @@ from ckptd.shared.units import (
     share_text,
     size_text,
     some_text,
+    short_span_text,
     span_text,
 )
 
@@ -145,6 +147,7 @@ def test_anything_but_a_size_is_refused(text: str) -> None:
         (" 1.5 h ", 5400),
         ("7d", 604800),
         ("4w", 2419200),
+        ("20ms", 0.02),
         ("0", 0),
     ],
 )
@@ -156,3 +159,21 @@ def test_times_are_read_with_their_units(text: str, seconds: float) -> None:
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         parse_span(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 ms"), (0.00012, "0.12 ms"), (0.02, "20 ms"), (0.9994, "999 ms"), (1, "1.0 s"),
+        (19.34, "19.3 s"), (99.97, "100 s"), (150, "2.5 min"), (7199, "120 min"),
+        (9000, "2.5 h"), (200 * 3600, "8.3 days"),
+    ],
+)  # fmt: skip
+def test_a_short_span_has_one_unit(seconds: float, text: str) -> None:
+    assert short_span_text(seconds) == text
+
+
+def test_ordinals() -> None:
+    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 102, 111, 1003)] == [
+        "1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "102nd", "111th", "1,003rd",
+    ]  # fmt: skip
