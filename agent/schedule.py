@@ -1,5 +1,5 @@
-"""Decides after which steps to snapshot: every n steps, every n seconds, or as often as
-is worth the cost.
+"""Decides after which steps to snapshot, and which snapshots go to storage: every n
+steps, every n seconds, or as often as is worth the cost.
 
 Rank 0 alone converts seconds to steps. Its decision, a `Word`, says whether a snapshot
 is due now, whether the snapshot goes to storage, and at which step all ranks ask again.
@@ -12,8 +12,10 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+import sys
 import time
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -23,7 +25,7 @@ from ckptd.agent.agent import Agent, link_of
 from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.threads.call_lock import CallLock, Nested
 from ckptd.shared.errors import CkptdError, InvalidRequest
-from ckptd.shared.interval import best_interval
+from ckptd.shared.interval import Choice, Costs, Failures, choose, share_of_time
 
 log = logging.getLogger("ckptd.agent")
 
@@ -31,8 +33,16 @@ _AWAY_SECONDS = 60.0
 """Seconds until a store that has not answered is asked again."""
 _AGAIN_SECONDS = 30.0
 """Seconds between two snapshots in "auto" mode while their cost is unknown, because
-none has succeeded yet.
+none has become durable yet.
 """
+_MEASURED = 5
+"""The number of the last snapshots whose costs count in "auto" mode."""
+_QUIET_STEPS = 4
+"""Steps between two saves while it is not known how much a save slows the steps beside
+it. Those without a save show how long a step usually takes.
+"""
+_TOLD = 1.25
+"""A choice is logged again when an interval has changed by this factor."""
 
 
 class Word(msgspec.Struct, frozen=True, array_like=True):
@@ -51,40 +61,92 @@ class Pace:
     """The pace of the snapshots, kept by rank 0: it converts the interval from seconds
     to steps.
 
-    Every `persist_every`-th snapshot that is due goes to storage.
+    step: the median of the seconds that the last steps took, or 0.0 if that is not
+    known yet.
     """
 
-    def __init__(self, persist_every: int) -> None:
-        self._persist_every = persist_every
-        self._taken = 0
+    def __init__(self) -> None:
         self._before: tuple[int, float] | None = None  # step and time of the last decision
         # Step and time of the last snapshot that was due, or of the first decision.
         self._last = (0, 0.0)
+        self._in_memory = 0  # the snapshots since the last one that went to storage
+        self._steps: deque[float] = deque(maxlen=9)
 
-    def decide(self, step: int, now: float, interval: float | None, *, busy: bool = False) -> Word:
+    @property
+    def step(self) -> float:
+        return statistics.median(self._steps) if self._steps else 0.0
+
+    def decide(
+        self,
+        step: int,
+        now: float,
+        interval: float | None,
+        *,
+        every: int = 1,
+        beside: int | None = None,
+    ) -> Word:
         """Return the decision at `step`.
 
         `now` is the time in seconds, of a monotonic clock.
 
         `interval` is the number of seconds between two snapshots, and may change from
-        call to call. None makes a snapshot due at once, to measure its cost. `busy` is
-        True while the last save is still under way: then no snapshot is due.
+        call to call. None makes a snapshot due at once, to measure its cost. Each
+        `every`-th snapshot goes to storage.
+
+        `beside` is None unless the last save is still under way. Then it is the number
+        of snapshots that fit into memory beside that save. Further ones are not due,
+        and none goes to storage.
         """
+        fits = beside is None or self._in_memory < beside
         if self._before is None:
             self._before = self._last = step, now
-            due, ahead = interval is None and not busy, 1
+            due, ahead = interval is None and fits, 1
         else:
             seen, waited = step - self._last[0], now - self._last[1]
-            per_step = max(waited / seen, (now - self._before[1]) / (step - self._before[0]), 1e-9)
-            due = not busy and (interval is None or waited + per_step / 2 >= interval)
+            per_step = max((now - self._before[1]) / (step - self._before[0]), 1e-9)
+            self._steps.append(per_step)
+            per_step = max(waited / seen, per_step)
+            due = fits and (interval is None or waited + per_step / 2 >= interval)
             left = 0.0 if interval is None else interval if due else interval - waited
             # Limited by the steps seen so far, since a few steps do not show how long a
             # thousand will take.
             ahead = int(max(1.0, min(left / per_step / 2, 2.0 * seen)))
             self._before = step, now
+        persist = due and beside is None and self._in_memory + 1 >= every
         if due:
-            self._last, self._taken = (step, now), self._taken + 1
-        return Word(due, due and self._taken % self._persist_every == 0, step + ahead)
+            self._last = step, now
+            self._in_memory = 0 if persist else self._in_memory + 1
+        return Word(due, persist, step + ahead)
+
+
+class Measurements:
+    """The costs of the last snapshots, as far as this rank knows them."""
+
+    def __init__(self) -> None:
+        self._to_memory: deque[Pending] = deque(maxlen=_MEASURED)
+        self._to_storage: deque[Pending] = deque(maxlen=_MEASURED)
+
+    def add(self, pending: Pending) -> None:
+        (self._to_storage if pending.persist else self._to_memory).append(pending)
+
+    @property
+    def saving(self) -> bool:
+        """True while the last snapshot that goes to storage is being saved."""
+        return bool(self._to_storage) and not self._to_storage[-1].done
+
+    @property
+    def costs(self) -> Costs | None:
+        """The medians, or None until a snapshot has become durable."""
+        saved = [one for one in self._to_storage if one.durable_seconds is not None]
+        if not saved:
+            return None
+        held = [max(one.stall, one.lost_seconds or 0.0) for one in self._to_memory]
+        lost = [one.lost_seconds for one in saved if one.lost_seconds is not None]
+        return Costs(
+            held=statistics.median(held or [one.stall for one in saved]),
+            durable=statistics.median(one.durable_seconds or 0.0 for one in saved),
+            lost=statistics.median(lost) if lost else None,
+        )
 
 
 class Schedule:
@@ -102,14 +164,21 @@ class Schedule:
     every_seconds: seconds, more than 0. A snapshot is due that long after the last one
         that was due. The first is due that long after the first step that is asked
         about.
-    mode: "auto" chooses the interval that loses the least time to saves and failures.
-        It takes the median of the time for which the last five snapshots have held the
-        training. The first snapshot is due at once. None is due while the last one that
-        goes to storage is still being saved.
-    mtbf: seconds, more than 0: the mean time between two failures of the whole job.
-        Goes with "auto" only, which needs it.
-    persist_every: an integer from 1, by default 1. Each n-th snapshot that is due goes
-        to storage; the others stay in memory.
+    mode: "auto" chooses the interval, and which snapshots go to storage, so that the
+        least time is lost to saves and failures. It uses the medians of what the last
+        five snapshots have cost: the time for which they have held the training, the
+        time that the steps beside a save have lost, and the time until they were
+        durable. The first snapshot is due at once, and goes to storage. Until the cost
+        of a save is measured, all go to storage. The choice is logged, and `choice`
+        returns it.
+    mtbf: seconds, more than 0: the mean time between two failures of the whole job, of
+        any kind. Goes with "auto" only, which needs it.
+    mtbf_node: seconds, at least `mtbf`: the mean time between two failures of the job
+        that lose the memory of a node. After the others, a snapshot in memory is
+        enough. If it is not given, snapshots are taken to memory as if no failure lost
+        a node, and to storage as if each did.
+    persist_every: an integer from 1. Each n-th snapshot that is due goes to storage;
+        the others stay in memory. Default: 1, or with "auto" as it chooses.
     agent: the `Agent` that takes the snapshots. Default: the agent of this process,
         which the function `snapshot` also uses.
 
@@ -124,8 +193,9 @@ class Schedule:
         *,
         every_steps: int | None = None,
         every_seconds: float | None = None,
-        persist_every: int = 1,
+        persist_every: int | None = None,
         mtbf: float | None = None,
+        mtbf_node: float | None = None,
         agent: Agent | None = None,
     ) -> None:
         if mode not in (None, "auto"):
@@ -145,8 +215,10 @@ class Schedule:
         self._every_seconds = (
             None if every_seconds is None else _seconds("every_seconds", every_seconds)
         )
-        self._mtbf = None if mtbf is None else _seconds("mtbf", mtbf)
-        self._persist_every = _whole("persist_every", persist_every)
+        self._failures = _failures(mtbf, mtbf_node)
+        self._persist_every = (
+            None if persist_every is None else _whole("persist_every", persist_every)
+        )
         self.agent = agent
         self._calls = CallLock()
         self._agent: Agent | None = None  # the agent that everything set in `_begin` belongs to
@@ -163,9 +235,10 @@ class Schedule:
         self._heard = 0
         self._again = 0
         self._not_before = 0.0
-        self._pace = Pace(self._persist_every)
-        self._stalls: deque[float] = deque(maxlen=5)
-        self._saving: Pending | None = None
+        self._pace = Pace()
+        self._measured = Measurements()
+        self._choice: Choice | None = None
+        self._told: Choice | None = None  # the choice that was logged last
         self._asked = False
 
     def _current(self) -> Agent:
@@ -179,12 +252,21 @@ class Schedule:
         """The seconds between two snapshots; None with `every_steps`, or if the
         interval is not known yet.
 
-        With "auto", each rank has its own value, and that of rank 0 counts. It is known
-        once a snapshot has been taken.
+        With "auto", rank 0 alone knows it, once a snapshot has become durable.
         """
-        if self._mtbf is None:
+        if self._failures is None:
             return self._every_seconds
-        return best_interval(statistics.median(self._stalls), self._mtbf) if self._stalls else None
+        return None if self._choice is None else self._choice.interval
+
+    @property
+    def choice(self) -> Choice | None:
+        """With "auto", the present choice: the intervals, the costs that they follow
+        from, and the share of the time that is expected to be lost.
+
+        None until a snapshot has become durable, on other ranks than rank 0, and
+        without "auto".
+        """
+        return self._choice
 
     def due(self, step: int) -> bool:
         """Return True if a snapshot is due after this step.
@@ -205,7 +287,7 @@ class Schedule:
         if self._every_steps is not None:
             self._word = Word(
                 step % self._every_steps == 0,
-                step // self._every_steps % self._persist_every == 0,
+                step // self._every_steps % (self._persist_every or 1) == 0,
                 0,
             )
             return self._word.due
@@ -241,8 +323,7 @@ class Schedule:
         take = self.agent.snapshot if self.agent is not None else default.snapshot
         pending = take(state, step=step, persist=self._word.persist, **options)
         if pending.state not in ("failed", "skipped"):
-            self._stalls.append(pending.stall)
-            self._saving = pending if pending.persist else self._saving
+            self._measured.add(pending)
         return pending
 
     def _ask(self, agent: Agent, step: int) -> Word:
@@ -257,7 +338,9 @@ class Schedule:
                 self._about >= self._again,
             )
             try:
-                heard = link_of(agent).broadcast(topic, lambda: self._decide(step), late=late)
+                heard = link_of(agent).broadcast(
+                    topic, lambda: self._decide(agent, step), late=late
+                )
             except Nested:
                 raise
             except CkptdError as error:
@@ -276,15 +359,62 @@ class Schedule:
             if step < word.again:
                 return nothing
 
-    def _decide(self, step: int) -> bytes:
-        interval = self.interval
-        if interval is None and self._asked:
-            interval = _AGAIN_SECONDS
-        self._asked = True
-        busy = self._mtbf is not None and self._saving is not None and not self._saving.done
-        return msgspec.msgpack.encode(
-            (step, self._pace.decide(step, time.monotonic(), interval, busy=busy))
-        )
+    def _decide(self, agent: Agent, step: int) -> bytes:
+        now = time.monotonic()
+        if self._failures is None:
+            word = self._pace.decide(step, now, self._every_seconds, every=self._persist_every or 1)
+        else:
+            self._choose(self._failures)
+            interval, every, beside = _AGAIN_SECONDS if self._asked else None, 1, 0
+            if self._choice is not None:
+                interval, every = self._choice.interval, self._choice.every[-1]
+                beside = _beside_a_save(link_of(agent).client.welcome.slots)
+            self._asked = True
+            word = self._pace.decide(
+                step, now, interval, every=every, beside=beside if self._measured.saving else None
+            )
+        return msgspec.msgpack.encode((step, word))
+
+    def _choose(self, failures: Failures) -> None:
+        """Choose by what has been measured until now, and log a choice that is new or
+        has changed much.
+        """
+        costs, step, least = self._measured.costs, self._pace.step, 0.0
+        if costs is None:
+            return
+        every = None if self._persist_every is None else (1, self._persist_every)
+        if costs.lost is None and every is None:
+            # At most half of the time beside a save: the other steps are the measure.
+            least = max(2 * costs.durable, _QUIET_STEPS * step)
+        elif costs.lost is None:
+            costs = replace(costs, lost=costs.held)
+        choice = choose(costs.levels(failures), step=step, least=least, every=every)
+        self._choice = choice
+        if self._told is None or _differ(choice, self._told):
+            self._told = choice
+            log.info(
+                "%s: %s; %s; %s%s of the training time is expected to be lost",
+                choice, costs, failures, "" if failures.mtbf_node else "at most ",
+                share_of_time(choice.lost),
+            )  # fmt: skip
+
+
+def _differ(choice: Choice, other: Choice) -> bool:
+    """Return True if the difference is worth a line in the log."""
+    return choice.levels[0].name != other.levels[0].name or any(
+        max(one / before, before / one) > _TOLD
+        for one, before in zip(choice.intervals, other.intervals, strict=True)
+    )
+
+
+def _beside_a_save(slots: int) -> int:
+    """Return how many snapshots each rank can take while the last one is being saved,
+    without waiting for a slot.
+
+    The snapshot that is being saved has one slot, and the newest one has another. With
+    a third slot, the next one is filled before the newest one is released.
+    """
+    return 1 if slots < 3 else sys.maxsize
 
 
 def check_same_agent(schedule: Schedule, agent: Agent | None) -> None:
@@ -300,6 +430,21 @@ def _whole(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} is {value!r}; expected a number from 1 up")
     return value
+
+
+def _failures(mtbf: Any, mtbf_node: Any) -> Failures | None:
+    if mtbf is None:
+        if mtbf_node is not None:
+            raise ValueError("mtbf_node= needs mtbf=, the mean seconds between all failures")
+        return None
+    every = _seconds("mtbf", mtbf)
+    node = None if mtbf_node is None else _seconds("mtbf_node", mtbf_node)
+    if node is not None and node < every:
+        raise ValueError(
+            f"mtbf_node is {node:g}, and mtbf is {every:g}: expected at least mtbf, because the "
+            f"failures that lose a node are some of all failures"
+        )
+    return Failures(every, node)
 
 
 def _seconds(name: str, value: Any) -> float:

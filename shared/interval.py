@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ckptd.shared.units import ordinal, short_span_text
+from ckptd.shared.units import count_text, ordinal, short_span_text
 
 _LEAST_COST, _MOST_MTBF = 1e-6, 1e15
 """Bounds in seconds that keep every interval finite and above 0."""
+_FEWEST_STEPS = 2
+"""The fewest steps between two snapshots: the cost of a snapshot is measured by the
+steps that no snapshot disturbs.
+"""
 
 
 def best_interval(cost: float, mtbf: float) -> float:
@@ -57,17 +61,31 @@ class Choice:
 
     levels: the first one gets every snapshot. interval: the seconds between two
     snapshots. every: one number for each level, which gets each n-th snapshot. Each
-    number is a multiple of the one before, and the first is 1.
+    number is a multiple of the one before, and the first is 1. step: the seconds that a
+    step of the training takes, or 0.0 if that is not known.
+
+    The text of a choice says it in words.
     """
 
     levels: tuple[Level, ...]
     interval: float
     every: tuple[int, ...]
+    step: float = 0.0
 
     @property
     def intervals(self) -> tuple[float, ...]:
         """The seconds between two snapshots at each level."""
         return tuple(self.interval * every for every in self.every)
+
+    @property
+    def steps(self) -> tuple[int, ...] | None:
+        """The steps between two snapshots at each level, or None if the time of a step
+        is not known.
+        """
+        if not self.step:
+            return None
+        steps = max(1, round(self.interval / self.step))
+        return tuple(steps * every for every in self.every)
 
     @property
     def lost_to_saves(self) -> tuple[float, ...]:
@@ -104,18 +122,38 @@ class Choice:
         every = (max(pair) for pair in zip(self.every, least, strict=True))
         # Each number stays a multiple of the one before.
         rounded = accumulate(every, lambda before, number: -(-number // before) * before)
-        return Choice(self.levels, interval, tuple(rounded))
+        return Choice(self.levels, interval, tuple(rounded), self.step)
+
+    def __str__(self) -> str:
+        spans = [short_span_text(interval) for interval in self.intervals]
+        if self.steps is not None:
+            counts = (count_text(steps, "step") for steps in self.steps)
+            spans = [f"{span} ({count})" for span, count in zip(spans, counts, strict=True)]
+        first, *others = self.levels
+        told = [f"a snapshot to {first.name} every {spans[0]}"]
+        for level, number, span in zip(others, self.every[1:], spans[1:], strict=True):
+            if number == 1:
+                told.append(f"each one to {level.name}")
+            else:
+                told.append(f"each {ordinal(number)} to {level.name}, every {span}")
+        return "; ".join(told)
 
 
 def choose(
-    levels: Sequence[Level], *, least: float = 0.0, every: Sequence[int] | None = None
+    levels: Sequence[Level],
+    *,
+    step: float = 0.0,
+    least: float = 0.0,
+    every: Sequence[int] | None = None,
 ) -> Choice:
     """Return how often to snapshot to each level, so that the least time is lost to
     saves and failures.
 
     levels: from the cheapest, which survives the fewest failures, to the dearest.
-    least: the shortest interval that is possible, in seconds. every: the numbers of
-    `Choice.every`, if they are given; only the interval is chosen then.
+    step: the seconds that a step takes, or 0.0 if that is not known; no interval is
+    shorter than two steps. least: the shortest interval that is possible, in seconds.
+    every: the numbers of `Choice.every`, if they are given; only the interval is chosen
+    then.
 
     The time that is lost is the sum of what each level alone would lose. To first order
     each level therefore has the interval of Young and Daly for its own cost and its own
@@ -126,9 +164,9 @@ def choose(
     this kind. Whole numbers are found by trying the two next to each ratio, because the
     loss is convex in the logarithms of the intervals.
     """
-    ideals = _ideals(levels, least)
-    tried = [tuple(every)] if every is not None else _near(ideals)
-    found = (Choice(tuple(levels), _interval(levels, one, least), one) for one in tried)
+    least = max(least, _FEWEST_STEPS * step)
+    tried = [tuple(every)] if every is not None else _near(_ideals(levels, least))
+    found = (Choice(tuple(levels), _interval(levels, one, least), one, step) for one in tried)
     return min(found, key=lambda choice: (choice.lost, choice.every))
 
 
@@ -192,6 +230,12 @@ class Failures:
     mtbf: float
     mtbf_node: float | None = None
 
+    def __str__(self) -> str:
+        told = f"a failure comes every {short_span_text(self.mtbf)}"
+        if self.mtbf_node is None:
+            return f"{told}, and may lose a node"
+        return f"{told}, and one that loses a node every {short_span_text(self.mtbf_node)}"
+
     @property
     def storage(self) -> float:
         """The mean seconds between two failures that need storage."""
@@ -223,6 +267,18 @@ class Costs:
     durable: float
     lost: float | None = None
 
+    def __str__(self) -> str:
+        held, durable = short_span_text(self.held), short_span_text(self.durable)
+        lost = (
+            "what it costs beside the training is not measured yet"
+            if self.lost is None
+            else f"costs the training {short_span_text(max(self.lost, self.held))} in all"
+        )
+        return (
+            f"a snapshot holds the training for {held}; one that goes to storage is durable after "
+            f"{durable}, and {lost}"
+        )
+
     def levels(self, failures: Failures, restore: float = 0.0) -> tuple[Level, ...]:
         """Return the levels to choose between.
 
@@ -238,33 +294,6 @@ class Costs:
                 "storage", max(0.0, self.lost - self.held), failures.storage, self.durable, restore
             ),
         )
-
-
-def choice_text(choice: Choice, step: float | None = None) -> str:
-    """Return how often to snapshot, in words.
-
-    step: the seconds that a step takes, if that is known.
-    """
-    first, *others = choice.levels
-    spans = [
-        short_span_text(interval) + steps
-        for interval, steps in zip(choice.intervals, _steps(choice, step), strict=True)
-    ]
-    told = [f"a snapshot to {first.name} every {spans[0]}"]
-    for level, number, span in zip(others, choice.every[1:], spans[1:], strict=True):
-        if number == 1:
-            told.append(f"every one to {level.name}")
-        else:
-            told.append(f"each {ordinal(number)} to {level.name}, every {span}")
-    return "; ".join(told)
-
-
-def _steps(choice: Choice, step: float | None) -> list[str]:
-    """Return the intervals in steps, as text to put behind each."""
-    if not step:
-        return [""] * len(choice.levels)
-    steps = max(1, round(choice.interval / step))
-    return [f" ({steps * number:,d} step{'s'[: steps * number > 1]})" for number in choice.every]
 
 
 def share_of_time(share: float) -> str:

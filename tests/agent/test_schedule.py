@@ -4,8 +4,11 @@ always agree.
 
 from __future__ import annotations
 
+import logging
 import math
+import sys
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +22,7 @@ from ckptd.agent.agent import link_of
 from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.schedule import Pace
 from ckptd.shared.errors import SnapshotFailed
-from ckptd.shared.interval import best_interval
+from ckptd.shared.interval import Costs, Failures, Level, choose
 from ckptd.shared.wire.lifecycle import Event
 from tests.shared.samples import steady
 from tests.support.daemons import Daemon, Home, running
@@ -29,17 +32,17 @@ from tests.support.ranks import HERE, Ranks
 
 
 def walk(
-    pace: Pace, seconds_of: Any, interval: Any, steps: int
+    every: int, seconds_of: Any, interval: Any, steps: int
 ) -> tuple[list[tuple[int, bool]], int]:
     """Return the due steps, whether each went to storage, and how often the ranks had
     to agree.
     """
-    now, again, asked, due = 1000.0, 0, 0, []
+    pace, now, again, asked, due = Pace(), 1000.0, 0, 0, []
     for step in range(steps):
         now += seconds_of(step)
         if step < again:
             continue
-        word = pace.decide(step, now, interval)
+        word = pace.decide(step, now, interval, every=every)
         assert word.again > step
         again, asked = word.again, asked + 1
         if word.due:
@@ -53,7 +56,7 @@ def gaps(due: list[tuple[int, bool]]) -> list[int]:
 
 
 def test_every_hundred_seconds_with_steps_of_one_second() -> None:
-    due, asked = walk(Pace(1), lambda step: 1.0, 100.0, 2000)
+    due, asked = walk(1, lambda step: 1.0, 100.0, 2000)
     assert set(gaps(due)) == {100}
     assert due[0] == (100, True)
     assert len(due) == 19
@@ -61,7 +64,7 @@ def test_every_hundred_seconds_with_steps_of_one_second() -> None:
 
 
 def test_steps_that_are_longer_than_the_interval() -> None:
-    assert [step for step, _ in walk(Pace(1), lambda step: 7.0, 5.0, 10)[0]] == [
+    assert [step for step, _ in walk(1, lambda step: 7.0, 5.0, 10)[0]] == [
         1,
         2,
         3,
@@ -75,9 +78,7 @@ def test_steps_that_are_longer_than_the_interval() -> None:
 
 
 def test_steps_that_become_slower_or_faster() -> None:
-    due, _ = walk(
-        Pace(1), lambda step: 1.0 if step < 500 else 4.0 if step < 800 else 0.5, 100.0, 3000
-    )
+    due, _ = walk(1, lambda step: 1.0 if step < 500 else 4.0 if step < 800 else 0.5, 100.0, 3000)
     found = gaps(due)
     assert found[:4] == [100] * 4
     assert found.count(25) > 8
@@ -85,18 +86,49 @@ def test_steps_that_become_slower_or_faster() -> None:
 
 
 def test_each_nth_goes_to_storage() -> None:
-    due, _ = walk(Pace(3), lambda step: 1.0, 10.0, 100)
+    due, _ = walk(3, lambda step: 1.0, 10.0, 100)
     assert [persist for _, persist in due] == [False, False, True] * 3
 
 
 def test_an_unknown_pace_is_measured_at_once() -> None:
-    assert walk(Pace(1), lambda step: 1.0, None, 3)[0] == [(0, True), (1, True), (2, True)]
+    assert walk(1, lambda step: 1.0, None, 3)[0] == [(0, True), (1, True), (2, True)]
 
 
-def test_nothing_is_due_while_the_last_snapshot_is_being_saved() -> None:
-    pace = Pace(1)
-    words = [pace.decide(step, 10.0 * step, 10.0, busy=step < 5) for step in range(8)]
-    assert [word.due for word in words] == [False] * 5 + [True] * 3
+@pytest.mark.parametrize(
+    ("beside", "said"),
+    [
+        (0, "S    mmS"),
+        (1, "Sm   mSm"),
+        (sys.maxsize, "SmmmmSmm"),
+    ],
+)
+def test_a_save_has_snapshots_to_memory_beside_it_if_they_fit_and_no_second_save(
+    beside: int, said: str
+) -> None:
+    pace, found = Pace(), ""
+    for step in range(9):
+        under_way = beside if 1 < step < 6 else None
+        every = 1 if step < 2 else 3
+        word = pace.decide(step, 10.0 * step, 10.0, every=every, beside=under_way)
+        found += "S" if word.persist else "m" if word.due else " "
+    assert found == " " + said
+
+
+def test_a_storage_save_that_had_to_wait_is_the_next_one() -> None:
+    pace = Pace()
+    words = [
+        pace.decide(step, 10.0 * step, 10.0, every=2, beside=9 if 3 <= step <= 6 else None)
+        for step in range(9)
+    ]
+    assert [word.persist for word in words] == [False] * 2 + [True] + [False] * 4 + [True, False]
+
+
+def test_the_time_of_a_step_is_a_median() -> None:
+    pace = Pace()
+    assert pace.step == 0.0
+    for step, now in enumerate((0.0, 0.5, 1.0, 60.0, 60.5)):
+        pace.decide(step, now, 0.1)
+    assert pace.step == 0.5
 
 
 @steady
@@ -106,7 +138,7 @@ def test_no_two_snapshots_are_much_closer_than_the_interval(
 ) -> None:
     now, again, agains = 0.0, 0, []
     taken = [seconds[0]]  # the interval begins at the first step
-    pace = Pace(1)
+    pace = Pace()
     for step, took in enumerate(seconds):
         now += took
         if step >= again:
@@ -121,7 +153,7 @@ def test_no_two_snapshots_are_much_closer_than_the_interval(
 
 
 def test_a_few_quick_steps_do_not_delay_the_next_decision_much() -> None:
-    pace = Pace(1)
+    pace = Pace()
     assert [pace.decide(step, 0.0, 1e300).again for step in (0, 1, 3, 9)] == [1, 3, 9, 27]
     assert not pace.decide(27, 60.0, 100.0).due
     assert pace.decide(35, 100.0, 100.0).due
@@ -153,6 +185,13 @@ def test_a_few_quick_steps_do_not_delay_the_next_decision_much() -> None:
         ),
         ((), {"every_seconds": math.inf}, "every_seconds is inf"),
         (("auto",), {"mtbf": True}, "mtbf is True"),
+        (("auto",), {"mtbf": 9, "mtbf_node": 0}, "mtbf_node is 0; expected a finite number"),
+        (
+            ("auto",),
+            {"mtbf": 9, "mtbf_node": 8},
+            "mtbf_node is 8, and mtbf is 9: expected at least",
+        ),
+        ((), {"every_steps": 5, "mtbf_node": 8}, "mtbf_node= needs mtbf=, the mean seconds"),
         ((), {"every_steps": 5, "persist_every": 0}, "persist_every is 0"),
     ],
 )
@@ -227,33 +266,120 @@ def test_a_new_attempt_restarts_the_schedule(daemon: Daemon, clock: Clock) -> No
     agent.close()
 
 
-def test_auto_snapshots_as_often_as_is_worth_the_cost(
-    daemon: Daemon, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Costly:
+    """Snapshots of an agent that have the costs that a test gives them. A save ends when
+    the clock says so.
+    """
+
+    def __init__(self, agent: Agent, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.agent = agent
+        self.held = self.durable = 0.0
+        self.lost: float | None = None
+        self._clock = clock
+        self._saving: list[tuple[float, PendingSnapshot, Pending]] = []
+        self._snapshot = agent.snapshot
+        monkeypatch.setattr(agent, "snapshot", self.take)
+
+    def take(self, *arguments: Any, **options: Any) -> Pending:
+        taken = self._snapshot(*arguments, **options)
+        taken.wait("sealed", timeout=60)
+        shown = PendingSnapshot(taken.step, taken.attempt, persist=taken.persist)
+        shown.stall = self.held
+        shown.seal()
+        if taken.persist:
+            self._saving.append((self._clock.now + self.durable, shown, taken))
+        return Pending(shown)
+
+    def follow(self, when: Schedule, steps: range) -> list[tuple[int, bool]]:
+        """Return the steps that were due, and whether each went to storage."""
+        due = []
+        for step in steps:
+            self._clock.now += 1
+            while self._saving and self._saving[0][0] <= self._clock.now:
+                _, shown, taken = self._saving.pop(0)
+                taken.wait("durable", timeout=60)
+                shown.lost_seconds, shown.durable_seconds = self.lost, self.durable
+                shown.move(Event.COMMIT)
+            pending = when.snapshot({"x": torch.ones(4)}, step=step)
+            if pending is not None:
+                due.append((step, pending.persist))
+        return due
+
+
+@pytest.fixture
+def costly(daemon: Daemon, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Costly]:
     agent = Agent("job", socket=daemon.home.socket)
-    when = Schedule("auto", mtbf=200.0, agent=agent)
-    assert when.interval is None
-    snapshot = agent.snapshot
-
-    def costly(*arguments: Any, **options: Any) -> Any:
-        pending = snapshot(*arguments, **options)
-        pending.wait("durable", timeout=60)
-        slow = PendingSnapshot(pending.step, pending.attempt)
-        slow.stall = 1.0
-        slow.seal()
-        slow.move(Event.COMMIT)
-        return Pending(slow)
-
-    monkeypatch.setattr(agent, "snapshot", costly)
-    due = []
-    for step in range(100):
-        clock.now += 1
-        if when.snapshot({"x": torch.ones(4)}, step=step) is not None:
-            due.append(step)
-    assert when.interval == best_interval(1.0, 200.0) == pytest.approx(19.34, abs=0.01)
-    assert due[:2] == [0, 19]
-    assert set(gaps([(step, True) for step in due])) <= {19, 20}
+    yield Costly(agent, clock, monkeypatch)
     agent.close()
+
+
+def choices(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [text for text in caplog.messages if text.startswith("a snapshot to")]
+
+
+def test_auto_chooses_for_memory_and_for_storage(
+    costly: Costly, caplog: pytest.LogCaptureFixture
+) -> None:
+    when = Schedule("auto", mtbf=600.0, mtbf_node=3600.0, agent=costly.agent)
+    assert (when.interval, when.choice) == (None, None)
+    caplog.set_level(logging.INFO, "ckptd.agent")
+    costly.held, costly.lost, costly.durable = 0.1, 5.1, 8.0
+    due = costly.follow(when, range(1200))
+    expected = choose(Costs(0.1, 8.0, 5.1).levels(Failures(600.0, 3600.0)), step=1.0)
+    assert when.choice == expected
+    assert when.interval == expected.interval == pytest.approx(11.6, abs=0.1)
+    assert expected.every == (1, 16)
+    saved = [step for step, persist in due if persist]
+    assert due[0] == (0, True)
+    assert due[1] == (12, False), "at the interval for memory, once the first one is durable"
+    assert set(gaps(due[2:])) <= {11, 12, 13}
+    assert set(gaps([(step, True) for step in saved[1:]])) <= set(range(180, 200))
+    assert choices(caplog) == [
+        f"{expected}: a snapshot holds the training for 100 ms; one that goes to storage is "
+        "durable after 8.0 s, and costs the training 5.1 s in all; a failure comes every 10.0 "
+        "min, and one that loses a node every 60.0 min; 7.2 % of the training time is expected "
+        "to be lost"
+    ]
+
+
+def test_until_the_cost_of_a_save_is_measured_every_snapshot_goes_to_storage(
+    costly: Costly, caplog: pytest.LogCaptureFixture
+) -> None:
+    when = Schedule("auto", mtbf=600.0, agent=costly.agent)
+    caplog.set_level(logging.INFO, "ckptd.agent")
+    costly.held, costly.durable = 0.1, 20.0
+    due = costly.follow(when, range(200))
+    assert [persist for _, persist in due] == [True] * len(due)
+    assert set(gaps(due)) == {40}, "half of the steps are not beside a save"
+    assert when.choice is not None
+    assert (when.choice.every, when.choice.steps) == ((1,), (40,))
+    (told,) = choices(caplog)
+    assert "what it costs beside the training is not measured yet; a failure comes every" in told
+    assert "at most " in told
+
+
+def test_auto_says_when_its_choice_has_changed_much(
+    costly: Costly, caplog: pytest.LogCaptureFixture
+) -> None:
+    when = Schedule("auto", mtbf=600.0, mtbf_node=3600.0, agent=costly.agent)
+    caplog.set_level(logging.INFO, "ckptd.agent")
+    costly.durable, begin = 8.0, 0
+    for held in (0.1, 0.11, 1.0):
+        costly.held, costly.lost = held, held + 5
+        costly.follow(when, range(begin, begin + 400))
+        begin += 400
+    first, last = choices(caplog)
+    assert "holds the training for 100 ms" in first
+    assert "holds the training for 1.0 s" in last
+
+
+def test_auto_keeps_the_persist_every_that_is_given(costly: Costly) -> None:
+    when = Schedule("auto", mtbf=200.0, persist_every=3, agent=costly.agent)
+    costly.held, costly.durable = 1.0, 3.0
+    due = costly.follow(when, range(200))
+    assert [persist for _, persist in due[:8]] == [True] + [False, False, True] * 2 + [False]
+    levels = (Level("memory", 1.0, 200.0), Level("storage", 0.0, 200.0, 3.0))
+    assert when.choice == choose(levels, step=1.0, every=(1, 3))
 
 
 def test_a_store_that_does_not_answer_is_retried_later(

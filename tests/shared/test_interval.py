@@ -18,7 +18,6 @@ from ckptd.shared.interval import (
     Failures,
     Level,
     best_interval,
-    choice_text,
     choose,
     share_of_time,
 )
@@ -52,6 +51,13 @@ def test_the_interval_is_youngs_for_small_costs_and_at_most_the_mtbf() -> None:
 # -- several levels
 
 
+def survived(seconds: float, rate: float) -> tuple[float, float]:
+    """Return the chance that no failure comes, and the mean time until it comes or the
+    seconds are over.
+    """
+    return math.exp(-rate * seconds), -math.expm1(-rate * seconds) / rate
+
+
 def exact(choice: Choice) -> float:
     """Return the time that is lost for each second of training, without an
     approximation.
@@ -66,7 +72,9 @@ def exact(choice: Choice) -> float:
     for number, level in enumerate(choice.levels):
         rate, higher = sum(rates[number:]), sum(rates[number + 1 :])
         if number == 0:
-            parts = [(math.exp(-rate * choice.interval), -math.expm1(-rate * choice.interval) / rate)]
+            parts = [
+                (math.exp(-rate * choice.interval), -math.expm1(-rate * choice.interval) / rate)
+            ]
         else:
             parts = [(ends, seconds)] * (choice.every[number] // before)
         before = choice.every[number]
@@ -86,7 +94,9 @@ def brute_force(levels: Sequence[Level], intervals: Sequence[float]) -> Choice:
     """Return the best of many choices by the exact model."""
     numbers = [1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 25, 32, 40, 50, 64, 80, 100]
     tried = (
-        Choice(tuple(levels), interval, tuple(itertools.accumulate((1, *times), lambda a, b: a * b)))
+        Choice(
+            tuple(levels), interval, tuple(itertools.accumulate((1, *times), lambda a, b: a * b))
+        )
         for interval in intervals
         for times in itertools.product(numbers, repeat=len(levels) - 1)
     )
@@ -187,9 +197,7 @@ def test_a_cost_above_the_mtbf_gives_the_mtbf() -> None:
 def test_a_level_that_no_failure_needs() -> None:
     every_failure_loses_the_node = choose((Level("memory", 0.02), STORAGE))
     assert every_failure_loses_the_node.every == (1, 1)
-    assert every_failure_loses_the_node.interval == pytest.approx(
-        best_interval(2.02, 30 * 3600)
-    )
+    assert every_failure_loses_the_node.interval == pytest.approx(best_interval(2.02, 30 * 3600))
     no_failure_loses_a_node = choose((MEMORY, Level("storage", 2.0)))
     assert no_failure_loses_a_node.interval == pytest.approx(
         best_interval(0.02, 3 * 3600), rel=1e-3
@@ -219,24 +227,33 @@ def test_every_snapshot_goes_to_storage_until_the_cost_of_that_is_measured() -> 
     (only,) = Costs(0.02, 40.0).levels(failures)
     assert only == Level("storage", 0.02, 3 * 3600, 40.0)
     memory, storage = Costs(0.02, 40.0, 2.02).levels(failures, restore=60.0)
-    assert (memory.cost, memory.mtbf) == (0.02, pytest.approx(12000))
+    assert memory == Level("memory", 0.02, failures.memory)
     assert storage == Level("storage", 2.0, 30 * 3600, 40.0, 60.0)
     assert Costs(0.02, 40.0, 0.01).levels(failures)[1].cost == 0.0, "noise of the step times"
 
 
 def test_a_choice_in_words() -> None:
-    found = choose(Costs(0.02, 40.0, 2.02).levels(Failures(3 * 3600, 30 * 3600)))
-    assert choice_text(found, 0.5) == (
+    costs, failures = Costs(0.02, 40.0, 2.02), Failures(3 * 3600, 30 * 3600)
+    found = choose(costs.levels(failures), step=0.5)
+    assert str(found) == (
         "a snapshot to memory every 21.9 s (44 steps); each 30th to storage, every 10.9 min "
-        "(1,320 steps)"
+        "(1320 steps)"
     )
-    assert choice_text(choose([Level("storage", 1.0, 3600)])) == (
-        "a snapshot to storage every 84.2 s"
+    assert found.steps == (44, 1320)
+    assert str(choose([Level("storage", 1.0, 3600)])) == "a snapshot to storage every 84.2 s"
+    slow = choose((Level("memory", 1.0), STORAGE), step=1000.0)
+    assert str(slow) == ("a snapshot to memory every 33.3 min (2 steps); each one to storage"), (
+        "at least every second step is undisturbed"
     )
-    one = choose((Level("memory", 1.0), STORAGE), least=1000)
-    assert choice_text(one, 1000.0) == (
-        "a snapshot to memory every 16.7 min (1 step); every one to storage"
+    assert str(costs) == (
+        "a snapshot holds the training for 20 ms; one that goes to storage is durable after "
+        "40.0 s, and costs the training 2.0 s in all"
     )
+    assert str(Costs(0.02, 40.0)).endswith(
+        "and what it costs beside the training is not measured yet"
+    )
+    assert str(failures) == "a failure comes every 3.0 h, and one that loses a node every 30.0 h"
+    assert str(Failures(3600)) == "a failure comes every 60.0 min, and may lose a node"
     assert [share_of_time(share) for share in (0.00123, 0.1234, 1.234)] == [
         "0.12 %", "12 %", "123 %",
     ]  # fmt: skip

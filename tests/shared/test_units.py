@@ -15,9 +15,9 @@ from ckptd.shared.units import (
     ranges_text,
     rank_list,
     share_text,
+    short_span_text,
     size_text,
     some_text,
-    short_span_text,
     span_text,
 )
 
