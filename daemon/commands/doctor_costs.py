@@ -23,7 +23,7 @@ from ckptd.daemon.telemetry.background import LoggedEvent
 from ckptd.daemon.telemetry.history import read_history
 from ckptd.shared.errors import CkptdError, NotFound
 from ckptd.shared.formats.manifest import Manifest
-from ckptd.shared.interval import best_interval
+from ckptd.shared.interval import Choice, Costs, Failures, choose
 from ckptd.shared.location import Location
 from ckptd.shared.storage import posix_rates
 from ckptd.shared.storage.locate import existing_root
@@ -43,31 +43,43 @@ _SLOW_COPY, _SLOW_WRITE = 1e9, 50e6
 """Bytes per second, below which a rate gets a warning."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """The cost of a snapshot, in seconds: for which it holds the training, and until it
-    is durable.
+def measured(saves: Sequence[Mapping[str, Any]]) -> Costs:
+    """Return the medians of what saves have cost.
+
+    saves: the facts of events `save.done`, at least one.
     """
+    lost = [float(save["lost_seconds"]) for save in saves if "lost_seconds" in save]
+    return Costs(
+        held=_median(saves, "held_seconds"),
+        durable=_median(saves, "durable_seconds"),
+        lost=statistics.median(lost) if lost else None,
+    )
 
-    held: float
-    durable: float
 
-    @property
-    def interval(self) -> float:
-        """The seconds between two snapshots that lose the least time with one failure a
-        day, at least the time until a snapshot is durable.
-        """
-        return max(best_interval(self.held, _DAY), self.durable)
+def _median(saves: Sequence[Mapping[str, Any]], key: str) -> float:
+    return statistics.median(float(save.get(key, 0.0)) for save in saves)
 
-    def text(self) -> str:
-        return f"holds the training for {self.held:.3f} s and is durable after {self.durable:.1f} s"
 
-    def advice(self) -> str:
-        """Return how often to save."""
-        return (
-            f"with one failure a day, a snapshot every {span_text(max(self.interval, 1.0))} loses "
-            f"the least time"
-        )
+def told_cost(costs: Costs) -> str:
+    """Return what a snapshot costs, in words."""
+    return f"holds the training for {costs.held:.3f} s and is durable after {costs.durable:.1f} s"
+
+
+def told_advice(costs: Costs) -> str:
+    """Return how often to save, in words."""
+    (first, *others) = chosen(costs).intervals
+    every = span_text(max(first, 1.0))
+    if not others:
+        return f"with one failure a day, a snapshot every {every} loses the least time"
+    return (
+        f"with one failure a day, a snapshot to memory every {every} and one to storage every "
+        f"{span_text(max(others[0], 1.0))} lose the least time"
+    )
+
+
+def chosen(costs: Costs) -> Choice:
+    """Return how often to save with one failure a day."""
+    return choose(costs.levels(Failures(_DAY)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +124,10 @@ def check_costs(config: Config) -> Iterator[Check]:
     if not jobs and rates is not None:
         cost = estimated(_GB, _GB, copied, rates)
         text = (
-            f"for a state of {size_text(_GB)} in one rank, about: a snapshot {cost.text()}; "
-            f"{cost.advice()}"
+            f"for a state of {size_text(_GB)} in one rank, about: a snapshot {told_cost(cost)}; "
+            f"{told_advice(cost)}"
         )
-        yield Check("interval", OK, text, {"best_interval_seconds": cost.interval})
+        yield Check("interval", OK, text, {"best_interval_seconds": chosen(cost).interval})
 
 
 def copy_rate() -> float:
@@ -158,14 +170,14 @@ def check_rates(name: str, rates: posix_rates.Rates) -> Check:
     return Check(f"rates of the {name}", OK, text, values)
 
 
-def estimated(nbytes: float, largest: float, copied: float, rates: posix_rates.Rates) -> Cost:
-    """Return the cost of a snapshot by measured rates.
+def estimated(nbytes: float, largest: float, copied: float, rates: posix_rates.Rates) -> Costs:
+    """Return the costs of a snapshot by measured rates.
 
     nbytes: the bytes that this node writes. largest: the bytes of the largest rank. Each
     rank copies its own bytes, at the same time as the others.
     """
     held = largest / copied
-    return Cost(held, held + nbytes / rates.write)
+    return Costs(held, held + nbytes / rates.write)
 
 
 def check_jobs(config: Config, copied: float, rates: posix_rates.Rates | None) -> Iterator[Check]:
@@ -212,15 +224,12 @@ def check_job(
     """
     told, values = list[str](), dict[str, Any]()
     if saves:
-        held, durable, nbytes, seconds = (
-            statistics.median(float(save.get(key, 0.0)) for save in saves)
-            for key in ("held_seconds", "durable_seconds", "bytes", "save_seconds")
-        )
-        cost, rate = Cost(held, durable), nbytes / max(seconds, 1e-6)
+        cost, nbytes = measured(saves), _median(saves, "bytes")
+        rate = nbytes / max(_median(saves, "save_seconds"), 1e-6)
         values = {"saves": len(saves), "bytes": nbytes, "bytes_per_second": rate}
         told.append(
-            f"a snapshot of {size_text(nbytes)} {cost.text()} ({size_text(rate)}/s): "
-            f"{cost.advice()}"
+            f"a snapshot of {size_text(nbytes)} {told_cost(cost)} ({size_text(rate)}/s): "
+            f"{told_advice(cost)}"
         )
         values |= _values(cost)
     elif newest is not None and rates is not None:
@@ -229,8 +238,8 @@ def check_job(
         values = {"saves": 0, "bytes": newest.raw_bytes, **_values(cost)}
         assumed = f" and if all {newest.ranks} ranks are on this node" if newest.ranks > 1 else ""
         told.append(
-            f"a snapshot of {size_text(newest.raw_bytes)} {cost.text()}, by these rates{assumed}: "
-            f"{cost.advice()}"
+            f"a snapshot of {size_text(newest.raw_bytes)} {told_cost(cost)}, by these "
+            f"rates{assumed}: {told_advice(cost)}"
         )
     level = OK
     if newest is not None and free is not None:
@@ -243,10 +252,11 @@ def check_job(
     return Check(f"job {job}", level, "; ".join(told) or "nothing is known of its saves", values)
 
 
-def _values(cost: Cost) -> dict[str, Any]:
+def _values(costs: Costs) -> dict[str, Any]:
+    intervals = chosen(costs).intervals
     return {
-        "held_seconds": cost.held, "durable_seconds": cost.durable,
-        "best_interval_seconds": cost.interval,
+        "held_seconds": costs.held, "durable_seconds": costs.durable, "lost_seconds": costs.lost,
+        "best_interval_seconds": intervals[0], "best_storage_interval_seconds": intervals[-1],
     }  # fmt: skip
 
 

@@ -253,7 +253,9 @@ class Saver:
             sum(values.offset + values.length for values in used), begun
         )
         governor = self.governor(job.name)
-        governor.observe([seal.cost for seal in snapshot.seals.values() if seal.cost is not None])
+        costs = [seal.cost for seal in snapshot.seals.values() if seal.cost is not None]
+        governor.observe(costs)
+        cost = governor.cost if costs else None
         saved = await self._parts[destination].save(snapshot, checking)
         documents = [document for document, _ in saved]
         snapshot.move(Event.WROTE)
@@ -287,6 +289,8 @@ class Saver:
             job=snapshot.job, tag=snapshot.directory, step=snapshot.step,
             attempt=snapshot.attempt, bytes=raw, written_bytes=written, linked_bytes=linked,
             held_seconds=held, durable_seconds=time.monotonic() - sealed_at, save_seconds=seconds,
+            lost_seconds=None if cost is None else cost.seconds,
+            step_seconds=None if cost is None else cost.usual,
         )  # fmt: skip
 
     async def _needs_parts(self, job: Job, snapshot: Snapshot) -> bool:

@@ -459,6 +459,45 @@ def test_all_ranks_take_the_same_snapshots(daemon: Daemon) -> None:
     ]
 
 
+def train(rank: int, socket: Any, steps: int) -> tuple[list[tuple[int, bool]], Any, int]:
+    """Train for so many steps, and return the steps that were due, what was chosen, and
+    the last step.
+    """
+    agent = Agent("auto", socket=socket)
+    when = Schedule("auto", mtbf=1.0, mtbf_node=1e9, agent=agent)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state, taken = {"model": model, "optim": optimizer}, []
+    for step in range(steps):
+        model(torch.ones(4, 64)).sum().backward()
+        time.sleep(0.002)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (pending := when.snapshot(state, step=step)) is not None:
+            taken.append((step, pending.persist))
+    chosen, last = when.choice, agent.last_step
+    agent.close()
+    return taken, chosen, last
+
+
+def test_a_training_of_two_ranks_has_more_snapshots_in_memory_than_on_storage(
+    daemon: Daemon,
+) -> None:
+    with Ranks(2) as ranks:
+        for rank in range(2):
+            ranks.begin(train, rank, daemon.home.socket, 700, only=[rank])
+        (taken, chosen, last), (other, unknown, _) = ranks.results()
+    assert taken == other
+    saved = [step for step, persist in taken if persist]
+    assert 2 <= len(saved) < len(taken) / 2
+    assert (taken[0], unknown) == ((0, True), None)
+    assert [level.name for level in chosen.levels] == ["memory", "storage"]
+    assert chosen.every[1] > 1
+    assert all(level.cost >= 0 for level in chosen.levels)
+    on_storage = {int(path.name[5:13]) for path in (daemon.home.root / "auto").glob("step*")}
+    assert on_storage == {*saved, last}, "the newest one is saved when the training ends"
+
+
 class Told:
     """An agent of rank 0, or of another rank that hears what rank 0 has said in time. It is
     its own link.

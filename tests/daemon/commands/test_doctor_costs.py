@@ -17,6 +17,7 @@ from ckptd.daemon.commands.doctor_check import OK, WARNING, Check
 from ckptd.daemon.config import Config, load
 from ckptd.daemon.telemetry.background import LoggedEvent
 from ckptd.daemon.telemetry.history import History
+from ckptd.shared.interval import Costs
 from ckptd.shared.storage.locate import existing_root
 from ckptd.shared.storage.posix_rates import Rates
 from ckptd.shared.storage.repository import Repository
@@ -48,6 +49,15 @@ def test_the_costs_of_a_jobs_saves_are_told_with_the_interval_that_follows() -> 
     assert check.values["best_interval_seconds"] == pytest.approx(
         (2 * 0.02 * 86400) ** 0.5, rel=1e-3
     )
+    lost = costs.check_job("gpt", [save | {"lost_seconds": 3.02} for save in SAVES])
+    assert lost.message == (
+        "a snapshot of 4.0 GB holds the training for 0.020 s and is durable after 2.0 s "
+        "(2.0 GB/s): with one failure a day, a snapshot to memory every 60 s and one to storage "
+        "every 11 min lose the least time"
+    )
+    assert lost.values["best_storage_interval_seconds"] == pytest.approx(
+        (2 * 3.0 * 86400) ** 0.5, rel=0.05
+    )
     slow = costs.check_job("gpt", [{"durable_seconds": 600.0}])
     assert slow.values["best_interval_seconds"] == 600.0
 
@@ -55,9 +65,10 @@ def test_the_costs_of_a_jobs_saves_are_told_with_the_interval_that_follows() -> 
 def test_a_job_without_a_history_is_judged_by_the_rates() -> None:
     cost = costs.estimated(10e9, 10e9, 5e9, RATES)
     assert (cost.held, cost.durable) == (2.0, 22.0)
-    assert cost.interval == pytest.approx((2 * 2.0 * 86400) ** 0.5, rel=1e-2)
-    assert costs.estimated(10e9, 10e9, 1e12, RATES).interval == pytest.approx(41.6, rel=1e-2)
-    assert costs.Cost(0.001, 600.0).interval == 600.0
+    assert costs.chosen(cost).interval == pytest.approx((2 * 2.0 * 86400) ** 0.5, rel=1e-2)
+    fast = costs.estimated(10e9, 10e9, 1e12, RATES)
+    assert costs.chosen(fast).interval == pytest.approx(41.6, rel=1e-2)
+    assert costs.chosen(Costs(0.001, 600.0)).interval == 600.0
 
 
 def test_ranks_copy_at_the_same_time_and_one_node_is_said_to_write_for_all() -> None:
