@@ -7,9 +7,11 @@ The arithmetic is explained in docs/how-to/how-often.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 from ckptd.shared.units import count_text, ordinal, short_span_text
 
@@ -124,11 +126,17 @@ class Choice:
         rounded = accumulate(every, lambda before, number: -(-number // before) * before)
         return Choice(self.levels, interval, tuple(rounded), self.step)
 
-    def __str__(self) -> str:
+    @property
+    def interval_texts(self) -> tuple[str, ...]:
+        """The intervals in words, with their steps if these are known."""
         spans = [short_span_text(interval) for interval in self.intervals]
-        if self.steps is not None:
-            counts = (count_text(steps, "step") for steps in self.steps)
-            spans = [f"{span} ({count})" for span, count in zip(spans, counts, strict=True)]
+        if self.steps is None:
+            return tuple(spans)
+        counts = (count_text(steps, "step") for steps in self.steps)
+        return tuple(f"{span} ({count})" for span, count in zip(spans, counts, strict=True))
+
+    def __str__(self) -> str:
+        spans = self.interval_texts
         first, *others = self.levels
         told = [f"a snapshot to {first.name} every {spans[0]}"]
         for level, number, span in zip(others, self.every[1:], spans[1:], strict=True):
@@ -267,6 +275,23 @@ class Costs:
     durable: float
     lost: float | None = None
 
+    @classmethod
+    def measured(cls, saves: Sequence[Mapping[str, Any]]) -> Costs:
+        """Return the medians of what saves have cost.
+
+        saves: the facts of events `save.done`, at least one.
+        """
+
+        def known(key: str) -> list[float]:
+            return [float(save[key]) for save in saves if key in save]
+
+        lost = known("lost_seconds")
+        return cls(
+            held=statistics.median(known("held_seconds") or [0.0]),
+            durable=statistics.median(known("durable_seconds") or [0.0]),
+            lost=statistics.median(lost) if lost else None,
+        )
+
     def __str__(self) -> str:
         held, durable = short_span_text(self.held), short_span_text(self.durable)
         lost = (
@@ -298,4 +323,7 @@ class Costs:
 
 def share_of_time(share: float) -> str:
     """Return a share in percent, with two digits that count."""
-    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+    percent = 100 * share
+    if percent < 0.001:
+        return "0 %" if percent == 0 else "less than 0.001 %"
+    return f"{percent:#.2g} %" if percent < 9.95 else f"{percent:.0f} %"

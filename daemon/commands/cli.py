@@ -21,6 +21,7 @@ from ckptd.daemon.commands import neighbours, report
 from ckptd.daemon.commands.copying import copy
 from ckptd.daemon.commands.diff_command import diff
 from ckptd.daemon.commands.history_command import history
+from ckptd.daemon.commands.interval_command import interval
 from ckptd.daemon.commands.logs_command import logs
 from ckptd.daemon.commands.page_command import page
 from ckptd.daemon.commands.run_command import default_socket, run
@@ -59,6 +60,7 @@ Check every byte of a job:         ckptd verify /ckpts/JOB
 Delete old ones:                   ckptd forget /ckpts/JOB --keep 'LatestN(5)' --dry-run
 Keep one whatever happens:         ckptd pin /ckpts/JOB/TAG
 Check that this node is fit:       ckptd doctor --root /ckpts
+How often to save a job:           ckptd interval /ckpts/JOB --mtbf 12h
 Start a job from a model:          ckptd adopt path/to/model /ckpts/JOB
 Take one elsewhere:                ckptd export /ckpts/JOB --to hf --out model
 See how fast it is here:           ckptd bench --root /ckpts
@@ -92,6 +94,7 @@ _MEANT = {
     "gc": ("clean", "cleanup"),
     "pin": ("lock", "hold", "keep"),
     "unpin": ("unlock", "release"),
+    "interval": ("mtbf", "frequency"),
     "export": ("convert",),
     "bench": ("benchmark",),
 }
@@ -543,6 +546,7 @@ def _pin(path: Named, step: int | None, *, remove: bool, as_json: bool) -> None:
 main.add_command(copy)
 main.add_command(diff)
 main.add_command(history)
+main.add_command(interval)
 main.add_command(logs)
 main.add_command(page)
 main.add_command(run)

@@ -43,19 +43,6 @@ _SLOW_COPY, _SLOW_WRITE = 1e9, 50e6
 """Bytes per second, below which a rate gets a warning."""
 
 
-def measured(saves: Sequence[Mapping[str, Any]]) -> Costs:
-    """Return the medians of what saves have cost.
-
-    saves: the facts of events `save.done`, at least one.
-    """
-    lost = [float(save["lost_seconds"]) for save in saves if "lost_seconds" in save]
-    return Costs(
-        held=_median(saves, "held_seconds"),
-        durable=_median(saves, "durable_seconds"),
-        lost=statistics.median(lost) if lost else None,
-    )
-
-
 def _median(saves: Sequence[Mapping[str, Any]], key: str) -> float:
     return statistics.median(float(save.get(key, 0.0)) for save in saves)
 
@@ -224,7 +211,7 @@ def check_job(
     """
     told, values = list[str](), dict[str, Any]()
     if saves:
-        cost, nbytes = measured(saves), _median(saves, "bytes")
+        cost, nbytes = Costs.measured(saves), _median(saves, "bytes")
         rate = nbytes / max(_median(saves, "save_seconds"), 1e-6)
         values = {"saves": len(saves), "bytes": nbytes, "bytes_per_second": rate}
         told.append(

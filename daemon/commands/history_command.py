@@ -84,7 +84,7 @@ def history(
                 + (f"; did you mean {near}?" if near else f"; the events are {', '.join(EVENTS)}")
             )
     found = read_history(
-        _file(root, socket),
+        history_file(root, socket),
         job=job,
         names=names,
         since=0.0 if since is None else time.time() - since,
@@ -97,7 +97,7 @@ def history(
     )
 
 
-def _file(root: Location | None, socket: Path | None) -> Path:
+def history_file(root: Location | None, socket: Path | None) -> Path:
     """Return the history of the daemon that serves a root, or else the one at a socket.
 
     Without a daemon: the one of the root that this user's daemon would write.

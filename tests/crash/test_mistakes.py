@@ -46,6 +46,7 @@ COMMANDS = (
     "gc --delete --yes --shm-dir {root}-shm",
     "ps --json",
     "history gpt --root {root}",
+    "interval {root}/gpt --mtbf 3h --mtbf-node 30h",
     "diff {root}/gpt/70 {root}/gpt/newest",
     "logs gpt --root {root}",
     "top {root}",

@@ -254,6 +254,14 @@ def test_a_choice_in_words() -> None:
     )
     assert str(failures) == "a failure comes every 3.0 h, and one that loses a node every 30.0 h"
     assert str(Failures(3600)) == "a failure comes every 60.0 min, and may lose a node"
-    assert [share_of_time(share) for share in (0.00123, 0.1234, 1.234)] == [
-        "0.12 %", "12 %", "123 %",
+    assert [share_of_time(share) for share in (0, 1e-6, 0.0012, 0.03, 0.1234, 1.234)] == [
+        "0 %", "less than 0.001 %", "0.12 %", "3.0 %", "12 %", "123 %",
     ]  # fmt: skip
+
+
+def test_the_costs_of_saves_are_medians_of_what_they_tell() -> None:
+    saves = [{"held_seconds": held, "durable_seconds": 2.0} for held in (0.1, 0.2, 9.0)]
+    assert Costs.measured(saves) == Costs(0.2, 2.0)
+    known = [*saves, {"lost_seconds": 3.0}, {"lost_seconds": 5.0}]
+    assert Costs.measured(known) == Costs(0.2, 2.0, 4.0)
+    assert Costs.measured([{}]) == Costs(0.0, 0.0)
