@@ -25,7 +25,14 @@ from ckptd.agent.agent import Agent, link_of
 from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.threads.call_lock import CallLock, Nested
 from ckptd.shared.errors import CkptdError, InvalidRequest
-from ckptd.shared.interval import Choice, Costs, Failures, choose, share_of_time
+from ckptd.shared.interval import (
+    THIRD_SLOT,
+    Choice,
+    Costs,
+    Failures,
+    choose,
+    share_of_time,
+)
 
 log = logging.getLogger("ckptd.agent")
 
@@ -364,18 +371,19 @@ class Schedule:
         if self._failures is None:
             word = self._pace.decide(step, now, self._every_seconds, every=self._persist_every or 1)
         else:
-            self._choose(self._failures)
+            slots = link_of(agent).client.welcome.slots
+            self._choose(self._failures, slots)
             interval, every, beside = _AGAIN_SECONDS if self._asked else None, 1, 0
             if self._choice is not None:
                 interval, every = self._choice.interval, self._choice.every[-1]
-                beside = _beside_a_save(link_of(agent).client.welcome.slots)
+                beside = _beside_a_save(slots)
             self._asked = True
             word = self._pace.decide(
                 step, now, interval, every=every, beside=beside if self._measured.saving else None
             )
         return msgspec.msgpack.encode((step, word))
 
-    def _choose(self, failures: Failures) -> None:
+    def _choose(self, failures: Failures, slots: int) -> None:
         """Choose by what has been measured until now, and log a choice that is new or
         has changed much.
         """
@@ -393,9 +401,10 @@ class Schedule:
         if self._told is None or _differ(choice, self._told):
             self._told = choice
             log.info(
-                "%s: %s; %s; %s%s of the training time is expected to be lost",
+                "%s: %s; %s; %s%s of the training time is expected to be lost%s",
                 choice, costs, failures, "" if failures.mtbf_node else "at most ",
                 share_of_time(choice.lost),
+                f"; {THIRD_SLOT}" if choice.needs_third_slot and slots < 3 else "",
             )  # fmt: skip
 
 

@@ -115,6 +115,16 @@ class Choice:
         """The time that is lost in all, as a share of the training time."""
         return sum(self.lost_to_saves) + sum(self.lost_to_failures)
 
+    @property
+    def needs_third_slot(self) -> bool:
+        """True if two snapshots to the first level are due while one is on its way to a
+        later level.
+
+        A rank with two slots can take one of them: the snapshot that is on its way has
+        the other slot.
+        """
+        return any(level.durable > 2 * self.interval for level in self.levels[1:])
+
     def scaled(self, factor: float) -> Choice:
         """Return the choice with other intervals, none of which is shorter than the time
         until a snapshot has arrived.
@@ -225,6 +235,11 @@ def _near(ideals: Sequence[float]) -> list[tuple[int, ...]]:
 
 
 # -- a job of ckptd
+
+THIRD_SLOT = (
+    "saves take so long that snapshots to memory pause meanwhile, unless the daemon has slots = 3"
+)
+"""What `Choice.needs_third_slot` means, in words."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,15 @@ from ckptd.daemon.commands.history_command import history_file
 from ckptd.daemon.commands.report import as_table
 from ckptd.shared.command import CHECKPOINT, SPAN, chosen, json_option, speaks
 from ckptd.shared.errors import InvalidRequest, NotFound
-from ckptd.shared.interval import Choice, Costs, Failures, Level, choose, share_of_time
+from ckptd.shared.interval import (
+    THIRD_SLOT,
+    Choice,
+    Costs,
+    Failures,
+    Level,
+    choose,
+    share_of_time,
+)
 from ckptd.shared.storage.choice import Named
 from ckptd.shared.storage.locate import find_job_or_checkpoint
 from ckptd.shared.units import count_text, short_span_text
@@ -181,6 +189,8 @@ def told(best: Choice, costs: Costs, failures: Failures, saves: int) -> str:
             "Without --mtbf-node, each level is planned as if all failures were of its kind: this "
             "is the most that is lost."
         )
+    if best.needs_third_slot:
+        lines.append(_sentence(THIRD_SLOT))
     return "\n".join(lines)
 
 

@@ -22,7 +22,7 @@ from ckptd.agent.agent import link_of
 from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.schedule import Pace
 from ckptd.shared.errors import SnapshotFailed
-from ckptd.shared.interval import Costs, Failures, Level, choose
+from ckptd.shared.interval import THIRD_SLOT, Costs, Failures, Level, choose
 from ckptd.shared.wire.lifecycle import Event
 from tests.shared.samples import steady
 from tests.support.daemons import Daemon, Home, running
@@ -371,6 +371,20 @@ def test_auto_says_when_its_choice_has_changed_much(
     first, last = choices(caplog)
     assert "holds the training for 100 ms" in first
     assert "holds the training for 1.0 s" in last
+
+
+def test_auto_says_that_snapshots_to_memory_pause_beside_long_saves(
+    costly: Costly, caplog: pytest.LogCaptureFixture
+) -> None:
+    when = Schedule("auto", mtbf=600.0, mtbf_node=3600.0, agent=costly.agent)
+    caplog.set_level(logging.INFO, "ckptd.agent")
+    costly.held, costly.lost, costly.durable = 0.1, 5.1, 100.0
+    due = costly.follow(when, range(400))
+    assert choices(caplog)[-1].endswith(f"expected to be lost; {THIRD_SLOT}")
+    assert due[0] == (0, True)
+    assert due[1][0] == 100, "nothing is chosen before the first one is durable"
+    (second,) = [step for step, persist in due[1:] if persist]
+    assert [step for step, _ in due if second < step < second + 100] == [second + 12]
 
 
 def test_auto_keeps_the_persist_every_that_is_given(costly: Costly) -> None:

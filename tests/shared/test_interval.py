@@ -213,6 +213,13 @@ def test_storage_that_is_slower_than_its_interval_sets_it() -> None:
     assert slow.scaled(0.5).interval == slow.interval / 2
 
 
+def test_a_slow_save_needs_a_third_slot() -> None:
+    for durable, needed in ((40.0, False), (50.0, True)):
+        found = choose((MEMORY, Level("storage", 2.0, 30 * 3600, durable)))
+        assert 40 < 2 * found.interval < 50
+        assert found.needs_third_slot == needed
+
+
 # -- a job
 
 

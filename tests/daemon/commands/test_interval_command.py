@@ -93,6 +93,15 @@ def test_the_typical_cases_follow_from_the_function() -> None:
 # -- the command
 
 
+def test_a_save_that_is_slow_against_memory_asks_for_a_third_slot() -> None:
+    assert "slots = 3" not in interval(*EXAMPLE)
+    told = interval(*EXAMPLE, "--durable", "2m").splitlines()[-1]
+    assert told == (
+        "Saves take so long that snapshots to memory pause meanwhile, unless the daemon has "
+        "slots = 3."
+    )
+
+
 def test_json_has_the_numbers_of_the_choice_and_of_half_and_double() -> None:
     told = json.loads(interval(*EXAMPLE, "--step", "500ms", "--restore", "1m", "--json"))
     assert told["costs"] == {"held_seconds": 0.02, "durable_seconds": 40.0, "lost_seconds": 2.02}
