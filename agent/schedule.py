@@ -27,9 +27,9 @@ from ckptd.agent.threads.call_lock import CallLock, Nested
 from ckptd.shared.errors import CkptdError, InvalidRequest
 from ckptd.shared.interval import (
     THIRD_SLOT,
-    Choice,
     Costs,
     Failures,
+    Intervals,
     choose,
     share_of_time,
 )
@@ -244,8 +244,8 @@ class Schedule:
         self._not_before = 0.0
         self._pace = Pace()
         self._measured = Measurements()
-        self._choice: Choice | None = None
-        self._told: Choice | None = None  # the choice that was logged last
+        self._choice: Intervals | None = None
+        self._told: Intervals | None = None  # the choice that was logged last
         self._asked = False
 
     def _current(self) -> Agent:
@@ -266,7 +266,7 @@ class Schedule:
         return None if self._choice is None else self._choice.interval
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> Intervals | None:
         """With "auto", the present choice: the intervals, the costs that they follow
         from, and the share of the time that is expected to be lost.
 
@@ -408,7 +408,7 @@ class Schedule:
             )  # fmt: skip
 
 
-def _differ(choice: Choice, other: Choice) -> bool:
+def _differ(choice: Intervals, other: Intervals) -> bool:
     """Return True if the difference is worth a line in the log."""
     return choice.levels[0].name != other.levels[0].name or any(
         max(one / before, before / one) > _TOLD

@@ -39,7 +39,7 @@ def best_interval(cost: float, mtbf: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class SaveLevel:
     """A place that snapshots go to, and the failures that need it. All times are in
     seconds.
 
@@ -58,8 +58,8 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """How often snapshots go to each level.
+class Intervals:
+    """The chosen intervals: how often snapshots go to each level.
 
     levels: the first one gets every snapshot. interval: the seconds between two
     snapshots. every: one number for each level, which gets each n-th snapshot. Each
@@ -69,7 +69,7 @@ class Choice:
     The text of a choice says it in words.
     """
 
-    levels: tuple[Level, ...]
+    levels: tuple[SaveLevel, ...]
     interval: float
     every: tuple[int, ...]
     step: float = 0.0
@@ -125,7 +125,7 @@ class Choice:
         """
         return any(level.durable > 2 * self.interval for level in self.levels[1:])
 
-    def scaled(self, factor: float) -> Choice:
+    def scaled(self, factor: float) -> Intervals:
         """Return the choice with other intervals, none of which is shorter than the time
         until a snapshot has arrived.
         """
@@ -134,7 +134,7 @@ class Choice:
         every = (max(pair) for pair in zip(self.every, least, strict=True))
         # Each number stays a multiple of the one before.
         rounded = accumulate(every, lambda before, number: -(-number // before) * before)
-        return Choice(self.levels, interval, tuple(rounded), self.step)
+        return Intervals(self.levels, interval, tuple(rounded), self.step)
 
     @property
     def interval_texts(self) -> tuple[str, ...]:
@@ -158,19 +158,19 @@ class Choice:
 
 
 def choose(
-    levels: Sequence[Level],
+    levels: Sequence[SaveLevel],
     *,
     step: float = 0.0,
     least: float = 0.0,
     every: Sequence[int] | None = None,
-) -> Choice:
+) -> Intervals:
     """Return how often to snapshot to each level, so that the least time is lost to
     saves and failures.
 
     levels: from the cheapest, which survives the fewest failures, to the dearest.
     step: the seconds that a step takes, or 0.0 if that is not known; no interval is
     shorter than two steps. least: the shortest interval that is possible, in seconds.
-    every: the numbers of `Choice.every`, if they are given; only the interval is chosen
+    every: the numbers of `Intervals.every`, if they are given; only the interval is chosen
     then.
 
     The time that is lost is the sum of what each level alone would lose. To first order
@@ -184,11 +184,11 @@ def choose(
     """
     least = max(least, _FEWEST_STEPS * step)
     tried = [tuple(every)] if every is not None else _near(_ideals(levels, least))
-    found = (Choice(tuple(levels), _interval(levels, one, least), one, step) for one in tried)
+    found = (Intervals(tuple(levels), _interval(levels, one, least), one, step) for one in tried)
     return min(found, key=lambda choice: (choice.lost, choice.every))
 
 
-def _ideals(levels: Sequence[Level], least: float) -> list[float]:
+def _ideals(levels: Sequence[SaveLevel], least: float) -> list[float]:
     """Return the best interval of each level, as if it need not be a multiple of the
     one before, but at least as long.
 
@@ -196,7 +196,7 @@ def _ideals(levels: Sequence[Level], least: float) -> list[float]:
     snapshot of that level. Both then have one interval, for the sum of their costs and
     of their failures (pool adjacent violators).
     """
-    pools: list[tuple[float, list[Level]]] = []
+    pools: list[tuple[float, list[SaveLevel]]] = []
     for level in levels:
         pool = [level]
         ideal = _interval(pool, (1,), least)
@@ -207,7 +207,7 @@ def _ideals(levels: Sequence[Level], least: float) -> list[float]:
     return [ideal for ideal, pool in pools for _ in pool]
 
 
-def _interval(levels: Sequence[Level], every: Sequence[int], least: float) -> float:
+def _interval(levels: Sequence[SaveLevel], every: Sequence[int], least: float) -> float:
     """Return the best interval of the first level, if each level gets every n-th
     snapshot.
 
@@ -239,7 +239,7 @@ def _near(ideals: Sequence[float]) -> list[tuple[int, ...]]:
 THIRD_SLOT = (
     "saves take so long that snapshots to memory pause meanwhile, unless the daemon has slots = 3"
 )
-"""What `Choice.needs_third_slot` means, in words."""
+"""What `Intervals.needs_third_slot` means, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +319,7 @@ class Costs:
             f"{durable}, and {lost}"
         )
 
-    def levels(self, failures: Failures, restore: float = 0.0) -> tuple[Level, ...]:
+    def levels(self, failures: Failures, restore: float = 0.0) -> tuple[SaveLevel, ...]:
         """Return the levels to choose between.
 
         As long as `lost` has not been measured, storage gets every snapshot.
@@ -327,10 +327,10 @@ class Costs:
         restore: the seconds that a recovery from storage takes.
         """
         if self.lost is None:
-            return (Level("storage", self.held, failures.mtbf, self.durable, restore),)
+            return (SaveLevel("storage", self.held, failures.mtbf, self.durable, restore),)
         return (
-            Level("memory", self.held, failures.memory),
-            Level(
+            SaveLevel("memory", self.held, failures.memory),
+            SaveLevel(
                 "storage", max(0.0, self.lost - self.held), failures.storage, self.durable, restore
             ),
         )

@@ -186,6 +186,7 @@ def test_the_search_finds_a_cycle() -> None:
                 "copying",
                 "diff_command",
                 "history_command",
+                "interval_command",
                 "logs_command",
                 "neighbours",
                 "page_command",

@@ -23,7 +23,7 @@ from ckptd.daemon.telemetry.background import LoggedEvent
 from ckptd.daemon.telemetry.history import read_history
 from ckptd.shared.errors import CkptdError, NotFound
 from ckptd.shared.formats.manifest import Manifest
-from ckptd.shared.interval import Choice, Costs, Failures, choose
+from ckptd.shared.interval import Costs, Failures, Intervals, choose
 from ckptd.shared.location import Location
 from ckptd.shared.storage import posix_rates
 from ckptd.shared.storage.locate import existing_root
@@ -64,7 +64,7 @@ def told_advice(costs: Costs) -> str:
     )
 
 
-def chosen(costs: Costs) -> Choice:
+def chosen(costs: Costs) -> Intervals:
     """Return how often to save with one failure a day."""
     return choose(costs.levels(Failures(_DAY)))
 

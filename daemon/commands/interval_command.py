@@ -16,10 +16,10 @@ from ckptd.shared.command import CHECKPOINT, SPAN, chosen, json_option, speaks
 from ckptd.shared.errors import InvalidRequest, NotFound
 from ckptd.shared.interval import (
     THIRD_SLOT,
-    Choice,
     Costs,
     Failures,
-    Level,
+    Intervals,
+    SaveLevel,
     choose,
     share_of_time,
 )
@@ -127,7 +127,7 @@ def _of_job(path: Named) -> tuple[Costs, float, int]:
     return Costs.measured(saves), statistics.median(steps) if steps else 0.0, len(saves)
 
 
-def as_object(best: Choice, costs: Costs, failures: Failures, saves: int) -> dict[str, Any]:
+def as_object(best: Intervals, costs: Costs, failures: Failures, saves: int) -> dict[str, Any]:
     """Return the choice as `--json` prints it."""
     return {
         "saves": saves,
@@ -139,7 +139,7 @@ def as_object(best: Choice, costs: Costs, failures: Failures, saves: int) -> dic
     }
 
 
-def _choice_object(choice: Choice) -> dict[str, Any]:
+def _choice_object(choice: Intervals) -> dict[str, Any]:
     steps = choice.steps or [None] * len(choice.levels)
     rows = zip(
         choice.levels, choice.every, choice.intervals, steps, choice.lost_to_saves,
@@ -159,11 +159,11 @@ def _choice_object(choice: Choice) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _around(best: Choice) -> dict[str, Choice]:
+def _around(best: Intervals) -> dict[str, Intervals]:
     return {"half": best.scaled(0.5), "best": best, "double": best.scaled(2.0)}
 
 
-def told(best: Choice, costs: Costs, failures: Failures, saves: int) -> str:
+def told(best: Intervals, costs: Costs, failures: Failures, saves: int) -> str:
     """Return the choice for people: a table, and the arithmetic in words.
 
     saves: the number of saves that the costs are the medians of, or 0.
@@ -198,7 +198,7 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def arithmetic(choice: Choice) -> list[str]:
+def arithmetic(choice: Intervals) -> list[str]:
     """Return one line for each level and one for their sum."""
     rows = zip(
         choice.levels, choice.intervals, choice.lost_to_saves, choice.lost_to_failures, strict=True
@@ -211,7 +211,7 @@ def arithmetic(choice: Choice) -> list[str]:
     return [*lines, f"in all: {share_of_time(choice.lost)} of the training time"]
 
 
-def _failing(level: Level, interval: float) -> str:
+def _failing(level: SaveLevel, interval: float) -> str:
     parts = [f"half an interval ({short_span_text(interval / 2)})"]
     if level.durable:
         parts.append(f"the time until a snapshot is durable ({short_span_text(level.durable)})")

@@ -22,7 +22,7 @@ from ckptd.agent.agent import link_of
 from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.schedule import Pace
 from ckptd.shared.errors import SnapshotFailed
-from ckptd.shared.interval import THIRD_SLOT, Costs, Failures, Level, choose
+from ckptd.shared.interval import THIRD_SLOT, Costs, Failures, SaveLevel, choose
 from ckptd.shared.wire.lifecycle import Event
 from tests.shared.samples import steady
 from tests.support.daemons import Daemon, Home, running
@@ -392,7 +392,7 @@ def test_auto_keeps_the_persist_every_that_is_given(costly: Costly) -> None:
     costly.held, costly.durable = 1.0, 3.0
     due = costly.follow(when, range(200))
     assert [persist for _, persist in due[:8]] == [True] + [False, False, True] * 2 + [False]
-    levels = (Level("memory", 1.0, 200.0), Level("storage", 0.0, 200.0, 3.0))
+    levels = (SaveLevel("memory", 1.0, 200.0), SaveLevel("storage", 0.0, 200.0, 3.0))
     assert when.choice == choose(levels, step=1.0, every=(1, 3))
 
 

@@ -17,7 +17,8 @@ from click.testing import CliRunner
 from ckptd.agent import Agent
 from ckptd.daemon.commands import neighbours
 from ckptd.daemon.commands.cli import main
-from ckptd.shared.interval import Costs, Failures, best_interval, choose, share_of_time
+from ckptd.daemon.commands.interval_command import arithmetic
+from ckptd.shared.interval import Costs, Failures, SaveLevel, best_interval, choose, share_of_time
 from ckptd.shared.units import ordinal, parse_span, short_span_text
 from tests.support.daemons import Home, holds, running
 
@@ -125,6 +126,19 @@ def test_what_is_not_known_is_said() -> None:
     told = interval("--mtbf", "1d", "--held", "1s", "--durable", "5s", "--lost", "9s")
     assert "as if all failures were of its kind: this is the most that is lost" in told
     assert "A failure comes every 24.0 h, and may lose a node." in told
+
+
+def test_the_arithmetic_has_a_line_for_each_level_and_their_sum() -> None:
+    found = choose(
+        [SaveLevel("memory", 1.0, 3600.0), SaveLevel("storage", 4.0, 36000.0, 9.0, 60.0)]
+    )
+    memory, storage, whole = arithmetic(found)
+    assert memory.startswith(
+        "memory: 1.0 s every 85.5 s lose 1.2 %; half an interval (42.7 s) every"
+    )
+    assert "half an interval (4.3 min) and the time until a snapshot is durable (9.0 s)" in storage
+    assert "and the recovery (60.0 s) every 10.0 h lose" in storage
+    assert whole == f"in all: {share_of_time(found.lost)} of the training time"
 
 
 def test_a_level_that_no_failure_needs_is_named() -> None:
