@@ -68,13 +68,14 @@ def test_the_worked_example_follows_from_the_function() -> None:
     table = {name: cells for name, *cells in rows("An example")}
     young = [f"{(2 * level.cost * level.mtbf) ** 0.5:.3g} s" for level in found.levels]
     assert table["√(2 c M)"] == young
-    for at, (saves, failures) in enumerate(
-        zip(found.lost_to_saves, found.lost_to_failures, strict=True)
+    for row, shares in (
+        ("lost to snapshots", found.lost_to_saves),
+        ("lost to failures", found.lost_to_failures),
     ):
-        assert table["lost to snapshots"][at].endswith(f"= {share_of_time(saves)}")
-        assert table["lost to failures"][at].endswith(f"= {share_of_time(failures)}")
-        told = table["lost to failures"][at].replace(",", "").rpartition(" = ")[0]
-        assert eval(told) == pytest.approx(failures, rel=0.01)
+        told, results = zip(*(cell.split(" = ") for cell in table[row]), strict=True)
+        assert list(results) == [share_of_time(share) for share in shares]
+        computed = [eval(text.replace(",", "")) for text in told]
+        assert computed == [pytest.approx(share, rel=0.01) for share in shares]
     assert table["chosen"] == [
         "21.9 s, 44 steps", f"each {ordinal(found.every[1])}: 10.9 min, 1320 steps",
     ]  # fmt: skip
