@@ -387,16 +387,17 @@ class Schedule:
         """Choose by what has been measured until now, and log a choice that is new or
         has changed much.
         """
-        costs, step, least = self._measured.costs, self._pace.step, 0.0
+        costs, step, least, every = self._measured.costs, self._pace.step, 0.0, None
         if costs is None:
             return
-        every = None if self._persist_every is None else (1, self._persist_every)
-        if costs.lost is None and every is None:
+        levels = costs.levels(failures)
+        if self._persist_every is not None:
+            every = (1, self._persist_every)
+            levels = replace(costs, lost=costs.lost or costs.held).levels(failures)
+        elif costs.lost is None:
             # At most half of the time beside a save: the other steps are the measure.
             least = max(2 * costs.durable, _QUIET_STEPS * step)
-        elif costs.lost is None:
-            costs = replace(costs, lost=costs.held)
-        choice = choose(costs.levels(failures), step=step, least=least, every=every)
+        choice = choose(levels, step=step, least=least, every=every)
         self._choice = choice
         if self._told is None or _differ(choice, self._told):
             self._told = choice

@@ -151,7 +151,7 @@ class Intervals:
         told = [f"a snapshot to {first.name} every {spans[0]}"]
         for level, number, span in zip(others, self.every[1:], spans[1:], strict=True):
             if number == 1:
-                told.append(f"each one to {level.name}")
+                told.append(f"each of them to {level.name}")
             else:
                 told.append(f"each {ordinal(number)} to {level.name}, every {span}")
         return "; ".join(told)
@@ -175,10 +175,10 @@ def choose(
 
     The time that is lost is the sum of what each level alone would lose. To first order
     each level therefore has the interval of Young and Daly for its own cost and its own
-    failures, as A. Benoit, A. Cavelan, V. Le Fevre, Y. Robert and H. Sun prove in
+    failures, as A. Benoit, A. Cavelan, V. Le Fevre, Y. Robert and H. Sun show in
     "Towards optimal multi-level checkpointing", IEEE Transactions on Computers 66
     (2017): their least loss is the sum of sqrt(2 cost / mtbf) over the levels. SCR (A.
-    Moody et al., SC 2010) and FTI (L. Bautista-Gomez et al., SC 2011) use levels of
+    Moody et al., SC 2010) and FTI (L. Bautista-Gomez et al., SC 2011) save to levels of
     this kind. Whole numbers are found by trying the two next to each ratio, because the
     loss is convex in the logarithms of the intervals.
     """
@@ -211,8 +211,9 @@ def _interval(levels: Sequence[SaveLevel], every: Sequence[int], least: float) -
     """Return the best interval of the first level, if each level gets every n-th
     snapshot.
 
-    A snapshot then costs c1 + c2/n2 + ... on average, and a second of the interval is
-    lost 1/m1 + n2/m2 + ... times a second, half of it on average.
+    A snapshot then costs c1 + c2/n2 + ... on average, and half of the interval is lost
+    1/m1 + n2/m2 + ... times a second. This is Daly's problem with one cost and one rate
+    of failures.
     """
     pairs = list(zip(levels, every, strict=True))
     cost = sum(max(level.cost, _LEAST_COST) / number for level, number in pairs)

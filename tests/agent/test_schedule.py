@@ -387,13 +387,17 @@ def test_auto_says_that_snapshots_to_memory_pause_beside_long_saves(
     assert [step for step, _ in due if second < step < second + 100] == [second + 12]
 
 
-def test_auto_keeps_the_persist_every_that_is_given(costly: Costly) -> None:
+def test_auto_keeps_the_persist_every_that_is_given(
+    costly: Costly, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ckptd.agent")
     when = Schedule("auto", mtbf=200.0, persist_every=3, agent=costly.agent)
     costly.held, costly.durable = 1.0, 3.0
     due = costly.follow(when, range(200))
     assert [persist for _, persist in due[:8]] == [True] + [False, False, True] * 2 + [False]
     levels = (SaveLevel("memory", 1.0, 200.0), SaveLevel("storage", 0.0, 200.0, 3.0))
     assert when.choice == choose(levels, step=1.0, every=(1, 3))
+    assert "what it costs beside the training is not measured yet" in choices(caplog)[0]
 
 
 def test_a_store_that_does_not_answer_is_retried_later(

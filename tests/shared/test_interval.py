@@ -256,9 +256,9 @@ def test_a_choice_in_words() -> None:
     assert found.steps == (44, 1320)
     assert str(choose([SaveLevel("storage", 1.0, 3600)])) == "a snapshot to storage every 84.2 s"
     slow = choose((SaveLevel("memory", 1.0), STORAGE), step=1000.0)
-    assert str(slow) == ("a snapshot to memory every 33.3 min (2 steps); each one to storage"), (
-        "at least every second step is undisturbed"
-    )
+    assert str(slow) == (
+        "a snapshot to memory every 33.3 min (2 steps); each of them to storage"
+    ), "at least every second step is undisturbed"
     assert str(costs) == (
         "a snapshot holds the training for 20 ms; one that goes to storage is durable after "
         "40.0 s, and costs the training 2.0 s in all"
