@@ -310,14 +310,15 @@ class Costs:
 
     def __str__(self) -> str:
         held, durable = short_span_text(self.held), short_span_text(self.durable)
-        lost = (
-            "what it costs beside the training is not measured yet"
-            if self.lost is None
-            else f"costs the training {short_span_text(max(self.lost, self.held))} in all"
-        )
+        if self.lost is None:
+            return (
+                f"a snapshot holds the training for {held}; one to storage is durable after "
+                f"{durable}, and what it costs beside the training is not measured yet"
+            )
+        lost = short_span_text(max(self.lost, self.held))
         return (
-            f"a snapshot holds the training for {held}; one that goes to storage is durable after "
-            f"{durable}, and {lost}"
+            f"a snapshot to memory costs the training {held}, and one to storage {lost}, which is "
+            f"durable after {durable}"
         )
 
     def levels(self, failures: Failures, restore: float = 0.0) -> tuple[SaveLevel, ...]:

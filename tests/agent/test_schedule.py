@@ -335,10 +335,9 @@ def test_auto_chooses_for_memory_and_for_storage(
     assert set(gaps(due[2:])) <= {11, 12, 13}
     assert set(gaps([(step, True) for step in saved[1:]])) <= set(range(180, 200))
     assert choices(caplog) == [
-        f"{expected}: a snapshot holds the training for 100 ms; one that goes to storage is "
-        "durable after 8.0 s, and costs the training 5.1 s in all; a failure comes every 10.0 "
-        "min, and one that loses a node every 60.0 min; 7.2 % of the training time is expected "
-        "to be lost"
+        f"{expected}: a snapshot to memory costs the training 100 ms, and one to storage 5.1 s, "
+        "which is durable after 8.0 s; a failure comes every 10.0 min, and one that loses a node "
+        "every 60.0 min; 7.2 % of the training time is expected to be lost"
     ]
 
 
@@ -369,8 +368,8 @@ def test_auto_says_when_its_choice_has_changed_much(
         costly.follow(when, range(begin, begin + 400))
         begin += 400
     first, last = choices(caplog)
-    assert "holds the training for 100 ms" in first
-    assert "holds the training for 1.0 s" in last
+    assert "costs the training 100 ms" in first
+    assert "costs the training 1.0 s" in last
 
 
 def test_auto_says_that_snapshots_to_memory_pause_beside_long_saves(

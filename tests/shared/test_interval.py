@@ -260,11 +260,12 @@ def test_a_choice_in_words() -> None:
         "a snapshot to memory every 33.3 min (2 steps); each of them to storage"
     ), "at least every second step is undisturbed"
     assert str(costs) == (
-        "a snapshot holds the training for 20 ms; one that goes to storage is durable after "
-        "40.0 s, and costs the training 2.0 s in all"
+        "a snapshot to memory costs the training 20 ms, and one to storage 2.0 s, which is "
+        "durable after 40.0 s"
     )
-    assert str(Costs(0.02, 40.0)).endswith(
-        "and what it costs beside the training is not measured yet"
+    assert str(Costs(0.02, 40.0)) == (
+        "a snapshot holds the training for 20 ms; one to storage is durable after 40.0 s, and "
+        "what it costs beside the training is not measured yet"
     )
     assert str(failures) == "a failure comes every 3.0 h, and one that loses a node every 30.0 h"
     assert str(Failures(3600)) == "a failure comes every 60.0 min, and may lose a node"
