@@ -295,5 +295,6 @@ def _read_part(repository: Repository, part: r.PartDurable) -> tuple[Document, i
             index_sha256=part.index_sha256, files=1 + len(index.files),
             linked_bytes=reader.linked_bytes,
             non_finite=None if index.non_finite is None else index.non_finite.values,
+            chain=reader.longest_chain, read_bytes=reader.read_bytes if index.bases else 0,
         )  # fmt: skip
         return (entry, reader.plan, SnapshotRequest.decode(index.request)), index.world_size

@@ -36,6 +36,8 @@ from ckptd.shared.formats.reuse import (
 T = TypeVar("T")
 
 
+_TURNS = 8
+"""A chunk that was not worth a delta is sampled again at one save in so many."""
 _MOST_COUNTS = 10_000
 """The most counts of one part that are kept for the next one. A chunk without a known
 count is counted again.
@@ -158,23 +160,23 @@ class Pipeline:
                 )
                 if counts:
                     non_finite[chunk.offset] = counts
-                base = writer.wanted_base(chunk)
+                base, crc = writer.base_of(chunk), check.crc
                 if (
                     base is not None
                     and base_slot is not None
                     and base_slot.read(chunk, stored, base.raw_crc)
                 ):
-                    delta = writer.delta(chunk, raw, stored, check.crc)
+                    delta = writer.delta(chunk, raw, stored, crc)
                     if delta is not None:
                         return delta, check.digest
                     # The buffer no longer has the bytes of the chunk.
                     crc = slot.check(chunk, raw[: chunk.length], with_digest=False).crc
-                    slot.compare(slot.ranges.index(chunk), check.crc, crc)
-                return writer.chunk(chunk, raw, stored, check.crc), check.digest
+                return writer.chunk(chunk, raw, stored, crc), check.digest
 
         reuse, digests = NOTHING, dict[int, bytes]()
+        resisting: frozenset[int] = frozenset()
         if before is not None and (before.steady or base_slot is not None):
-            checks = shares = None
+            checks, shares = None, dict[int, float]()
             if before.steady:
                 checks = await self._with_digests(slot, before, await wait_for_checks())
                 digests = {
@@ -182,8 +184,12 @@ class Pipeline:
                     for chunk, check in zip(slot.ranges, checks, strict=True)
                 }
             if base_slot is not None:
-                shares = await self._delta_shares(slot, base_slot)
-            reuse = choose(before, slot.ranges, checks, shares, most_deltas)
+                shares, resisting = await self._delta_shares(slot, base_slot, before, writer)
+            # A long chain of many chunks takes a second.
+            older, known = before, checks
+            reuse = await self._memory.run(
+                lambda: choose(older, slot.ranges, known, shares, most_deltas)
+            )
         try:
             await self._writers.run(
                 lambda: writer.create(
@@ -222,6 +228,7 @@ class Pipeline:
         return entry, writer.stored(
             [digests[chunk.offset] for chunk in slot.ranges],
             steady=steady,
+            resisting=resisting,
             non_finite=non_finite
             if slot.learned is not None and sum(map(len, non_finite.values())) <= _MOST_COUNTS
             else None,
@@ -252,16 +259,34 @@ class Pipeline:
         found = await self._memory.each(linked, work, whole=False)
         return {chunk.offset: counts for chunk, counts in zip(linked, found, strict=True) if counts}
 
-    async def _delta_shares(self, slot: SealedSlot, base_slot: BaseSlot) -> dict[int, float]:
-        """Return the share of its bytes that a chunk is likely to take as a delta, by
-        its number, for each chunk that is worth one.
+    async def _delta_shares(
+        self, slot: SealedSlot, base_slot: BaseSlot, before: StoredPart, writer: PartWriter
+    ) -> tuple[dict[int, float], frozenset[int]]:
+        """Return the expected length of the delta of each chunk that is worth one, as a
+        fraction of that of the chunk, by its number; and the offsets of the other chunks.
+
+        Of the chunks that were not worth a delta in the part `before`, only each eighth
+        is sampled again. Training changes most chunks too much at each step.
         """
+        assert slot.header.step is not None
+        turn = slot.header.step % _TURNS
+        numbers = [
+            number
+            for number, chunk in enumerate(slot.ranges)
+            if chunk.offset not in before.resisting or number % _TURNS == turn
+        ]
         found = await self._memory.each(
-            slot.ranges,
-            lambda number, _: base_slot.share(slot, slot.ranges[number]),
+            [slot.ranges[number] for number in numbers],
+            lambda position, _: base_slot.share(slot, slot.ranges[numbers[position]]),
             whole=False,
         )
-        return {number: share for number, share in enumerate(found) if share is not None}
+        shares = {
+            number: share
+            for number, share in zip(numbers, found, strict=True)
+            if share is not None and writer.pays(share)
+        }
+        worth = {slot.ranges[number].offset for number in shares}
+        return shares, frozenset(c.offset for c in slot.ranges if c.offset not in worth)
 
     async def _with_digests(
         self, slot: SealedSlot, before: StoredPart, checks: list[ChunkCheck]

@@ -32,6 +32,7 @@ from ckptd.shared.errors import CkptdError, IntegrityError
 from ckptd.shared.formats.manifest import PartEntry
 from ckptd.shared.formats.part_writer import PartWriter
 from ckptd.shared.formats.reuse import ChunkCheck, StoredPart, most_deltas
+from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.system.fs import NO_ROOM
 
@@ -133,8 +134,8 @@ class PartSaver:
         """
         with ExitStack() as held:
             found = None
-            wanted = self._config.deltas == "auto" and self._encoder.pays(0.0)
-            if wanted and before is not None and self._most_deltas(job):
+            wanted = self._config.deltas == "auto" and self._config.codec != "raw"
+            if wanted and before is not None:
                 with suppress(CkptdError):
                     slot = self._slots.get(before.segment)
                     fd = held.enter_context(slot.pinned())
@@ -143,15 +144,23 @@ class PartSaver:
                     elif self._config.slots == 2 and job not in self._without_bases:
                         self._without_bases.add(job)
                         log.info(
-                            "%s: there are no deltas, because snapshots that stay in memory fill "
-                            "the slot of the checkpoint before again: a third slot for each rank "
+                            "%s: there are no deltas, because a later snapshot has filled the "
+                            "slot of the checkpoint before: a third slot for each rank "
                             "(slots = 3) would keep it",
                             job,
                         )
             yield found
 
-    def _most_deltas(self, job: str) -> int:
-        return most_deltas(len(self._destination.catalog.job(job).checkpoints))
+    def _most_deltas(self, snapshot: Snapshot, request: SnapshotRequest) -> int:
+        """Return the most deltas that a chain of this job may get.
+
+        A node without rank 0 does not learn which checkpoints retention has deleted, and
+        goes by the setting.
+        """
+        kept = len(self._destination.catalog.job(snapshot.job).live_checkpoints())
+        if snapshot.node is not None and not snapshot.node.leads:
+            kept = 0 if request.retention else min(kept, self._config.keep_last or kept)
+        return most_deltas(kept)
 
     async def _write_part(
         self,
@@ -182,6 +191,7 @@ class PartSaver:
         rewritten, progress = False, snapshot.progress
         assert progress is not None
         last = None if before is None else before.part
+        most = self._most_deltas(snapshot, sealed.request)
         place = snapshot.job, snapshot.directory
         linker = self._repository.linker(*place) if self._config.link_unchanged else None
         while True:
@@ -220,8 +230,8 @@ class PartSaver:
                     last,
                     at_once,
                     with_digests=self._config.link_unchanged and (last is None or last.steady),
-                    base_slot=base_slot,
-                    most_deltas=self._most_deltas(snapshot.job),
+                    base_slot=base_slot if most else None,
+                    most_deltas=most,
                 )
             except OSError as error:
                 full = alone and error.errno in NO_ROOM

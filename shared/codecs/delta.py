@@ -95,11 +95,11 @@ class Delta:
             packed, gaps = self._decode(stored, raw.nbytes, element_size)
             if gaps is None:
                 add(raw, packed, width)
-            else:
-                sparse += packed, gaps
-        # All at once, since each pass over the chunk takes as long as reading it.
-        if sparse and not scatter(raw, width, *sparse):
-            raise IntegrityError("the gaps of a delta do not place the words that it lists")
+                continue
+            sparse += packed, gaps
+            if sum(map(len, sparse)) > raw.nbytes:
+                _scatter(raw, width, sparse)
+        _scatter(raw, width, sparse)
 
     def _decode(
         self, stored: memoryview, nbytes: int, element_size: int
@@ -146,3 +146,14 @@ class Delta:
                 f"the listed words of a delta have {nbytes} bytes, but {len(body)} are stored"
             )
         return body
+
+
+def _scatter(raw: memoryview, width: int, sparse: list[bytes | memoryview]) -> None:
+    """Add the words of several deltas, and empty the list.
+
+    They are added together, since each pass over the chunk takes as long as reading it.
+    Raises IntegrityError if the gaps of a delta do not fit.
+    """
+    if sparse and not scatter(raw, width, *sparse):
+        raise IntegrityError("the gaps of a delta do not place the words that it lists")
+    sparse.clear()

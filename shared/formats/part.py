@@ -85,7 +85,7 @@ class Base(msgspec.Struct, frozen=True, array_like=True):
     """A chunk of an older part, in a linked file, from which a chunk is decoded.
 
     file: the number of the linked file. offset, stored_length, codec, raw_crc,
-    stored_crc: as of a `Chunk`. base: the number of its own base, counted from 1, or 0
+    stored_crc: the same as in a `Chunk`. base: the number of its own base, counted from 1, or 0
     if it is whole.
     """
 
@@ -521,12 +521,11 @@ class PartReader:
 
     def _add(self, number: int, deltas: Sequence[Chunk | Base], raw: memoryview) -> None:
         """Add deltas of a chunk, its own the last one, and verify the result."""
-        stored = [self._stored_delta(number, delta) for delta in deltas]
-        with self._stored_in(number) as (_, where):
-            with damage_in(where):
-                _DELTA.apply(stored, raw, self.ranges[number].element_size)
+        stored = (self._stored_delta(number, delta) for delta in deltas)
+        with damage_in(self._where(number, deltas[-1])):
+            _DELTA.apply(stored, raw, self.ranges[number].element_size)
             if crc32c(raw) != deltas[-1].raw_crc:
-                raise IntegrityError(f"{where} holds other bytes than were saved")
+                raise IntegrityError("it holds other bytes than were saved")
 
     def _chain(self, number: int) -> tuple[list[Chunk | Base], Chunk | Base]:
         """Return the deltas of which a chunk is the sum, the chunk's own last, and the
@@ -563,19 +562,25 @@ class PartReader:
         that name what is `stored` there in an error.
         """
         chunk = stored or self.index.chunks[number]
-        if isinstance(chunk, Base):
-            file = chunk.file
-        else:
-            file = self.index.placed[number] if self.index.placed else 0
-        of_file = f" of data file {file}" if file else ""
         with ExitStack() as held:
             with damage_in(self.name):
-                source = held.enter_context(self._file(file))
-            yield (
-                source,
-                f"{self.name}: chunk {number} (bytes {chunk.offset} to "
-                f"{chunk.offset + chunk.stored_length}{of_file})",
-            )
+                source = held.enter_context(self._file(self._file_of(number, chunk)))
+            yield source, self._where(number, chunk)
+
+    def _file_of(self, number: int, stored: Chunk | Base) -> int:
+        """Return the number of the file that holds a chunk, or a base of the chunk."""
+        if isinstance(stored, Base):
+            return stored.file
+        return self.index.placed[number] if self.index.placed else 0
+
+    def _where(self, number: int, stored: Chunk | Base) -> str:
+        """Return the words that name a chunk, or a base of the chunk, in an error."""
+        file = self._file_of(number, stored)
+        of_file = f" of data file {file}" if file else ""
+        return (
+            f"{self.name}: chunk {number} (bytes {stored.offset} to "
+            f"{stored.offset + stored.stored_length}{of_file})"
+        )
 
     def _stored(self, chunk: Chunk | Base, source: Source, where: str) -> memoryview:
         """Read and verify the stored form of a chunk, as a whole.

@@ -46,6 +46,8 @@ from ckptd.shared.system.storage_seam import Creator, Sink
 
 MOST_FILES = 64
 """The most files that a part can be spread over at once."""
+_MOST_LONGER = 1.25
+"""A delta is written unless it is so many times as long as its samples let expect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,14 +276,18 @@ class PartWriter:
     def _name(self, number: int) -> str:
         return names.part_file(self._index.rank, self._nonce, number)
 
-    def wanted_base(self, chunk: ChunkRange) -> Chunk | None:
-        """Return the entry of the base for which a chunk is worth a delta at the
-        present speed of the storage, or None if there is none.
+    def pays(self, share: float) -> bool:
+        """Return True if a delta with this share of the bytes of its chunk pays at the
+        present speed of the storage.
+        """
+        return self._encoder.pays(share)
+
+    def base_of(self, chunk: ChunkRange) -> Chunk | None:
+        """Return the entry of the chunk of which a chunk may be stored as a delta, or
+        None if there is none.
         """
         offer = self.offers.get(chunk.offset)
-        if offer is None or not self._encoder.pays(offer.share):
-            return None
-        return offer.base.entry
+        return None if offer is None else offer.base.entry
 
     def chunk(self, chunk: ChunkRange, raw: memoryview, stored: memoryview, crc: int) -> Chunk:
         """Encode and write one chunk, and return its index entry.
@@ -301,14 +307,16 @@ class PartWriter:
 
     def delta(self, chunk: ChunkRange, raw: memoryview, base: memoryview, crc: int) -> Chunk | None:
         """Write one chunk as a delta, and return its index entry, or None if the delta
-        would not be smaller than the chunk.
+        is not as small as it was expected to be.
 
-        `base` begins with the bytes of the base that `wanted_base` has named. All else
-        is as with `chunk`.
+        `base` begins with the bytes of the base that `base_of` has named. All else is
+        as with `chunk`.
         """
-        whole = raw[: chunk.length]
+        whole, share = raw[: chunk.length], self.offers[chunk.offset].share
         encoded = self._delta.encode(whole, base[: chunk.length], chunk.element_size, whole)
-        return None if encoded is None else self._write(chunk, raw, encoded, DELTA, crc)
+        if encoded is None or encoded > _MOST_LONGER * share * chunk.length + ALIGN:
+            return None
+        return self._write(chunk, raw, encoded, DELTA, crc)
 
     def _write(
         self, chunk: ChunkRange, buffer: memoryview, length: int, number: int, crc: int
@@ -451,12 +459,13 @@ class PartWriter:
         *,
         steady: bool,
         non_finite: dict[int, Counter[int]] | None = None,
+        resisting: frozenset[int] = frozenset(),
     ) -> StoredPart:
         """Return what a later part needs to link the files of this one.
 
         `finish` must have returned.
 
-        `digests`, `steady` and `non_finite` are as in StoredPart.
+        `digests`, `steady`, `non_finite` and `resisting` are as in StoredPart.
         """
         index, length = self._finished
         assert index.step is not None
@@ -472,7 +481,7 @@ class PartWriter:
         ]
         return StoredPart(
             index.attempt, index.world_size, self._stored, digests, files, steady,
-            index.signature, non_finite,
+            index.signature, non_finite, resisting,
         )  # fmt: skip
 
     def discard(self) -> None:

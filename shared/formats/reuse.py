@@ -103,7 +103,8 @@ class StoredPart:
     chunks differ from those of the part before it. Without a part before it, it is
     steady. signature: that of its plan. non_finite: for each chunk with values that are
     not finite, by its offset in the packed slot, the values by the numbers of their
-    tensors; None if they were not counted.
+    tensors; None if they were not counted. resisting: the offsets of the chunks that
+    were not worth a delta.
     """
 
     attempt: int
@@ -114,11 +115,11 @@ class StoredPart:
     steady: bool = True
     signature: bytes = b""
     non_finite: dict[int, Counter[int]] | None = None
+    resisting: frozenset[int] = frozenset()
 
     def places(self, ranges: Sequence[ChunkRange]) -> dict[int, int]:
-        """Return the number of the chunk of this part that lies where a chunk of
-        `ranges` lies, by the number of the latter, if both have the same length and
-        element size.
+        """Map the number of each chunk of `ranges` to that of the chunk at its place in
+        this part, if there is one of the same length and element size.
         """
         here = {
             (one.entry.raw_offset, one.entry.raw_length, one.entry.element_size): place
@@ -133,8 +134,8 @@ class StoredPart:
 
 
 class BaseOffer(NamedTuple):
-    """A chunk that may be the base of a delta, and the expected share of the bytes of
-    the delta in those of the chunk.
+    """A chunk that may be the base of a delta, and the expected length of the delta, as
+    a fraction of that of the chunk.
     """
 
     base: StoredChunk
@@ -215,9 +216,9 @@ def choose(
     store, and those that may be bases of its deltas.
 
     `checks` has the checksum of each chunk, or is None if no chunk is expected to be
-    unchanged. `shares` has, by the number of a chunk, the expected share of the bytes
-    of its delta in those of the chunk, for each chunk that is worth a delta. A chain
-    gets at most `most_deltas` deltas.
+    unchanged. `shares` has the expected length of the delta of each chunk that is worth
+    one, as a fraction of that of the chunk, by the number of the chunk. A chain gets at
+    most `most_deltas` deltas.
 
     A file is worth a link if the new part needs at least half of its bytes: the file
     takes its room for as long as it is linked.

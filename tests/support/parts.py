@@ -118,7 +118,7 @@ class Parts:
         raw, other = mmap.mmap(-1, MIN_CHUNK), mmap.mmap(-1, MIN_CHUNK)
         here = slice(chunk.offset, chunk.offset + chunk.length)
         raw[: chunk.length] = slot[here]
-        crc, wanted = crc32c(slot[here]), writer.wanted_base(chunk)
+        crc, wanted = crc32c(slot[here]), writer.base_of(chunk)
         if wanted is not None:
             base = self.slots[max(self.slots)][here]
             assert crc32c(base) == wanted.raw_crc

@@ -413,5 +413,5 @@ def test_a_save_that_succeeds_in_a_later_try_counts_once(
         world.counters["saved_unasked"],
     ) == (0, 1, 1)
     assert world.counters["recounted_failed"] == 1, "the sum of both counters never falls"
-    assert world.saver.saves.distribution().counts[0] == 1
+    assert sum(world.saver.saves.distribution().counts) == 1
     assert "saved unasked" in caplog.text

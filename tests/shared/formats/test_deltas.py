@@ -186,6 +186,19 @@ def test_a_reader_with_other_bytes_reads_the_whole_chain(disk: Parts) -> None:
     reader.close()
 
 
+def test_a_delta_that_is_longer_than_expected_is_not_written(disk: Parts) -> None:
+    """Samples may miss what has changed. A chunk is never read from more than it was
+    expected to be.
+    """
+    disk.save(1, START, codec_name="planes")
+    disk.save(2, drifted(START, 1, 0.1), codec_name="planes", share=0.01)
+    disk.check(2)
+    assert disk.entries[2].chain == 0
+    disk.save(3, drifted(disk.slots[2], 2, 0.1), codec_name="planes", share=0.3)
+    disk.check(3)
+    assert disk.entries[3].chain == 1
+
+
 def test_chunks_with_deltas_are_in_files_of_their_own(disk: Parts) -> None:
     """The chunks that change entirely would otherwise be kept as long as the bases."""
     few, slot = set(range(3)), START
