@@ -20,7 +20,7 @@ from ckptd.shared.errors import CkptdError, IntegrityError
 from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.formats.part import PartIndex, encode_end, encode_header
-from ckptd.shared.formats.plan import MAX_CHUNK
+from ckptd.shared.formats.plan import MAX_CHUNK, MIN_CHUNK
 from ckptd.shared.formats.reuse import most_deltas
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.names import parse_part_file, part_file
@@ -191,12 +191,14 @@ def test_a_delta_that_is_longer_than_expected_is_not_written(disk: Parts) -> Non
     expected to be.
     """
     disk.save(1, START, codec_name="planes")
-    disk.save(2, drifted(START, 1, 0.1), codec_name="planes", share=0.01)
-    disk.check(2)
-    assert disk.entries[2].chain == 0
-    disk.save(3, drifted(disk.slots[2], 2, 0.1), codec_name="planes", share=0.3)
-    disk.check(3)
-    assert disk.entries[3].chain == 1
+    for step, (share, written) in enumerate([(0.01, False), (0.3, True)], 2):
+        newer = drifted(disk.slots[step - 1], step, 0.1)
+        disk.save(step, newer, codec_name="planes", share=share)
+        disk.check(step)
+        reader = disk.open(step)
+        codecs = {c.codec for c in reader.index.chunks if c.raw_length == MIN_CHUNK}
+        assert (DELTA in codecs) is written
+        reader.close()
 
 
 def test_chunks_with_deltas_are_in_files_of_their_own(disk: Parts) -> None:
