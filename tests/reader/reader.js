@@ -1,14 +1,16 @@
 // Reads a checkpoint as FORMAT.md describes it, without any code of ckptd: `node reader.js DIRECTORY`, which prints the state as JSON.
 //
-// It checks every digest and checksum on the way, and reads chunks that are stored as they are (codec 0). Tensors become nested lists, bytes
+// It checks every digest and checksum on the way, and reads chunks of all codecs, also deltas and linked files. Tensors become nested lists, bytes
 // become {"bytes": hex}, and integers that a number of JavaScript cannot hold become text.
 
 "use strict";
 const crypto = require("crypto");
 const fs = require("fs");
 const path = require("path");
+const { unzstd } = require("./zstd.js");
 
 const ALIGN = 4096;
+const FEATURES = ["files", "linked-files", "deltas"];
 const HEADER_BODY = 184, TRAILER = 64, TRAILER_BODY = 60;
 
 function fail(why) {
@@ -78,7 +80,90 @@ function decode(data) {
   return at === data.length ? found : fail("a msgpack document has bytes at its end");
 }
 
+// -- stored forms of chunks
+
+const RAW = 0, ZSTD = 1, PLANES = 2, DELTA = 3;
+const CHUNK_WINDOW = 8388608, PLANE_WINDOW = 131072;
+const DELTA_HEAD = 16, SKIP = 255;
+
+// The bytes of the words of a chunk, by the size of its elements.
+function wordBytes(elementSize) {
+  return { 2: 2, 4: 4, 8: 8, 16: 8 }[elementSize] || 1;
+}
+
+function fromPlanes(stored, length, width) {
+  const words = length / width, raw = Buffer.alloc(length);
+  if (stored.length < 8 * width) fail("planes are cut short");
+  let at = 8 * width;
+  for (let n = 0; n < width; n++) {
+    const method = stored.readUInt32LE(8 * n), end = at + stored.readUInt32LE(8 * n + 4);
+    if (method > 1 || end > stored.length) fail("a plane has an unknown method, or ends behind its chunk");
+    const plane = method === 1 ? unzstd(stored.subarray(at, end), words, PLANE_WINDOW) : stored.subarray(at, end);
+    if (plane.length !== words) fail("a plane has not one byte for each word");
+    for (let word = 0; word < words; word++) raw[word * width + n] = plane[word];
+    at = end;
+  }
+  if (at !== stored.length) fail("planes do not take the length of their chunk");
+  if (width > 1) raw.forEach((_, n) => n % width === 0 && rotateRight(raw, n, width));
+  return raw;
+}
+
+function rotateRight(raw, at, width) {
+  const lowest = raw[at] & 1;
+  for (let n = at; n < at + width; n++) raw[n] = (raw[n] >> 1) | ((n + 1 < at + width ? raw[n + 1] & 1 : lowest) << 7);
+}
+
+function decodeStored(stored, codec, length, elementSize) {
+  if (codec === RAW) return stored.length === length ? stored : fail("stored bytes have another length than the raw bytes");
+  if (codec === ZSTD) return unzstd(stored, length, CHUNK_WINDOW);
+  return fromPlanes(stored, length, wordBytes(elementSize));
+}
+
+// Calls `place` with the number of each word that a delta lists.
+function eachListed(gaps, listed, words, place) {
+  let word = 0, placed = 0;
+  for (const gap of gaps) {
+    word += gap;
+    if (word > words || (gap < SKIP && (word === words || placed === listed))) fail("the gaps of a delta place words beyond its end");
+    if (gap < SKIP) {
+      place(word++);
+      placed++;
+    }
+  }
+  if (placed !== listed) fail("the gaps of a delta place fewer words than it lists");
+}
+
+// Adds the delta words of a delta to the words of its base, in place.
+function addDelta(stored, raw, elementSize) {
+  const width = wordBytes(elementSize), words = raw.length / width;
+  if (stored.length < DELTA_HEAD) fail("a delta is cut short");
+  const [listed, codec, gapBytes, gapsStored] = [0, 4, 8, 12].map((at) => stored.readUInt32LE(at)), end = DELTA_HEAD + gapsStored;
+  if (listed > words || (codec !== RAW && codec !== PLANES)) fail("a delta lists too many words, or with an unknown codec");
+  if (gapBytes > listed + (words - listed) / SKIP || end > stored.length) fail("a delta has more gap bytes than it can have");
+  if (listed === 0 && stored.length > DELTA_HEAD) fail("a delta without a listed word has bytes at its end");
+  if ((listed === 0 || listed === words) && (gapBytes || gapsStored)) fail("a delta that needs no gap bytes has some");
+  if (listed === 0) return;
+  const packed = stored.subarray(DELTA_HEAD, end), gaps = gapsStored === gapBytes ? packed : unzstd(packed, gapBytes, PLANE_WINDOW);
+  const deltas = decodeStored(stored.subarray(end), codec, listed * width, elementSize);
+  let from = 0;
+  const add = (word) => {
+    const flip = deltas[from + width - 1] & 0x80 ? 0xff : 0;
+    let carry = 0;
+    for (let n = 0; n < width; n++) {
+      carry += raw[word * width + n] + (deltas[from + n] ^ (n === width - 1 ? flip & 0x7f : flip));
+      raw[word * width + n] = carry & 0xff;
+      carry >>= 8;
+    }
+    from += width;
+  };
+  if (listed < words) eachListed(gaps, listed, words, add);
+  else for (let word = 0; word < words; word++) add(word);
+}
+
 // -- part files
+
+const FILES = 1, LINKED = 2, BASES = 4;
+const MOST_STORED = 16777216, MOST_DELTAS = 64;
 
 function checked(data, magic, body, features) {
   if (data.subarray(0, 8).toString("latin1") !== magic) fail(`a header does not begin with ${magic}`);
@@ -86,23 +171,85 @@ function checked(data, magic, body, features) {
   if (data.readUInt16LE(8) !== 1 || data.readUInt32LE(12) & ~features) fail("written by a newer ckptd");
 }
 
-function headerOf(index, nonce, number) {
+function headerOf(index, features, nonce, number, step) {
   const header = Buffer.alloc(ALIGN);
   header.write("CKPTDPRT", "latin1");
   header.writeUInt16LE(1, 8);
-  header.writeUInt32LE((index.get("files") || []).length ? 1 : 0, 12);
+  header.writeUInt32LE(features, 12);
   nonce.copy(header, 16);
   [index.get("attempt"), index.get("rank"), index.get("world_size"), number].forEach((field, n) => header.writeUInt32LE(field, 32 + 4 * n));
-  const step = index.get("step");
   header.writeBigUInt64LE(step === null ? 0xffffffffffffffffn : BigInt(step), 48);
   header.write(index.get("job"), 56, "utf8");
   header.writeUInt32LE(crc32c(header.subarray(0, HEADER_BODY)), HEADER_BODY);
   return header;
 }
 
+// The files of a part by their numbers, after their headers were compared with what the index demands.
+function openFiles(directory, name, file, index, linked) {
+  const lengths = index.get("files") || [], bases = index.get("bases") || [], nonce = file.subarray(16, 32), step = index.get("step");
+  const features = (lengths.length && FILES) | (linked.size && LINKED) | (bases.length && BASES);
+  if (!headerOf(index, features, nonce, 0, step).equals(file.subarray(0, ALIGN))) fail("the header of a part does not match its index");
+  return [file, ...lengths.map((length, n) => {
+    const number = n + 1, other = name.replace(/\.ckpt$/, `.${String(number).padStart(4, "0")}.ckpt`);
+    const data = fs.readFileSync(path.join(directory, other)), link = linked.get(number);
+    if (data.length !== length || length < ALIGN) fail(`${other} is not as long as the index says`);
+    if (link) checked(data, "CKPTDPRT", HEADER_BODY, FILES | LINKED | BASES);
+    const header = link ? headerOf(index, data.readUInt32LE(12), ...link) : headerOf(index, FILES, nonce, number, step);
+    return header.equals(data.subarray(0, ALIGN)) ? data : fail(`${other} belongs to another part`);
+  })];
+}
+
+// Refuses chunks and bases that contradict each other. The numbers of bases count from 1.
+function checkDeltas(chunks, bases, based, files, linked) {
+  const chains = [0];
+  if (based.length !== chunks.length) fail("`based` has not one number for each chunk");
+  const chain = (codec, base, limit) => {
+    if (codec > DELTA) fail("written by a newer ckptd: it has an unknown codec");
+    if (base < 0 || base >= limit || (codec === DELTA) !== (base > 0)) fail("a chunk or a base has a base that it may not have");
+    const deltas = codec === DELTA ? chains[base] + 1 : 0;
+    return deltas > MOST_DELTAS ? fail(`a chain has more than ${MOST_DELTAS} deltas`) : deltas;
+  };
+  bases.forEach(([number, at, length, codec, , , base], n) => {
+    if (!linked.has(number)) fail("a base is not in a linked file");
+    if (at % ALIGN || at < ALIGN || length < 1 || length > MOST_STORED || at + length > files[number].length) fail("a base is outside its file");
+    chains.push(chain(codec, base, n + 1));
+  });
+  chunks.forEach(([, , , , codec], n) => chain(codec, based[n], bases.length + 1));
+}
+
+function storedBytes(data, at, length, crc) {
+  const bytes = data.subarray(at, at + length);
+  if (bytes.length !== length || crc32c(bytes) !== crc) fail("a chunk does not match the checksum of its stored bytes");
+  if (data.subarray(at + length, Math.ceil((at + length) / ALIGN) * ALIGN).some((byte) => byte)) fail("the padding behind a chunk is not zero");
+  return bytes;
+}
+
+// The slot of a part, which has the raw bytes of all chunks.
+function readSlot(index, files, linked, length) {
+  const chunks = index.get("chunks"), bases = index.get("bases") || [], placed = index.get("placed") || [];
+  const based = bases.length || index.has("based") ? index.get("based") || [] : chunks.map(() => 0), slot = Buffer.alloc(length);
+  checkDeltas(chunks, bases, based, files, linked);
+  chunks.forEach(([rawAt, rawLength, at, length, codec, elementSize, rawCrc, storedCrc], n) => {
+    const deltas = codec === DELTA ? [storedBytes(files[placed[n] || 0], at, length, storedCrc)] : [];
+    let whole = [placed[n] || 0, at, length, codec, rawCrc, storedCrc], base = based[n];
+    while (whole[3] === DELTA) {
+      whole = bases[base - 1];
+      base = whole[6];
+      if (whole[3] === DELTA) deltas.unshift(storedBytes(files[whole[0]], whole[1], whole[2], whole[5]));
+    }
+    const [number, wholeAt, wholeLength, wholeCodec, wholeCrc, wholeStoredCrc] = whole;
+    const raw = slot.subarray(rawAt, rawAt + rawLength);
+    decodeStored(storedBytes(files[number], wholeAt, wholeLength, wholeStoredCrc), wholeCodec, rawLength, elementSize).copy(raw);
+    if (crc32c(raw) !== wholeCrc) fail(`the base of chunk ${n} does not match its checksum`);
+    deltas.forEach((delta) => addDelta(delta, raw, elementSize));
+    if (crc32c(raw) !== rawCrc) fail(`chunk ${n} does not match its checksum`);
+  });
+  return slot;
+}
+
 function readPart(directory, entry) {
   const file = fs.readFileSync(path.join(directory, entry.file));
-  checked(file, "CKPTDPRT", HEADER_BODY, 1);
+  checked(file, "CKPTDPRT", HEADER_BODY, FILES | LINKED | BASES);
   const trailer = file.subarray(file.length - TRAILER);
   checked(trailer, "CKPTDEND", TRAILER_BODY, 0);
   const offset = Number(trailer.readBigUInt64LE(16)), length = Number(trailer.readBigUInt64LE(24));
@@ -110,22 +257,11 @@ function readPart(directory, entry) {
   const document = file.subarray(offset, offset + length);
   if (crc32c(document) !== trailer.readUInt32LE(40) || sha256(document) !== entry.index_sha256) fail("an index does not match its digest");
   if (file.subarray(offset + length, file.length - TRAILER).some((byte) => byte)) fail("the padding behind an index is not zero");
-  const index = decode(document), nonce = file.subarray(16, 32), plan = decode(index.get("plan"));
+  const index = decode(document), plan = decode(index.get("plan"));
   if (sha256(index.get("plan")) !== index.get("signature").toString("hex")) fail("a plan does not match its signature");
-  const files = [file, ...(index.get("files") || []).map((size, n) => {
-    const name = entry.file.replace(/\.ckpt$/, `.${String(n + 1).padStart(4, "0")}.ckpt`), data = fs.readFileSync(path.join(directory, name));
-    if (data.length !== size) fail(`${name} is not as long as the index says`);
-    return data;
-  })];
-  files.forEach((data, n) => headerOf(index, nonce, n).equals(data.subarray(0, ALIGN)) || fail(`file ${n} belongs to another part`));
-  const [valuesAt, valuesLength] = index.get("values");
-  const slot = Buffer.alloc(valuesAt + valuesLength), placed = index.get("placed") || [];
-  index.get("chunks").forEach(([rawOffset, rawLength, at, stored, codec, , rawCrc, storedCrc], n) => {
-    if (codec !== 0 || stored !== rawLength) fail(`chunk ${n} is encoded with codec ${codec}, which this reader does not know`);
-    const bytes = files[placed[n] || 0].subarray(at, at + stored);
-    if (crc32c(bytes) !== storedCrc || storedCrc !== rawCrc) fail(`chunk ${n} does not match its checksum`);
-    bytes.copy(slot, rawOffset);
-  });
+  const linked = new Map((index.get("linked") || []).map(([number, nonce, there, step]) => [number, [nonce, there, step]]));
+  const files = openFiles(directory, entry.file, file, index, linked), [valuesAt, valuesLength] = index.get("values");
+  const slot = readSlot(index, files, linked, valuesAt + valuesLength);
   return { plan, slot, values: decode(slot.subarray(valuesAt)) };
 }
 
@@ -143,20 +279,24 @@ function inOrder(size) {
   return size.map((_, n) => size.slice(n + 1).reduce((a, b) => a * b, 1));
 }
 
-function nested(size, element, place = []) {
-  if (place.length === size.length) return element(place);
-  return Array.from({ length: size[place.length] }, (_, n) => nested(size, element, [...place, n]));
+function nested(size, elements) {
+  if (size.length === 0) return elements[0];
+  const each = elements.length / size[0];
+  return Array.from({ length: size[0] }, (_, n) => nested(size.slice(1), elements.slice(n * each, (n + 1) * each)));
 }
 
 function tensorsOf(parts) {
   const whole = new Map();
   const put = (name, dtype, size, offsets, sizes, stride, slot, start) => {
-    const [width, read] = ELEMENTS[dtype] || fail(`this reader does not know the dtype ${dtype}`);
-    const steps = stride || inOrder(sizes), held = whole.get(name) || { size, elements: new Map() };
-    nested(sizes, (place) => {
-      const at = start + width * place.reduce((sum, n, dimension) => sum + n * steps[dimension], 0);
-      held.elements.set(place.map((n, dimension) => n + offsets[dimension]).join(), read(slot, at));
-    });
+    const [width, read] = ELEMENTS[dtype] || fail(`this reader does not know the dtype ${dtype}`), places = inOrder(size);
+    const steps = stride || inOrder(sizes), held = whole.get(name) || { size, elements: new Array(size.reduce((a, b) => a * b, 1)) };
+    const copy = (dimension, from, to) => {
+      if (dimension === sizes.length) held.elements[to] = read(slot, from);
+      else for (let n = 0; n < sizes[dimension]; n++) {
+        copy(dimension + 1, from + n * width * steps[dimension], to + (offsets[dimension] + n) * places[dimension]);
+      }
+    };
+    copy(0, start, 0);
     whole.set(name, held);
   };
   for (const { plan, slot } of parts) {
@@ -170,7 +310,7 @@ function tensorsOf(parts) {
     }
   }
   return new Map([...whole].map(([name, { size, elements }]) =>
-    [name, nested(size, (place) => (elements.has(place.join()) ? elements.get(place.join()) : fail(`${name} is not whole`)))]));
+    [name, elements.includes(undefined) ? fail(`${name} is not whole`) : nested(size, elements)]));
 }
 
 // -- values
@@ -238,7 +378,9 @@ function main(directory) {
   const data = fs.readFileSync(path.join(directory, "manifest.json")), text = data.toString("utf8");
   const tail = /^"sha256": "([0-9a-f]{64})"\n}\n$/.exec(data.subarray(-79).toString("latin1")) || fail("the manifest is cut short");
   if (sha256(data.subarray(0, data.length - 79)) !== tail[1]) fail("the manifest does not match its digest");
-  const parts = JSON.parse(text).parts.map((entry) => readPart(directory, entry)), tensors = tensorsOf(parts);
+  const manifest = JSON.parse(text);
+  if (manifest.version !== 1 || manifest.features.some((name) => !FEATURES.includes(name))) fail("the manifest was written by a newer ckptd");
+  const parts = manifest.parts.map((entry) => readPart(directory, entry)), tensors = tensorsOf(parts);
   process.stdout.write(JSON.stringify(merged(parts.map((part) => plain(part.values.get("state"), tensors)))) + "\n");
 }
 
