@@ -120,7 +120,7 @@ class Delta:
             listed > words
             or codec not in (_AS_IT_IS, PLANES)
             or not length <= taken <= words
-            or (taken > 0 and listed == words)
+            or (taken > 0 and listed in (0, words))
             or start > len(stored)
         ):
             raise IntegrityError(

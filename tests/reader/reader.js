@@ -139,7 +139,7 @@ function addDelta(stored, raw, elementSize) {
   if (stored.length < DELTA_HEAD) fail("a delta is cut short");
   const [listed, codec, gapBytes, gapsStored] = [0, 4, 8, 12].map((at) => stored.readUInt32LE(at)), end = DELTA_HEAD + gapsStored;
   if (listed > words || (codec !== RAW && codec !== PLANES)) fail("a delta lists too many words, or with an unknown codec");
-  if (gapBytes > listed + (words - listed) / SKIP || end > stored.length) fail("a delta has more gap bytes than it can have");
+  if (gapBytes > words || gapsStored > gapBytes || end > stored.length) fail("a delta has more gap bytes than it can have");
   if (listed === 0 && stored.length > DELTA_HEAD) fail("a delta without a listed word has bytes at its end");
   if ((listed === 0 || listed === words) && (gapBytes || gapsStored)) fail("a delta that needs no gap bytes has some");
   if (listed === 0) return;
@@ -199,22 +199,23 @@ function openFiles(directory, name, file, index, linked) {
   })];
 }
 
-// Refuses chunks and bases that contradict each other. The numbers of bases count from 1.
+// Refuses chunks and bases that contradict each other. The places of bases count from 1.
 function checkDeltas(chunks, bases, based, files, linked) {
   const chains = [0];
-  if (based.length !== chunks.length) fail("`based` has not one number for each chunk");
+  if (based.length !== (bases.length ? chunks.length : 0)) fail("`based` has not one number for each chunk");
   const chain = (codec, base, limit) => {
+    if (base >= limit || (codec === DELTA) !== (base > 0)) fail("a chunk or a base has a base that it may not have");
     if (codec > DELTA) fail("written by a newer ckptd: it has an unknown codec");
-    if (base < 0 || base >= limit || (codec === DELTA) !== (base > 0)) fail("a chunk or a base has a base that it may not have");
-    const deltas = codec === DELTA ? chains[base] + 1 : 0;
-    return deltas > MOST_DELTAS ? fail(`a chain has more than ${MOST_DELTAS} deltas`) : deltas;
+    return codec === DELTA ? chains[base] + 1 : 0;
   };
   bases.forEach(([number, at, length, codec, , , base], n) => {
     if (!linked.has(number)) fail("a base is not in a linked file");
     if (at % ALIGN || at < ALIGN || length < 1 || length > MOST_STORED || at + length > files[number].length) fail("a base is outside its file");
     chains.push(chain(codec, base, n + 1));
   });
-  chunks.forEach(([, , , , codec], n) => chain(codec, based[n], bases.length + 1));
+  chunks.forEach(([, , , , codec], n) => {
+    if (chain(codec, based[n] || 0, bases.length + 1) > MOST_DELTAS) fail(`a chain has more than ${MOST_DELTAS} deltas`);
+  });
 }
 
 function storedBytes(data, at, length, crc) {
@@ -227,7 +228,7 @@ function storedBytes(data, at, length, crc) {
 // The slot of a part, which has the raw bytes of all chunks.
 function readSlot(index, files, linked, length) {
   const chunks = index.get("chunks"), bases = index.get("bases") || [], placed = index.get("placed") || [];
-  const based = bases.length || index.has("based") ? index.get("based") || [] : chunks.map(() => 0), slot = Buffer.alloc(length);
+  const based = index.get("based") || [], slot = Buffer.alloc(length);
   checkDeltas(chunks, bases, based, files, linked);
   chunks.forEach(([rawAt, rawLength, at, length, codec, elementSize, rawCrc, storedCrc], n) => {
     const deltas = codec === DELTA ? [storedBytes(files[placed[n] || 0], at, length, storedCrc)] : [];

@@ -43,6 +43,7 @@ OF_FORMAT: dict[type[Any], str] = {
     part.PartIndex: "part-index",
     part.Chunk: "chunk",
     part.Linked: "linked",
+    part.Base: "base",
     non_finite.NonFinite: "non-finite",
     manifest.Manifest: "manifest-1",
     manifest.PartEntry: "part-entry",
