@@ -273,6 +273,7 @@ const ELEMENTS = {
   int64: [8, (data, at) => Number(data.readBigInt64LE(at))], int32: [4, (data, at) => data.readInt32LE(at)],
   int16: [2, (data, at) => data.readInt16LE(at)], int8: [1, (data, at) => data.readInt8(at)], uint8: [1, (data, at) => data.readUInt8(at)],
   bool: [1, (data, at) => data.readUInt8(at) === 1],
+  complex128: [16, (data, at) => [data.readDoubleLE(at), data.readDoubleLE(at + 8)]],
   bfloat16: [2, (data, at) => Buffer.from([0, 0, data[at], data[at + 1]]).readFloatLE(0)],
 };
 

@@ -21,6 +21,7 @@ from ckptd.daemon.journal import file as jf
 from ckptd.daemon.journal import records as r
 from ckptd.shared import errors, names
 from ckptd.shared.codecs import codec
+from ckptd.shared.codecs.delta import DELTA
 from ckptd.shared.formats import (
     binary,
     manifest,
@@ -333,6 +334,8 @@ def test_every_key_of_the_documents_is_in_the_document() -> None:
     assert sorted(index) == sorted(part.PartIndex.__struct_fields__)
     chunk = next(row[1] for row in rows(three, "| index key | value |") if row[0] == "`chunks`")
     assert len(re.findall(r"\[(.*?)\]", chunk)[0].split(", ")) == len(part.Chunk.__struct_fields__)
+    base = next(row[1] for row in rows(three, "| index key | value |") if row[0] == "`bases`")
+    assert len(re.findall(r"\[(.*?)\]", base)[0].split(", ")) == len(part.Base.__struct_fields__)
     request = next(line for line in three.split("\n\n") if line.startswith("**Request document**"))
     assert code_names(request) == list(SnapshotRequest.__struct_fields__)
     members = [
@@ -346,7 +349,7 @@ def test_every_key_of_the_documents_is_in_the_document() -> None:
     parts = next(
         row[1] for row in rows(section(FORMAT, 10), "| member | value |") if row[0] == "`parts`"
     )
-    assert code_names(parts)[:8] == list(manifest._Columns.__struct_fields__)
+    assert code_names(parts)[:10] == list(manifest._Columns.__struct_fields__)
     entry = next(
         row[1]
         for row in rows(section(FORMAT, 10), "| member | value |")
@@ -437,7 +440,11 @@ def test_the_registry_of_features() -> None:
         (code_names(row[0])[0], 1 << int(row[1]))
         for row in rows(fourteen, "| magic with feature bits |")
     ]
-    assert bits == [("CKPTDPRT", part.SEVERAL_FILES), ("CKPTDPRT", part.LINKED_FILES)]
+    assert bits == [
+        ("CKPTDPRT", part.SEVERAL_FILES),
+        ("CKPTDPRT", part.LINKED_FILES),
+        ("CKPTDPRT", part.DELTAS),
+    ]
 
 
 def version_of(cls: type[Any]) -> int:
@@ -461,7 +468,8 @@ def test_the_registry_of_codecs() -> None:
     listed = {
         int(row[0]): code_names(row[1])[0] for row in rows(section(FORMAT, 14), "| codec | name |")
     }
-    assert listed == {number: found.name for number, found in codec._DECODERS.items()}
+    decoders = {number: found.name for number, found in codec._DECODERS.items()}
+    assert listed == decoders | {DELTA: "delta"}, "a delta is decoded into the bytes of its base"
 
 
 def test_the_registries_of_values() -> None:

@@ -21,7 +21,13 @@ from crc32c import crc32c
 
 from ckptd.shared.formats import sealed_json
 from ckptd.shared.formats.binary import ALIGN, NO_STEP, align, preamble
-from ckptd.shared.formats.part import END_MAGIC, LINKED_FILES, PART_MAGIC, SEVERAL_FILES
+from ckptd.shared.formats.part import (
+    DELTAS,
+    END_MAGIC,
+    LINKED_FILES,
+    PART_MAGIC,
+    SEVERAL_FILES,
+)
 from ckptd.shared.formats.plan import MIN_CHUNK, align_region, element_size
 from ckptd.shared.names import part_file
 
@@ -327,8 +333,10 @@ def header(
 ) -> bytes:
     """Return the header of a file of a part."""
     if features is None:
-        features = (SEVERAL_FILES if index.get("files") else 0) | (
-            LINKED_FILES if index.get("linked") and number == 0 else 0
+        features = (
+            (SEVERAL_FILES if index.get("files") else 0)
+            | (LINKED_FILES if index.get("linked") and number == 0 else 0)
+            | (DELTAS if index.get("bases") and number == 0 else 0)
         )
     step = NO_STEP if index["step"] is None else index["step"]
     return sealed(

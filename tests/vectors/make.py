@@ -15,7 +15,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from tests.vectors import frames, jobs, memory, refused, sound
+from tests.vectors import deltas, frames, jobs, memory, refused, sound
 from tests.vectors.build import JOB, Files
 
 ARCHIVE = Path(__file__).parent / "vectors.tar.xz"
@@ -34,14 +34,14 @@ def vectors() -> tuple[Files, dict[str, Any]]:
         entries[f"checkpoints/{name}"] = {"kind": "checkpoint", "path": path} | entry
         files.update({f"{path}/{file}": data for file, data in content.items()})
 
-    for name, make in sound.SOUND.items():
+    for name, make in (sound.SOUND | deltas.SOUND).items():
         vector = make()
         add_checkpoint(name, vector.checkpoint.built(), vector.entry(), vector.checkpoint.tag)
     about = "an abandonment under the name of the manifest: there is no checkpoint"
     add_checkpoint(
         "abandoned", sound.abandoned(), {"about": about, "expect": "nothing"}, "step-00001000.a0002"
     )
-    for name, case in refused.REFUSED.items():
+    for name, case in (refused.REFUSED | deltas.REFUSED).items():
         add_checkpoint(name, case.files, case.entry(), "step-00001000.a0002")
     for kind, found, suffix in (
         ("segment", memory.segments(), "seg"),
