@@ -260,7 +260,9 @@ function readPart(directory, entry) {
   if (file.subarray(offset + length, file.length - TRAILER).some((byte) => byte)) fail("the padding behind an index is not zero");
   const index = decode(document), plan = decode(index.get("plan"));
   if (sha256(index.get("plan")) !== index.get("signature").toString("hex")) fail("a plan does not match its signature");
-  const linked = new Map((index.get("linked") || []).map(([number, nonce, there, step]) => [number, [nonce, there, step]]));
+  const links = index.get("linked") || [], numbers = [0, ...links.map(([number]) => number)];
+  if (numbers.some((number, n) => number <= numbers[n - 1] || number > (index.get("files") || []).length)) fail("links are out of order");
+  const linked = new Map(links.map(([number, nonce, there, step]) => [number, [nonce, there, step]]));
   const files = openFiles(directory, entry.file, file, index, linked), [valuesAt, valuesLength] = index.get("values");
   const slot = readSlot(index, files, linked, valuesAt + valuesLength);
   return { plan, slot, values: decode(slot.subarray(valuesAt)) };

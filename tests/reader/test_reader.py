@@ -19,6 +19,7 @@ import torch
 
 from ckptd.agent import Agent, per_rank
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
+from ckptd.shared.formats.manifest import Manifest
 from tests.golden import make_ranks
 from tests.support import sharded
 from tests.support.daemons import Home, running
@@ -43,7 +44,15 @@ def run(directory: Path) -> subprocess.CompletedProcess[str]:
 def read(directory: Path) -> Any:
     done = run(directory)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(done.stdout, parse_int=number)
+
+
+def number(digits: str) -> int | float:
+    """Return a number that JavaScript has written without a fraction.
+
+    The reader writes large integers as text, so that a large number is a float.
+    """
+    return int(digits) if abs(int(digits)) < 1 << 53 else float(digits)
 
 
 def plain(value: Any) -> Any:
@@ -51,7 +60,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return plain(value.tolist())
     if isinstance(value, complex):
-        return [value.real, value.imag]
+        return plain([value.real, value.imag])
     if isinstance(value, float) and not math.isfinite(value):
         return None  # JSON has no number for it
     if isinstance(value, dict):
@@ -91,6 +100,42 @@ def test_a_fresh_checkpoint(place: Home) -> None:
         found = read(directory)
     assert found == expected(directory)
     assert found["tied"]["turned"] == weight.t().tolist()
+
+
+def test_fresh_checkpoints_with_deltas(place: Home) -> None:
+    """Each checkpoint is read by itself, by its own files."""
+    chance = torch.Generator().manual_seed(1)
+    count = 20_000
+    state: dict[str, torch.Tensor] = {
+        "bytes": torch.randint(-100, 100, (count,), dtype=torch.int8, generator=chance),
+        "counts": torch.arange(count),
+        "doubles": torch.randn(count, dtype=torch.float64, generator=chance),
+        "frozen": torch.randn(count, generator=chance),
+        "halves": torch.randn(count, generator=chance).bfloat16(),
+        "singles": torch.randn(count // 8, 8, generator=chance),
+    }
+    saved: list[dict[str, Any]] = []
+    with running(place, "--codec", "planes") as daemon:
+        agent = Agent("job", socket=daemon.home.socket)
+        for step in range(4):
+            agent.snapshot(state, step=step, rng=False).wait("durable", timeout=60)
+            saved.append({name: value.tolist() for name, value in state.items()})
+            moved = torch.rand(count, generator=chance)
+            state["bytes"] += (moved < 0.02).to(torch.int8)
+            state["counts"] -= (moved < 0.001).long()
+            state["doubles"] += 1e-13 * moved
+            state["halves"] = (state["halves"].float() * (1 + (moved < 0.2) * 0.005)).bfloat16()
+            state["singles"] += (moved.reshape(-1, 8) < 0.01) * 1e-6
+        agent.close()
+    chains = []
+    for step, tensors in enumerate(saved):
+        [directory] = (place.root / "job").glob(f"step-{step:08d}.a*")
+        assert read(directory) == tensors
+        manifest = Manifest.decode((directory / "manifest.json").read_bytes())
+        assert manifest.parts[0].chain == 0 or "deltas" in manifest.features
+        chains.append(manifest.parts[0].chain)
+    assert chains[0] == 0
+    assert max(chains) > 1, "no chain of two deltas was read"
 
 
 def test_a_fresh_checkpoint_of_three_ranks(place: Home) -> None:
