@@ -20,8 +20,8 @@ def subtract(raw: _Bytes, base: _Writable, width: int, /) -> int:
     """Replace each word of `base` by its delta word, and return how many are not 0."""
     import numpy as np
 
-    older = _words(base, width)
-    older[:] = _fold(_words(raw, width) - older)
+    newer, older = _pair(raw, base, width)
+    older[:] = _fold(newer - older)
     return int(np.count_nonzero(older))
 
 
@@ -46,8 +46,8 @@ def pack(words: _Writable, width: int, gaps: _Writable, /) -> int:
 
 def add(raw: _Writable, words: _Bytes, width: int, /) -> None:
     """Add each delta word to the word of `raw` at the same place."""
-    newer = _words(raw, width)
-    newer += _fold(_words(words, width))
+    newer, packed = _pair(raw, words, width)
+    newer += _fold(packed)
 
 
 def scatter(raw: _Writable, width: int, /, *words_and_gaps: _Bytes) -> bool:
@@ -75,6 +75,17 @@ def _words(buffer: _Bytes, width: int) -> Any:
     import numpy as np
 
     return np.frombuffer(buffer, f"<u{width}")
+
+
+def _pair(one: _Bytes, other: _Bytes, width: int) -> tuple[Any, Any]:
+    """Return the words of two buffers. Raises ValueError if their lengths differ, because
+    NumPy would repeat a single word as often as needed.
+    """
+    if len(one) != len(other):
+        raise ValueError(
+            f"expected buffers of one length, not of {len(one)} and {len(other)} bytes"
+        )
+    return _words(one, width), _words(other, width)
 
 
 def _fold(words: Any) -> Any:
