@@ -41,7 +41,7 @@ def applied(stored: bytes, base: bytes, element_size: int) -> bytes | None:
     except IntegrityError:
         return None
     finally:
-        assert (buffer[0], buffer[1 + len(base) :]) == (0xEE, b"\xee" * 9)
+        assert buffer[:1] + buffer[1 + len(base) :] == b"\xee" * 10
     return bytes(buffer[1 : 1 + len(base)])
 
 
