@@ -127,6 +127,7 @@ def test_fresh_checkpoints_with_deltas(place: Home) -> None:
             state["halves"] = (state["halves"].float() * (1 + (moved < 0.2) * 0.005)).bfloat16()
             state["singles"] += (moved.reshape(-1, 8) < 0.01) * 1e-6
         agent.close()
+    assert len(saved) == 4
     chains = []
     for step, tensors in enumerate(saved):
         [directory] = (place.root / "job").glob(f"step-{step:08d}.a*")
