@@ -160,7 +160,7 @@ def _frame(content: bytes) -> bytes:
         (HEAD.pack(2, 0, 1, 1) + b"\0abcd", "do not place"),
         (HEAD.pack(1, 0, 3, 3) + b"\xff\xff\0ab", "do not place"),
         (HEAD.pack(1, 0, 2, 2) + b"\xff\x91ab", "do not place"),
-        (HEAD.pack(0, 0, 2, 2) + b"\xff\xff", "do not place"),
+        (HEAD.pack(0, 0, 1, 1) + b"\xff", "not possible"),
         (HEAD.pack(1, 0, 9, 4) + b"gaps" + b"ab", "cannot be decoded"),
     ],
 )

@@ -5,6 +5,7 @@ the compiled loops and by their stand-in in NumPy.
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from contextlib import AbstractContextManager, nullcontext
 from unittest import mock
 
@@ -32,12 +33,16 @@ def frame(content: bytes) -> bytes:
     return zstandard.ZstdCompressor().compress(content)
 
 
-def applied(stored: bytes, base: bytes, element_size: int) -> bytes | None:
-    """Return what the codec makes of a delta, or None if it refuses it."""
+def applied(stored: bytes, base: bytes, element_size: int, times: int = 1) -> bytes | None:
+    """Return what the codec makes of a chain, which has a delta several times, or None if
+    it refuses it.
+    """
     # The words begin at an odd address, and more bytes follow the chunk.
     buffer = bytearray(b"\xee" + base + b"\xee" * 9)
     try:
-        Delta().apply(memoryview(stored), memoryview(buffer)[1 : 1 + len(base)], element_size)
+        Delta().apply(
+            [memoryview(stored)] * times, memoryview(buffer)[1 : 1 + len(base)], element_size
+        )
     except IntegrityError:
         return None
     finally:
@@ -154,6 +159,38 @@ def test_a_delta_is_decoded_as_the_page_says_or_refused(
 ) -> None:
     with WITH_NUMPY[loops]:
         assert applied(*drawn) == as_format_md_says(*drawn)
+
+
+@pytest.mark.parametrize("loops", WITH_NUMPY)
+@steady
+@given(deltas(), st.integers(0, 64))
+def test_a_chain_is_decoded_delta_by_delta(
+    loops: str, drawn: tuple[bytes, bytes, int], times: int
+) -> None:
+    stored, base, element_size = drawn
+    expected: bytes | None = base
+    for _ in range(times):
+        if expected is not None:
+            expected = as_format_md_says(stored, expected, element_size)
+    with WITH_NUMPY[loops]:
+        assert applied(stored, base, element_size, times) == expected
+
+
+def test_a_chain_takes_no_more_memory_than_its_chunk_allows() -> None:
+    """Each delta lists all words but one, and takes some hundred bytes."""
+    words = 1 << 20
+    planes, gaps = encoded(Planes(), bytes(words - 1), 1), frame(bytes(words - 1))
+    assert planes is not None
+    stored = stored_form(words - 1, planes, gaps, codec=PLANES, gap_bytes=words - 1)
+    assert len(stored) < 1000
+    chunk = memoryview(bytearray(words))
+    tracemalloc.start()
+    try:
+        Delta().apply([memoryview(stored)] * 64, chunk, 1)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * words
 
 
 @pytest.mark.parametrize("loops", WITH_NUMPY)
