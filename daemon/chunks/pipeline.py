@@ -18,6 +18,7 @@ import msgspec
 from ckptd.daemon.chunks.base_slot import BaseSlot
 from ckptd.daemon.chunks.sealed_slot import SealedSlot
 from ckptd.daemon.chunks.workers import Buffers, Workers
+from ckptd.shared.codecs.delta import DELTA
 from ckptd.shared.formats.binary import PIECE
 from ckptd.shared.formats.manifest import PartEntry
 from ckptd.shared.formats.non_finite import NonFinite
@@ -58,7 +59,8 @@ class Pipeline:
     The second set waits for the disk. It has twice as many threads as the first set, so
     that some threads can write while others encode. The first set never waits for the
     disk, so that slots are still checked when the disk hangs. `bytes_read` and
-    `bytes_written` count the raw and the stored bytes of all parts written so far.
+    `bytes_written` count the raw and the stored bytes of all parts written so far, and
+    `chunks` their chunks, by how they are stored: "whole", "delta" or "linked".
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Pipeline:
             "ckptd-write", 2 * threads, memory_budget * 3 // 4, chunk_size, 2, _NICE_WRITERS, cpus
         )
         self.bytes_read = self.bytes_written = 0
+        self.chunks = Counter[str]()
 
     @property
     def chunks_done(self) -> int:
@@ -224,6 +227,10 @@ class Pipeline:
             raise
         self.bytes_read += entry.raw_bytes
         self.bytes_written += entry.new_bytes
+        deltas = sum(chunk.codec == DELTA for chunk, _ in found)
+        self.chunks.update(
+            whole=len(found) - deltas, delta=deltas, linked=len(slot.ranges) - len(found)
+        )
         steady = is_steady(before, slot.ranges, checks)
         return entry, writer.stored(
             [digests[chunk.offset] for chunk in slot.ranges],

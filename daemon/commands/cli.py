@@ -43,10 +43,13 @@ from ckptd.shared.command import (
     speaks,
     step_option,
 )
-from ckptd.shared.location import Location
+from ckptd.shared.formats.manifest import Manifest
+from ckptd.shared.location import Location, located
 from ckptd.shared.retention import parse
 from ckptd.shared.storage.choice import Named
 from ckptd.shared.storage.locate import find_job_or_checkpoint
+from ckptd.shared.storage.repository import Repository
+from ckptd.shared.storage.standalone import StandaloneCheckpoint
 from ckptd.shared.units import count_text
 
 _EXAMPLES = """\b
@@ -328,8 +331,8 @@ def doctor(
     "--columns",
     "shown",
     metavar="NAME,...",
-    help="What to show: job, tag, step, attempt, seq, ranks, size, raw, of_raw, created, age, "
-    "non_finite, marks, and any metric.",
+    help="What to show: job, tag, step, attempt, seq, ranks, size, raw, of_raw, new, chain, "
+    "read, restore, created, age, non_finite, marks, and any metric.",
 )
 @click.option(
     "--sort",
@@ -365,6 +368,10 @@ def ls(
     else:
         place = root or neighbours.served_root(socket, "ckptd ls ROOT")
     rows = report.listing(place)
+    if as_json or "restore" in (sort, *(shown or "").split(",")):
+        from ckptd.daemon.commands.restore_time import add_restore_times
+
+        add_restore_times(place, rows)
     if shown is None and sort is None:
         click.echo(json.dumps(rows, indent=1) if as_json else report.listing_text(rows))
         return
@@ -395,13 +402,23 @@ def show(path: Named, step: int | None, keys: bool, as_json: bool) -> None:
     repository, job, tag = find_job_or_checkpoint(place)
     title = report.title(repository, job, tag or manifest.tag)
     tensors, meshes = report.tensors_of(repository, job, manifest) if keys else (None, ())
+    restore = "" if as_json else _restore_line(repository, job, manifest)
     non_finite = [] if as_json else report.non_finite_lines(repository, job, manifest)
     said = (
         json.dumps(report.manifest_json(manifest, tensors, meshes), indent=1)
         if as_json
-        else report.manifest_text(manifest, title, tensors, non_finite)
+        else report.manifest_text(manifest, title, tensors, non_finite, restore)
     )
     click.echo(said)
+
+
+def _restore_line(repository: Repository, job: str, manifest: Manifest) -> str:
+    """Return what a restore of a checkpoint reads, and how long it would take."""
+    from ckptd.daemon.commands.restore_time import rate_of_job, restore_text
+
+    by_itself = isinstance(repository, StandaloneCheckpoint)
+    rate = None if by_itself else rate_of_job(located(repository.where()), job)
+    return restore_text(manifest.restored_bytes, rate)
 
 
 @main.command(short_help="Check every byte of checkpoints.")

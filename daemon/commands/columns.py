@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from ckptd.daemon.commands.report import as_table
+from ckptd.daemon.commands.report import as_table, chain_text, has_deltas
+from ckptd.daemon.commands.restore_time import seconds_text
 from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.units import printable, size_text, some_text, span_text
 
 ListedRow = dict[str, Any]
 """A row of `report.listing`, for one checkpoint."""
 _DEFAULT = ("job", "tag", "step", "attempt", "ranks", "size", "of_raw", "created", "marks")
-"""The columns of a listing whose user has named none."""
+"""The columns of a listing whose user has named none, if no checkpoint has deltas."""
 METRIC = "metric:"
 """A column of this name and a metric's is the metric, if a column has the same name."""
 _MOST_NAMED = 20
@@ -42,7 +43,7 @@ def arranged(
     which ages count, in Unix seconds. Raises InvalidRequest for a column that is not
     there.
     """
-    names = list(_DEFAULT) if shown is None else named_columns(shown)
+    names = usual_columns(rows) if shown is None else named_columns(shown)
     if not rows:
         return "[]" if as_json else "no checkpoints yet"
     if sort is not None:
@@ -54,6 +55,15 @@ def arranged(
         return json.dumps(rows, indent=1)
     chosen = columns(names, rows, now)
     return json.dumps(as_objects(rows, chosen), indent=1) if as_json else table(rows, chosen)
+
+
+def usual_columns(rows: Sequence[ListedRow]) -> list[str]:
+    """Return the names of the columns of a listing whose user has named none."""
+    names = list(_DEFAULT)
+    if has_deltas(rows):
+        at = names.index("created")
+        names[at:at] = ["new", "chain"]
+    return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +123,10 @@ def _own(now: float) -> dict[str, Column]:
         Column("size", "SIZE", member("bytes"), size_text),
         Column("raw", "RAW", member("raw_bytes"), size_text),
         Column("of_raw", "OF RAW", ratio, lambda value: f"{value:.0%}"),
+        Column("new", "NEW", member("new_bytes"), size_text),
+        Column("chain", "CHAIN", member("chain"), chain_text),
+        Column("read", "READ", member("restored_bytes"), size_text),
+        Column("restore", "RESTORE", member("restore_seconds"), seconds_text),
         Column("created", "CREATED", member("created")),
         Column("age", "AGE", age, span_text),
         Column("non_finite", "NON-FINITE", member("non_finite")),

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ def history(
 def history_file(root: Location | None, socket: Path | None) -> Path:
     """Return the history of the daemon that serves a root, or else the one at a socket.
 
-    Without a daemon: the one of the root that this user's daemon would write.
+    Without a daemon: the one of the root that this user's daemon would write. Raises
+    DaemonUnreachable, NotFound.
     """
     root = root or (configured_root() if socket is None else None)
     try:
@@ -139,13 +141,13 @@ def history_text(events: list[LoggedEvent], now: float, most: int | None = None)
     """
     if not events:
         return "nothing is known"
-    head = ("TIME", "AGE", "EVENT", "JOB", "STEP", "SIZE", "HELD", "DURABLE", "")
+    head = ("TIME", "AGE", "EVENT", "JOB", "STEP", "SIZE", "NEW", "HELD", "DURABLE", "")
     return "\n".join(as_table([head, *(_cells(event, now, most) for event in events)]))
 
 
 def _cells(event: LoggedEvent, now: float, most: int | None) -> tuple[str, ...]:
     facts = event.facts
-    nbytes, step = facts.get("bytes"), facts.get("step")
+    step = facts.get("step")
     known = event.name in ("save.done", "checkpoint.deleted", "upload.done")
     age = max(0.0, now - event.time)
     return (
@@ -154,11 +156,24 @@ def _cells(event: LoggedEvent, now: float, most: int | None) -> tuple[str, ...]:
         event.name,
         event.job or "-",
         "-" if step is None else str(step),
-        size_text(nbytes) if isinstance(nbytes, int | float) else "-",
+        _size(facts.get("bytes")),
+        _size(facts.get("written_bytes")),
         _seconds(facts.get("held_seconds")),
         _seconds(facts.get("durable_seconds")),
-        "" if known else event.text[:most],
+        _deltas(facts) if known else event.text[:most],
     )
+
+
+def _deltas(facts: Mapping[str, Any]) -> str:
+    """Return which part of a save is stored as deltas, in words, or "" for none."""
+    chunks = facts.get("delta_chunks")
+    if not chunks:
+        return ""
+    return f"{chunks} of {facts.get('chunks', '?')} chunks as deltas, chain {facts.get('chain')}"
+
+
+def _size(value: object) -> str:
+    return size_text(value) if isinstance(value, int | float) else "-"
 
 
 def _seconds(value: object) -> str:

@@ -236,7 +236,12 @@ def _stored(job: dict[str, Any], *, staged: bool) -> str:
 
 def _saved(durable: dict[str, Any]) -> str:
     age = durable["age_seconds"]
-    return f"step {durable['step']}" + ("" if age is None else f", {span_text(age)} ago")
+    chain = durable.get("chain")
+    return (
+        f"step {durable['step']}"
+        + ("" if age is None else f", {span_text(age)} ago")
+        + (f", chain {chain}" if chain else "")
+    )
 
 
 def _saving(job: dict[str, Any]) -> str:
@@ -337,6 +342,8 @@ def _row(
     return row | {
         "attempt": manifest.attempt, "step": manifest.step, "seq": manifest.seq,
         "world_size": manifest.world_size, "bytes": manifest.nbytes, "raw_bytes": raw,
+        "new_bytes": manifest.new_bytes, "chain": manifest.chain,
+        "restored_bytes": manifest.restored_bytes,
         "created": manifest.created, "metrics": manifest.metrics,
         "non_finite": manifest.non_finite, "damaged": None,
     }  # fmt: skip
@@ -345,20 +352,44 @@ def _row(
 def listing_text(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return "no checkpoints yet"
-    table = [("JOB", "TAG", "STEP", "ATTEMPT", "RANKS", "SIZE", "OF RAW", "CREATED", "")]
+    deltas = has_deltas(rows)
+    table = [(
+        "JOB", "TAG", "STEP", "ATTEMPT", "RANKS", "SIZE", "OF RAW",
+        *(("NEW", "CHAIN") if deltas else ()), "CREATED", "",
+    )]  # fmt: skip
     for row in rows:
         if row["damaged"]:
-            table.append(
-                (row["job"], row["tag"], "", "", "", "", "", "", f"DAMAGED: {row['damaged']}")
-            )
+            empty = [""] * (len(table[0]) - 3)
+            table.append((row["job"], row["tag"], *empty, f"DAMAGED: {row['damaged']}"))
             continue
         table.append((
             row["job"], row["tag"], "-" if row["step"] is None else str(row["step"]),
             str(row["attempt"]), str(row["world_size"]), size_text(row["bytes"]),
-            _ratio(row["bytes"], row["raw_bytes"]), row["created"],
-            ", ".join(mark for mark in ("newest", "pinned") if row[mark]),
+            _ratio(row["bytes"], row["raw_bytes"]),
+            *((size_text(row["new_bytes"]), chain_text(row["chain"])) if deltas else ()),
+            row["created"], ", ".join(mark for mark in ("newest", "pinned") if row[mark]),
         ))  # fmt: skip
     return "\n".join(as_table(table))
+
+
+def has_deltas(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if a checkpoint of a listing has deltas, so that its new bytes and the
+    length of its chain are worth a column.
+    """
+    return any(row.get("chain") for row in rows)
+
+
+def chain_text(chain: int) -> str:
+    """Return the length of a chain as text for people."""
+    return str(chain) if chain else "whole"
+
+
+def _deltas_text(manifest: Manifest) -> str:
+    """Return in words whether a checkpoint is whole or has deltas."""
+    new = f"{size_text(manifest.new_bytes)} new"
+    if not manifest.chain:
+        return f", {new}" if manifest.new_bytes < manifest.nbytes else ""
+    return f", {new}, as deltas in chains of at most {manifest.chain}"
 
 
 def manifest_at(path: Location) -> Manifest:
@@ -484,11 +515,12 @@ def manifest_text(
     title: str,
     tensors: Mapping[str, Described] | None = None,
     non_finite: Sequence[str] = (),
+    restore: str = "",
 ) -> str:
     """Return a description of a checkpoint.
 
     `tensors` are listed in it, if they are given. non_finite: as `non_finite_lines`
-    returns them.
+    returns them. restore: what a restore reads, and how long it takes, in words.
     """
     raw = sum(part.raw_bytes for part in manifest.parts)
     step = "-" if manifest.step is None else manifest.step
@@ -508,7 +540,8 @@ def manifest_text(
         f"{manifest.seq})",
         f"  created        {manifest.created}",
         f"  size           {size_text(manifest.nbytes)}, {_ratio(manifest.nbytes, raw)} of "
-        f"{size_text(raw)}",
+        f"{size_text(raw)}{_deltas_text(manifest)}",
+        *([f"  restore        {restore}"] if restore else []),
         f"  saved by       {', '.join(by)}",
         *([f"  script         {path}"] if (path := manifest.writer.get("path")) else []),
         *(
@@ -530,6 +563,7 @@ def manifest_text(
     for part in manifest.parts:
         files = f" in {part.files} files" if part.files > 1 else ""
         files += f" ({size_text(part.linked_bytes)} linked)" if part.linked_bytes else ""
+        files += f", chain {part.chain}" if part.chain else ""
         lines.append(
             f"  part           {part.file}  {size_text(part.bytes)}{files}, {part.items} items"
         )

@@ -13,7 +13,8 @@ from ckptd.shared.wire import messages as m
 
 log = logging.getLogger("ckptd.engine")
 
-SOURCES = ("memory", "stage", "storage")
+STORAGE = "storage"
+SOURCES = ("memory", "stage", STORAGE)
 """The places that a recovery may read from."""
 
 
@@ -31,10 +32,14 @@ class Recoveries:
         self.counts = Counter[str]()
         self.times = Durations(RECOVERY_SECONDS)
 
-    def add(self, job: str, rank: int, report: m.ReportRecovery) -> None:
+    def add(
+        self, job: str, rank: int, report: m.ReportRecovery, restored_bytes: int | None = None
+    ) -> None:
         """Count and log a recovery of a job that `rank` reports, and log the damage that
         it has met.
 
+        restored_bytes: the stored bytes that a restore of the checkpoint reads, or None
+        if they are not known. They are logged only if the source was storage.
         Raises InvalidRequest for another rank than 0, and for a source that is not known.
         """
         if rank != 0:
@@ -60,4 +65,5 @@ class Recoveries:
             job, report.tag, size_text(report.bytes), report.source, report.seconds,
             job=job, tag=report.tag, step=report.step, attempt=report.attempt,
             source=report.source, seconds=report.seconds, bytes=report.bytes,
+            restored_bytes=restored_bytes if report.source == STORAGE else None,
         )  # fmt: skip

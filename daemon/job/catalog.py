@@ -337,6 +337,10 @@ class Job:
             *(c for c in self.in_root.values() if c.tag not in self.checkpoints),
         ]
 
+    def durable(self, tag: str) -> StoredCheckpoint | None:
+        """Return the durable checkpoint with this tag, or None if it is not known."""
+        return self.checkpoints.get(tag) or self.in_root.get(tag)
+
     def newest_durable(self, but: Collection[str] = ()) -> StoredCheckpoint | None:
         """Return the newest of the durable checkpoints whose tags are not in `but`."""
         return max(

@@ -19,7 +19,9 @@ class StoredCheckpoint:
     the policies of the job itself, None if the manifest has none. `new_bytes`: the
     bytes of its files that no older checkpoint has, 0 if unknown. `files`: its part
     files and its metadata object. `non_finite`: how many values of parameters and of
-    optimizer state are NaN or infinite, None if they were not counted.
+    optimizer state are NaN or infinite, None if they were not counted. `chain`: the
+    number of deltas in its longest chain, 0 if it is whole. `restored_bytes`: the stored
+    bytes that a restore reads, 0 if unknown.
     """
 
     job: str
@@ -35,6 +37,8 @@ class StoredCheckpoint:
     retention: tuple[Policy, ...] | None = None
     new_bytes: int = 0
     non_finite: int | None = None
+    chain: int = 0
+    restored_bytes: int = 0
 
     @classmethod
     def of(cls, manifest: Manifest) -> StoredCheckpoint:
@@ -44,7 +48,7 @@ class StoredCheckpoint:
             manifest.nbytes, tuple(manifest.files), name is None or name.by_user,
             manifest.created_at, manifest.numbers,
             understood(manifest.retention) if manifest.retention else None, manifest.new_bytes,
-            manifest.non_finite,
+            manifest.non_finite, manifest.chain, manifest.restored_bytes,
         )  # fmt: skip
 
     @property

@@ -414,7 +414,13 @@ class Connection:
                     fd for _, fd in opened
                 ]
             case m.ReportRecovery():
-                self._server.parts.recoveries.add(owner.job, owner.rank, request)
+                stored = engine.catalog.job(owner.job).durable(request.tag)
+                self._server.parts.recoveries.add(
+                    owner.job,
+                    owner.rank,
+                    request,
+                    None if stored is None else stored.restored_bytes or None,
+                )
             case m.Detach():
                 engine.detach(owner)
                 self._server.orphans.unguard(owner.identity)

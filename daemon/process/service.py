@@ -409,6 +409,7 @@ class Service:
             "last_sealed": _where(sealed.attempt, sealed.step, sealed.tag) if sealed else None,
             "last_durable": _where(durable.attempt, durable.step, durable.tag)
             | _age(durable.created)
+            | _sizes(durable)
             if durable
             else None,
             "last_uploaded": _where(uploaded.attempt, uploaded.step, uploaded.tag)
@@ -500,6 +501,16 @@ def _running(job: Job) -> float | None:
 
 def _where(attempt: int, step: int | None, tag: str) -> dict[str, object]:
     return {"attempt": attempt, "step": step, "tag": tag}
+
+
+def _sizes(checkpoint: StoredCheckpoint) -> dict[str, object]:
+    """Return what a checkpoint takes, and what a restore of it reads."""
+    return {
+        "bytes": checkpoint.nbytes,
+        "new_bytes": checkpoint.new_bytes,
+        "chain": checkpoint.chain,
+        "restored_bytes": checkpoint.restored_bytes,
+    }
 
 
 def _age(when: float) -> dict[str, float | None]:

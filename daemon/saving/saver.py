@@ -37,7 +37,7 @@ from ckptd.daemon.tasks import watched
 from ckptd.shared.errors import CkptdError, IntegrityError, InternalError, StorageError
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.location import Url
-from ckptd.shared.units import size_text
+from ckptd.shared.units import count_text, size_text
 from ckptd.shared.wire.lifecycle import Event, SnapshotState
 
 log = logging.getLogger("ckptd.saver")
@@ -275,19 +275,25 @@ class Saver:
                 *((e.raw_bytes, e.new_bytes, e.linked_bytes) for e in entries), strict=True
             )
         )
+        parts, chain = [last.part for _, last in saved], max(e.chain for e in entries)
+        chunks, deltas = sum(len(p.chunks) for p in parts), sum(p.deltas for p in parts)
         held = max(seal.training_held for seal in snapshot.seals.values())
         governor.saved(snapshot.step, sealed_at, seconds, held)
         log_events.SAVE_DONE.log(
             log,
-            "saved %s/%s: %s as %s (%.0f %%)%s%s, %s after %.2f s, %s/s",
+            "saved %s/%s: %s as %s (%.0f %%)%s%s%s, %s after %.2f s, %s/s",
             snapshot.job, snapshot.directory, size_text(raw), size_text(written),
             100 * written / max(raw, 1),
-            f" and {size_text(linked)} in files that have not changed" if linked else "",
+            f" and {size_text(linked)} in files of older checkpoints" if linked else "",
+            f", {deltas} of {count_text(chunks, 'chunk')} as deltas, chain {chain}"
+            if deltas else "",
             f", training held {held:.3f} "
             f"s" if held else "", "durable" if snapshot.node is None else "delivered",
             time.monotonic() - sealed_at, size_text(raw / max(seconds, 1e-6)),
             job=snapshot.job, tag=snapshot.directory, step=snapshot.step,
             attempt=snapshot.attempt, bytes=raw, written_bytes=written, linked_bytes=linked,
+            chunks=chunks, delta_chunks=deltas, chain=chain,
+            restored_bytes=sum(e.restored_bytes for e in entries),
             held_seconds=held, durable_seconds=time.monotonic() - sealed_at, save_seconds=seconds,
             lost_seconds=None if cost is None else cost.seconds,
             step_seconds=None if cost is None else cost.usual,

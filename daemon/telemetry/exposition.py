@@ -86,6 +86,15 @@ def _of_the_daemon(figures: DaemonFigures) -> Iterator[Metric]:
     for kind, count in figures.persisted.items():
         persisted.add_metric([kind], count)
     yield persisted
+    chunks = CounterMetricFamily(
+        "ckptd_persist_chunks",
+        "Chunks of saves: written whole, written as deltas, and linked because they have not "
+        "changed.",
+        labels=["kind"],
+    )
+    for kind, count in figures.chunks.items():
+        chunks.add_metric([kind], count)
+    yield chunks
     recoveries = CounterMetricFamily(
         "ckptd_recoveries", "Recoveries of jobs, by what they read.", labels=["source"]
     )
@@ -131,6 +140,10 @@ _JOB_GAUGES = {
         "ckptd_non_finite_values",
         "Values of parameters and optimizer state in the newest durable checkpoint that are NaN "
         "or infinite.",
+    ),
+    "chain": (
+        "ckptd_last_durable_chain",
+        "Deltas in the longest chain of the newest durable checkpoint, 0 if it is whole.",
     ),
     "room": ("ckptd_room_checkpoints", "How many more checkpoints of the job fit."),
     "ranks": ("ckptd_ranks_connected", "Ranks of the job on this node that are connected."),

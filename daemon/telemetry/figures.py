@@ -22,7 +22,7 @@ class JobFigures:
     checkpoints fit, or None if that is not known. `ranks`: the connected ranks of this
     node. `damaged`: the checkpoints whose manifest could not be read. `non_finite`: how
     many values of the newest durable checkpoint are NaN or infinite, or None if they
-    were not counted.
+    were not counted. `chain`: the number of deltas in its longest chain.
     """
 
     name: str
@@ -33,6 +33,7 @@ class JobFigures:
     ranks: int = 0
     damaged: int = 0
     non_finite: int | None = None
+    chain: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class DaemonFigures:
 
     `jobs_known`: the number of all jobs; `jobs` may have only some of them. `snapshots`:
     how many snapshots ended with each result. `pending`: bytes that are sealed in memory and
-    will be saved. `recoveries`: how many recoveries of jobs read from each source.
+    will be saved. `persisted`: the bytes of saves, raw and stored. `chunks`: the chunks of
+    saves, by how they are stored. `recoveries`: how many recoveries of jobs read from each source.
     `disk_free`: None while the storage does not answer.
     """
 
@@ -53,6 +55,7 @@ class DaemonFigures:
     stalls: Distribution
     saves: Distribution
     persisted: dict[str, int]
+    chunks: dict[str, int]
     recoveries: dict[str, int]
     recovery_times: Distribution
     pending: int

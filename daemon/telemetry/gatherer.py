@@ -15,6 +15,8 @@ from ckptd.shared.wire.lifecycle import SnapshotState
 
 MAX_JOBS = 1000
 """The most jobs with figures of their own, so that what Prometheus stores is bounded."""
+_KINDS = ("whole", "delta", "linked")
+"""How a chunk may be stored, as `Pipeline.chunks` counts it."""
 _RESULTS = {"durable": "persisted", "failed": "failed", "skipped": "skipped"}
 """The counter of each result of a snapshot."""
 _PENDING = (SnapshotState.SEALED, SnapshotState.WRITING, SnapshotState.WRITTEN)
@@ -67,6 +69,9 @@ class Gatherer:
                 "raw": sum(pipeline.bytes_read for pipeline in parts.pipelines),
                 "stored": sum(pipeline.bytes_written for pipeline in parts.pipelines),
             },
+            chunks={
+                kind: sum(pipeline.chunks[kind] for pipeline in parts.pipelines) for kind in _KINDS
+            },
             recoveries={source: parts.recoveries.counts[source] for source in SOURCES},
             recovery_times=parts.recoveries.times.distribution(),
             pending=sum(
@@ -99,6 +104,7 @@ class Gatherer:
             ranks=job.ranks.connected,
             damaged=len(job.damaged),
             non_finite=None if newest is None else newest.non_finite,
+            chain=None if newest is None else newest.chain,
         )
 
     def _newest_of(self, job: Job) -> _Newest:

@@ -73,6 +73,13 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The size of the files that were written for this part, in bytes."""
         return self.bytes - self.linked_bytes
 
+    @property
+    def restored_bytes(self) -> int:
+        """The stored bytes that a restore of the part reads. Without deltas, the size of
+        all its files is told, of which a restore reads nearly everything.
+        """
+        return self.read_bytes or self.bytes
+
 
 class Metadata(TypedDict, total=False):
     """The metadata of DCP as plain data: lists, dicts, numbers and texts."""
@@ -139,11 +146,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         ranks.
         """
         return cls(
-            features=[
-                *([_FILES] if any(part.files > 1 for part in parts) else []),
-                *([_LINKED_FILES] if any(part.linked_bytes for part in parts) else []),
-                *([_DELTAS] if any(part.read_bytes for part in parts) else []),
-            ],
+            features=_features_of(parts),
             job=job,
             attempt=attempt,
             step=step,
@@ -158,6 +161,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             writer={**plan.writer, "codec": codec},
             retention=request.retention,
         )
+
+    def with_parts(self, parts: list[PartEntry]) -> Manifest:
+        """Return the manifest of a checkpoint that has the same content in other parts."""
+        kept = [name for name in self.features if name not in (_FILES, _LINKED_FILES, _DELTAS)]
+        return msgspec.structs.replace(self, parts=parts, features=[*_features_of(parts), *kept])
 
     def split(self) -> tuple[bytes, dict[str, bytes]]:
         """Return the bytes of the file, and the objects that must be durable before it,
@@ -342,6 +350,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(part.new_bytes for part in self.parts)
 
     @property
+    def chain(self) -> int:
+        """The number of deltas in the longest chain of its parts, 0 if it is whole."""
+        return max(part.chain for part in self.parts)
+
+    @property
+    def restored_bytes(self) -> int:
+        """The stored bytes that a restore reads, as of its parts."""
+        return sum(part.restored_bytes for part in self.parts)
+
+    @property
     def order(self) -> tuple[int, int, int]:
         """The sort key of the checkpoints of a job: attempt, step (-1 if there is none)
         and seq. Clocks do not order checkpoints.
@@ -451,6 +469,15 @@ class _Small(Manifest, frozen=True, kw_only=True):
         return Manifest(
             **(msgspec.structs.asdict(self) | {"parts": self.parts.parts(self.world_size)})
         )
+
+
+def _features_of(parts: Sequence[PartEntry]) -> list[str]:
+    """Return the features that a reader of these parts must know."""
+    return [
+        *([_FILES] if any(part.files > 1 for part in parts) else []),
+        *([_LINKED_FILES] if any(part.linked_bytes for part in parts) else []),
+        *([_DELTAS] if any(part.read_bytes for part in parts) else []),
+    ]
 
 
 def _metadata_of(plan: Plan) -> Metadata:

@@ -117,6 +117,11 @@ class StoredPart:
     non_finite: dict[int, Counter[int]] | None = None
     resisting: frozenset[int] = frozenset()
 
+    @property
+    def deltas(self) -> int:
+        """The number of chunks that are stored as deltas, linked ones included."""
+        return sum(chunk.base is not None for chunk in self.chunks)
+
     def places(self, ranges: Sequence[ChunkRange]) -> dict[int, int]:
         """Map the number of each chunk of `ranges` to that of the chunk at its place in
         this part, if there is one of the same length and element size.

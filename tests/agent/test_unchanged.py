@@ -74,7 +74,7 @@ def test_what_is_frozen_is_written_once_and_every_checkpoint_stands_alone(
         assert new < 0.05 * first
         assert linked > 0.95 * first
         save(agent, 3, 4, 5)
-        assert "files that have not changed" in place.log_text()
+        assert "in files of older checkpoints" in place.log_text()
         agent.close()
         assert daemon.stop() == 0
     assert sorted(manifests(place.root)) == [4, 5], (
