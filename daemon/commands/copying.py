@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from ckptd.daemon.stage.copier import CheckpointCopier, OnBytes, one_at_a_time
+from ckptd.daemon.stage.whole_copier import WholeCopier
 from ckptd.shared.command import (
     CHECKPOINT,
     PLACE,
@@ -43,13 +44,14 @@ class Copier:
     """Copies checkpoints to another root, under the names that they have.
 
     source: a root, a job in it, or one of its checkpoints. destination: a root, which
-    is made if it does not exist.
+    is made if it does not exist. whole: make copies that have no deltas and no linked
+    files.
 
     Raises InvalidRequest, NotFound, StorageError, OSError; AlreadyExists if the
     destination has another checkpoint under one of the names.
     """
 
-    def __init__(self, source: Location, destination: Location) -> None:
+    def __init__(self, source: Location, destination: Location, *, whole: bool = False) -> None:
         if destination.resolve() in (source.resolve(), *source.resolve().parents):
             raise InvalidRequest(
                 f"{source} lies in {destination} already: name another root to copy to"
@@ -60,14 +62,16 @@ class Copier:
                 f"{destination} is a job of the root {destination.parent}: name a root"
             )
         self._to, self._destination = open_root(destination), destination
-        self._transfer = CheckpointCopier(repository, self._to)
+        self._transfer = (WholeCopier if whole else CheckpointCopier)(repository, self._to)
         self.todo = [self._transfer.planned(job, tag) for job, tag in wanted]
 
     @property
     def nbytes(self) -> int:
         """The bytes that are still to be copied."""
         return sum(
-            one.manifest.nbytes for one in self.todo if one.manifest is not None and not one.there
+            self._transfer.size(one.manifest)
+            for one in self.todo
+            if one.manifest is not None and not one.there
         )
 
     def run(self, progress: OnBytes = lambda length: None) -> Iterator[dict[str, Any]]:
@@ -85,9 +89,10 @@ class Copier:
         with one_at_a_time(self._destination):
             for one in self.todo:
                 error = one.error
+                nbytes = 0 if one.manifest is None else one.manifest.nbytes
                 if one.manifest is not None and not one.there:
                     try:
-                        self._transfer.copy(one, one.manifest, progress)
+                        nbytes = self._transfer.copy(one, one.manifest, progress)
                     except (IntegrityError, NotFound) as caught:
                         error = str(caught)
                         self._transfer.undo(one, one.manifest)
@@ -95,7 +100,6 @@ class Copier:
                         raise StorageError.of(f"copy {one.job}/{one.tag}", caught) from None
                 elif one.pinned and one.there:
                     self._to.pin(one.job, one.tag)
-                nbytes = 0 if one.manifest is None else one.manifest.nbytes
                 yield {
                     "job": one.job,
                     "tag": one.tag,
@@ -133,18 +137,26 @@ def _named(source: Location) -> tuple[Repository, list[tuple[str, str]]]:
 @click.argument("source", metavar="SRC", type=CHECKPOINT)
 @click.argument("destination", metavar="ROOT", type=PLACE)
 @step_option
+@click.option(
+    "--whole",
+    is_flag=True,
+    help="Make copies without deltas and linked files, each of which stands alone.",
+)
 @json_option
 @speaks
-def copy(source: Named, destination: Location, step: int | None, as_json: bool) -> None:
+def copy(
+    source: Named, destination: Location, step: int | None, whole: bool, as_json: bool
+) -> None:
     """Copy checkpoints to another root, and verify every byte of the copies.
 
     SRC is a root, a job in it (DIR/JOB), or one checkpoint (DIR/JOB/TAG). The
     checkpoints keep their names in ROOT. SRC and ROOT can each be a directory or a URL.
     If a copy is interrupted, run the same command again: it continues where it stopped.
+    Copies keep deltas and linked files, unless --whole says otherwise.
     The exit code is 13 if a checkpoint could not be copied, because it is damaged or
     was deleted meanwhile.
     """
-    copier = Copier(chosen(source, step), destination)
+    copier = Copier(chosen(source, step), destination, whole=whole)
     rows = []
     with progress_bar(destination, as_json or not copier.nbytes) as (begin, progress):
         begin(copier.nbytes)

@@ -21,6 +21,7 @@ from ckptd.daemon.commands.health import MIN_ROOM
 from ckptd.daemon.config import Config
 from ckptd.daemon.telemetry.background import LoggedEvent
 from ckptd.daemon.telemetry.history import read_history
+from ckptd.daemon.telemetry.restore_rate import RestoreRate, rate_of
 from ckptd.shared.errors import CkptdError, NotFound
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.interval import Costs, Failures, Intervals, choose
@@ -74,7 +75,8 @@ class CheckpointSizes:
     """The sizes of a checkpoint that was made at `created`, in bytes.
 
     nbytes: on storage. raw_bytes: in memory. largest: in the memory of the rank that has
-    most. ranks: the number of ranks.
+    most. ranks: the number of ranks. restored_bytes: those that a restore reads. chain:
+    the number of deltas in its longest chain.
     """
 
     created: str
@@ -82,6 +84,8 @@ class CheckpointSizes:
     raw_bytes: int
     largest: int
     ranks: int
+    restored_bytes: int = 0
+    chain: int = 0
 
     @classmethod
     def of(cls, manifest: Manifest) -> CheckpointSizes:
@@ -89,6 +93,7 @@ class CheckpointSizes:
         return cls(
             created=manifest.created, nbytes=manifest.nbytes, raw_bytes=sum(raw),
             largest=max(raw, default=0), ranks=manifest.world_size,
+            restored_bytes=manifest.restored_bytes, chain=manifest.chain,
         )  # fmt: skip
 
 
@@ -174,9 +179,11 @@ def check_jobs(config: Config, copied: float, rates: posix_rates.Rates | None) -
     copied: bytes per second that are copied in memory.
     """
     saves: Sequence[LoggedEvent] = ()
+    recoveries: Sequence[LoggedEvent] = ()
     try:
         file = machine.history_file(config.state_dir, config.root)
         saves = read_history(file, names=["save.done"], limit=_SAVES)
+        recoveries = read_history(file, names=["job.recovered"], limit=_SAVES)
     except NotFound:
         pass
     except CkptdError as error:
@@ -190,7 +197,8 @@ def check_jobs(config: Config, copied: float, rates: posix_rates.Rates | None) -
     free = _free(config.root) if newest else None
     for name in names:
         facts = [save.facts for save in saves if save.job == name]
-        yield check_job(name, facts, newest.get(name), free, copied, rates)
+        restored = rate_of([event for event in recoveries if event.job == name])
+        yield check_job(name, facts, newest.get(name), free, copied, rates, restored)
     if more := len(known) - len(names) + unread:
         yield Check("jobs", OK, f"{count_text(more, 'more job')} not shown")
 
@@ -202,12 +210,14 @@ def check_job(
     free: int | None = None,
     copied: float = 0.0,
     rates: posix_rates.Rates | None = None,
+    restored: RestoreRate | None = None,
 ) -> Check:
     """Tell what the saves of a job cost, from the medians of its last saves or else by
-    the rates, and how many more checkpoints fit.
+    the rates, how long a restore takes, and how many more checkpoints fit.
 
     saves: the facts of its last saves on this node. newest: its newest checkpoint. free:
-    the free bytes under the root, or None if they are not known.
+    the free bytes under the root, or None if they are not known. restored: the rate of
+    its last recoveries.
     """
     told, values = list[str](), dict[str, Any]()
     if saves:
@@ -229,6 +239,18 @@ def check_job(
             f"rates{assumed}: {told_advice(cost)}"
         )
     level = OK
+    if newest is not None and newest.restored_bytes and (restored or rates):
+        rate = restored.bytes_per_second if restored else rates.read if rates else 0.0
+        seconds, by = newest.restored_bytes / rate, "its last recoveries" if restored else "reading"
+        values |= {
+            "restored_bytes": newest.restored_bytes, "restore_seconds": seconds,
+            "chain": newest.chain,
+        }  # fmt: skip
+        chain = f" in chains of at most {newest.chain}" if newest.chain else ""
+        told.append(
+            f"a restore reads {size_text(newest.restored_bytes)}{chain}, in about {seconds:.1f} s "
+            f"at the rate of {by}"
+        )
     if newest is not None and free is not None:
         fit = free // max(newest.nbytes, 1)
         values["room_for"] = fit

@@ -420,7 +420,8 @@ function timeline() {
 
 function stateOf(one) {
   if (one.deleted) return ["deleted", moment(one.deleted)];
-  if (one.durable) return ["durable", one.failed ? "after it had failed" : ""];
+  const deltas = one.delta_chunks ? `${count(one.delta_chunks)} of ${count(one.chunks)} chunks as deltas, chain ${count(one.chain)}` : "";
+  if (one.durable) return ["durable", [one.failed ? "after it had failed" : "", deltas].filter(Boolean).join("; ")];
   return ["failed", one.reason || ""];
 }
 
@@ -614,6 +615,7 @@ function checkpoints() {
   }
   const metrics = [...new Set(listing.checkpoints.flatMap((one) => Object.keys(one.metrics || {})))].slice(0, 6);
   const columns = [["newest", "Step"], ["created", "Created"], ["bytes", "Size:n"], ["share", "Of raw:n"], ["world_size", "Ranks:n"],
+    ...(listing.checkpoints.some((one) => one.chain) ? [["new_bytes", "New:n"], ["chain", "Chain:n"]] : []),
     ...(listing.checkpoints.some((one) => known(one.non_finite)) ? [["non_finite", "Not finite:n"]] : []),
     ...metrics.map((name) => [`metric ${name}`, name, "n"])];
   const rows = sorted(listing.checkpoints);
@@ -663,9 +665,15 @@ function checkpointRow(one, job, metrics, columns) {
     cell("Created", moment(one.created)), cell("Size", size(one.bytes), "n"),
     cell("Of raw", one.raw_bytes ? `${Math.round((100 * one.bytes) / one.raw_bytes)} %` : "–", "n"),
     cell("Ranks", count(one.world_size), "n"),
+    columns.some(([key]) => key === "chain") ? [cell("New", size(one.new_bytes), "n"), cell("Chain", chain(one), "n")] : null,
     columns.some(([key]) => key === "non_finite") ? cell("Not finite", nonFinite(one), "n") : null,
     metrics.map((name) => cell(name, number(metricOf(one, name)), "n")),
     cell("Tag", el("span", { class: "mono quiet" }, one.tag), "name"));
+}
+
+/** Word whether a checkpoint is whole, or how many deltas its longest chain has. */
+function chain(one) {
+  return one.chain ? count(one.chain) : "whole";
 }
 
 /** Word how many values of the parameters and the optimizer state are not finite. */
@@ -690,6 +698,8 @@ function checkpoint() {
     facts([
       ["Created", `${day(one.created)} ${clock(one.created)}`], ["Attempt", `${one.attempt}, number ${count(one.seq)} of the job`],
       ["Size", `${size(one.bytes)}, ${one.raw_bytes ? Math.round((100 * one.bytes) / one.raw_bytes) : 0} % of ${size(one.raw_bytes)}`],
+      one.chain ? ["Deltas", `${size(one.new_bytes)} new, chain of ${count(one.chain)}`] : null,
+      ["Restore", `reads ${size(one.restored_bytes)}${known(one.restore_seconds) ? `, about ${took(one.restore_seconds)} by the last recoveries` : ""}`],
       ["Ranks", count(one.world_size)],
       known(one.non_finite) ? ["Not finite", nonFinite(one)] : null,
       ...metrics.map(([name, value]) => [name, number(value)]),

@@ -25,6 +25,7 @@ from ckptd.daemon.root.storage_calls import StorageCalls
 from ckptd.daemon.telemetry.background import LoggedEvent
 from ckptd.daemon.telemetry.http_answers import EventStream, HttpRequest, Page, is_head
 from ckptd.daemon.telemetry.http_answers import parse_request as parse
+from ckptd.daemon.telemetry.restore_rate import read_rate
 from ckptd.shared import errors as e
 from ckptd.shared.units import printable
 
@@ -206,11 +207,16 @@ class Routes:
         return await asyncio.shield(making)
 
     async def _read_details(self, job: str, tag: str) -> bytes:
+        file = self._history_file()
+
+        def read() -> bytes:
+            found = self._checkpoints.details(job, tag)
+            rate = None if file is None else read_rate(file, job)
+            seconds = None if rate is None else rate.seconds(found.get("restored_bytes", 0))
+            return msgspec.json.encode(found | {"restore_seconds": seconds})
+
         async with self._describing:
-            return await self._calls.read(
-                f"read {job}/{tag}",
-                lambda: msgspec.json.encode(self._checkpoints.details(job, tag)),
-            )
+            return await self._calls.read(f"read {job}/{tag}", read)
 
     async def _measure(self, job: str, tag: str, tensor: str) -> dict[str, Any]:
         """Return the statistics of a tensor, one at a time. The work ends when the reader

@@ -9,7 +9,10 @@ from ckptd.daemon.telemetry.background import LoggedEvent
 
 NAMES = ("save.done", "save.failed", "checkpoint.deleted")
 """The events that are about one snapshot."""
-_TAKEN = ("bytes", "written_bytes", "held_seconds", "durable_seconds", "save_seconds")
+_TAKEN = (
+    "bytes", "written_bytes", "held_seconds", "durable_seconds", "save_seconds", "chunks",
+    "delta_chunks", "chain",
+)  # fmt: skip
 
 
 def snapshots(events: Iterable[LoggedEvent]) -> list[dict[str, Any]]:

@@ -12,12 +12,12 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 
 from ckptd.shared import names
-from ckptd.shared.errors import AlreadyExists, Busy, IntegrityError, NotFound
+from ckptd.shared.errors import AlreadyExists, Busy, CkptdError, IntegrityError, NotFound
 from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.part import PartReader
@@ -53,9 +53,22 @@ class Copying:
     error: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A checkpoint whose parts are durable at the destination, for `publish`.
+
+    manifest, data: the manifest of the copy, and its bytes. objects: the metadata
+    object, if there is one, by its name.
+    """
+
+    manifest: Manifest
+    data: bytes
+    objects: dict[str, bytes]
+
+
 class CheckpointCopier:
     """Copies checkpoints from one repository to another, under the names that they
-    have.
+    have. The copies have the same files.
 
     For each checkpoint, call `planned`, then `copy`, or `copy_parts` and `publish`. If
     these raise IntegrityError or NotFound, `undo` deletes what they have copied.
@@ -63,8 +76,13 @@ class CheckpointCopier:
 
     def __init__(self, source: Repository, destination: Repository) -> None:
         self._from, self._to = source, destination
-        # For each job, the checkpoint at the destination that has a file.
+        # For each job, the places of files at the destination, by the names that they
+        # were written under.
         self._linkable: dict[str, dict[str, str]] = {}
+
+    def size(self, manifest: Manifest) -> int:
+        """Return the bytes that the progress of a copy adds up to."""
+        return manifest.nbytes
 
     def planned(self, job: str, tag: str) -> Copying:
         """Return what is known of a checkpoint and of its copy.
@@ -76,13 +94,24 @@ class CheckpointCopier:
             manifest, data = self._from.read_manifest_document(job, tag)
         except IntegrityError as error:
             return Copying(job, tag, None, b"", pinned, there=False, error=str(error))
+        there = self._is_there(job, tag, manifest, data)
+        return Copying(job, tag, manifest, data, pinned, there=there)
+
+    def _is_there(self, job: str, tag: str, manifest: Manifest, data: bytes) -> bool:
+        """Return True if the destination has a copy of the checkpoint.
+
+        Raises AlreadyExists if it has another checkpoint.
+        """
         found = self._document_there(job, tag)
         if found not in (None, data):
-            raise AlreadyExists(
-                f"{self._to.where(job, tag)} is another checkpoint than "
-                f"{self._from.where(job, tag)}: copy to another root"
-            )
-        return Copying(job, tag, manifest, data, pinned, there=found is not None)
+            raise self._other(job, tag)
+        return found is not None
+
+    def _other(self, job: str, tag: str) -> AlreadyExists:
+        return AlreadyExists(
+            f"{self._to.where(job, tag)} is another checkpoint than "
+            f"{self._from.where(job, tag)}: copy to another root"
+        )
 
     def _document_there(self, job: str, tag: str) -> bytes | None:
         """Return the bytes of the manifest at the destination, b"" if it is damaged, or
@@ -101,60 +130,74 @@ class CheckpointCopier:
         """
         if not self._to.has_manifest(one.job, one.tag):
             self._to.unpin(one.job, one.tag)
-            self._to.delete_files(one.job, one.tag, manifest.files)
+            self._to.delete_files(one.job, one.tag, self._named(manifest))
             self._to.delete_tag(one.job, one.tag)
 
-    def copy(self, one: Copying, manifest: Manifest, progress: OnBytes) -> None:
-        """Copy a checkpoint, unless another copy was faster."""
-        if self._document_there(one.job, one.tag) == one.data:
-            return
-        self.publish(one, manifest, self.copy_parts(one, manifest, progress))
+    def _named(self, manifest: Manifest) -> list[str]:
+        """Return the names of the files that a copy may have made."""
+        return manifest.files
 
-    def copy_parts(self, one: Copying, manifest: Manifest, progress: OnBytes) -> dict[str, bytes]:
+    def copy(self, one: Copying, manifest: Manifest, progress: OnBytes) -> int:
+        """Copy a checkpoint, unless another copy was faster.
+
+        Return the bytes of the copy.
+        """
+        if self._is_there(one.job, one.tag, manifest, one.data):
+            return manifest.nbytes
+        copied = self.copy_parts(one, manifest, progress)
+        self.publish(one, copied)
+        return copied.manifest.nbytes
+
+    def copy_parts(self, one: Copying, manifest: Manifest, progress: OnBytes) -> Copied:
         """Copy and verify the parts of a checkpoint, which must not have been committed
         at the destination.
-
-        Return the metadata object, if there is one, by its name, for `publish`.
         """
         if one.pinned:
             self._to.pin(one.job, one.tag)  # before a daemon there sees the checkpoint
         with closing(self._from.lease(one.job, one.tag)):
-            for part in manifest.parts:
-                self._copy_part(one, part, progress)
-            return metadata_objects(self._from, one.job, one.tag, manifest)
+            parts = [self._copy_part(one, manifest, part, progress) for part in manifest.parts]
+            objects = metadata_objects(self._from, one.job, one.tag, manifest)
+        if parts == manifest.parts:
+            return Copied(manifest, one.data, objects)
+        made = manifest.with_parts(parts)
+        return Copied(made, made.encode(), objects)
 
-    def publish(self, one: Copying, manifest: Manifest, objects: dict[str, bytes]) -> None:
-        """Commit the copy, all of whose parts are durable, and let the hint `newest`
-        name it if it is the newest there.
-        """
-        self._to.publish_manifest(one.job, one.tag, one.data, objects=objects)
-        newest = self._to.read_newest(one.job)
+    def publish(self, one: Copying, copied: Copied) -> None:
+        """Commit the copy, and let the hint `newest` name it if it is the newest there."""
+        self._to.publish_manifest(one.job, one.tag, copied.data, objects=copied.objects)
+        newest, order = self._to.read_newest(one.job), copied.manifest.order
         try:
-            older = newest is None or self._to.read_manifest(one.job, newest).order < manifest.order
+            older = newest is None or self._to.read_manifest(one.job, newest).order < order
         except (NotFound, IntegrityError):
             older = True
         if older:
             self._to.publish_newest(one.job, one.tag)
 
-    def _copy_part(self, one: Copying, part: PartEntry, progress: OnBytes) -> None:
-        """Copy the files of a part, and verify the copies.
+    def _copy_part(
+        self, one: Copying, manifest: Manifest, part: PartEntry, progress: OnBytes
+    ) -> PartEntry:
+        """Copy the files of a part, verify the copies, and return the entry of the copy.
 
         Files that an interrupted copy has left are used if they are sound.
         """
         with closing(
             self._from.open_part(one.job, one.tag, part.file, part.index_sha256)
         ) as source:
-            for again in (False, True):
-                for number, name in enumerate(_files(part, source)):
-                    self._copy_file(one, name, source, number, progress)
-                try:
-                    self._verify(one, part)
-                    return
-                except IntegrityError:
-                    verify(source)  # raises first if the source itself is damaged
-                    if again:
-                        raise
-                    self._to.delete_files(one.job, one.tag, [part.file])
+            self._copy_files(one, part, source, progress)
+            try:
+                self._verify(one, part)
+            except IntegrityError:
+                verify(source)  # raises first if the source itself is damaged
+                self._to.delete_files(one.job, one.tag, [part.file])
+                self._copy_files(one, part, source, progress)
+                self._verify(one, part)
+        return part
+
+    def _copy_files(
+        self, one: Copying, part: PartEntry, source: PartReader, progress: OnBytes
+    ) -> None:
+        for number, name in enumerate(_files(part, source)):
+            self._copy_file(one, name, source, number, progress)
 
     def _copy_file(
         self, one: Copying, name: str, part: PartReader, number: int, progress: OnBytes
@@ -165,12 +208,13 @@ class CheckpointCopier:
                 raise IntegrityError(
                     f"{place} has {source.size} bytes; expected a multiple of {ALIGN}"
                 )
-            if self._has(place, source.size) or self._linked(one, place, part, number, source.size):
+            origin = _origin(part, number)
+            if self._has(place, source.size) or self._linked(one, place, origin, source.size):
                 progress(source.size)
             else:
                 self._write(place, source, progress)
         if one.job in self._linkable:
-            self._linkable[one.job][name] = one.tag
+            self._linkable[one.job].update({name: place, origin or name: place})
 
     def _write(self, place: str, source: Source, progress: OnBytes) -> None:
         blocks, buffer = _blocks(source), mmap.mmap(-1, _BLOCK)
@@ -203,24 +247,62 @@ class CheckpointCopier:
             self._to.storage.delete(prefix, [file])
         return found.size == size
 
-    def _linked(self, one: Copying, place: str, part: PartReader, number: int, size: int) -> bool:
+    def _linked(self, one: Copying, place: str, origin: str | None, size: int) -> bool:
         """Link a file of an older checkpoint at the destination, where the source has
         linked it too. Return False if there is none.
+
+        origin: the name that the file was written under, or None if it is not linked.
         """
-        link = next((link for link in part.index.linked if link.number == number), None)
-        if link is None:
+        if origin is None:
             return False
-        older = names.part_file(part.index.rank, link.nonce, link.origin)
         if one.job not in self._linkable:
             self._linkable[one.job] = {
-                file: tag for tag in self._to.tags(one.job) for file in self._to.files(one.job, tag)
-            }
-        tag = self._linkable[one.job].get(older)
-        return tag is not None and self._to.storage.link(f"{one.job}/{tag}/{older}", place, size)
+                file: f"{one.job}/{tag}/{file}"
+                for tag in self._to.tags(one.job)
+                for file in self._to.files(one.job, tag)
+            } | self._links_before(one)
+        older = self._linkable[one.job].get(origin)
+        return older is not None and self._to.storage.link(older, place, size)
+
+    def _links_before(self, one: Copying) -> dict[str, str]:
+        """Return the places of the files that the checkpoint before has linked, by the
+        names that they were written under: the checkpoint that a file was written for
+        may be gone.
+        """
+        wanted, found = names.parse_tag_directory(one.tag), dict[str, str]()
+        older = [
+            (parsed.order, tag)
+            for tag in self._to.tags(one.job)
+            if (parsed := names.parse_tag_directory(tag)) is not None
+            and wanted is not None
+            and parsed.order < wanted.order
+        ]
+        if not older:
+            return found
+        _, tag = max(older)
+        # Otherwise the files are copied: what is wrong there does not concern the copy.
+        with suppress(CkptdError, OSError):
+            for part in self._to.read_manifest(one.job, tag).parts:
+                if part.linked_bytes:
+                    with closing(
+                        self._to.open_part(one.job, tag, part.file, part.index_sha256)
+                    ) as reader:
+                        for number, name in enumerate(_files(part, reader)):
+                            if (origin := _origin(reader, number)) is not None:
+                                found[origin] = f"{one.job}/{tag}/{name}"
+        return found
 
     def _verify(self, one: Copying, part: PartEntry) -> None:
         with closing(self._to.open_part(one.job, one.tag, part.file, part.index_sha256)) as reader:
             verify(reader)
+
+
+def _origin(part: PartReader, number: int) -> str | None:
+    """Return the name under which a file of a part was written for an older part, or
+    None if it was written for this part.
+    """
+    link = next((link for link in part.index.linked if link.number == number), None)
+    return None if link is None else names.part_file(part.index.rank, link.nonce, link.origin)
 
 
 @contextmanager

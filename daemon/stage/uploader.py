@@ -24,7 +24,7 @@ from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.journal import records as r
 from ckptd.daemon.journal.journal import JournalBroken
 from ckptd.daemon.saving.saver import Saver
-from ckptd.daemon.stage.copier import CheckpointCopier, Copying, one_at_a_time
+from ckptd.daemon.stage.copier import CheckpointCopier, Copied, Copying, one_at_a_time
 from ckptd.daemon.stage.root import StageRoot
 from ckptd.daemon.tasks import watched
 from ckptd.shared.errors import (
@@ -358,18 +358,18 @@ class Uploader:
         )
         failpoint("upload.intended")
 
-        def copy() -> dict[str, bytes]:
+        def copy() -> Copied:
             # A file that was not synced before a power cut may look whole until then.
             if repository.storage.head_last:
                 repository.delete_files(one.job, one.tag, [part.file for part in manifest.parts])
-            objects = transfer.copy_parts(one, manifest, self._progress)
+            copied = transfer.copy_parts(one, manifest, self._progress)
             self._progress(0)
             failpoint("upload.copied")
-            return objects
+            return copied
 
         try:
-            objects = await run(copy)
-            await run(lambda: transfer.publish(one, manifest, objects))
+            copied = await run(copy)
+            await run(lambda: transfer.publish(one, copied))
         except (IntegrityError, NotFound) as error:
             await run(lambda: transfer.undo(one, manifest))
             await self._root.journal.append(r.Dropped(**common, reason=str(error)))  # type: ignore[arg-type]

@@ -4,8 +4,6 @@ that reads checkpoints.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from ckptd.agent import Agent

@@ -19,10 +19,10 @@ def test_parts_without_a_manifest_are_no_checkpoint(tmp_path: Path) -> None:
     copier = CheckpointCopier(source, target)
     one = copier.planned("gpt", made.tag)
     assert one.manifest is not None
-    objects = copier.copy_parts(one, one.manifest, lambda length: None)
+    copied = copier.copy_parts(one, one.manifest, lambda length: None)
     with pytest.raises(NotFound):
         target.read_manifest("gpt", one.tag)
-    copier.publish(one, one.manifest, objects)
+    copier.publish(one, copied)
     assert target.read_manifest_document("gpt", one.tag) == source.read_manifest_document(
         "gpt", one.tag
     )
