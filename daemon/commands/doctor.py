@@ -255,7 +255,7 @@ def _check_store(root: Url) -> Iterator[Check]:
     try:
         storage = object_storage(root)
         storage.serve(f"doctor-{os.getpid()}").close()
-        once = storage.measure()
+        once, copies = storage.measure(), storage.copies()
     except (CkptdError, OSError) as error:
         yield Check("root", FAILED, str(error), {"url": str(root)})
         return
@@ -277,6 +277,15 @@ def _check_store(root: Url) -> Iterator[Check]:
             "of their own, and two daemons that start "
             "the same job at the same moment may both have to try again", values,
         )  # fmt: skip
+    if copies:
+        text = "the store copies objects, which deltas and tensors that do not change need"
+        yield Check("copies by the store", OK, text, {"copies": True})
+    else:
+        text = (
+            "the store cannot copy an object: deltas are off, and tensors that have not changed "
+            "are written again"
+        )
+        yield Check("copies by the store", WARNING, text, {"copies": False})
 
 
 def _remedy(error: OSError) -> str:

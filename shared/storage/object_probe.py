@@ -56,6 +56,27 @@ def creates_once(bucket: Bucket) -> bool:
             bucket.delete([name])
 
 
+def copies(bucket: Bucket) -> bool:
+    """Return True if the store copies an object when it is asked to, so that the copy
+    has the same bytes.
+    """
+    nonce = names.new_nonce().hex()
+    name, copy, data = f"{_PREFIX}/{nonce}", f"{_PREFIX}/{nonce}-copy", nonce.encode()
+    bucket.put(name, data, create=False)
+    try:
+        bucket.copy(name, copy)
+        return bucket.get(copy, len(data)) == data
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno == errno.EOPNOTSUPP:
+            return False
+        raise
+    finally:
+        with suppress(OSError):
+            bucket.delete([name, copy])
+
+
 def check(bucket: Bucket) -> None:
     """Check that an object can be written, listed, read in part and deleted.
 

@@ -88,6 +88,13 @@ class ObjectStorage:
         """
         return object_probe.creates_once(self._bucket)
 
+    def copies(self) -> bool:
+        """Return True if the store makes copies of objects, as `link` needs them, now.
+
+        Raises OSError.
+        """
+        return object_probe.copies(self._bucket)
+
     def where(self, name: str = "") -> str:
         return self._bucket.where(name)
 

@@ -140,7 +140,10 @@ def test_the_commands_read_chains(job: Path) -> None:
     assert ran("diff", job / tag(LAST), job / tag(LAST), "--json")["equal"]
 
 
-def test_a_job_is_adopted_from_a_chain(job: Path, place: Home) -> None:
+def test_a_job_is_adopted_from_a_chain(
+    job: Path, place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTD_SOCKET", str(place.socket))
     with running(place, *chains.OPTIONS, environment=chains.SMALL_CHUNKS):
         adopt(job / tag(LAST), place.root, "next")
         agent, state = Agent("next", socket=place.socket), blank()

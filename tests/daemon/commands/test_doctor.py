@@ -14,13 +14,18 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from obstore.store import MemoryStore
 
 from ckptd.daemon.commands import doctor
 from ckptd.daemon.commands.doctor_check import FAILED, OK, WARNING, Check
 from ckptd.daemon.config import load
 from ckptd.daemon.process import limits
 from ckptd.daemon.process.peers import SO_PEERPIDFD
+from ckptd.shared.errors import RemoteError
+from ckptd.shared.location import Url
 from ckptd.shared.storage import posix_probe
+from ckptd.shared.storage.bucket import Bucket
+from ckptd.shared.storage.object_store import ObjectStorage
 from tests.crash.images import Image, Unavailable
 from tests.daemon.commands.test_cli import ckptd
 
@@ -318,3 +323,19 @@ def test_a_state_directory_on_nfs_gets_a_warning(
     monkeypatch.setattr(doctor, "_file_system", lambda path: 0x6969)
     found = doctor.check_state_dir(tmp_path)
     assert (found.level, f"{tmp_path} is on NFS: " in found.message) == (WARNING, True)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_store_that_cannot_copy_has_no_deltas(
+    monkeypatch: pytest.MonkeyPatch, copies: bool
+) -> None:
+    def refuse(self: Bucket, name: str, new: str) -> None:
+        raise RemoteError(errno.EOPNOTSUPP, "the store answered 501 Not Implemented", name)
+
+    if not copies:
+        monkeypatch.setattr(Bucket, "copy", refuse)
+    storage = ObjectStorage(Bucket(MemoryStore(), "s3://bucket/runs"), "0" * 16)
+    monkeypatch.setattr(doctor, "object_storage", lambda url: storage)
+    check = by_name(list(doctor.check_root(Url("s3", "bucket", ("runs",)))))["copies by the store"]
+    assert (check.level, check.values) == (OK if copies else WARNING, {"copies": copies})
+    assert ("deltas are off" in check.message) is not copies

@@ -29,7 +29,7 @@ from ckptd.shared.location import Location, Url
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.wire.channel import Channel
 from tests.shared.samples import write_checkpoint
-from tests.support import stores, trainers
+from tests.support import chains, stores, trainers
 from tests.support.daemons import Daemon, Home, running, until
 
 KEEP = ("--keep-last", "2", "--codec", "raw")
@@ -444,6 +444,62 @@ def test_a_private_daemon_stays_until_everything_is_uploaded(place: Home, stage:
     assert tags(place.root) == [1, 2]
 
 
+CHAIN = (1, 2, 3, 4, 5)
+
+
+def save_chain(place: Home) -> None:
+    """Save checkpoints with chains on a stage, and wait for their uploads and for the
+    retention of both places.
+    """
+    place.environ = {**place.environ, **chains.SMALL_CHUNKS}
+    with with_stage(place, "--codec", "planes") as daemon:
+        agent = Agent("job", socket=place.socket)
+        for step in CHAIN:
+            agent.snapshot(chains.state_of(step), step=step).wait("uploaded", timeout=60)
+        agent.close()
+        until(lambda: tags(place.root) == list(CHAIN[-2:]), "retention in the root")
+        until(lambda: tags(place.path / "stage") == [CHAIN[-1]], "retention on the stage")
+        assert daemon.stop() == 0
+
+
+def check_chain(root: Location) -> None:
+    for step in tags(root):
+        with Checkpoint.open(root / "job", chains.tag(step)) as checkpoint:
+            checkpoint.verify()
+            chains.assert_state(checkpoint.load(), step)
+
+
+def test_a_chain_is_uploaded_and_its_files_are_linked(place: Home, stage: Path) -> None:
+    save_chain(place)
+    check_chain(place.root)
+    check_chain(stage)
+    first, second = (
+        {file.stat().st_ino for file in (place.root / "job" / chains.tag(step)).glob("rank-*")}
+        for step in CHAIN[-2:]
+    )
+    assert len(first & second) == len(CHAIN) - 1, "all bases are linked in the root, too"
+
+
+@pytest.mark.parametrize("gone", ["stage", "root"])
+def test_a_chain_whose_base_is_gone_is_uploaded(place: Home, stage: Path, gone: str) -> None:
+    place.environ = {**chains.SMALL_CHUNKS}
+    with with_stage(place, "--codec", "planes") as daemon:
+        agent = Agent("job", socket=place.socket)
+        agent.snapshot(chains.state_of(1), step=1).wait("uploaded", timeout=60)
+        away = without_root(place)
+        for step in (2, 3):
+            agent.snapshot(chains.state_of(step), step=step).wait("durable", timeout=60)
+        for step in (1, 2) if gone == "stage" else (1,):
+            place_of = stage if gone == "stage" else away
+            shutil.rmtree(place_of / "job" / chains.tag(step), ignore_errors=True)
+        away.rename(place.root)
+        agent.snapshot(chains.state_of(4), step=4).wait("uploaded", timeout=60)
+        agent.close()
+        until(lambda: not daemon.status()["stage"]["waiting"], "uploads")
+    assert tags(place.root)[-1] == 4
+    check_chain(place.root)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stores.Server]:
     with stores.Servers(tmp_path_factory.mktemp("stores")) as running:
@@ -473,6 +529,18 @@ def test_a_store_has_every_bit_once_it_is_uploaded(place: Home, stage: Path, buc
     shutil.rmtree(stage)
     with with_stage(place):
         recovered(place, 3, "storage")
+
+
+def test_a_chain_is_in_a_store_once_it_is_uploaded(place: Home, stage: Path, bucket: Url) -> None:
+    """The store copies the files of a chain by itself, also those whose first checkpoint
+    is gone.
+    """
+    save_chain(place)
+    assert tags(bucket) == list(CHAIN[-2:])
+    check_chain(bucket)
+    repository = open_root(bucket)
+    sizes = [repository.read_manifest("job", chains.tag(step)).chain for step in CHAIN[-2:]]
+    assert sizes == [len(CHAIN) - 2, len(CHAIN) - 1]
 
 
 def test_the_stage_alone_serves_while_the_store_is_down(

@@ -13,7 +13,7 @@ from obstore.store import MemoryStore
 
 from ckptd.shared.errors import RemoteError
 from ckptd.shared.storage.bucket import Bucket, ObjectMeta
-from ckptd.shared.storage.object_probe import check, creates_once
+from ckptd.shared.storage.object_probe import check, copies, creates_once
 
 
 class Ignoring(Bucket):
@@ -82,6 +82,33 @@ class Forgetful(Bucket):
 class Mangling(Bucket):
     def read(self, name: str, offset: int, length: int) -> memoryview:
         return memoryview(bytes(length))
+
+
+class NotCopying(Bucket):
+    def copy(self, name: str, new: str) -> None:
+        raise RemoteError(errno.EOPNOTSUPP, "the store answered 501 Not Implemented", name)
+
+
+class Losing(Bucket):
+    """A store that acknowledges a copy, and makes none."""
+
+    def copy(self, name: str, new: str) -> None:
+        pass
+
+
+class MakingOthers(Bucket):
+    def copy(self, name: str, new: str) -> None:
+        self.put(new, b"other bytes", create=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(Bucket, True), (NotCopying, False), (Losing, False), (MakingOthers, False)],
+)
+def test_copies_are_measured(kind: type[Bucket], expected: bool) -> None:
+    bucket = kind(MemoryStore(), "memory:///root")
+    assert copies(bucket) is expected
+    assert bucket.children(".ckptd/probe") == ([], [])
 
 
 @pytest.mark.parametrize(
