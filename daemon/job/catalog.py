@@ -20,7 +20,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import from_wire
 from ckptd.shared.formats.membership import Membership
 from ckptd.shared.formats.receipt import Abandonment
-from ckptd.shared.formats.reuse import StoredPart
+from ckptd.shared.formats.reuse import MOST_IN_CHAIN, StoredPart
 from ckptd.shared.formats.segment import SegmentHeader
 from ckptd.shared.retention import Policy
 from ckptd.shared.wire.board import Answer
@@ -186,6 +186,17 @@ class EarlierAttempt:
     attempt: int = 0
     world_size: int = 0
     ranks: tuple[int, ...] = ()
+
+
+def _fitting(free: int, delta: int, whole: int, left: int) -> int:
+    """Return how many checkpoints fit into `free` bytes if a chain takes `left` more
+    deltas of `delta` bytes, and each chain after it begins with `whole` bytes.
+    """
+    if free < left * delta:
+        return free // delta
+    chains, rest = divmod(free - left * delta, whole + MOST_IN_CHAIN * delta)
+    more = 0 if rest < whole else 1 + (rest - whole) // delta
+    return left + chains * (1 + MOST_IN_CHAIN) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +371,11 @@ class Job:
             return None
         # Otherwise the next checkpoint stores every chunk.
         links = any(last.part.attempt == newest.attempt for last in self.stored.values())
-        return free // max(newest.new_bytes if links else newest.nbytes, 1)
+        if not links or not newest.new_bytes:
+            return free // max(newest.nbytes, 1)
+        if not newest.chain:
+            return free // newest.new_bytes
+        return _fitting(free, newest.new_bytes, newest.nbytes, MOST_IN_CHAIN - newest.chain)
 
     def live_checkpoints(self) -> list[StoredCheckpoint]:
         return [c for c in self.checkpoints.values() if c.tag not in self.retiring]

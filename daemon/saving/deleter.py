@@ -193,17 +193,22 @@ class Deleter:
         keeps it or not. Return False if there is none.
 
         Also return False, and delete nothing, if all of them together would not make
-        room for `needed` bytes: what they share with the newest checkpoint stays.
+        room for `needed` bytes: files that another checkpoint has linked stay.
         Raises OSError, StorageError, JournalBroken.
         """
         pinned = await self._calls.run(lambda: self._repository.pins(job.name))
-        free = await self._calls.run(self._repository.storage.free)
+        storage = self._repository.storage
+        free = await self._calls.run(storage.free)
         found = (
             []
             if job.newer or job.guard
             else to_retire(job.live_checkpoints(), [LatestN(1)], pinned, insisted=True)
         )
-        if free is not None and free + sum(old.new_bytes or old.nbytes for old in found) < needed:
+        places = [f"{job.name}/{old.tag}" for old in found]
+        if (
+            free is not None
+            and free + await self._calls.run(lambda: storage.exclusive_bytes(places)) < needed
+        ):
             log.warning(
                 "job %s: its older checkpoints are not deleted early, because that would not make "
                 "enough room",

@@ -70,7 +70,7 @@ class Destination:
         self.locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.committer = Committer(config.codec, journal, repository, catalog, calls, events)
         self.deleter = Deleter(config.retention, journal, repository, calls, self.locks, counters)
-        self.quota = RootQuota(config.root_quota)
+        self.quota = RootQuota(config.root_quota, shared=repository.storage.shares_links)
         self._events = events
         self._may_delete_early = config.make_room
         self._fit: dict[str, int] = {}  # how many more checkpoints fit, by job; at most _FEW

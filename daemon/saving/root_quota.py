@@ -8,13 +8,16 @@ import logging
 from collections.abc import Iterable
 
 from ckptd.daemon.job.catalog import Job
+from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.units import size_text
 
 log = logging.getLogger("ckptd.saver")
 
 
-def used_bytes(jobs: Iterable[Job]) -> int:
+def used_bytes(jobs: Iterable[Job], *, shared: bool = True) -> int:
     """Return about how many bytes the checkpoints of these jobs take on storage.
+
+    shared: True if a linked file takes room once. Otherwise links are copies.
 
     Files that checkpoints of a job share count once: the oldest checkpoint counts with
     all its files, and each other one with those that it does not share with an older
@@ -23,8 +26,22 @@ def used_bytes(jobs: Iterable[Job]) -> int:
     used = 0
     for job in jobs:
         found = sorted(job.live_checkpoints(), key=lambda c: c.order)
-        used += sum(c.nbytes for c in found[:1]) + sum(c.new_bytes or c.nbytes for c in found[1:])
+        for older, checkpoint in zip([None, *found], found, strict=False):
+            alone = not shared or older is None or not _shares(checkpoint, older)
+            used += checkpoint.nbytes if alone else checkpoint.new_bytes or checkpoint.nbytes
     return used
+
+
+def _shares(checkpoint: StoredCheckpoint, older: StoredCheckpoint) -> bool:
+    """Return True if the files that a checkpoint has linked are likely to be those of an
+    older one.
+
+    Each save makes a chain one delta longer at most. So if there were fewer saves since
+    the older checkpoint than the chain has deltas, the older one has the whole base, too.
+    """
+    if checkpoint.attempt != older.attempt:
+        return False
+    return not checkpoint.chain or checkpoint.seq - older.seq <= checkpoint.chain
 
 
 class RootQuota:
@@ -32,8 +49,9 @@ class RootQuota:
     last commit.
     """
 
-    def __init__(self, quota: int) -> None:
-        self.quota = quota
+    def __init__(self, quota: int, *, shared: bool = True) -> None:
+        """shared: as for `used_bytes`."""
+        self.quota, self._shared = quota, shared
         self._exceeded = False
 
     def watch(self, jobs: Iterable[Job]) -> str:
@@ -43,7 +61,7 @@ class RootQuota:
         """
         if not self.quota:
             return ""
-        before, used = self._exceeded, used_bytes(jobs)
+        before, used = self._exceeded, used_bytes(jobs, shared=self._shared)
         self._exceeded = used > self.quota
         if self._exceeded and not before:
             return (
@@ -63,4 +81,6 @@ class RootQuota:
         """Return the part of `ckptd status --json` about the quota, or None without a
         quota.
         """
-        return {"used_bytes": used_bytes(jobs), "quota_bytes": self.quota} if self.quota else None
+        if not self.quota:
+            return None
+        return {"used_bytes": used_bytes(jobs, shared=self._shared), "quota_bytes": self.quota}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -173,7 +174,7 @@ class PartWriter:
         self, index: PartIndex, ranges: list[ChunkRange], documents: int, reuse: Reuse = NOTHING
     ) -> None:
         """Link the files that `reuse` names, create the files to begin with, and
-        allocate room in them, as if no chunk shrinks.
+        allocate room in them, as if no chunk shrinks but those that may be deltas.
 
         Afterwards `ranges`, `needed` and `offers` are set. `index` holds the values for
         the headers of the files. `documents` is the length of the plan and request
@@ -196,10 +197,10 @@ class PartWriter:
             )
         )  # fmt: skip
         counts = [0, 0]
-        self.needed = sum(align(chunk.length) for chunk in self.ranges)
+        self.needed = sum(map(self._room, self.ranges))
         for chunk in self.ranges:
             apart = chunk.offset in self._apart
-            self._groups[apart].left += align(chunk.length)
+            self._groups[apart].left += self._room(chunk)
             counts[apart] += 1
         least = 1 if self._creator.head_last else 0
         for group, count in zip(self._groups, (max(least, counts[0]), counts[1]), strict=True):
@@ -211,6 +212,14 @@ class PartWriter:
                     else end_bound(len(ranges), documents, links, bases)
                 )
                 self._add(group, align(-(-group.left // count)), end)
+
+    def _room(self, chunk: ChunkRange) -> int:
+        """Return the room to allocate for a chunk: its own length, or twice what it is
+        expected to take as a delta. A chunk that takes more makes its file longer.
+        """
+        offer = self.offers.get(chunk.offset)
+        share = 1.0 if offer is None else min(1.0, 2 * offer.share)
+        return align(math.ceil(share * chunk.length))
 
     def _link(self, reuse: Reuse) -> Reuse:
         """Link the files that `reuse` names, and return what is left of it.
@@ -357,7 +366,7 @@ class PartWriter:
             file.end += length
             file.writing += 1
             self._placed[chunk.offset] = file.number
-            group.left -= align(chunk.length)
+            group.left -= self._room(chunk)
         if full is not None:
             self._done_with(full)
         return file

@@ -13,6 +13,7 @@ import functools
 import os
 import threading
 import time
+from collections.abc import Collection
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -56,6 +57,7 @@ class ObjectStorage:
     """
 
     head_last = False
+    shares_links = False
 
     def __init__(self, bucket: Bucket, digest: str) -> None:
         self._bucket, self._digest = bucket, digest
@@ -304,6 +306,10 @@ class ObjectStorage:
 
     def refusal(self, prefix: str) -> str:
         return ""
+
+    def exclusive_bytes(self, prefixes: Collection[str]) -> int:
+        """Every object has one name: links are copies."""
+        return sum(entry.size for prefix in prefixes for entry in self._bucket.children(prefix)[1])
 
     def free(self) -> int | None:
         return None

@@ -14,7 +14,8 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,6 +35,7 @@ class PosixStorage:
     """The objects below the directory `root`. Only the root itself may be a link."""
 
     head_last = True
+    shares_links = True
     # A file is published by a hard link, which only one of several processes can make.
     creates_once = True
 
@@ -429,6 +431,17 @@ class PosixStorage:
                 return posix_root.refusal(directory, self.where(prefix))
         except (FileNotFoundError, NotADirectoryError):
             return ""
+
+    def exclusive_bytes(self, prefixes: Collection[str]) -> int:
+        names, sizes, links = Counter[int](), dict[int, int](), dict[int, int]()
+        for prefix in prefixes:
+            with suppress(FileNotFoundError, NotADirectoryError), self.directory(prefix) as inside:
+                for name, _ in self.fs.entries(inside):
+                    with suppress(FileNotFoundError):
+                        found = self.fs.stat(name, inside)
+                        names[found.st_ino] += 1
+                        sizes[found.st_ino], links[found.st_ino] = found.st_size, found.st_nlink
+        return sum(size for inode, size in sizes.items() if names[inode] >= links[inode])
 
     def free(self) -> int | None:
         try:

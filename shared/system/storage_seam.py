@@ -10,7 +10,7 @@ OSError, with FileNotFoundError and FileExistsError as usual; the callers transl
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -107,6 +107,8 @@ class Storage(Protocol):
 
     head_last: bool
     """True if the first `ALIGN` bytes of an object can be written last."""
+    shares_links: bool
+    """True if an object with several names takes room once, and False if `link` copies."""
 
     @property
     def creates_once(self) -> bool:
@@ -252,6 +254,11 @@ class Storage(Protocol):
     def refusal(self, prefix: str) -> str:
         """Return the reason why checkpoints below the prefix cannot be trusted, or ""
         if they can.
+        """
+
+    def exclusive_bytes(self, prefixes: Collection[str]) -> int:
+        """Return the bytes of the objects below these prefixes, without those that have
+        a name elsewhere too: about what deleting them all makes free.
         """
 
     def free(self) -> int | None:

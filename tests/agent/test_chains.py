@@ -4,6 +4,7 @@ what is left of a chain when older checkpoints are gone.
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,10 +25,11 @@ from ckptd.agent.dcp.storage_reader import StorageReader
 from ckptd.daemon.commands.cli import main
 from ckptd.daemon.commands.report import verification
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
-from ckptd.shared.errors import IntegrityError
+from ckptd.shared.errors import IntegrityError, RemoteError
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.storage import locate
-from tests.support import chains
+from ckptd.shared.storage.bucket import Bucket
+from tests.support import chains, stores
 from tests.support.chains import STEPS, assert_state, state_of, tag
 from tests.support.daemons import Home, home, running
 from tests.support.ranks import HERE, Ranks
@@ -203,6 +205,31 @@ def test_a_damaged_base_damages_every_checkpoint_that_links_it(job: Path, tmp_pa
 
 def _link(source: str, target: str) -> None:
     Path(target).hardlink_to(source)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stores.Server]:
+    with stores.Servers(tmp_path_factory.mktemp("stores")) as servers:
+        yield servers.get("seaweed")
+
+
+def refuse_copies() -> None:
+    def copy(self: Bucket, name: str, new: str) -> None:
+        raise RemoteError(errno.EOPNOTSUPP, "the store answered 501 Not Implemented", name)
+
+    Bucket.copy = copy  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_store_has_chains_if_it_can_copy(server: stores.Server, copies: bool) -> None:
+    with stores.in_environment(server), stores.home_in(server) as place:
+        chains.save_job(place, forked=True if copies else refuse_copies)
+        root = place.root
+        found = [manifest(root / "job", step) for step in STEPS]
+        assert [one.chain for one in found] == ([0, 1, 2, 3] if copies else [0] * len(STEPS))
+        assert [one.new_bytes == one.nbytes for one in found[1:]] == [not copies] * 3
+        for step in STEPS:
+            assert_state(loaded(root / "job", step, Path()), step)
 
 
 def save_as_rank(socket: Path, *steps: int) -> None:

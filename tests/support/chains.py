@@ -4,6 +4,8 @@ that reads checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ckptd.agent import Agent
@@ -45,10 +47,12 @@ def tag(step: int) -> str:
     return f"step-{step:08d}.a0001"
 
 
-def save_job(place: Home, *arguments: str, job: str = "job") -> None:
-    """Save a checkpoint of each of STEPS with a daemon of its own."""
-    with running(place, *OPTIONS, *arguments, environment=SMALL_CHUNKS):
-        agent = Agent(job, socket=place.socket)
+def save_job(place: Home, *arguments: str, forked: bool | Callable[[], None] = False) -> None:
+    """Save a checkpoint of each of STEPS with a daemon of its own, which `forked` may
+    change as `running` says.
+    """
+    with running(place, *OPTIONS, *arguments, environment=SMALL_CHUNKS, forked=forked):
+        agent = Agent("job", socket=place.socket)
         save(agent, *STEPS)
         agent.close()
 

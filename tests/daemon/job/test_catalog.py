@@ -131,6 +131,14 @@ def test_the_room_for_more_checkpoints_follows_from_the_newest() -> None:
     assert job.room_for(105) == 10
 
 
+def test_the_room_allows_for_the_whole_checkpoint_after_a_chain() -> None:
+    job = Job("gpt")
+    job.stored[0] = last_part(checkpoint(6).attempt)
+    job.commit(dataclasses.replace(checkpoint(6), nbytes=1000, new_bytes=1, chain=30))
+    found = [job.room_for(free) for free in (1, 2, 1001, 1002, 1003, 1034, 2034, 2035)]
+    assert found == [1, 2, 2, 3, 4, 35, 36, 37]
+
+
 def test_a_segment_is_in_one_step() -> None:
     made = Job("gpt")
     first = made.occupy("a", 0, (1, 5))

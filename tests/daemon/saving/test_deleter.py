@@ -149,20 +149,21 @@ def test_a_metric_that_only_checkpoints_in_the_root_have_is_known_on_the_stage(
 def test_room_is_not_made_if_it_would_not_be_enough(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The older checkpoints share all but 5 bytes of their files with the newest, which
-    stays.
+    """The newest checkpoint, which stays, links the parts of the older ones, as one with
+    deltas of them does.
     """
     manifests = [write_checkpoint(world.root, step=step, attempt=1) for step in (1, 2, 3)]
     asyncio.run(scan_job(world.storage, world.job, world.calls))
-    for manifest in manifests:
-        world.job.checkpoints[manifest.tag] = dataclasses.replace(
-            world.job.checkpoints[manifest.tag], new_bytes=5
-        )
+    *older, newest = [world.root / "gpt" / manifest.tag for manifest in manifests]
+    for number, place in enumerate(older):
+        for part in place.glob("rank-*"):
+            (newest / f"{part.stem}.{number:04d}.ckpt").hardlink_to(part)
+    freed = sum((place / "manifest.json").stat().st_size for place in older)
     monkeypatch.setattr(world.storage.storage, "free", lambda: 100)
-    assert not asyncio.run(world.saver.root.deleter.make_room(world.job, 111))
+    assert not asyncio.run(world.saver.root.deleter.make_room(world.job, 101 + freed))
     assert "would not make enough room" in caplog.text
     assert len(world.storage.tags("gpt")) == 3
-    assert asyncio.run(world.saver.root.deleter.make_room(world.job, 110))
+    assert asyncio.run(world.saver.root.deleter.make_room(world.job, 100 + freed))
     assert len(world.storage.tags("gpt")) == 2
 
 

@@ -39,6 +39,35 @@ def test_files_that_checkpoints_share_count_once() -> None:
     assert used_bytes([shared]) == 103
 
 
+def chained(*checkpoints: tuple[int, int, int]) -> Job:
+    """Return a job with a checkpoint of 100 bytes or more for each number in the job,
+    length of its chain, and attempt. Its new bytes are 2 if it has a chain.
+    """
+    job = Job("gpt")
+    for seq, chain, attempt in checkpoints:
+        tag, new = tag_directory(seq, None, attempt), 2 if chain else 100
+        job.commit(
+            StoredCheckpoint(
+                "gpt", tag, attempt, seq, seq, 100 + 2 * chain, (), user_tag=False, new_bytes=new,
+                chain=chain,
+            )
+        )  # fmt: skip
+    return job
+
+
+def test_a_base_counts_once_for_the_checkpoints_that_have_its_chain() -> None:
+    assert used_bytes([chained((1, 0, 1), (2, 1, 1), (3, 2, 1))]) == 104
+    assert used_bytes([chained((2, 1, 1), (3, 2, 1))]) == 104, "the whole one is deleted"
+    assert used_bytes([chained((1, 0, 1), (9, 2, 1))]) == 204, "another chain began between"
+    assert used_bytes([chained((1, 0, 1), (2, 1, 2))]) == 202, "an attempt begins whole"
+
+
+def test_copies_that_a_store_makes_count_each_time() -> None:
+    job = chained((1, 0, 1), (2, 1, 1))
+    assert used_bytes([job], shared=False) == 202
+    assert RootQuota(10, shared=False).report([job]) == {"used_bytes": 202, "quota_bytes": 10}
+
+
 def test_a_checkpoint_that_is_being_deleted_does_not_count() -> None:
     job = holding("gpt", (100, 100), (40, 40))
     job.retiring.add(tag_directory(2, None, 1))

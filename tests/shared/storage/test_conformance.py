@@ -246,6 +246,17 @@ def test_a_second_name_of_an_object_outlives_the_first(storage: Storage) -> None
     assert read(storage, "gpt/three/part") == whole
 
 
+def test_what_has_another_name_elsewhere_is_not_freed_by_deleting_it(storage: Storage) -> None:
+    for name in ("job/a/first", "job/b/second"):
+        create(storage, name, b"data").finish()
+    size = len(read(storage, "job/a/first"))
+    assert storage.link("job/a/first", "job/b/linked", size)
+    once = 1 if storage.shares_links else 2
+    assert storage.exclusive_bytes(["job/a"]) == (0 if storage.shares_links else size)
+    assert storage.exclusive_bytes(["job/b"]) == once * size
+    assert storage.exclusive_bytes(["job/a", "job/b", "job/none"]) == (1 + once) * size
+
+
 def test_an_object_that_is_gone_or_has_another_length_gets_no_second_name(storage: Storage) -> None:
     create(storage, "gpt/one/part", b"data").finish()
     size = len(read(storage, "gpt/one/part"))
