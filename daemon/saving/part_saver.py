@@ -157,7 +157,9 @@ class PartSaver:
         A node without rank 0 does not learn which checkpoints retention has deleted, and
         goes by the setting.
         """
-        kept = len(self._destination.catalog.job(snapshot.job).live_checkpoints())
+        job = self._destination.catalog.job(snapshot.job)
+        # With a stage, nearly all are in the root, where retention may be one behind.
+        kept = len(job.durable_checkpoints()) - bool(job.in_root)
         if snapshot.node is not None and not snapshot.node.leads:
             kept = 0 if request.retention else min(kept, self._config.keep_last or kept)
         return most_deltas(kept)

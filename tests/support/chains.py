@@ -11,9 +11,10 @@ import torch
 from ckptd.agent import Agent
 from tests.support.daemons import Home, running
 
-STEPS = (1, 2, 3, 4)
-"""The steps of a job: the first checkpoint is whole, and each other one has chains that
-are one delta longer than those of the checkpoint before.
+STEPS = (1, 2, 3, 4, 5, 6)
+CHAINS = (0, 0, 0, 1, 2, 3)
+"""The steps of a job, and the lengths of their chains: a chain begins once there are two
+checkpoints outside it.
 """
 OPTIONS = ("--codec", "planes", "--keep-last", "0")
 SMALL_CHUNKS = {"CKPTD_CHUNK_SIZE": str(1 << 16)}
