@@ -375,7 +375,8 @@ class Job:
             return free // max(newest.nbytes, 1)
         if not newest.chain:
             return free // newest.new_bytes
-        return _fitting(free, newest.new_bytes, newest.nbytes, MOST_IN_CHAIN - newest.chain)
+        left = max(0, MOST_IN_CHAIN - newest.chain)
+        return _fitting(free, newest.new_bytes, newest.nbytes, left)
 
     def live_checkpoints(self) -> list[StoredCheckpoint]:
         return [c for c in self.checkpoints.values() if c.tag not in self.retiring]

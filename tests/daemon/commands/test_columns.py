@@ -22,7 +22,8 @@ def row(step: int | None, metrics: dict[str, float | str], **changes: Any) -> co
     return {
         "job": "gpt", "tag": f"step-{step}", "newest": False, "pinned": False, "attempt": 1,
         "step": step, "seq": 1, "world_size": 2, "bytes": 1500, "raw_bytes": 2000,
-        "created": CREATED, "metrics": metrics, "damaged": None, **changes,
+        "new_bytes": 1500, "chain": 0, "restored_bytes": 1400, "created": CREATED,
+        "metrics": metrics, "damaged": None, **changes,
     }  # fmt: skip
 
 
@@ -81,14 +82,32 @@ def test_the_usual_columns_get_the_one_that_is_sorted_by() -> None:
     assert text(None, "step", ROWS[4:5])[0].endswith("MARKS")
 
 
+def test_deltas_bring_columns_of_their_own() -> None:
+    rows = [row(1, {}), row(2, {}, new_bytes=30, chain=1, restore_seconds=0.25), DAMAGED]
+    title, whole, delta, _ = text(None, "step", rows)
+    assert title.split()[5:11] == ["SIZE", "OF", "RAW", "NEW", "CHAIN", "CREATED"]
+    assert (whole.split()[7:11], delta.split()[7:11]) == (
+        ["75%", "1.5", "kB", "whole"],
+        ["75%", "30", "B", "1"],
+    )
+    assert text("new,chain,read,restore", None, rows)[1:] == [
+        "1.5 kB  whole  1.4 kB  -",
+        "30 B    1      1.4 kB  0.2 s",
+        "-       -      -       -        DAMAGED: cut short",
+    ]
+
+
 def test_every_column_has_a_value_and_a_text() -> None:
-    names = "job,tag,step,attempt,seq,ranks,size,raw,of_raw,created,age,marks"
+    names = (
+        "job,tag,step,attempt,seq,ranks,size,raw,of_raw,new,chain,read,restore,created,age,marks"
+    )
     said = columns.arranged(ROWS[4:5], names, None, reverse=False, as_json=True, now=NOW)
     assert json.loads(said) == [
         {
             "job": "gpt", "tag": "step-4", "step": 4, "attempt": 1, "seq": 1, "ranks": 2,
-            "size": 1500, "raw": 2000, "of_raw": 0.75, "created": CREATED, "age": 7200.0,
-            "marks": "newest, pinned", "damaged": None,
+            "size": 1500, "raw": 2000, "of_raw": 0.75, "new": 1500, "chain": 0, "read": 1400,
+            "restore": None, "created": CREATED, "age": 7200.0, "marks": "newest, pinned",
+            "damaged": None,
         }
     ]  # fmt: skip
 
@@ -114,8 +133,8 @@ def test_json_has_null_for_what_is_missing_and_texts_for_what_json_lacks() -> No
         (
             "los", ROWS,
             "there is no column 'los'; the columns are job, tag, step, attempt, seq, ranks, size, "
-            "raw, of_raw, created, age, non_finite, marks, and the metrics here are loss, size, "
-            "steps\\n: did you mean 'loss'?",
+            "raw, of_raw, new, chain, read, restore, created, age, non_finite, marks, and the "
+            "metrics here are loss, size, steps\\n: did you mean 'loss'?",
         ),
         ("zzz", ROWS[3:4], "non_finite, marks, and no checkpoint here has metrics"),
         ("metric:step", ROWS, "there is no column 'metric:step'"),

@@ -48,7 +48,7 @@ def test_the_history_outlives_the_daemon_and_its_checkpoints(place: Home) -> Non
         "CKPTD_ROOT": str(place.root),
     })  # fmt: skip
     assert text.stdout.splitlines()[0].split() == [
-        "TIME", "AGE", "EVENT", "JOB", "STEP", "SIZE", "HELD", "DURABLE",
+        "TIME", "AGE", "EVENT", "JOB", "STEP", "SIZE", "NEW", "HELD", "DURABLE",
     ]  # fmt: skip
     assert len(text.stdout.splitlines()) == 3
 
@@ -85,14 +85,19 @@ def test_a_mistake_gets_one_sentence(
 def test_a_table_has_what_is_known_of_each_event() -> None:
     told = LoggedEvent(
         0.0, "save.done", 20, "saved it", {"job": "gpt", "step": 7, "bytes": 2e6,
-                                           "held_seconds": 0.01, "durable_seconds": 1.5},
+                                           "held_seconds": 0.01, "durable_seconds": 1.5,
+                                           "written_bytes": 3e4, "chunks": 128,
+                                           "delta_chunks": 12, "chain": 5},
     )  # fmt: skip
     failed = LoggedEvent(5.0, "save.failed", 40, "the disk\nis full", {"job": "gpt"})
     lines = history_text([told, failed], 3 * 86400.0).splitlines()
     assert lines[1].split()[2:] == [
-        "3", "d", "save.done", "gpt", "7", "2.0", "MB", "0.010", "s", "1.500", "s",
+        "3", "d", "save.done", "gpt", "7", "2.0", "MB", "30.0", "kB", "0.010", "s", "1.500",
+        "s", "12", "of", "128", "chunks", "as", "deltas,", "chain", "5",
     ]  # fmt: skip
-    assert lines[2].endswith(r"save.failed  gpt  -     -       -        -        the disk\nis full")
+    assert lines[2].endswith(
+        r"save.failed  gpt  -     -       -        -        -        the disk\nis full"
+    )
     assert history_text([], 0.0) == "nothing is known"
 
 

@@ -47,6 +47,10 @@ def test_a_report_is_counted_and_logged(caplog: pytest.LogCaptureFixture) -> Non
     first, second = map(facts_of, caplog.records)
     assert first == FACTS
     assert "step" not in second
+    recoveries.add("gpt", 0, REPORT, 5)
+    assert facts_of(caplog.records[2]) == FACTS, "from memory, nothing of storage was read"
+    recoveries.add("gpt", 0, msgspec.structs.replace(REPORT, source="storage"), 5)
+    assert facts_of(caplog.records[3])["restored_bytes"] == 5
     assert caplog.messages[0] == "job gpt has recovered best.a0002 (2.0 MB) from memory in 0.25 s"
 
 
@@ -107,6 +111,7 @@ def test_a_recovery_of_two_ranks_counts_once_and_is_in_the_history(place: Home) 
         (facts,) = events(place)
         assert facts.pop("seconds") > 0
         assert facts.pop("bytes") >= STATE["w"].nbytes
+        assert facts.pop("restored_bytes") > 0
         assert facts == {
             "job": "gpt", "tag": "step-00000010.a0001", "step": 10, "attempt": 1,
             "source": "storage",

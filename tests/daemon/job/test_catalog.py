@@ -134,9 +134,11 @@ def test_the_room_for_more_checkpoints_follows_from_the_newest() -> None:
 def test_the_room_allows_for_the_whole_checkpoint_after_a_chain() -> None:
     job = Job("gpt")
     job.stored[0] = last_part(checkpoint(6).attempt)
-    job.commit(dataclasses.replace(checkpoint(6), nbytes=1000, new_bytes=1, chain=30))
-    found = [job.room_for(free) for free in (1, 2, 1001, 1002, 1003, 1034, 2034, 2035)]
-    assert found == [1, 2, 2, 3, 4, 35, 36, 37]
+    job.commit(dataclasses.replace(checkpoint(6), nbytes=1000, new_bytes=1, chain=14))
+    found = [job.room_for(free) for free in (1, 2, 1001, 1002, 1003, 1018, 2018, 2019)]
+    assert found == [1, 2, 2, 3, 4, 19, 20, 21]
+    job.commit(dataclasses.replace(checkpoint(7), nbytes=1000, new_bytes=1, chain=60))
+    assert [job.room_for(free) for free in (999, 1000)] == [0, 1], "of a version with more"
 
 
 def test_a_segment_is_in_one_step() -> None:
@@ -226,6 +228,8 @@ def test_a_checkpoint_has_the_fields_of_its_manifest() -> None:
             items=1,
             index_sha256="0" * 64,
             linked_bytes=60,
+            chain=3 * rank,
+            read_bytes=200 * (1 - rank),
         )
         for rank in (0, 1)
     ]
@@ -246,6 +250,8 @@ def test_a_checkpoint_has_the_fields_of_its_manifest() -> None:
         True,
         100.0,
         new_bytes=81,
+        chain=3,
+        restored_bytes=301,
     )
     assert made.order == (2, 1000, 7) == manifest.order
     assert checkpoint(None, seq=4).order == (1, -1, 4)

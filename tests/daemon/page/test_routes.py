@@ -273,7 +273,9 @@ async def test_readers_of_one_checkpoint_share_the_answer_and_few_are_read_at_on
     found = await asyncio.gather(*get)
     assert (sorted(asked), most) == (sorted(f"t{at}" for at in range(16)), 2)
     assert [(status, body) for status, _, body in found] == [
-        (404, "t1 is gone\n") if at % 16 == 1 else (200, f'{{"tag":"t{at % 16}"}}')
+        (404, "t1 is gone\n")
+        if at % 16 == 1
+        else (200, f'{{"tag":"t{at % 16}","restore_seconds":null}}')
         for at in range(64)
     ]
     assert (await answers.get("/api/checkpoint?job=gpt&tag=t0"))[0] == 200

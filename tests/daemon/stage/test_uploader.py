@@ -7,6 +7,7 @@ The root is a directory, except where the test is about an object store.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -480,8 +481,8 @@ def test_a_chain_is_uploaded_and_its_files_are_linked(place: Home, stage: Path) 
     assert all(one.chain < len(found) - 1 for one in found), "one checkpoint is outside each chain"
     places = [place.root / "job" / one.tag for one in found]
     taken = [{file.stat().st_ino for file in where.glob("rank-*")} for where in places]
-    for one, before, after in zip(found[1:], taken, taken[1:], strict=True):
-        assert len(before & after) == (one.parts[0].files - 2 if one.chain else 0)
+    shared = [len(before & after) for before, after in itertools.pairwise(taken)]
+    assert shared == [one.parts[0].files - 2 if one.chain else 0 for one in found[1:]]
 
 
 @pytest.mark.parametrize("gone", ["stage", "root"])

@@ -24,7 +24,8 @@ from ckptd.shared.wire.lifecycle import SnapshotState
 
 @pytest.fixture
 def parts() -> Any:
-    pipelines = [SimpleNamespace(bytes_read=5, bytes_written=3) for _ in range(2)]
+    chunks = Counter(whole=2, delta=1)
+    pipelines = [SimpleNamespace(bytes_read=5, bytes_written=3, chunks=chunks) for _ in range(2)]
     saver = SimpleNamespace(counters=Counter(), saves=Durations(SAVES), stalls=Durations(STALLS))
     slots = SimpleNamespace(used=77, slots={})
     return SimpleNamespace(
@@ -57,6 +58,7 @@ def hold(parts: Any, job: Job, step: int, size: int, state: SnapshotState) -> Sn
 def test_a_daemon_without_jobs(parts: Any) -> None:
     found = Gatherer(parts).figures(None)
     assert (found.jobs, found.jobs_known, found.disk_free) == ((), 0, None)
+    assert found.chunks == {"whole": 4, "delta": 2, "linked": 0}
     assert (found.persisted, found.shm_used) == ({"raw": 10, "stored": 6}, 77)
     assert found.snapshots == {"durable": 0, "failed": 0, "skipped": 0}
     assert found.recoveries == {"memory": 0, "stage": 0, "storage": 0}
@@ -79,9 +81,13 @@ def test_the_figures_of_a_job(parts: Any) -> None:
     commit(job, 20, created=2000.0)
     connect(job, None, print, print)
     job.damaged["x"] = "why"
-    assert Gatherer(parts).figures(105).jobs == (JobFigures("gpt", 2, 20, 2000.0, 10, 2, 1),)
-    commit(job, 30, non_finite=4)
-    assert Gatherer(parts).figures(None).jobs == (JobFigures("gpt", 3, 30, None, None, 2, 1, 4),)
+    assert Gatherer(parts).figures(105).jobs == (
+        JobFigures("gpt", 2, 20, 2000.0, 10, 2, 1, chain=0),
+    )
+    commit(job, 30, non_finite=4, chain=3)
+    assert Gatherer(parts).figures(None).jobs == (
+        JobFigures("gpt", 3, 30, None, None, 2, 1, 4, chain=3),
+    )
 
 
 def test_the_room_is_that_of_the_place_where_it_is_saved_first(parts: Any) -> None:
