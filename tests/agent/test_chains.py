@@ -254,10 +254,11 @@ def save_as_rank(socket: Path, *steps: int) -> None:
 def recovered_as_rank(socket: Path) -> tuple[int, State]:
     """Return the step that a recovery has brought back, and the state. Runs on ranks."""
     agent, state = Agent("job", socket=socket), blank()
-    state["own"] = per_rank(torch.zeros_like(state["weights"]))  # type: ignore[assignment]
-    found = agent.recover(state)
+    own = per_rank(torch.zeros_like(state["weights"]))
+    whole: dict[str, Any] = {**state, "own": own}
+    found = agent.recover(whole)
     assert found is not None
-    return found.step, {**state, "own": state["own"].value}
+    return found.step, {**whole, "own": whole["own"].value}
 
 
 def test_ranks_store_and_load_chains_of_their_own(place: Home) -> None:

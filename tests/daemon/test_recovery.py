@@ -39,7 +39,8 @@ from ckptd.shared.storage.repository import Repository
 from ckptd.shared.system import machine
 from ckptd.shared.system.fs import FileSystem, PosixFileSystem
 from tests.shared.samples import NONCE, write_checkpoint
-from tests.support.daemons import recover_only
+from tests.support import chains
+from tests.support.daemons import Home, recover_only
 from tests.support.events import logged
 
 TAG = "step-00001000.a0002"
@@ -591,3 +592,18 @@ async def test_a_root_of_many_jobs_is_scanned(root: Root) -> None:
     parts = await root.start()
     assert sorted(parts.catalog.jobs) == ["a", "b", "c"]
     assert [parts.catalog.job(job).newest_checkpoint().tag for job in "abc"] == [TAG] * 3  # type: ignore[union-attr]
+
+
+def test_a_commit_from_durable_parts_tells_their_chains(place: Home) -> None:
+    """The daemon that wrote the parts may have died before it could commit them."""
+    chains.save_job(place)
+    repository = open_root(place.root)
+    for step in chains.STEPS:
+        manifest = repository.read_manifest("job", chains.tag(step))
+        (part,) = manifest.parts
+        durable = r.PartDurable(
+            job="job", attempt=1, step=step, rank=0, tag=manifest.tag, file=part.file,
+            bytes=part.bytes, index_sha256=part.index_sha256,
+        )  # fmt: skip
+        (entry, _, _), ranks = recovery._read_part(repository, durable)
+        assert (entry, ranks) == (part, 1)

@@ -48,7 +48,9 @@ def test_a_listing_gets_the_times_of_each_job(
     file = machine.history_file(tmp_path / "state", root)
     file.parent.mkdir(parents=True)
     history = History(file)
-    facts = {"job": "gpt", "restored_bytes": 30, "seconds": 3.0}
+    facts: dict[str, str | int | float | None] = {
+        "job": "gpt", "restored_bytes": 30, "seconds": 3.0,
+    }  # fmt: skip
     history.take([LoggedEvent(1.0, "job.recovered", 20, "recovered", facts)])
     history.close()
     add_restore_times(named, rows)

@@ -11,7 +11,7 @@ from ckptd.daemon.telemetry.history import History
 from ckptd.daemon.telemetry.restore_rate import RestoreRate, rate_of, read_rate
 
 
-def recovery(job: str = "gpt", **facts: float) -> LoggedEvent:
+def recovery(job: str = "gpt", **facts: float | str) -> LoggedEvent:
     return LoggedEvent(1.0, "job.recovered", 20, "recovered", {"job": job, **facts})
 
 
@@ -26,8 +26,8 @@ def recovery(job: str = "gpt", **facts: float) -> LoggedEvent:
         {"restored_bytes": "5", "seconds": 2.0},
     ],
 )
-def test_without_a_measured_recovery_there_is_no_rate(facts: dict[str, float]) -> None:
-    assert rate_of([recovery(**facts)]) is None
+def test_without_a_measured_recovery_there_is_no_rate(facts: dict[str, float | str]) -> None:
+    assert rate_of([LoggedEvent(1.0, "job.recovered", 20, "recovered", facts)]) is None
 
 
 def test_the_median_of_the_last_recoveries_counts() -> None:
