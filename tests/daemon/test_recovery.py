@@ -597,7 +597,7 @@ async def test_a_root_of_many_jobs_is_scanned(root: Root) -> None:
 def test_a_commit_from_durable_parts_tells_their_chains(place: Home) -> None:
     """The daemon that wrote the parts may have died before it could commit them."""
     chains.save_job(place)
-    repository = open_root(place.root)
+    repository, lengths = open_root(place.root), list[int]()
     for step in chains.STEPS:
         manifest = repository.read_manifest("job", chains.tag(step))
         (part,) = manifest.parts
@@ -607,3 +607,5 @@ def test_a_commit_from_durable_parts_tells_their_chains(place: Home) -> None:
         )  # fmt: skip
         (entry, _, _), ranks = recovery._read_part(repository, durable)
         assert (entry, ranks) == (part, 1)
+        lengths.append(entry.chain)
+    assert tuple(lengths) == chains.CHAINS

@@ -131,6 +131,7 @@ def test_a_whole_copy_has_no_deltas_and_no_links(
         for found in manifests(saved.root).values()
     )
     assert_sound(target, *TAGS)
+    assert [row["tag"] for row in rows] == TAGS
     for row, (tag, found) in zip(rows, manifests(target).items(), strict=True):
         source = manifests(saved.root)[tag]
         assert (row["tag"], row["bytes"]) == (tag, found.nbytes)

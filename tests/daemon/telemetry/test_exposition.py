@@ -17,7 +17,7 @@ from ckptd.shared import __version__
 DOCS = Path(__file__).parents[3] / "docs"
 FIGURES = DaemonFigures(
     jobs=(
-        JobFigures("gpt", 3, 30, 1.7e9 + 0.25, 7, 2, 1, 5),
+        JobFigures("gpt", 3, 30, 1.7e9 + 0.25, 7, 2, 1, 5, 3),
         JobFigures('odd "name"\\\n', 1, None, None, None, 0, 0),
         JobFigures("new"),
     ),
@@ -109,6 +109,7 @@ def test_the_figures_of_the_jobs_and_none_for_what_is_not_known(board: MetricsBo
         ("ckptd_last_durable_step", "gpt"): 30,
         ("ckptd_last_durable_timestamp_seconds", "gpt"): 1.7e9 + 0.25,
         ("ckptd_non_finite_values", "gpt"): 5,
+        ("ckptd_last_durable_chain", "gpt"): 3,
         ("ckptd_room_checkpoints", "gpt"): 7, ("ckptd_ranks_connected", "gpt"): 2,
         ("ckptd_ranks_connected", odd): 0, ("ckptd_ranks_connected", "new"): 0,
     }  # fmt: skip
