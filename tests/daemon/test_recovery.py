@@ -597,15 +597,18 @@ async def test_a_root_of_many_jobs_is_scanned(root: Root) -> None:
 def test_a_commit_from_durable_parts_tells_their_chains(place: Home) -> None:
     """The daemon that wrote the parts may have died before it could commit them."""
     chains.save_job(place)
-    repository, lengths = open_root(place.root), list[int]()
-    for step in chains.STEPS:
-        manifest = repository.read_manifest("job", chains.tag(step))
-        (part,) = manifest.parts
-        durable = r.PartDurable(
-            job="job", attempt=1, step=step, rank=0, tag=manifest.tag, file=part.file,
-            bytes=part.bytes, index_sha256=part.index_sha256,
-        )  # fmt: skip
-        (entry, _, _), ranks = recovery._read_part(repository, durable)
-        assert (entry, ranks) == (part, 1)
-        lengths.append(entry.chain)
-    assert tuple(lengths) == chains.CHAINS
+    repository = open_root(place.root)
+    manifests = [repository.read_manifest("job", chains.tag(step)) for step in chains.STEPS]
+    parts = [manifest.parts[0] for manifest in manifests]
+    found = [
+        recovery._read_part(
+            repository,
+            r.PartDurable(
+                job="job", attempt=1, step=step, rank=0, tag=chains.tag(step), file=part.file,
+                bytes=part.bytes, index_sha256=part.index_sha256,
+            ),
+        )[0][0]
+        for step, part in zip(chains.STEPS, parts, strict=True)
+    ]  # fmt: skip
+    assert found == parts
+    assert tuple(part.chain for part in found) == chains.CHAINS
