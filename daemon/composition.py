@@ -21,6 +21,7 @@ from ckptd.daemon.chunks.seal_check import SealCheck, read_sealed
 from ckptd.daemon.config import Config
 from ckptd.daemon.engine.engine import PLAN_GRACE_SECONDS, Engine
 from ckptd.daemon.engine.orphans import Orphans
+from ckptd.daemon.engine.readers import Readers
 from ckptd.daemon.engine.recoveries import Recoveries
 from ckptd.daemon.engine.seal_intake import SealIntake
 from ckptd.daemon.engine.steps import Steps
@@ -56,8 +57,8 @@ class Components:
     """The parts of one daemon.
 
     `engine` decides about ranks and seals, `saver` writes checkpoints, `orphans` looks
-    after dead trainers, and `recoveries` counts what agents report. `identity` is the
-    identity of the root. `served` checks that the root is still there, and `foreign`
+    after dead trainers, `recoveries` counts what agents report, and `readers` lends
+    snapshots. `identity` is the identity of the root. `served` checks that the root is still there, and `foreign`
     keeps the memory of other roots apart. `events` reports what the daemon has done.
     `repository` is the root, or the stage if there is one. With a stage, `uploader`
     uploads to the root, and the second of `pipelines` writes to the root.
@@ -80,6 +81,7 @@ class Components:
     orphans: Orphans
     heartbeats: Heartbeats
     recoveries: Recoveries
+    readers: Readers
     uploader: Uploader | None = None
 
 
@@ -251,7 +253,8 @@ def _composed(
     subscribe(events, steps, engine, orphans, uploader)
     return Components(
         config, events, front.repository, identity, served, foreign, front.calls, pipelines, slots,
-        catalog, journal, claims, engine, saver, orphans, heartbeats, Recoveries(), uploader,
+        catalog, journal, claims, engine, saver, orphans, heartbeats, Recoveries(),
+        Readers(catalog, slots, saver), uploader,
     )  # fmt: skip
 
 

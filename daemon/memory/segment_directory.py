@@ -34,6 +34,7 @@ class SegmentDirectory:
     def __init__(self, fs: FileSystem, plain: Path, *, on_disk: bool = False) -> None:
         _check_mode(plain)
         self.on_disk = on_disk
+        self._fs = fs
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckptd-free")
         self._freeing: set[Future[None]] = set()
         while True:
@@ -80,11 +81,14 @@ class SegmentDirectory:
         except FileNotFoundError:
             return False
 
-    def free(self, descriptor: Descriptor) -> None:
+    def free(self, descriptor: Descriptor, punched: int = 0) -> None:
         """Close the descriptor of a segment that is unlinked.
 
         The system then frees the memory of the segment, which takes seconds for tens of
         gigabytes. So a thread closes the last descriptor.
+
+        punched: the number of bytes from the start that are freed even if another
+        process has the segment open, and then reads zeros there.
         """
         try:
             last = Descriptor(os.dup(descriptor.fileno()))
@@ -92,9 +96,18 @@ class SegmentDirectory:
             descriptor.close()
             return
         descriptor.close()
-        task = self._pool.submit(last.close)
+        task = self._pool.submit(self._free, last, punched)
         self._freeing.add(task)
         task.add_done_callback(self._freeing.discard)
+
+    def _free(self, last: Descriptor, punched: int) -> None:
+        try:
+            if punched:
+                self._fs.punch(last.fileno(), punched)
+        except OSError as error:  # the readers then keep the memory until they close it
+            log.warning("the memory of a segment that was lent is not freed yet: %s", error)
+        finally:
+            last.close()
 
     @property
     def freeing(self) -> list[Future[None]]:

@@ -61,7 +61,8 @@ class Slot:
     `nbytes` the length of the file. `pins` is the number of readers that keep the
     descriptor open. `released` is True after `Slots.release`. `outgrown` is True once
     the rank has a larger slot instead; the segment is then unlinked as soon as no step
-    is in it.
+    is in it. `lent` is True once a reader may have the segment open: its memory is then
+    freed at the release, whoever has it open.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Slot:
     pins: int = 0
     released: bool = False
     outgrown: bool = False
+    lent: bool = False
 
     @property
     def fd(self) -> int:
@@ -101,7 +103,11 @@ class Slot:
         finally:
             self.pins -= 1
             if self.released and not self.pins:
-                self.directory.free(self.descriptor)
+                self.free()
+
+    def free(self) -> None:
+        """Close the descriptor of a segment that is unlinked, and free its memory."""
+        self.directory.free(self.descriptor, self.nbytes if self.lent else 0)
 
     def gone(self) -> NotFound:
         """Return the error for a slot that has been released."""
@@ -428,7 +434,9 @@ class Slots:
     def release(self, slot: Slot) -> None:
         """Unlink the segment and forget the slot. A second call does nothing.
 
-        A trainer that still maps the segment keeps its pages until it unmaps them.
+        A trainer that still maps the segment keeps its pages until it unmaps them. A
+        reader does not: it may hang for as long as it likes, and nobody counts pages
+        that it would keep.
         """
         if slot.released:
             return
@@ -443,7 +451,7 @@ class Slots:
         except IsADirectoryError:
             log.warning("a directory has the name of segment %s: it is left alone", slot.name)
         if not slot.pins:
-            slot.directory.free(slot.descriptor)
+            slot.free()
         failpoint("slot.released")
 
     def is_held(self, slot: Slot) -> bool:
@@ -525,7 +533,8 @@ class Slots:
                 os.close(fd)
                 self._fs.unlink(name, directory.fd)
                 continue
-            slot = Slot(name, directory, Descriptor(fd), header, size)
+            # An earlier daemon may have lent it.
+            slot = Slot(name, directory, Descriptor(fd), header, size, lent=True)
             if mark is None or self.mark is None or mark.identity == self.mark.identity:
                 self.add(slot)
                 if mark is not None:

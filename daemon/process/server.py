@@ -205,6 +205,8 @@ class Connection:
         self.requests: set[asyncio.Task[None]] = set()
         # Seals under way: Find, Fetch, Persist and Detach wait for them
         self._seals: set[asyncio.Task[None]] = set()
+        # Requests of a reader that wait: they end with the connection.
+        self._lendings: set[asyncio.Task[Any]] = set()
         self._owner: Owner | None = None
         self._features: frozenset[str] = frozenset()  # those of the client
         self.task: asyncio.Task[None] | None = None
@@ -329,6 +331,8 @@ class Connection:
                 return m.Forgotten(
                     re=request.id, refused=await service.forget(request.job, request.tags)
                 ), ()
+            case m.Lend():
+                return await self._lend(request)
             case m.Begin():
                 before = self._owner
                 process = Process(self.peer.pid, self.peer.started(), request.run)
@@ -433,6 +437,28 @@ class Connection:
         found = await self._server.service.find(owner.job, request.step, request.delivered)
         return msgspec.structs.replace(found, re=request.id)
 
+    async def _lend(self, request: m.Lend) -> Outgoing:
+        readers = self._server.parts.readers
+        after = (request.attempt, -1 if request.step is None else request.step)
+        task = asyncio.current_task()
+        assert task is not None
+        self._lendings.add(task)
+        try:
+            loan = await readers.lend(request.job, after, request.wait)
+        finally:
+            self._lendings.discard(task)
+        if loan is None:
+            return m.Lent(re=request.id, known=readers.knows(request.job)), ()
+        stored = "storage" if self._server.parts.uploader is None else "stage"
+        return m.Lent(
+            re=request.id,
+            attempt=loan.key[0],
+            step=loan.key[1],
+            tag=loan.tag,
+            source=stored if loan.stored else "memory",
+            ranks=list(loan.slots),
+        ), list(loan.slots.values())
+
     def _pass_on(self, request_id: int, slots: list[Slot]) -> Outgoing:
         """Return the reply with two separately opened descriptors for each slot: one to
         map, and one to hold the trainer's lock on.
@@ -535,6 +561,8 @@ class Connection:
             _close_all(descriptors)
         self._out.clear()
         self.peer.close()
+        for lending in list(self._lendings):
+            lending.cancel()
         if self._owner is not None and self._owner.notify == self._notify:
             self._server.orphans.connection_lost(self._owner)
         self._server.was_closed(self)

@@ -34,7 +34,14 @@ from ckptd.shared.system import machine, settings
 from ckptd.shared.wire import messages as m
 from ckptd.shared.wire.frames import MAX_FRAME
 from ckptd.shared.wire.lifecycle import SnapshotState
-from ckptd.shared.wire.session import MAX_VERSION, NODES, RECOVERIES, REPLICAS, STAGE
+from ckptd.shared.wire.session import (
+    LENDING,
+    MAX_VERSION,
+    NODES,
+    RECOVERIES,
+    REPLICAS,
+    STAGE,
+)
 
 log = logging.getLogger("ckptd")
 
@@ -73,7 +80,8 @@ class Service:
                 f"newest checkpoints: "
                 "install the same ckptd in both places"
             )
-        features = [NODES, REPLICAS, RECOVERIES, *([] if config.stage is None else [STAGE])]
+        features = [NODES, REPLICAS, RECOVERIES, LENDING]
+        features += [] if config.stage is None else [STAGE]
         return m.Welcome(
             re=hello.id, version=MAX_VERSION, features=features, daemon=__version__,
             root=str(config.root), private=config.private, slots=config.slots,

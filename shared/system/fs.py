@@ -36,6 +36,7 @@ def page_aligned(data: bytes) -> mmap.mmap:
 
 
 _RENAME_NOREPLACE = 1  # linux/fs.h
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 
 
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -67,6 +68,7 @@ class FileSystem(Protocol):
     def allocate(self, fd: int, length: int) -> None: ...
     def write(self, fd: int, data: Buffer, offset: int) -> None: ...
     def truncate(self, fd: int, length: int) -> None: ...
+    def punch(self, fd: int, length: int) -> None: ...
     def sync(self, fd: int) -> None: ...
     def sync_data(self, fd: int) -> None: ...
     def sync_directory(self, directory: int) -> None: ...
@@ -163,6 +165,15 @@ class PosixFileSystem:
     def truncate(self, fd: int, length: int) -> None:
         os.ftruncate(fd, length)
 
+    def punch(self, fd: int, length: int) -> None:
+        """Free the first `length` bytes of a file, which keeps its length and has zeros
+        there. Unlike after a truncation, a process that maps the file is not ended by
+        SIGBUS.
+        """
+        if _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, 0, length):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
     def sync(self, fd: int) -> None:
         os.fsync(fd)
 
@@ -211,6 +222,7 @@ class PosixFileSystem:
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
 def _renameat2(*arguments: int | bytes) -> int:

@@ -307,6 +307,35 @@ class Fetched(Reply, frozen=True, kw_only=True, tag="fetched"):
     ranks: list[Rank]
 
 
+class Lend(Request, frozen=True, kw_only=True, tag="lend"):
+    """A request to lend the newest snapshot of a job, from a reader that is no rank.
+
+    `attempt`, `step`: the snapshot that the reader has; only a later one is an answer.
+    With `attempt` 0, the reader has none. `wait`: seconds to wait for a later one.
+    """
+
+    job: Name
+    attempt: AttemptNumber = 0
+    step: StepNumber | None = None
+    wait: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
+
+
+class Lent(Reply, frozen=True, kw_only=True, tag="lent"):
+    """The reply to Lend.
+
+    `source` is "memory", "stage" or "storage", or "" if there is no later snapshot.
+    One read-only descriptor comes with it for each rank of `ranks`, in the same order.
+    `known` is False if the daemon has no job of this name.
+    """
+
+    attempt: AttemptNumber = 0
+    step: StepNumber | None = None
+    tag: str = ""
+    source: str = ""
+    ranks: list[Rank] = []
+    known: bool = True
+
+
 class ReportRecovery(Request, frozen=True, kw_only=True, tag="recovered"):
     """A report of rank 0 that all ranks have recovered a snapshot.
 
@@ -420,8 +449,8 @@ class Error(Reply, frozen=True, kw_only=True, tag="error"):
 Message = (
     Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Segments | Replan
     | Acquire | Granted | Refused | Seal | Sealed | Abandon | Persist | Heard | Deliver
-    | Delivered | Find | Found | Fetch | Fetched | ReportRecovery | Forget | Forgotten | Detach
-    | Done | Progress | Holds | Uploads | Waiting | Remark | Error
+    | Delivered | Find | Found | Fetch | Fetched | Lend | Lent | ReportRecovery | Forget
+    | Forgotten | Detach | Done | Progress | Holds | Uploads | Waiting | Remark | Error
 )  # fmt: skip
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

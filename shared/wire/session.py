@@ -40,6 +40,8 @@ REMARKS = "remarks"
 """The feature of a client that takes the message Remark."""
 RECOVERIES = "recoveries"
 """The feature of a daemon that takes the message ReportRecovery."""
+LENDING = "lending"
+"""The feature of a daemon that takes the message Lend."""
 MAX_UNDER_WAY = 64
 
 
@@ -63,6 +65,7 @@ REQUESTS: dict[tuple[SessionState, type[m.Request]], SessionState] = {
     (SessionState.NEW, m.Hello): SessionState.GREETING,
     (SessionState.GREETED, m.Status): SessionState.GREETED,
     (SessionState.GREETED, m.Forget): SessionState.GREETED,
+    (SessionState.GREETED, m.Lend): SessionState.GREETED,
     (SessionState.GREETED, m.Begin): SessionState.BEGINNING,
     # A rank that has recovered an earlier step begins the next attempt.
     (SessionState.ATTACHED, m.Begin): SessionState.BEGINNING,
@@ -70,7 +73,7 @@ REQUESTS: dict[tuple[SessionState, type[m.Request]], SessionState] = {
         (_A, request): _A
         for request in (
             m.Status, m.Allocate, m.Replan, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Heard,
-            m.Deliver, m.Find, m.Fetch, m.ReportRecovery, m.Forget,
+            m.Deliver, m.Find, m.Fetch, m.ReportRecovery, m.Forget, m.Lend,
         )
     },
     (_A, m.Detach): SessionState.LEAVING,
@@ -93,6 +96,7 @@ REPLIES: dict[type[m.Request], type[m.Reply] | tuple[type[m.Reply], ...]] = {
     m.Deliver: m.Delivered,
     m.Find: m.Found,
     m.Fetch: m.Fetched,
+    m.Lend: m.Lent,
     m.ReportRecovery: m.Done,
     m.Forget: m.Forgotten,
     m.Detach: m.Done,

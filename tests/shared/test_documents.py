@@ -581,7 +581,7 @@ def test_the_registry_of_features_of_the_protocol() -> None:
     }
     assert set(listed) == {
         session.NODES, session.STAGE, session.REPLICAS, session.WAITING, session.REMARKS,
-        session.RECOVERIES,
+        session.RECOVERIES, session.LENDING,
     }  # fmt: skip
     for name, side in listed.items():
         named = {

@@ -28,6 +28,7 @@ REQUESTS: tuple[m.Request, ...] = (
         answer=Answer(common=[900], dead={1000: ("storage", "disk full (on node2)")}),
     ),
     m.Deliver(id=15),
+    m.Lend(id=17, job="gpt", attempt=2, step=900, wait=60.0),
     m.ReportRecovery(
         id=16,
         step=1000,
@@ -65,6 +66,14 @@ REPLIES: tuple[m.Reply | m.Notification, ...] = (
         damaged=["step-00000900.a0002"],
     ),
     m.Fetched(re=10, ranks=[0, 1]),
+    m.Lent(
+        re=17,
+        attempt=2,
+        step=1000,
+        tag="step-00001000.a0002",
+        source="memory",
+        ranks=[0, 1],
+    ),
     m.Forgotten(re=13, refused={"best.a0001": "checkpoint gpt/best.a0001 is pinned"}),
     m.Progress(re=0, attempt=2, step=1000, state="failed", reason="disk full", code="storage"),
     m.Delivered(re=15, attempt=1, world_size=4, ranks=[2, 3]),
