@@ -11,6 +11,7 @@ help.
     │   ├── JobRunning            another run of the job is alive, and was not to be taken over
     │   ├── ForeignMemory         the job's snapshots in memory were saved for another root
     │   ├── NotFound              the checkpoint, job, segment or tensor does not exist
+    │   │   └── VersionGone       the snapshot in memory that is read has been replaced
     │   ├── QuotaExceeded         more shared memory is needed than the daemon may give
     │   ├── InvalidConfig         (also ValueError) a setting that is not allowed
     │   └── UnsupportedTorch      (also ImportError) torch is not installed, or it is too old
@@ -89,6 +90,20 @@ class ForeignMemory(CallerError):
 class NotFound(CallerError):
     code = "not-found"
     exit_code = 10
+
+
+class VersionGone(NotFound):
+    """A snapshot in memory that was replaced by a newer one while it was read.
+
+    `overwritten` is True if part of the module that it was loaded into has been
+    overwritten: load another version before you use that module.
+    """
+
+    retry = True
+
+    def __init__(self, message: str, *, overwritten: bool = False) -> None:
+        super().__init__(message)
+        self.overwritten = overwritten
 
 
 class QuotaExceeded(CallerError):

@@ -17,6 +17,8 @@ from ckptd.agent.convert.contents import Contents, Leaf, children, model_of, rep
 from ckptd.agent.convert.formats import opened
 from ckptd.agent.convert.selection import Selection, part_of
 from ckptd.agent.read.loader import copy_any
+from ckptd.agent.state.module_tensors import difference, raw_tensors, tensors_of
+from ckptd.agent.state.module_tensors import missing as missing_keys
 from ckptd.agent.state.wrappers import canonical_keys, current_names, flattens, raw_names, unwrapped
 from ckptd.shared.errors import InvalidRequest, StructureMismatch, storage_errors
 from ckptd.shared.location import located
@@ -106,13 +108,13 @@ def load_contents(
     own, extra = tensors_of(module), _extra_states(module)
     leaves, theirs = _divided(selection, contents)
     current = current_names(
-        raw_names(module, [*_raw_tensors(module), *_raw_extra_states(module)]), [*leaves, *theirs]
+        raw_names(module, [*raw_tensors(module), *_raw_extra_states(module)]), [*leaves, *theirs]
     )
     leaves, theirs = (
         {current[name]: leaf for name, leaf in leaves.items()},
         {current[name]: value for name, value in theirs.items()},
     )
-    missing = [*_missing(own, leaves), *(name for name in extra if name not in theirs)]
+    missing = [*missing_keys(own, leaves), *(name for name in extra if name not in theirs)]
     found = LoadedModel(
         missing, [name for name in (*leaves, *theirs) if name not in own and name not in extra], []
     )
@@ -181,35 +183,6 @@ def _divided(selection: Selection, contents: Contents) -> tuple[dict[str, Leaf],
     }, theirs
 
 
-def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and the persistent buffers of a module by name, tied ones
-    under all their names.
-    """
-    return canonical_keys(module, _raw_tensors(module))
-
-
-def _raw_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        persistent = {
-            name: tensor
-            for name, tensor in part._buffers.items()
-            if name not in part._non_persistent_buffers_set
-        }
-        for name, tensor in (part._parameters | persistent).items():
-            if tensor is not None:
-                found[f"{prefix}.{name}" if prefix else name] = tensor
-    return found
-
-
-def _missing(own: Mapping[str, torch.Tensor], leaves: Mapping[str, Leaf]) -> list[str]:
-    """Return the keys of a model that a checkpoint has under no name of the same
-    tensor.
-    """
-    there = {id(tensor) for name, tensor in own.items() if name in leaves}
-    return [name for name, tensor in own.items() if id(tensor) not in there]
-
-
 def _compare(
     own: Mapping[str, torch.Tensor], leaves: Mapping[str, Leaf], strictly: LoadedModel | None
 ) -> None:
@@ -219,7 +192,7 @@ def _compare(
     differ = [
         problem
         for name, leaf in leaves.items()
-        if name in own and (problem := _difference(name, leaf, own[name]))
+        if name in own and (problem := difference(name, leaf.shape, leaf.saved, own[name]))
     ]
     if strictly is not None:
         if strictly.missing:
@@ -233,24 +206,6 @@ def _compare(
             )
     if differ:
         raise StructureMismatch(f"the model does not fit the checkpoint: {'; '.join(differ[:11])}")
-
-
-def _difference(name: str, leaf: Leaf, own: torch.Tensor) -> str:
-    """Return what is wrong with a pair of tensors, or "" if the one can be copied into
-    the other.
-    """
-    if tuple(own.shape) != leaf.shape:
-        return f"{name}: the checkpoint has shape {list(leaf.shape)}, the model {list(own.shape)}"
-    with_fractions = own.dtype.is_floating_point or own.dtype.is_complex
-    lost = (leaf.saved.is_complex and not own.dtype.is_complex) or (
-        leaf.saved.is_floating_point and not with_fractions
-    )
-    if lost or str(leaf.saved).startswith("torch.q"):
-        return (
-            f"{name}: the checkpoint has {leaf.saved}, the model {own.dtype}, which cannot hold "
-            f"its values"
-        )
-    return ""
 
 
 def give_memory(

@@ -8,22 +8,35 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 
+from ckptd.agent.link.arguments import job_name
+from ckptd.agent.link.launch import find_place
+from ckptd.agent.link.loans import borrow
 from ckptd.agent.read.loader import load, materialize
+from ckptd.agent.read.loans import open_loan
+from ckptd.agent.read.module_loader import LoadedInto, load_into
 from ckptd.agent.read.slices import Index, read_slice
 from ckptd.agent.read.sources import Opened, newer, open_checkpoint
+from ckptd.agent.read.staged_source import ChunkMemory, digest
 from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.tree import filled, names_in_records
 from ckptd.shared import names
-from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError, storage_errors
+from ckptd.shared.errors import (
+    IntegrityError,
+    NewerFormat,
+    NotFound,
+    StorageError,
+    VersionGone,
+    storage_errors,
+)
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.formats.plan import Alias
-from ckptd.shared.location import Url, located
+from ckptd.shared.location import Location, Url, located
 from ckptd.shared.storage.locate import find_checkpoint, open_root
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.system.collector import paused_collector
@@ -34,21 +47,30 @@ _OLDER = "Checkpoint.open(path, step or tag)"
 
 
 class Checkpoint:
-    """An open, committed checkpoint, made by `Checkpoint.open`.
+    """An open, committed checkpoint, made by `Checkpoint.open`, or a snapshot in memory,
+    made by `Checkpoint.newest_in_memory`.
 
     Everything that it reads is verified. Any number of threads may read at once. ckptd
     does not delete a checkpoint that is open: close it, or use it in a `with`
-    statement.
+    statement. A snapshot in memory is replaced by newer ones while it is open: then
+    every read raises VersionGone.
 
-    step: of the checkpoint, or None if it was saved without one. attempt: the run of
-    the job that saved it. tag: the name of its directory. metrics, user_content: as
-    they were saved. manifest: the whole manifest.
+    job: the name of the training run. step: of the checkpoint, or None if it was saved
+    without one. attempt: the run of the job that saved it. tag: the name of its
+    directory. metrics, user_content: as they were saved.
     """
 
-    def __init__(self, repository: Repository, job: str, manifest: Manifest) -> None:
+    def __init__(self, job: str, opened: Opened) -> None:
+        """Callers use `open` and `newest_in_memory` instead."""
+        self.job, self._opened = job, opened
+
+    @classmethod
+    def of(cls, repository: Repository, job: str, manifest: Manifest) -> Self:
+        """Open the checkpoint of a manifest that was read, for other modules of ckptd."""
         with storage_errors(f"read {repository.where(job, manifest.tag)}"):
-            self._opened: Opened = open_checkpoint(repository, job, manifest.tag, manifest)
-        self.manifest = self._opened.manifest or manifest
+            return cls(
+                job, open_checkpoint(repository, job, manifest.tag, manifest, kept=ChunkMemory())
+            )
 
     @classmethod
     @paused_collector()
@@ -72,12 +94,12 @@ class Checkpoint:
             tags = repository.tags(job)
             if not tags and which == "newest":
                 repository, job, tag = find_checkpoint(where)
-                return cls(repository, job, repository.read_manifest(job, tag))
+                return cls.of(repository, job, repository.read_manifest(job, tag))
         passed = _PassedOver(job)
         with storage_errors(f"read {where}"):
-            for manifest in _newest_first(repository, job, tags, which, passed):
+            for manifest in newest_first(repository, job, tags, which, passed):
                 try:
-                    return cls(repository, job, manifest)
+                    return cls.of(repository, job, manifest)
                 except NewerFormat as error:
                     raise newer(error, f"{job}/{manifest.tag}", _OLDER) from None
                 except (IntegrityError, NotFound) as error:
@@ -88,17 +110,74 @@ class Checkpoint:
             f"no checkpoint{'' if which == 'newest' else f' {which!r}'} in {where}"
         )
 
+    @classmethod
+    def newest_in_memory(
+        cls,
+        job: str | None = None,
+        *,
+        root: str | os.PathLike[str] | None = None,
+        socket: str | os.PathLike[str] | None = None,
+    ) -> Checkpoint:
+        """Open the newest snapshot of a job that all ranks have sealed, in the memory of
+        this node. It need not be saved.
+
+        No attempt begins, and a run of the job is not held up: once the run needs the
+        memory for a newer snapshot, every read of this one raises VersionGone. Of a job
+        of several nodes, this is the newest checkpoint, and the parts of the ranks of
+        this node are read from memory while they are there.
+
+        job: name of the training run. root, socket: the daemon, as for `Agent`.
+
+        Raises NotFound if nothing of the job is in memory; DaemonUnreachable,
+        Forbidden, VersionMismatch for a daemon of an earlier version; InvalidName,
+        InvalidRequest; StorageError.
+        """
+        place = find_place(socket, root)
+        with closing(place.connect()) as channel:
+            name = job_name(job, private=channel.welcome.private)
+            while True:
+                loan = borrow(channel, name)
+                if loan is None or not loan.slots:
+                    raise _nothing_in_memory(located(channel.welcome.root), name)
+                with suppress(VersionGone):
+                    return cls(name, open_loan(name, loan, ChunkMemory()))
+
+    @property
+    def manifest(self) -> Manifest:
+        """The whole manifest.
+
+        Raises NotFound for a snapshot in memory.
+        """
+        if self._opened.manifest is None:
+            raise NotFound(f"{self.tag} has no manifest: it is a snapshot in memory")
+        return self._opened.manifest
+
+    @property
+    def in_memory(self) -> bool:
+        """True if this is a snapshot in the memory of this node."""
+        return self._opened.manifest is None
+
     @property
     def step(self) -> int | None:
-        return self.manifest.step
+        return self._opened.step
 
     @property
     def attempt(self) -> int:
-        return self.manifest.attempt
+        return self._opened.attempt
 
     @property
     def tag(self) -> str:
-        return self.manifest.tag
+        return self._opened.tag
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of the plans and the checksums of all chunks, as hexadecimal
+        digits. It is the same for a snapshot in memory and for its checkpoint.
+
+        Raises IntegrityError, StorageError.
+        """
+        with self._reading(self.tag):
+            return digest(self._opened.sources)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -110,7 +189,7 @@ class Checkpoint:
 
     def keys(self) -> list[str]:
         """Return the names of all tensors. Raises IntegrityError, StorageError."""
-        with _reading("the names of the tensors"):
+        with self._reading("the names of the tensors"):
             return self._opened.saved.names()
 
     def metadata(self, name: str) -> tuple[torch.dtype, torch.Size]:
@@ -119,7 +198,7 @@ class Checkpoint:
         Raises NotFound, IntegrityError, StorageError.
         """
         saved = self._opened.saved
-        with _reading(name):
+        with self._reading(name):
             return saved.dtype(name), torch.Size(saved.shape(name)[1])
 
     def tensor(
@@ -143,7 +222,7 @@ class Checkpoint:
         IntegrityError; StorageError. A chunk holds many small tensors and is decoded at
         every call, so `load` is faster for most of a checkpoint.
         """
-        with _reading(name):
+        with self._reading(name):
             described = self._opened.saved.describe(name)
             if slices is not None:
                 return read_slice(
@@ -180,7 +259,7 @@ class Checkpoint:
         Raises IntegrityError, StorageError; UnsavableValue for a value that only
         pickled code could bring back.
         """
-        with _reading(self.tag):
+        with self._reading(self.tag):
             tree = self._tree()
             made = materialize(self._opened.saved, self._opened.saved.names())
             return filled(tree, lambda name: made[name] if name in made else self._lacks(name))
@@ -199,7 +278,7 @@ class Checkpoint:
         IntegrityError, StorageError.
         """
         said: list[str] = []
-        with _reading(self.tag):
+        with self._reading(self.tag):
             total = self._opened.verify()
             tree, saved = self._tree(said), self._opened.saved
             for name in saved.names():
@@ -232,12 +311,70 @@ class Checkpoint:
         Raises as `Opened.document`, which explains `refused`.
         """
         documents = [
-            self._opened.document(rank, refused) for rank in range(self.manifest.world_size)
+            self._opened.document(rank, refused) for rank in range(len(self._opened.sources))
         ]
         return bare(merge([document["state"] for document in documents]))
 
     def _lacks(self, name: str) -> NoReturn:
         raise IntegrityError(f"{self.tag}: its values name the tensor {name!r}, which no part has")
+
+    def load_into(
+        self,
+        module: torch.nn.Module,
+        *,
+        prefix: str = "model",
+        strict: bool = True,
+        staged: bool = True,
+    ) -> LoadedInto:
+        """Fill the parameters and the persistent buffers of a module, in place and by
+        name, and return what was done.
+
+        prefix: the key of the state that the module was saved under, or "" if it was
+        the whole state. strict: True raises StructureMismatch if a key is missing on
+        either side. Tensors keep the dtype, the device and, as DTensors, the placements
+        that they have in the module. Values are converted, but not complex ones to real
+        ones, or floating-point ones to integers. Extra states of modules are left
+        alone.
+
+        Nothing is written before every name and shape has been compared. Tensors whose
+        chunks had the same checksums in the last three versions that were loaded into
+        this module are not read again, unless they were changed in place since.
+
+        staged: True reads and verifies everything before the first byte is written, so
+        that an error leaves the module as it was; the memory for that is as large as
+        what is read. False reads straight into the module, in little more than half of
+        the time. VersionGone then has `overwritten`, and the module is a mix of two
+        versions until the next call succeeds, with any version.
+
+        Raises StructureMismatch; NotFound if no tensor has the prefix; VersionGone;
+        InvalidRequest for a module that FSDP1 has flattened; IntegrityError,
+        StorageError. No other thread may use the module meanwhile.
+        """
+        with self._reading(self.tag):
+            return load_into(self._opened, module, prefix=prefix, strict=strict, staged=staged)
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Context manager.
+
+        An OSError or a RecursionError that is raised inside becomes a CkptdError that
+        says what could not be read. Raises VersionGone at the end, or in place of such
+        an error, if this snapshot has been replaced in memory.
+        """
+        try:
+            yield
+        except VersionGone:
+            raise
+        except (OSError, RecursionError, IntegrityError) as error:
+            self._opened.check_not_gone()
+            if isinstance(error, OSError):
+                raise StorageError.of(f"read {what}", error) from None
+            if isinstance(error, RecursionError):
+                raise IntegrityError(
+                    f"{what}: its values are nested more deeply than this Python can follow"
+                ) from None
+            raise
+        self._opened.check_not_gone()
 
     def close(self) -> None:
         self._opened.close()
@@ -255,8 +392,8 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return (
-            f"<Checkpoint {self.manifest.job}/{self.tag} step {self.step}, "
-            f"{self.manifest.tensors} tensors>"
+            f"<{type(self).__name__} {self.job}/{self.tag} step {self.step}, "
+            f"{len(self._opened.saved.names())} tensors>"
         )
 
 
@@ -265,21 +402,23 @@ def opened_of(checkpoint: Checkpoint) -> Opened:
     return checkpoint._opened
 
 
-@contextmanager
-def _reading(what: str) -> Iterator[None]:
-    """Context manager.
-
-    An OSError or a RecursionError that is raised inside becomes a CkptdError that says
-    what could not be read.
+def no_such_job(root: Location, job: str, found: Sequence[str]) -> NotFound:
+    """Return the error for a job of which nothing is in memory or on storage. found: the
+    jobs on storage.
     """
-    try:
-        yield
-    except OSError as error:
-        raise StorageError.of(f"read {what}", error) from None
-    except RecursionError:
-        raise IntegrityError(
-            f"{what}: its values are nested more deeply than this Python can follow"
-        ) from None
+    there = f"it has {some_text(sorted(found), 5)}" if found else "it has no job yet"
+    return NotFound(f"there is no snapshot of a job {job!r} in {root}: {there}")
+
+
+def _nothing_in_memory(root: Location, job: str) -> NotFound:
+    with storage_errors(f"list {root}"):
+        jobs = open_root(root).jobs()
+    if job not in jobs:
+        return no_such_job(root, job, jobs)
+    return NotFound(
+        f"nothing of job {job!r} is in the memory of this node: Checkpoint.open("
+        f"{str(root / job)!r}) reads its newest checkpoint"
+    )
 
 
 class _PassedOver:
@@ -298,7 +437,7 @@ class _PassedOver:
         self.first = self.first or error
 
 
-def _newest_first(
+def newest_first(
     repository: Repository,
     job: str,
     tags: list[str],

@@ -97,6 +97,32 @@ def check_partition(saved: Saved, destinations: Mapping[str, torch.Tensor]) -> N
             saved.check_box(name, box)
 
 
+def needed_shards(saved: Saved, destinations: Mapping[str, torch.Tensor]) -> dict[str, list[Shard]]:
+    """Return the stored shards that `load` reads for each of these tensors.
+
+    Raises StructureMismatch, NotFound for an unknown name.
+    """
+    found: dict[str, list[Shard]] = {}
+    for name, _, box in _own_boxes(destinations):
+        saved.describe(name)
+        if name in saved.aliases:
+            found[name] = [saved.aliases[name][0]]
+        elif (own := saved.shard_at(name, box)) is not None:
+            found[name] = [own]
+        else:
+            shards = saved.shards[name]
+            found[name] = [s for s in shards if box is None or _meet(s.item, box)]
+    return found
+
+
+def _meet(item: Item, box: Box) -> bool:
+    """Return True if a shard and a box of the same tensor have an element in common."""
+    return all(
+        start < other + length and other < start + size
+        for start, size, other, length in zip(item.offsets, item.sizes, *box, strict=True)
+    )
+
+
 def _own_boxes(
     destinations: Mapping[str, torch.Tensor],
 ) -> Iterator[tuple[str, torch.Tensor, Box | None]]:

@@ -9,12 +9,12 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ckptd.agent.read.saved import Saved, Shard
-from ckptd.agent.read.slot_source import PartWithSlot
 from ckptd.shared.errors import IntegrityError, NotFound
 from ckptd.shared.formats.metadata_object import MetadataReader, stored_places
-from ckptd.shared.formats.part import PartReader
+from ckptd.shared.formats.part import ChunkSource
 from ckptd.shared.formats.plan import BLOB, HIDDEN, Alias, ChunkRange, Described, Item, Plan
 from ckptd.shared.formats.sharding import Box
 
@@ -22,6 +22,15 @@ OPENED_AT_ONCE = 16
 """The parts in an object store that are opened at the same time. Each takes several
 requests.
 """
+
+
+class OpenPart(ChunkSource, Protocol):
+    """An open part, or what is read in place of one."""
+
+    @property
+    def name(self) -> str: ...
+
+    def close(self) -> None: ...
 
 
 class PartOnDemand:
@@ -32,17 +41,17 @@ class PartOnDemand:
     Every call may raise the errors of `open_part`: IntegrityError, OSError.
     """
 
-    def __init__(self, open_part: Callable[[], PartReader | PartWithSlot], *, remote: bool) -> None:
+    def __init__(self, open_part: Callable[[], OpenPart], *, remote: bool) -> None:
         self.remote = remote
         self._open_part = open_part
         self._lock = threading.Lock()
-        self._reader: PartReader | PartWithSlot | None = None
+        self._reader: OpenPart | None = None
         self._closed = False
         self._items: dict[tuple[str, tuple[int, ...]], Item] = {}
         self._aliases: dict[str, Alias] = {}
 
     @property
-    def reader(self) -> PartReader | PartWithSlot:
+    def reader(self) -> OpenPart:
         with self._lock:
             if self._reader is None:
                 if self._closed:

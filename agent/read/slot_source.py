@@ -41,7 +41,8 @@ class SlotSource:
 
     remote = False
 
-    def __init__(self, fd: int, attempt: int, step: int) -> None:
+    def __init__(self, fd: int, attempt: int, step: int, *, mapped: bool = True) -> None:
+        """mapped: False for a slot that is lent: its memory may be freed at any time."""
         self._fd = fd
         header = read_header(fd)
         if header.state is not SlotState.SEALED or (header.attempt, header.step) != (attempt, step):
@@ -63,7 +64,7 @@ class SlotSource:
         self.checks: Sequence[int] = checks
         self._sound: set[int] = set()
         self._mapped: Any = None
-        if copy_bytes is not None:
+        if mapped and copy_bytes is not None:
             with suppress(OSError):
                 self._mapped = map_segment(fd, header.file_length, writable=False)
 
@@ -73,6 +74,17 @@ class SlotSource:
         No read may be under way. Later reads go through the descriptor.
         """
         self._mapped = None
+
+    def is_gone(self) -> bool:
+        """Return True if the slot no longer holds what it held when it was opened.
+
+        A trainer writes the header before it changes the first byte, so all that was
+        read before this call is sound if it returns False.
+        """
+        try:
+            return read_header(self._fd) != self.header
+        except (IntegrityError, OSError):
+            return True
 
     def read_chunk(self, number: int, raw: memoryview) -> None:
         self.read_pieces(number, [raw])
@@ -137,6 +149,10 @@ class PartWithSlot:
         return slot.ranges == part.ranges and list(slot.checks) == [
             chunk.raw_crc for chunk in part.index.chunks
         ]
+
+    @property
+    def part(self) -> PartReader:
+        return self._part
 
     def close(self) -> None:
         self._part.close()

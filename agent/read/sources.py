@@ -19,17 +19,25 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
 from ckptd.agent.plan.save_plan import load_weights
-from ckptd.agent.read.on_demand import OPENED_AT_ONCE, PartOnDemand, SavedOnDemand
+from ckptd.agent.read.on_demand import OPENED_AT_ONCE, OpenPart, PartOnDemand, SavedOnDemand
 from ckptd.agent.read.saved import Saved, torch_version
 from ckptd.agent.read.slot_source import PartWithSlot, SlotSource
+from ckptd.agent.read.staged_source import ChunkMemory, StagedSource, slots_of
 from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.tree import TensorRef, Unavailable, filled, tensor_names, unavailable
 from ckptd.agent.state.values import decode
 from ckptd.agent.state.versions import attach_versions
-from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
+from ckptd.shared.errors import (
+    IntegrityError,
+    NewerFormat,
+    NotFound,
+    UnsavableValue,
+    VersionGone,
+)
 from ckptd.shared.formats.manifest import Manifest, PartEntry
 from ckptd.shared.formats.part import ChunkSource, PartReader
 from ckptd.shared.formats.scatter import scatter, verify
+from ckptd.shared.formats.segment import SegmentHeader
 from ckptd.shared.storage.metadata import open_metadata
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
@@ -60,6 +68,22 @@ class Opened:
     created: float
     manifest: Manifest | None = None
     plain: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int | None:
+        return self._header.step if self.manifest is None else self.manifest.step
+
+    @property
+    def attempt(self) -> int:
+        return self._header.attempt if self.manifest is None else self.manifest.attempt
+
+    @property
+    def _header(self) -> SegmentHeader:
+        """The header of a snapshot in memory."""
+        source = self.sources[0]
+        slot = source.inner if isinstance(source, StagedSource) else source
+        assert isinstance(slot, SlotSource)
+        return slot.header
 
     @property
     def nbytes(self) -> int:
@@ -163,6 +187,20 @@ class Opened:
         self.saved.check_all_whole()
         return sum(verify(source) for source in (self.sources if sources is None else sources))
 
+    def check_not_gone(self, *, overwritten: bool = False) -> None:
+        """Raise VersionGone if a slot that was lent no longer holds the snapshot.
+
+        All that was read before is sound otherwise. overwritten: that of the error.
+        """
+        if any(slot.is_gone() for slot in slots_of(self.sources)):
+            half = "; the module is half overwritten until another version is loaded into it"
+            raise VersionGone(
+                f"{self.tag} is no longer in the memory of this node: a newer snapshot has "
+                f"replaced it while it was read; read that one instead"
+                f"{half if overwritten else ''}",
+                overwritten=overwritten,
+            )
+
     def close(self) -> None:
         """Close everything that is held open.
 
@@ -209,22 +247,36 @@ def load_blob(name: str, data: bytes) -> Any:
         ) from None
 
 
-def open_memory(descriptors: Sequence[Descriptor], attempt: int, step: int, tag: str) -> Opened:
+def open_memory(
+    descriptors: Sequence[Descriptor],
+    attempt: int,
+    step: int,
+    tag: str,
+    kept: ChunkMemory | None = None,
+) -> Opened:
     """Open the sealed slots of all ranks as one snapshot.
 
     Takes over the descriptors, also if it raises IntegrityError.
 
     descriptors: one for the slot of each rank, in their order. The slots must hold this
-    attempt and step.
+    attempt and step. kept: memory for a reader to whom the slots are lent.
     """
     try:
-        sources = [SlotSource(descriptor.fileno(), attempt, step) for descriptor in descriptors]
+        slots = [
+            SlotSource(descriptor.fileno(), attempt, step, mapped=kept is None)
+            for descriptor in descriptors
+        ]
+        sources: Sequence[SlotSource | StagedSource] = (
+            slots
+            if kept is None
+            else [StagedSource(slot, rank, kept) for rank, slot in enumerate(slots)]
+        )
         saved = Saved.of(sources)
     except BaseException:
         for descriptor in descriptors:
             descriptor.close()
         raise
-    request = sources[0].request
+    request = slots[0].request
     return Opened(
         tag,
         sources,
@@ -237,17 +289,17 @@ def open_memory(descriptors: Sequence[Descriptor], attempt: int, step: int, tag:
 
 
 def open_slots(
-    descriptors: Mapping[int, Descriptor], attempt: int, step: int
+    descriptors: Mapping[int, Descriptor], attempt: int, step: int, *, lent: bool = False
 ) -> dict[int, SlotSource]:
     """Open the slots of some ranks, given and returned by rank, that are sealed, hold
     this attempt and step, and are sound.
 
-    The descriptors stay the caller's.
+    The descriptors stay the caller's. lent: True if the slots are lent to a reader.
     """
     found: dict[int, SlotSource] = {}
     for rank, descriptor in descriptors.items():
         with suppress(IntegrityError, OSError):
-            found[rank] = SlotSource(descriptor.fileno(), attempt, step)
+            found[rank] = SlotSource(descriptor.fileno(), attempt, step, mapped=not lent)
     return found
 
 
@@ -257,12 +309,14 @@ def open_checkpoint(
     tag: str,
     manifest: Manifest | None = None,
     slots: Mapping[int, SlotSource] = types.MappingProxyType({}),
+    kept: ChunkMemory | None = None,
 ) -> Opened:
     """Open a checkpoint, under a lease that keeps it from being deleted.
 
     manifest: the manifest of the checkpoint, if the caller has read it. slots: slots by
     rank that may still hold what the parts were written from. Chunks are read from
-    those that match their part. The slots stay the caller's.
+    those that match their part. The slots stay the caller's. kept: memory for a reader
+    that stages chunks.
 
     If the checkpoint is overwritten meanwhile, the new one is opened. Raises NotFound,
     also if the checkpoint is deleted meanwhile; Busy if a deleter has it locked;
@@ -271,7 +325,7 @@ def open_checkpoint(
     manifest = manifest or repository.read_manifest(job, tag)
     while True:
         try:
-            return _opened(repository, job, tag, manifest, slots)
+            return _opened(repository, job, tag, manifest, slots, kept)
         except IntegrityError:
             # NotFound if it was deleted, since the manifest is deleted first
             again = repository.read_manifest(job, tag)
@@ -281,20 +335,26 @@ def open_checkpoint(
 
 
 def _opened(
-    repository: Repository, job: str, tag: str, manifest: Manifest, slots: Mapping[int, SlotSource]
+    repository: Repository,
+    job: str,
+    tag: str,
+    manifest: Manifest,
+    slots: Mapping[int, SlotSource],
+    kept: ChunkMemory | None,
 ) -> Opened:
-    def open_part(part: PartEntry) -> PartReader | PartWithSlot:
+    def open_part(part: PartEntry) -> OpenPart:
         reader = repository.open_part(job, tag, part.file, part.index_sha256)
         try:
             # An error that is found later would leave half of the state overwritten.
             reader.check_codecs()
             manifest.check_part(part, reader)
             slot = slots.get(part.rank)
-            return (
+            found: PartReader | PartWithSlot = (
                 PartWithSlot(reader, slot)
                 if slot is not None and PartWithSlot.match(reader, slot)
                 else reader
             )
+            return found if kept is None else StagedSource(found, part.rank, kept)
         except BaseException:
             reader.close()
             raise
@@ -331,13 +391,13 @@ def _opened(
 
 def _all_parts(
     manifest: Manifest,
-    open_part: Callable[[PartEntry], PartReader | PartWithSlot],
+    open_part: Callable[[PartEntry], OpenPart],
     held: list[Closable],
     *,
     remote: bool,
 ) -> Sequence[ChunkSource]:
     """Open all parts, and add them to `held`."""
-    readers: list[PartReader | PartWithSlot] = []
+    readers: list[OpenPart] = []
     with ExitStack() as threads:
         each = (
             threads.enter_context(ThreadPoolExecutor(OPENED_AT_ONCE, "ckptd-open")).map
@@ -355,7 +415,7 @@ def _on_demand(
     job: str,
     tag: str,
     manifest: Manifest,
-    open_part: Callable[[PartEntry], PartReader | PartWithSlot],
+    open_part: Callable[[PartEntry], OpenPart],
     held: list[Closable],
     *,
     remote: bool,

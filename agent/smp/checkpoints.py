@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ckptd.agent.convert.export import export
-from ckptd.agent.convert.load_model import give_memory, on_meta, tensors_of
+from ckptd.agent.convert.load_model import give_memory, on_meta
 from ckptd.agent.pending import Pending
 from ckptd.agent.smp.full import SUFFIX, StateDict, resume_full
 from ckptd.agent.smp.runs import (
@@ -29,6 +29,7 @@ from ckptd.agent.smp.runs import (
     source_rank,
     tag_of,
 )
+from ckptd.agent.state.module_tensors import tensors_of
 from ckptd.agent.state.tree import PerRank, per_rank
 from ckptd.agent.state.wrappers import unwrapped
 from ckptd.shared.errors import InvalidRequest, NotFound

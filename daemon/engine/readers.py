@@ -82,9 +82,6 @@ class Readers:
         self._catalog, self._slots, self._saver = catalog, slots, saver
         self._waiting = 0
 
-    def knows(self, job_name: str) -> bool:
-        return job_name in self._catalog.jobs
-
     async def lend(self, job_name: str, after: Key, wait: float) -> Loan | None:
         """Return the newest snapshot of a job that is later than `after`, within `wait`
         seconds, or None.

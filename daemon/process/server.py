@@ -448,7 +448,7 @@ class Connection:
         finally:
             self._lendings.discard(task)
         if loan is None:
-            return m.Lent(re=request.id, known=readers.knows(request.job)), ()
+            return m.Lent(re=request.id), ()
         stored = "storage" if self._server.parts.uploader is None else "stage"
         return m.Lent(
             re=request.id,

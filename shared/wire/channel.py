@@ -150,8 +150,9 @@ class Channel:
             except OSError as error:
                 raise DaemonUnreachable(f"the daemon is gone: {error.strerror or error}") from None
 
-    def wait(self) -> None:
-        """Wait, without a timeout, until data arrives or the connection ends.
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until data arrives or the connection ends, and return True, or return
+        False after so many seconds. None waits for ever.
 
         Raises DaemonUnreachable if this end is closed.
         """
@@ -160,7 +161,7 @@ class Channel:
             waiting.register(self._socket, select.POLLIN)
         except ValueError:
             raise DaemonUnreachable("the connection is closed") from None
-        waiting.poll()
+        return bool(waiting.poll(None if seconds is None else seconds * 1000))
 
     def receive(self, *, wait: bool = True) -> list[m.Message]:
         """Return the messages that have arrived, at least one.

@@ -325,7 +325,6 @@ class Lent(Reply, frozen=True, kw_only=True, tag="lent"):
 
     `source` is "memory", "stage" or "storage", or "" if there is no later snapshot.
     One read-only descriptor comes with it for each rank of `ranks`, in the same order.
-    `known` is False if the daemon has no job of this name.
     """
 
     attempt: AttemptNumber = 0
@@ -333,7 +332,6 @@ class Lent(Reply, frozen=True, kw_only=True, tag="lent"):
     tag: str = ""
     source: str = ""
     ranks: list[Rank] = []
-    known: bool = True
 
 
 class ReportRecovery(Request, frozen=True, kw_only=True, tag="recovered"):

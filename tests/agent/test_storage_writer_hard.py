@@ -147,12 +147,12 @@ def test_a_checkpoint_deleted_or_overwritten_while_it_is_opened_is_not_called_da
         part.unlink()
     (tmp_path / "1" / "manifest.json").unlink()
     with pytest.raises(NotFound):
-        Checkpoint(StandaloneDirectory(tmp_path / "1"), "standalone", before)
+        Checkpoint.of(StandaloneDirectory(tmp_path / "1"), "standalone", before)
     before = StandaloneDirectory(tmp_path / "2").read_manifest()
     dcp.save(
         {"a": torch.full((2,), 22)}, storage_writer=StorageWriter(tmp_path / "2", overwrite=True)
     )
-    with Checkpoint(StandaloneDirectory(tmp_path / "2"), "standalone", before) as checkpoint:
+    with Checkpoint.of(StandaloneDirectory(tmp_path / "2"), "standalone", before) as checkpoint:
         assert checkpoint.tensor("a")[0].item() == 22
         assert checkpoint.manifest.parts != before.parts
     for part in (tmp_path / "3").glob("rank-*"):

@@ -125,6 +125,7 @@ class Segment:
     pins: int = 0
     released: bool = False
     outgrown: bool = False
+    lent: bool = False
 
     @property
     def owner(self) -> tuple[str, int, int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import re
 import subprocess
@@ -31,6 +32,7 @@ from ckptd.shared.errors import (
     SharedMemoryFull,
     StorageError,
 )
+from ckptd.shared.formats.binary import ALIGN
 from ckptd.shared.formats.plan import MIN_CHUNK
 from ckptd.shared.formats.segment import (
     SegmentHeader,
@@ -596,6 +598,29 @@ def test_a_slot_that_is_read_keeps_its_descriptor(shm: Shm) -> None:
         assert read_header(fd) == header()
     with pytest.raises(NotFound):
         os.fstat(made.fd)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_reader_that_has_a_released_segment_open_keeps_no_memory(shm: Shm, pinned: bool) -> None:
+    slots = shm.open()
+    made, kept = (slots.add(slots.create(header())) for _ in range(2))
+    made.lent = True
+    readers = [slots.open_again(slot, write=False) for slot in (made, kept)]
+    mapped = mmap.mmap(readers[0], 0, prot=mmap.PROT_READ)
+    assert mapped[ALIGN : ALIGN + 8] == b"CKPTDSEG"
+    with made.pinned() if pinned else nullcontext():
+        slots.release(made)
+        if pinned:
+            assert mapped[ALIGN : ALIGN + 8] == b"CKPTDSEG", "the daemon still reads it"
+    slots.release(kept)
+    slots.close()
+    used = [os.fstat(fd).st_blocks for fd in readers]
+    assert used[0] == 0
+    assert used[1] > 0, "a trainer that maps a segment keeps it"
+    assert mapped[ALIGN : ALIGN + 8] == bytes(8), "and no SIGBUS"
+    mapped.close()
+    for fd in readers:
+        os.close(fd)
 
 
 class Held(PosixFileSystem):

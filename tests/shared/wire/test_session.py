@@ -93,11 +93,12 @@ def test_the_table_is_the_one_of_the_document() -> None:
         (SessionState.NEW, "Hello", SessionState.GREETING),
         (SessionState.GREETED, "Status", SessionState.GREETED),
         (SessionState.GREETED, "Forget", SessionState.GREETED),
+        (SessionState.GREETED, "Lend", SessionState.GREETED),
         (SessionState.GREETED, "Begin", SessionState.BEGINNING),
         (SessionState.ATTACHED, "Begin", SessionState.BEGINNING),
         *(
             (SessionState.ATTACHED, n, SessionState.ATTACHED)
-            for n in (*PLAIN, "Heard", "Deliver", "ReportRecovery")
+            for n in (*PLAIN, "Heard", "Deliver", "Lend", "ReportRecovery")
         ),
         (SessionState.ATTACHED, "Detach", SessionState.LEAVING),
     }
@@ -209,7 +210,7 @@ def test_replies_lead_to_the_states_of_the_document() -> None:
         "Allocate": ["Segments"], "Acquire": ["Granted", "Refused"], "Replan": ["Done"],
         "Seal": ["Sealed"], "Abandon": ["Done"], "Persist": ["Done"], "Find": ["Found"],
         "Fetch": ["Fetched"], "ReportRecovery": ["Done"], "Forget": ["Forgotten"],
-            "Detach": ["Done"], "Heard": ["Done"], "Deliver": ["Delivered"],
+            "Detach": ["Done"], "Heard": ["Done"], "Deliver": ["Delivered"], "Lend": ["Lent"],
     }  # fmt: skip
 
 
