@@ -23,9 +23,12 @@ from ckptd.agent.batches import Batches
 from ckptd.agent.dcp.storage_reader import StorageReader
 from ckptd.agent.dcp.storage_writer import StorageWriter
 from ckptd.agent.default import close, prepare, recover, snapshot
+from ckptd.agent.follow.follower import Follower, follow
+from ckptd.agent.follow.version import Version
 from ckptd.agent.newest_state import Newest, newest
 from ckptd.agent.pending import Pending
 from ckptd.agent.read.checkpoint import Checkpoint
+from ckptd.agent.read.module_loader import LoadedInto
 from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.schedule import Schedule
 from ckptd.agent.state.tree import per_rank
@@ -57,8 +60,10 @@ __all__ = [
     "EveryNSeconds",
     "EveryNSteps",
     "Finite",
+    "Follower",
     "LatestDuration",
     "LatestN",
+    "LoadedInto",
     "MaxAge",
     "MaxBytes",
     "Newest",
@@ -69,8 +74,10 @@ __all__ = [
     "StorageReader",
     "StorageWriter",
     "Training",
+    "Version",
     "Weekly",
     "close",
+    "follow",
     "newest",
     "per_rank",
     "prepare",

@@ -67,6 +67,17 @@ class Place:
         return channel
 
 
+def connect_to_running(place: Place) -> Channel:
+    """Return a new connection to a daemon that runs already; none is started.
+
+    Raises the same as `Place.connect`.
+    """
+    if place.private:
+        assert place.root is not None
+        return _connect_to_any(place.root)
+    return place.connect()
+
+
 def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[str] | None) -> Place:
     """Return the place of the daemon to use.
 

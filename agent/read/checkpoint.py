@@ -95,7 +95,7 @@ class Checkpoint:
             if not tags and which == "newest":
                 repository, job, tag = find_checkpoint(where)
                 return cls.of(repository, job, repository.read_manifest(job, tag))
-        passed = _PassedOver(job)
+        passed = PassedOver(job)
         with storage_errors(f"read {where}"):
             for manifest in newest_first(repository, job, tags, which, passed):
                 try:
@@ -421,19 +421,21 @@ def _nothing_in_memory(root: Location, job: str) -> NotFound:
     )
 
 
-class _PassedOver:
-    """The checkpoints of a job that cannot be opened, while `Checkpoint.open` looks for the newest.
+class PassedOver:
+    """The checkpoints of a job that cannot be opened, while the newest is looked for.
 
     first: the error of the first of them, or None.
     """
 
     def __init__(self, job: str) -> None:
-        self._job = job
+        self._job, self._tags = job, set[str]()
         self.first: IntegrityError | NotFound | None = None
 
     def add(self, tag: str, error: IntegrityError | NotFound) -> None:
-        """Log that a checkpoint is passed over."""
-        log.warning("checkpoint %s/%s is passed over: %s", self._job, tag, error)
+        """Log that a checkpoint is passed over, once."""
+        if tag not in self._tags:
+            log.warning("checkpoint %s/%s is passed over: %s", self._job, tag, error)
+        self._tags.add(tag)
         self.first = self.first or error
 
 
@@ -442,7 +444,7 @@ def newest_first(
     job: str,
     tags: list[str],
     which: str | int,
-    passed: _PassedOver,
+    passed: PassedOver,
 ) -> Iterator[Manifest]:
     """Yield the sound manifests that `which` selects, the newest first.
 

@@ -105,7 +105,7 @@ def load_into(
     unchanged = [name for name in wanted if times[name] > 2]
     changed = {name: tensor for name, tensor in destinations.items() if times[name] <= 2}
     with _not_gone(opened, overwritten=False):
-        read = _stage(shard for name in changed for shard in shards[name]) if staged else 0
+        read = stage(shard for name in changed for shard in shards[name]) if staged else 0
         failpoint("agent.reader.staged")
     _held.pop(module, None)
     failpoint("agent.reader.writing")
@@ -133,7 +133,7 @@ def _not_gone(opened: Opened, *, overwritten: bool) -> Iterator[None]:
     opened.check_not_gone(overwritten=overwritten)
 
 
-def _stage(shards: Iterable[Shard]) -> int:
+def stage(shards: Iterable[Shard]) -> int:
     """Read the chunks of these shards into memory, and return the number of bytes."""
     chunks: dict[StagedSource, set[int]] = {}
     for shard in shards:
