@@ -406,6 +406,8 @@ def no_such_job(root: Location, job: str, found: Sequence[str]) -> NotFound:
     """Return the error for a job of which nothing is in memory or on storage. found: the
     jobs on storage.
     """
+    if job in found:
+        return NotFound(f"job {job!r} has no snapshot yet in {root}")
     there = f"it has {some_text(sorted(found), 5)}" if found else "it has no job yet"
     return NotFound(f"there is no snapshot of a job {job!r} in {root}: {there}")
 
