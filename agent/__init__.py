@@ -24,8 +24,8 @@ from ckptd.agent.dcp.storage_reader import StorageReader
 from ckptd.agent.dcp.storage_writer import StorageWriter
 from ckptd.agent.default import close, prepare, recover, snapshot
 from ckptd.agent.follow.follower import Follower, follow
+from ckptd.agent.follow.newest_state import Newest, newest
 from ckptd.agent.follow.version import Version
-from ckptd.agent.newest_state import Newest, newest
 from ckptd.agent.pending import Pending
 from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.agent.read.module_loader import LoadedInto

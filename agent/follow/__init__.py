@@ -1,3 +1,3 @@
-"""Follows the newest snapshot of a job from another process, such as one that serves
-the model that is being trained.
+"""Finds the newest snapshot of a job, and follows it from another process, such as one
+that serves the model that is being trained.
 """

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from ckptd.agent.read.checkpoint import PassedOver, newest_first, no_such_job
 from ckptd.agent.read.loans import open_loan
 from ckptd.agent.read.sources import Opened, open_checkpoint
 from ckptd.agent.read.staged_source import ChunkMemory
+from ckptd.agent.threads.flag import Flag
 from ckptd.shared.errors import (
     Busy,
     DaemonUnreachable,
@@ -61,7 +61,8 @@ class Follower:
         timeout: float | None,
         interval: float,
     ) -> None:
-        self._place, self._job, self._patterns = place, job, patterns
+        self._place, self._job = place, job
+        self._patterns = patterns
         self._into, self._prefix = into, prefix
         self._timeout, self._interval = timeout, interval
         self._root: Location | None = place.root
@@ -71,7 +72,7 @@ class Follower:
         self._kept = ChunkMemory()
         self._was_in_memory = False
         self._torn: VersionGone | None = None
-        self._closed = threading.Event()
+        self._closed = Flag()
         self._said = ""
         self._passed: PassedOver | None = None
 
@@ -119,7 +120,8 @@ class Follower:
         except BaseException:
             found.close()
             raise
-        self._current, self._last, self._torn = found, found.order, None
+        self._current, self._last = found, found.order
+        self._torn = None
         return True
 
     def _look(self, seconds: float) -> Version | None:

@@ -17,20 +17,18 @@ ANSWER_SECONDS = 60.0
 """Seconds beyond the wait in which the daemon must answer: it may have to check a
 snapshot of many gigabytes first.
 """
-Key = tuple[int, int]
-"""Attempt and step of a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
     """A snapshot that the daemon has lent.
 
-    place: the root or the stage with its checkpoint. stored: True if the checkpoint is
+    key: its attempt and step. place: the root or the stage with its checkpoint. stored: True if the checkpoint is
     to be read, and slots only in place of its parts. slots: descriptors by rank, which
     the owner of this object must close.
     """
 
-    key: Key
+    key: tuple[int, int]
     tag: str
     place: Location
     stored: bool
@@ -42,7 +40,7 @@ class Borrowed:
 
 
 def borrow(
-    channel: Channel, job: str, after: Key | None = None, wait: float = 0.0
+    channel: Channel, job: str, after: tuple[int, int] | None = None, wait: float = 0.0
 ) -> Borrowed | None:
     """Return the newest snapshot of a job that is later than `after`, or None if there
     is none within `wait` seconds.

@@ -22,7 +22,6 @@ from ckptd.agent.read.staged_source import StagedSource, chunks_of, fingerprint,
 from ckptd.agent.state.module_tensors import difference, missing, raw_tensors, tensors_of
 from ckptd.agent.state.wrappers import current_names, flattens, raw_names, unwrapped
 from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound, StructureMismatch
-from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.units import some_text
 
 _EXTRA = "_extra_state"
@@ -106,9 +105,7 @@ def load_into(
     changed = {name: tensor for name, tensor in destinations.items() if times[name] <= 2}
     with _not_gone(opened, overwritten=False):
         read = stage(shard for name in changed for shard in shards[name]) if staged else 0
-        failpoint("agent.reader.staged")
     _held.pop(module, None)
-    failpoint("agent.reader.writing")
     with nullcontext() if staged else _not_gone(opened, overwritten=True):
         loaded = load(saved, changed)
     _held[module] = {

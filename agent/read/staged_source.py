@@ -63,7 +63,8 @@ class StagedSource:
     """
 
     def __init__(self, inner: Readable, rank: int, kept: ChunkMemory) -> None:
-        self.inner, self._rank, self._kept = inner, rank, kept
+        self.inner, self._rank = inner, rank
+        self._kept = kept
         self.remote = inner.remote
         self._staged: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()

@@ -31,7 +31,7 @@ ORDER = {
     "agent": (
         "torch_support", "threads", "pending", "step_times", "advice", "outcomes", "state",
         "link", "plan", "copy", "handover", "read", "dcp", "recover", "agent", "default",
-        "schedule", "batches", "training_run", "newest_state", "follow", "bench", "convert", "smp",
+        "schedule", "batches", "training_run", "follow", "bench", "convert", "smp",
         "integrations", "face",
     ),
 }  # fmt: skip
