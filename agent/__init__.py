@@ -23,7 +23,7 @@ from ckptd.agent.batches import Batches
 from ckptd.agent.dcp.storage_reader import StorageReader
 from ckptd.agent.dcp.storage_writer import StorageWriter
 from ckptd.agent.default import close, prepare, recover, snapshot
-from ckptd.agent.follow.follower import Follower, follow
+from ckptd.agent.follow.follower import VersionFeed, follow
 from ckptd.agent.follow.newest_state import Newest, newest
 from ckptd.agent.follow.version import Version
 from ckptd.agent.pending import Pending
@@ -60,7 +60,6 @@ __all__ = [
     "EveryNSeconds",
     "EveryNSteps",
     "Finite",
-    "Follower",
     "LatestDuration",
     "LatestN",
     "LoadedInto",
@@ -75,6 +74,7 @@ __all__ = [
     "StorageWriter",
     "Training",
     "Version",
+    "VersionFeed",
     "Weekly",
     "close",
     "follow",

@@ -43,7 +43,7 @@ _WAIT_SECONDS = 20.0
 """The longest wait in one request to the daemon. The root is looked at in between."""
 
 
-class Follower:
+class VersionFeed:
     """An iterator over the newer and newer versions of a job, made by `follow`.
 
     Use it in a `for` loop, or in a `with` statement. `close` ends a loop that waits;
@@ -82,7 +82,7 @@ class Follower:
     def __next__(self) -> Version:
         """Return the next version, once there is one.
 
-        Raises StopIteration after the timeout, or once the follower is closed; NotFound
+        Raises StopIteration after the timeout, or once this loop is closed; NotFound
         if the timeout is over and the job has never had a snapshot; StorageError if the
         root cannot be read before the first version; and what `load_into` raises.
         """
@@ -157,7 +157,7 @@ class Follower:
             self._channel = connect_to_running(self._place)
             self._root = located(self._channel.welcome.root)
         if self._closed.is_set():
-            raise DaemonUnreachable("the follower is closed")
+            raise DaemonUnreachable("this loop is closed")
         return self._channel
 
     def _disconnect(self) -> None:
@@ -238,7 +238,7 @@ class Follower:
         if channel is not None:
             channel.end()  # wakes the thread that waits for it
 
-    def __enter__(self) -> Follower:
+    def __enter__(self) -> VersionFeed:
         return self
 
     def __exit__(
@@ -271,7 +271,7 @@ def follow(
     socket: str | os.PathLike[str] | None = None,
     timeout: float | None = None,
     interval: float = 5.0,
-) -> Follower:
+) -> VersionFeed:
     """Follow the newest snapshot of a job: return an iterator that waits for each newer
     one, and skips those that are replaced before they are read.
 
@@ -290,7 +290,7 @@ def follow(
 
     Raises DaemonUnreachable if neither a daemon nor a root is known, Forbidden,
     VersionMismatch for a daemon of an earlier version, InvalidName, InvalidRequest; and
-    what `Follower.__next__` raises.
+    what `VersionFeed.__next__` raises.
     """
     if interval <= 0 or (timeout is not None and timeout < 0):
         raise InvalidRequest(
@@ -300,7 +300,7 @@ def follow(
     if job is not None:
         check_name("job", job)
     patterns = (keys,) if isinstance(keys, str) else tuple(keys)
-    return Follower(
+    return VersionFeed(
         find_place(socket, root),
         job,
         patterns,

@@ -23,9 +23,9 @@ snapshot of many gigabytes first.
 class Borrowed:
     """A snapshot that the daemon has lent.
 
-    key: its attempt and step. place: the root or the stage with its checkpoint. stored: True if the checkpoint is
-    to be read, and slots only in place of its parts. slots: descriptors by rank, which
-    the owner of this object must close.
+    key: its attempt and step. place: the root or the stage with its checkpoint. stored:
+    True if the checkpoint is to be read, and slots only in place of its parts. slots:
+    descriptors by rank, which the owner of this object must close.
     """
 
     key: tuple[int, int]

@@ -79,7 +79,8 @@ class Readers:
     """The readers of one daemon, and what is lent to them."""
 
     def __init__(self, catalog: Catalog, slots: Slots, saver: Saver) -> None:
-        self._catalog, self._slots, self._saver = catalog, slots, saver
+        self._catalog, self._slots = catalog, slots
+        self._saver = saver
         self._waiting = 0
 
     async def lend(self, job_name: str, after: Key, wait: float) -> Loan | None:

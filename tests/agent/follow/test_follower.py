@@ -135,10 +135,10 @@ def test_a_module_that_is_left_half_written_is_reported(
     gone = iter([False])  # before the first byte is written
     monkeypatch.setattr(SlotSource, "is_gone", lambda self: next(gone, True))
     with follow("gpt", into=module, socket=daemon.home.socket, timeout=0.0) as versions:
-        found = follower.Follower._look
+        found = follower.VersionFeed._look
         looks = iter([True, False])
         monkeypatch.setattr(
-            follower.Follower,
+            follower.VersionFeed,
             "_look",
             lambda self, seconds: found(self, seconds) if next(looks, False) else None,
         )
@@ -324,7 +324,7 @@ def test_a_root_that_cannot_be_read_is_an_error_only_at_the_start(
         versions = follow("gpt", root=place.root, interval=0.01, timeout=0.05)
         if not first:
             next(versions)
-        monkeypatch.setattr(follower.Follower, "_newest_checkpoint", fails)
+        monkeypatch.setattr(follower.VersionFeed, "_newest_checkpoint", fails)
         if first:
             with pytest.raises(StorageError):
                 next(versions)
