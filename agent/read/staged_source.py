@@ -13,6 +13,7 @@ import hashlib
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -22,12 +23,14 @@ from ckptd.agent.plan.layout import memory
 from ckptd.agent.read.on_demand import PartOnDemand
 from ckptd.agent.read.saved import Shard
 from ckptd.agent.read.slot_source import PartWithSlot, SlotSource
-from ckptd.shared.errors import InvalidRequest
+from ckptd.shared.errors import IntegrityError, InvalidRequest
 from ckptd.shared.formats.part import ChunkSource, PartReader
 from ckptd.shared.formats.plan import ChunkRange, Plan
 from ckptd.shared.formats.scatter import scatter
 
 Readable = SlotSource | PartReader | PartWithSlot
+_AT_ONCE = 4
+"""The chunks whose deltas are read at the same time."""
 Identity = tuple[int, ...]
 """The lengths and checksums by which a chunk of a part is known again."""
 
@@ -117,7 +120,6 @@ class StagedSource:
                     kept = KeptChunk(torch.empty(place.length, dtype=torch.uint8, device="cpu"))
                     self._kept.chunks[self._rank, place.offset] = kept
                 if kept.identity is None or kept.identity != self._identity(number):
-                    kept.identity = None
                     reads[number] = kept
                 else:
                     self._staged[number] = kept.data
@@ -128,18 +130,37 @@ class StagedSource:
             return read
 
     def _read(self, chunks: dict[int, KeptChunk]) -> int:
-        """Read these chunks into their memory.
-
-        `KeptChunk.data` still has the bytes of the chunk there in the last snapshot, for
-        a source that can read a difference.
+        """Read these chunks into their memory: of a chunk whose base is there, only the
+        deltas. Return the number of raw bytes.
         """
-        return scatter(
+        before = {number: kept.identity for number, kept in chunks.items()}
+        for kept in chunks.values():
+            kept.identity = None  # until all is read
+        based = [number for number, identity in before.items() if identity is not None]
+        with ThreadPoolExecutor(_AT_ONCE, "ckptd-read") as threads:
+            added = threads.map(lambda n: self._add_deltas(n, chunks[n], before[n]), based)
+            done = {number for number, is_done in zip(based, added, strict=True) if is_done}
+        scatter(
             self.inner,
             [
                 (self.ranges[number].offset, memory(kept.data, kept.data.nbytes))
                 for number, kept in chunks.items()
+                if number not in done
             ],
         )
+        return sum(kept.data.nbytes for kept in chunks.values())
+
+    def _add_deltas(self, number: int, kept: KeptChunk, identity: Identity | None) -> bool:
+        """Turn the kept bytes of a chunk into those of this snapshot if it has stored
+        the differences. Return False if the chunk must be read as a whole.
+        """
+        if not isinstance(self.inner, PartReader) or identity is None:
+            return False
+        raw = memory(kept.data, kept.data.nbytes)
+        try:
+            return self.inner.read_from_base(number, raw, identity[1])
+        except IntegrityError:
+            return False
 
     def _identity(self, number: int) -> Identity | None:
         if isinstance(self.inner, SlotSource):

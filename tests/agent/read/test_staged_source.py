@@ -5,6 +5,7 @@ before are not read again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +24,11 @@ from ckptd.shared.errors import IntegrityError, InvalidRequest
 from ckptd.shared.formats.part import PartReader
 from ckptd.shared.formats.scatter import scatter
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
+from ckptd.shared.storage.posix import PosixStorage
+from ckptd.shared.storage.repository import Repository
 from tests.agent.read.test_slot_source import PACKED, PLAN, TENSOR, part
+from tests.shared.formats.test_deltas import chain
+from tests.support.parts import Parts
 from tests.support.tmpfs import sealed_slot
 
 
@@ -148,3 +153,30 @@ def test_fingerprints_and_digests_follow_the_checksums() -> None:
     assert found[0] == found[1] == found[2]
     assert found[0][0] != found[3][0]
     assert found[0][1] != found[3][1]
+
+
+def test_of_a_chunk_whose_base_is_kept_only_the_deltas_are_read(tmp_path: Path) -> None:
+    parts = Parts(Repository(PosixStorage(tmp_path)))
+    chain(parts, 4, codec_name="planes")
+    kept, fetched = ChunkMemory(), dict[int, int]()
+    for step in (1, 2, 4):
+        reader = Counted(parts.open(step))
+        source = StagedSource(reader, 0, kept)
+        source.stage(range(len(source.ranges)))
+        fetched[step] = len(reader.chunks)
+        found = bytearray(len(parts.slots[step]))
+        targets = [
+            (c.offset, memoryview(found)[c.offset : c.offset + c.length]) for c in source.ranges
+        ]
+        scatter(source, targets)
+        assert found == parts.slots[step]
+        reader.close()
+    assert fetched[2] < fetched[1]
+    assert fetched[4] < fetched[1]
+    for chunk in kept.chunks.values():
+        chunk.data.zero_()
+    reader = Counted(parts.open(3))
+    source = StagedSource(reader, 0, kept)
+    source.stage(range(len(source.ranges)))
+    assert reader.chunks, "what is kept is damaged: chunks are read as a whole"
+    reader.close()
