@@ -4,6 +4,7 @@ in the root, where no daemon runs or nothing is in memory.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import time
@@ -181,7 +182,8 @@ class VersionFeed:
     def _in_root(self) -> Version | None:
         """Return the newest checkpoint if it is newer than the last version.
 
-        Once there was a version, a root that cannot be read is only logged.
+        Once there was a version, a root that cannot be read is only logged, and so is
+        one that is not there yet.
         """
         root, job = self._root, self._name()
         if root is None:
@@ -190,6 +192,9 @@ class VersionFeed:
             with storage_errors(f"read {root / job}"):
                 return self._newest_checkpoint(root, job)
         except StorageError as error:
+            if self._last is None and error.errno == errno.ENOENT:
+                self._say_waiting(root, job)  # the training may not have made it yet
+                return None
             if self._last is None:
                 raise
             if str(error) != self._said:
@@ -209,10 +214,14 @@ class VersionFeed:
                 return self._version(opened)
             except (IntegrityError, NotFound) as error:
                 passed.add(manifest.tag, error)
-        if self._last is None and not self._said:
+        if self._last is None:
+            self._say_waiting(root, job)
+        return None
+
+    def _say_waiting(self, root: Location, job: str) -> None:
+        if not self._said:
             self._said = f"job {job} has no snapshot yet in {root}: it is waited for"
             log.info("%s", self._said)
-        return None
 
     def _check_known(self) -> None:
         """Raise NotFound if nothing of the job has been found so far."""
