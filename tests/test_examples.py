@@ -290,6 +290,36 @@ def test_the_fine_tuning_example_writes_what_has_changed(tmp_path: Path) -> None
     assert sizes.startswith("step 3: ")
 
 
+def test_a_model_is_served_out_of_memory_while_it_trains_and_both_are_killed(
+    tmp_path: Path,
+) -> None:
+    result = subprocess.run(
+        [sys.executable, str(TRAINER.with_name("follow.py")), "--root", str(tmp_path / "root")],
+        env=environment(tmp_path),
+        timeout=600,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"snapshots were served, in 2 attempts, and each was bit-equal", result.stdout)
+
+
+def test_text_is_generated_with_the_newest_weights(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    script = TRAINER.with_name("follow_transformers.py")
+    result = subprocess.run(
+        [sys.executable, str(script), "--root", str(tmp_path / "root"), "--versions", "3"],
+        env=environment(tmp_path) | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
+        timeout=600,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(re.findall(r"^step \d+: 'the daemon ", result.stdout, re.MULTILINE)) == 3
+
+
 def test_a_missing_root_is_reported_in_one_sentence(tmp_path: Path) -> None:
     clean = {key: value for key, value in environment(tmp_path).items() if key != "XDG_RUNTIME_DIR"}
     result = subprocess.run(
