@@ -158,7 +158,7 @@ class StagedSource:
             return False
         raw = memory(kept.data, kept.data.nbytes)
         try:
-            return self.inner.read_from_base(number, raw, identity[1])
+            return self.inner.update_chunk(number, raw, identity[1])
         except IntegrityError:
             return False
 

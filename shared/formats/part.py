@@ -527,24 +527,6 @@ class PartReader:
             if crc32c(raw) != deltas[-1].raw_crc:
                 raise IntegrityError("it holds other bytes than were saved")
 
-    def read_from_base(self, number: int, raw: memoryview, raw_crc: int) -> bool:
-        """Decode a chunk of which `raw` has a base, the bytes with the checksum
-        `raw_crc`: read only the deltas after that base.
-
-        Return False, and leave `raw` as it is, if it has no such base. Raises
-        IntegrityError, and leaves any bytes in `raw`, if the chunk is damaged or `raw` did not have
-        those bytes, or OSError.
-        """
-        deltas, whole = self._chain(number)
-        crcs = [link.raw_crc for link in (whole, *deltas[:-1])] if deltas else []
-        if raw_crc not in crcs:
-            return False
-        for delta in deltas[len(crcs) - 1 - crcs[::-1].index(raw_crc) :]:
-            self._add_delta(number, delta, raw)
-        if crc32c(raw) != deltas[-1].raw_crc:
-            raise IntegrityError(f"{self.name}: chunk {number} does not follow from its base")
-        return True
-
     def _chain(self, number: int) -> tuple[list[Chunk | Base], Chunk | Base]:
         """Return the deltas of which a chunk is the sum, the chunk's own last, and the
         whole chunk that they are added to.

@@ -28,7 +28,7 @@ from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_store import ObjectStorage
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository
-from tests.support.parts import PLAN, RANGES, SLOT, Parts, checks_of, tag_of
+from tests.support.parts import PLAN, RANGES, SLOT, Parts, tag_of
 
 
 def noise(seed: int) -> bytearray:
@@ -353,24 +353,3 @@ def test_a_chain_that_is_too_long_is_refused(disk: Parts) -> None:
     _rewritten(disk, 3, extended)
     with pytest.raises(CkptdError, match="expected at most 64"):
         disk.open(3)
-
-
-def test_a_reader_that_has_a_base_reads_only_the_deltas_after_it(disk: Parts) -> None:
-    chain(disk, 5, codec_name="planes")
-    reader = disk.open(5)
-    numbers = [n for n, chunk in enumerate(reader.index.chunks) if chunk.codec == DELTA]
-    assert numbers
-    for number in numbers:
-        place = slice(RANGES[number].offset, RANGES[number].offset + RANGES[number].length)
-        for step in (1, 4):
-            raw = bytearray(disk.slots[step][place])
-            crc = checks_of(disk.slots[step])[number].crc
-            whole, reader._decode_whole = reader._decode_whole, None  # type: ignore[method-assign, assignment]
-            assert reader.read_from_base(number, memoryview(raw), crc)
-            reader._decode_whole = whole  # type: ignore[method-assign]
-            assert raw == disk.slots[5][place]
-        raw[0] ^= 1
-        assert not reader.read_from_base(number, memoryview(raw), crc ^ 1), "it has no such base"
-        with pytest.raises(IntegrityError, match="does not follow from its base"):
-            reader.read_from_base(number, memoryview(raw), crc)
-    reader.close()
