@@ -41,6 +41,7 @@ from ckptd.shared.system import failpoints
 from tests.crash import places
 from tests.crash.places import Where
 from tests.support import forks, trainers
+from tests.support.seen_chains import chained
 from tests.support.daemons import Daemon, Home, home, running
 
 SIZE = 4000
@@ -76,7 +77,8 @@ class Lives:
     """Runs daemons and trainers that die.
 
     `hit` counts deaths by point, `pairs` has the points that were hit one after the
-    other, and `problems` lists what was lost.
+    other, `chained` the checkpoints with chains of deltas that a death has left, and
+    `problems` lists what was lost.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Lives:
         self.problems: list[str] = []
         self.hit: Counter[str] = Counter()
         self.pairs: set[tuple[str, str]] = set()
+        self.chained: set[str] = set()
         self.chance = Random(seed)
         self._place, self._promises = place, promises
         self._diary = trainers.Diary(place.path / "diary")
@@ -230,6 +233,7 @@ class Lives:
         with mock.patch.object(object_leases, "SECONDS", 0.5):
             found, problems = examine(self._place.root, SIZE)
         self.problems += [f"at {point}: {problem}" for problem in problems]
+        self.chained |= chained(self._place.root)
         if found < durable:
             self.problems.append(
                 f"at {point}: {durable} was durable, and the newest there is {found}"
@@ -282,10 +286,8 @@ def each_after_each(points: Sequence[str]) -> Iterator[str]:
 def rounds(points: Sequence[str], chance: Random) -> Iterator[tuple[str, int]]:
     """Yield points, and the pass at which each kills.
 
-    In the first round this is the first pass, later also the second or third.
+    At the first pass, a save has no bases yet. From the second or third on, it has.
     """
-    for point in each_after_each(chance.sample(points, len(points))):
-        yield point, 1
     while True:
         for point in each_after_each(chance.sample(points, len(points))):
             yield point, chance.choice([1, 1, 2, 3])
@@ -341,6 +343,7 @@ def report(lives: Lives, what: str, seed: int) -> int:
         print(f"{point:24} {count}")
     print(*lives.problems, sep="\n")
     tried = f"{lives.hit.total()} {what} at {len(lives.hit)} points, {len(lives.pairs)} pairs"
+    tried += f", {len(lives.chained)} checkpoints with chains"
     print(f"{tried}, seed {seed}, {len(lives.problems)} lost")
     return int(bool(lives.problems))
 

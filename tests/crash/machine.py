@@ -44,6 +44,7 @@ from tests.crash import places
 from tests.crash.images import Image, Unavailable, fill
 from tests.crash.oracle import NOTHING, Key, Oracle
 from tests.support import forks, trainers
+from tests.support.seen_chains import CHAINS, chained
 from tests.support.daemons import Daemon
 
 SIZE = 4000
@@ -54,7 +55,7 @@ SECONDS = 120.0
 F = TypeVar("F", bound=Callable[..., None])
 
 done: Counter[str] = Counter()
-"""Number of steps taken, by name."""
+"""Number of steps taken, by name, and that of the checkpoints with chains of deltas."""
 
 
 def serve(pipe: Connection, socket: Any, environ: Mapping[str, str]) -> None:
@@ -124,7 +125,8 @@ def _key(tag: str) -> Key:
 class Job(RuleBasedStateMachine):
     """A daemon, a trainer and a disk, and the rules for what may happen to them.
 
-    `pinned` holds the tags that were pinned by hand.
+    `pinned` holds the tags that were pinned by hand, and `chained` those of the
+    checkpoints with chains of deltas that have been there.
 
     store: the kind of the object store with the root, or None if the root is a
     directory on the disk.
@@ -151,6 +153,7 @@ class Job(RuleBasedStateMachine):
         self.full = False
         self.oracle = Oracle(KEEP)
         self.pinned: set[str] = set()
+        self.chained: set[str] = set()
         self.start_daemon()
 
     def _ask(self, *command: Any) -> Any:
@@ -356,10 +359,12 @@ class Job(RuleBasedStateMachine):
             self.daemon = None
             return
         assert daemon.status()["ready"]
+        self.chained |= chained(self.place.root)
 
     def teardown(self) -> None:
         if not hasattr(self, "place"):
             return
+        done[CHAINS] += len(self.chained)
         try:
             if sys.exc_info()[0] is None:
                 self._end()
@@ -405,7 +410,8 @@ class Job(RuleBasedStateMachine):
 
 
 def run(steps: int, number: int, of_a_life: int = 100) -> tuple[Counter[str], str]:
-    """Return the number of steps taken, by name, and the first example that broke a
+    """Return the number of steps taken, by name, that of checkpoints with chains, and
+    the first example that broke a
     promise, as Hypothesis prints it, or "".
     """
     done.clear()
@@ -440,7 +446,7 @@ def main() -> None:
     for name, count in taken.most_common():
         print(f"{name:16} {count}")
     print(problem)
-    print(f"{taken.total()} steps, seed {options.seed}, {int(bool(problem))} lost")
+    print(f"{taken.total() - taken[CHAINS]} steps, seed {options.seed}, {int(bool(problem))} lost")
     sys.exit(bool(problem))
 
 

@@ -16,29 +16,32 @@ from torch.distributed.tensor import DTensor, Shard
 from ckptd.agent import Agent, per_rank
 from ckptd.shared.errors import CkptdError
 from ckptd.shared.system import failpoints
-from tests.support.trainers import JOB, Diary
+from tests.support.trainers import JOB, Diary, drifting
 
-ROWS, COLUMNS = 24, 50
+ROWS, COLUMNS, DRIFT = 24, 50, 480
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """Return the state of this rank after `step`: a sharded tensor, a replicated one,
-    one that seldom changes, and values of its own.
+    """Return the state of this rank after `step`: two sharded tensors, of one of which
+    few words change at a step, a replicated one, one that seldom changes, and values of
+    its own.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
     whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS) + step
-    here = list(whole.chunk(world_size))
-    mine = here[rank] if rank < len(here) else whole[:0]
-    return {
-        "sharded": DTensor.from_local(
-            mine.clone(),
-            mesh,
-            [Shard(0)],
-            shape=whole.shape,
-            stride=whole.stride(),
+    drift = drifting(step, DRIFT * COLUMNS).reshape(DRIFT, COLUMNS)
+
+    def sharded(tensor: torch.Tensor) -> DTensor:
+        here = list(tensor.chunk(world_size))
+        mine = here[rank] if rank < len(here) else tensor[:0]
+        return DTensor.from_local(
+            mine.clone(), mesh, [Shard(0)], shape=tensor.shape, stride=tensor.stride(),
             run_check=False,
-        ),
+        )  # fmt: skip
+
+    return {
+        "sharded": sharded(whole),
+        "drift": sharded(drift),
         "replicated": torch.full((5000,), float(step)),
         "seldom": torch.full((40_000,), float(step // 5)),
         "step": step,
@@ -51,9 +54,10 @@ def check(state: dict[str, Any], step: int) -> None:
     whatever number of ranks it was saved.
     """
     wanted = state_of(step)
-    assert torch.equal(state["sharded"].to_local(), wanted["sharded"].to_local()), (
-        f"sharded differs at step {step}"
-    )
+    for key in ("sharded", "drift"):
+        assert torch.equal(state[key].to_local(), wanted[key].to_local()), (
+            f"{key} differs at step {step}"
+        )
     for key in ("replicated", "seldom"):
         assert torch.equal(state[key], wanted[key]), f"{key} differs at step {step}"
     assert state["step"] == step, (state["step"], step)

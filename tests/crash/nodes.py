@@ -34,6 +34,7 @@ from tests.crash import node_trainer
 from tests.crash.hung import make_calls_wait
 from tests.crash.images import Unavailable
 from tests.support import stores
+from tests.support.seen_chains import CHAINS, chained
 from tests.support.daemons import holds
 from tests.support.fault_proxy import proxied
 from tests.support.nodes import Node, Nodes
@@ -75,10 +76,12 @@ class Result:
     """The outcome of the lives.
 
     `hits` counts the faults. `lost` has a sentence for each promise that was broken.
+    `chained` are the checkpoints with chains of deltas that were there between lives.
     """
 
     hits: Counter[str] = field(default_factory=Counter)
     lost: list[str] = field(default_factory=list)
+    chained: set[str] = field(default_factory=set)
 
 
 class Job:
@@ -287,6 +290,7 @@ def compare(
     if len(back) > 1 or any(one < promised for one in back):
         result.lost.append(f"{what}: {back} came back, {promised} was promised")
     result.lost += [f"{what}: {sentence}" for sentence in check_manifests(job.place)]
+    result.chained |= chained(job.place.root)
 
 
 def _has_died(node: Node) -> bool:
@@ -375,7 +379,7 @@ def run(
 ) -> tuple[Counter[str], list[str]]:
     """Live so many lives, or as many as fit into `seconds`.
 
-    Return how often each fault came, and what was lost.
+    Return how often each fault came, how many checkpoints had chains, and what was lost.
 
     Every second life has its victim die at a failpoint. The seed says with which `pair`
     this begins; the next such life has the next one.
@@ -398,7 +402,7 @@ def run(
             compare(job, ranks, result, promised, "at the end", sure=True)
         if result.lost:
             print(place.logs())
-    return result.hits, result.lost
+    return Counter({**result.hits, CHAINS: len(result.chained)}), result.lost
 
 
 def main() -> int:
@@ -418,7 +422,8 @@ def main() -> int:
     hits, lost = run(options.kills, options.seed, where=in_store if options.store else in_directory)
     for fault, count in sorted(hits.items()):
         print(f"  {count:5,d}  {fault}")
-    print(f"{hits.total()} lives in {time.monotonic() - begun:.0f} s, {len(lost)} promises broken")
+    lives = hits.total() - hits[CHAINS]
+    print(f"{lives} lives in {time.monotonic() - begun:.0f} s, {len(lost)} promises broken")
     for sentence in lost:
         print("LOST", sentence)
     return bool(lost)

@@ -40,6 +40,7 @@ from ckptd.shared import names
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.system import machine
 from tests.crash.disk import FATES, Disk, Recorder, Step, Tree, lay, some_fate
+from tests.support.seen_chains import SEVERAL
 from tests.support.daemons import recover_only
 from tests.support.trainers import JOB, assert_equal, blank, expected
 
@@ -55,7 +56,7 @@ JOURNAL = 16 << 10
 def config(place: Path, shm: Path, files_per_rank: int = 1) -> Config:
     return Config(
         root=place / "root", state_dir=place / "state", socket=place / "s", shm_dir=shm,
-        shm_quota=1 << 30, codec="raw", keep_last=KEEP, threads=1, memory_ttl=0.0,
+        shm_quota=1 << 30, codec="auto", keep_last=KEEP, threads=1, memory_ttl=0.0,
         stall_budget=0.5, chunk_size=64 << 10, strict_journal=True, files_per_rank=files_per_rank,
     )  # fmt: skip
 
@@ -245,10 +246,13 @@ def failing(chance: Random) -> Callable[[Step], None]:
 class Examiner:
     """Starts a daemon on what a power cut has left, and checks that every promise was
     kept.
+
+    chained: the number of states with a chain of several deltas.
     """
 
     def __init__(self) -> None:
         self._sound: set[bytes] = set()
+        self.chained = 0
 
     async def examine(self, tree: Tree, promised: Promises) -> str:
         """Return what is wrong, or "" if nothing is."""
@@ -261,7 +265,7 @@ class Examiner:
 
     def _check(self, place: Path, parts: Components, promised: Promises) -> str:
         storage, root = open_root(place / "root"), place / "root"
-        found = {}
+        found, chained = {}, False
         for tag in storage.tags(JOB):
             files = sorted(storage.files(JOB, tag))
             if names.MANIFEST not in files:
@@ -273,8 +277,10 @@ class Examiner:
                 **wanted,
             }:
                 return f"{tag} holds {files}"
+            chained |= max(part.chain for part in manifest.parts) >= SEVERAL
             self._check_content(root, tag, files)
             found[manifest.attempt, manifest.step] = tag
+        self.chained += chained
         for key in promised.durable:
             newer = sum(other > key for other in found)
             if key not in found and (promised.durable[key] is not None or newer < KEEP):
@@ -311,8 +317,9 @@ OF_A_LIFE, LIVES = 40, 6
 
 def run(
     states: int, seed: int, seconds: float = float("inf"), most: int = 20
-) -> tuple[int, list[str]]:
-    """Return how many different states were examined, and what was wrong.
+) -> tuple[int, list[str], int]:
+    """Return how many different states were examined, what was wrong, and how many of
+    the states had chains of deltas.
 
     Ends after `most` problems.
     """
@@ -340,7 +347,7 @@ def run(
                                 f"({fates}): {problem}"
                             )
                     if len(seen) >= states or len(problems) >= most or time.monotonic() > end:
-                        return len(seen), problems
+                        return len(seen), problems, examiner.chained
 
 
 def digest(tree: Tree) -> bytes:
@@ -366,10 +373,10 @@ def main() -> None:
     options = parser.parse_args()
     seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
     torch.set_num_threads(1)
-    count, problems = run(options.states, seed, most=options.most)
+    count, problems, chains = run(options.states, seed, most=options.most)
     for problem in problems:
         print(problem)
-    print(f"{count} states, seed {seed}, {len(problems)} lost")
+    print(f"{count} states, {chains} with chains, seed {seed}, {len(problems)} lost")
     sys.exit(1 if problems else 0)
 
 

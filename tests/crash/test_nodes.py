@@ -10,6 +10,7 @@ import pytest
 
 from tests.crash import nodes
 from tests.crash.images import Unavailable
+from tests.support.seen_chains import CHAINS
 
 SECONDS = 170.0
 SECONDS_IN_A_STORE = 60.0
@@ -24,7 +25,8 @@ def test_kills_of_ranks_daemons_and_nodes_lose_nothing() -> None:
     seed = datetime.now(UTC).toordinal()
     hits, lost = nodes.run(1000, seed, SECONDS)
     assert lost == [], f"seed {seed}"
-    assert set(hits) == set(nodes.FAULTS)
+    assert set(hits) == {*nodes.FAULTS, CHAINS}
+    assert hits[CHAINS] > 0
 
 
 def test_kills_of_a_job_whose_root_is_an_object_store_lose_nothing() -> None:
@@ -34,4 +36,5 @@ def test_kills_of_a_job_whose_root_is_an_object_store_lose_nothing() -> None:
     except Unavailable as error:
         pytest.skip(str(error))
     assert lost == [], f"seed {seed}"
-    assert hits.total() > 1
+    assert hits.total() - hits[CHAINS] > 1
+    assert hits[CHAINS] > 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from tests.crash import trust
 from tests.crash.trust import RIGS, Row
+from tests.support.seen_chains import CHAINS
 
 
 @pytest.mark.parametrize("minutes", [0.5, 1, 5, 6, 7, 20, 600])
@@ -63,6 +65,24 @@ def test_a_rig_that_tried_nothing_makes_the_run_fail() -> None:
     assert code == 1
     assert lines[0].startswith("tried nothing: power, gate;")
     assert lines[-1] == "3 tried, 0 lost"
+
+
+def test_a_rig_that_saw_no_chain_makes_the_run_fail() -> None:
+    rows = {"lives": replace(row(3), chains=0), "power": replace(row(4), chains=1)}
+    lines, code = trust.verdict(rows, list(rows))
+    assert code == 1
+    assert lines[0].startswith("tried no chain of deltas: lives;")
+    rows["lives"] += replace(row(1), chains=2)
+    assert rows["lives"].chains == 2
+    assert trust.verdict(rows, list(rows)) == (["8 tried, 0 lost"], 0)
+
+
+def test_chains_are_counted_apart_and_only_by_rigs_that_look_for_them() -> None:
+    for counted, chains in (({CHAINS: 0}, 0), ({CHAINS: 3}, 3), ({}, None)):
+        found = {"kill": 2, **counted}
+        made = trust.Alike("k", "u", lambda c, n, s, f=found: (Counter(f), []))(3, 1.0, 7)  # type: ignore[misc]
+        assert (made.tried, made.chains) == (2, chains)
+        assert (row() + row()).chains is None
 
 
 def test_a_rig_that_this_machine_cannot_run_does_not_make_the_run_fail() -> None:

@@ -6,7 +6,8 @@ time, however short that is. `--long` is the amount by which a release is measur
 (hours). Each task that ends prints a line: how much was tried, how much was lost, and
 its seed. Then comes the table by kind, and a last line with the sums. The exit code is
 1 if something was lost, and also if a rig tried nothing although this machine has what
-it needs. When interrupted, it prints the table of the tasks that have ended.
+it needs, or saw no chain of deltas although it looks for what happens to them. When
+interrupted, it prints the table of the tasks that have ended.
 """
 
 from __future__ import annotations
@@ -56,12 +57,13 @@ from tests.crash import (
     users,
 )  # fmt: skip
 from tests.oracle import runner as oracle
+from tests.support.seen_chains import CHAINS
 
 LANES = 2
 FOREVER = 1 << 40
 """The count of a rig that is limited by its time alone."""
 ROUND = len((*failpoints.AGENT, *failpoints.DAEMON)) ** 2 + 1
-"""Number of deaths after which every failpoint has killed after every other failpoint."""
+"""Number of deaths in which every failpoint comes after every other failpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,9 @@ class Row:
     """What a rig has tried.
 
     hit: the names of the different things that were hit. kills: the number of SIGKILLs
-    among the tries. absent: the reason why the rig could not run.
+    among the tries. chains: the number of checkpoints with chains of deltas that were
+    there, or None if the rig has nothing to do with them. absent: the reason why the rig
+    could not run.
     """
 
     kind: str
@@ -80,6 +84,7 @@ class Row:
     seconds: float = 0.0
     hit: dict[str, frozenset[Any]] = field(default_factory=dict)
     kills: int = 0
+    chains: int | None = None
     absent: str = ""
 
     def __add__(self, other: Row) -> Row:
@@ -94,6 +99,9 @@ class Row:
                 for name in {**self.hit, **other.hit}
             },
             kills=self.kills + other.kills,
+            chains=None
+            if self.chains is None and other.chains is None
+            else (self.chains or 0) + (other.chains or 0),
             absent=self.absent and other.absent,
             unit=self.unit or other.unit,
         )
@@ -112,6 +120,7 @@ class Row:
             [self.unit, *(f"{len(things)} {name}" for name, things in self.hit.items())]
         )
         what += f", {self.kills:,d} SIGKILLs" if self.kills else ""
+        what += f", {self.chains:,d} with chains" if self.chains is not None else ""
         return (
             f"{self.kind:30}{self.tried:11,d}{len(self.problems):6}{self.seconds:9.0f}{seeds:>12}  "
             f"{what}"
@@ -122,14 +131,18 @@ HEAD = f"{'kind':30}{'tried':>11}{'lost':>6}{'seconds':>9}{'seeds':>12}  what"
 
 
 def _simulated(count: int, seconds: float, seed: int) -> Row:
-    return Row("simulated disk", "states", *states.run(count, seed, seconds))
+    tried, problems, chains = states.run(count, seed, seconds)
+    return Row("simulated disk", "states", tried, problems, chains=chains)
 
 
 def _lives(count: int, seconds: float, seed: int, store: str | None = None) -> Row:
     done = lives.run(count, seed, seconds, places.where(store))
     hit = {"points": frozenset(done.hit) - {lives.ANY}, "pairs of them": frozenset(done.pairs)}
     kind = "deaths at failpoints" + (f", {store}" if store else "")
-    return Row(kind, "lives", done.hit.total(), done.problems, hit=hit, kills=done.hit.total())
+    deaths = done.hit.total()
+    return Row(
+        kind, "lives", deaths, done.problems, hit=hit, kills=deaths, chains=len(done.chained)
+    )
 
 
 def _power(count: int, seconds: float, seed: int) -> Row:
@@ -140,6 +153,7 @@ def _power(count: int, seconds: float, seed: int) -> Row:
         done.hit.total(),
         done.problems,
         hit={"points": frozenset(done.hit) - {lives.ANY}},
+        chains=len(done.chained),
     )
 
 
@@ -168,18 +182,19 @@ def _segments(count: int, seconds: float, seed: int) -> Row:
 
 def _machine(count: int, seconds: float, seed: int) -> Row:
     end, taken, problem, chance = time.monotonic() + seconds, Counter[str](), "", Random(seed)
-    while taken.total() < count and (left := end - time.monotonic()) > 0 and not problem:
+    chains = steps = 0
+    while steps < count and (left := end - time.monotonic()) > 0 and not problem:
         lives_of_100 = 400 if left > 60 else 200
-        more, problem = machine.run(
-            min(lives_of_100, count - taken.total()), chance.getrandbits(32)
-        )
-        taken += more
+        more, problem = machine.run(min(lives_of_100, count - steps), chance.getrandbits(32))
+        chains += more.pop(CHAINS, 0)
+        steps, taken = steps + more.total(), taken + more
     return Row(
         "state machine",
         "steps",
-        taken.total(),
+        steps,
         [problem] if problem else [],
         kills=taken["kill daemon"] + taken["kill trainer"],
+        chains=chains,
     )
 
 
@@ -230,7 +245,8 @@ Counted = Callable[[int, int, float], tuple[Counter[str], list[str]]]
 """`run(count, number, seconds)` of a rig's module. It returns what was tried, by name,
 and what was lost. `number` is the seed.
 
-Names that begin with a space count the outcomes of tries. Names that begin with "not
+Names that begin with a space count the outcomes of tries, `CHAINS` that of checkpoints
+with chains of deltas, for a rig that should see some. Names that begin with "not
 tried" tell what this machine lacks.
 """
 
@@ -253,6 +269,7 @@ class Alike:
             self.unit,
             sum(n for name, n in tried.items() if not name.startswith((" ", "not tried"))),
             problems,
+            chains=tried.get(CHAINS),
         )
 
 
@@ -357,16 +374,15 @@ def verdict(rows: Mapping[str, Row], expected: Collection[str]) -> tuple[list[st
         for name in expected
         if name not in rows or (not rows[name].tried and not rows[name].absent)
     ]
-    lines = (
-        [
-            f"tried nothing: {', '.join(idle)}; nothing is known of what they look for: give them "
-            f"more time"
-        ]
-        if idle
-        else []
-    )
+    bare = [name for name, row in rows.items() if row.tried and row.chains == 0]
+    lines = [
+        f"tried {nothing}: {', '.join(those)}; nothing is known of what they look for: give them "
+        f"more time"
+        for nothing, those in (("nothing", idle), ("no chain of deltas", bare))
+        if those
+    ]
     lines.append(f"{sum(row.tried for row in rows.values()):,d} tried, {lost} lost")
-    return lines, int(bool(lost or idle))
+    return lines, int(bool(lost or idle or bare))
 
 
 def _try(name: str, count: int, seconds: float, seed: int) -> Row:

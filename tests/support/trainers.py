@@ -20,9 +20,19 @@ from tests.support.forks import context
 JOB = "job"
 
 
+def drifting(step: int, size: int) -> torch.Tensor:
+    """Return random numbers of which one in 97 has changed since the step before.
+
+    A chunk of them is stored as a delta, the more deltas in a row, the longer its
+    trainer lives.
+    """
+    made = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    return made + (torch.arange(size) + step) // 97
+
+
 def expected(step: int, size: int = 50_000) -> dict[str, Any]:
     """Return the state after `step`: float and half tensors, a transposed view, plain
-    values, and a tensor that seldom changes.
+    values, a tensor that seldom changes, and one of which few words change at a step.
     """
     generator = torch.Generator().manual_seed(step)
     weight = torch.randn(size, generator=generator)
@@ -33,6 +43,7 @@ def expected(step: int, size: int = 50_000) -> dict[str, Any]:
         "frozen": torch.randn(
             3000, dtype=torch.complex128, generator=torch.Generator().manual_seed(1000 + step // 5)
         ),
+        "drift": drifting(step, 2 * size),
         "count": torch.tensor(step),
         "step": step,
         "history": list(range(step)),
@@ -46,6 +57,7 @@ def blank(size: int = 50_000) -> dict[str, Any]:
         "half": torch.zeros(size // 10).bfloat16(),
         "matrix": torch.zeros(64, 33).t(),
         "frozen": torch.zeros(3000, dtype=torch.complex128),
+        "drift": torch.zeros(2 * size, dtype=torch.float64),
         "count": torch.tensor(-1),
         "step": -1,
         "history": [],
