@@ -133,7 +133,7 @@ def train(
         first = 1 if recovered is None or recovered.step is None else recovered.step + 1
         if recovered is not None and recovered.step is not None:
             assert_equal(state, recovered.step, SIZE)
-        for step in range(first, first + 4):
+        for step in range(first, first + 6):
             tag = f"mine-{agent.attempt}-{step}" if chance.random() < 0.2 else None
             pending = agent.snapshot(expected(step, SIZE), step=step, tag=tag)
             while pending.state == "sealed" and alive():

@@ -63,7 +63,7 @@ def test_a_recovery_makes_a_manifest_renamed_by_a_dead_daemon_durable(life: Life
 
 
 def test_every_acknowledged_checkpoint_is_durable(life: Life) -> None:
-    assert [what for _, (what, _) in life.notes] == ["attempt", *["durable"] * 4]
+    assert [what for _, (what, _) in life.notes] == ["attempt", *["durable"] * 6]
     for moment, _ in life.notes:
         assert examine(after(life, moment), life.promised.with_notes(life.notes, moment)) == ""
 
