@@ -191,7 +191,7 @@ class PartWriter:
         self.ranges = [chunk for chunk in ranges if chunk.offset not in self._unchanged]
         links = len(reuse.files)
         bases = sum(
-            sum(1 for _ in chunk.chain())
+            chunk.length_of_chain
             for chunk in (
                 *self._unchanged.values(), *(offer.base for offer in self.offers.values()),
             )
@@ -429,7 +429,7 @@ class PartWriter:
             index_sha256=hashlib.sha256(document).hexdigest(), files=1 + len(lengths),
             linked_bytes=sum(older.size for older in self._linked),
             non_finite=None if index.non_finite is None else index.non_finite.values,
-            chain=max((sum(1 for _ in chunk.chain()) - 1 for chunk in self._stored), default=0),
+            chain=max((chunk.length_of_chain - 1 for chunk in self._stored), default=0),
             read_bytes=_stored_bytes(chunks, bases) if bases else 0,
         )  # fmt: skip
 

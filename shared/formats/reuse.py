@@ -25,6 +25,11 @@ MOST_IN_CHAIN = 16
 """The most deltas in a chain that is written. A reader accepts more. With 16 deltas of
 one word in 66, a chunk takes one and a half times as long to read as without.
 """
+MOST_BASES = 1 << 19
+"""The most bases of a part that is written. Their entries take 20 MB of its index, and a
+reader refuses an index of more than 256 MiB. Small chunks would have more bases than
+that after some saves.
+"""
 _MOST_BYTES = 0.5
 """The most bytes of all deltas of a chain, as a share of those of its whole chunk. So a
 restore reads at most one and a half times as much as without deltas.
@@ -85,6 +90,11 @@ class StoredChunk(NamedTuple):
         while link is not None:
             yield link
             link = link.base
+
+    @property
+    def length_of_chain(self) -> int:
+        """The number of deltas in the chain, and one for the whole chunk."""
+        return sum(1 for _ in self.chain())
 
     def moved(self, positions: Mapping[int, int]) -> StoredChunk:
         """Return the chunk and its chain with other positions of their files, by the
@@ -238,13 +248,16 @@ def choose(
         and checks[number].digest == before.digests[place]
     }
     places = before.places(ranges)
-    offers = {
-        ranges[number].offset: BaseOffer(before.chunks[places[number]], share)
-        for number, share in shares.items()
-        if number in places
-        and ranges[number].offset not in same
-        and _may_extend(before.chunks[places[number]], share, most_deltas)
-    }
+    offers = _shortest(
+        {
+            ranges[number].offset: BaseOffer(before.chunks[places[number]], share)
+            for number, share in shares.items()
+            if number in places
+            and ranges[number].offset not in same
+            and _may_extend(before.chunks[places[number]], share, most_deltas)
+        },
+        MOST_BASES - sum(chunk.length_of_chain - 1 for chunk in same.values()),
+    )
     needed = Counter[int]()
     for chunk in (*same.values(), *(offer.base for offer in offers.values())):
         for link in chunk.chain():
@@ -276,6 +289,19 @@ def _may_extend(chunk: StoredChunk, share: float, most: int) -> bool:
     *deltas, whole = chunk.chain()
     stored = sum(link.entry.stored_length for link in deltas) + share * chunk.entry.raw_length
     return len(deltas) < most and stored <= _MOST_BYTES * whole.entry.stored_length
+
+
+def _shortest(offers: Mapping[int, BaseOffer], room: int) -> dict[int, BaseOffer]:
+    """Return the offers with the shortest chains that have at most `room` bases
+    together.
+    """
+    kept = dict[int, BaseOffer]()
+    for offset, offer in sorted(offers.items(), key=lambda item: item[1].base.length_of_chain):
+        room -= offer.base.length_of_chain
+        if room < 0:
+            break
+        kept[offset] = offer
+    return kept
 
 
 def is_steady(

@@ -33,6 +33,7 @@ import torch
 from ckptd.shared.system import failpoints
 from tests.crash import (
     calls,
+    chains,
     crowd,
     damage,
     gate,
@@ -301,6 +302,15 @@ RIGS: dict[str, Rig] = {
     "journal": Rig(_journal, (65_536,)),
     "checkpoint": Rig(_checkpoint, (100_000,)),
     # A new rig with the same signature needs only a line here and the import above.
+    "chains": Rig(Alike("chains of deltas", "saves and damages", chains.run), (300,)),
+    "chains-seaweed": Rig(
+        Alike(
+            "chains of deltas, seaweed",
+            "saves and damages",
+            partial(chains.run, where=places.where("seaweed")),
+        ),
+        (100,),
+    ),
     "crowd": Rig(Alike("trainers killed in a crowd", "SIGKILLs of trainers", crowd.run), (2000,)),
     "interrupts": Rig(
         Alike("interruptions of the agent", "interruptions", interrupts.run), (2000,)

@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,8 +23,16 @@ from ckptd.shared.errors import IntegrityError, InvalidConfig, NewerFormat
 from ckptd.shared.formats.binary import ALIGN, align
 from ckptd.shared.formats.manifest import PartEntry
 from ckptd.shared.formats.part import Chunk, PartIndex, PartReader, encode_end, encode_header
-from ckptd.shared.formats.part_writer import PartWriter, Spread
+from ckptd.shared.formats.part_writer import ONE_FILE, PartWriter, Spread
 from ckptd.shared.formats.plan import MIN_CHUNK, ChunkRange, chunk_ranges, signature, with_values
+from ckptd.shared.formats.reuse import (
+    NOTHING,
+    ChunkCheck,
+    Linker,
+    StoredFile,
+    StoredPart,
+    choose,
+)
 from ckptd.shared.formats.scatter import scatter, verify
 from ckptd.shared.formats.snapshot_request import SnapshotRequest
 from ckptd.shared.names import part_file
@@ -473,3 +482,187 @@ def test_impossible_settings_are_refused(files: Any, most: Any) -> None:
         r"limit\), or)",
     ):
         Spread.checked(files, most, MIN_CHUNK)
+
+
+# -- links
+
+
+A, B, C, D = [number for number, chunk in enumerate(RANGES) if chunk.length == MIN_CHUNK][:4]
+"""Numbers of chunks in the tests of links."""
+
+
+class Linking(Linker):
+    """Links files from one directory into the next one. `fails` says of which files that
+    is not possible, and `broken` after how many links it raises an error.
+    """
+
+    def __init__(self, old: Path, new: Path) -> None:
+        self.old, self.new = old, new
+        self.fails: Callable[[StoredFile], bool] = lambda older: False
+        self.broken: int | None = None
+        self.tried: list[str] = []
+
+    def link(self, older: StoredFile, name: str) -> bool:
+        if len(self.tried) == self.broken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.tried.append(older.name)
+        if self.fails(older):
+            return False
+        os.link(self.old / older.name, self.new / name)
+        return True
+
+    def remove(self, name: str) -> None:
+        (self.new / name).unlink()
+
+
+class Chains:
+    """Saves one step after the other, each in a directory of its own.
+
+    At each step, one word of the chunks in `changing` changes, so that they are stored
+    as deltas.
+    """
+
+    def __init__(self, path: Path, changing: set[int]) -> None:
+        self.path, self.changing = path, changing
+        self.slots = [bytearray(random.Random(1).randbytes(len(SLOT)))]
+        self.before: StoredPart | None = None
+
+    def save(
+        self, linking: Callable[[Linking], None] = lambda linking: None
+    ) -> tuple[PartEntry, PartWriter, Linking]:
+        """Save the next step. `linking` may make links fail."""
+        step, slot = len(self.slots), bytearray(self.slots[-1])
+        for number in self.changing:
+            slot[RANGES[number].offset + 8 * step] ^= 5
+        base, place = self.slots[-1], self.path / str(step)
+        place.mkdir()
+        checks = [ChunkCheck(crc32c(raw), bytes(raw[:64])) for raw in self._chunks(slot)]
+        reuse = NOTHING
+        if self.before is not None:
+            reuse = choose(self.before, RANGES, checks, dict.fromkeys(self.changing, 0.01))
+        linker = Linking(self.path / str(step - 1), place)
+        linking(linker)
+        nonce = bytes([step]) * 16
+        writer = PartWriter(files_in(place), nonce, codec.encoder("zstd"), ONE_FILE, linker)
+        try:
+            writer.create(
+                msgspec.structs.replace(INDEX, step=step), RANGES,
+                len(INDEX.plan) + len(INDEX.request), reuse,
+            )  # fmt: skip
+            entries = {offset: known.entry for offset, known in reuse.chunks.items()}
+            for chunk in writer.ranges:
+                raw, room = mmap.mmap(-1, MIN_CHUNK), mmap.mmap(-1, MIN_CHUNK)
+                end = chunk.offset + chunk.length
+                raw[: chunk.length] = slot[chunk.offset : end]
+                crc, made = crc32c(memoryview(raw)[: chunk.length]), None
+                if writer.wanted_base(chunk) is not None:
+                    room[: chunk.length] = base[chunk.offset : end]
+                    made = writer.delta(chunk, memoryview(raw), memoryview(room), crc)
+                entries[chunk.offset] = made or writer.chunk(
+                    chunk, memoryview(raw), memoryview(room), crc
+                )
+            entry = writer.finish(
+                msgspec.structs.replace(INDEX, step=step),
+                [entries[chunk.offset] for chunk in RANGES], items=len(PLAN.items),
+            )  # fmt: skip
+        except BaseException:
+            writer.discard()
+            raise
+        self.before = writer.stored([check.digest for check in checks], steady=True)
+        self.slots.append(slot)
+        self._check(step, entry)
+        return entry, writer, linker
+
+    def _chunks(self, slot: bytearray) -> Iterator[bytearray]:
+        for chunk in RANGES:
+            yield slot[chunk.offset : chunk.offset + chunk.length]
+
+    def _check(self, step: int, entry: PartEntry) -> None:
+        """Read a step, and compare it, and its files with those that it says it has."""
+
+        def beside(name: str) -> Source:
+            return source(os.open(self.path / str(step) / name, os.O_RDONLY))
+
+        reader = PartReader(beside(entry.file), "p", entry.index_sha256, beside)
+        found = bytearray(len(SLOT))
+        view = memoryview(found)
+        scatter(reader, [(c.offset, view[c.offset : c.offset + c.length]) for c in RANGES])
+        reader.close()
+        assert list(self._chunks(found)) == list(self._chunks(self.slots[step]))
+        assert sorted(os.listdir(self.path / str(step))) == sorted(
+            part_file(0, bytes([step]) * 16, number) for number in range(entry.files)
+        )
+
+
+@pytest.fixture
+def chains(tmp_path: Path) -> Chains:
+    """Return some saves. Of the last one, two chunks have chains, which begin in the same
+    file and end in different ones.
+    """
+    made = Chains(tmp_path, {A, B})
+    for _ in range(3):
+        made.save()
+    made.changing = {A}
+    entry, _, _ = made.save()
+    assert entry.chain == 3
+    made.changing = {A, B, C}
+    return made
+
+
+def chain_of(writer: PartWriter, number: int) -> int:
+    """Return the number of deltas of which a chunk that was written consists."""
+    return writer._stored[number].length_of_chain - 1
+
+
+def test_the_files_of_chains_are_linked(chains: Chains) -> None:
+    entry, writer, linking = chains.save()
+    assert [chain_of(writer, number) for number in (A, B, C, D)] == [4, 3, 1, 0]
+    assert linking.tried == [file.name for file in writer._linked]
+    assert entry.linked_bytes == sum(file.size for file in writer._linked)
+
+
+def test_a_chunk_is_stored_whole_if_a_file_of_its_chain_cannot_be_linked(chains: Chains) -> None:
+    """Each file in turn. The chunks whose chains do not need the file keep them."""
+    assert chains.before is not None
+    deltas: dict[int, set[str]] = {}  # the files that each chunk needs, the whole chunk's own too
+    for number in (A, B, C):
+        links = chains.before.chunks[number].chain()
+        deltas[number] = {chains.before.files[link.file].name for link in links}
+    names = sorted(set.union(*deltas.values()))
+    assert len(names) >= 4
+    before, slots = chains.before, list(chains.slots)
+    for name in names:
+        chains.before, chains.slots = before, list(slots)
+
+        def fail(linking: Linking, name: str = name) -> None:
+            linking.fails = lambda older: older.name == name
+
+        _, writer, linking = chains.save(fail)
+        for number, needed in deltas.items():
+            assert (chain_of(writer, number) == 0) is (name in needed)
+        assert name not in [file.name for file in writer._linked]
+        # After a failure, all begins again without the file.
+        linked = [file.name for file in writer._linked]
+        assert linking.tried[-len(linked) :] == linked or not linked
+        shutil.rmtree(linking.new)
+
+
+def test_without_any_link_all_chunks_are_stored_whole(chains: Chains) -> None:
+    def fail(linking: Linking) -> None:
+        linking.fails = lambda older: True
+
+    entry, writer, _ = chains.save(fail)
+    assert (entry.linked_bytes, entry.chain, entry.read_bytes) == (0, 0, 0)
+    assert len(writer.ranges) == len(RANGES)
+    # The next save has bases again.
+    assert chains.save()[0].chain == 1
+
+
+def test_an_error_of_a_link_leaves_no_file(chains: Chains) -> None:
+    def fail(linking: Linking) -> None:
+        linking.broken = 2
+
+    step = len(chains.slots)
+    with pytest.raises(OSError, match="No space left"):
+        chains.save(fail)
+    assert os.listdir(chains.path / str(step)) == []

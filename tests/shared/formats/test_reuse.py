@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
+from ckptd.shared.codecs.delta import DELTA
+from ckptd.shared.formats import reuse
 from ckptd.shared.formats.binary import ALIGN, align
 from ckptd.shared.formats.part import Chunk, Linked
 from ckptd.shared.formats.plan import ChunkRange
 from ckptd.shared.formats.reuse import (
     MOST_LINKED,
     ChunkCheck,
+    BaseOffer,
+    Reuse,
     StoredChunk,
     StoredFile,
     StoredPart,
@@ -165,3 +171,92 @@ def test_digests_tell_chunks_apart_and_need_no_whole_buffer() -> None:
     assert len(whole.digest()) == 16
     pieces.update(b"c")
     assert whole.digest() != pieces.digest()
+
+
+# -- deltas
+
+
+def delta(base: StoredChunk, file: int, length: int = ALIGN) -> StoredChunk:
+    """Return a chunk in `file` that is stored as a delta of `base`."""
+    entry = msgspec.structs.replace(base.entry, codec=DELTA, stored_length=length)
+    return StoredChunk(entry, file, base)
+
+
+def chains(*lengths: int) -> StoredPart:
+    """Return a part with a chunk for each number: that of the deltas in its chain.
+
+    File 0 has the whole chunks, and file n the n-th deltas. All are short enough to be
+    worth a link for one chunk.
+    """
+    part = stored([0] * len(lengths), {0: ALIGN})
+    chunks = []
+    for chunk, deltas in zip(part.chunks, lengths, strict=True):
+        for number in range(1, deltas + 1):
+            chunk = delta(chunk, number)
+        chunks.append(chunk)
+    files = [
+        *part.files,
+        *(
+            StoredFile("tag", f"file-{n}", ALIGN, Linked(0, NONCE, n, 1))
+            for n in range(1, 1 + max(lengths))
+        ),
+    ]
+    return replace(part, chunks=chunks, files=files)
+
+
+def offered(before: StoredPart, *numbers: int) -> list[int]:
+    """Return the numbers of the chunks that may be stored as deltas, of those that are
+    worth it.
+    """
+    count = len(before.chunks)
+    found = choose(before, ranges(count), None, dict.fromkeys(numbers or range(count), 0.01))
+    return [n for n, chunk in enumerate(ranges(count)) if chunk.offset in found.offers]
+
+
+def test_a_chain_that_is_long_or_large_gets_no_more_deltas() -> None:
+    assert offered(chains(0, 1, 2, 4)) == [0, 1, 2, 3]
+    # Five deltas of a tenth are half of the whole chunk, and one more is beyond it.
+    assert offered(chains(0, 1, 2, 5)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("most", [0, 1, 4, 9, 10])
+def test_a_part_has_at_most_so_many_bases_and_the_shortest_chains_go_on(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader refuses an index that is too long."""
+    monkeypatch.setattr(reuse, "MOST_BASES", most)
+    before = chains(3, 1, 2, 0)  # the deltas of these have 4 + 2 + 3 + 1 bases
+    assert offered(before) == {0: [], 1: [3], 4: [1, 3], 9: [1, 2, 3], 10: [0, 1, 2, 3]}[most]
+
+
+def test_unchanged_chunks_with_chains_count_among_the_bases(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = chains(3, 1, 2, 0)
+    for most, wanted in ((5, []), (6, [3]), (8, [1, 3])):
+        monkeypatch.setattr(reuse, "MOST_BASES", most)
+        found = choose(before, ranges(4), checks(4, 1, 3), {1: 0.01, 3: 0.01})
+        assert set(found.chunks) == {ranges(4)[n].offset for n in (0, 2)}
+        assert set(found.offers) == {ranges(4)[n].offset for n in wanted}
+
+
+def test_a_chunk_is_left_only_if_every_file_of_its_chain_can_be_linked() -> None:
+    before = chains(2, 1, 0)
+    same = {chunk.entry.raw_offset: chunk for chunk in before.chunks}
+    offers = {1 + offset: BaseOffer(chunk, 0.5) for offset, chunk in same.items()}
+    every = Reuse(before.files, same, offers, frozenset(same))
+    for positions, left in (
+        ({0, 1, 2}, 3), ({0, 1}, 2), ({0}, 1), ({0, 2}, 1), ({1, 2}, 0), (set[int](), 0),
+    ):  # fmt: skip
+        found = every.of(positions)
+        assert len(found.chunks) == len(found.offers) == left
+        assert found.apart == every.apart
+        kept = [*found.chunks.values(), *(offer.base for offer in found.offers.values())]
+        # Each file is still the one that it was, and every file is used.
+        assert {found.files[link.file].name for chunk in kept for link in chunk.chain()} == {
+            file.name for file in found.files
+        }
+        for offset, chunk in found.chunks.items():
+            assert [found.files[link.file] for link in chunk.chain()] == [
+                before.files[link.file] for link in same[offset].chain()
+            ]
