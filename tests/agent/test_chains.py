@@ -30,7 +30,7 @@ from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.storage import locate
 from ckptd.shared.storage.bucket import Bucket
 from tests.support import chains, stores
-from tests.support.seen_chains import CHAINS, STEPS, assert_state, state_of, tag
+from tests.support.chains import CHAINS, STEPS, assert_state, state_of, tag
 from tests.support.daemons import Home, home, running
 from tests.support.ranks import HERE, Ranks
 

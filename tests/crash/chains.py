@@ -45,7 +45,7 @@ from ckptd.shared.system.fs import PosixFileSystem
 from tests.crash import places
 from tests.crash.places import Where
 from tests.shared.samples import flip
-from tests.support.chains import CHAINS, chained
+from tests.support.seen_chains import CHAINS, chained
 from tests.support.daemons import Daemon, Home, home
 from tests.support.trainers import JOB, drifting, vanish
 
@@ -240,8 +240,8 @@ def _parts(files: list[str]) -> list[str]:
 class Job:
     """A job with chains, its trainer in this process and its daemon, and what must hold.
 
-    promised: the newest step that was sealed and not forgotten. sound: False once a file
-    was damaged, so that a checkpoint may be refused.
+    _promised: the newest step that was sealed and not forgotten. _seen: the checkpoints
+    that have been loaded. _chained: those with chains of several deltas.
     """
 
     def __init__(self, place: Home, chance: Random, done: Counter[str]) -> None:
@@ -254,7 +254,7 @@ class Job:
         self._agent: Agent | None = None
         self._step = 0
         self._promised: Key = (0, -1)
-        self._chained: set[str] = set()
+        self._seen, self._chained = set[str](), set[str]()
 
     def _drawn(self) -> tuple[list[str], dict[str, str]]:
         chance = self._chance
@@ -288,11 +288,12 @@ class Job:
                 list(actions), list(actions.values()), k=self._chance.randint(10, 30)
             ):
                 action()
-                self._chained |= chained(self._place.root)
+                self._look()
             for _ in range(5):
                 self._settle()
-            self._chained |= chained(self._place.root)
-            self._check()
+            self._look()
+            newest = key_of(self._tags()[-1])
+            assert newest == self._promised, f"the newest is {newest}, not {self._promised}"
             self._spoil()
         finally:
             if self._agent is not None:
@@ -443,15 +444,20 @@ class Job:
         assert not wrong, f"{tag} loads with another {wrong}"
         return True
 
-    def _check(self) -> None:
-        """Check that every checkpoint loads, and that the newest durable one is there."""
+    def _look(self) -> None:
+        """Check that every checkpoint loads that has been committed since the last call,
+        and is still there.
+        """
         for tag in self._tags():
+            if tag in self._seen:
+                continue
             try:
                 assert self._load(tag), f"{tag} is refused"
             except NotFound:
                 continue  # retention has deleted it meanwhile
+            self._seen.add(tag)
             self._done["load"] += 1
-        assert key_of(self._tags()[-1]) == self._promised, f"{self._promised} is not there"
+        self._chained |= chained(self._place.root)
 
     def _spoil(self) -> None:
         """Damage files of the newest chain, one after the other, and then one for good:
