@@ -269,7 +269,7 @@ class Job:
             "CKPTD_STALL_BUDGET": "1",
             "CKPTD_MEMORY_TTL": "1",
         }
-        keep, codec = str(chance.randint(1, 8)), chance.choice(CODECS)
+        keep, codec = str(chance.randint(3, 9)), chance.choice(CODECS)
         return ["--keep-last", keep, "--codec", codec, "--threads", "2"], environ
 
     def run(self) -> None:
@@ -285,7 +285,7 @@ class Job:
         try:
             self._follow()
             for action in self._chance.choices(
-                list(actions), list(actions.values()), k=self._chance.randint(10, 30)
+                list(actions), list(actions.values()), k=self._chance.randint(6, 18)
             ):
                 action()
                 self._look()

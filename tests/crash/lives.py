@@ -46,7 +46,7 @@ from tests.support.daemons import Daemon, Home, home, running
 
 SIZE = 4000
 STEPS = 4
-OPTIONS = ("--keep-last", "2", "--codec", "zstd:1", "--threads", "1", "--files-per-rank", "2")
+OPTIONS = ("--keep-last", "6", "--codec", "zstd:1", "--threads", "1", "--files-per-rank", "2")
 BUDGET = {"CKPTD_STALL_BUDGET": "1"}
 ANY = "any moment"
 SECONDS = 60.0

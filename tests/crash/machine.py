@@ -48,7 +48,8 @@ from tests.support.seen_chains import CHAINS, chained
 from tests.support.daemons import Daemon
 
 SIZE = 4000
-KEEP = 2
+KEEP = 5
+"""Chains of several deltas need more than three checkpoints."""
 OPTIONS = ("--keep-last", str(KEEP), "--codec", "zstd:1", "--threads", "1")
 SECONDS = 120.0
 

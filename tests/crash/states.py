@@ -48,7 +48,8 @@ SIZE = 300
 """Number of elements of the largest tensor. It is small, because the states are laid
 out thousands of times.
 """
-KEEP = 2
+KEEP = 5
+"""Chains of several deltas need more than three checkpoints."""
 JOURNAL = 16 << 10
 """Size of a journal file in bytes. It is small, so that there are several files."""
 

@@ -10,7 +10,7 @@ from tests.support.seen_chains import CHAINS
 
 
 def test_chains_of_deltas_lose_nothing_in_a_directory() -> None:
-    done, problems = chains.run(8, number=4)
+    done, problems = chains.run(6, number=4)
     assert problems == []
     assert min(done[CHAINS], done["load"], done[" refused"]) > 0
     assert min(done[f" {kind}"] for kind in chains.TROUBLES) > 0
@@ -19,7 +19,7 @@ def test_chains_of_deltas_lose_nothing_in_a_directory() -> None:
 
 def test_chains_of_deltas_lose_nothing_in_an_object_store() -> None:
     try:
-        done, problems = chains.run(3, number=3, where=places.where("seaweed"))
+        done, problems = chains.run(2, number=3, where=places.where("seaweed"))
     except Unavailable as error:
         pytest.skip(str(error))
     assert problems == []

@@ -30,6 +30,15 @@ def drifting(step: int, size: int) -> torch.Tensor:
     return made + (torch.arange(size) + step) // 97
 
 
+def _drifting(size: int) -> int:
+    """Return how many numbers drift in a state of this size.
+
+    They are the largest part of the first file, so that it is worth a link, and never
+    too few for a delta.
+    """
+    return max(2 * size, 4000)
+
+
 def expected(step: int, size: int = 50_000) -> dict[str, Any]:
     """Return the state after `step`: float and half tensors, a transposed view, plain
     values, a tensor that seldom changes, and one of which few words change at a step.
@@ -43,7 +52,7 @@ def expected(step: int, size: int = 50_000) -> dict[str, Any]:
         "frozen": torch.randn(
             3000, dtype=torch.complex128, generator=torch.Generator().manual_seed(1000 + step // 5)
         ),
-        "drift": drifting(step, 2 * size),
+        "drift": drifting(step, _drifting(size)),
         "count": torch.tensor(step),
         "step": step,
         "history": list(range(step)),
@@ -57,7 +66,7 @@ def blank(size: int = 50_000) -> dict[str, Any]:
         "half": torch.zeros(size // 10).bfloat16(),
         "matrix": torch.zeros(64, 33).t(),
         "frozen": torch.zeros(3000, dtype=torch.complex128),
-        "drift": torch.zeros(2 * size, dtype=torch.float64),
+        "drift": torch.zeros(_drifting(size), dtype=torch.float64),
         "count": torch.tensor(-1),
         "step": -1,
         "history": [],

@@ -555,7 +555,7 @@ class Chains:
                 end = chunk.offset + chunk.length
                 raw[: chunk.length] = slot[chunk.offset : end]
                 crc, made = crc32c(memoryview(raw)[: chunk.length]), None
-                if writer.wanted_base(chunk) is not None:
+                if writer.base_of(chunk) is not None:
                     room[: chunk.length] = base[chunk.offset : end]
                     made = writer.delta(chunk, memoryview(raw), memoryview(room), crc)
                 entries[chunk.offset] = made or writer.chunk(

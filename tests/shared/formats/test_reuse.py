@@ -15,8 +15,8 @@ from ckptd.shared.formats.part import Chunk, Linked
 from ckptd.shared.formats.plan import ChunkRange
 from ckptd.shared.formats.reuse import (
     MOST_LINKED,
-    ChunkCheck,
     BaseOffer,
+    ChunkCheck,
     Reuse,
     StoredChunk,
     StoredFile,
