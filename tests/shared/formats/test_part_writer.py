@@ -624,11 +624,11 @@ def test_the_files_of_chains_are_linked(chains: Chains) -> None:
 def test_a_chunk_is_stored_whole_if_a_file_of_its_chain_cannot_be_linked(chains: Chains) -> None:
     """Each file in turn. The chunks whose chains do not need the file keep them."""
     assert chains.before is not None
-    deltas: dict[int, set[str]] = {}  # the files that each chunk needs, the whole chunk's own too
+    needed: dict[int, set[str]] = {}  # the files of the chain of each chunk
     for number in (A, B, C):
         links = chains.before.chunks[number].chain()
-        deltas[number] = {chains.before.files[link.file].name for link in links}
-    names = sorted(set.union(*deltas.values()))
+        needed[number] = {chains.before.files[link.file].name for link in links}
+    names = sorted(set.union(*needed.values()))
     assert len(names) >= 4
     before, slots = chains.before, list(chains.slots)
     for name in names:
@@ -638,8 +638,9 @@ def test_a_chunk_is_stored_whole_if_a_file_of_its_chain_cannot_be_linked(chains:
             linking.fails = lambda older: older.name == name
 
         _, writer, linking = chains.save(fail)
-        for number, needed in deltas.items():
-            assert (chain_of(writer, number) == 0) is (name in needed)
+        assert {number for number in needed if chain_of(writer, number) == 0} == {
+            number for number, files in needed.items() if name in files
+        }
         assert name not in [file.name for file in writer._linked]
         # After a failure, all begins again without the file.
         linked = [file.name for file in writer._linked]
