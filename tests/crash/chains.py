@@ -45,8 +45,8 @@ from ckptd.shared.system.fs import PosixFileSystem
 from tests.crash import places
 from tests.crash.places import Where
 from tests.shared.samples import flip
-from tests.support.seen_chains import CHAINS, chained
 from tests.support.daemons import Daemon, Home, home
+from tests.support.seen_chains import CHAINS, chained
 from tests.support.trainers import JOB, drifting, vanish
 
 SECONDS = 60.0

@@ -41,8 +41,8 @@ from ckptd.shared.system import failpoints
 from tests.crash import places
 from tests.crash.places import Where
 from tests.support import forks, trainers
-from tests.support.seen_chains import chained
 from tests.support.daemons import Daemon, Home, home, running
+from tests.support.seen_chains import chained
 
 SIZE = 4000
 STEPS = 4

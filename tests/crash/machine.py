@@ -44,8 +44,8 @@ from tests.crash import places
 from tests.crash.images import Image, Unavailable, fill
 from tests.crash.oracle import NOTHING, Key, Oracle
 from tests.support import forks, trainers
-from tests.support.seen_chains import CHAINS, chained
 from tests.support.daemons import Daemon
+from tests.support.seen_chains import CHAINS, chained
 
 SIZE = 4000
 KEEP = 5

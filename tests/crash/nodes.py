@@ -34,11 +34,11 @@ from tests.crash import node_trainer
 from tests.crash.hung import make_calls_wait
 from tests.crash.images import Unavailable
 from tests.support import stores
-from tests.support.seen_chains import CHAINS, chained
 from tests.support.daemons import holds
 from tests.support.fault_proxy import proxied
 from tests.support.nodes import Node, Nodes
 from tests.support.ranks import Ranks
+from tests.support.seen_chains import CHAINS, chained
 from tests.support.trainers import JOB, Diary
 
 log = logging.getLogger("ckptd.rig")

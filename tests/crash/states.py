@@ -40,8 +40,8 @@ from ckptd.shared import names
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.system import machine
 from tests.crash.disk import FATES, Disk, Recorder, Step, Tree, lay, some_fate
-from tests.support.seen_chains import SEVERAL
 from tests.support.daemons import recover_only
+from tests.support.seen_chains import SEVERAL
 from tests.support.trainers import JOB, assert_equal, blank, expected
 
 SIZE = 300
