@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ckptd.agent.plan.structure import local_part
+from ckptd.agent.plan.structure import lacking_memory, local_part
 from ckptd.agent.read.loader import load, needed_shards
 from ckptd.agent.read.saved import Shard
 from ckptd.agent.read.sources import Opened
 from ckptd.agent.read.staged_source import StagedSource, chunks_of, fingerprint, staged_source
 from ckptd.agent.state.module_tensors import difference, missing, raw_tensors, tensors_of
+from ckptd.agent.state.tensor_check import is_expanded, is_uninitialized
 from ckptd.agent.state.wrappers import current_names, flattens, raw_names, unwrapped
 from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound, StructureMismatch
 from ckptd.shared.units import some_text
@@ -166,8 +167,8 @@ def _matched(
         if name not in own:
             continue
         tensor = own[name]
-        if tensor.is_meta:
-            differ.append(f"{name} is on the meta device: give the module memory (to_empty)")
+        if problem := _unwritable(tensor):
+            differ.append(f"{name} {problem}")
         elif problem := difference(name, saved.shape(full)[1], saved.dtype(full), tensor):
             differ.append(problem)
         wanted.setdefault(id(tensor), (full, tensor))
@@ -183,6 +184,20 @@ def _matched(
             f"{'; '.join(differ[: _MOST_NAMED + 1])}"
         )
     return dict(wanted.values()), lacking
+
+
+def _unwritable(tensor: torch.Tensor) -> str:
+    """Return the reason why a tensor of a module cannot be written in place, or ""."""
+    if is_uninitialized(tensor):
+        return "has no memory yet: run one forward pass of the lazy module first"
+    if tensor.is_meta:
+        return "is on the meta device: give the module memory (to_empty)"
+    local = local_part(tensor)
+    if lacking := lacking_memory(local):
+        return f"was freed, {lacking}: give it memory first"
+    if is_expanded(local):
+        return "is expanded, so that its elements share memory: clone() it first"
+    return ""
 
 
 def _state_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from ckptd.agent.recover.options import Options
 from ckptd.agent.state.merge import Foreign, OfRanks, has_own, own_part
 from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.records import as_dict
-from ckptd.agent.state.tensor_check import is_fake, is_uninitialized
+from ckptd.agent.state.tensor_check import is_expanded, is_fake, is_uninitialized
 from ckptd.agent.state.tree import (
     RECORDS,
     ObjectNode,
@@ -166,7 +166,7 @@ class Leaves:
         part = local_part(place)
         if lacking := _without_memory(part):
             return self.differ(f"{path}: {lacking}")
-        if _expanded(part):
+        if is_expanded(part):
             return self.differ(
                 f"{path}: the state's tensor is expanded, so that its elements share memory; "
                 f"clone() it first"
@@ -365,15 +365,6 @@ class Leaves:
 def _other_dtype(path: str, theirs: torch.dtype, ours: torch.dtype, why: str) -> str:
     theirs_name, ours_name = (str(dtype).removeprefix("torch.") for dtype in (theirs, ours))
     return f"{path}: the checkpoint has {theirs_name}, the state {ours_name}, and {why}"
-
-
-def _expanded(tensor: torch.Tensor) -> bool:
-    strides = tensor.stride()
-    return (
-        0 in strides
-        and tensor.numel() > 0
-        and any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, strides, strict=True))
-    )
 
 
 def _without_memory(part: torch.Tensor) -> str:

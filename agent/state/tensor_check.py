@@ -157,3 +157,15 @@ def check_own(name: str, tensor: torch.Tensor) -> None:
             f"{name}: a tensor that is sharded over ranks is no rank's own: take it out of "
             f"per_rank(...)"
         )
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Return True if several elements of a tensor lie at the same place in memory."""
+    if tensor.layout is not torch.strided:
+        return False
+    strides = tensor.stride()
+    return (
+        0 in strides
+        and tensor.numel() > 0
+        and any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, strides, strict=True))
+    )

@@ -133,6 +133,23 @@ def test_other_dtypes_tied_weights_and_a_prefix_of_a_part(run: Run) -> None:
     assert_same(run.model, compiled._orig_mod)
 
 
+def test_tensors_that_cannot_be_written_are_refused_by_name(run: Run) -> None:
+    run.snapshot()
+    lazy, freed, expanded = made(1), made(1), made(1)
+    lazy[0] = nn.LazyLinear(WIDTH)
+    freed[0].weight.untyped_storage().resize_(0)
+    expanded[3].running_mean = torch.zeros(1).expand(WIDTH)
+    for module, what in (
+        (lazy, "0.weight has no memory yet: run one forward pass of the lazy module first"),
+        (freed, "0.weight was freed, the tensor needs"),
+        (expanded, "3.running_mean is expanded, so that its elements share memory: clone() it"),
+    ):
+        with newest(run.home) as found, pytest.raises(StructureMismatch) as error:
+            found.load_into(module)
+        assert what in str(error.value)
+        assert not torch.equal(module[1].weight, run.model[1].weight)
+
+
 def test_a_module_that_does_not_fit_is_left_as_it_was(run: Run) -> None:
     run.snapshot()
     integers = made(1)
