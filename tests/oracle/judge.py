@@ -43,6 +43,10 @@ Restore = Callable[[dict[str, Any], Call], None]
 """Recovers into a state. Raises CkptdError if it refuses."""
 Elsewhere = Callable[[], "End"]
 """Recovers the program of a pair in another process. Returns how that ended."""
+Read = Callable[[Run], str]
+"""Reads the newest snapshot of the saving program as a reader does. Returns what differs,
+or "".
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +138,21 @@ class End:
         return f"losses {self.losses} / {other.losses}"
 
 
-def judge(pair: Pair, save: Save, restore: Restore, elsewhere: Elsewhere | None = None) -> Verdict:
+def judge(
+    pair: Pair,
+    save: Save,
+    restore: Restore,
+    elsewhere: Elsewhere | None = None,
+    read: Read | None = None,
+) -> Verdict:
     """Run a pair and return the verdict.
 
-    `elsewhere` recovers instead of `restore`, if it is given.
+    `elsewhere` recovers instead of `restore`, if it is given. `read`, if it is given,
+    reads the snapshot before that.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _judge(pair, save, restore, elsewhere)
+        return _judge(pair, save, restore, elsewhere, read)
 
 
 def recovered(pair: Pair, restore: Restore) -> End:
@@ -154,7 +165,9 @@ def recovered(pair: Pair, restore: Restore) -> End:
         return _end(_target(pair), lambda run: _restore(run, restore, pair.call))
 
 
-def _judge(pair: Pair, save: Save, restore: Restore, elsewhere: Elsewhere | None) -> Verdict:
+def _judge(
+    pair: Pair, save: Save, restore: Restore, elsewhere: Elsewhere | None, read: Read | None
+) -> Verdict:
     call = pair.call
     if call.only and any(
         model.transform and model.key not in call.only for model in pair.after.models
@@ -184,6 +197,8 @@ def _judge(pair: Pair, save: Save, restore: Restore, elsewhere: Elsewhere | None
             return _unsaved(pair, run, error)
     if call.saved:
         run.state = {key: value for key, value in run.state.items() if key in call.saved}
+    if read is not None and (fault := _unread(run, read)) is not None:
+        return fault
     data = dump(run.state)
     facts = facts_of(run)
     must = rules.must_refuse(pair, run, target, facts)
@@ -198,6 +213,15 @@ def _judge(pair: Pair, save: Save, restore: Restore, elsewhere: Elsewhere | None
     if must:
         return Verdict(f"not refused: {must[0].why}", f"{', '.join(must[0].keys)}: {_said(ours)}")
     return _compared(pair, target, ours, data, facts)
+
+
+def _unread(run: Run, read: Read) -> Verdict | None:
+    """Return the verdict of a reading that fails or gives something else."""
+    try:
+        unlike = read(run)
+    except Exception as error:
+        return Verdict("a reader raises", repr(error))
+    return Verdict("a reader differs", unlike) if unlike else None
 
 
 def _compared(pair: Pair, target: Run, ours: End, data: bytes, facts: Facts) -> Verdict:

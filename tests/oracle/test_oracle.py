@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 import torch
 
+from ckptd.agent import Checkpoint
+from ckptd.agent.read import module_loader
 from ckptd.shared.errors import RecoveryFailed, StructureMismatch
 from tests.oracle import grammar, judge, spread, spread_judge
 from tests.oracle.build import Run, build
-from tests.oracle.judge import Verdict
+from tests.oracle.judge import End, Verdict
 from tests.oracle.prints import differences, print_of, text
 from tests.oracle.program import (
     Block,
@@ -36,7 +38,7 @@ from tests.oracle.program import (
 from tests.oracle.references import Facts, dump, facts_of, load_by_name
 from tests.oracle.runner import Child, judging, judging_spread, results, serve
 from tests.oracle.shrink import shrink
-from tests.oracle.worker import Ended
+from tests.oracle.worker import Ended, Jobs, Task
 from tests.support.daemons import Daemon
 
 BLOCKS = (Block("a", "linear"), Block("b", "batchnorm"), Block("c", "buffers"), Block("d", "extra"))
@@ -464,6 +466,51 @@ def test_a_broken_recovery_on_ranks_is_found(daemon: Daemon, how: str) -> None:
     finally:
         pools.close()
     assert verdict.kind == "tensors differ from the saved ones"
+
+
+def _dropped(checkpoint: Checkpoint) -> Any:
+    tree = LOAD(checkpoint)
+    tree["note"] += 1.0
+    return tree
+
+
+LOAD, TENSOR = Checkpoint.load, Checkpoint.tensor
+BROKEN_READERS: dict[str, tuple[Any, str, Any, str]] = {
+    "nothing is loaded": (module_loader, "load", lambda *_: 0, "model by load_into, a.weight: "),
+    "a value of the tree": (Checkpoint, "load", _dropped, "note: reader float"),
+    "one bit": (
+        Checkpoint,
+        "tensor",
+        lambda self, name: TENSOR(self, name).nextafter(torch.tensor(9.0)),
+        "model.a.weight: alone",
+    ),
+    "a name": (Checkpoint, "keys", lambda self: [], "model.a.weight is not among the keys"),
+    "a dtype": (
+        Checkpoint,
+        "metadata",
+        lambda self, name: (torch.float16, torch.Size([4, 4])),
+        "model.a.weight: (torch.float16",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ["", *BROKEN_READERS])
+def test_a_broken_reader_is_found(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    if how:
+        place, name, broken, _ = BROKEN_READERS[how]
+        monkeypatch.setattr(place, name, broken)
+    blocks = BLOCKS[:1]  # one bit more is in no buffer of integers
+    before = replace(PROGRAM, models=(Model("model", blocks),))
+    pair = replace(PAIR, before=before, after=replace(before, seed=1), seed=0)
+    verdict = Jobs(daemon.home.socket, _no_process).judge(pair)
+    assert verdict.kind == ("a reader differs" if how else "agreed")
+    assert verdict.details.startswith(BROKEN_READERS[how][3] if how else "")
+
+
+def _no_process(task: Task) -> End:
+    raise AssertionError(f"{task} needs no fresh process")
 
 
 def test_programs_on_two_ranks_agree() -> None:

@@ -2,7 +2,7 @@
 through the public `Agent`.
 
 The recovery comes from memory or from storage, and runs in this process or in a fresh
-one, as the call of the pair says.
+one, as the call of the pair says. A share of the pairs is read by a reader before.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 from ckptd.agent import Agent
 from ckptd.shared.errors import CkptdError
+from tests.oracle import reader
+from tests.oracle.build import Run
 from tests.oracle.judge import End, Restore, Verdict, judge, recovered
 from tests.oracle.program import Call, Pair, from_json, to_json
 
@@ -72,8 +74,23 @@ class Jobs:
                 agent.close()
             return self._fresh(Task(to_json(pair), job, step))
 
+        def read(run: Run) -> str:
+            with reader.newest(job, self._socket, step) as checkpoint:
+                return reader.differences_of(pair, run, checkpoint, recover_all)
+
+        def recover_all(state: dict[str, Any]) -> None:
+            found = agent.recover(state)
+            assert found is not None
+            assert found.step == step
+
         try:
-            return judge(pair, save, restore, elsewhere if pair.call.fresh else None)
+            return judge(
+                pair,
+                save,
+                restore,
+                elsewhere if pair.call.fresh else None,
+                read if reader.is_read(pair) else None,
+            )
         except Ended as ended:
             return Verdict(f"the fresh process {ended.how}", ended.details)
         finally:
