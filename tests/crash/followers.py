@@ -181,17 +181,18 @@ def _order(places: Places) -> int:
 # -- the follower
 
 
-def read_on(places: Places, into: bool) -> None:
+def read_on(places: Places, into: bool, seed: int) -> None:
     """Follow the job, and write each version to a file: "ok", or what is wrong."""
     torch.set_num_threads(1)
     logging.disable()
-    checks = Checks(places)
-    module = Held()
+    checks, module, chance = Checks(places), Held(), Random(seed)
     with places.seen.open("a", buffering=1) as file:
         try:
             for version in follow(
                 JOB, into=module if into else None, socket=places.socket, interval=0.05
             ):
+                if not into and chance.random() < 0.3:  # it may be replaced meanwhile
+                    time.sleep(chance.uniform(0.0, 0.1))
                 try:
                     problem = checks.of_module(version, module) if into else checks.of(version)
                 except VersionGone:
@@ -300,7 +301,7 @@ class Round:
         self.ranks.begin(train, self.places, self.run, back_to)
 
     def _start_follower(self) -> None:
-        arguments = (self.places, self.chance.random() < 0.5)
+        arguments = (self.places, self.chance.random() < 0.5, self.chance.getrandbits(32))
         self.follower = forks.context().Process(target=read_on, args=arguments, daemon=True)
         self.follower.start()
         self.left.callback(self.follower.kill)
