@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ckptd.agent import Agent
-from ckptd.agent.state.tensor_check import check_tensor
+from ckptd.agent.state.tensor_check import check_tensor, is_expanded
 from ckptd.shared.errors import UnsavableValue
 from tests.support.daemons import Daemon
 from tests.support.ranks import Ranks
@@ -193,3 +193,11 @@ def test_a_tensor_that_cannot_be_saved_is_refused_with_what_to_save(
         == f"w: {problem} cannot be saved: save {remedy} instead, or leave it out "
         f"(unsavable='skip')"
     )
+
+
+def test_a_tensor_is_expanded_if_elements_share_memory() -> None:
+    one = torch.zeros(1)
+    assert is_expanded(one.expand(3))
+    assert is_expanded(torch.zeros(2, 1).expand(2, 3))
+    for tensor in (one.expand(1), one.expand(0), torch.zeros(3)[::2], torch.eye(2).to_sparse()):
+        assert not is_expanded(tensor)
