@@ -6,8 +6,9 @@ time, however short that is. `--long` is the amount by which a release is measur
 (hours). Each task that ends prints a line: how much was tried, how much was lost, and
 its seed. Then comes the table by kind, and a last line with the sums. The exit code is
 1 if something was lost, and also if a rig tried nothing although this machine has what
-it needs, or saw no chain of deltas although it looks for what happens to them. When
-interrupted, it prints the table of the tasks that have ended.
+it needs. A rig that saw no chain of deltas, although it looks for what happens to them,
+is named, and the exit code is 1 if no rig saw any. When interrupted, it prints the table
+of the tasks that have ended.
 """
 
 from __future__ import annotations
@@ -392,7 +393,8 @@ def verdict(rows: Mapping[str, Row], expected: Collection[str]) -> tuple[list[st
         if those
     ]
     lines.append(f"{sum(row.tried for row in rows.values()):,d} tried, {lost} lost")
-    return lines, int(bool(lost or idle or bare))
+    without_chains = bool(bare) and not any(row.chains for row in rows.values())
+    return lines, int(bool(lost or idle or without_chains))
 
 
 def _try(name: str, count: int, seconds: float, seed: int) -> Row:
