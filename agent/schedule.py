@@ -48,7 +48,7 @@ _QUIET_STEPS = 4
 """Steps between two saves while it is not known how much a save slows the steps beside
 it. Those without a save show how long a step usually takes.
 """
-_TOLD = 1.25
+_TOLD = 1.5
 """A choice is logged again when an interval has changed by this factor."""
 
 
@@ -150,9 +150,9 @@ class Measurements:
         held = [max(one.stall, one.lost_seconds or 0.0) for one in self._to_memory]
         lost = [one.lost_seconds for one in saved if one.lost_seconds is not None]
         return Costs(
-            held=statistics.median(held or [one.stall for one in saved]),
-            durable=statistics.median(one.durable_seconds or 0.0 for one in saved),
-            lost=statistics.median(lost) if lost else None,
+            held=statistics.median_low(held or [one.stall for one in saved]),
+            durable=statistics.median_low(one.durable_seconds or 0.0 for one in saved),
+            lost=statistics.median_low(lost) if lost else None,
         )
 
 

@@ -36,12 +36,15 @@ from ckptd.shared.errors import (
 from ckptd.shared.location import Location, located
 from ckptd.shared.names import check_name
 from ckptd.shared.storage.locate import open_root
+from ckptd.shared.units import some_text
 from ckptd.shared.wire.channel import Channel
 
 log = logging.getLogger("ckptd.agent")
 
 _WAIT_SECONDS = 20.0
 """The longest wait in one request to the daemon. The root is looked at in between."""
+_BACK_SECONDS = 1.0
+"""The seconds until a daemon that has just ended is asked for again."""
 
 
 class VersionFeed:
@@ -73,6 +76,7 @@ class VersionFeed:
         self._kept = ChunkMemory()
         self._was_in_memory = False
         self._torn: VersionGone | None = None
+        self._damaged = set[Order]()
         self._closed = Flag()
         self._said = ""
         self._passed: PassedOver | None = None
@@ -104,9 +108,16 @@ class VersionFeed:
 
     def _take(self, found: Version) -> bool:
         """Make this the current version, loaded into the caller's module if there is
-        one. Return False if it has been replaced meanwhile.
+        one. Return False if it has been replaced meanwhile, or is damaged.
+
+        Raises NotFound if no tensor has a name that is followed.
         """
         try:
+            if self._patterns and not found.keys():
+                raise NotFound(
+                    f"no tensor of {found.job} step {found.step} matches "
+                    f"{some_text(self._patterns)}: `Checkpoint.keys()` has the names"
+                )
             if self._into is not None:
                 # Straight into the module: if the version is replaced meanwhile, the
                 # next one is loaded before the caller sees the module again.
@@ -116,6 +127,11 @@ class VersionFeed:
         except VersionGone as error:
             log.debug("%s", error)
             self._torn = error if error.overwritten else self._torn
+            found.close()
+            return False
+        except IntegrityError as error:
+            log.error("job %s: a damaged version is passed over: %s", self._job, error)
+            self._damaged.add(found.order)
             found.close()
             return False
         except BaseException:
@@ -133,15 +149,19 @@ class VersionFeed:
         seconds = min(seconds, _WAIT_SECONDS if in_memory else self._interval)
         try:
             channel = self._connected()
-            loan = borrow(channel, self._name(channel), _key(self._after()), seconds)
+            loan = borrow(channel, self._name(channel), _key(self._asked_after()), seconds)
             if loan is not None:
                 with suppress(VersionGone, NotFound):
                     return self._version(open_loan(self._name(), loan, self._kept))
                 return None
             seconds = 0.0
         except (DaemonUnreachable, Busy) as error:
+            if self._channel is not None:
+                log.info("job %s is followed in its root until its daemon is back", self._job)
+                seconds = min(seconds, _BACK_SECONDS)
+            seconds = min(seconds, self._interval)
             self._disconnect()
-            log.debug("job %s is followed in its root: %s", self._job, error)
+            log.debug("job %s: %s", self._job, error)
         except BaseException:
             self._disconnect()
             raise
@@ -177,6 +197,13 @@ class VersionFeed:
         """
         return None if self._torn is not None else self._last
 
+    def _asked_after(self) -> Order | None:
+        """Return the order that the daemon is asked to lend a version above. The daemon
+        would lend a damaged checkpoint again.
+        """
+        known = [order for order in (self._after(), *self._damaged) if order is not None]
+        return max(known, default=None)
+
     # -- the root
 
     def _in_root(self) -> Version | None:
@@ -209,6 +236,8 @@ class VersionFeed:
             order = order_of(manifest.attempt, manifest.step, manifest.seq)
             if after is not None and order <= after:
                 return None
+            if order in self._damaged:
+                continue
             try:
                 opened = open_checkpoint(repository, job, manifest.tag, manifest, kept=self._kept)
                 return self._version(opened)

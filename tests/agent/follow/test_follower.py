@@ -19,6 +19,7 @@ from ckptd import follow
 from ckptd.agent import Agent
 from ckptd.agent.follow import follower
 from ckptd.agent.read.slot_source import SlotSource
+from ckptd.agent.threads.flag import Flag
 from ckptd.shared.errors import (
     DaemonUnreachable,
     Forbidden,
@@ -218,6 +219,60 @@ def test_a_daemon_and_a_training_that_end_and_come_back(place: Home) -> None:
         again.close()
     assert steps == [(1, False), (2, False), (2, True)]
     versions.close()
+
+
+def test_a_daemon_that_has_just_ended_is_soon_asked_for_again(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A feed that was in memory waits long for each answer, but not for the daemon."""
+    waits, wait = list[float](), Flag.wait
+
+    def noted(self: Flag, seconds: float | None = None) -> bool:
+        assert seconds is not None
+        waits.append(seconds)
+        return wait(self, min(seconds, 0.05))
+
+    with running(place, forked=True) as daemon:
+        versions = follow("gpt", socket=place.socket, interval=5.0, timeout=3.0)
+        trained = Agent("gpt", socket=place.socket)
+        snapshot(trained, 1, persist=False)
+        assert next(versions).in_memory
+        trainers.vanish(trained)
+        daemon.kill()
+        monkeypatch.setattr(Flag, "wait", noted)
+        assert list(versions) == []
+    versions.close()
+    assert waits[0] == follower._BACK_SECONDS
+    assert max(waits) <= 5.0
+
+
+def test_a_damaged_version_is_passed_over(place: Home, caplog: pytest.LogCaptureFixture) -> None:
+    with running(place, "--codec", "raw", forked=True):
+        trained = Agent("gpt", socket=place.socket)
+        for step in (1, 2, 3):
+            snapshot(trained, step)
+        trained.close()
+        until(lambda: (place.root / "gpt" / "newest").exists(), "newest")
+    [file] = (place.root / "gpt" / "step-00000003.a0001").glob("rank-*.ckpt")
+    data = bytearray(file.read_bytes())
+    data[data.index(model_of(3).weight.detach().numpy().tobytes())] ^= 1
+    file.write_bytes(data)
+    module = nn.Linear(SIZE, 1)
+    with follow("gpt", root=place.root, into=module, interval=0.05, timeout=1.0) as versions:
+        assert [version.step for version in versions] == [2]
+    assert equals(module, 2)
+    assert "a damaged version is passed over: gpt/step-00000003.a0001" in caplog.text
+
+
+def test_names_that_no_tensor_has_are_an_error(daemon: Daemon) -> None:
+    trained = Agent("gpt", socket=daemon.home.socket)
+    snapshot(trained, 1)
+    with (
+        follow("gpt", socket=daemon.home.socket, keys="zzz.*", timeout=30) as versions,
+        pytest.raises(NotFound, match=r"no tensor of gpt step 1 matches zzz\.\*: `Checkpoint"),
+    ):
+        next(versions)
+    trained.close()
 
 
 def test_the_root_is_followed_and_only_chunks_that_differ_are_fetched(
