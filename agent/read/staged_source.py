@@ -194,7 +194,9 @@ class StagedSource:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise InvalidRequest("this checkpoint is closed: read it before the next version")
+            raise InvalidRequest(
+                "this checkpoint is closed: open it again; read a version before the next one"
+            )
 
     def close(self) -> None:
         """Close the slot or the part. May be called again."""

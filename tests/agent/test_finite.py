@@ -135,7 +135,7 @@ def test_chunks_that_are_linked_keep_their_count(place: Home) -> None:
                 state["new"] = torch.tensor(1, dtype=torch.uint8)  # so that the plan is another
             agent.snapshot(state, step=step).wait("durable", timeout=60)
         agent.close()
-    linked = re.findall("saved job.step-0000000(.).*not changed", place.log_text())
+    linked = re.findall("saved job.step-0000000(.).*files of older checkpoints", place.log_text())
     assert linked == ["2", "3", "4", "5"]
     assert counts(place.root) == {1: 0, 2: 0, 3: 1, 4: 1, 5: 3}
 

@@ -199,7 +199,8 @@ def test_the_table_of_limits_has_these_rows() -> None:
         "part": "tests/agent/plan/test_layout.py, tests/shared/formats/test_bounds.py",
         "regions of a "
         "plan": "tests/shared/formats/test_plan.py; a writer has one for each element size",
-        "chunks, and data files, of one part": "tests/shared/formats/test_bounds.py",
+        "chunks, bases, and data files, of one part": "tests/shared/formats/test_bounds.py",
+        "deltas in a chain": "tests/shared/formats/test_deltas.py; a writer has at most 16",
         "bytes of `global_plan`": "tests/shared/test_vectors.py; the writer's is a digest",
         "groups in `replicas`, and bytes of `digests` and `keys` of "
         "each": "tests/shared/formats/test_snapshot_request.py",

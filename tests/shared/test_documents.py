@@ -514,6 +514,7 @@ def test_the_table_of_the_session() -> None:
     assert {name for name, (reply, _) in table.items() if "descriptors" in reply} == {
         "Allocate",
         "Fetch",
+        "Lend",
     }
 
 

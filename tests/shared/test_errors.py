@@ -96,6 +96,7 @@ def test_each_error_says_whose_fault_it_is_and_whether_a_retry_helps() -> None:
         e.DaemonUnreachable,
         e.Busy,
         e.StructureChanged,
+        e.VersionGone,
     }
     for name, builtin in (
         ("InvalidName", ValueError),

@@ -28,7 +28,7 @@ from ckptd.agent.read.checkpoint import opened_of
 from ckptd.agent.read.on_demand import SavedOnDemand
 from ckptd.daemon.commands.cli import main
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
-from ckptd.shared.errors import IntegrityError, NotFound, StorageError
+from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound
 from ckptd.shared.formats import metadata_object
 from ckptd.shared.formats.manifest import Manifest
 from ckptd.shared.storage.locate import open_root
@@ -107,7 +107,7 @@ def test_one_rank(place: Home, tmp_path: Path) -> None:
         assert f"{MANY + 2} tensors" in repr(checkpoint)
     assert f"{MANY + 2} tensors" in repr(checkpoint)
     for read in (partial(checkpoint.tensor, "base"), checkpoint.load):
-        with pytest.raises(StorageError):
+        with pytest.raises(InvalidRequest, match="this checkpoint is closed: open it again"):
             read()
     with ArrayCheckpoint.open(place.root / "job") as arrays:
         assert arrays.array("layers.00007.weight").tolist() == [10.0]

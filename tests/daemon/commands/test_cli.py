@@ -147,7 +147,9 @@ def test_status_reports_jobs_memory_and_counters(full: Daemon) -> None:
     assert job["job"] == "gpt"
     assert job["attempt"] == 1
     assert 0 <= job["last_durable"].pop("age_seconds") < 3600
-    assert job["last_durable"] == {"attempt": 1, "step": 2, "tag": "step-00000002.a0001"}
+    durable = job["last_durable"]
+    assert 0 < durable.pop("new_bytes") <= durable.pop("bytes") == durable.pop("restored_bytes")
+    assert durable == {"attempt": 1, "step": 2, "tag": "step-00000002.a0001", "chain": 0}
     assert job["last_error"] is None
     assert job["pending"] == []
     assert found["cpu_seconds"] > 0
