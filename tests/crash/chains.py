@@ -269,7 +269,8 @@ class Job:
             "CKPTD_STALL_BUDGET": "1",
             "CKPTD_MEMORY_TTL": "1",
         }
-        keep, codec = str(chance.randint(3, 9)), chance.choice(CODECS)
+        # With fewer checkpoints, no chain would have several deltas.
+        keep, codec = str(chance.randint(5, 9)), chance.choice(CODECS)
         return ["--keep-last", keep, "--codec", codec, "--threads", "2"], environ
 
     def run(self) -> None:
@@ -289,7 +290,7 @@ class Job:
             ):
                 action()
                 self._look()
-            for _ in range(5):
+            for _ in range(6):
                 self._settle()
             self._look()
             newest = key_of(self._tags()[-1])
