@@ -525,6 +525,17 @@ def old(daemon: Daemon, name: str) -> Agent:
     return Agent(name, socket=daemon.home.socket)
 
 
+def near(one: Any, other: Any) -> bool:
+    """Return True if two values are equal, and tensors as near as those of two processors
+    are after the same steps.
+    """
+    if isinstance(one, tuple):
+        return one[0] == other[0] and near(one[1], other[1])
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+    return bool(one == other)
+
+
 @pytest.mark.parametrize("name", make_names.PROGRAMS)
 def test_a_checkpoint_of_an_earlier_version_is_recovered_by_the_program_that_saved_it(
     daemon: Daemon, name: str
@@ -536,7 +547,7 @@ def test_a_checkpoint_of_an_earlier_version_is_recovered_by_the_program_that_sav
     assert recovered is not None
     assert recovered.step == STEP
     for _ in range(2):
-        assert all(map(torch.equal, in_order(into), in_order(expected)))
+        assert all(map(near, in_order(into), in_order(expected)))
         train(into)
         train(expected)
     averages, wanted = (
@@ -545,7 +556,7 @@ def test_a_checkpoint_of_an_earlier_version_is_recovered_by_the_program_that_sav
     )
     assert bool(averages) == (name in ("around", "average", "wrapped average"))
     assert len(averages) == len(wanted)
-    assert all(map(torch.equal, averages, wanted))
+    assert all(map(near, averages, wanted))
     agent.close()
 
 
@@ -555,5 +566,6 @@ def test_an_old_checkpoint_is_recovered_without_the_average(daemon: Daemon) -> N
     train(expected)
     agent = old(daemon, "average")
     agent.recover(into, strict=False)
-    assert same(bits(into), bits(expected))
+    assert len(bits(into)) == len(bits(expected))
+    assert all(map(near, bits(into), bits(expected)))
     agent.close()
