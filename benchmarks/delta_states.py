@@ -45,7 +45,7 @@ PROMPTS, GROUP, PROMPT, CONTINUATION = 4, 8, 16, 16
 
 @dataclass(frozen=True, slots=True)
 class MixedState:
-    """What a mixed-precision training saves, by the names of the parameters: weights in
+    """The state of a mixed-precision training, by the names of the parameters: weights in
     bf16, and master copies and moments in fp32.
     """
 

@@ -57,8 +57,8 @@ LIMITS: dict[str, tuple[float | None, float | None]] = {
     "exp_avg 5 steps apart": (None, 1.0),
     "exp_avg_sq 5 steps apart": (None, 1.0),
 }
-"""For each kind, the greatest share of the raw bytes that a delta takes, and the least
-speed of encoding in GB/s. None if the row is only printed.
+"""The limits of each kind: the greatest share of the raw bytes that a delta takes, and the
+least speed of encoding in GB/s. None if the row is only printed.
 """
 
 

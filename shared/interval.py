@@ -126,7 +126,7 @@ class Intervals:
         return any(level.durable > 2 * self.interval for level in self.levels[1:])
 
     def scaled(self, factor: float) -> Intervals:
-        """Return the choice with other intervals, none of which is shorter than the time
+        """Return the choice with other intervals, but none that is shorter than the time
         until a snapshot has arrived.
         """
         interval = max(self.interval * factor, self.levels[0].durable)
@@ -240,7 +240,7 @@ def _near(ideals: Sequence[float]) -> list[tuple[int, ...]]:
 THIRD_SLOT = (
     "saves take so long that snapshots to memory pause meanwhile, unless the daemon has slots = 3"
 )
-"""What `Intervals.needs_third_slot` means, in words."""
+"""The meaning of `Intervals.needs_third_slot`, in words."""
 
 
 @dataclass(frozen=True, slots=True)

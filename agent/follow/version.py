@@ -17,7 +17,7 @@ Order = tuple[int, int, int]
 
 
 class Version(Checkpoint):
-    """One version of a job, made by `follow`.
+    """A snapshot of a job as a version of it, made by `follow`.
 
     It is open until the next one is taken. Its order, and its digest, tell it from every
     other one of the job.

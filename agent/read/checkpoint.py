@@ -403,7 +403,7 @@ def opened_of(checkpoint: Checkpoint) -> Opened:
 
 
 def no_such_job(root: Location, job: str, found: Sequence[str]) -> NotFound:
-    """Return the error for a job of which nothing is in memory or on storage. found: the
+    """Return the error for a job that has nothing in memory or on storage. found: the
     jobs on storage.
     """
     if job in found:

@@ -32,7 +32,7 @@ _MOST_NAMED = 10
 
 @dataclass(frozen=True, slots=True)
 class LoadedInto:
-    """What `Checkpoint.load_into` has done.
+    """The result of `Checkpoint.load_into`.
 
     loaded: the names of the tensors in the checkpoint that were written. unchanged:
     those that the module had already. missing: with `strict=False`, the keys of the
@@ -48,7 +48,7 @@ class LoadedInto:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a tensor of a module holds since the last load.
+    """The content of a tensor of a module since the last load.
 
     fingerprint: that of the saved tensor. times: how many versions in a row had it.
     address, version: of the tensor after the load, to notice that it was changed.
@@ -64,7 +64,7 @@ class _Held:
 
 
 _held: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, _Held]] = weakref.WeakKeyDictionary()
-"""What the last load has left in each module. A module that is being written, or was
+"""The tensors of each module after its last load, by their keys. A module that is being written, or was
 left half written, is not in it.
 """
 

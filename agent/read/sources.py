@@ -259,7 +259,7 @@ def open_memory(
     Takes over the descriptors, also if it raises IntegrityError.
 
     descriptors: one for the slot of each rank, in their order. The slots must hold this
-    attempt and step. kept: memory for a reader to whom the slots are lent.
+    attempt and step. kept: the memory of the reader that the slots are lent to.
     """
     try:
         slots = [

@@ -62,7 +62,7 @@ class Slot:
     descriptor open. `released` is True after `Slots.release`. `outgrown` is True once
     the rank has a larger slot instead; the segment is then unlinked as soon as no step
     is in it. `lent` is True once a reader may have the segment open: its memory is then
-    freed at the release, whoever has it open.
+    freed at the release, also if a process has it open.
     """
 
     name: str

@@ -16,7 +16,7 @@ from ckptd.shared.wire.lifecycle import SnapshotState
 MAX_JOBS = 1000
 """The most jobs with figures of their own, so that what Prometheus stores is bounded."""
 _KINDS = ("whole", "delta", "linked")
-"""How a chunk may be stored, as `Pipeline.chunks` counts it."""
+"""The ways in which a chunk is stored, as `Pipeline.chunks` counts it."""
 _RESULTS = {"durable": "persisted", "failed": "failed", "skipped": "skipped"}
 """The counter of each result of a snapshot."""
 _PENDING = (SnapshotState.SEALED, SnapshotState.WRITING, SnapshotState.WRITTEN)

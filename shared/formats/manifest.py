@@ -75,8 +75,8 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def restored_bytes(self) -> int:
-        """The stored bytes that a restore of the part reads. Without deltas, the size of
-        all its files is told, of which a restore reads nearly everything.
+        """The stored bytes that a restore of the part reads. Without deltas, it is the
+        size of all its files, since a restore reads nearly all of them.
         """
         return self.read_bytes or self.bytes
 

@@ -528,8 +528,8 @@ class PartReader:
                 raise IntegrityError("it holds other bytes than were saved")
 
     def _chain(self, number: int) -> tuple[list[Chunk | Base], Chunk | Base]:
-        """Return the deltas of which a chunk is the sum, the chunk's own last, and the
-        whole chunk that they are added to.
+        """Return the deltas of a chunk, its own last, and the whole chunk that they are
+        added to.
         """
         links: list[Chunk | Base] = [self.index.chunks[number]]
         below = self.index.based[number] if self.index.based else 0

@@ -292,8 +292,8 @@ class PartWriter:
         return self._encoder.pays(share)
 
     def base_of(self, chunk: ChunkRange) -> Chunk | None:
-        """Return the entry of the chunk of which a chunk may be stored as a delta, or
-        None if there is none.
+        """Return the entry of the base that a chunk may be stored as a delta of, or None
+        if there is none.
         """
         offer = self.offers.get(chunk.offset)
         return None if offer is None else offer.base.entry

@@ -54,7 +54,7 @@ SECONDS = 60.0
 CODECS = ("auto", "auto", "planes", "zstd:1")
 CHUNKS = (64 << 10, 64 << 10, 1 << 20, 16 << 20)
 TROUBLES = ("link", "create", "write", "slow")
-"""What may go wrong in the daemon: a file cannot be linked; there is no room for a new
+"""The faults in the daemon: a file cannot be linked; there is no room for a new
 file; a write fails; a base is read so slowly that its slot is filled again.
 """
 DAMAGES = ("bit", "cut", "gone", "other")
@@ -68,7 +68,7 @@ Key = tuple[int, int]
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """Return the state after `step`: tensors of several types, of which few words change
+    """Return the state after `step`: tensors of several types, in which few words change
     at a step, or all of them a little, and one that seldom changes.
 
     From time to time they change their order, and with it their places in the slot.

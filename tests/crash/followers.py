@@ -46,9 +46,9 @@ RANKS = 2
 SIZE = 300_000
 """The number of elements of the sharded tensor."""
 FEW = 5
-"""How many snapshots the ranks take until a follower must have a newer version."""
+"""The number of snapshots that the ranks take until a follower must have a newer version."""
 MANY = 15
-"""How many snapshots the ranks must take while a follower is stopped."""
+"""The number of snapshots that the ranks must take while a follower is stopped."""
 FAULTS = 2
 """The number of faults of a round."""
 SECONDS = 120.0

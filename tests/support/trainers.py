@@ -21,7 +21,7 @@ JOB = "job"
 
 
 def drifting(step: int, size: int) -> torch.Tensor:
-    """Return random numbers of which one in 97 has changed since the step before.
+    """Return random numbers, one in 97 with another value than at the step before.
 
     A chunk of them is stored as a delta, the more deltas in a row, the longer its
     trainer lives.
@@ -41,7 +41,7 @@ def _drifting(size: int) -> int:
 
 def expected(step: int, size: int = 50_000) -> dict[str, Any]:
     """Return the state after `step`: float and half tensors, a transposed view, plain
-    values, a tensor that seldom changes, and one of which few words change at a step.
+    values, a tensor that seldom changes, and one in which few words change at a step.
     """
     generator = torch.Generator().manual_seed(step)
     weight = torch.randn(size, generator=generator)

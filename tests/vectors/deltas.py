@@ -169,7 +169,7 @@ def delta_part(
     edit_index: Edit = lambda index: index,
     **options: Any,
 ) -> Part:
-    """Return a part of which some chunks are deltas.
+    """Return a part with chunks that are deltas.
 
     own: the deltas that the part stores itself, by the numbers of their chunks. older:
     the linked files, the oldest first. Each chunk in the first file that has it is
@@ -251,7 +251,7 @@ def words_of(width: int, count: int) -> bytes:
 
 
 def chain() -> Vector:
-    """Return a checkpoint of which each chunk is the third delta in its chain."""
+    """Return a checkpoint whose chunks are each the third delta in their chain."""
     kinds = (
         ("complex", "complex128", 8),
         ("doubles", "float64", 8),

@@ -90,7 +90,7 @@ def test_a_chunk_that_is_as_small_by_itself_is_worth_no_delta(
 
 
 def test_a_small_chunk_is_worth_no_delta(slots: tuple[SealedSlot, BaseSlot]) -> None:
-    """It would save less than what files are padded to."""
+    """The delta would save less than the padding of a file takes."""
     slot, base = slots
     for number in (0, len(slot.ranges) - 1):
         chunk = msgspec.structs.replace(

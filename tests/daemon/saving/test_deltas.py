@@ -13,7 +13,7 @@ from tests.support.daemons import Home, running
 
 
 class Training:
-    """A training of one tensor, a few words of which change at each step."""
+    """A training of one tensor, in which a few words change at each step."""
 
     def __init__(self, place: Home) -> None:
         self.place, self.step = place, 0

@@ -492,8 +492,8 @@ A, B, C, D = [number for number, chunk in enumerate(RANGES) if chunk.length == M
 
 
 class Linking(Linker):
-    """Links files from one directory into the next one. `fails` says of which files that
-    is not possible, and `broken` after how many links it raises an error.
+    """A linker from one directory into the next one. `fails` has the files that cannot be
+    linked, and `broken` is the number of links after which it raises an error.
     """
 
     def __init__(self, old: Path, new: Path) -> None:
@@ -610,7 +610,7 @@ def chains(tmp_path: Path) -> Chains:
 
 
 def chain_of(writer: PartWriter, number: int) -> int:
-    """Return the number of deltas of which a chunk that was written consists."""
+    """Return the number of deltas in the chain of a chunk that was written."""
     return writer._stored[number].length_of_chain - 1
 
 
