@@ -64,8 +64,8 @@ class _Held:
 
 
 _held: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, _Held]] = weakref.WeakKeyDictionary()
-"""The tensors of each module after its last load, by their keys. A module that is being written, or was
-left half written, is not in it.
+"""The tensors of each module after its last load, by their keys. A module that is being
+written, or was left half written, is not in it.
 """
 
 

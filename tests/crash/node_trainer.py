@@ -22,8 +22,9 @@ ROWS, COLUMNS, DRIFT = 24, 50, 480
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """Return the state of this rank after `step`: two sharded tensors, one with few
-    words that change at a step; a replicated tensor; one that seldom changes; and values of its own.
+    """Return the state of this rank after `step`: two sharded tensors, one with few words
+    that change at a step; a replicated tensor; one that seldom changes; and values of the
+    rank's own.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
