@@ -151,7 +151,7 @@ def _matched(
     own = tensors_of(module)
     theirs = [name.removeprefix(inside) for name in saved.names() if name.startswith(inside)]
     theirs = [name for name in theirs if name.rpartition(".")[2] != _EXTRA]
-    if not theirs:
+    if own and not theirs:
         raise NotFound(
             f"{opened.tag} has no tensor below {prefix!r}: name the key of the state that the "
             f"module was saved under with prefix=; the checkpoint has "

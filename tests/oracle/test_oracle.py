@@ -20,7 +20,7 @@ import torch
 from ckptd.agent import Checkpoint
 from ckptd.agent.read import module_loader
 from ckptd.shared.errors import RecoveryFailed, StructureMismatch
-from tests.oracle import grammar, judge, reader, spread, spread_judge
+from tests.oracle import grammar, judge, spread, spread_judge
 from tests.oracle.build import Run, build
 from tests.oracle.judge import End, Verdict
 from tests.oracle.prints import differences, print_of, text
@@ -498,7 +498,6 @@ BROKEN_READERS: dict[str, tuple[Any, str, Any, str]] = {
 def test_a_broken_reader_is_found(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(reader, "SHARE", 1)
     if how:
         place, name, broken, _ = BROKEN_READERS[how]
         monkeypatch.setattr(place, name, broken)
