@@ -361,6 +361,11 @@ class Job:
             self._daemon.stop()
         self._start_daemon()
         self._done["change daemon"] += 1
+        assert self._agent is not None
+        if self._promised[0] < self._agent.attempt:
+            # The next daemon knows nothing of an attempt that has sealed nothing, and
+            # fences its trainer.
+            self._follow()
 
     def _save(self) -> None:
         """Take some snapshots without a pause, and often wait for the last one."""
