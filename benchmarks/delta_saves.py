@@ -5,7 +5,8 @@ slot whose state is a step, or some steps, after that of the checkpoint before, 
 codec `auto`, with deltas and without, in turns: to a storage of 0.2 GB/s, which carries
 out one write at a time and drops the bytes, and to the disk. Then a real daemon saves
 weights of two consecutive steps in turns, until the longest chain is reached, and the
-newest checkpoint is loaded, beside one that is whole.
+newest checkpoint is loaded, beside one that is whole, from the disk and from the page
+cache.
 """
 
 from __future__ import annotations
@@ -142,39 +143,39 @@ async def save(
 
 def compared(
     pipeline: Pipeline,
-    older: list[Tensor],
-    newer: list[Tensor],
+    states: tuple[list[Tensor], list[Tensor]],
     directory: Path | None,
     rounds: int,
 ) -> dict[str, float]:
     """Return the medians of seconds and shares, with deltas and without, and the seconds
     that the storage needs for all bytes of the state.
+
+    A chain may be too long for one more delta. Only saves that store deltas count as
+    such.
     """
     times, shares = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
-    with sealed(older, 1) as base, sealed(newer, 2) as slot:
+    with sealed(states[0], 1) as base, sealed(states[1], 2) as slot:
         # Kept from save to save, as in the daemon.
         encoders = {"deltas": encoder("auto"), "whole": encoder("auto"), "raw": encoder("raw")}
-        for number in range(rounds + 1):
+        for number in range(rounds + 1):  # the first round warms up
             for way, codec in encoders.items():
-                _, _, first = asyncio.run(save(pipeline, base, codec, directory))
+                _, _, part = asyncio.run(save(pipeline, base, codec, directory))
                 # What has not changed little is in a file of its own from the second save on.
-                deltas = way == "deltas"
-                if directory is not None:
-                    settled()
-                seconds, share, part = asyncio.run(
-                    save(pipeline, slot, codec, directory, first, base if deltas else None)
-                )
-                if deltas:
+                for newer, older in ((slot, base), (base, slot))[: 2 if way == "deltas" else 1]:
                     if directory is not None:
                         settled()
-                    seconds, share, _ = asyncio.run(
-                        save(pipeline, base, codec, directory, part, slot)
-                    )
+                    before = pipeline.chunks["delta"]
+                    seconds, share, part = asyncio.run(
+                        save(
+                            pipeline, newer, codec, directory, part,
+                            older if way == "deltas" else None,
+                        )
+                    )  # fmt: skip
+                    if number and (way != "deltas" or pipeline.chunks["delta"] > before):
+                        times[way].append(seconds)
+                        shares[way].append(share)
                 for file in directory.iterdir() if directory is not None else ():
                     file.unlink()
-                if number:  # the first round warms up
-                    times[way].append(seconds)
-                    shares[way].append(share)
     return {
         **{f"{way} s": median(found) for way, found in times.items()},
         "written": median(shares["deltas"]), "written without": median(shares["whole"]),
@@ -196,14 +197,14 @@ def of_saves(rounds: int) -> Iterator[Row]:
         disk = place.path / "disk"
         disk.mkdir()
         for name, (older, newer, of_raw, of_whole) in cases.items():
-            found = compared(pipeline, older, newer, None, rounds)
+            found = compared(pipeline, (older, newer), None, rounds)
             for other, limit in (("raw", of_raw), ("whole", of_whole)):
                 yield Row(
                     name=f"0.2 GB/s, {name}: deltas / {other}",
                     value=found["deltas s"] / found[f"{other} s"],
                     unit="x", limit=limit, beside=found,
                 )  # fmt: skip
-            found = compared(pipeline, older, newer, disk, rounds)
+            found = compared(pipeline, (older, newer), disk, rounds)
             yield Row(
                 name=f"the disk, {name}: deltas / without", unit="x", limit=1.05,
                 value=found["deltas s"] / found["whole s"], beside=found,
@@ -220,27 +221,46 @@ def of_restores(rounds: int) -> Iterator[Row]:
             agent.snapshot({"model": states[step % 2]}, step=step, rng=False).wait("durable")
         agent.close()
         job = place.root / "chain"
-        lengths, times = dict[int, int](), defaultdict[int, list[float]](list)
+        lengths, times = dict[int, int](), defaultdict[tuple[bool, int], list[float]](list)
         for step in range(MOST_IN_CHAIN + 5):
             with Checkpoint.open(job, step) as checkpoint:
                 lengths[step] = checkpoint.manifest.parts[0].chain
         longest = max(lengths, key=lambda step: lengths[step])
         one = min((step for step in lengths if lengths[step] == 1), default=longest)
-        for _, step in itertools.product(range(rounds + 1), (0, one, longest)):
+        whole = longest - lengths[longest]  # the checkpoint whose bytes the chain begins with
+        for number, cold, step in itertools.product(
+            range(rounds + 1), (False, True), (whole, one, longest)
+        ):
+            if cold:
+                settled()
+                _forget_pages(job)
             begun = time.perf_counter()
             with Checkpoint.open(job, step) as checkpoint:
                 loaded = checkpoint.load()["model"]
-            times[step].append(time.perf_counter() - begun)
+            if number:  # the first round warms up
+                times[cold, step].append(time.perf_counter() - begun)
             assert all(torch.equal(loaded[k], v) for k, v in states[step % 2].items())
-        whole = median(times[0][1:])
-        for name, step, limit in (
-            (f"the longest chain ({lengths[longest]} deltas)", longest, 1.5),
-            ("one delta", one, 2.0),
+        for cold, (name, step, limit) in itertools.product(
+            (True, False),
+            ((f"{lengths[longest]} deltas", longest, 1.5), ("one delta", one, 2.0)),
         ):
+            seconds = median(times[cold, whole])
             yield Row(
-                name=f"restore through {name} / whole", unit="x", limit=limit,
-                value=median(times[step][1:]) / whole, beside={"whole s": whole},
+                name=f"restore {'from the disk' if cold else 'from its cache'}, {name} / whole",
+                unit="x", limit=limit, value=median(times[cold, step]) / seconds,
+                beside={"whole s": seconds},
             )  # fmt: skip
+
+
+def _forget_pages(job: Path) -> None:
+    """Have the kernel drop its copies of all files of a job."""
+    for file in job.rglob("*"):
+        if file.is_file():
+            fd = os.open(file, os.O_RDONLY)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
 
 
 def main() -> None:

@@ -478,8 +478,15 @@ class PartReader:
                 piece[:] = stored[at : at + len(piece)]
                 at += len(piece)
             return True
+        self._read_raw(number, chunk, pieces)
+        return True
+
+    def _read_raw(self, number: int, chunk: Chunk | Base, pieces: Sequence[memoryview]) -> None:
+        """Read and verify a chunk, or a base of it, that is stored as it is, straight
+        into `pieces`.
+        """
         crc, position, end = 0, chunk.offset, chunk.offset + align(chunk.stored_length)
-        with self._stored_in(number) as (source, where):
+        with self._stored_in(number, chunk) as (source, where):
             for whole in pieces:
                 for at in range(0, len(whole), PIECE):
                     piece = whole[at : at + PIECE]
@@ -492,7 +499,6 @@ class PartReader:
         check_zero(padding, where)
         if crc != chunk.raw_crc:
             raise IntegrityError(f"{where} holds other bytes than were saved")
-        return True
 
     def read_chunk(self, number: int, raw: memoryview) -> None:
         if self.read_pieces(number, [raw]):
@@ -539,6 +545,9 @@ class PartReader:
         return links[-2::-1], links[-1]
 
     def _decode_whole(self, number: int, whole: Chunk | Base, raw: memoryview) -> None:
+        if not self.remote and whole.codec == codec.RAW and whole.stored_length == len(raw):
+            self._read_raw(number, whole, [raw])
+            return
         with self._stored_in(number, whole) as (source, where):
             stored = self._stored(whole, source, where)
         with damage_in(where):

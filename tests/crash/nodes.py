@@ -339,7 +339,7 @@ def in_store() -> Iterator[tuple[Nodes, dict[str, str]]]:
     """
     if stores.program("weed") is None:
         raise Unavailable("SeaweedFS is not installed")
-    with ExitStack() as held, tempfile.TemporaryDirectory() as there:
+    with tempfile.TemporaryDirectory() as there, ExitStack() as held:
         server = held.enter_context(stores.Servers(Path(there))).get("seaweed")
         held.enter_context(stores.in_environment(server))
         place = Nodes(3, Url("s3", "bucket", ("root",)))
