@@ -31,6 +31,7 @@ from ckptd.shared.formats.reuse import (
     StoredPart,
     choose,
     is_steady,
+    may_have_delta,
     unchanged,
 )
 
@@ -273,9 +274,13 @@ class Pipeline:
         fraction of that of the chunk, by its number; and the offsets of the other chunks.
 
         Of the chunks that were not worth a delta in the part `before`, only each eighth
-        is sampled again. Training changes most chunks too much at each step.
+        is sampled again. Training changes most chunks too much at each step. A chunk
+        whose delta is too long for any chain is not worth one: in a file beside chunks
+        with short deltas, it would take more than half of the bytes, and the file would
+        not be linked.
         """
         assert slot.header.step is not None
+        places = before.places(slot.ranges)
         turn = slot.header.step % _TURNS
         numbers = [
             number
@@ -290,7 +295,10 @@ class Pipeline:
         shares = {
             number: share
             for number, share in zip(numbers, found, strict=True)
-            if share is not None and writer.pays(share)
+            if share is not None
+            and number in places
+            and may_have_delta(before.chunks[places[number]], share)
+            and writer.pays(share)
         }
         worth = {slot.ranges[number].offset for number in shares}
         return shares, frozenset(c.offset for c in slot.ranges if c.offset not in worth)

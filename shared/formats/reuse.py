@@ -232,8 +232,8 @@ def choose(
 
     `checks` has the checksum of each chunk, or is None if no chunk is expected to be
     unchanged. `shares` has the expected length of the delta of each chunk that is worth
-    one, as a fraction of that of the chunk, by the number of the chunk. A chain gets at
-    most `most_deltas` deltas.
+    one and `may_have_delta`, as a fraction of that of the chunk, by the number of the
+    chunk. A chain gets at most `most_deltas` deltas.
 
     A file is worth a link if the new part needs at least half of its bytes: the file
     takes its room for as long as it is linked.
@@ -280,6 +280,14 @@ def most_deltas(checkpoints: int) -> int:
     deleted one for the new checkpoint.
     """
     return max(0, min(MOST_IN_CHAIN, checkpoints - 2))
+
+
+def may_have_delta(chunk: StoredChunk, share: float) -> bool:
+    """Return True if a chain may consist of the whole chunk at the end of this one and
+    a delta with this share of its bytes.
+    """
+    *_, whole = chunk.chain()
+    return share * chunk.entry.raw_length <= _MOST_BYTES * whole.entry.stored_length
 
 
 def _may_extend(chunk: StoredChunk, share: float, most: int) -> bool:

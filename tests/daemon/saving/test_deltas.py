@@ -114,6 +114,29 @@ def test_a_new_attempt_begins_whole(home: Home) -> None:
         assert first.chains() == [0, 0, 0, 1, 2]
 
 
+def test_a_tensor_whose_deltas_are_too_long_for_a_chain_does_not_keep_others_whole(
+    home: Home,
+) -> None:
+    """The deltas of the moment are shorter than whole chunks, but longer than half."""
+    numbers = torch.Generator().manual_seed(2)
+    # Of another size of words, and therefore in chunks of its own.
+    moment = torch.randn(1_000_000, generator=numbers, dtype=torch.double)
+    lengths, came_back = [], []
+    with running(home, "--codec", "planes"):
+        training = Training(home)
+        for step in range(1, 7):
+            training.weight[step] += 1
+            moment *= 1 + 1e-6 * torch.randn(len(moment), generator=numbers)
+            state = {"weight": training.weight, "moment": moment}
+            training.agent.snapshot(state, step=step, rng=False).wait("durable")
+            with Checkpoint.open(home.root / "gpt", step) as checkpoint:
+                lengths.append(checkpoint.manifest.parts[0].chain)
+                came_back.append(torch.equal(checkpoint.tensor("moment"), moment))
+        training.agent.close()
+    assert lengths == [0, 0, 0, 0, 1, 2]
+    assert came_back == [True] * 6
+
+
 def test_a_restarted_daemon_begins_whole(home: Home) -> None:
     with running(home):
         training = Training(home)

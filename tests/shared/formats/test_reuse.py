@@ -23,6 +23,7 @@ from ckptd.shared.formats.reuse import (
     StoredPart,
     choose,
     is_steady,
+    may_have_delta,
     new_hasher,
 )
 
@@ -217,6 +218,13 @@ def test_a_chain_that_is_long_or_large_gets_no_more_deltas() -> None:
     assert offered(chains(0, 1, 2, 4)) == [0, 1, 2, 3]
     # Five deltas of a tenth are half of the whole chunk, and one more is beyond it.
     assert offered(chains(0, 1, 2, 5)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("share", "may"), [(0.01, True), (0.5, True), (0.51, False)])
+def test_a_delta_of_more_than_half_of_a_whole_chunk_fits_no_chain(share: float, may: bool) -> None:
+    """It counts from the whole chunk, however long the chain is at present."""
+    for chunk in chains(0, 1, 5).chunks:
+        assert may_have_delta(chunk, share) is may
 
 
 @pytest.mark.parametrize("most", [0, 1, 4, 9, 10])
