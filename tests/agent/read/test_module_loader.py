@@ -133,6 +133,16 @@ def test_other_dtypes_tied_weights_and_a_prefix_of_a_part(run: Run) -> None:
     assert_same(run.model, compiled._orig_mod)
 
 
+def test_a_module_without_tensors_loads_nothing(run: Run) -> None:
+    """It has no key in the checkpoint, and nothing of it is missing there."""
+    run.snapshot()
+    with newest(run.home) as found:
+        done = found.load_into(nn.ReLU(), prefix="activation")
+        with pytest.raises(NotFound, match="has no tensor below 'activation'"):
+            found.load_into(nn.Linear(WIDTH, WIDTH), prefix="activation")
+    assert (done.loaded, done.unchanged, done.missing, done.nbytes) == ([], [], [], 0)
+
+
 def test_tensors_that_cannot_be_written_are_refused_by_name(run: Run) -> None:
     run.snapshot()
     lazy, freed, expanded = made(1), made(1), made(1)
