@@ -189,6 +189,11 @@ def told(best: Intervals, costs: Costs, failures: Failures, saves: int) -> str:
             "Without --mtbf-node, each level is planned as if all failures were of its kind: this "
             "is the most that is lost."
         )
+    if best.lost > 1:
+        lines.append(
+            "More time is lost than is trained. With failures this frequent, the true loss is "
+            "higher still: save faster, or find what fails."
+        )
     if best.needs_third_slot:
         lines.append(_sentence(THIRD_SLOT))
     return "\n".join(lines)

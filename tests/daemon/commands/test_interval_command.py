@@ -129,6 +129,12 @@ def test_what_is_not_known_is_said() -> None:
     assert "A failure comes every 24.0 h, and may lose a node." in told
 
 
+def test_a_training_that_loses_more_than_it_trains_is_told_so() -> None:
+    costs = ("--held", "10s", "--lost", "60s", "--durable", "2m", "--restore", "5m")
+    assert "More time is lost than is trained." in interval("--mtbf", "3m", *costs)
+    assert "More time is lost than is trained." not in interval("--mtbf", "3h", *costs)
+
+
 def test_the_arithmetic_has_a_line_for_each_level_and_their_sum() -> None:
     found = choose(
         [SaveLevel("memory", 1.0, 3600.0), SaveLevel("storage", 4.0, 36000.0, 9.0, 60.0)]
