@@ -1,10 +1,13 @@
 """Measures what a reader of the newest snapshot costs: the time from the seal until a
-module has the weights, and the time that the training loses.
+module has the weights, and the time that the training loses; and the bytes that a reader
+elsewhere fetches.
 
 `python -m benchmarks.readers [--mib N] [--rounds N]`. A process of its own follows the
 job into a module, and says when it has each version. The plain copy has the same bytes,
 in the same process and round. Steps of the training with and without a reader
-alternate in pairs; a step computes on one core, and every fourth one is snapshotted.
+alternate in pairs; a step computes on one core, and every fourth one is snapshotted. The
+reader elsewhere follows the root, where the weights of two steps of a fine-tuning are saved
+in turns; all bytes that its process reads are counted.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.delta_states import fine_tuning
 from benchmarks.rows import Row, keep
 from ckptd.agent import Agent, Checkpoint, follow
-from tests.support.daemons import home, running
+from ckptd.shared.formats.reuse import MOST_IN_CHAIN
+from tests.support.daemons import Home, home, running
 from tests.support.forks import context
 
 LAYERS = 16
@@ -135,6 +140,31 @@ def steps(socket: Path, mib: int, rounds: int) -> list[Row]:
     ]  # fmt: skip
 
 
+def fetches(place: Home) -> list[Row]:
+    """Measure what a reader of the root reads for a checkpoint that is stored as deltas."""
+    weights = [state.weights for state in fine_tuning()[-2:]]
+    raw = sum(tensor.nbytes for tensor in weights[0].values())
+    agent = Agent("job", socket=place.socket)
+    shares = list[float]()
+    with follow("job", root=place.root, keys="*", interval=0.05) as versions:
+        for step in range(MOST_IN_CHAIN + 3):
+            agent.snapshot({"model": weights[step % 2]}, step=step, rng=False).wait("durable")
+            before = _bytes_read()
+            found = next(versions).tensors()
+            shares.append((_bytes_read() - before) / raw)
+            assert all(torch.equal(found[f"model.{k}"], v) for k, v in weights[step % 2].items())
+    agent.close()
+    return [
+        Row(name="elsewhere, weights at RL rates: read / raw", value=statistics.median(shares),
+            unit="x", limit=0.03, beside={"the first": shares[0], "the last": shares[-1]}),
+    ]  # fmt: skip
+
+
+def _bytes_read() -> int:
+    """Return the bytes that this process has read by system calls, from files or pages."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--mib", type=int, default=256)
@@ -144,8 +174,8 @@ def main() -> None:
     for measure in (loads, steps):
         with home() as place, running(place):
             rows += measure(place.socket, given.mib, given.rounds)
-    for row in rows:
-        print(row.text())
+    with home() as place, running(place, "--keep-last", "0"):
+        rows += fetches(place)
     keep(rows, "readers")
 
 
