@@ -30,7 +30,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from benchmarks.rows import Row, keep, settled
+from benchmarks.rows import Row, drop_pages, keep, settled
 from ckptd.agent import StorageWriter
 from ckptd.agent.convert import FORMATS, export, import_checkpoint
 from tests.support.daemons import home
@@ -118,11 +118,7 @@ def measured(way: Callable[[Path, Path], None], place: Path) -> tuple[float, int
     """
     out = place / "out"
     settled()
-    for file in place.rglob("*"):
-        if file.is_file():
-            descriptor = os.open(file, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+    drop_pages(place)
     ours, theirs = get_context("fork").Pipe()
     process = get_context("fork").Process(target=_run, args=(theirs, way, place, out))
     process.start()

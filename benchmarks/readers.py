@@ -161,7 +161,7 @@ def fetches(place: Home) -> list[Row]:
 
 
 def _bytes_read() -> int:
-    """Return the bytes that this process has read by system calls, from files or pages."""
+    """Return the bytes that this process has read by system calls, from any file."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 

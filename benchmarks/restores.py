@@ -9,7 +9,6 @@ beside them.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -20,22 +19,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from benchmarks.rows import Row, keep, settled
+from benchmarks.rows import Row, drop_pages, keep, settled
 from benchmarks.saves import state_and_rounds
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.bench.ways import PlainCopy, State, timed
 from ckptd.agent.read.checkpoint import opened_of
 from ckptd.agent.read.loader import load as fill
 from tests.support.daemons import home, running
-
-
-def drop(place: Path) -> None:
-    """Drop the files below a directory from the page cache."""
-    for path in place.rglob("*"):
-        if path.is_file():
-            file = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(file)
 
 
 def from_storage(path: Path, state: State) -> None:
@@ -84,7 +74,7 @@ def main() -> None:
                     ):
                         settled()
                         if cache == "cold":
-                            drop(path)
+                            drop_pages(path)
                         read = from_dcp if name == "dcp.load" else from_storage
                         round_times[f"{name}, {cache}"] = timed(partial(read, path, state))
                 if number:  # the first round warms up

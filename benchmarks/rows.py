@@ -78,6 +78,16 @@ def settled() -> None:
         time.sleep(_QUIET)
 
 
+def drop_pages(place: Path) -> None:
+    """Drop the files below a directory from the page cache."""
+    for path in place.rglob("*"):
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            os.fsync(file)  # a page that is not yet on the disk would stay
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+
 def machine() -> dict[str, Any]:
     """Return the facts about this machine that the figures depend on."""
     model = next(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import statistics
@@ -31,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from benchmarks.rows import drop_pages
 from ckptd.agent import Checkpoint, StorageReader, StorageWriter
 
 SHAPE = (16_384, 4_096)  # 134 MB of bf16
@@ -146,18 +146,8 @@ def read(where: Path, what: str, by: str, wanted: str) -> None:
     )
 
 
-def forgotten(where: Path) -> None:
-    """Drop its files from the page cache."""
-    for file in where.rglob("*"):
-        if file.is_file():
-            fd = os.open(file, os.O_RDONLY)
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
-
-
 def taken(where: Path, what: str, by: str, wanted: str) -> dict[str, Any]:
-    forgotten(where)
+    drop_pages(where)
     command = [
         sys.executable,
         "-m",

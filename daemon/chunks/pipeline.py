@@ -275,9 +275,9 @@ class Pipeline:
 
         Of the chunks that were not worth a delta in the part `before`, only each eighth
         is sampled again. Training changes most chunks too much at each step. A chunk
-        whose delta is too long for any chain is not worth one: in a file beside chunks
-        with short deltas, it would take more than half of the bytes, and the file would
-        not be linked.
+        whose delta is too long for any chain is not worth one. It would only lie in one
+        file with chunks that have short deltas, and take so many of the bytes that the
+        file is not linked.
         """
         assert slot.header.step is not None
         places = before.places(slot.ranges)
@@ -285,7 +285,8 @@ class Pipeline:
         numbers = [
             number
             for number, chunk in enumerate(slot.ranges)
-            if chunk.offset not in before.resisting or number % _TURNS == turn
+            if number in places
+            and (chunk.offset not in before.resisting or number % _TURNS == turn)
         ]
         found = await self._memory.each(
             [slot.ranges[number] for number in numbers],
@@ -296,7 +297,6 @@ class Pipeline:
             number: share
             for number, share in zip(numbers, found, strict=True)
             if share is not None
-            and number in places
             and may_have_delta(before.chunks[places[number]], share)
             and writer.pays(share)
         }

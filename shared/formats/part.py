@@ -468,8 +468,15 @@ class PartReader:
         chunk = self.index.chunks[number]
         if chunk.codec != codec.RAW or chunk.stored_length != chunk.raw_length:
             return False
+        self._read_raw(number, chunk, pieces)
+        return True
+
+    def _read_raw(self, number: int, chunk: Chunk | Base, pieces: Sequence[memoryview]) -> None:
+        """Read and verify a chunk, or a base of a chunk, that is stored as it is,
+        straight into `pieces`.
+        """
         if self.remote:
-            with self._stored_in(number) as (source, where):
+            with self._stored_in(number, chunk) as (source, where):
                 stored = self._stored(chunk, source, where)
             if chunk.raw_crc != chunk.stored_crc:
                 raise IntegrityError(f"{where} holds other bytes than were saved")
@@ -477,14 +484,7 @@ class PartReader:
             for piece in pieces:
                 piece[:] = stored[at : at + len(piece)]
                 at += len(piece)
-            return True
-        self._read_raw(number, chunk, pieces)
-        return True
-
-    def _read_raw(self, number: int, chunk: Chunk | Base, pieces: Sequence[memoryview]) -> None:
-        """Read and verify a chunk, or a base of it, that is stored as it is, straight
-        into `pieces`.
-        """
+            return
         crc, position, end = 0, chunk.offset, chunk.offset + align(chunk.stored_length)
         with self._stored_in(number, chunk) as (source, where):
             for whole in pieces:
@@ -545,7 +545,7 @@ class PartReader:
         return links[-2::-1], links[-1]
 
     def _decode_whole(self, number: int, whole: Chunk | Base, raw: memoryview) -> None:
-        if not self.remote and whole.codec == codec.RAW and whole.stored_length == len(raw):
+        if whole.codec == codec.RAW and whole.stored_length == len(raw):
             self._read_raw(number, whole, [raw])
             return
         with self._stored_in(number, whole) as (source, where):

@@ -134,7 +134,7 @@ def test_other_dtypes_tied_weights_and_a_prefix_of_a_part(run: Run) -> None:
 
 
 def test_a_module_without_tensors_loads_nothing(run: Run) -> None:
-    """It has no key in the checkpoint, and nothing of it is missing there."""
+    """Load nothing below a prefix that the checkpoint lacks, and miss nothing there."""
     run.snapshot()
     with newest(run.home) as found:
         done = found.load_into(nn.ReLU(), prefix="activation")

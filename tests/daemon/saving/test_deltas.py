@@ -117,7 +117,7 @@ def test_a_new_attempt_begins_whole(home: Home) -> None:
 def test_a_tensor_whose_deltas_are_too_long_for_a_chain_does_not_keep_others_whole(
     home: Home,
 ) -> None:
-    """The deltas of the moment are shorter than whole chunks, but longer than half."""
+    """Save a moment whose deltas are shorter than a whole chunk, but longer than half."""
     numbers = torch.Generator().manual_seed(2)
     # Of another size of words, and therefore in chunks of its own.
     moment = torch.randn(1_000_000, generator=numbers, dtype=torch.double)

@@ -225,7 +225,7 @@ def test_a_chain_that_is_long_or_large_gets_no_more_deltas() -> None:
 def test_a_delta_of_more_than_half_of_a_whole_chunk_fits_no_chain(
     share: float, may: bool, deltas: int
 ) -> None:
-    """It counts from the whole chunk, however long the chain is at present."""
+    """Compare the delta with the whole chunk, however long the chain is at present."""
     [chunk] = chains(deltas).chunks
     assert may_have_delta(chunk, share) is may
 
