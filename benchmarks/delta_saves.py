@@ -231,28 +231,28 @@ def of_restores(rounds: int) -> Iterator[Row]:
         longest = max(lengths, key=lambda step: lengths[step])
         one = min((step for step in lengths if lengths[step] == 1), default=longest)
         whole = longest - lengths[longest]  # the checkpoint whose bytes the chain begins with
-        places = ("0.2 GB/s", "the disk", "its cache")
-        for number, place_read, step in itertools.product(
-            range(rounds + 1), places, (whole, one, longest)
+        sources = ("0.2 GB/s", "the disk", "its cache")
+        for number, source, step in itertools.product(
+            range(rounds + 1), sources, (whole, one, longest)
         ):
-            if place_read == "the disk":
+            if source == "the disk":
                 settled()
                 drop_pages(job)
-            with slow_reads() if place_read == "0.2 GB/s" else nullcontext():
+            with slow_reads() if source == "0.2 GB/s" else nullcontext():
                 begun = time.perf_counter()
                 with Checkpoint.open(job, step) as checkpoint:
                     loaded = checkpoint.load()["model"]
                 seconds = time.perf_counter() - begun
             if number:  # the first round warms up
-                times[place_read, step].append(seconds)
+                times[source, step].append(seconds)
             assert all(torch.equal(loaded[k], v) for k, v in states[step % 2].items())
-        for place_read, (name, step, limit) in itertools.product(
-            places, ((f"{lengths[longest]} deltas", longest, 1.5), ("one delta", one, 2.0))
+        for source, (name, step, limit) in itertools.product(
+            sources, ((f"{lengths[longest]} deltas", longest, 1.5), ("one delta", one, 2.0))
         ):
-            seconds = median(times[place_read, whole])
+            seconds = median(times[source, whole])
             yield Row(
-                name=f"restore from {place_read}, {name} / whole", unit="x", limit=limit,
-                value=median(times[place_read, step]) / seconds,
+                name=f"restore from {source}, {name} / whole", unit="x", limit=limit,
+                value=median(times[source, step]) / seconds,
                 beside={"whole s": seconds},
             )  # fmt: skip
 

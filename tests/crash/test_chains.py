@@ -15,7 +15,7 @@ from tests.support.seen_chains import CHAINS
 
 SEEN = (CHAINS, "load", " refused")
 MOST = 24
-"""The most jobs. What a job meets depends on how busy the machine is."""
+"""The most jobs that are run. How busy the machine is decides what a job meets."""
 
 
 def met(kinds: Collection[str], first: int, where: Where = home) -> Counter[str]:
