@@ -29,6 +29,7 @@ help.
         ├── Busy                  the resource is in use now; a retry helps
         ├── SnapshotFailed        the snapshot cannot reach the state that `Pending.wait` waits for
         │   └── StructureChanged  the structure changed on some ranks only; all plan again
+        ├── PeerLost              a peer on another node has not answered, or its copy cannot be used
         ├── RecoveryFailed        checkpoints exist, and none could be loaded
         └── InternalError         a bug in ckptd
 
@@ -266,6 +267,14 @@ class StructureChanged(SnapshotFailed):
 
     code = "structure-changed"
     retry = True
+
+
+class PeerLost(ServiceError):
+    """A peer that has not answered in time, whose connection has ended, or that has sent
+    what cannot be used.
+    """
+
+    code = "peer-lost"
 
 
 class RecoveryFailed(ServiceError):

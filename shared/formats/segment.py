@@ -25,6 +25,7 @@ from ckptd.shared.formats.binary import (
     ALIGN,
     NO_STEP,
     PIECE,
+    PREAMBLE,
     align,
     check_preamble,
     check_zero,
@@ -34,6 +35,10 @@ from ckptd.shared.formats.plan import MAX_CHUNK, MAX_DOCUMENT, MIN_CHUNK, most_c
 from ckptd.shared.system.fs import read_exactly
 
 SEGMENT_MAGIC, CHECK_MAGIC, ROOT_MAGIC = b"CKPTDSEG", b"CKPTDCHK", b"CKPTDROT"
+PEER_REPLICA = 1 << 0
+"""The feature bit of a segment that holds a peer replica. An earlier version leaves the
+segment alone: it would take the ranks for ranks of its own node.
+"""
 CHECK_OFFSET = 2 * ALIGN
 CHECK_HEADER = 64
 
@@ -72,6 +77,13 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentHeader:
+    """The header of a segment.
+
+    `peer_replica` is True if the segment is for copies of a slot of another node. The
+    fields other than `slot`, `capacity`, `generation` and `boot_id` are then those of
+    that slot.
+    """
+
     job: str
     attempt: int
     rank: int
@@ -87,6 +99,7 @@ class SegmentHeader:
     plan: Extent = Extent()
     request: Extent = Extent()
     values: Extent = Extent()
+    peer_replica: bool = False
 
     @property
     def check_length(self) -> int:
@@ -117,7 +130,7 @@ class SegmentHeader:
             for n in (e.offset, e.length, e.crc, 0)
         ]
         body = _HEADER.pack(
-            preamble(SEGMENT_MAGIC), self.generation, self.state, self.rank, self.world_size,
+            preamble(SEGMENT_MAGIC, PEER_REPLICA if self.peer_replica else 0), self.generation, self.state, self.rank, self.world_size,
             self.attempt, NO_STEP if self.step is None else self.step, self.boot_id, self.capacity,
             self.check_length, self.chunk_size, self.slot, self.job.encode(), self.signature,
             *extents,
@@ -133,7 +146,7 @@ class SegmentHeader:
         """
         if len(data) != ALIGN:
             raise IntegrityError("segment header is cut short")
-        check_preamble(data, SEGMENT_MAGIC, "segment header", body=_HEADER.size)
+        check_preamble(data, SEGMENT_MAGIC, "segment header", known=PEER_REPLICA, body=_HEADER.size)
         check_zero(data[_HEADER.size + 4 :], "segment header")
         (
             _,
@@ -161,6 +174,7 @@ class SegmentHeader:
                 slot=slot, capacity=capacity, chunk_size=chunk_size, generation=generation,
                 state=SlotState(state), step=None if step == NO_STEP else step, boot_id=boot,
                 signature=signature, plan=extents[0], request=extents[1], values=extents[2],
+                peer_replica=bool(PREAMBLE.unpack_from(data)[3] & PEER_REPLICA),
             )  # fmt: skip
         except ValueError as error:
             raise IntegrityError(f"segment header is not valid: {error}") from None

@@ -29,7 +29,7 @@ class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
     retention policies of the job as text, or None if it has none of its own. node: the
     membership of the node in an attempt of several nodes, or None if all ranks are on one
     node. replicas: digests of the tensors that other ranks hold too, by which these
-    ranks are compared.
+    ranks are compared. replicate: True if the slot is to be copied to a peer.
     """
 
     tag: Annotated[str, msgspec.Meta(max_length=128)] | None = None
@@ -46,11 +46,12 @@ class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
     ) = None
     node: Membership | None = None
     replicas: Replicas = []
+    replicate: bool = False
 
     def encode(self) -> bytes:
         members = msgspec.to_builtins(self, builtin_types=(bytes,))
-        for optional in ("retention", "node", "replicas"):
-            if members[optional] in (None, []):
+        for optional in ("retention", "node", "replicas", "replicate"):
+            if members[optional] in (None, [], False):
                 del members[optional]
         return msgspec.msgpack.encode(members)
 

@@ -48,6 +48,10 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     overdue: the steps for which a rank of the node has waited long.
     replicas: for each step in `held`, digests of the tensors that ranks of the node
         share with ranks of other nodes.
+    wanted: the steps in `held` that are to be copied to peers.
+    hosted: for each step of which this node holds whole peer replicas, the lowest rank
+        of each node that they are copies of.
+    alone: the reason why this node makes no peer replicas any more, or "".
     """
 
     held: Annotated[list[StepNumber], msgspec.Meta(max_length=MOST_STEPS)] = []
@@ -63,6 +67,9 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         dict[StepNumber, Annotated[list[Brief], msgspec.Meta(max_length=MOST_BRIEFS)]],
         msgspec.Meta(max_length=MOST_STEPS),
     ] = {}
+    wanted: Annotated[list[StepNumber], msgspec.Meta(max_length=MOST_STEPS)] = []
+    hosted: Annotated[dict[StepNumber, RankNumbers], msgspec.Meta(max_length=MOST_STEPS)] = {}
+    alone: ShortText = ""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -74,6 +81,10 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         never seal. Such a step can never be complete.
     missing: the first step that is overdue on a node, with the ranks of all nodes that
         have not come to it. Empty if no step is overdue.
+    replicating: the step that all nodes copy to their peers now, or -1. One step at a
+        time, because a step is worth nothing in a peer unless all nodes have copied it.
+    replicated: the last steps that all nodes have copied to their peers, ascending.
+    alone: the reason why no node makes peer replicas any more in this attempt, or "".
     """
 
     common: Annotated[list[StepNumber], msgspec.Meta(max_length=MOST_STEPS)] = []
@@ -81,6 +92,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         dict[StepNumber, tuple[ShortText, ShortText]], msgspec.Meta(max_length=MOST_STEPS)
     ] = {}
     missing: Annotated[dict[StepNumber, RankNumbers], msgspec.Meta(max_length=1)] = {}
+    replicating: Annotated[int, msgspec.Meta(ge=-1, lt=10**18)] = -1
+    replicated: Annotated[list[StepNumber], msgspec.Meta(max_length=MOST_STEPS)] = []
+    alone: ShortText = ""
 
 
 def answer(nodes: Mapping[str, Holding], before: Answer) -> Answer:
@@ -121,11 +135,46 @@ def answer(nodes: Mapping[str, Holding], before: Answer) -> Answer:
                 )
                 dead[step] = (code, reason)
                 break
+    alone = before.alone or next(
+        (f"{node.alone} ({name})"[:MOST_TEXT] for name, node in nodes.items() if node.alone), ""
+    )
+    replicated = sorted({*before.replicated, *_copied(nodes.values(), common)})
     return Answer(
         common=sorted(common)[-MOST_STEPS:],
         dead={step: dead[step] for step in sorted(dead)[-MOST_STEPS:]},
         missing=_missing(nodes.values(), {*common, *dead}, durable),
+        replicating=-1
+        if alone
+        else replicating(nodes.values(), before.replicating, common, replicated),
+        replicated=replicated[-MOST_STEPS:],
+        alone=alone,
     )
+
+
+def _copied(nodes: Collection[Holding], common: Collection[int]) -> set[int]:
+    """Return the common steps of which every node has a whole copy on another node."""
+    leaders = {node.ranks[0] for node in nodes if node.ranks}
+    return {
+        step
+        for step in common
+        if leaders and leaders <= {rank for node in nodes for rank in node.hosted.get(step, ())}
+    }
+
+
+def replicating(
+    nodes: Collection[Holding], before: int, common: Collection[int], replicated: Collection[int]
+) -> int:
+    """Return the step that all nodes copy to their peers next, or -1.
+
+    before: the step that they copy now, or -1. It stays until it is replicated, or until
+    a node no longer holds it. The next one is the newest common step that all nodes
+    hold and are to copy, if no step after it is replicated.
+    """
+    wanted = set.intersection(*(set(node.held).intersection(node.wanted) for node in nodes))
+    newest = max(replicated, default=-1)
+    if before in wanted and before > newest:
+        return before
+    return max((step for step in wanted.intersection(common) if step > newest), default=-1)
 
 
 def _missing(
@@ -163,6 +212,9 @@ def is_news(holding: Holding, written: Holding | None, known: Answer) -> bool:
         or holding.done != written.done
         or holding.failed.keys() - written.failed.keys()
         or any(ranks != written.begun.get(step) for step, ranks in holding.begun.items())
+        or holding.alone != written.alone
+        or any(ranks != written.hosted.get(step) for step, ranks in holding.hosted.items())
+        or (known.replicating in written.held and known.replicating not in holding.held)
     ):
         return True
     changed = set(holding.held).symmetric_difference(written.held)
@@ -179,6 +231,13 @@ def is_open(step: int, holding: Holding, known: Answer) -> bool:
     return step > holding.durable and step not in known.common and step not in known.dead
 
 
+def is_copied(step: int, known: Answer) -> bool:
+    """Return True if, as far as a node knows, a step that is to be copied to a peer is
+    replicated, or will never be.
+    """
+    return bool(known.alone) or step in known.dead or step <= max(known.replicated, default=-1)
+
+
 def is_quiet(nodes: Mapping[str, Holding], given: Answer) -> bool:
     """Return True if no node waits for another one: all nodes are done with the same
     steps, and every step that a node holds is durable, common or dead.
@@ -187,7 +246,8 @@ def is_quiet(nodes: Mapping[str, Holding], given: Answer) -> bool:
     """
     durable = max((node.durable for node in nodes.values()), default=-1)
     return len({node.done for node in nodes.values()}) == 1 and not any(
-        step > durable and is_open(step, node, given)
+        (step > durable and is_open(step, node, given))
+        or (step in node.wanted and not is_copied(step, given))
         for node in nodes.values()
         for step in node.held
     )

@@ -14,7 +14,7 @@ from ckptd.shared.errors import ProtocolError
 from ckptd.shared.formats.membership import MOST_RANKS, Membership
 from ckptd.shared.formats.plan import Size
 from ckptd.shared.system.numa import UNKNOWN
-from ckptd.shared.wire.board import Answer, Holding, StepNumber
+from ckptd.shared.wire.board import MOST_STEPS, Answer, Holding, StepNumber
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]
@@ -65,6 +65,11 @@ class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
     `identity` is that of the root, which tells two roots at the same path of two nodes
     apart. `stage` is the directory in which checkpoints are committed before they are
     uploaded to the root, or "".
+
+    `replicas`: the number of nodes that get a copy of each slot of this node, 0 or 1.
+    `domain`: the failure domain of this node, such as its rack, or "" if it has no
+    name. `replica_bandwidth`: the most bytes a second that a rank may send to its peer,
+    or 0 for no limit.
     """
 
     version: int
@@ -79,6 +84,9 @@ class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
     settings: dict[str, str] | None = None
     identity: Annotated[str, msgspec.Meta(max_length=64)] = ""
     stage: str = ""
+    replicas: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
+    domain: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    replica_bandwidth: Size = 0
 
 
 class Status(Request, frozen=True, kw_only=True, tag="status"):
@@ -235,14 +243,20 @@ class Deliver(Request, frozen=True, kw_only=True, tag="deliver"):
     """A request to save all that is in memory of the job.
 
     The reply comes once that is done. Only for jobs of several nodes.
+
+    `absent`: ranks of the attempt before whose nodes are not part of this one. If there
+    are any, the request is to save the peer replicas of these ranks instead.
     """
+
+    absent: Annotated[list[Rank], msgspec.Meta(max_length=MOST_RANKS)] = []
 
 
 class Delivered(Reply, frozen=True, kw_only=True, tag="delivered"):
     """The reply to Deliver.
 
     `attempt` is the attempt before this one in which this daemon had `ranks`, or 0 if
-    it knows of none.
+    it knows of none. In the reply to a request with `absent`, `ranks` are those of them
+    whose peer replicas this daemon has delivered.
 
     `world_size`: the ranks of that attempt.
     """
@@ -332,6 +346,38 @@ class Lent(Reply, frozen=True, kw_only=True, tag="lent"):
     tag: str = ""
     source: str = ""
     ranks: list[Rank] = []
+
+
+class Host(Request, frozen=True, kw_only=True, tag="host"):
+    """A request for a segment that is to get the peer replica of a slot of another node.
+
+    `rank`, `attempt`, `step`: those of the slot. `capacity`: the bytes of its data that
+    are used. `chunk_size`: that of the slot. `mapped`: the segments that this client has
+    mapped already.
+    """
+
+    rank: Rank
+    attempt: AttemptNumber
+    step: StepNumber
+    capacity: Size
+    chunk_size: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    mapped: Annotated[list[Name], msgspec.Meta(max_length=64)] = []
+
+
+class Hosted(Request, frozen=True, kw_only=True, tag="hosted"):
+    """A report that the peer replica in `segment` is whole: its header says sealed."""
+
+    segment: Name
+
+
+class Replicated(Request, frozen=True, kw_only=True, tag="replicated"):
+    """A report that this rank has copied its slot of `step` to its peer, or the reason
+    why it could not.
+    """
+
+    attempt: AttemptNumber
+    step: StepNumber
+    reason: Annotated[str, msgspec.Meta(max_length=65536)] = ""
 
 
 class ReportRecovery(Request, frozen=True, kw_only=True, tag="recovered"):
@@ -425,6 +471,22 @@ class Holds(Notification, frozen=True, kw_only=True, tag="holds"):
     holding: Holding
 
 
+class PeerReplicas(Notification, frozen=True, kw_only=True, tag="peer-replicas"):
+    """The progress of peer replicas in an attempt.
+
+    Every rank gets this message if its client has the feature `peers`.
+
+    `replicating`: the step that this rank is to copy to its peer now, or -1.
+    `replicated`: the last steps that all nodes have copied to their peers. `alone`: the
+    reason why there are no more peer replicas in this attempt, or "".
+    """
+
+    attempt: AttemptNumber
+    replicating: Annotated[int, msgspec.Meta(ge=-1, lt=10**18)] = -1
+    replicated: Annotated[list[StepNumber], msgspec.Meta(max_length=MOST_STEPS)] = []
+    alone: str = ""
+
+
 class Uploads(Notification, frozen=True, kw_only=True, tag="uploads"):
     """The steps of an attempt that are in the root, and those that wait on the stage, if
     the daemon has a stage.
@@ -448,7 +510,8 @@ Message = (
     Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Segments | Replan
     | Acquire | Granted | Refused | Seal | Sealed | Abandon | Persist | Heard | Deliver
     | Delivered | Find | Found | Fetch | Fetched | Lend | Lent | ReportRecovery | Forget
-    | Forgotten | Detach | Done | Progress | Holds | Uploads | Waiting | Remark | Error
+    | Forgotten | Host | Hosted | Replicated | Detach | Done | Progress | Holds | Uploads
+    | PeerReplicas | Waiting | Remark | Error
 )  # fmt: skip
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

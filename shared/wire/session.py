@@ -42,6 +42,10 @@ RECOVERIES = "recoveries"
 """The feature of a daemon that takes the message ReportRecovery."""
 LENDING = "lending"
 """The feature of a daemon that takes the message Lend."""
+PEERS = "peers"
+"""The feature of a client that takes the message PeerReplicas, and of a daemon that
+holds peer replicas.
+"""
 MAX_UNDER_WAY = 64
 
 
@@ -73,7 +77,8 @@ REQUESTS: dict[tuple[SessionState, type[m.Request]], SessionState] = {
         (_A, request): _A
         for request in (
             m.Status, m.Allocate, m.Replan, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Heard,
-            m.Deliver, m.Find, m.Fetch, m.ReportRecovery, m.Forget, m.Lend,
+            m.Deliver, m.Find, m.Fetch, m.ReportRecovery, m.Forget, m.Lend, m.Host, m.Hosted,
+            m.Replicated,
         )
     },
     (_A, m.Detach): SessionState.LEAVING,
@@ -97,6 +102,9 @@ REPLIES: dict[type[m.Request], type[m.Reply] | tuple[type[m.Reply], ...]] = {
     m.Find: m.Found,
     m.Fetch: m.Fetched,
     m.Lend: m.Lent,
+    m.Host: (m.Granted, m.Segments, m.Refused),
+    m.Hosted: m.Done,
+    m.Replicated: m.Done,
     m.ReportRecovery: m.Done,
     m.Forget: m.Forgotten,
     m.Detach: m.Done,

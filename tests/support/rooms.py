@@ -30,7 +30,7 @@ ORDER = {
     ),
     "agent": (
         "torch_support", "threads", "pending", "step_times", "advice", "outcomes", "state",
-        "link", "plan", "copy", "handover", "read", "dcp", "recover", "agent", "default",
+        "link", "plan", "copy", "read", "peers", "handover", "dcp", "recover", "agent", "default",
         "schedule", "batches", "training_run", "follow", "bench", "convert", "smp",
         "integrations", "face",
     ),

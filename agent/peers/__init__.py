@@ -1,0 +1,1 @@
+"""Copies sealed slots to ranks on other nodes, and reads them back."""

@@ -1,0 +1,85 @@
+"""Connects two ranks of a job through a gloo process group of their own.
+
+Each pair of ranks has a group of two, so that a rank has as many connections as it has
+peers, however many ranks the job has, and a peer that is lost breaks no other pair. The
+group is not known to `torch.distributed`, whose collectives and names of groups it
+leaves alone.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
+
+from ckptd.shared.errors import PeerLost
+
+_TAG = 0
+
+
+class Pair:
+    """A connection between this rank and one peer.
+
+    Messages arrive in the order in which they were sent. A receiver must know the
+    length of each message. After an error the pair cannot be used any more.
+    """
+
+    def __init__(self, store: Store, name: str, *, first: bool, seconds: float) -> None:
+        """Connect with the peer, which makes the same pair with the other `first`.
+
+        store: a client of the job's store that nothing else uses. name: the name of the
+        pair in the store, which no earlier pair has had. seconds: how long to wait for
+        the peer.
+
+        Raises PeerLost if the peer does not come in time, or no connection can be made.
+        """
+        self._peer = 1 if first else 0
+        limit = timedelta(seconds=seconds)
+        store.set_timeout(limit)
+        try:
+            self._group = ProcessGroupGloo(PrefixStore(name, store), 0 if first else 1, 2, limit)
+        except RuntimeError as error:
+            raise _lost(error) from None
+
+    def send(self, data: torch.Tensor, seconds: float) -> None:
+        """Send the bytes of a contiguous uint8 tensor in CPU memory.
+
+        Return once they may change. Raises PeerLost if that takes longer than `seconds`.
+        """
+        finish(self.begin_send(data), seconds)
+
+    def receive(self, into: torch.Tensor, seconds: float) -> None:
+        """Fill a contiguous uint8 tensor in CPU memory with the next bytes from the peer.
+
+        Raises PeerLost if they have not all come within `seconds`.
+        """
+        finish(self.begin_receive(into), seconds)
+
+    def begin_send(self, data: torch.Tensor) -> Work:
+        """Begin to send, and return at once. `finish` waits for the end."""
+        try:
+            sending: Work = self._group.send([data], self._peer, _TAG)  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise _lost(error) from None
+        return sending
+
+    def begin_receive(self, into: torch.Tensor) -> Work:
+        """Begin to receive, and return at once. `finish` waits for the end."""
+        try:
+            receiving: Work = self._group.recv([into], self._peer, _TAG)  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            raise _lost(error) from None
+        return receiving
+
+
+def finish(work: Work, seconds: float) -> None:
+    """Wait until a message is sent or received. Raises PeerLost after `seconds`."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        raise _lost(error) from None
+
+
+def _lost(error: RuntimeError) -> PeerLost:
+    return PeerLost(f"the connection with a peer has failed: {str(error).splitlines()[0]}")
