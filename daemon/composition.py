@@ -21,6 +21,7 @@ from ckptd.daemon.chunks.seal_check import SealCheck, read_sealed
 from ckptd.daemon.config import Config
 from ckptd.daemon.engine.engine import PLAN_GRACE_SECONDS, Engine
 from ckptd.daemon.engine.orphans import Orphans
+from ckptd.daemon.engine.peer_copies import PeerCopies
 from ckptd.daemon.engine.readers import Readers
 from ckptd.daemon.engine.recoveries import Recoveries
 from ckptd.daemon.engine.seal_intake import SealIntake
@@ -232,7 +233,14 @@ def _composed(
         read=lambda fd, header: pipeline.run(partial(read_sealed, fd, header)),
         compare=lambda contents, size: pipeline.run(partial(seal_check.compare, contents, size)),
     )
-    orphans = Orphans(catalog, slots, steps, seals, saver, events, config.memory_ttl)
+    copies = PeerCopies(
+        catalog,
+        slots,
+        steps,
+        pipeline.run,
+        read=lambda fd, header: pipeline.run(partial(read_sealed, fd, header)),
+    )
+    orphans = Orphans(catalog, slots, steps, seals, copies, saver, events, config.memory_ttl)
     take_over = partial(recovery.take_over, claims, catalog, orphans)
     foreign = ForeignMemoryKeeper(slots, str(config.root), config.foreign_memory, take_over)
     beats = HeartbeatStore(root.repository.storage)
@@ -245,6 +253,7 @@ def _composed(
         Admission(slots, config.chunk_size, pipeline.run),
         steps,
         seals,
+        copies,
         saver,
         RunGuard(beats, root.calls, heartbeats),
         served,
@@ -264,7 +273,7 @@ def subscribe(
 ) -> None:
     """Name the parts that act on each event, in their order."""
     events.on_saved = [steps.tell, orphans.retry_later]
-    events.on_settled = [steps.release_replaced, orphans.ensure_timer]
+    events.on_settled = [steps.release_replaced, engine.copies.settle, orphans.ensure_timer]
     if uploader is not None:
         events.on_settled.append(lambda job: uploader.wake())
     events.on_remark = [steps.remark]

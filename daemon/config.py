@@ -28,6 +28,12 @@ from ckptd.shared.system.numa import parse_cpus
 from ckptd.shared.system.settings import FOREIGN_MEMORY_CHOICES, NOT_OF_THE_DAEMON, PREFIX, nearest
 from ckptd.shared.units import parse_size
 
+_SLOTS_WITH_REPLICAS = 3
+REPLICA_SLOTS = 2
+"""The segments for copies of one rank of another node: one that holds a whole copy, and
+one that receives the next.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -54,7 +60,17 @@ class Config:
     """Encoding of stored chunks: `auto`, `raw`, `zstd`, `zstd:LEVEL` or `planes`."""
     slots: int = 2
     """Slots for each rank, 2 to 8. Two are enough unless saves take longer than the
-    time between snapshots.
+    time between snapshots. With `replicas`, there are three at least.
+    """
+    replicas: int = 0
+    """Copies of each snapshot in the memory of other nodes, 0 or 1, for jobs of several
+    nodes. The daemons of all nodes need the same number.
+    """
+    replica_bandwidth: int = 0
+    """The most bytes a second that each rank sends to its peer; 0 means no limit."""
+    domain: str = ""
+    """Name of what this node fails with, like its rack or zone. A node has its copies
+    on a node of another domain. Empty means that it fails alone.
     """
     shm_dir: Path = Path("/dev/shm")
     """Directory for the slots, in a tmpfs. A container with a small /dev/shm needs
@@ -203,6 +219,11 @@ class Config:
         _require(self.state_dir.is_absolute(), "state_dir", self.state_dir, "an absolute path")
         _require(self.shm_dir.is_absolute(), "shm_dir", self.shm_dir, "an absolute path")
         _require(2 <= self.slots <= 8, "slots", self.slots, "2 to 8")
+        _require(self.replicas in (0, 1), "replicas", self.replicas, "0 or 1")
+        if self.replicas:
+            # The step that is in the peers keeps a slot until a later one is, too.
+            object.__setattr__(self, "slots", max(self.slots, _SLOTS_WITH_REPLICAS))
+        _require(len(self.domain) <= 128, "domain", self.domain, "at most 128 characters")
         _require(self.keep_last >= 0, "keep_last", self.keep_last, "0 (all) or more")
         _require(
             MIN_CHUNK <= self.chunk_size <= MAX_CHUNK,
@@ -244,7 +265,14 @@ class Config:
             "a path that ends in .prom, because the node exporter reads no other files",
         )
         _require(self.max_connections >= 1, "max_connections", self.max_connections, "1 or more")
-        for name in ("shm_quota", "root_quota", "memory_ttl", "stall_budget", "idle_timeout"):
+        for name in (
+            "shm_quota",
+            "root_quota",
+            "replica_bandwidth",
+            "memory_ttl",
+            "stall_budget",
+            "idle_timeout",
+        ):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         _require(self.storage_timeout > 0, "storage_timeout", self.storage_timeout, "more than 0")
         _require(self.rank_timeout > 0, "rank_timeout", self.rank_timeout, "more than 0")
@@ -252,6 +280,13 @@ class Config:
         cpus = self.worker_cpus
         if self.threads == 0:
             object.__setattr__(self, "threads", min(8, len(cpus)))
+
+    @property
+    def segments(self) -> int:
+        """The most segments for each rank of this node: its slots, and those for copies
+        of a rank of another node.
+        """
+        return self.slots + (REPLICA_SLOTS if self.replicas else 0)
 
     @property
     def worker_cpus(self) -> set[int]:

@@ -71,6 +71,7 @@ UPLOAD_DONE = LogEvent("upload.done", logging.INFO)
 UPLOAD_FAILED = LogEvent("upload.failed", logging.ERROR)
 UPLOADS_STOPPED = LogEvent("uploads.stopped", logging.ERROR)
 UPLOADS_RESUMED = LogEvent("uploads.resumed", logging.INFO)
+REPLICAS_OFF = LogEvent("replicas.off", logging.WARNING)
 RUN_REPLACED = LogEvent("run.replaced", logging.WARNING)
 
 EVENTS = {value.name: value for value in list(globals().values()) if isinstance(value, LogEvent)}

@@ -52,11 +52,13 @@ def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
 
     Without `with_root` the checks of the root are left out.
     """
-    plan = limits.DescriptorPlan(config.slots, config.open_files)
+    plan = limits.DescriptorPlan(config.segments, config.open_files)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield check_files(plan, soft, hard, config.max_connections)
     yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
-    yield check_shared_memory(config.shm_dir, config.slots, config.shm_quota)
+    yield check_shared_memory(
+        config.shm_dir, config.slots, config.shm_quota, config.segments - config.slots
+    )
     if config.shm_dir.is_relative_to("/dev/shm"):
         yield check_remove_ipc(os.geteuid(), removes_ipc(Path("/")), _lingers())
     if with_root:
@@ -118,11 +120,12 @@ def check_locked_memory(limit: int) -> Check:
     )  # fmt: skip
 
 
-def check_shared_memory(path: Path, slots: int, quota: int) -> Check:
+def check_shared_memory(path: Path, slots: int, quota: int, copies: int = 0) -> Check:
     """Check the tmpfs at `path`, and tell the largest state of all local ranks together
     for which `slots` slots fit.
 
-    quota: most bytes of all slots; 0 means nine tenths of the tmpfs.
+    quota: most bytes of all slots; 0 means nine tenths of the tmpfs. copies: the segments
+    for copies of another node, for each rank.
     """
     name = "shared memory"
     try:
@@ -132,15 +135,19 @@ def check_shared_memory(path: Path, slots: int, quota: int) -> Check:
         return Check(
             name, FAILED, f"{path} cannot be used: {error.strerror}; set shm_dir to a tmpfs"
         )
-    largest = min(free, quota or total * 9 // 10) // slots
+    largest = min(free, quota or total * 9 // 10) // (slots + copies)
     values = {
         "path": str(path),
         "total_bytes": total,
         "free_bytes": free,
         "largest_state_bytes": largest,
         "slots": slots,
+        "replica_slots": copies,
     }
-    fits = f"with {slots} slots one state of {size_text(largest)} fits, all local ranks together"
+    more = f" and {copies} for copies of another node" if copies else ""
+    fits = (
+        f"with {slots} slots{more} one state of {size_text(largest)} fits, all local ranks together"
+    )
     text = f"{path} has {size_text(free)} free of {size_text(total)}: {fits}"
     if not writable:
         return Check(

@@ -196,7 +196,7 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     from ckptd.daemon.process import limits
     from ckptd.daemon.process.app import App
 
-    limits.check(limits.DescriptorPlan(config.slots, config.open_files), limits.raise_limit())
+    limits.check(limits.DescriptorPlan(config.segments, config.open_files), limits.raise_limit())
     app = App(config, ready_fd)
     try:
         _event_loop_runner()(app.run)

@@ -15,9 +15,11 @@ import os
 from collections.abc import Callable, Collection
 
 from ckptd.daemon import log_events
+from ckptd.daemon.engine.peer_copies import PeerCopies
 from ckptd.daemon.engine.seal_intake import SealIntake
 from ckptd.daemon.engine.steps import Steps
 from ckptd.daemon.job import decisions as d
+from ckptd.daemon.job import peer_replicas
 from ckptd.daemon.job.catalog import Catalog, EarlierAttempt, Job
 from ckptd.daemon.job.ranks import NOT_KNOWN, Owner, Process
 from ckptd.daemon.job.snapshot import Snapshot
@@ -75,6 +77,7 @@ class Engine:
         admission: Admission,
         steps: Steps,
         seals: SealIntake,
+        copies: PeerCopies,
         saver: Saver,
         guard: RunGuard,
         served: ServedRoot,
@@ -87,7 +90,7 @@ class Engine:
         self._admission = admission
         self._saver = saver
         self._steps = steps
-        self._seals = seals
+        self._seals, self.copies = seals, copies
         self._guard = guard
         self._plan_timeout = plan_timeout
         self._served, self._foreign = served, foreign
@@ -252,6 +255,7 @@ class Engine:
         Only their snapshots that all ranks have sealed may still be saved.
         """
         self._steps.perform(job, d.superseded(job))
+        self.copies.end_attempt(job)
         for owner in job.ranks.retire(job.attempt):
             self._steps.end(job, owner, "ended")
         self._steps.release_replaced(job)
@@ -281,10 +285,13 @@ class Engine:
         )
 
     def _free_older(self, job: Job) -> bool:
-        """Free the durable snapshots of older attempts. Return True if there were any."""
+        """Free the durable snapshots of older attempts, and the peer replicas of such
+        steps. Return True if there were any.
+        """
         actions = d.durable(job, before=job.attempt)
         self._steps.perform(job, actions)
-        return bool(actions)
+        old = [each for each in peer_replicas.needless(job) if each.attempt < job.attempt]
+        return self.copies.free(job, old) or bool(actions)
 
     def plan(self, owner: Owner, number: int, why: str) -> None:
         """Record that the rank plans this step again.
@@ -416,6 +423,9 @@ class Engine:
 
         If the rank has two slots for the step, this one is freed and the step goes on.
         """
+        if self.slots.get(segment).header.peer_replica:
+            self.copies.give_back(owner, segment)
+            return
         self._slot_of(owner, segment)
         job = self.catalog.job(owner.job)
         step = job.step_in(segment)
@@ -478,7 +488,9 @@ class Engine:
                 f"several"
             )
         if attempt == owner.attempt:
+            before = job.answer
             self._steps.take_answer(job, answer)
+            self.copies.follow(job, before)
 
     def memory_candidates(self, job_name: str) -> list[Snapshot]:
         """Return the snapshots that can be recovered from memory: all ranks must be on
@@ -489,21 +501,25 @@ class Engine:
     async def fetch(
         self, owner: Owner, attempt: int, number: int, *, check: bool = True
     ) -> list[tuple[int, int]]:
-        """Return (rank, read-only descriptor) for each slot of a snapshot in memory.
+        """Return (rank, read-only descriptor) for each slot of a snapshot in memory, and
+        for each slot in a peer replica of the same step.
 
         The caller closes the descriptors.
 
         With `check`, the snapshot is checked first. Raises NotFound if it is not in
         memory, IntegrityError if it is damaged.
         """
-        snapshot = self.catalog.job(owner.job).snapshot((attempt, number))
-        if snapshot is None or not snapshot.in_memory:
+        job, key = self.catalog.job(owner.job), (attempt, number)
+        own = job.snapshot(key)
+        found = [s for s in [own, *peer_replicas.of_step(job, key)] if s and s.in_memory]
+        if not found:
             raise NotFound(f"step {number} of attempt {attempt} is not in the memory of this node")
-        if check:
-            await self._saver.check(snapshot)
+        if check and own is not None:
+            await self._saver.check(own)
+        seals = {rank: seal for snapshot in found for rank, seal in snapshot.seals.items()}
         opened: list[tuple[int, int]] = []
         try:
-            for rank, seal in sorted(snapshot.seals.items()):
+            for rank, seal in sorted(seals.items()):
                 opened.append(
                     (rank, self.slots.open_again(self.slots.get(seal.segment), write=False))
                 )
@@ -525,6 +541,7 @@ class Engine:
         for snapshot in job.snapshots:
             snapshot.unwanted |= snapshot.attempt == owner.attempt
         self._steps.perform(job, d.closed(job, owner.attempt))
+        self.copies.settle(job)
 
     def _check_not_stopping(self) -> None:
         if self.stopping:

@@ -15,9 +15,11 @@ import os
 from collections.abc import Coroutine
 
 from ckptd.daemon import log_events
+from ckptd.daemon.engine.peer_copies import PeerCopies
 from ckptd.daemon.engine.seal_intake import SealIntake
 from ckptd.daemon.engine.steps import Steps
 from ckptd.daemon.job import decisions as d
+from ckptd.daemon.job import peer_replicas
 from ckptd.daemon.job.catalog import Catalog, Job
 from ckptd.daemon.job.events import Events
 from ckptd.daemon.job.ranks import Owner
@@ -38,6 +40,10 @@ CHECK_SECONDS = 1.0
 """Seconds between two checks of the locks of trainers that have not reconnected after a
 restart of the daemon.
 """
+BEHALF_SECONDS = 10.0
+"""Seconds that the node of a dead trainer has to deliver by itself what its peer holds a
+copy of.
+"""
 RETRY_SECONDS = 30.0
 """Seconds until a dead trainer's snapshot whose save has failed is saved again. They
 double with each failure, up to `memory_ttl`.
@@ -55,6 +61,7 @@ class Orphans:
         slots: Slots,
         steps: Steps,
         seals: SealIntake,
+        copies: PeerCopies,
         saver: Saver,
         events: Events,
         memory_ttl: float,
@@ -62,12 +69,13 @@ class Orphans:
         """memory_ttl: seconds that a dead trainer's newest snapshot stays in memory."""
         self._catalog, self._slots = catalog, slots
         self._steps = steps
-        self._seals = seals
+        self._seals, self._copies = seals, copies
         self._saver = saver
         self._events, self._ttl = events, memory_ttl
         self._timers: dict[str, asyncio.TimerHandle] = {}
         # The retries to come, by job, and the seconds that each was to wait.
         self._retries: dict[str, tuple[asyncio.TimerHandle, float]] = {}
+        self._behalf: dict[str, asyncio.TimerHandle] = {}
         self._guards: dict[tuple[str, int, int], int] = {}
         self._unread = set[tuple[str, int, int]]()  # the dead owners whose memory cannot be read
         self._tasks: set[asyncio.Task[None]] = set()
@@ -205,6 +213,22 @@ class Orphans:
                 )
                 owed.persist = owed.unasked = True
             self._saver.start(owed)
+        if job.peer_replicas and not job.ranks.owners and job.name not in self._behalf:
+            self._behalf[job.name] = asyncio.get_running_loop().call_later(
+                BEHALF_SECONDS, self._save_on_behalf, job
+            )
+
+    def _save_on_behalf(self, job: Job) -> None:
+        """Save the peer replicas whose own nodes have not delivered them, unless the
+        ranks are back: the next attempt then decides.
+        """
+        if (timer := self._behalf.pop(job.name, None)) is not None:
+            timer.cancel()
+        if job.ranks.owners:
+            return
+        for replica in peer_replicas.owed(job):
+            replica.persist = replica.unasked = True
+            self._saver.start(replica)
 
     def retry_later(self, snapshot: Snapshot) -> None:
         """Save a snapshot again later if the storage has failed it and its trainer is
@@ -240,7 +264,7 @@ class Orphans:
         owner.
         """
         self.cancel_timer(job.name)
-        if job.snapshots and not job.ranks.owners:
+        if (job.snapshots or job.peer_replicas) and not job.ranks.owners:
             self._timers[job.name] = asyncio.get_running_loop().call_later(
                 self._ttl, self._expire, job
             )
@@ -262,6 +286,7 @@ class Orphans:
         Of several nodes, snapshots whose save has failed are freed too.
         """
         self._steps.perform(job, [*d.durable(job), *d.given_up(job)])
+        self._copies.free(job, peer_replicas.expired(job))
         self._save_owed(job)
         self.start_timer(job)
         self._events.changed()
@@ -282,6 +307,9 @@ class Orphans:
         for slot in slots:
             header = slot.header
             job = self._catalog.job(header.job)
+            if header.peer_replica:
+                self._copies.adopt(slot)
+                continue
             if header.attempt < job.attempt:
                 continue  # the trainer is fenced, so only a sealed slot of it matters
             if not job.ranks.has(header.attempt, header.rank):
@@ -294,7 +322,9 @@ class Orphans:
         """Record the seals of adopted slots in order of attempt and step, and release
         those that have no owner.
         """
-        for slot in sorted(slots, key=lambda s: (s.header.attempt, s.header.step or 0)):
+        await self._copies.record_adopted([s for s in slots if s.header.peer_replica])
+        own = [slot for slot in slots if not slot.header.peer_replica]
+        for slot in sorted(own, key=lambda s: (s.header.attempt, s.header.step or 0)):
             if slot.header.state is SlotState.SEALED:
                 try:
                     await self._seals.record(slot, adopted=True)
@@ -307,7 +337,7 @@ class Orphans:
                 ) as error:  # the seal is damaged: its step has failed, and its slot is free
                     log.warning("%r removed: %s", slot, error)
                     self._saver.counters["verify_failures"] += 1
-        for slot in slots:
+        for slot in own:
             job = self._catalog.job(slot.header.job)
             if (
                 not slot.released
@@ -336,10 +366,13 @@ class Orphans:
             # Otherwise one was sealed meanwhile.
             if all(owed.persist for job in self._catalog.jobs.values() for owed in job.owed()):
                 break
+        for job in self._catalog.jobs.values():
+            self._save_on_behalf(job)
+        await self._saver.drain()
         self._steps.close()
         for name in list(self._timers):
             self.cancel_timer(name)
-        for timer, _ in self._retries.values():
+        for timer in [*self._behalf.values(), *(timer for timer, _ in self._retries.values())]:
             timer.cancel()
         for identity in list(self._guards):
             self.unguard(identity)

@@ -103,6 +103,7 @@ class SealIntake:
             job.name, *step.key, tag, header.world_size, persist, node=node
         )
         snapshot.persist = snapshot.persist and persist
+        snapshot.replicate |= sealed.request.replicate
         self._journal_seal(header, tag, slot.name, persist=persist)
         seal = RankSeal(
             header.rank, slot.name, header.generation, header.signature, sealed.plan.global_plan,

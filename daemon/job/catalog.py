@@ -245,6 +245,11 @@ class Job:
     `foreseen`: the tags that `announced`, or an earlier announcement, has named.
     `last_failure`: the last step that failed since this daemon started, or None.
     `stored`: the parts of the last save, by rank, if this daemon has written them.
+    `peer_replicas`: copies of snapshots of other nodes, by (attempt, step) and the lowest
+    rank of the node. `receiving`: the step and the rank of each segment into which such a
+    copy is received. `copying`: the snapshot that the ranks of this node copy to their
+    peers, or None. `copied`: the ranks that have. `alone`: the reason why this node makes
+    no peer replicas any more in this attempt, or "".
     `in_root`: with a stage, the checkpoints in the root, as far as they are known;
     `checkpoints` are then those of the stage.
     """
@@ -275,6 +280,11 @@ class Job:
     foreseen: set[str] = field(default_factory=set)
     last_failure: Failure | None = None
     stored: dict[int, LastPart] = field(default_factory=dict)
+    peer_replicas: dict[tuple[Key, int], Snapshot] = field(default_factory=dict)
+    receiving: dict[str, tuple[Key, int]] = field(default_factory=dict)
+    copying: Snapshot | None = None
+    copied: set[int] = field(default_factory=set)
+    alone: str = ""
     in_root: dict[str, StoredCheckpoint] = field(default_factory=dict)
     seq: int = 0
 
@@ -481,21 +491,40 @@ class Job:
         On several nodes, a snapshot that is not delivered is needed until all nodes
         hold a newer one, or a newer one is durable. Otherwise a node could die before
         it seals the newer one, and no step would be left that all nodes hold.
+
+        A snapshot that all nodes have copied to their peers, or copy now, is needed until
+        all have copied a newer one. Otherwise a node could be lost with the newer one.
         """
         if snapshot.node is None or snapshot.state is SnapshotState.DURABLE or snapshot.delivered:
             return snapshot.key < newest.key
-        return any(
-            checkpoint.order[:2] > snapshot.key for checkpoint in self.durable_checkpoints()
-        ) or (
+        return self.is_durable_after(snapshot.key) or (
             snapshot.attempt == self.attempt
-            and any(snapshot.step < step for step in self.answer.common)
+            and any(
+                snapshot.step < step
+                for step in (
+                    self.answer.replicated
+                    if self.is_in_peers(snapshot.step)
+                    else self.answer.common
+                )
+            )
         )
+
+    def is_durable_after(self, key: Key) -> bool:
+        """Return True if a checkpoint of a later step is durable."""
+        return any(checkpoint.order[:2] > key for checkpoint in self.durable_checkpoints())
+
+    def is_in_peers(self, step: int) -> bool:
+        """Return True if all nodes have copied this step of the newest attempt to their
+        peers, or copy it now.
+        """
+        answer = self.answer
+        return not answer.alone and (step == answer.replicating or step in answer.replicated)
 
     def is_settled(self, snapshot: Snapshot) -> bool:
         """Return True if nothing reads the snapshot's slots, and no save of it is
         running or still to come.
         """
-        return not snapshot.holds and (
+        return not (snapshot.holds or snapshot is self.copying) and (
             snapshot.state in (SnapshotState.DURABLE, SnapshotState.FAILED)
             or (snapshot.state is SnapshotState.SEALED and not snapshot.persist)
         )

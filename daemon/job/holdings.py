@@ -5,6 +5,7 @@ what follows from the answer that it finds there.
 from __future__ import annotations
 
 from ckptd.daemon.job import decisions as d
+from ckptd.daemon.job import peer_replicas
 from ckptd.daemon.job.catalog import Job, Step
 from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.shared.errors import SnapshotFailed, from_wire
@@ -57,7 +58,16 @@ def holding(job: Job, host: str) -> Holding:
             for number in held[-MOST_STEPS:]
             if (found := _briefs(job.step((job.attempt, number)).snapshot))
         },
+        wanted=[number for number in held[-MOST_STEPS:] if _is_wanted(job, number)],
+        hosted=peer_replicas.hosted(job),
+        alone=job.alone[:MOST_TEXT],
     )
+
+
+def _is_wanted(job: Job, number: int) -> bool:
+    """Return True if a step that this node holds is to be copied to the peers."""
+    snapshot = job.snapshot((job.attempt, number))
+    return snapshot is not None and snapshot.replicate and not job.alone
 
 
 def _briefs(snapshot: Snapshot | None) -> list[Brief]:

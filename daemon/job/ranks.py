@@ -84,6 +84,13 @@ class Ranks:
         """The number of ranks of the newest attempt whose connection stands."""
         return sum(owner.notify is not None for owner in self.owners.values())
 
+    @property
+    def are_closed(self) -> bool:
+        """True if all ranks of the newest attempt that have been here have closed their
+        agents.
+        """
+        return not self.owners and bool(self.gone) and set(self.gone.values()) == {"closed"}
+
     def join(self, owner: Owner) -> None:
         """Add a rank of the newest attempt, in place of an earlier owner of the same
         rank.

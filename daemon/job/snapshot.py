@@ -137,6 +137,12 @@ class Snapshot:
     """
     node: Membership | None = None
     directory: str = ""
+    replicate: bool = False
+    """True if it is to be copied to the memory of another node."""
+    peer_replica: bool = False
+    """True if it is the copy of a snapshot of another node, whose ranks and membership
+    it has.
+    """
     delivered: bool = False
     """True once the receipt of this node is durable, until its try is abandoned."""
     abandoned: int = 0
@@ -177,7 +183,7 @@ class Snapshot:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks of this node."""
+        """The ranks of this node, or of the node that this is a copy of."""
         return self.node.ranks if self.node is not None else range(self.world_size)
 
     @property

@@ -194,6 +194,7 @@ def _sealed(
                 header.state is SlotState.SEALED
                 and header.step is not None
                 and header.boot_id == this_boot()
+                and not header.peer_replica
             ):
                 found[header.job][header.attempt, header.step][directory, name] = header
     return found

@@ -222,7 +222,7 @@ class Serving:
         config, parts = self._parts.config, self._parts
         now = limits.used() - len(parts.slots.slots) - (self._ready_fd >= 0)
         own = limits.OWN if parts.saver.busy else max(limits.OWN, now)
-        plan = limits.DescriptorPlan(config.slots, config.open_files, own)
+        plan = limits.DescriptorPlan(config.segments, config.open_files, own)
         limits.check(plan, limits.soft_limit())
         if warning := plan.warning(limits.soft_limit(), config.max_connections):
             log.warning("%s", warning)

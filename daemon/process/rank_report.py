@@ -43,7 +43,7 @@ def ranks_report(job: Job, slots: Iterable[Slot], most: int) -> dict[str, Any]:
     holders = {segment: step for step in job.steps.values() for segment in step.slots}
     held: dict[int, list[dict[str, Any]]] = {rank: [] for rank in job.ranks.owners}
     for slot in sorted(slots, key=lambda slot: slot.header.slot):
-        if slot.header.attempt == job.attempt:
+        if slot.header.attempt == job.attempt and not slot.header.peer_replica:
             found = _slot(slot, holders.get(slot.name))
             held.setdefault(slot.header.rank, []).append(found)
     shown = sorted(held)[:most]

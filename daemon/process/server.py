@@ -360,6 +360,7 @@ class Connection:
                 if self._socket.fileno() < 0:  # the connection was closed meanwhile
                     self._server.orphans.connection_lost(self._owner)
                 self._server.changed()
+                engine.copies.tell(self._owner)
                 held = [_held(slot) for slot in engine.slots.of(*self._owner.identity)]
                 return m.Began(re=request.id, attempt=self._owner.attempt, held=held), ()
         owner = self._owner
@@ -401,6 +402,9 @@ class Connection:
             case m.Heard():
                 engine.take_answer(owner, request.attempt, request.answer)
             case m.Deliver():
+                if request.absent:
+                    ranks = await service.deliver_for(owner.job, request.absent)
+                    return m.Delivered(re=request.id, ranks=ranks), ()
                 earlier = await service.deliver(owner.job)
                 return m.Delivered(
                     re=request.id,
@@ -417,6 +421,17 @@ class Connection:
                 return m.Fetched(re=request.id, ranks=[rank for rank, _ in opened]), [
                     fd for _, fd in opened
                 ]
+            case m.Host():
+                hosted = await engine.copies.host(owner, request)
+                if isinstance(hosted, str):
+                    return m.Refused(re=request.id, reason=hosted), ()
+                if hosted.name in request.mapped:
+                    return m.Granted(re=request.id, segment=hosted.name), ()
+                return self._pass_on(request.id, [hosted])
+            case m.Hosted():
+                await engine.copies.hosted(owner, request.segment)
+            case m.Replicated():
+                engine.copies.copied(owner, request.attempt, request.step, request.reason)
             case m.ReportRecovery():
                 stored = engine.catalog.job(owner.job).durable(request.tag)
                 self._server.parts.recoveries.add(
@@ -481,13 +496,15 @@ class Connection:
     def _notify(self, message: m.Notification) -> None:
         """Send the message, or keep it until the rank has begun.
 
-        Drop a Waiting or a Remark that the client does not know.
+        Drop a Waiting, a Remark or a PeerReplicas that the client does not know.
 
         An error here would keep the caller from freeing slots.
         """
         if isinstance(message, m.Waiting) and s.WAITING not in self._features:
             return
         if isinstance(message, m.Remark) and s.REMARKS not in self._features:
+            return
+        if isinstance(message, m.PeerReplicas) and s.PEERS not in self._features:
             return
         if self._session.state in (s.SessionState.ATTACHED, s.SessionState.LEAVING):
             self.send(message)

@@ -20,6 +20,7 @@ import msgspec
 
 from ckptd.daemon import recovery
 from ckptd.daemon.composition import Components
+from ckptd.daemon.job import peer_replicas
 from ckptd.daemon.job.catalog import EarlierAttempt, Job
 from ckptd.daemon.job.snapshot import Snapshot
 from ckptd.daemon.job.stored_checkpoint import StoredCheckpoint
@@ -38,6 +39,7 @@ from ckptd.shared.wire.session import (
     LENDING,
     MAX_VERSION,
     NODES,
+    PEERS,
     RECOVERIES,
     REPLICAS,
     STAGE,
@@ -80,7 +82,7 @@ class Service:
                 f"newest checkpoints: "
                 "install the same ckptd in both places"
             )
-        features = [NODES, REPLICAS, RECOVERIES, LENDING]
+        features = [NODES, REPLICAS, RECOVERIES, LENDING, PEERS]
         features += [] if config.stage is None else [STAGE]
         return m.Welcome(
             re=hello.id, version=MAX_VERSION, features=features, daemon=__version__,
@@ -88,6 +90,8 @@ class Service:
             chunk_size=config.chunk_size, stall_budget=config.stall_budget, instance=self._instance,
             identity=self._parts.identity, stage=str(config.stage or ""),
             settings=settings.given(os.environ) if config.private else None,
+            replicas=config.replicas, domain=config.domain,
+            replica_bandwidth=config.replica_bandwidth,
         )  # fmt: skip
 
     async def find(self, job_name: str, step: int | None, delivered: int = 0) -> m.Found:
@@ -233,6 +237,25 @@ class Service:
         if self._parts.uploader is not None and job.node is not None:
             await self._parts.uploader.upload_newest(job)
         return job.earlier
+
+    async def deliver_for(self, job_name: str, absent: Sequence[int]) -> list[int]:
+        """Save the peer replicas of the attempts before on behalf of nodes that are not
+        part of the newest attempt.
+
+        absent: the ranks of the attempt before whose daemons have not delivered. Return
+        those of them whose peer replicas this node holds and has delivered.
+        """
+        job = self._parts.catalog.job(job_name)
+        owed = [s for s in peer_replicas.owed(job, absent) if s.attempt < job.attempt]
+        await self._deliver(job, owed)
+        return sorted(
+            {
+                rank
+                for s in owed
+                if s.delivered or s.state is SnapshotState.DURABLE
+                for rank in s.ranks
+            }
+        )
 
     async def _deliver(self, job: Job, snapshots: Sequence[Snapshot]) -> None:
         """Save these snapshots, all at the same time: another node may not hold the
@@ -390,6 +413,9 @@ class Service:
             "shared_memory": {
                 "used_bytes": parts.slots.used,
                 "on_disk_bytes": parts.slots.on_disk,
+                "replica_bytes": sum(
+                    slot.nbytes for slot in parts.slots.slots.values() if slot.header.peer_replica
+                ),
                 "quota_bytes": parts.slots.quota,
                 "segments": len(parts.slots.slots),
                 "directory": str(parts.slots.path),
@@ -444,6 +470,12 @@ class Service:
                 for s in job.snapshots
                 if s.delivered and s.state is SnapshotState.WRITTEN
             ),
+            "replicated": max(job.answer.replicated, default=None),
+            "replicas_off": job.answer.alone[:MAX_TEXT] or None,
+            "peer_replicas": [
+                {**_where(s.attempt, s.step, s.tag), "ranks": sorted(s.seals)}
+                for _, s in sorted(job.peer_replicas.items())
+            ],
             "ranks_connected": job.ranks.connected,
             "running_seconds": _running(job),
             "training_cost": msgspec.to_builtins(governor.cost),

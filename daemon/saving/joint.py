@@ -172,6 +172,13 @@ class Joint:
         failpoint("receipt.starting")
         counts = await self._publish(snapshot, receipt)
         failpoint("receipt.durable")
+        if counts.parts != receipt.parts:
+            # Another node has delivered on behalf of this one, or this one for itself.
+            await self._calls.run(
+                lambda: self._repository.delete_unfinished(
+                    snapshot.job, snapshot.directory, [part.file for part in receipt.parts]
+                )
+            )
         if counts.code:
             await self._decide(snapshot, rc.AbandonTry(counts.code, counts.reason))
             raise Abandoned(from_wire(counts.code, counts.reason))

@@ -166,7 +166,7 @@ class Saver:
             if snapshot.state is SnapshotState.DURABLE:
                 self._events.settled(job)
             if snapshot.state is SnapshotState.DURABLE and (
-                snapshot.node is None or snapshot.node.leads
+                snapshot.node is None or (snapshot.node.leads and not snapshot.peer_replica)
             ):
                 await self._destination(snapshot).retain(snapshot.job)
         except JournalBroken:
@@ -201,7 +201,7 @@ class Saver:
         A snapshot that is saved in a later try moves to the other counter. The counter
         `recounted_...` has those that have moved away: the sum of both never falls.
         """
-        if outcome == snapshot.counted:
+        if outcome == snapshot.counted or snapshot.peer_replica:
             return
         if snapshot.counted:
             self.counters[snapshot.counted] -= 1
@@ -263,9 +263,10 @@ class Saver:
             await destination.committer.commit(snapshot, documents)
         else:
             await self.joint.deliver(job, snapshot, documents)
-        destination.catalog.job(job.name).stored = {
-            entry.rank: stored for (entry, _, _), stored in saved
-        }
+        if not snapshot.peer_replica:
+            destination.catalog.job(job.name).stored = {
+                entry.rank: stored for (entry, _, _), stored in saved
+            }
         seconds = time.monotonic() - begun
         self.saves.add(seconds)
         entries = [entry for entry, _, _ in documents]
@@ -346,12 +347,17 @@ class Saver:
             self.counters["verify_failures"] += 1
         snapshot.delivered &= not abandoned
         snapshot.abandoned += abandoned
-        reported = snapshot.node is None or abandoned or (dead and not snapshot.delivered)
+        reported = (
+            snapshot.node is None
+            or abandoned
+            or snapshot.peer_replica  # its own node may still deliver
+            or (dead and not snapshot.delivered)
+        )
         if reported and not await self._drop(snapshot, str(error)):
             return
         if snapshot.state in (SnapshotState.SEALED, SnapshotState.WRITING, SnapshotState.WRITTEN):
             snapshot.move(Event.FAIL)
-        if snapshot.state is SnapshotState.FAILED:
+        if snapshot.state is SnapshotState.FAILED and not snapshot.peer_replica:
             self._events.saved(snapshot)
         if not reported and not isinstance(error, Undecided):
             refusal = watched(

@@ -130,7 +130,8 @@ class SegmentHeader:
             for n in (e.offset, e.length, e.crc, 0)
         ]
         body = _HEADER.pack(
-            preamble(SEGMENT_MAGIC, PEER_REPLICA if self.peer_replica else 0), self.generation, self.state, self.rank, self.world_size,
+            preamble(SEGMENT_MAGIC, PEER_REPLICA if self.peer_replica else 0), self.generation,
+            self.state, self.rank, self.world_size,
             self.attempt, NO_STEP if self.step is None else self.step, self.boot_id, self.capacity,
             self.check_length, self.chunk_size, self.slot, self.job.encode(), self.signature,
             *extents,

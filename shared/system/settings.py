@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 
 PREFIX = "CKPTD_"
 SETTINGS = frozenset({
-    "root", "stage", "socket", "state_dir", "codec", "slots", "shm_dir", "shm_quota", "overflow",
+    "root", "stage", "socket", "state_dir", "codec", "slots", "replicas",
+    "replica_bandwidth", "domain", "shm_dir", "shm_quota", "overflow",
     "memory_ttl", "keep_last", "make_room", "root_quota", "keep", "stall_budget", "storage_timeout",
     "rank_timeout", "node_timeout", "threads", "cpus", "memory_budget", "chunk_size",
     "files_per_rank", "bytes_per_file", "link_unchanged", "deltas", "foreign_memory",

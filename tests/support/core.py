@@ -23,6 +23,7 @@ from ckptd.daemon import tasks
 from ckptd.daemon.composition import subscribe
 from ckptd.daemon.engine.engine import Engine
 from ckptd.daemon.engine.orphans import Orphans
+from ckptd.daemon.engine.peer_copies import PeerCopies
 from ckptd.daemon.engine.seal_intake import SealIntake
 from ckptd.daemon.engine.steps import Steps
 from ckptd.daemon.job.catalog import Catalog, Job
@@ -388,14 +389,22 @@ class Core:
         self.saver = _fake(Saver(self, self.events))
         self.steps = Steps(self.catalog, slots, self.saver, RANK_TIMEOUT)
         self.seals = SealIntake(self.catalog, self.steps, self.journal, self._read, self._compare)
+        self.copies = PeerCopies(self.catalog, slots, self.steps, self._create, self._read)
         self.admission = Admission(slots, MIN_CHUNK, self._create)
         self.engine = Engine(
             self.catalog, slots, self.journal, self.claims, self.admission, self.steps, self.seals,
-            self.saver, RunGuard(_fake(NoHeartbeats()), _fake(NoHeartbeats()),
+            self.copies, self.saver, RunGuard(_fake(NoHeartbeats()), _fake(NoHeartbeats()),
             _fake(NoHeartbeats())), _fake(OneRoot()), _fake(OneRoot()), PLAN_TIMEOUT,
         )  # fmt: skip
         self.orphans = Orphans(
-            self.catalog, slots, self.steps, self.seals, self.saver, self.events, MEMORY_TTL
+            self.catalog,
+            slots,
+            self.steps,
+            self.seals,
+            self.copies,
+            self.saver,
+            self.events,
+            MEMORY_TTL,
         )
         subscribe(self.events, self.steps, self.engine, self.orphans, None)
         for name, checkpoints in left.checkpoints.items():
@@ -433,7 +442,7 @@ class Core:
             raise IntegrityError(f"{segment.name} is damaged")
         sealed = SimpleNamespace(
             request=SimpleNamespace(
-                tag=segment.tag, persist=segment.persist, node=None, replicas=[]
+                replicate=False, tag=segment.tag, persist=segment.persist, node=None, replicas=[]
             ),
             plan=SimpleNamespace(global_plan=segment.plan),
             crcs=segment.crcs,
