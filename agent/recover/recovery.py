@@ -54,7 +54,7 @@ from ckptd.shared.system.collector import paused_collector
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.units import size_text
 from ckptd.shared.wire import messages as m
-from ckptd.shared.wire.session import RECOVERIES
+from ckptd.shared.wire.session import PEERS, RECOVERIES
 
 log = logging.getLogger("ckptd.agent")
 
@@ -164,7 +164,11 @@ class Recovery:
                 "recover() waits for the nodes to save what they hold in memory: `ckptd status` "
                 "shows how far they are",
             ):
-                delivered = _delivered(self._all("deliver", self._deliver, DELIVER_SECONDS))
+                delivered, absent = _delivered(self._all("deliver", self._deliver, DELIVER_SECONDS))
+                if absent:
+                    said = self._all("deliver-for", lambda: self._deliver(absent), DELIVER_SECONDS)
+                    missing = absent.difference(*(one["ranks"] for one in said))
+                    delivered = 0 if missing else delivered
             self._all(
                 "decide",
                 lambda: self._find(step, last_step, delivered) if self._ranks.rank == 0 else {},
@@ -304,14 +308,21 @@ class Recovery:
             "then call recover() again"
         )
 
-    def _deliver(self) -> dict[str, Any]:
+    def _deliver(self, absent: Collection[int] = ()) -> dict[str, Any]:
         """Have this node's daemon save what it holds in memory, because ranks on other
         nodes can read it from storage only.
 
         Once all nodes have delivered, the daemon of rank 0 decides which checkpoints
         are complete, before the other ranks look for them.
+
+        absent: the ranks of the attempt before whose nodes are gone, to save what the
+        daemon holds of their memory; none to save that of its own ranks.
         """
-        done, _ = self._client.call(lambda n: m.Deliver(id=n), m.Delivered, DELIVER_SECONDS)
+        if absent and PEERS not in self._client.welcome.features:
+            return {"ranks": []}
+        done, _ = self._client.call(
+            lambda n: m.Deliver(id=n, absent=sorted(absent)), m.Delivered, DELIVER_SECONDS
+        )
         return {"attempt": done.attempt, "world_size": done.world_size, "ranks": done.ranks}
 
     def _find(self, step: int | None, last_step: int, delivered: int = 0) -> dict[str, Any]:
@@ -421,13 +432,13 @@ def _some(keys: Collection[Any]) -> str:
     return ", ".join(map(str, list(keys)[:3])) + (f" and {more} more" if more > 0 else "")
 
 
-def _delivered(said: list[dict[str, Any]]) -> int:
-    """Return the last attempt, if the daemons of these ranks had all of its ranks, or
-    0.
+def _delivered(said: list[dict[str, Any]]) -> tuple[int, set[int]]:
+    """Return the last attempt that the daemons of these ranks know, and the ranks of it
+    that none of them had.
     """
     last = max(said, key=lambda one: int(one["attempt"]))
     here = {rank for one in said if one["attempt"] == last["attempt"] for rank in one["ranks"]}
-    return int(last["attempt"]) if len(here) == last["world_size"] else 0
+    return int(last["attempt"]), set(range(last["world_size"])) - here
 
 
 def _unseen(said: list[dict[str, Any]]) -> str:

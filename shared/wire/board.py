@@ -170,6 +170,8 @@ def replicating(
     a node no longer holds it. The next one is the newest common step that all nodes
     hold and are to copy, if no step after it is replicated.
     """
+    if not nodes:
+        return -1
     wanted = set.intersection(*(set(node.held).intersection(node.wanted) for node in nodes))
     newest = max(replicated, default=-1)
     if before in wanted and before > newest:

@@ -39,7 +39,8 @@ def test_defaults() -> None:
     config = load(ROOT, {}, None)
     assert dataclasses.asdict(config) | {"threads": 0} == {
         "root": Path("/ckpts"), "stage": None, "socket": Path("/run/ckptd/s"),
-        "state_dir": default_state_dir(), "codec": "auto", "slots": 2, "shm_dir": Path("/dev/shm"),
+        "state_dir": default_state_dir(), "codec": "auto", "slots": 2, "replicas": 0,
+        "replica_bandwidth": 0, "domain": "", "shm_dir": Path("/dev/shm"),
         "shm_quota": 0, "overflow": True, "memory_ttl": 900.0, "keep_last": 10, "make_room": False,
         "root_quota": 0, "keep": (), "stall_budget": 10.0, "storage_timeout": 30.0,
         "rank_timeout": 60.0, "node_timeout": 600.0,
@@ -82,6 +83,9 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "socket": ('"/elsewhere/s"', "/elsewhere/s", Path("/elsewhere/s")),
     "codec": ('"zstd:5"', "zstd:5", "zstd:5"),
     "slots": ("5", "5", 5),
+    "replicas": ("1", "1", 1),
+    "replica_bandwidth": ('"2G"', "2G", 2 * 10**9),
+    "domain": ('"rack7"', "rack7", "rack7"),
     "shm_dir": ('"/mnt/shm"', "/mnt/shm", Path("/mnt/shm")),
     "shm_quota": ('"24G"', "24G", 24 * 10**9),
     "make_room": ("true", "1", True),
@@ -375,3 +379,21 @@ def test_the_memory_budget_holds_four_chunks() -> None:
 def test_a_config_is_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         make().slots = 3  # type: ignore[misc]
+
+
+def test_copies_in_peers_need_a_third_slot() -> None:
+    assert (make(replicas=1).slots, make(replicas=1, slots=5).slots, make().slots) == (3, 5, 2)
+    assert (make(replicas=1).segments, make(slots=4).segments) == (5, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("replicas", 2, "replicas is '2'; expected 0 or 1"),
+        ("replica_bandwidth", -1, "replica_bandwidth is '-1'; expected 0 or more"),
+        ("domain", "x" * 129, "expected at most 128 characters"),
+    ],
+)
+def test_settings_of_copies_that_are_not_allowed(name: str, value: Any, message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        make(**{name: value})

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import msgspec
 import pytest
 
 from ckptd.shared.formats.replicas import Brief
-from ckptd.shared.wire.board import MOST_STEPS, Answer, Holding, answer, is_news, is_quiet
+from ckptd.shared.wire.board import (
+    MOST_STEPS,
+    Answer,
+    Holding,
+    answer,
+    is_copied,
+    is_news,
+    is_quiet,
+)
 
 NOTHING = Answer()
 
@@ -212,3 +221,95 @@ def test_a_step_in_which_nodes_differ_is_dead_instead_of_common() -> None:
     )
     assert answer(unlike, NOTHING) == Answer(dead={1: ("snapshot-failed", why)})
     assert answer(alike, Answer(dead={1: ("snapshot-failed", why)})).common == [], "it stays so"
+
+
+# -- copies in the memory of peers
+
+
+def peer(rank: int, **fields: Any) -> Holding:
+    """Return the holding of a node of one rank that holds steps 4 and 5."""
+    given: dict[str, Any] = {"held": [4, 5], "done": 5, "ranks": [rank]}
+    return Holding(**given | fields)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "before", "expected"),
+    [
+        (([4, 5], [4, 5]), Answer(), 5),  # the newest that all are to copy
+        (([4, 5], [4]), Answer(), 4),
+        (([4], [5]), Answer(), -1),
+        (([4, 5], [4, 5]), Answer(replicating=4), 4),  # until all have copied it
+        (([5], [5]), Answer(replicating=4), 5),  # a node no longer holds step 4
+        (([4, 5], [4, 5]), Answer(replicating=4, replicated=[4]), 5),
+        (([4, 5], [4, 5]), Answer(replicated=[5]), -1),  # never an older step afterwards
+        (([4, 5], [4, 5]), Answer(replicating=5, alone="rank 1: no room (node1)"), -1),
+    ],
+)
+def test_all_nodes_copy_one_step_at_a_time(
+    wanted: tuple[list[int], list[int]], before: Answer, expected: int
+) -> None:
+    nodes = {f"node{rank}": peer(rank, wanted=wanted[rank]) for rank in range(2)}
+    assert answer(nodes, before).replicating == expected
+
+
+def test_a_step_that_not_all_nodes_hold_is_not_copied() -> None:
+    nodes = {"node0": peer(0, wanted=[5]), "node1": peer(1, held=[4], done=4, wanted=[])}
+    assert answer(nodes, Answer()).replicating == -1
+
+
+@pytest.mark.parametrize(
+    ("hosted", "replicated"),
+    [
+        (({}, {5: [0]}), []),
+        (({5: [1]}, {5: [0]}), [5]),
+        (({5: [1]}, {4: [0]}), []),
+        (({5: [1, 0]}, {}), [5]),
+        (({6: [1]}, {6: [0]}), []),  # step 6 is not common
+    ],
+)
+def test_a_step_is_replicated_once_every_node_has_a_whole_copy_elsewhere(
+    hosted: tuple[dict[int, list[int]], dict[int, list[int]]], replicated: list[int]
+) -> None:
+    nodes = {f"node{rank}": peer(rank, hosted=hosted[rank]) for rank in range(2)}
+    found = answer(nodes, Answer(common=[4, 5]))
+    assert found.replicated == replicated
+    assert answer({f"node{rank}": peer(rank) for rank in range(2)}, found).replicated == replicated
+
+
+def test_one_node_without_a_peer_ends_the_copies_of_all() -> None:
+    nodes = {"node0": peer(0, wanted=[5]), "node1": peer(1, wanted=[5], alone="rank 1: no room")}
+    found = answer(nodes, Answer())
+    assert (found.alone, found.replicating) == ("rank 1: no room (node1)", -1)
+    assert answer({"node0": peer(0), "node1": peer(1)}, found).alone == found.alone
+
+
+@pytest.mark.parametrize(
+    ("changes", "news"),
+    [
+        ({"hosted": {5: [0]}}, True),
+        ({"alone": "the peer is gone"}, True),
+        ({"wanted": [5]}, False),  # the step itself is the news
+    ],
+)
+def test_changes_of_copies_are_news(changes: dict[str, Any], news: bool) -> None:
+    known = Answer(common=[4, 5])
+    assert is_news(peer(1, **changes), peer(1), known) is news
+
+
+@pytest.mark.parametrize(
+    ("known", "copied"),
+    [
+        (Answer(common=[5]), False),
+        (Answer(replicated=[4]), False),
+        (Answer(replicated=[5]), True),
+        (Answer(replicated=[6]), True),
+        (Answer(alone="the peer is gone"), True),
+        (Answer(dead={5: ("snapshot-failed", "")}), True),
+    ],
+)
+def test_a_step_is_waited_for_until_it_is_replicated_or_will_not_be(
+    known: Answer, copied: bool
+) -> None:
+    assert is_copied(5, known) is copied
+    nodes = {f"node{rank}": peer(rank, wanted=[5], durable=5) for rank in range(2)}
+    assert is_quiet(nodes, known) is copied

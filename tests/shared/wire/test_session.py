@@ -98,7 +98,16 @@ def test_the_table_is_the_one_of_the_document() -> None:
         (SessionState.ATTACHED, "Begin", SessionState.BEGINNING),
         *(
             (SessionState.ATTACHED, n, SessionState.ATTACHED)
-            for n in (*PLAIN, "Heard", "Deliver", "Lend", "ReportRecovery")
+            for n in (
+                *PLAIN,
+                "Heard",
+                "Deliver",
+                "Lend",
+                "ReportRecovery",
+                "Host",
+                "Hosted",
+                "Replicated",
+            )
         ),
         (SessionState.ATTACHED, "Detach", SessionState.LEAVING),
     }
@@ -211,6 +220,7 @@ def test_replies_lead_to_the_states_of_the_document() -> None:
         "Seal": ["Sealed"], "Abandon": ["Done"], "Persist": ["Done"], "Find": ["Found"],
         "Fetch": ["Fetched"], "ReportRecovery": ["Done"], "Forget": ["Forgotten"],
             "Detach": ["Done"], "Heard": ["Done"], "Deliver": ["Delivered"], "Lend": ["Lent"],
+        "Host": ["Granted", "Segments", "Refused"], "Hosted": ["Done"], "Replicated": ["Done"],
     }  # fmt: skip
 
 
