@@ -52,7 +52,7 @@ from ckptd.agent.link.arguments import (
 from ckptd.agent.link.attempt import begin
 from ckptd.agent.link.interactive import InteractiveSession
 from ckptd.agent.link.script import DEFAULT, check_not_default
-from ckptd.agent.outcomes import MISTAKES, Outcomes
+from ckptd.agent.handover.outcomes import MISTAKES, Outcomes
 from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan
 from ckptd.agent.plan.layout import Layout

@@ -16,7 +16,7 @@ from typing import Any, SupportsIndex, TypeVar
 from ckptd.agent.agent import Agent
 from ckptd.agent.handover.rank_link import CLOSE_SECONDS
 from ckptd.agent.link.arguments import OnBusy, OnError, Unsavable, as_step
-from ckptd.agent.outcomes import MISTAKES, Outcomes
+from ckptd.agent.handover.outcomes import MISTAKES, Outcomes
 from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.recover.options import OnReshape
 from ckptd.agent.recover.recovery import Recovered

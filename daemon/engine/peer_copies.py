@@ -62,7 +62,8 @@ class PeerCopies:
         run: Callable[[Callable[[], Slot]], Awaitable[Slot]],
         read: Callable[[int, SegmentHeader], Awaitable[tuple[SealedSlot, SlotContents]]],
     ) -> None:
-        self._catalog, self._slots, self._steps = catalog, slots, steps
+        self._catalog, self._slots = catalog, slots
+        self._steps = steps
         self._run, self._read = run, read
         self._making = asyncio.Lock()
 
@@ -297,7 +298,8 @@ class PeerCopies:
 
     def end_attempt(self, job: Job) -> None:
         """Forget what the ranks of the attempt before were copying and receiving."""
-        job.copying, job.copied, job.alone = None, set(), ""
+        job.copying, job.alone = None, ""
+        job.copied.clear()
         job.receiving.clear()
         self._release_unused(job)
 

@@ -92,6 +92,11 @@ NODES = (
     "outcome.known",
 )
 """Points that a daemon passes only in a job of several nodes."""
+PEERS = (
+    "replica.hosted",
+    "replica.whole",
+)
+"""Points that a daemon passes only if it holds copies of slots of other nodes."""
 STAGE = (
     "upload.intended",
     "upload.copied",
@@ -109,7 +114,7 @@ MARKER = (
 """Points that a process passes only when it saves a checkpoint outside every root,
 after its manifest is durable.
 """
-NAMES = frozenset(AGENT + DAEMON + NODES + STAGE + MARKER)
+NAMES = frozenset(AGENT + DAEMON + NODES + PEERS + STAGE + MARKER)
 
 _SPEC = re.compile(
     r"(?P<action>kill|hang|short_write|error\((?P<errno>E\w+)\)|sleep\((?P<s>\d+(?:\.\d+)?)\))(?:@(?P<n>\d+))?"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ckptd.agent import Agent, default
-from ckptd.agent.outcomes import Outcomes
+from ckptd.agent.handover.outcomes import Outcomes
 from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared.errors import Busy, DaemonUnreachable, SnapshotFailed

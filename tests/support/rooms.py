@@ -29,7 +29,7 @@ ORDER = {
         "process", "page", "top", "commands", "__main__",
     ),
     "agent": (
-        "torch_support", "threads", "pending", "step_times", "advice", "outcomes", "state",
+        "torch_support", "threads", "pending", "step_times", "advice", "state",
         "link", "plan", "copy", "read", "peers", "handover", "dcp", "recover", "agent", "default",
         "schedule", "batches", "training_run", "follow", "bench", "convert", "smp",
         "integrations", "face",

@@ -125,6 +125,35 @@ def frames() -> dict[str, FrameVector]:
                 }
             },
         ),
+        "welcome-of-peers": read(
+            "a Welcome of a daemon that holds copies of slots of other nodes",
+            {
+                "type": "welcome",
+                "re": 1,
+                "version": 1,
+                "features": ["nodes", "peers"],
+                "replicas": 1,
+                "domain": "rack7",
+                "replica_bandwidth": 500_000_000,
+            },
+        ),
+        "holds-copies": read(
+            "a Holds with the fields of peer replicas",
+            {
+                "type": "holds",
+                "re": 0,
+                "attempt": 2,
+                "holding": {"held": [900], "wanted": [900], "hosted": {800: [2]}, "alone": "slow"},
+            },
+        ),
+        "replicating": read(
+            "an answer with the fields of peer replicas",
+            heard | {"answer": {"replicating": 900, "replicated": [700, 800], "alone": "slow"}},
+        ),
+        "deliver-absent": read(
+            "a Deliver for ranks whose nodes are gone",
+            {"type": "deliver", "id": 15, "absent": [2, 3]},
+        ),
         "segments-remark": read(
             "Segments on the disk",
             {

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, default, snapshot
-from ckptd.agent.outcomes import Outcomes
+from ckptd.agent.handover.outcomes import Outcomes
 from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.daemon.commands.report import status_text
 from ckptd.shared.errors import (
