@@ -37,6 +37,7 @@ from ckptd.agent.copy.mapped_slot import Documents, document_offsets
 from ckptd.agent.copy.replica_check import ReplicaCheck
 from ckptd.agent.dcp.planner_rounds import plan_save
 from ckptd.agent.handover.handover import Handover
+from ckptd.agent.handover.outcomes import MISTAKES, Outcomes
 from ckptd.agent.handover.rank_link import CLOSE_SECONDS, RankLink
 from ckptd.agent.link.arguments import (
     OnBusy,
@@ -52,7 +53,6 @@ from ckptd.agent.link.arguments import (
 from ckptd.agent.link.attempt import begin
 from ckptd.agent.link.interactive import InteractiveSession
 from ckptd.agent.link.script import DEFAULT, check_not_default
-from ckptd.agent.handover.outcomes import MISTAKES, Outcomes
 from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan
 from ckptd.agent.plan.layout import Layout
@@ -242,6 +242,7 @@ class Agent:
         metrics: Mapping[str, float] | None = None,
         user_content: Any = None,
         rng: bool = True,
+        replicate: bool = True,
         on_error: OnError = "raise-until-sealed",
         on_failure: Callable[[Pending], object] | None = None,
         unsavable: Unsavable = "refuse",
@@ -277,6 +278,8 @@ class Agent:
             the manifest. Together with `metrics` it may take up to 512 KiB.
         rng: also capture the random generators of Python, NumPy (if it is imported),
             torch and the accelerators.
+        replicate: False does not copy the snapshot to the memory of another node. It has
+            no effect unless the daemons are set to make copies (`replicas = 1`).
         on_error: what to do with an error that the caller must mend, such as a value
             that cannot be saved, or an invalid step or tag. "raise" raises it. "log"
             logs it, and returns it in the Pending. "raise-until-sealed" raises it until
@@ -313,7 +316,10 @@ class Agent:
                         user_content,
                         self.retention,
                         link.node,
+                        replicate and link.handovers.seals.has_copies,
                     )
+                    if request.replicate:
+                        pending.expect_copy(None)
                     check_choice("on_error", on_error, OnError)
                     check_choice("unsavable", unsavable, Unsavable)
                     pending.unsaved = {} if unsavable == "skip" else None

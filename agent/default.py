@@ -14,9 +14,9 @@ from inspect import cleandoc
 from typing import Any, SupportsIndex, TypeVar
 
 from ckptd.agent.agent import Agent
+from ckptd.agent.handover.outcomes import MISTAKES, Outcomes
 from ckptd.agent.handover.rank_link import CLOSE_SECONDS
 from ckptd.agent.link.arguments import OnBusy, OnError, Unsavable, as_step
-from ckptd.agent.handover.outcomes import MISTAKES, Outcomes
 from ckptd.agent.pending import Pending, PendingSnapshot
 from ckptd.agent.recover.options import OnReshape
 from ckptd.agent.recover.recovery import Recovered
@@ -68,6 +68,7 @@ def snapshot(
     metrics: Mapping[str, float] | None = None,
     user_content: Any = None,
     rng: bool = True,
+    replicate: bool = True,
     on_error: OnError = "raise-until-sealed",
     on_failure: Callable[[Pending], object] | None = None,
     unsavable: Unsavable = "refuse",
@@ -89,8 +90,8 @@ def snapshot(
         return Pending(failed)
     return agent.snapshot(
         state, step=step, tag=tag, persist=persist, on_busy=on_busy, metrics=metrics,
-        user_content=user_content, rng=rng, on_error=on_error, on_failure=on_failure,
-        unsavable=unsavable,
+        user_content=user_content, rng=rng, replicate=replicate, on_error=on_error,
+        on_failure=on_failure, unsavable=unsavable,
     )  # fmt: skip
 
 

@@ -25,6 +25,10 @@ log = logging.getLogger("ckptd.agent")
 
 Milestone = Literal["staged", "sealed", "durable", "uploaded"]
 """A state that a snapshot reaches on its way, in order, and that a thread can wait for."""
+Goal = Literal[Milestone, "replicated"]
+"""What a thread can wait for: a milestone, or that the snapshot is in the memory of other
+nodes, too.
+"""
 PendingState = Literal[Milestone, "failed", "skipped"]
 
 _SHOWN: dict[SnapshotState, PendingState] = {
@@ -36,6 +40,10 @@ _SHOWN: dict[SnapshotState, PendingState] = {
     SnapshotState.FAILED: "failed",
     SnapshotState.SKIPPED: "skipped",
 }
+_NO_COPIES = (
+    "the snapshot is not copied to other nodes: set replicas = 1 for the daemons of all nodes, and "
+    "do not pass replicate=False"
+)
 _MILESTONES: tuple[PendingState, ...] = get_args(Milestone)
 
 
@@ -131,20 +139,26 @@ class Pending:
         return self._snapshot.state
 
     @property
+    def replicated(self) -> bool:
+        """True once all nodes have copied the snapshot to the memory of other nodes."""
+        return self._snapshot.replicated
+
+    @property
     def done(self) -> bool:
         """True if the save is over: the state is "durable", "uploaded", "failed" or
         "skipped".
         """
         return self._snapshot.done
 
-    def wait(self, state: Milestone = "durable", timeout: float | None = None) -> Pending:
+    def wait(self, state: Goal = "durable", timeout: float | None = None) -> Pending:
         """Wait until the snapshot has reached `state`, or a later one, and return this
         Pending.
 
         state: "staged" (a slot is granted), "sealed" (this rank's slot is complete, in
-            memory), "durable" (the checkpoint is committed to storage, by all ranks) or
-            "uploaded" (it is committed in the root). If the daemon has a stage,
-            "durable" means the local disk of this node. If that disk is lost, so is the
+            memory), "durable" (the checkpoint is committed to storage, by all ranks),
+            "uploaded" (it is committed in the root) or "replicated" (all nodes have
+            copied it to the memory of other nodes, whether or not it is durable). If the
+            daemon has a stage, "durable" means the local disk of this node. If that disk is lost, so is the
             checkpoint, until it is "uploaded". Without a stage, the two are the same. A
             snapshot with `persist=False` becomes durable only if its trainer dies or
             closes, or the daemon stops, while it is the newest.
@@ -159,7 +173,7 @@ class Pending:
         self._snapshot.wait(state, timeout)
         return self
 
-    def future(self, until: Milestone = "durable") -> Future[Pending]:
+    def future(self, until: Goal = "durable") -> Future[Pending]:
         """Return a future whose result is this Pending, once the snapshot has reached
         the state `until` or a later one.
 
@@ -231,13 +245,16 @@ class PendingSnapshot:
         # local disk only
         self._local = False
         self._uploaded = False
+        self.replicated = False
+        # The reason why the snapshot is not copied to another node, or never will be.
+        self._alone: CkptdError | None = SnapshotFailed(_NO_COPIES)
         # The reason why a durable checkpoint cannot become "uploaded" any more.
         self._never: CkptdError | None = None
         self._over = False  # True once a memory-only snapshot can no longer become durable
         self._note = note
         self._lock = threading.RLock()
         self._waiters = Waiters()
-        self._futures: dict[Future[Pending], Milestone] = {}
+        self._futures: dict[Future[Pending], Goal] = {}
 
     @property
     def state(self) -> PendingState:
@@ -271,7 +288,7 @@ class PendingSnapshot:
     def done(self) -> bool:
         return self._state in (SnapshotState.DURABLE, SnapshotState.FAILED, SnapshotState.SKIPPED)
 
-    def wait(self, state: Milestone, timeout: float | None = None) -> None:
+    def wait(self, state: Goal, timeout: float | None = None) -> None:
         """Wait until the snapshot has reached `state`, or a later one.
 
         Raises as `Pending.wait`.
@@ -284,7 +301,7 @@ class PendingSnapshot:
         if (error := self._missed(state)) is not None:
             raise error
 
-    def follow(self, future: Future[Pending], until: Milestone) -> None:
+    def follow(self, future: Future[Pending], until: Goal) -> None:
         """Complete the future once the snapshot has reached the state `until`, or can
         no longer reach it.
         """
@@ -295,7 +312,7 @@ class PendingSnapshot:
         if self._settled(until):
             self._complete(future, until)
 
-    def _complete(self, future: Future[Pending], until: Milestone) -> None:
+    def _complete(self, future: Future[Pending], until: Goal) -> None:
         """Give the future its result. Does nothing if it is complete or cancelled."""
         if self._futures.pop(future, None) is None or not future.set_running_or_notify_cancel():
             return
@@ -316,26 +333,31 @@ class PendingSnapshot:
                 complete = partial(self._complete, future, until)
                 Callbacks().call(complete, f"a future of the snapshot of step {self.step}")
 
-    def _missed(self, state: Milestone) -> CkptdError | None:
+    def _missed(self, state: Goal) -> CkptdError | None:
         """Return the reason why a settled snapshot has not reached the state, or None if
         it has reached it.
         """
         if self._reached(state):
             return None
-        error = self.error or self._never
+        error = self._alone if state == "replicated" else None
+        error = error or self.error or self._never
         assert error is not None
         return error
 
-    def _settled(self, state: Milestone) -> bool:
+    def _settled(self, state: Goal) -> bool:
         """Return True if the snapshot has reached the state, or can no longer reach it."""
+        if state == "replicated" and self._alone is not None:
+            return True
         return (
             self._reached(state)
-            or self._over
+            or (self._over and state != "replicated")
             or self._state in (SnapshotState.FAILED, SnapshotState.SKIPPED)
             or (self._never is not None and self._state is SnapshotState.DURABLE)
         )
 
-    def _reached(self, state: Milestone) -> bool:
+    def _reached(self, state: Goal) -> bool:
+        if state == "replicated":
+            return self.replicated
         return (
             (state == "sealed" and self._was_sealed)
             or (state == "uploaded" and self._state is SnapshotState.DURABLE and not self._local)
@@ -376,6 +398,22 @@ class PendingSnapshot:
             if self._uploaded or self._never is not None:
                 return
             self._uploaded, self._never = error is None, error
+        self._changed()
+
+    def expect_copy(self, error: CkptdError | None) -> None:
+        """Record that the snapshot will be copied to the memory of other nodes, or the
+        reason why it will not.
+        """
+        self._alone = error
+
+    def replicate(self, error: CkptdError | None) -> None:
+        """Record that all nodes have copied the snapshot to their peers, or the reason
+        why they will not. The first call counts.
+        """
+        with self._lock:
+            if self.replicated or self._alone is not None:
+                return
+            self.replicated, self._alone = error is None, error
         self._changed()
 
     def move(self, event: Event) -> None:
@@ -460,7 +498,8 @@ class PendingSnapshot:
 
 
 def _check(state: str) -> None:
-    if state not in _MILESTONES:
+    if state not in get_args(Goal):
         raise ValueError(
-            f"state is {state!r}; expected 'staged', 'sealed', 'durable' or 'uploaded'"
+            f"state is {state!r}; expected 'staged', 'sealed', 'durable', 'uploaded' or "
+            f"'replicated'"
         )

@@ -32,6 +32,7 @@ from ckptd.shared.formats.plan import Item, align_region
 from ckptd.shared.formats.segment import (
     SegmentHeader,
     SlotState,
+    read_check,
     read_header,
     write_check,
     write_document,
@@ -287,6 +288,38 @@ class MappedSlot:
         write_header(self._fd, sealed)
         self.header = sealed
         failpoint("agent.sealed")
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The data area of the slot, as bytes."""
+        return self._bytes
+
+    def checks(self) -> list[int] | None:
+        """Return the crc32c of each chunk of the sealed slot, or None if the segment has
+        none.
+        """
+        return read_check(self._fd, self.header)
+
+    def begin_copy(self, step: int) -> None:
+        """Write a header that says that a slot of another node is being copied into this
+        one. Call this before the first byte changes.
+        """
+        write_header(self._fd, header := self.header.next(SlotState.FILLING, step=step))
+        self.header = header
+
+    def seal_copy(self, source: SegmentHeader, checks: list[int]) -> None:
+        """Write the checksums, then the header that says that the copy is sealed.
+
+        source: the header of the slot that was copied. checks: the crc32c of each chunk.
+        """
+        sealed = self.header.next(
+            SlotState.SEALED, signature=source.signature, plan=source.plan,
+            request=source.request, values=source.values,
+        )  # fmt: skip
+        write_check(self._fd, sealed, checks)
+        write_header(self._fd, sealed)
+        self.header = sealed
+        failpoint("agent.copy.sealed")
 
     def refresh(self) -> SegmentHeader:
         """Read the header from the segment and return it.

@@ -21,6 +21,7 @@ from ckptd.agent.link.client import Client
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.threads.flag import Flag
 from ckptd.shared.errors import CkptdError, InternalError, StorageError
+from ckptd.shared.formats.segment import SlotState
 from ckptd.shared.system.descriptor import Descriptor
 from ckptd.shared.system.failpoints import failpoint
 from ckptd.shared.wire import messages as m
@@ -147,6 +148,17 @@ class MappedSlots:
         """
         if self._preparing is not None:
             self._preparing.start()
+
+    def sealed(self, step: int) -> MappedSlot | None:
+        """Return the slot that holds the sealed snapshot of a step, or None."""
+        return next(
+            (
+                slot
+                for slot in list(self._slots.values())
+                if (slot.header.state, slot.header.step) == (SlotState.SEALED, step)
+            ),
+            None,
+        )
 
     def find(self, segment: str) -> MappedSlot | None:
         return self._slots.get(segment)

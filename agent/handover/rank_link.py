@@ -26,6 +26,7 @@ from ckptd.agent.link.client import CALL_SECONDS, Client
 from ckptd.agent.link.launch import find_place
 from ckptd.agent.link.rounds import WARN_SECONDS, Exchange, RankGroup, Told, not_called
 from ckptd.agent.link.script import look_for_other_script
+from ckptd.agent.peers.replicator import Replicator
 from ckptd.agent.pending import PendingSnapshot
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.agent.threads.reminder import reminder
@@ -92,6 +93,7 @@ class RankLink:
         self.schedules = 0
         self.node: Membership | None = None
         self._board: Board | None = None
+        self._replicator: Replicator | None = None
         self.saving: weakref.WeakSet[object] = weakref.WeakSet()
         self.interrupted = False
         """True from before the next attempt begins until the slots and plan of the old
@@ -167,6 +169,7 @@ class RankLink:
         except CkptdError as error:
             begin(self.ranks, error)
             raise
+        self._end_copies()
         self._end_board()
         begun = begin(self.ranks, None, self.client, self.job, takeover=takeover)
         if (stage := self.client.welcome.stage) and self.rank == 0:
@@ -200,7 +203,22 @@ class RankLink:
                 begun.leaders,
                 partial(self._pass_on, self.attempt),
             )
+        if begun.alone and self.rank == 0:
+            log.warning(
+                "there are no copies of snapshots in the memory of other nodes: %s", begun.alone
+            )
+        if begun.peer >= 0 and self.node is not None and isinstance(self.ranks, Exchange | Told):
+            self._replicator = Replicator(
+                self.client, self.ranks.new_client, f"{self.job}/peers/{self.node.run_id}",
+                self.rank, self.attempt, begun.peer, begun.sources, self.handovers.slots.sealed,
+            )  # fmt: skip
+        self.handovers.seals.has_copies = begun.peer >= 0
         failpoint("agent.begun")
+
+    def _end_copies(self) -> None:
+        replicator, self._replicator = self._replicator, None
+        if replicator is not None:
+            replicator.end()
 
     def _pass_on(self, attempt: int, answer: Answer) -> None:
         self.client.post(lambda n: m.Heard(id=n, attempt=attempt, answer=answer), lambda _: None)
@@ -347,6 +365,11 @@ class RankLink:
                 board = self._board
                 if board is not None and news.attempt == self.attempt:
                     board.show(news.holding)
+            case m.PeerReplicas():
+                replicator = self._replicator
+                if replicator is not None:
+                    replicator.follow(news)
+                self.handovers.seals.follow_copies(news)
             case m.Waiting():
                 self._warn(news)
             case m.Remark():
@@ -443,6 +466,7 @@ class RankLink:
         May be called again after Ctrl-C has interrupted it.
         """
         self.closed = True
+        self._end_copies()
         self._end_board()
         self.handovers.sealer.close()
         self.client.close()
@@ -455,7 +479,7 @@ class RankLink:
         """
         self.closed = True
         self.calls = CallLock()
-        self._board = None
+        self._board = self._replicator = None
         self.client.forget()
         self.handovers.slots.forget()
 

@@ -31,6 +31,11 @@ class Seals:
     def __init__(self, client: Client, pending: dict[tuple[int, int], PendingSnapshot]) -> None:
         self._client, self._pending = client, pending
         self._news: m.Uploads | None = None
+        # True if the slots of this attempt are copied to other nodes.
+        self.has_copies = False
+        self._copying: weakref.WeakValueDictionary[tuple[int, int], PendingSnapshot] = (
+            weakref.WeakValueDictionary()
+        )
         self._uploading: weakref.WeakValueDictionary[tuple[int, int], PendingSnapshot] = (
             weakref.WeakValueDictionary()
         )
@@ -40,6 +45,7 @@ class Seals:
 
         If the connection is lost, `hand_over_again` reports it later.
         """
+        self._copying.setdefault((pending.attempt, pending.step), pending)
         held = round(pending.held, 6)
         self._client.post(
             lambda n: m.Seal(
@@ -107,6 +113,26 @@ class Seals:
                 else SnapshotFailed(f"step {step} is not in the root, {_NOT_UPLOADED}")
             )
 
+    def follow_copies(self, news: m.PeerReplicas) -> None:
+        """Record which snapshots all nodes have copied to their peers, and which will
+        not be copied any more.
+        """
+        newest = max(news.replicated, default=-1)
+        for (attempt, step), pending in list(self._copying.items()):
+            if attempt != news.attempt:
+                continue
+            if step in news.replicated:
+                pending.replicate(None)
+            elif news.alone:
+                pending.replicate(SnapshotFailed(f"step {step} is not copied: {news.alone}"))
+            elif step < newest:
+                pending.replicate(
+                    SnapshotFailed(f"step {step} is not copied, because step {newest} is")
+                )
+            else:
+                continue
+            del self._copying[attempt, step]
+
     def fail_all(self, error: CkptdError) -> None:
         """Fail every snapshot that is not durable, because the daemon or this agent is
         gone. Uploads are not followed any longer.
@@ -116,7 +142,9 @@ class Seals:
         self.stop_following(error)
 
     def stop_following(self, error: CkptdError) -> None:
-        """Raise `error` in the threads that wait for an upload."""
+        """Raise `error` in the threads that wait for an upload or a copy."""
+        for pending in list(self._copying.values()):
+            pending.replicate(error)
         for key, pending in list(self._uploading.items()):
             del self._uploading[key]
             pending.upload(error)

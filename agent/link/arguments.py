@@ -197,6 +197,7 @@ def make_request(
     user_content: Any,
     retention: Sequence[Policy] | None = None,
     node: Membership | None = None,
+    replicate: bool = False,
 ) -> SnapshotRequest:
     """Return the request document of one snapshot, made from the checked options.
 
@@ -242,6 +243,7 @@ def make_request(
         created=time.time(),
         retention=None if retention is None else [repr(policy) for policy in retention],
         node=node,
+        replicate=bool(replicate),
     )
 
 

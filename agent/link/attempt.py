@@ -13,6 +13,7 @@ import msgspec
 
 from ckptd.agent.link.arguments import foreign_memory, launch_id
 from ckptd.agent.link.client import CALL_SECONDS, Client
+from ckptd.agent.link.placement import NodePlace, holders, peer_rank
 from ckptd.agent.link.rounds import RankGroup
 from ckptd.shared.errors import (
     CkptdError,
@@ -41,12 +42,18 @@ class BegunAttempt(NamedTuple):
     """An attempt that has begun.
 
     attempt: its number. node: the membership of this node, or None if all ranks are on
-    one node. leaders: the lowest rank of each node.
+    one node. leaders: the lowest rank of each node. peer: the rank to which this rank
+    copies its slots, or -1 if there are no copies. sources: the ranks that copy their
+    slots to this one. alone: the reason why there are no copies, although the daemons
+    were set to make them, or "".
     """
 
     attempt: int
     node: Membership | None
     leaders: list[int]
+    peer: int = -1
+    sources: Sequence[int] = ()
+    alone: str = ""
 
 
 def begin(
@@ -112,7 +119,8 @@ class RankPlace(msgspec.Struct, frozen=True, array_like=True):
     `boot` is the boot id of its node, and `node` its host name. `instance` identifies
     its daemon, and is "" from an old daemon. `root` is the root of that daemon, and
     `identity` that of the root, "" from an old daemon. `nodes` is True if the daemon
-    knows several nodes.
+    knows several nodes. `replicas` is the number of copies that the daemon is set to, and
+    `domain` the failure domain of its node.
     """
 
     boot: bytes
@@ -122,6 +130,8 @@ class RankPlace(msgspec.Struct, frozen=True, array_like=True):
     job: str
     identity: str = ""
     nodes: bool = False
+    replicas: int = 0
+    domain: str = ""
 
     @classmethod
     def of(cls, welcome: m.Welcome, job: str) -> RankPlace:
@@ -134,6 +144,8 @@ class RankPlace(msgspec.Struct, frozen=True, array_like=True):
             job,
             welcome.identity,
             NODES in welcome.features,
+            welcome.replicas,
+            welcome.domain,
         )
 
 
@@ -181,7 +193,45 @@ def as_begun(attempt: int, places: Sequence[RankPlace], identity: str) -> list[B
     """
     nodes = _nodes(places, identity)
     leaders = sorted({node.ranks[0] for node in nodes if node is not None})
-    return [BegunAttempt(attempt, node, leaders) for node in nodes]
+    peers, alone = _peers(places, nodes)
+    sources: dict[int, list[int]] = {}
+    for rank, peer in peers.items():
+        sources.setdefault(peer, []).append(rank)
+    return [
+        BegunAttempt(attempt, node, leaders, peers.get(rank, -1), sources.get(rank, []), alone)
+        for rank, node in enumerate(nodes)
+    ]
+
+
+def _peers(
+    places: Sequence[RankPlace], nodes: Sequence[Membership | None]
+) -> tuple[dict[int, int], str]:
+    """Return the rank to which each rank copies its slots, and the reason why there are
+    no copies although a daemon was set to make them, or "".
+    """
+    by_leader = {
+        node.ranks[0]: NodePlace(node.ranks, places[node.ranks[0]].domain)
+        for node in nodes
+        if node is not None
+    }
+    wanted = {places[leader].replicas for leader in by_leader}
+    if not any(wanted):
+        return {}, ""
+    if len(wanted) > 1:
+        off = next(places[leader] for leader in by_leader if not places[leader].replicas)
+        return {}, (
+            f"the daemon on {off.node} is set to replicas = 0, and others to 1: set the same on "
+            f"all nodes"
+        )
+    try:
+        holder_of = holders(list(by_leader.values()))
+    except InvalidRequest as error:
+        return {}, str(error)
+    return {
+        rank: peer_rank(place, rank, by_leader[holder_of[leader]])
+        for leader, place in by_leader.items()
+        for rank in place.ranks
+    }, ""
 
 
 def _nodes(places: Sequence[RankPlace], identity: str) -> list[Membership | None]:

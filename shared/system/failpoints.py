@@ -95,8 +95,11 @@ NODES = (
 PEERS = (
     "replica.hosted",
     "replica.whole",
+    "agent.copy.offered",
+    "agent.copy.sealed",
+    "agent.copy.confirmed",
 )
-"""Points that a daemon passes only if it holds copies of slots of other nodes."""
+"""Points that a daemon and an agent pass only if slots are copied to other nodes."""
 STAGE = (
     "upload.intended",
     "upload.copied",

@@ -79,7 +79,7 @@ class Channel:
             # A daemon that has no room sends an Error and closes, maybe before it can
             # get a Hello.
             with suppress(DaemonUnreachable):
-                client, known = f"ckptd {__version__}", [s.STAGE, s.WAITING, s.REMARKS]
+                client, known = f"ckptd {__version__}", [s.STAGE, s.WAITING, s.REMARKS, s.PEERS]
                 self.send(
                     m.Hello(
                         id=self.new_id(),

@@ -20,10 +20,10 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint, close, default, recover, snapshot
+from ckptd.agent.handover.outcomes import Outcomes
 from ckptd.agent.link import launch
 from ckptd.agent.link.launch import Place, find_place
 from ckptd.agent.link.script import script_job
-from ckptd.agent.handover.outcomes import Outcomes
 from ckptd.daemon.commands.neighbours import daemon_status
 from ckptd.shared import errors
 from ckptd.shared.system import machine

@@ -1,0 +1,222 @@
+"""Copies the slots of this rank to its peer, and receives the slots of the ranks that it
+is the peer of, on threads beside the training.
+
+The daemon says which step is to be copied. A failure never reaches the training: it is
+logged once, and reported to the daemon, and the nodes then make no more copies in this
+attempt.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ckptd.agent.copy.mapped_slot import MappedSlot
+from ckptd.agent.link.client import Client
+from ckptd.agent.peers.pair import Pair
+from ckptd.agent.peers.transfer import (
+    Offer,
+    Pace,
+    confirm,
+    receive_offer,
+    receive_slot,
+    refuse,
+    send_slot,
+)
+from ckptd.agent.threads.flag import Waiters
+from ckptd.shared.errors import CkptdError, InternalError, PeerLost
+from ckptd.shared.system.failpoints import failpoint
+from ckptd.shared.wire import messages as m
+
+log = logging.getLogger("ckptd.agent")
+
+PAIR_SECONDS = 60.0
+"""Seconds that two ranks have to connect."""
+HOST_SECONDS = 90.0
+"""Seconds that the daemon has to answer that a segment is there, or that there is none:
+it waits up to 60 s for one to be free.
+"""
+DONE_SECONDS = 60.0
+
+
+class Replicator:
+    """The copies of one rank in one attempt.
+
+    client: the connection to the daemon. store: makes a client of the job's store that
+    nothing else uses. prefix: the prefix of the names of pairs in the store. peer: the
+    rank that this rank sends its slots to. sources: the ranks that send their slots to
+    this one. find: returns the sealed slot of a step, or None.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        store: Callable[[], Store],
+        prefix: str,
+        rank: int,
+        attempt: int,
+        peer: int,
+        sources: Sequence[int],
+        find: Callable[[int], MappedSlot | None],
+    ) -> None:
+        self._client, self._store = client, store
+        self._prefix, self._rank, self._attempt = prefix, rank, attempt
+        self._find = find
+        self._step = -1  # the step to be copied now, or -1
+        self._news = Waiters()
+        self._ended = self._failed = False
+        self._start("send", partial(self._send, peer))
+        for source in sources:
+            self._start(f"receive-{source}", partial(self._receive, source))
+
+    def follow(self, news: m.PeerReplicas) -> None:
+        """Copy the step that the daemon names. Return at once."""
+        if news.attempt == self._attempt:
+            self._step = news.replicating
+            self._news.notify()
+
+    def end(self) -> None:
+        """End the copies, and do not wait for the threads. May be called again.
+
+        A thread that waits for an offer ends when its peer ends.
+        """
+        self._ended = True
+        self._news.notify()
+
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except CkptdError as error:
+                self._fail(error)
+            except Exception as error:
+                log.exception("copies in the memory of other nodes")
+                self._fail(InternalError(f"{error!r}; the log of the training has more"))
+
+        threading.Thread(target=run, name=f"ckptd-peer-{name}", daemon=True).start()
+
+    def _fail(self, error: CkptdError) -> None:
+        """Log and report the first failure, after which no more copies are made."""
+        if self._ended or self._failed:
+            return
+        self._failed = True
+        log.warning(
+            "there are no more copies of snapshots in the memory of other nodes in this attempt: "
+            "%s; the training and its saves go on",
+            error,
+        )
+        self._report(max(self._step, 0), str(error)[:_MOST_REASON])
+
+    def _report(self, step: int, reason: str = "") -> None:
+        self._client.post(
+            lambda n: m.Replicated(id=n, attempt=self._attempt, step=step, reason=reason),
+            lambda _: None,
+        )
+
+    def _pair(self, sender: int, receiver: int) -> Pair:
+        return Pair(
+            self._store(),
+            f"{self._prefix}/{sender}-{receiver}",
+            first=self._rank == sender,
+            seconds=PAIR_SECONDS,
+        )
+
+    # -- this rank sends
+
+    def _send(self, peer: int) -> None:
+        pair, pace = self._pair(self._rank, peer), Pace(self._client.welcome.replica_bandwidth)
+        sent = -1
+
+        def is_next() -> bool:
+            return self._step > sent
+
+        while True:
+            self._news.wait_for(lambda: self._ended or is_next())
+            if self._ended:
+                return
+            step = sent = self._step
+            slot = self._find(step)
+            if slot is None:
+                raise PeerLost(f"the slot of step {step} is no longer in memory")
+            send_slot(pair, slot, pace)
+            failpoint("agent.copy.confirmed")
+            self._report(step)
+
+    # -- this rank receives
+
+    def _receive(self, source: int) -> None:
+        pair = self._pair(source, self._rank)
+        segments: dict[str, MappedSlot] = {}
+        try:
+            while not self._ended:
+                try:
+                    offer = receive_offer(pair)
+                except PeerLost as error:  # its attempt has ended, or its node is lost
+                    log.debug("rank %d offers no more copies: %s", source, error)
+                    return
+                failpoint("agent.copy.offered")
+                self._take(pair, source, offer, segments)
+        finally:
+            for segment in segments.values():
+                segment.forget()
+
+    def _take(self, pair: Pair, source: int, offer: Offer, segments: dict[str, MappedSlot]) -> None:
+        """Receive the slot that was offered, into a segment of the daemon.
+
+        segments: those that are mapped, by name. Raises CkptdError or OSError, after the
+        peer was told.
+        """
+        header, segment = offer.header, None
+        try:
+            if (header.attempt, header.rank) != (self._attempt, source):
+                raise PeerLost(
+                    f"a peer offers a slot of rank {header.rank} in attempt {header.attempt}; "
+                    f"expected rank {source} in attempt {self._attempt}"
+                )
+            segment = self._segment(offer, segments)
+            receive_slot(pair, offer, segment)
+            self._client.call(lambda n: m.Hosted(id=n, segment=segment.name), m.Done, DONE_SECONDS)
+        except (CkptdError, OSError) as error:
+            if segment is not None:
+                name = segment.name
+                self._client.post(lambda n: m.Abandon(id=n, segment=name), lambda _: None)
+            refuse(pair, str(error))
+            raise
+        confirm(pair)
+
+    def _segment(self, offer: Offer, segments: dict[str, MappedSlot]) -> MappedSlot:
+        """Return a segment of the daemon for the slot that was offered.
+
+        Raises PeerLost if the daemon has none, and its errors.
+        """
+        header = offer.header
+        assert header.step is not None
+        step, mapped = header.step, list(segments)
+        reply, descriptors = self._client.call(
+            lambda n: m.Host(
+                id=n, rank=header.rank, attempt=header.attempt, step=step, capacity=offer.used,
+                chunk_size=header.chunk_size, mapped=mapped,
+            ),
+            m.Reply,
+            HOST_SECONDS,
+        )  # fmt: skip
+        match reply:
+            case m.Granted():
+                return segments[reply.segment]
+            case m.Segments():
+                (held,) = reply.segments
+                segment = MappedSlot(held.segment, *descriptors)
+                segment.populate()
+                segments[segment.name] = segment
+                return segment
+            case m.Refused():
+                raise PeerLost(reply.reason)
+            case _:
+                raise InternalError(f"the daemon has answered {type(reply).__name__} to Host")
+
+
+_MOST_REASON = 4096

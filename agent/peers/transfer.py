@@ -1,0 +1,275 @@
+"""Copies a sealed slot to a peer, chunk by chunk, over a pair (PROTOCOL.md, *Copies
+between agents*).
+
+The sender reads its own slot, which the daemon keeps as it is meanwhile. The receiver
+gets the bytes straight into a segment of its daemon, and compares each chunk with the
+checksum of the seal while the next one is on its way. Nothing that a peer sends is
+trusted: lengths are checked before memory is touched.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from crc32c import crc32c
+
+from ckptd.agent.copy.mapped_slot import MappedSlot
+from ckptd.agent.peers.pair import Pair, finish
+from ckptd.shared.errors import IntegrityError, PeerLost
+from ckptd.shared.formats.binary import ALIGN
+from ckptd.shared.formats.plan import MAX_DOCUMENT, ChunkRange, Plan, chunk_ranges, with_values
+from ckptd.shared.formats.segment import Extent, SegmentHeader, SlotState
+
+OFFER, ACCEPT, REFUSE, RESEND, SEALED = 1, 2, 3, 4, 5
+"""The kinds of messages. Chunks have none."""
+STALL_SECONDS = 60.0
+"""Seconds within which a message must have passed."""
+IDLE_SECONDS = 366 * 86400.0
+"""Seconds for which a receiver waits for an offer."""
+_HEAD = struct.Struct("<IIQ")
+_MOST_ANSWER = 1 << 20
+_MOST_TRIES = 3
+_UNDER_WAY = 2
+"""The chunks that are sent or received at the same time: one is compared while the other
+one is on its way.
+"""
+
+
+class Pace:
+    """A limit of bytes a second, or none if `rate` is 0."""
+
+    def __init__(self, rate: int) -> None:
+        self._rate = rate
+        self._next = time.monotonic()
+
+    def wait(self, nbytes: int) -> None:
+        """Wait until `nbytes` more bytes may be sent."""
+        if self._rate:
+            now = time.monotonic()
+            self._next = max(self._next, now)
+            if self._next > now:
+                time.sleep(self._next - now)
+            self._next += nbytes / self._rate
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The offer of a slot: its header, and the crc32c of each chunk."""
+
+    header: SegmentHeader
+    checks: Sequence[int]
+
+    @property
+    def used(self) -> int:
+        """The bytes of the data up to the end of the last document."""
+        header = self.header
+        ends = (each.offset + each.length for each in (header.plan, header.request, header.values))
+        return max(ends)
+
+    def encode(self) -> bytes:
+        return self.header.encode() + struct.pack(f"<{len(self.checks)}I", *self.checks)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Offer:
+        """Return the offer in `data`. Raises IntegrityError, NewerFormat."""
+        header = SegmentHeader.decode(data[:ALIGN])
+        count, rest = divmod(len(data) - ALIGN, 4)
+        if rest or header.state is not SlotState.SEALED or header.step is None:
+            raise IntegrityError("a peer has offered a slot that is not sealed")
+        return cls(header, struct.unpack(f"<{count}I", data[ALIGN:]))
+
+
+# -- the sender
+
+
+def send_slot(pair: Pair, slot: MappedSlot, pace: Pace) -> None:
+    """Copy a sealed slot to the peer, and return once the peer has sealed its copy.
+
+    Raises PeerLost if the peer refuses it, or if the connection fails; IntegrityError if
+    the slot has no checksums or is damaged.
+    """
+    header, checks = slot.header, slot.checks()
+    if header.state is not SlotState.SEALED or checks is None:
+        raise IntegrityError(f"the slot of step {header.step} is not sealed, or has no checksums")
+    ranges = _ranges(header, slot.data)
+    if len(ranges) != len(checks):
+        raise IntegrityError(f"the slot of step {header.step} has checksums of another snapshot")
+    _say(pair, OFFER, Offer(header, checks).encode())
+    _hear(pair, ACCEPT)
+    for extent in (header.plan, header.request):
+        pair.send(_part(slot.data, extent), STALL_SECONDS)
+    numbers: Sequence[int] = range(len(ranges))
+    while numbers:
+        _send_chunks(pair, slot.data, [ranges[number] for number in numbers], pace)
+        kind, said = _hear(pair, RESEND, SEALED)
+        if kind == SEALED:
+            return
+        numbers = _numbers(said, len(ranges))
+
+
+def _send_chunks(pair: Pair, data: torch.Tensor, ranges: Sequence[ChunkRange], pace: Pace) -> None:
+    sending = []
+    for chunk in ranges:
+        pace.wait(chunk.length)
+        sending.append(pair.begin_send(data[chunk.offset : chunk.offset + chunk.length]))
+        if len(sending) == _UNDER_WAY:
+            finish(sending.pop(0), STALL_SECONDS)
+    for each in sending:
+        finish(each, STALL_SECONDS)
+
+
+def _numbers(said: bytes, count: int) -> Sequence[int]:
+    """Return the numbers of the chunks that a peer wants again. Raises PeerLost."""
+    if not said or len(said) % 4:
+        raise PeerLost("a peer has asked for chunks in a way that cannot be understood")
+    numbers = struct.unpack(f"<{len(said) // 4}I", said)
+    if max(numbers) >= count:
+        raise PeerLost(f"a peer has asked for chunk {max(numbers)} of {count}")
+    return numbers
+
+
+# -- the receiver
+
+
+def receive_offer(pair: Pair, seconds: float = IDLE_SECONDS) -> Offer:
+    """Wait for an offer, and return it.
+
+    Raises PeerLost if the connection ends, IntegrityError if it is no sound offer.
+    """
+    _, said = _hear(pair, OFFER, seconds=seconds, most=MAX_DOCUMENT)
+    return Offer.decode(said)
+
+
+def refuse(pair: Pair, reason: str) -> None:
+    """Refuse an offer, for a reason. Raises PeerLost."""
+    _say(pair, REFUSE, reason.encode()[:_MOST_ANSWER])
+
+
+def receive_slot(pair: Pair, offer: Offer, segment: MappedSlot) -> None:
+    """Accept an offer, and receive the slot into a segment, which is sealed at the end.
+
+    The caller then tells the peer by `confirm`. Raises PeerLost; IntegrityError if the
+    slot does not fit into the segment, a document is not sound, or a chunk has arrived
+    damaged `_MOST_TRIES` times; OSError.
+    """
+    header, data = offer.header, segment.data
+    mine = segment.header
+    if not mine.peer_replica or (mine.job, mine.attempt, mine.rank, mine.chunk_size) != (
+        header.job,
+        header.attempt,
+        header.rank,
+        header.chunk_size,
+    ):
+        raise IntegrityError(f"segment {segment.name[:8]} is not for copies of rank {header.rank}")
+    if offer.used > mine.capacity:
+        raise IntegrityError(
+            f"a copy of {offer.used} bytes does not fit into a segment of {mine.capacity} bytes"
+        )
+    assert header.step is not None
+    segment.begin_copy(header.step)
+    _say(pair, ACCEPT)
+    for extent in (header.plan, header.request):
+        pair.receive(_part(data, extent), STALL_SECONDS)
+        if crc32c(_part(data, extent).numpy().data) != extent.crc:
+            raise IntegrityError(f"a document of rank {header.rank} has arrived damaged")
+    ranges = _ranges(header, data)
+    if len(ranges) != len(offer.checks):
+        raise IntegrityError(
+            f"rank {header.rank} has offered {len(offer.checks)} checksums for {len(ranges)} chunks"
+        )
+    numbers: Sequence[int] = range(len(ranges))
+    for left in reversed(range(_MOST_TRIES)):
+        numbers = list(_damaged(pair, data, ranges, offer.checks, numbers))
+        if not numbers:
+            break
+        if not left:
+            raise IntegrityError(
+                f"chunk {numbers[0]} of step {header.step} of rank {header.rank} has arrived "
+                f"damaged {_MOST_TRIES} times"
+            )
+        _say(pair, RESEND, struct.pack(f"<{len(numbers)}I", *numbers))
+    segment.seal_copy(header, list(offer.checks))
+
+
+def confirm(pair: Pair) -> None:
+    """Tell the peer that its slot is copied. Raises PeerLost."""
+    _say(pair, SEALED)
+
+
+def _damaged(
+    pair: Pair,
+    data: torch.Tensor,
+    ranges: Sequence[ChunkRange],
+    checks: Sequence[int],
+    numbers: Sequence[int],
+) -> Iterator[int]:
+    """Receive these chunks, and yield the numbers of those that do not match their
+    checksum.
+    """
+    views = [data[ranges[n].offset : ranges[n].offset + ranges[n].length] for n in numbers]
+    receiving = [pair.begin_receive(view) for view in views[:_UNDER_WAY]]
+    for place, number in enumerate(numbers):
+        finish(receiving[place], STALL_SECONDS)
+        if place + _UNDER_WAY < len(views):
+            receiving.append(pair.begin_receive(views[place + _UNDER_WAY]))
+        if crc32c(views[place].numpy().data) != checks[number]:
+            yield number
+
+
+# -- both
+
+
+def _ranges(header: SegmentHeader, data: torch.Tensor) -> Sequence[ChunkRange]:
+    """Return the chunks of a slot, by the plan in its data.
+
+    Raises IntegrityError if the plan is not sound, or names bytes outside the data.
+    """
+    plan = Plan.decode(bytes(_part(data, header.plan).numpy()))
+    values = (header.values.offset, header.values.length)
+    if values[0] < plan.data_length or plan.data_length > header.capacity:
+        raise IntegrityError(f"the documents of rank {header.rank} overlap its tensors")
+    ranges = chunk_ranges(with_values(plan.regions, values), header.chunk_size)
+    if ranges and ranges[-1].offset + ranges[-1].length > len(data):
+        raise IntegrityError(f"a chunk of rank {header.rank} lies outside its slot")
+    return ranges
+
+
+def _part(data: torch.Tensor, extent: Extent) -> torch.Tensor:
+    return data[extent.offset : extent.offset + extent.length]
+
+
+def _say(pair: Pair, kind: int, said: bytes = b"") -> None:
+    message = bytearray(_HEAD.pack(kind, 0, len(said)))
+    pair.send(_bytes(message), STALL_SECONDS)
+    if said:
+        pair.send(_bytes(bytearray(said)), STALL_SECONDS)
+
+
+def _hear(
+    pair: Pair, *kinds: int, seconds: float = STALL_SECONDS, most: int = _MOST_ANSWER
+) -> tuple[int, bytes]:
+    """Return the kind and the content of the next message.
+
+    kinds: the kinds that may come. Raises PeerLost for a refusal or any other kind.
+    """
+    head = bytearray(_HEAD.size)
+    pair.receive(_bytes(head), seconds)
+    kind, zero, length = _HEAD.unpack(head)
+    if zero or length > most:
+        raise PeerLost("a peer has sent a message that cannot be understood")
+    said = bytearray(length)
+    if length:
+        pair.receive(_bytes(said), STALL_SECONDS)
+    if kind == REFUSE:
+        raise PeerLost(said.decode(errors="replace"))
+    if kind not in kinds:
+        raise PeerLost(f"a peer has sent a message of kind {kind}; expected {kinds}")
+    return kind, bytes(said)
+
+
+def _bytes(buffer: bytearray) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=torch.uint8)
