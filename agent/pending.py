@@ -158,10 +158,10 @@ class Pending:
             memory), "durable" (the checkpoint is committed to storage, by all ranks),
             "uploaded" (it is committed in the root) or "replicated" (all nodes have
             copied it to the memory of other nodes, whether or not it is durable). If the
-            daemon has a stage, "durable" means the local disk of this node. If that disk is lost, so is the
-            checkpoint, until it is "uploaded". Without a stage, the two are the same. A
-            snapshot with `persist=False` becomes durable only if its trainer dies or
-            closes, or the daemon stops, while it is the newest.
+            daemon has a stage, "durable" means the local disk of this node. If that disk is
+            lost, so is the checkpoint, until it is "uploaded". Without a stage, the two are
+            the same. A snapshot with `persist=False` becomes durable only if its trainer
+            dies or closes, or the daemon stops, while it is the newest.
         timeout: seconds to wait. Default: no limit.
 
         Raises `error` if the snapshot can no longer reach that state; TimeoutError
