@@ -33,6 +33,7 @@ class Seals:
         self._news: m.Uploads | None = None
         # True if the slots of this attempt are copied to other nodes.
         self.has_copies = False
+        self._copies = m.PeerReplicas(re=0, attempt=0)
         self._copying: weakref.WeakValueDictionary[tuple[int, int], PendingSnapshot] = (
             weakref.WeakValueDictionary()
         )
@@ -46,6 +47,7 @@ class Seals:
         If the connection is lost, `hand_over_again` reports it later.
         """
         self._copying.setdefault((pending.attempt, pending.step), pending)
+        self._settle_copies()
         held = round(pending.held, 6)
         self._client.post(
             lambda n: m.Seal(
@@ -117,6 +119,11 @@ class Seals:
         """Record which snapshots all nodes have copied to their peers, and which will
         not be copied any more.
         """
+        self._copies = news
+        self._settle_copies()
+
+    def _settle_copies(self) -> None:
+        news = self._copies
         newest = max(news.replicated, default=-1)
         for (attempt, step), pending in list(self._copying.items()):
             if attempt != news.attempt:

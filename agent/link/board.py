@@ -24,7 +24,15 @@ import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ckptd.agent.threads.flag import Waiters
-from ckptd.shared.wire.board import Answer, Holding, answer, is_copied, is_news, is_open, is_quiet
+from ckptd.shared.wire.board import (
+    Answer,
+    Holding,
+    answer,
+    is_news,
+    is_open,
+    is_quiet,
+    waits_for_copies,
+)
 
 log = logging.getLogger("ckptd.agent")
 
@@ -167,7 +175,7 @@ class Board:
         if (
             (news and self._rank == 0)
             or any(is_open(step, holding, self._known) for step in awaited)
-            or not all(is_copied(step, self._known) for step in holding.wanted)
+            or waits_for_copies(holding, self._known)
         ):
             self._next = time.monotonic() + self._pause
         else:

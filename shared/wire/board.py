@@ -233,11 +233,17 @@ def is_open(step: int, holding: Holding, known: Answer) -> bool:
     return step > holding.durable and step not in known.common and step not in known.dead
 
 
-def is_copied(step: int, known: Answer) -> bool:
-    """Return True if, as far as a node knows, a step that is to be copied to a peer is
-    replicated, or will never be.
+def waits_for_copies(holding: Holding, known: Answer) -> bool:
+    """Return True if a node waits for news of peer replicas: a step that it is to copy is
+    neither replicated nor dead, or the other nodes do not know yet that it makes no more
+    copies.
+
+    known: the last answer that the node has read.
     """
-    return bool(known.alone) or step in known.dead or step <= max(known.replicated, default=-1)
+    if known.alone or holding.alone:
+        return not known.alone
+    newest = max(known.replicated, default=-1)
+    return any(step > newest and step not in known.dead for step in holding.wanted)
 
 
 def is_quiet(nodes: Mapping[str, Holding], given: Answer) -> bool:
@@ -248,8 +254,7 @@ def is_quiet(nodes: Mapping[str, Holding], given: Answer) -> bool:
     """
     durable = max((node.durable for node in nodes.values()), default=-1)
     return len({node.done for node in nodes.values()}) == 1 and not any(
-        (step > durable and is_open(step, node, given))
-        or (step in node.wanted and not is_copied(step, given))
+        waits_for_copies(node, given)
+        or any(step > durable and is_open(step, node, given) for step in node.held)
         for node in nodes.values()
-        for step in node.held
     )

@@ -5,6 +5,7 @@ with its memory.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 import torch.distributed as dist
 
 from ckptd.agent import Agent
-from ckptd.shared.errors import CkptdError
+from ckptd.shared import names
+from ckptd.shared.errors import CkptdError, NotFound
+from ckptd.shared.storage.locate import open_root
 from tests.crash.node_trainer import check, state_of
+from tests.support.daemons import until
 from tests.support.nodes import Node, Nodes, nodes
 from tests.support.ranks import HERE, Ranks
 
@@ -65,11 +69,11 @@ def close() -> None:
     HERE["agent"].close()
 
 
-def replicas(node: Node) -> list[dict[str, Any]]:
-    """Return the part of the status of a node's daemon that is about peer replicas."""
-    (found,) = (job for job in node.status()["jobs"] if job["job"] == JOB)
-    listed: list[dict[str, Any]] = found["peer_replicas"]
-    return listed
+def replicas(node: Node) -> list[tuple[int, list[int]]]:
+    """Return the step and the ranks of each peer replica that a node holds."""
+    assert node.daemon is not None
+    (found,) = (job for job in node.daemon.status()["jobs"] if job["job"] == JOB)
+    return [(each["step"], each["ranks"]) for each in found["peer_replicas"]]
 
 
 # -- one node is lost with its memory
@@ -89,3 +93,160 @@ def test_a_step_that_was_only_in_memory_comes_back_without_the_node(
     with Ranks(6) as ranks:
         assert ranks.call(recover, where) == [(6, "storage")] * 6
         ranks.call(close)
+
+
+def test_each_node_holds_the_copies_of_one_other_node(three: Nodes) -> None:
+    with Ranks(6) as ranks:
+        ranks.call(begin, sockets(three, 0, 0, 1, 1, 2, 2))
+        assert ranks.call(copy, 5) == [""] * 6
+        assert [replicas(node) for node in three] == [[(5, [4, 5])], [(5, [0, 1])], [(5, [2, 3])]]
+        assert ranks.call(copy, 6) == [""] * 6
+        ranks.call(close)
+    until(lambda: all(not list(node.shm.rglob("*.seg")) for node in three), "freed memory")
+
+
+def test_a_step_is_delivered_for_a_lost_node_without_a_next_attempt(
+    three: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Ranks(3) as ranks:
+        ranks.call(begin, sockets(three, 0, 1, 2))
+        assert ranks.call(copy, 5) == [""] * 3
+        three[1].lose()
+    repository = open_root(three.root)
+
+    def is_committed() -> bool:
+        try:
+            return repository.read_manifest(JOB, names.tag_directory(5, None, 1)).step == 5
+        except NotFound:
+            return False
+
+    until(is_committed, "a commit with the parts of the lost node")
+
+
+@pytest.mark.parametrize("again", [0, 1])
+def test_copies_outlive_the_daemon_that_holds_them(three: Nodes, again: int) -> None:
+    where = sockets(three, 0, 1, 2)
+    with Ranks(3) as ranks:
+        ranks.call(begin, where)
+        assert ranks.call(copy, 5) == [""] * 3
+        three[again].kill()
+        three[again].start()
+        before = (again - 1) % 3  # the node whose copies it holds
+        until(lambda: replicas(three[again]) == [(5, [before])], "adopted copies")
+        assert ranks.call(copy, 6) == [""] * 3
+        three[before].lose()
+    three[before].start()
+    with Ranks(3) as ranks:
+        assert ranks.call(recover, where) == [(6, "storage")] * 3
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_job_goes_on_with_fewer_nodes(three: Nodes, count: int) -> None:
+    with Ranks(3) as ranks:
+        ranks.call(begin, sockets(three, 0, 1, 2))
+        assert ranks.call(copy, 5) == [""] * 3
+        three[2].lose()
+    where = sockets(three, *range(count))
+    with Ranks(count) as ranks:
+        found = ranks.call(recover, where)
+    assert found == ([(5, "storage")] * 2 if count == 2 else [None])
+
+
+def test_a_second_node_may_be_lost_after_the_job_has_replicated_again(three: Nodes) -> None:
+    where = sockets(three, 0, 1, 2)
+    for attempt, lost in enumerate((1, 2, 0)):
+        with Ranks(3) as ranks:
+            if attempt:
+                assert ranks.call(recover, where) == [(attempt * 10, "storage")] * 3
+            else:
+                ranks.call(begin, where)
+            step = (attempt + 1) * 10
+            assert ranks.call(copy, step) == [""] * 3
+            three[lost].lose()
+        three[lost].start()
+    with Ranks(3) as ranks:
+        assert ranks.call(recover, where) == [(30, "storage")] * 3
+
+
+# -- not every snapshot is copied
+
+
+def take(first: int, last: int, every: int) -> list[str]:
+    """Take snapshots in memory, copy every n-th, and return their states."""
+    pending = []
+    for step in range(first, last + 1):
+        each = HERE["agent"].snapshot(
+            state_of(step), step=step, persist=False, replicate=step % every == 0
+        )
+        each.wait("sealed", timeout=60)
+        pending.append(each)
+    copied = [each for each in pending if each.step % every == 0]
+    copied[-1].wait("replicated", timeout=60)
+    return [each.state for each in pending]
+
+
+def test_snapshots_between_those_that_are_copied_find_slots(three: Nodes) -> None:
+    where = sockets(three, 0, 1, 2)
+    with Ranks(3) as ranks:
+        ranks.call(begin, where)
+        assert ranks.call(take, 1, 20, 10) == [["sealed"] * 20] * 3
+        assert ranks.call(take, 21, 27, 21) == [["sealed"] * 7] * 3
+        three[1].lose()
+    three[1].start()
+    with Ranks(3) as ranks:
+        assert ranks.call(recover, where) == [(21, "storage")] * 3
+
+
+def test_a_step_that_is_not_to_be_copied_says_so(three: Nodes) -> None:
+    with Ranks(3) as ranks:
+        ranks.call(begin, sockets(three, 0, 1, 2))
+        assert (
+            ranks.call(partial(copy, replicate=False), 5)
+            == [
+                "the snapshot is not copied to other nodes: set replicas = 1 for the daemons of "
+                "all nodes, and do not pass replicate=False"
+            ]
+            * 3
+        )
+
+
+# -- there are no copies
+
+
+def test_a_daemon_without_replicas_turns_them_off_for_all(three: Nodes) -> None:
+    three[1].kill()
+    three[1].home.environ["CKPTD_REPLICAS"] = "0"
+    three[1].start()
+    with Ranks(3) as ranks:
+        ranks.call(begin, sockets(three, 0, 1, 2))
+        assert all("set replicas = 1 for the daemons" in said for said in ranks.call(copy, 5))
+        assert ranks.call(close) == [None] * 3
+
+
+def test_nodes_of_one_domain_have_no_peer() -> None:
+    environ = REPLICAS | {"CKPTD_DOMAIN": "rack7"}
+    with nodes(2, environ=environ) as two, Ranks(2) as ranks:
+        ranks.call(begin, sockets(two, 0, 1))
+        assert all("set replicas = 1 for the daemons" in said for said in ranks.call(copy, 5))
+        ranks.call(close)
+
+
+def test_a_quota_without_room_for_copies_ends_them_and_not_the_training() -> None:
+    with nodes(2, environ=REPLICAS | {"CKPTD_SHM_QUOTA": "1200k"}) as two, Ranks(2) as ranks:
+        where = sockets(two, 0, 1)
+        ranks.call(begin, where)
+        said = ranks.call(copy, 5)
+        assert all("of the quota of 1.2 MB are taken" in each for each in said), said
+        assert ranks.call(saved, 6) == [""] * 2
+        assert all("of the quota of 1.2 MB are taken" in each for each in ranks.call(copy, 7))
+        ranks.call(close)
+
+
+def saved(step: int) -> str:
+    """Take a snapshot, wait until it is durable, and return the error, or ""."""
+    pending = HERE["agent"].snapshot(state_of(step), step=step)
+    try:
+        pending.wait("durable", timeout=60)
+    except CkptdError as error:
+        return str(error)
+    return ""

@@ -14,9 +14,9 @@ from ckptd.shared.wire.board import (
     Answer,
     Holding,
     answer,
-    is_copied,
     is_news,
     is_quiet,
+    waits_for_copies,
 )
 
 NOTHING = Answer()
@@ -310,6 +310,13 @@ def test_changes_of_copies_are_news(changes: dict[str, Any], news: bool) -> None
 def test_a_step_is_waited_for_until_it_is_replicated_or_will_not_be(
     known: Answer, copied: bool
 ) -> None:
-    assert is_copied(5, known) is copied
+    assert waits_for_copies(peer(1, wanted=[5]), known) is not copied
     nodes = {f"node{rank}": peer(rank, wanted=[5], durable=5) for rank in range(2)}
     assert is_quiet(nodes, known) is copied
+
+
+def test_a_node_that_makes_no_copies_any_more_waits_until_all_know() -> None:
+    alone = peer(1, alone="no room")
+    assert waits_for_copies(alone, Answer())
+    assert not waits_for_copies(alone, Answer(alone="no room (node1)"))
+    assert not waits_for_copies(peer(1), Answer())
